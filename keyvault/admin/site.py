@@ -57,7 +57,7 @@ from keyvault.models import (
 )
 from keyvault.services.sessions.sign_in import sign_out
 
-NOUNS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
+MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (IssuanceRequest, IssuanceRequestAdmin),
     (Credential, CredentialAdmin),
     (Key, KeyAdmin),
@@ -92,7 +92,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
     )
 )
 
-_LEFT_OUT = frozenset({"django.contrib.auth.admin", "django_celery_beat.admin"})
+_EXCLUDED_MODULES = frozenset({"django.contrib.auth.admin", "django_celery_beat.admin"})
 
 _log = logging.getLogger(__name__)
 
@@ -112,8 +112,8 @@ class ConsoleSite(AdminSite):
 
     def __init__(self, name: str = "admin") -> None:
         super().__init__(name)
-        for model, noun in NOUNS:
-            self.register(model, noun)
+        for model, model_admin in MODEL_ADMINS:
+            self.register(model, model_admin)
 
     def register(
         self,
@@ -126,7 +126,7 @@ class ConsoleSite(AdminSite):
         Django's groups are ignored because roles are defined in code. Celery beat's entries are ignored because they
         follow the settings.
         """
-        if admin_class is not None and admin_class.__module__ in _LEFT_OUT:
+        if admin_class is not None and admin_class.__module__ in _EXCLUDED_MODULES:
             return
         if admin_class is None or not issubclass(admin_class, ConsoleModelAdmin):
             raise ImproperlyConfigured(f"{model_or_iterable} has no guarded admin, so the console does not show it")
@@ -144,13 +144,13 @@ class ConsoleSite(AdminSite):
         registered = self._registry[model]
         if not isinstance(registered, ConsoleModelAdmin):
             raise ImproperlyConfigured(f"{model} has no guarded admin that could be extended")
-        names = {action.name for action in registered.acts}
+        names = {action.name for action in registered.row_actions}
         replacements = {action.name: action for action in actions if action.name in names}
-        registered.acts = (
-            *(replacements.get(action.name, action) for action in registered.acts),
+        registered.row_actions = (
+            *(replacements.get(action.name, action) for action in registered.row_actions),
             *(action for action in actions if action.name not in names),
         )
-        registered.asks = (*registered.asks, *create_actions)
+        registered.create_actions = (*registered.create_actions, *create_actions)
 
     # --- access -------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class ConsoleSite(AdminSite):
         return isinstance(user, Operator) and user.is_active and user.is_staff and bool(operator_of(request).roles)
 
     def admin_view(self, view: View, cacheable: bool = False) -> View:
-        return super().admin_view(self._answered(view), cacheable)
+        return super().admin_view(self._with_problem_pages(view), cacheable)
 
     def login(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Django's login with a view that counts failures."""
@@ -176,7 +176,7 @@ class ConsoleSite(AdminSite):
         if REDIRECT_FIELD_NAME not in request.GET and REDIRECT_FIELD_NAME not in request.POST:
             context[REDIRECT_FIELD_NAME] = reverse("admin:index")
         request.current_app = self.name  # read by Django's templates
-        return _protected(cast(HttpResponse, SignInView.as_view(extra_context=context)(request)))
+        return _with_csp(cast(HttpResponse, SignInView.as_view(extra_context=context)(request)))
 
     def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
         """Record the sign-out before the session ends, while the operator is known."""
@@ -184,11 +184,11 @@ class ConsoleSite(AdminSite):
             sign_out(grant_for(request, Permission.SESSIONS_WRITE))
         return super().logout(request, extra_context)
 
-    def _answered(self, view: View) -> View:
+    def _with_problem_pages(self, view: View) -> View:
         """Turn expected errors into problem pages; unexpected errors propagate to the log."""
 
         @wraps(view)
-        def answered(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        def handle(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
             response: HttpResponseBase
             try:
                 if "%00" in request.get_full_path():
@@ -212,9 +212,9 @@ class ConsoleSite(AdminSite):
                 response = problem_page(self, request, ErrorCode.PERMISSION_MISSING, "This is not permitted.")
             except SuspiciousOperation:
                 response = problem_page(self, request, ErrorCode.REQUEST_INVALID, "This address cannot be meant.")
-            return _protected(response)
+            return _with_csp(response)
 
-        return cast(View, answered)
+        return cast(View, handle)
 
     # --- routes -------------------------------------------------------------------------------------------
 
@@ -225,8 +225,8 @@ class ConsoleSite(AdminSite):
             path("login/", self.login, name="login"),
             path("logout/", self.admin_view(self.logout), name="logout"),
             *(
-                path(f"{model._meta.app_label}/{model._meta.model_name}/", include(noun.urls))
-                for model, noun in self._registry.items()
+                path(f"{model._meta.app_label}/{model._meta.model_name}/", include(model_admin.urls))
+                for model, model_admin in self._registry.items()
             ),
             re_path(r"(?P<url>.*)$", self.admin_view(self.catch_all_view)),
         ]
@@ -234,14 +234,16 @@ class ConsoleSite(AdminSite):
     # --- the front page and the frame ---------------------------------------------------------------------
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
-        nouns = [noun for noun in self._nouns() if noun.has_view_permission(request)]
-        items = [item for noun in nouns for item in noun.waiting(request)]
+        model_admins = [model_admin for model_admin in self._model_admins() if model_admin.has_view_permission(request)]
+        items = [item for model_admin in model_admins for item in model_admin.attention_items(request)]
         items.sort(key=lambda item: item.tone != "alarm")
         context = {
             "title": self.index_title,
-            "attention": [item for item in items if item.count],
-            "empty": [item for item in items if not item.count],
-            "create_links": [link for noun in self._nouns() for link in noun.ask_links(request)],
+            "attention_items": [item for item in items if item.count],
+            "empty_items": [item for item in items if not item.count],
+            "create_links": [
+                link for model_admin in self._model_admins() for link in model_admin.create_links(request)
+            ],
             "roles": sorted(role.value.replace("_", " ") for role in operator_of(request).roles),
         }
         return page(self, request, "index", context)
@@ -252,23 +254,27 @@ class ConsoleSite(AdminSite):
             return []
         sections = []
         for section in SECTIONS:
-            nouns = [
-                {"name": noun.plural, "url": noun.list_url(), "count": noun.count_of_waiting(request)}
-                for noun in self._nouns()
-                if noun.section == section and noun.has_module_permission(request)
+            model_admins = [
+                {
+                    "name": model_admin.plural,
+                    "url": model_admin.list_url(),
+                    "count": model_admin.attention_count(request),
+                }
+                for model_admin in self._model_admins()
+                if model_admin.section == section and model_admin.has_module_permission(request)
             ]
-            if nouns:
-                sections.append({"name": section, "model_admins": nouns})
+            if model_admins:
+                sections.append({"name": section, "model_admins": model_admins})
         return sections
 
     def get_log_entries(self, request: HttpRequest) -> QuerySet[LogEntry]:
         """Return nothing: the audit chains replace Django's change log."""
         return LogEntry.objects.none()
 
-    def _nouns(self) -> list[ConsoleModelAdmin]:
-        return [noun for noun in self._registry.values() if isinstance(noun, ConsoleModelAdmin)]
+    def _model_admins(self) -> list[ConsoleModelAdmin]:
+        return [model_admin for model_admin in self._registry.values() if isinstance(model_admin, ConsoleModelAdmin)]
 
 
-def _protected(response: Response) -> Response:
+def _with_csp(response: Response) -> Response:
     response["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
     return response

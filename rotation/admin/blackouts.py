@@ -15,7 +15,7 @@ from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, mono, short_moment
 from rotation.admin.schedule_forms import CalendarForm, EditCalendarForm, periods_from
-from rotation.admin.schedule_widgets import scope_words, state_of
+from rotation.admin.schedule_widgets import format_scope, state_of
 from rotation.models import BlackoutCalendar
 from rotation.services.schedules.schedules import save_calendar
 
@@ -33,7 +33,7 @@ def _edit_calendar(grant: Grant, row: BlackoutCalendar, cleaned: Cleaned) -> Act
 class BlackoutCalendarAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Blackout calendar", "Blackout calendars"
-    asks = (
+    create_actions = (
         CreateAction(
             "save",
             "Make a blackout calendar",
@@ -44,7 +44,7 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
             "Save",
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "edit",
             "Edit",
@@ -90,7 +90,7 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
         schedules = row.schedules.select_related("account__merchant", "credential__account__merchant").order_by("pk")
         using = [
             [
-                link(reverse("admin:rotation_rotationschedule_change", args=[item.pk]), scope_words(item)),
+                link(reverse("admin:rotation_rotationschedule_change", args=[item.pk]), format_scope(item)),
                 badge(state_of(item)),
             ]
             for item in schedules

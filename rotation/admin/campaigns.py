@@ -15,25 +15,25 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import (
-    ActForm,
+    ActionForm,
     ActionResult,
     Cleaned,
     CreateAction,
+    ReasonForm,
     RowAction,
-    SeenForm,
     Tone,
-    WhyForm,
+    VersionedForm,
 )
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import ApproveForm, approvals_table
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
+    AttentionItem,
     Detail,
     FactTable,
     Line,
     Table,
-    Waiting,
     badge,
     link,
     moment,
@@ -71,7 +71,7 @@ def _merchant_choices() -> list[tuple[str, str]]:
     return [(name, name) for name in Merchant.objects.order_by("merchant_id").values_list("merchant_id", flat=True)]
 
 
-class CampaignForm(ActForm):
+class CampaignForm(ActionForm):
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
     merchants = forms.MultipleChoiceField(
         required=False,
@@ -111,7 +111,7 @@ class CampaignForm(ActForm):
         label="Halt when more percent than that fail",
         help_text="Failed and stalled ones among those that came to something. Empty: no share halts it.",
     )
-    proof = forms.ChoiceField(choices=[(proof.value, words) for proof, words in PRIVATE_PROOFS.items()])
+    proof = forms.ChoiceField(choices=[(proof.value, label) for proof, label in PRIVATE_PROOFS.items()])
     quiet_seconds, quarantine_seconds = quiet_field(), quarantine_field()
     expires_in_days = forms.IntegerField(
         required=False,
@@ -131,7 +131,7 @@ class ApproveCampaignForm(ApproveForm):
         return {"plan_digest": row.plan_digest}
 
 
-class MaybeWhyForm(ActForm):
+class OptionalReasonForm(ActionForm):
     why = forms.CharField(
         label="Why",
         required=False,
@@ -141,7 +141,7 @@ class MaybeWhyForm(ActForm):
     )
 
 
-class SeenMaybeWhyForm(SeenForm, MaybeWhyForm):
+class VersionedOptionalReasonForm(VersionedForm, OptionalReasonForm):
     """Form with the version of the row and an optional reason."""
 
 
@@ -208,7 +208,7 @@ def _is_undecided(row: Campaign) -> bool:
 class CampaignAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Campaign", "Campaigns"
-    asks = (
+    create_actions = (
         CreateAction(
             "request",
             "Rotate many keys",
@@ -221,7 +221,7 @@ class CampaignAdmin(ConsoleModelAdmin):
             preset=lambda query: {"environment": query.get("environment")},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "approve",
             "Approve",
@@ -232,7 +232,7 @@ class CampaignAdmin(ConsoleModelAdmin):
                 "with this plan at this pace."
             ),
             form=ApproveCampaignForm,
-            fits=_is_undecided,
+            is_available=_is_undecided,
             tone=Tone.GOOD,
         ),
         RowAction(
@@ -241,8 +241,8 @@ class CampaignAdmin(ConsoleModelAdmin):
             P.ROTATIONS_APPROVE,
             _reject,
             lambda row: "Nothing is rotated; the keys stay as they are. Whoever asked reads why.",
-            form=WhyForm,
-            fits=_is_undecided,
+            form=ReasonForm,
+            is_available=_is_undecided,
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -251,8 +251,8 @@ class CampaignAdmin(ConsoleModelAdmin):
             P.ROTATIONS_WRITE,
             _pause,
             lambda row: "No more rotations begin until it is resumed. Those under way go on.",
-            form=MaybeWhyForm,
-            fits=lambda row: row.state == C.RUNNING,
+            form=OptionalReasonForm,
+            is_available=lambda row: row.state == C.RUNNING,
         ),
         RowAction(
             "resume",
@@ -260,8 +260,8 @@ class CampaignAdmin(ConsoleModelAdmin):
             P.ROTATIONS_WRITE,
             _resume,
             lambda row: "More rotations begin, at the approved pace. What led to a halt is not counted again.",
-            form=SeenMaybeWhyForm,
-            fits=lambda row: row.state in {C.PAUSED, C.HALTED},
+            form=VersionedOptionalReasonForm,
+            is_available=lambda row: row.state in {C.PAUSED, C.HALTED},
             tone=Tone.GOOD,
         ),
         RowAction(
@@ -270,8 +270,8 @@ class CampaignAdmin(ConsoleModelAdmin):
             P.ROTATIONS_WRITE,
             _cancel,
             lambda row: "No more rotations begin, ever. Those under way go on; abort them one by one if they must not.",
-            form=MaybeWhyForm,
-            fits=lambda row: row.closed_at is None,
+            form=OptionalReasonForm,
+            is_available=lambda row: row.closed_at is None,
             tone=Tone.DANGER,
         ),
     )
@@ -348,15 +348,15 @@ class CampaignAdmin(ConsoleModelAdmin):
             refresh_seconds=_REFRESH_SECONDS if row.state == C.RUNNING else None,
         )
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
         asked = rows.filter(state=C.AWAITING_APPROVAL, approval_expires_at__gt=datetime.now(UTC))
         where = f"?state__exact={C.AWAITING_APPROVAL}"
         if may(request, P.ROTATIONS_APPROVE):
-            others = self.for_me(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
-            yield self.waits("Campaigns that you may approve", others, where, "act")
-        yield self.waits("Halted campaigns", rows.filter(state=C.HALTED), f"?state__exact={C.HALTED}", "alarm")
-        yield self.waits("Campaigns under way", rows.filter(state=C.RUNNING), f"?state__exact={C.RUNNING}")
+            others = self.decidable_rows(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
+            yield self.attention_item("Campaigns that you may approve", others, where, "action")
+        yield self.attention_item("Halted campaigns", rows.filter(state=C.HALTED), f"?state__exact={C.HALTED}", "alarm")
+        yield self.attention_item("Campaigns under way", rows.filter(state=C.RUNNING), f"?state__exact={C.RUNNING}")
 
     def line_of(self, row: Campaign) -> Line:
         detail = row.why or f"asked for by {row.requester.username}"
@@ -382,7 +382,11 @@ def _plan(row: Campaign) -> Iterable[tuple[str, Any]]:
         soak = default.soak_seconds if overrides.soak_seconds is None else overrides.soak_seconds
         yield "Traffic that proves it", f"{count} authentications from {sources} sources, soak time {seconds(soak)}"
     longer = ", or twice the longest gap seen there" if row.environment == Environment.PRODUCTION else ""
-    quiet = f"{seconds(default.quiet_seconds)}{longer}" if overrides.quiet_seconds is None else seconds(overrides.quiet_seconds)
+    quiet = (
+        f"{seconds(default.quiet_seconds)}{longer}"
+        if overrides.quiet_seconds is None
+        else seconds(overrides.quiet_seconds)
+    )
     quarantine = default.quarantine_seconds if overrides.quarantine_seconds is None else overrides.quarantine_seconds
     yield "Quiet period", quiet
     yield "Quarantine", seconds(quarantine)

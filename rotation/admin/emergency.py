@@ -11,8 +11,8 @@ from django import forms
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
-from keyvault.admin.keys.keys import WHAT_REPORTING_DOES, is_last, warn_of_last
+from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
+from keyvault.admin.keys.keys import REPORT_EXPLANATION, is_last, warn_if_last_key
 from keyvault.admin.keys.receipts import receipt_url
 from keyvault.admin.site import ConsoleSite
 from keyvault.domain.errors import Fault, RequestInvalidError
@@ -33,7 +33,7 @@ _MAX_LISTED = 5
 """Maximum keys or rotations that a message lists."""
 
 
-class CompromiseForm(ActForm):
+class CompromiseForm(ActionForm):
     """Form without required fields, because nothing may delay stopping a key."""
 
     reason = forms.CharField(
@@ -74,7 +74,7 @@ class LeakForm(CompromiseForm):
     field_order = ("key_ids", "reason", "replace")
 
 
-class ReissueForm(ActForm):
+class ReissueForm(ActionForm):
     reason = forms.CharField(
         max_length=300, help_text="Kept in the audit log, and shown to whoever approves.", label="Why"
     )
@@ -104,7 +104,9 @@ def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> Act
     failures = [f"{response.key_id}: {response.fault}" for response in responses if response.fault]
     if not ended:
         more = [f"and {len(failures) - _MAX_LISTED} more"] if len(failures) > _MAX_LISTED else []
-        raise RequestInvalidError(_NOTHING_ENDED, [Fault("/key_ids", each) for each in (*failures[:_MAX_LISTED], *more)])
+        raise RequestInvalidError(
+            _NOTHING_ENDED, [Fault("/key_ids", each) for each in (*failures[:_MAX_LISTED], *more)]
+        )
     count = "1 key is" if len(ended) == 1 else f"{len(ended)} keys are"
     not_ended = f"NOT revoked, {len(failures)}: {_join_first(failures)}." if failures else ""
     message = " ".join(filter(None, (f"{count} revoked: refused for ever.", not_ended, _format_replacements(ended))))
@@ -127,7 +129,9 @@ def _format_replacements(responses: Sequence[Response]) -> str:
 
 def _join_first(texts: Sequence[str]) -> str:
     more = len(texts) - _MAX_LISTED
-    return "; ".join(text.removesuffix(".") for text in texts[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
+    return "; ".join(text.removesuffix(".") for text in texts[:_MAX_LISTED]) + (
+        f"; and {more} more" if more > 0 else ""
+    )
 
 
 def _reissue(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionResult:
@@ -152,10 +156,10 @@ REPORT = RowAction(
     "Report compromise",
     P.KEYS_REPORT_COMPROMISE,
     _report,
-    lambda key: WHAT_REPORTING_DOES,
+    lambda key: REPORT_EXPLANATION,
     form=CompromiseForm,
-    fits=lambda key: can_transition(KeyState(key.state), KeyState.COMPROMISED),
-    warn=warn_of_last,
+    is_available=lambda key: can_transition(KeyState(key.state), KeyState.COMPROMISED),
+    warn=warn_if_last_key,
     tone=Tone.DANGER,
 )
 REPORT_CREDENTIAL = RowAction(
@@ -163,9 +167,9 @@ REPORT_CREDENTIAL = RowAction(
     "Compromised: revoke now and replace",
     P.KEYS_REPORT_COMPROMISE,
     _report_credential,
-    lambda credential: f"Every key of the credential that is alive is reported. {WHAT_REPORTING_DOES}",
+    lambda credential: f"Every key of the credential that is alive is reported. {REPORT_EXPLANATION}",
     form=CompromiseForm,
-    fits=_has_living_key,
+    is_available=_has_living_key,
     warn=lambda credential: "Whoever uses the credential is refused from this moment on, until a new key is there.",
     tone=Tone.DANGER,
 )
@@ -179,7 +183,7 @@ REISSUE = RowAction(
         "delivered as the credential's keys are: its id, limits and history stay."
     ),
     form=ReissueForm,
-    fits=_can_be_reissued,
+    is_available=_can_be_reissued,
     tone=Tone.GOOD,
 )
 REPORT_LEAK = CreateAction(
@@ -188,7 +192,7 @@ REPORT_LEAK = CreateAction(
     P.KEYS_REPORT_COMPROMISE,
     LeakForm,
     _report_leak,
-    f"{WHAT_REPORTING_DOES} Each key is ended by itself: one that cannot be holds up no other.",
+    f"{REPORT_EXPLANATION} Each key is ended by itself: one that cannot be holds up no other.",
     "Revoke them now",
     preset=lambda query: {"replace": True, "key_ids": query.get("key")},
 )

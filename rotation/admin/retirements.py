@@ -13,15 +13,15 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, SeenForm, Tone
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, Tone, VersionedForm
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
+    AttentionItem,
     Detail,
     FactTable,
     Line,
-    Waiting,
     badge,
     link,
     moment,
@@ -61,7 +61,7 @@ def _state(retirement: Retirement) -> str:
 class RetirementAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Retirement", "Retirements"
-    acts = (
+    row_actions = (
         RowAction(
             "approve",
             "Approve the date",
@@ -71,8 +71,8 @@ class RetirementAdmin(ConsoleModelAdmin):
                 "From that moment on the old public key is refused: first in quarantine, then for ever. Shops and apps "
                 "that still use it fail. Traffic never brings it back."
             ),
-            form=SeenForm,
-            fits=_is_awaiting_approval,
+            form=VersionedForm,
+            is_available=_is_awaiting_approval,
             tone=Tone.GOOD,
         ),
     )
@@ -155,12 +155,16 @@ class RetirementAdmin(ConsoleModelAdmin):
             sections=[self.summary(row), approval, *use_tables(row.rotation.predecessor)],
         )
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         if not may(request, P.ROTATIONS_APPROVE):
             return
         asked = self.get_queryset(request).filter(approved_at__isnull=True, retire_at__gt=datetime.now(UTC))
-        mine = [row for row in self.for_me(request, P.ROTATIONS_APPROVE, asked.order_by("retire_at")) if _is_awaiting_approval(row)]
-        yield self.waits("Retirement dates that you may approve", mine, "", "act")
+        mine = [
+            row
+            for row in self.decidable_rows(request, P.ROTATIONS_APPROVE, asked.order_by("retire_at"))
+            if _is_awaiting_approval(row)
+        ]
+        yield self.attention_item("Retirement dates that you may approve", mine, "", "action")
 
     def line_of(self, row: Retirement) -> Line:
         return Line(

@@ -8,11 +8,11 @@ from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
     CreateAction,
+    ReasonForm,
     RowAction,
-    SeenForm,
-    SeenWhyForm,
     Tone,
-    WhyForm,
+    VersionedForm,
+    VersionedReasonForm,
 )
 from keyvault.admin.framework.four_eyes import break_glass_warning
 from keyvault.domain.errors import StateConflictError
@@ -25,8 +25,8 @@ from rotation.admin.rotation_forms import (
     ConfirmForm,
     ExtendForm,
     RetireForm,
-    RotateForm,
-    wish_of,
+    RotationForm,
+    overrides_from,
 )
 from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.runbook import IN_WORDS, Remedy
@@ -57,7 +57,7 @@ S = RotationState
 
 
 def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
-    rotation = request_rotation(grant, cleaned["credential_id"], wish_of(cleaned))
+    rotation = request_rotation(grant, cleaned["credential_id"], overrides_from(cleaned))
     if rotation.state == S.AWAITING_APPROVAL:
         return ActionResult("Asked. It now waits for the approval of a second person.", row=rotation)
     return ActionResult(
@@ -90,14 +90,14 @@ def _abort(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
         return ActionResult(
             "The secret backend holds the replacement already, so that it rolls back; the old key stays."
         )
-    return ActionResult(f"Aborted. {_what_stays(rotation)}")
+    return ActionResult(f"Aborted. {_describe_remaining_key(rotation)}")
 
 
 def _roll_back(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     if not rolls_back(rotation):
         raise StateConflictError("Nobody has the replacement yet: abort it instead.")
     abort_rotation(grant, rotation, cleaned["why"])
-    return ActionResult(f"It rolls back, and both keys verify meanwhile. {_where_the_old_key_is(rotation)}")
+    return ActionResult(f"It rolls back, and both keys verify meanwhile. {_describe_old_key(rotation)}")
 
 
 def _resume(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
@@ -180,7 +180,7 @@ def may_be_collected(rotation: Rotation) -> bool:
 # --- explanations --------------------------------------------------------------------------------------------
 
 
-def _what_approving_does(rotation: Rotation) -> str:
+def _explain_approval(rotation: Rotation) -> str:
     if rotation.state == S.EMERGENCY:
         return (
             "The credential has no key that is good. You approve exactly this plan: the replacement is made at once, "
@@ -189,15 +189,15 @@ def _what_approving_does(rotation: Rotation) -> str:
     return "You approve exactly this plan. The replacement will be made unseen by you."
 
 
-def _what_rolling_back_does(rotation: Rotation) -> str:
+def _explain_rollback(rotation: Rotation) -> str:
     return (
         "The merchant may use the replacement already, so it is not taken from them at once. Both keys verify; the "
         "replacement is retired by the same rules of silence and quarantine, and revoked at the end. "
-        f"{_where_the_old_key_is(rotation)}"
+        f"{_describe_old_key(rotation)}"
     )
 
 
-def _where_the_old_key_is(rotation: Rotation) -> str:
+def _describe_old_key(rotation: Rotation) -> str:
     if rotation.credential.kind == KeyKind.PUBLIC:
         return "The old key stands on its own page."
     if is_in_backend(rotation.predecessor):
@@ -205,20 +205,20 @@ def _where_the_old_key_is(rotation: Rotation) -> str:
     return "No copy of the old key is kept here: the merchant goes back to the one that they have."
 
 
-def _what_stays(rotation: Rotation) -> str:
+def _describe_remaining_key(rotation: Rotation) -> str:
     if has_old_key(rotation):
         return "The old key stays as it is."
     return "The credential stays without a key that is good."
 
 
-def _warn_of_the_bypass(rotation: Rotation) -> str:
+def _warn_of_bypass(rotation: Rotation) -> str:
     return (
         "This is break-glass: the plan begins with nobody but you having looked at it. An alarm is raised at once, and "
         "it stays in sight, under your name, until a second person has reviewed it."
     )
 
 
-def _what_confirming_does(rotation: Rotation) -> str:
+def _explain_confirmation(rotation: Rotation) -> str:
     goes = "it is retired on an approved date" if rotation.approved_plan.deadline is None else "it must fall silent"
     return (
         "You say for the merchant that the replacement is in use. Nothing else proves it here: the old key goes the "
@@ -226,17 +226,17 @@ def _what_confirming_does(rotation: Rotation) -> str:
     )
 
 
-def _what_collecting_does(rotation: Rotation) -> str:
+def _explain_collection(rotation: Rotation) -> str:
     if rotation.credential.delivery == Delivery.SHOW_ONCE:
         return "The replacement is shown on the next page, this once, and its copy here is destroyed afterwards."
     return "The replacement is shown on the next page, this once. The secret backend keeps its copy."
 
 
-ASK = CreateAction(
+REQUEST = CreateAction(
     "request",
     IN_WORDS[Remedy.ASK_AGAIN],
     P.ROTATIONS_WRITE,
-    RotateForm,
+    RotationForm,
     _request,
     "A replacement is made and delivered, proved in use, and only then is the old key suspended and revoked. "
     "In production a second person approves the plan first.",
@@ -245,15 +245,15 @@ ASK = CreateAction(
     preset=lambda query: {"credential_id": query.get("credential")},
 )
 
-ACTS = (
+ROW_ACTIONS = (
     RowAction(
         "approve",
         IN_WORDS[Remedy.APPROVE],
         P.ROTATIONS_APPROVE,
         _approve,
-        _what_approving_does,
+        _explain_approval,
         form=ApprovePlanForm,
-        fits=_may_be_approved,
+        is_available=_may_be_approved,
         tone=Tone.GOOD,
     ),
     RowAction(
@@ -261,9 +261,9 @@ ACTS = (
         IN_WORDS[Remedy.REJECT],
         P.ROTATIONS_APPROVE,
         _reject,
-        lambda rotation: f"No replacement is made. {_what_stays(rotation)} Whoever asked reads why.",
-        form=WhyForm,
-        fits=_waits_for_approval,
+        lambda rotation: f"No replacement is made. {_describe_remaining_key(rotation)} Whoever asked reads why.",
+        form=ReasonForm,
+        is_available=_waits_for_approval,
         tone=Tone.DANGER,
     ),
     RowAction(
@@ -272,8 +272,8 @@ ACTS = (
         P.ROTATIONS_WRITE,
         _resume,
         lambda rotation: f"It goes on from {rotation.get_stalled_from_display()}, with its timers started anew.",
-        form=SeenForm,
-        fits=_may_be_resumed,
+        form=VersionedForm,
+        is_available=_may_be_resumed,
         tone=Tone.GOOD,
     ),
     RowAction(
@@ -281,9 +281,9 @@ ACTS = (
         IN_WORDS[Remedy.CONFIRM],
         P.ROTATIONS_WRITE,
         _confirm,
-        _what_confirming_does,
+        _explain_confirmation,
         form=ConfirmForm,
-        fits=may_be_confirmed,
+        is_available=may_be_confirmed,
         tone=Tone.GOOD,
     ),
     RowAction(
@@ -296,7 +296,7 @@ ACTS = (
             "in quarantine, and revoked after that. Shops and apps that use it fail; traffic never brings it back."
         ),
         form=RetireForm,
-        fits=_may_be_retired,
+        is_available=_may_be_retired,
     ),
     RowAction(
         "extend",
@@ -309,15 +309,15 @@ ACTS = (
             + "A rotation that stalled at its deadline goes on."
         ),
         form=ExtendForm,
-        fits=_may_be_extended,
+        is_available=_may_be_extended,
     ),
     RowAction(
         "collect",
         IN_WORDS[Remedy.COLLECT],
         P.ISSUANCE_COLLECT,
         _collect,
-        _what_collecting_does,
-        fits=may_be_collected,
+        _explain_collection,
+        is_available=may_be_collected,
         warn=lambda rotation: break_glass_warning(rotation.credential.account),
     ),
     RowAction(
@@ -327,8 +327,8 @@ ACTS = (
         _bypass,
         lambda rotation: "It begins at once as this plan says, without the approval of a second person.",
         form=BypassForm,
-        fits=_may_be_approved,
-        warn=_warn_of_the_bypass,
+        is_available=_may_be_approved,
+        warn=_warn_of_bypass,
         tone=Tone.DANGER,
     ),
     RowAction(
@@ -336,9 +336,9 @@ ACTS = (
         IN_WORDS[Remedy.ABORT],
         P.ROTATIONS_WRITE,
         _abort,
-        lambda rotation: f"{_what_stays(rotation)} A replacement that nobody was given is burned.",
-        form=SeenWhyForm,
-        fits=lambda rotation: may_be_aborted(rotation) and not rolls_back(rotation),
+        lambda rotation: f"{_describe_remaining_key(rotation)} A replacement that nobody was given is burned.",
+        form=VersionedReasonForm,
+        is_available=lambda rotation: may_be_aborted(rotation) and not rolls_back(rotation),
         tone=Tone.DANGER,
     ),
     RowAction(
@@ -346,9 +346,9 @@ ACTS = (
         IN_WORDS[Remedy.ROLL_BACK],
         P.ROTATIONS_WRITE,
         _roll_back,
-        _what_rolling_back_does,
-        form=SeenWhyForm,
-        fits=_may_be_rolled_back,
+        _explain_rollback,
+        form=VersionedReasonForm,
+        is_available=_may_be_rolled_back,
         tone=Tone.DANGER,
     ),
 )

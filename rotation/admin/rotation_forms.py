@@ -5,7 +5,7 @@ from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.actions import ActForm, Cleaned, Group, RowChoice, SeenForm, WhyForm
+from keyvault.admin.framework.actions import ActionForm, Cleaned, Group, ReasonForm, RowChoice, VersionedForm
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
@@ -95,15 +95,15 @@ def time_zone_field() -> forms.CharField:
     )
 
 
-def _credential_words(credential: Credential) -> str:
+def _credential_label(credential: Credential) -> str:
     return f"{credential.account} · {credential.label} · {credential.kind} ({credential.credential_id})"
 
 
-def _numbers(name: str) -> str:
+def _default_numbers(name: str) -> str:
     return "; ".join(f"{getattr(DEFAULTS[env], name)} in {env}" for env in Environment)
 
 
-class RotationForm(ActForm):
+class RotationForm(ActionForm):
     """Form with every field of a plan; an empty field takes the default of the environment."""
 
     groups = (
@@ -127,7 +127,7 @@ class RotationForm(ActForm):
         .filter(keys__state=KeyState.ACTIVE)
         .distinct()
         .order_by("account__merchant_id", "account__environment", "label"),
-        label_for=_credential_words,
+        label_for=_credential_label,
         label="Credential",
     )
     reason = forms.CharField(
@@ -137,7 +137,7 @@ class RotationForm(ActForm):
     )
     proof = forms.ChoiceField(
         required=False,
-        choices=_DEFAULT + [(proof.value, words) for proof, words in PROOFS.items()],
+        choices=_DEFAULT + [(proof.value, label) for proof, label in PROOFS.items()],
         help_text="As usual: traffic; of a public key, an operator's confirmation. A credential that nobody used yet "
         "takes an acknowledgement or a confirmation too, whatever is chosen.",
     )
@@ -146,14 +146,14 @@ class RotationForm(ActForm):
         min_value=1,
         max_value=LONGEST_SECONDS,
         label="Authentications",
-        help_text=f"Proof by traffic takes so many. Empty: {_numbers('proof_count')}.",
+        help_text=f"Proof by traffic takes so many. Empty: {_default_numbers('proof_count')}.",
     )
     proof_sources = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=LONGEST_SECONDS,
         label="From so many sources",
-        help_text=f"A source is a client address, else a calling token. Empty: {_numbers('proof_sources')}.",
+        help_text=f"A source is a client address, else a calling token. Empty: {_default_numbers('proof_sources')}.",
     )
     soak_seconds = PeriodField(
         required=False,
@@ -172,7 +172,7 @@ class RotationForm(ActForm):
         help_text=f"Then it is suspended for so long before it is revoked. Empty: {by_default('quarantine_seconds')}.",
     )
     reinstatement = forms.ChoiceField(
-        choices=[(choice.value, words) for choice, words in REINSTATEMENT.items()],
+        choices=[(choice.value, label) for choice, label in REINSTATEMENT.items()],
         label="Used in quarantine, the old key is",
     )
     retire_at = UtcField(
@@ -188,7 +188,7 @@ class RotationForm(ActForm):
         "key has none.",
     )
     at_deadline = forms.ChoiceField(
-        choices=[(choice.value, words) for choice, words in AT_DEADLINE.items()],
+        choices=[(choice.value, label) for choice, label in AT_DEADLINE.items()],
         label="When the deadline passes",
     )
     predecessor_may_expire = forms.BooleanField(
@@ -224,7 +224,7 @@ def _by_field(fault: Fault) -> Fault:
     return Fault(_FIELDS.get(fault.pointer, fault.pointer), fault.detail)
 
 
-def wish_of(cleaned: Cleaned) -> PlanOverrides:
+def overrides_from(cleaned: Cleaned) -> PlanOverrides:
     """Build the plan overrides from the form. Raises RequestInvalidError for an invalid window."""
     channels = (DeliveryChannel.SECRET_BACKEND, *([DeliveryChannel.WEBHOOK] if cleaned["webhook"] else []))
     unchanged = (
@@ -272,7 +272,7 @@ class BypassForm(ApprovePlanForm):
     )
 
 
-class ExtendForm(SeenForm):
+class ExtendForm(VersionedForm):
     deadline = UtcField(label="New deadline (UTC)", help_text="Later than now, and than the present one.")
 
     @classmethod
@@ -280,7 +280,7 @@ class ExtendForm(SeenForm):
         return {"version": row.version, "deadline": row.deadline_at}
 
 
-class ConfirmForm(WhyForm):
+class ConfirmForm(ReasonForm):
     why = forms.CharField(
         label="Who told you, and how",
         max_length=300,
@@ -289,7 +289,7 @@ class ConfirmForm(WhyForm):
     )
 
 
-class RetireForm(SeenForm):
+class RetireForm(VersionedForm):
     retire_at = UtcField(label="Retired at (UTC)", help_text="From this moment on the old key is refused.")
 
     @classmethod

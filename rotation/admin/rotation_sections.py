@@ -74,12 +74,12 @@ def plan_facts(row: Rotation) -> FactTable:
         ("Key to be replaced", key_or_nothing(row.predecessor)),
         ("Reason", plan.reason or NOTHING),
         ("Not before", moment(plan.not_before)),
-        ("Window", "at any time" if plan.window is None else window_words(plan.window) + for_ended),
+        ("Window", "at any time" if plan.window is None else format_window(plan.window) + for_ended),
         ("Deadline", format_html("{}{}", moment(plan.deadline), for_ended)),
         ("When the deadline passes", AT_DEADLINE[plan.at_deadline] + without_effect),
         ("Proof", PROOFS[plan.proof] + for_ended),
-        ("Traffic that proves it", _traffic_words(plan) + for_ended),
-        ("Nobody had used the old key when this was asked", _dormant_words(plan) + without_effect),
+        ("Traffic that proves it", _format_traffic(plan) + for_ended),
+        ("Nobody had used the old key when this was asked", _format_dormancy(plan) + without_effect),
         ("Delivered to", "; ".join(CHANNELS[channel] for channel in plan.channels)),
         ("Quiet period", seconds(plan.quiet_seconds) + without_effect),
         ("Quarantine", seconds(plan.quarantine_seconds) + for_ended),
@@ -105,29 +105,29 @@ def has_lost_old_key(row: Rotation) -> bool:
     return ended_at is not None and row.quarantined_at is None and (row.closed_at is None or ended_at <= row.closed_at)
 
 
-def window_words(window: Window) -> str:
+def format_window(window: Window) -> str:
     days = ", ".join(WEEKDAYS[day] for day in sorted(window.weekdays)) or "every day"
     hours = f"{clock_text(window.opens)} to {clock_text(window.closes)}"
     blackouts = f"; {len(window.blackouts)} blackouts" if window.blackouts else ""
     return f"{days}, {hours} ({window.time_zone}){blackouts}"
 
 
-def _traffic_words(plan: Plan) -> str:
+def _format_traffic(plan: Plan) -> str:
     sources = f"{plan.proof_sources} source" + ("" if plan.proof_sources == 1 else "s")
     traffic = f"{plan.proof_count} authentications from {sources}, soak time {seconds(plan.soak_seconds)}"
     return traffic if plan.proof in {Proof.TRAFFIC, Proof.BOTH} else f"not asked for ({traffic})"
 
 
-def _dormant_words(plan: Plan) -> str:
+def _format_dormancy(plan: Plan) -> str:
     return "yes: an acknowledgement or a confirmation is proof too" if plan.is_dormant else "no"
 
 
 # --- status -------------------------------------------------------------------------------------------------
 
 
-def standing(row: Rotation) -> FactTable:
+def status_facts(row: Rotation) -> FactTable:
     """Return the four facts with their times, and the related events."""
-    return FactTable("Where it stands", [*_ends(row), *_four_facts(row), *_happened(row), *_work(row)])
+    return FactTable("Where it stands", [*_ends(row), *_status_facts(row), *_events(row), *_work(row)])
 
 
 def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
@@ -148,7 +148,7 @@ def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
         yield "The old key is retired at", moment(row.retire_at)
 
 
-def _four_facts(row: Rotation) -> Iterator[tuple[str, Any]]:
+def _status_facts(row: Rotation) -> Iterator[tuple[str, Any]]:
     not_asked = "not asked for: the old key has ended" if has_lost_old_key(row) else "not yet"
     silent = moment(row.silent_at, missing=not_asked)
     if row.silent_at is None and row.waived_at is not None:
@@ -159,7 +159,7 @@ def _four_facts(row: Rotation) -> Iterator[tuple[str, Any]]:
     yield "Silent: the old key had no traffic for the quiet period", silent
 
 
-def _happened(row: Rotation) -> Iterator[tuple[str, Any]]:
+def _events(row: Rotation) -> Iterator[tuple[str, Any]]:
     for label, at in (
         ("Begun without the second person", row.bypassed_at),
         ("Acknowledged by the merchant", row.acknowledged_at),

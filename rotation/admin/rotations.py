@@ -17,13 +17,13 @@ from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import approvals_table, requester_name
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
+    AttentionItem,
     Detail,
     Extras,
     FactTable,
     Line,
     Link,
     Table,
-    Waiting,
     badge,
     link,
     short_moment,
@@ -31,7 +31,7 @@ from keyvault.admin.framework.widgets import (
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
-from rotation.admin.rotation_actions import ACTS, ASK, has_old_key, may_be_collected
+from rotation.admin.rotation_actions import REQUEST, ROW_ACTIONS, has_old_key, may_be_collected
 from rotation.admin.rotation_sections import (
     evidence_table,
     find_failure,
@@ -40,7 +40,7 @@ from rotation.admin.rotation_sections import (
     plan_facts,
     retirements_table,
     runbook_facts,
-    standing,
+    status_facts,
     steps_of,
     users_tables,
 )
@@ -86,8 +86,8 @@ class HeldUpFilter(admin.SimpleListFilter):
 class RotationAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Rotation", "Rotations"
-    asks = (ASK,)
-    acts = ACTS
+    create_actions = (REQUEST,)
+    row_actions = ROW_ACTIONS
 
     list_display = ("rotation_id", "state_badge", "account", "label", "asked_by", "created")
     list_filter = ("state", "credential__account__environment", BypassFilter, HeldUpFilter)
@@ -160,7 +160,7 @@ class RotationAdmin(ConsoleModelAdmin):
             steps=steps_of(row),
             sections=[
                 *self._runbook(request, row, waiting_for),
-                standing(row),
+                status_facts(row),
                 *([retirements_table(row)] if is_public else []),
                 *users_tables(row),
                 plan_facts(row),
@@ -175,7 +175,7 @@ class RotationAdmin(ConsoleModelAdmin):
         entry = find_stall(row.why) if row.state == S.STALLED else find_wait(waiting_for, is_failing=is_failing)
         if entry is not None:
             case = Case(Delivery(row.credential.delivery), KeyKind(row.credential.kind), has_old_key(row))
-            offered = [act.name for act in self.acts if self._offers(request, act, row)]
+            offered = [action.name for action in self.row_actions if self._is_offered(request, action, row)]
             yield runbook_facts(row, fitted(entry, case), offered)
 
     def _alarms(self, request: HttpRequest, row: Any) -> Iterable[str]:
@@ -196,24 +196,26 @@ class RotationAdmin(ConsoleModelAdmin):
             yield "You asked for this, so it is you who may collect the replacement, once."
 
     def _bypass_note(self, request: HttpRequest, row: Rotation) -> SafeString:
-        act = _UNREVIEWED.filter(subject=row.pk).select_related("operator").latest("created_at")
+        action = _UNREVIEWED.filter(subject=row.pk).select_related("operator").latest("created_at")
         text = format_html(
             "Bypass, not reviewed yet: {} began this without the second person, at {} UTC.",
-            act.operator.username,
-            f"{act.created_at:%Y-%m-%d %H:%M}",
+            action.operator.username,
+            f"{action.created_at:%Y-%m-%d %H:%M}",
         )
         if not (may(request, P.BREAK_GLASS_REVIEW) or may(request, P.AUDIT_READ)):
             return text
-        url = reverse("admin:keyvault_breakglass_change", args=[act.pk])
+        url = reverse("admin:keyvault_breakglass_change", args=[action.pk])
         return format_html("{} {}", text, link(url, "Look at it and review it"))
 
     # --- attention items ----------------------------------------------------------------------------------
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         """Return stalled and urgent rotations first."""
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
         undecided = rows.filter(approval_expires_at__gt=datetime.now(UTC))
-        yield self.waits("Stalled rotations", rows.filter(state=S.STALLED), f"?state__exact={S.STALLED}", "alarm")
+        yield self.attention_item(
+            "Stalled rotations", rows.filter(state=S.STALLED), f"?state__exact={S.STALLED}", "alarm"
+        )
         emergencies = undecided.annotate(approval_count=Count("approvals")).filter(
             state=S.EMERGENCY, bypassed_at__isnull=True, approval_count__lt=F("approvals_needed")
         )
@@ -221,28 +223,30 @@ class RotationAdmin(ConsoleModelAdmin):
         for_emergency, where = f"?state__exact={S.EMERGENCY}", f"?state__exact={S.AWAITING_APPROVAL}"
         if may(request, P.ROTATIONS_APPROVE):
             # Filtering by `approvals__person` here would add a join and multiply the count above.
-            urgent = self.for_me(request, P.ROTATIONS_APPROVE, emergencies.exclude(approvals__person=me))
-            yield self.waits("Emergencies that you may approve", urgent, for_emergency, "alarm")
-            others = self.for_me(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
-            yield self.waits("Rotations that you may approve", others, where, "act")
+            urgent = self.decidable_rows(request, P.ROTATIONS_APPROVE, emergencies.exclude(approvals__person=me))
+            yield self.attention_item("Emergencies that you may approve", urgent, for_emergency, "alarm")
+            others = self.decidable_rows(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
+            yield self.attention_item("Rotations that you may approve", others, where, "action")
         else:
-            yield self.waits("Emergencies that wait for approval", emergencies, for_emergency, "alarm")
+            yield self.attention_item("Emergencies that wait for approval", emergencies, for_emergency, "alarm")
         if may(request, P.ROTATIONS_WRITE):
             own = asked.filter(requester_person=me)
-            yield self.waits("Rotations asked for by you, not approved yet", own, where)
-            yield self.waits("Rotations that wait for an operator's word", _to_confirm(rows), _TO_CONFIRM, "act")
+            yield self.attention_item("Rotations asked for by you, not approved yet", own, where)
+            yield self.attention_item(
+                "Rotations that wait for an operator's word", _to_confirm(rows), _TO_CONFIRM, "action"
+            )
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(requester_person=me, requested_via=None, credential__delivery=Delivery.SHOW_ONCE)
             ready = [row for row in mine.filter(delivered_at__isnull=False, collected_at=None) if may_be_collected(row)]
-            yield self.waits("Replacements for you to collect", ready, "", "act")
+            yield self.attention_item("Replacements for you to collect", ready, "", "action")
         blocked = _blocked(rows)
-        yield self.waits("Rotations held up by a failing step or an endpoint", blocked, "?held=up", "alarm")
+        yield self.attention_item("Rotations held up by a failing step or an endpoint", blocked, "?held=up", "alarm")
         bypassed = rows.filter(is_unreviewed=True)
-        yield self.waits("Begun without the second person, not reviewed", bypassed, "?bypass=open", "alarm")
+        yield self.attention_item("Begun without the second person, not reviewed", bypassed, "?bypass=open", "alarm")
 
-    def _is_open(self, request: HttpRequest, act: RowAction, row: Any) -> bool:
-        is_for_me = act.name != "collect" or may_collect(row, operator_of(request).person)
-        return is_for_me and super()._is_open(request, act, row)
+    def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
+        is_for_me = action.name != "collect" or may_collect(row, operator_of(request).person)
+        return is_for_me and super()._is_available(request, action, row)
 
     def line_of(self, row: Any) -> Line:
         summary = "begun without the second person" if row.is_unreviewed else f"asked for by {self.asked_by(row)}"

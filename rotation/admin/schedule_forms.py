@@ -6,7 +6,7 @@ from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.actions import ActForm, Cleaned, Group, RowChoice, SeenForm
+from keyvault.admin.framework.actions import ActionForm, Cleaned, Group, RowChoice, VersionedForm
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.models import Credential
@@ -22,7 +22,7 @@ from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_wis
 _MINUTES_PER_DAY = 24 * 60
 
 
-class TermsForm(ActForm):
+class TermsForm(ActionForm):
     """Form with the terms of a schedule; an empty field takes its default."""
 
     groups = (
@@ -61,7 +61,7 @@ class TermsForm(ActForm):
     weekdays = weekdays_field("None: they may begin at any time.")
     opens, closes, time_zone = opens_field(), closes_field(), time_zone_field()
     proof = forms.ChoiceField(
-        required=False, choices=[("", "as usual"), *((proof.value, words) for proof, words in PRIVATE_PROOFS.items())]
+        required=False, choices=[("", "as usual"), *((proof.value, label) for proof, label in PRIVATE_PROOFS.items())]
     )
     quiet_seconds, quarantine_seconds = quiet_field(), quarantine_field()
     expires_in_days = forms.IntegerField(
@@ -108,7 +108,7 @@ class ScheduleForm(TermsForm):
     )
 
 
-class EditForm(SeenForm, TermsForm):
+class EditForm(VersionedForm, TermsForm):
     @classmethod
     def initial_for(cls, row: RotationSchedule) -> dict[str, Any]:
         saved = find_wish(row) or readable_wish(row)
@@ -129,7 +129,7 @@ class EditForm(SeenForm, TermsForm):
         }
 
 
-class PeriodsForm(ActForm):
+class PeriodsForm(ActionForm):
     periods = forms.CharField(
         required=False,
         strip=False,
@@ -156,7 +156,7 @@ class CalendarForm(PeriodsForm):
     name = forms.CharField(max_length=64, help_text="a-z, 0-9 and inner hyphens. It never changes.")
 
 
-class EditCalendarForm(SeenForm, PeriodsForm):
+class EditCalendarForm(VersionedForm, PeriodsForm):
     @classmethod
     def initial_for(cls, row: BlackoutCalendar) -> dict[str, Any]:
         lines = (f"{each['begins_at']} {each['ends_at']} {each['why']}".rstrip() for each in row.periods)

@@ -15,10 +15,10 @@ from rotation.models import RotationSchedule
 from rotation.services.schedules.calendar import ScheduledDate
 from rotation.services.schedules.schedules import find_unreadable, find_wish
 
-AHEAD = {30: "30 days", 90: "90 days", 366: "a year"}
+LOOKAHEAD_DAYS = {30: "30 days", 90: "90 days", 366: "a year"}
 """Lookahead periods of the calendar, in days, with their labels."""
 
-USUAL_DAYS = 90
+DEFAULT_LOOKAHEAD_DAYS = 90
 """Default lookahead of the calendar, in days."""
 
 _MAX_LINES = 1_000
@@ -26,7 +26,8 @@ _MAX_LINES = 1_000
 
 def calendar_notes(dates: list[ScheduledDate], days: int, merchant: str | None) -> Iterable[str]:
     whose = "" if merchant is None else f" of {merchant}"
-    yield f"Rotations{whose} that schedules begin within {AHEAD[days]}. All times are UTC; looking begins nothing."
+    period = LOOKAHEAD_DAYS[days]
+    yield f"Rotations{whose} that schedules begin within {period}. All times are UTC; looking begins nothing."
     if len(dates) > _MAX_LINES:
         yield f"The first {_MAX_LINES} of {len(dates)}: choose an environment, or fewer days."
 
@@ -63,8 +64,8 @@ def next_facts(date: ScheduledDate | None) -> FactTable:
     return FactTable("Next scheduled rotation", [*rows, *([("Why", date.why)] if date.why else [])])
 
 
-def credential_link(credential_id: str, words: str) -> SafeString:
-    return link(reverse("admin:keyvault_credential_change", args=[credential_id]), words)
+def credential_link(credential_id: str, label: str) -> SafeString:
+    return link(reverse("admin:keyvault_credential_change", args=[credential_id]), label)
 
 
 def _state_link(date: ScheduledDate) -> SafeString:
@@ -79,13 +80,13 @@ def state_of(row: RotationSchedule) -> str:
     return "stalled" if find_unreadable(row, datetime.now(UTC)) else "enabled"
 
 
-def scope_words(row: RotationSchedule) -> str:
+def format_scope(row: RotationSchedule) -> str:
     if row.credential is not None:
         return f"{row.credential.account} · {row.credential.label}"
     return f"all of {row.account or row.environment}"
 
 
-def window_words(row: RotationSchedule) -> str:
+def format_schedule_window(row: RotationSchedule) -> str:
     terms = find_wish(row)
     if terms is None:
         return "cannot be read"

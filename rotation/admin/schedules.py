@@ -6,15 +6,16 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib import admin
-from django.db.models import Model, QuerySet
+from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction, RowAction, SeenForm, Tone
+from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction, RowAction, Tone, VersionedForm
 from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import (
@@ -41,15 +42,15 @@ from rotation.admin.schedule_forms import (
     terms_from,
 )
 from rotation.admin.schedule_widgets import (
-    AHEAD,
-    USUAL_DAYS,
+    DEFAULT_LOOKAHEAD_DAYS,
+    LOOKAHEAD_DAYS,
     calendar_notes,
     credential_link,
+    format_schedule_window,
+    format_scope,
     month_tables,
     next_facts,
-    scope_words,
     state_of,
-    window_words,
 )
 from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.services.schedules.calendar import list_next
@@ -86,15 +87,8 @@ def _enable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResu
     return ActionResult("Enabled. What it asks for from now on is asked in your name.")
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("enabled", "enabled"), ("disabled", "disabled")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return queryset if self.value() is None else queryset.filter(is_enabled=self.value() == "enabled")
+class ScheduleStateFilter(StateFilter):
+    states = {"enabled": Q(is_enabled=True), "disabled": Q(is_enabled=False)}
 
 
 @admin.register(RotationSchedule)
@@ -102,7 +96,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Schedule", "Schedules"
     change_list_template = "console/change_list_more.html"
-    asks = (
+    create_actions = (
         CreateAction(
             "save",
             "Put keys on a schedule",
@@ -120,7 +114,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             ),
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "edit",
             "Edit",
@@ -135,7 +129,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             P.SCHEDULES_WRITE,
             _disable,
             lambda row: "It asks for nothing any more. Rotations that it has asked for go on.",
-            fits=lambda row: row.is_enabled,
+            is_available=lambda row: row.is_enabled,
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -144,14 +138,14 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             P.SCHEDULES_WRITE,
             _enable,
             lambda row: "It asks again for what falls due, in your name.",
-            form=SeenForm,
-            fits=lambda row: not row.is_enabled,
+            form=VersionedForm,
+            is_available=lambda row: not row.is_enabled,
             tone=Tone.GOOD,
         ),
     )
 
-    list_display = ("scope", "environment_badge", "every", "window_words", "calendar", "state", "asked_by")
-    list_filter = (StateFilter, "environment")
+    list_display = ("scope", "environment_badge", "every", "window_text", "calendar", "state", "asked_by")
+    list_filter = (ScheduleStateFilter, "environment")
     search_fields = ("account__merchant__merchant_id", "=credential__credential_id", "credential__label")
     search_help_text = "By merchant or credential."
     ordering = ("environment", "account__merchant_id", "credential_id")
@@ -166,7 +160,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
 
     @admin.display(description="for")
     def scope(self, row: RotationSchedule) -> str:
-        return scope_words(row)
+        return format_scope(row)
 
     @admin.display(description="environment", ordering="environment")
     def environment_badge(self, row: RotationSchedule) -> SafeString:
@@ -177,8 +171,8 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         return f"{row.cryptoperiod_days} days"
 
     @admin.display(description="window")
-    def window_words(self, row: RotationSchedule) -> str:
-        return window_words(row)
+    def window_text(self, row: RotationSchedule) -> str:
+        return format_schedule_window(row)
 
     @admin.display(description="state", ordering="is_enabled")
     def state(self, row: RotationSchedule) -> SafeString:
@@ -189,7 +183,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         return row.author.get_username()
 
     def name_of(self, row: RotationSchedule) -> str:
-        return scope_words(row)
+        return format_scope(row)
 
     def account_of(self, row: RotationSchedule) -> Account | None:
         return place_of(row)
@@ -197,16 +191,19 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
     def summary(self, row: RotationSchedule) -> FactTable:
         overrides = (find_wish(row) or readable_wish(row)).wish
         rows: list[tuple[str, Any]] = [
-            ("For", scope_words(row)),
+            ("For", format_scope(row)),
             ("Environment", badge(row.environment)),
             ("Cryptoperiod", f"{row.cryptoperiod_days} days"),
             ("Jitter", f"up to {row.jitter_days} days earlier" if row.jitter_days else NOTHING),
             ("Asked for ahead", f"{row.lead_days} days" if row.lead_days else NOTHING),
-            ("Window", window_words(row)),
+            ("Window", format_schedule_window(row)),
             ("Blackout calendar", _calendar_link(row.calendar)),
             ("Proof", "as usual" if overrides.proof is None else PRIVATE_PROOFS[overrides.proof]),
             ("Quiet period", "as usual" if overrides.quiet_seconds is None else seconds(overrides.quiet_seconds)),
-            ("Quarantine", "as usual" if overrides.quarantine_seconds is None else seconds(overrides.quarantine_seconds)),
+            (
+                "Quarantine",
+                "as usual" if overrides.quarantine_seconds is None else seconds(overrides.quarantine_seconds),
+            ),
             ("The replacements expire in days", overrides.expires_in_days or "they do not expire"),
             ("In the name of", self.asked_by(row)),
         ]
@@ -230,7 +227,9 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             ],
             empty="Nothing yet.",
         )
-        return Detail(title=self.name_of(row), state=state_of(row), sections=[self.summary(row), requested], notes=notes)
+        return Detail(
+            title=self.name_of(row), state=state_of(row), sections=[self.summary(row), requested], notes=notes
+        )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         """Add the next scheduled rotation and links to the schedules to the page of an account or credential."""
@@ -253,9 +252,15 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
     # --- the calendar -------------------------------------------------------------------------------------------
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
-        asks = [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
+        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
         page_links = [Link("Calendar of what they come to", self._calendar_url())]
-        context = {"title": self.plural, "plural": self.plural, "create_links": asks, "page_links": page_links, "more": []}
+        context = {
+            "title": self.plural,
+            "plural": self.plural,
+            "create_links": links,
+            "page_links": page_links,
+            "more": [],
+        }
         return self.changelist_view(request, extra_context=context)
 
     def _calendar_url(self) -> str:
@@ -269,7 +274,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         value = request.GET.get("environment", "")
         environment = value if value in {env.value for env in Environment} else None
         merchant = request.GET.get("merchant") or None
-        days = next((days for days in AHEAD if request.GET.get("days") == str(days)), USUAL_DAYS)
+        days = next((days for days in LOOKAHEAD_DAYS if request.GET.get("days") == str(days)), DEFAULT_LOOKAHEAD_DAYS)
         now = datetime.now(UTC)
         dates = list_next(now, now + timedelta(days=days), environment, merchant)
         detail = Detail(
@@ -299,9 +304,9 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
                 yield Link(env or "both environments", url_with(environment=env))
         if merchant is not None:
             yield Link("all merchants", url_with(merchant=None))
-        for ahead, words in AHEAD.items():
+        for ahead, label in LOOKAHEAD_DAYS.items():
             if ahead != days:
-                yield Link(words, url_with(days=ahead))
+                yield Link(label, url_with(days=ahead))
 
 
 def _calendar_link(row: BlackoutCalendar | None) -> SafeString | str:

@@ -129,7 +129,7 @@ def test_site_unknown_address_is_a_page_and_no_fault(desk: Desk, path: str) -> N
 
 def test_site_refusal_by_the_database_is_a_conflict_and_no_fault(desk: Desk) -> None:
     """Where two acts at once meet in a constraint, the slower one reads that it was slower."""
-    with mock.patch.object(KeyAdmin, "fresh", side_effect=IntegrityError("a trigger")):
+    with mock.patch.object(KeyAdmin, "find_row", side_effect=IntegrityError("a trigger")):
         answer = browser(desk.admin).get(address("keyvault_key_change", "x"))
     assert answer.status_code == 409
     assert "Look at it again" in text_of(answer)

@@ -4,7 +4,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
@@ -21,8 +21,17 @@ from keyvault.access.endpoints import (
 )
 from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, SeenForm, Tone
+from keyvault.admin.framework.actions import (
+    ActionForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    Tone,
+    VersionedForm,
+)
 from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import Detail, FactTable, Link, Table, badge, link, moment, mono
@@ -49,7 +58,7 @@ _LIMITER_FAILURE = {
 }
 
 
-class RuleForm(ActForm):
+class RuleForm(ActionForm):
     """Every field of an endpoint except its name."""
 
     method = forms.ChoiceField(choices=[(method, method) for method in METHODS])
@@ -64,7 +73,7 @@ class RuleForm(ActForm):
     )
     bearer = forms.ChoiceField(
         label="Bearer",
-        choices=[(bearer.value, words) for bearer, words in _BEARER.items()],
+        choices=[(bearer.value, label) for bearer, label in _BEARER.items()],
         help_text="A customer access token, which adds a signed-in customer's context.",
     )
     merchant_from = forms.CharField(label="Merchant from", required=False, max_length=100, help_text=_CONTEXT_HELP)
@@ -81,7 +90,7 @@ class RuleForm(ActForm):
         label="Limit: in seconds", required=False, min_value=1, max_value=LONGEST_SECONDS
     )
     on_limiter_loss = forms.ChoiceField(
-        label="When the limiter is lost", choices=[(policy.value, words) for policy, words in _LIMITER_FAILURE.items()]
+        label="When the limiter is lost", choices=[(policy.value, label) for policy, label in _LIMITER_FAILURE.items()]
     )
     summary = forms.CharField(required=False, max_length=LONGEST_SUMMARY)
 
@@ -93,7 +102,7 @@ class AddForm(RuleForm):
     field_order = ("name",)
 
 
-class ChangeForm(SeenForm, RuleForm):
+class ChangeForm(VersionedForm, RuleForm):
     @classmethod
     def initial_for(cls, row: Any) -> dict[str, Any]:
         draft = wish_of(row)
@@ -138,24 +147,15 @@ def _is_live(row: CatalogEndpoint) -> bool:
     return row.withdrawn_at is None
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("active", "active"), ("withdrawn", "withdrawn")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() is None:
-            return queryset
-        return queryset.filter(withdrawn_at__isnull=self.value() != "withdrawn")
+class EndpointStateFilter(StateFilter):
+    states = {"active": Q(withdrawn_at__isnull=True), "withdrawn": Q(withdrawn_at__isnull=False)}
 
 
 class CatalogEndpointAdmin(ConsoleModelAdmin):
     view_permissions = (P.CATALOG_READ,)
     section, singular, plural = "Catalog", "Endpoint", "Endpoints"
     change_list_template = "console/change_list_more.html"
-    asks = (
+    create_actions = (
         CreateAction(
             "add",
             "Add endpoint",
@@ -167,7 +167,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             "Add endpoint",
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "edit",
             "Change",
@@ -175,7 +175,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             _change,
             lambda row: "The next request for it is judged by the new rule.",
             form=ChangeForm,
-            fits=_is_live,
+            is_available=_is_live,
         ),
         RowAction(
             "withdraw",
@@ -183,7 +183,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             P.CATALOG_WRITE,
             _withdraw,
             lambda row: "Requests for it are refused from now on, with endpoint_unknown, until it is restored.",
-            fits=_is_live,
+            is_available=_is_live,
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -192,14 +192,14 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             P.CATALOG_WRITE,
             _restore,
             lambda row: "It is an endpoint again, with the rule that it had.",
-            form=SeenForm,
-            fits=lambda row: not _is_live(row),
+            form=VersionedForm,
+            is_available=lambda row: not _is_live(row),
             tone=Tone.GOOD,
         ),
     )
 
     list_display = ("name", "method", "path_text", "keys", "bearer", "limit", "state")
-    list_filter = (StateFilter, "method", "bearer")
+    list_filter = (EndpointStateFilter, "method", "bearer")
     search_fields = ("name", "path")
     ordering = ("name",)
 
@@ -211,11 +211,11 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
         return [path("panels/", panels, name="keyvault_catalogendpoint_panels"), *super().get_urls()]
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
-        asks = [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
+        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
         context = {
             "title": self.plural,
             "plural": self.plural,
-            "create_links": asks,
+            "create_links": links,
             "page_links": [Link("All authorization panels", panels_url())],
             "more": [_built_in_table()],
         }

@@ -13,8 +13,9 @@ from keyvault.access.decision import Grant
 from keyvault.access.endpoint_description import limit_words
 from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Limit
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction
+from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction
 from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Link, Table, badge, link, mono
 from keyvault.domain.environments import Environment
@@ -41,7 +42,7 @@ def _endpoint_choices() -> list[tuple[str, str]]:
 _DEFAULT_LABEL = "Back to the default"
 
 
-class LimitForm(ActForm):
+class LimitForm(ActionForm):
     """Sets a limit by two numbers or removes it by a check box; an empty form changes nothing."""
 
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
@@ -104,24 +105,15 @@ def _is_set(row: LimitOverride) -> bool:
     return row.limit_count is not None
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("active", "active"), ("cleared", "cleared")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() is None:
-            return queryset
-        return queryset.filter(limit_count__isnull=self.value() == "cleared")
+class LimitStateFilter(StateFilter):
+    states = {"active": Q(limit_count__isnull=False), "cleared": Q(limit_count__isnull=True)}
 
 
 class LimitOverrideAdmin(ConsoleModelAdmin):
     view_permissions = (P.CATALOG_READ,)
     section, singular, plural = "Catalog", "Limit", "Limits"
     change_list_template = "console/change_list_more.html"
-    asks = (
+    create_actions = (
         CreateAction(
             "set",
             "Set limit",
@@ -135,19 +127,19 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
             preset=lambda query: {name: query.get(name) for name in ("merchant", "environment", "endpoint")},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "clear",
             "Clear",
             P.LIMITS_WRITE,
             _clear,
             lambda row: "The next wider limit of the endpoint holds again, or none where there is none.",
-            fits=_is_set,
+            is_available=_is_set,
         ),
     )
 
     list_display = ("endpoint", "environment_badge", "whose", "limit", "state")
-    list_filter = (StateFilter, "environment")
+    list_filter = (LimitStateFilter, "environment")
     search_fields = ("endpoint", "account__merchant__merchant_id")
     ordering = ("endpoint", "environment", "account__merchant_id")
 
@@ -171,11 +163,11 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
         return badge(_state(row))
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
-        asks = [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
+        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
         context = {
             "title": "Limits of endpoints",
             "plural": self.plural,
-            "create_links": asks,
+            "create_links": links,
             "more": [_defaults(), _account_table()],
         }
         return self.changelist_view(request, extra_context=context)

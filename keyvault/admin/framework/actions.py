@@ -75,7 +75,7 @@ class FilledGroup:
     is_open: bool
 
 
-class ActForm(forms.Form):
+class ActionForm(forms.Form):
     """Base form of an action; without fields it only asks for confirmation.
 
     `initial_for` returns the initial values for a row. Fields that are in none of the `groups` come first.
@@ -106,7 +106,7 @@ class ActForm(forms.Form):
             self.add_error(name if name in self.fields else None, fault.detail)
 
 
-class SeenForm(ActForm):
+class VersionedForm(ActionForm):
     """Form with the version of the row that the page showed, for actions that restore access.
 
     Actions that stop a key carry no version: a concurrent change must not delay them.
@@ -130,13 +130,13 @@ class RowChoice(_ModelChoiceField):
         return self.label_for(obj)
 
 
-class WhyForm(ActForm):
+class ReasonForm(ActionForm):
     why = forms.CharField(
         label="Why", max_length=300, widget=forms.Textarea(attrs={"rows": 3}), help_text="Kept in the audit log."
     )
 
 
-class SeenWhyForm(SeenForm, WhyForm):
+class VersionedReasonForm(VersionedForm, ReasonForm):
     """Form with the version of the row and a required reason."""
 
 
@@ -164,10 +164,10 @@ class RowAction:
     name: str
     label: str
     permission: Permission
-    does: Callable[[Grant, Any, Cleaned], ActionResult]
+    run: Callable[[Grant, Any, Cleaned], ActionResult]
     explain: Callable[[Any], str]
-    form: type[ActForm] = ActForm
-    fits: Callable[[Any], bool] = _always
+    form: type[ActionForm] = ActionForm
+    is_available: Callable[[Any], bool] = _always
     warn: Callable[[Any], str] = _silent
     tone: Tone = Tone.PLAIN
     for_requester: bool = False
@@ -180,9 +180,9 @@ class SecretView:
     name: str
     label: str
     permission: Permission
-    reads: Callable[[Any], Plaintext]
+    read: Callable[[Any], Plaintext]
     note: str
-    fits: Callable[[Any], bool] = _always
+    is_available: Callable[[Any], bool] = _always
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +197,15 @@ class CreateAction:
     name: str
     label: str
     permission: Permission
-    form: type[ActForm]
-    does: Callable[[Grant, Cleaned], ActionResult]
+    form: type[ActionForm]
+    run: Callable[[Grant, Cleaned], ActionResult]
     explain: str
     button: str
     account_of: Callable[[Cleaned], Account | None] = lambda cleaned: None
     preset: Callable[[Mapping[str, str]], dict[str, Any]] = lambda query: {}
 
 
-def require_seen(row: Any, cleaned: Cleaned) -> None:
+def require_version(row: Any, cleaned: Cleaned) -> None:
     """Raise StateConflictError when the form was rendered from another version of the row."""
     if "version" in cleaned and cleaned["version"] != row.version:
         raise StateConflictError("Somebody else changed this meanwhile. Look at it again.")

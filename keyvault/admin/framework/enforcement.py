@@ -83,7 +83,7 @@ class Guarded(_ModelAdmin):
 
     view_permissions: tuple[Permission, ...] = ()
 
-    actions = None
+    actions = None  # no bulk actions
     list_editable = ()
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:

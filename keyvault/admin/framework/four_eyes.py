@@ -4,14 +4,14 @@ from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.actions import ActForm
+from keyvault.admin.framework.actions import ActionForm
 from keyvault.admin.framework.widgets import Table, mono, short_moment
 from keyvault.domain.environments import Environment
 from keyvault.models import Account, ServiceToken
 from keyvault.models import Operator as OperatorRow
 
 
-class ApproveForm(ActForm):
+class ApproveForm(ActionForm):
     """Form with the digest of the plan that the page showed; the approval covers exactly that plan.
 
     The digest is computed from the same plan as the page. The service compares it with the stored digest.

@@ -10,7 +10,7 @@ from django.contrib.admin import AdminSite
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
-from keyvault.admin.framework.actions import ActForm
+from keyvault.admin.framework.actions import ActionForm
 from keyvault.admin.framework.widgets import FactTable, Link
 from keyvault.domain.errors import ErrorCode, KeyvaultError
 from keyvault.domain.plaintext import Plaintext
@@ -40,7 +40,7 @@ def problem_page(site: AdminSite, request: HttpRequest, code: ErrorCode, detail:
 def form_page(
     site: AdminSite,
     request: HttpRequest,
-    form: ActForm | None,
+    form: ActionForm | None,
     context: Mapping[str, Any],
     *,
     error: KeyvaultError | None = None,

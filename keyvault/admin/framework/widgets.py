@@ -72,7 +72,7 @@ class Extras:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class AttentionItem:
     """Rows that need the operator's attention; `lines` shows the first few, `count` is the total."""
 
     title: str

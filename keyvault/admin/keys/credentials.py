@@ -13,7 +13,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, SeenForm
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, VersionedForm
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -42,7 +42,7 @@ ORIGIN_HEADER = {
 }
 
 
-class RestrictForm(SeenForm):
+class RestrictForm(VersionedForm):
     networks = forms.CharField(
         required=False,
         max_length=MOST_NETWORKS * 66,
@@ -51,7 +51,7 @@ class RestrictForm(SeenForm):
     )
     origin_header = forms.ChoiceField(
         label="A private key with an Origin header",
-        choices=[(policy.value, words) for policy, words in ORIGIN_HEADER.items()],
+        choices=[(policy.value, label) for policy, label in ORIGIN_HEADER.items()],
     )
 
     @classmethod
@@ -77,7 +77,7 @@ def _by_line(fault: Fault, networks: list[str]) -> Fault:
 class CredentialAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Credential", "Credentials"
-    acts: tuple[RowAction, ...] = (
+    row_actions: tuple[RowAction, ...] = (
         RowAction(
             "restrict",
             "Restrict use",

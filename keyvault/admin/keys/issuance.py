@@ -14,25 +14,25 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import (
-    ActForm,
+    ActionForm,
     ActionResult,
     Cleaned,
     CreateAction,
+    ReasonForm,
     RowAction,
     RowChoice,
     Tone,
-    WhyForm,
 )
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import ApproveForm, approvals_table, break_glass_warning, requester_name
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
+    AttentionItem,
     Detail,
     Extras,
     FactTable,
     Line,
     Link,
-    Waiting,
     badge,
     link,
     moment,
@@ -64,20 +64,20 @@ KINDS = {
 }
 
 
-def _account_words(account: Account) -> str:
+def _account_label(account: Account) -> str:
     return f"{account.merchant.name} ({account.merchant_id}) · {account.environment}"
 
 
 def _delivery_choices() -> list[tuple[str, str]]:
     """Return the deliveries that a person may request; only a service can request a sealed key, over REST."""
-    return [(delivery.value, words) for delivery, words in DELIVERIES.items() if delivery is not Delivery.SEALED]
+    return [(delivery.value, label) for delivery, label in DELIVERIES.items() if delivery is not Delivery.SEALED]
 
 
-class RequestForm(ActForm):
+class RequestForm(ActionForm):
     account = RowChoice(
-        Account.objects.select_related("merchant").order_by("merchant_id", "environment"), label_for=_account_words
+        Account.objects.select_related("merchant").order_by("merchant_id", "environment"), label_for=_account_label
     )
-    kind = forms.ChoiceField(choices=[(kind.value, words) for kind, words in KINDS.items()])
+    kind = forms.ChoiceField(choices=[(kind.value, label) for kind, label in KINDS.items()])
     label = forms.CharField(max_length=100, help_text="What it is for, such as checkout-backend.")
     delivery = forms.ChoiceField(
         choices=_delivery_choices,
@@ -135,7 +135,7 @@ def _explain_collection(request: IssuanceRequest) -> str:
 class IssuanceRequestAdmin(ConsoleModelAdmin):
     view_permissions = (P.ISSUANCE_READ,)
     section, singular, plural = "Keys", "Issuance request", "Issuance requests"
-    asks = (
+    create_actions = (
         CreateAction(
             "request",
             "Request a key",
@@ -148,7 +148,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             preset=lambda query: {"account": query.get("account")},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "approve",
             "Approve",
@@ -156,7 +156,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             _approve,
             lambda request: "You approve exactly what stands here. The key will be made by the worker, unseen by you.",
             form=ApproveForm,
-            fits=lambda request: request.state == S.PENDING,
+            is_available=lambda request: request.state == S.PENDING,
             tone=Tone.GOOD,
         ),
         RowAction(
@@ -165,8 +165,8 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             P.ISSUANCE_REJECT,
             _reject,
             lambda request: "Nothing is issued. Whoever asked reads why.",
-            form=WhyForm,
-            fits=lambda request: can_transition_issuance(S(request.state), S.REJECTED),
+            form=ReasonForm,
+            is_available=lambda request: can_transition_issuance(S(request.state), S.REJECTED),
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -175,7 +175,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             P.ISSUANCE_WITHDRAW,
             _withdraw,
             lambda request: "Nothing is issued. Only whoever asked can withdraw.",
-            fits=lambda request: can_transition_issuance(S(request.state), S.WITHDRAWN),
+            is_available=lambda request: can_transition_issuance(S(request.state), S.WITHDRAWN),
             for_requester=True,
         ),
         RowAction(
@@ -184,7 +184,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             P.ISSUANCE_COLLECT,
             _collect,
             _explain_collection,
-            fits=lambda request: request.state == S.ISSUED and request.requested_via is None,
+            is_available=lambda request: request.state == S.ISSUED and request.requested_via is None,
             for_requester=True,
             warn=lambda request: break_glass_warning(request.account),
             tone=Tone.GOOD,
@@ -301,22 +301,22 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         elif row.state == S.BURNED:
             yield "Nobody collected the key in time, so it was ended and its copy destroyed. Ask for another one."
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         rows = self.get_queryset(request).order_by("created_at")
         now, me = datetime.now(UTC), operator_of(request).person
         pending = rows.filter(state=S.PENDING, expires_at__gt=now)
         where = f"?state__exact={S.PENDING}"
         if may(request, P.ISSUANCE_APPROVE):
-            others = self.for_me(request, P.ISSUANCE_APPROVE, pending.exclude(approvals__person=me))
-            yield self.waits("Keys that you may approve", others, where, "act")
+            others = self.decidable_rows(request, P.ISSUANCE_APPROVE, pending.exclude(approvals__person=me))
+            yield self.attention_item("Keys that you may approve", others, where, "action")
         if may(request, P.ISSUANCE_REQUEST):
-            yield self.waits("Asked for by you, not approved yet", pending.filter(requester_person=me), where)
+            yield self.attention_item("Asked for by you, not approved yet", pending.filter(requester_person=me), where)
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(requester_person=me, requested_via=None)
             issued = mine.filter(state=S.ISSUED, delivery=Delivery.SHOW_ONCE)
-            yield self.waits("Keys for you to collect", issued, f"?state__exact={S.ISSUED}", "act")
+            yield self.attention_item("Keys for you to collect", issued, f"?state__exact={S.ISSUED}", "action")
         approved = rows.filter(state=S.APPROVED)
-        yield self.waits("Approved, not issued yet", approved, f"?state__exact={S.APPROVED}")
+        yield self.attention_item("Approved, not issued yet", approved, f"?state__exact={S.APPROVED}")
 
     def line_of(self, row: IssuanceRequest) -> Line:
         asked = f"{row.kind}, asked for by {requester_name(row.requester, row.requested_via)}"

@@ -13,16 +13,24 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, RowAction, SecretView, SeenForm, Tone
+from keyvault.admin.framework.actions import (
+    ActionForm,
+    ActionResult,
+    Cleaned,
+    RowAction,
+    SecretView,
+    Tone,
+    VersionedForm,
+)
 from keyvault.admin.framework.enforcement import may
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import (
+    AttentionItem,
     Detail,
     FactTable,
     Line,
     Link,
-    Waiting,
     badge,
     link,
     moment,
@@ -51,17 +59,17 @@ REASONS = {
 """Labels of the revocation reasons of RFC 5280, section 5.3.1."""
 
 
-WHAT_REPORTING_DOES = (
+REPORT_EXPLANATION = (
     "For what is known or suspected to be in wrong hands. It is refused at once and for ever, by every verifier, even "
     "while the secret backend and the broker are down; nothing brings it back, no rotation either. "
     "One person is enough."
 )
 
 
-class RevokeForm(ActForm):
+class RevokeForm(ActionForm):
     reason = forms.ChoiceField(
         label="Reason (RFC 5280)",
-        choices=[("", "Choose one"), *((reason.value, words) for reason, words in REASONS.items())],
+        choices=[("", "Choose one"), *((reason.value, label) for reason, label in REASONS.items())],
     )
 
 
@@ -95,15 +103,15 @@ def is_last(key: Key) -> bool:
     return usable == {key.pk}
 
 
-def warn_of_last(key: Key) -> str:
+def warn_if_last_key(key: Key) -> str:
     """Warn if the key is the only usable key of its credential; empty otherwise."""
     if not is_last(key):
         return ""
     return "This is the credential's only active key. Whoever uses it is refused from this moment on."
 
 
-def _warn_before_revoking(key: Key) -> str:
-    warning = warn_of_last(key)
+def _warn_before_revocation(key: Key) -> str:
+    warning = warn_if_last_key(key)
     return f"{warning} Rotate it instead, and its replacement is in use before it ends." if warning else ""
 
 
@@ -120,25 +128,25 @@ def _explain_revocation(key: Key) -> str:
 class KeyAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Key", "Keys"
-    looks = (
+    secret_views = (
         SecretView(
             "show",
             "Show",
             P.KEYS_READ,
             read_public_string,
             "A public key stands in browsers and apps; it may be shown again at any time.",
-            fits=lambda key: key.credential.kind == KeyKind.PUBLIC and key.state not in DEAD_STATES,
+            is_available=lambda key: key.credential.kind == KeyKind.PUBLIC and key.state not in DEAD_STATES,
         ),
     )
-    acts: tuple[RowAction, ...] = (
+    row_actions: tuple[RowAction, ...] = (
         RowAction(
             "suspend",
             "Suspend",
             P.KEYS_SUSPEND,
             _suspend,
             lambda key: "The key is refused from now on, until somebody resumes it. An open rotation stalls.",
-            fits=_can_become(KeyState.SUSPENDED),
-            warn=warn_of_last,
+            is_available=_can_become(KeyState.SUSPENDED),
+            warn=warn_if_last_key,
         ),
         RowAction(
             "resume",
@@ -146,8 +154,8 @@ class KeyAdmin(ConsoleModelAdmin):
             P.KEYS_RESUME,
             _resume,
             lambda key: "The key is good again, for everybody who holds it.",
-            form=SeenForm,
-            fits=lambda key: key.state == KeyState.SUSPENDED,
+            form=VersionedForm,
+            is_available=lambda key: key.state == KeyState.SUSPENDED,
             tone=Tone.GOOD,
         ),
         RowAction(
@@ -157,8 +165,8 @@ class KeyAdmin(ConsoleModelAdmin):
             _revoke,
             _explain_revocation,
             form=RevokeForm,
-            fits=lambda key: key.state not in DEAD_STATES,
-            warn=_warn_before_revoking,
+            is_available=lambda key: key.state not in DEAD_STATES,
+            warn=_warn_before_revocation,
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -166,8 +174,8 @@ class KeyAdmin(ConsoleModelAdmin):
             "Report compromise",
             P.KEYS_REPORT_COMPROMISE,
             _report,
-            lambda key: WHAT_REPORTING_DOES,
-            fits=_can_become(KeyState.COMPROMISED),
+            lambda key: REPORT_EXPLANATION,
+            is_available=_can_become(KeyState.COMPROMISED),
             tone=Tone.DANGER,
         ),
     )
@@ -196,7 +204,7 @@ class KeyAdmin(ConsoleModelAdmin):
         Raises:
             NotFoundError: the change concerns something else.
         """
-        key = self.fresh(request, object_id)
+        key = self.find_row(request, object_id)
         receipt = find_receipt(sequence)
         if receipt is None or receipt.subject != key.alters():
             raise NotFoundError("The key has no such change.")
@@ -232,13 +240,13 @@ class KeyAdmin(ConsoleModelAdmin):
     def account_of(self, row: Key) -> Account:
         return row.credential.account
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         """Return living keys with a suspected exposure, for operators who may revoke keys."""
         if not may(request, P.KEYS_REVOKE):
             return
         living = self.get_queryset(request).exclude(state__in=DEAD_STATES)
         exposed = living.filter(pk__in=exposures().values("key_id"))
-        yield self.waits("Suspected exposures", exposed, "?exposed=lately", "alarm")
+        yield self.attention_item("Suspected exposures", exposed, "?exposed=lately", "alarm")
 
     def line_of(self, row: Key) -> Line:
         last = exposures().filter(key=row).first()

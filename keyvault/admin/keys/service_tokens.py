@@ -6,14 +6,15 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
+from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Detail, FactTable, badge, moment, mono, short_moment
 from keyvault.domain.keystring import StringScope
@@ -34,9 +35,9 @@ SCOPES = {
 }
 
 
-class TokenForm(ActForm):
+class TokenForm(ActionForm):
     name = forms.CharField(max_length=100, help_text="Which service will hold it.")
-    scope = forms.ChoiceField(label="Environments", choices=[(scope.value, words) for scope, words in SCOPES.items()])
+    scope = forms.ChoiceField(label="Environments", choices=[(scope.value, label) for scope, label in SCOPES.items()])
     permissions = forms.MultipleChoiceField(
         choices=[(permission.value, permission.value) for permission in sorted(SERVICE_PERMISSIONS)],
         widget=forms.CheckboxSelectMultiple,
@@ -62,7 +63,7 @@ class TokenForm(ActForm):
         return cleaned
 
 
-class RotateTokenForm(ActForm):
+class RotateTokenForm(ActionForm):
     overlap_hours = forms.IntegerField(
         label="Overlap in hours",
         min_value=0,
@@ -95,28 +96,20 @@ def _revoke(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> ActionResult
     return ActionResult(f"{token} is revoked.")
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [(state, state) for state in ("active", "expired", "revoked")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+class TokenStateFilter(StateFilter):
+    def conditions(self) -> dict[str, Q]:
         now = datetime.now(UTC)
-        if self.value() == "revoked":
-            return queryset.filter(revoked_at__isnull=False)
-        if self.value() == "expired":
-            return queryset.filter(revoked_at__isnull=True, expires_at__lte=now)
-        if self.value() == "active":
-            return queryset.filter(revoked_at__isnull=True, expires_at__gt=now)
-        return queryset
+        return {
+            "active": Q(revoked_at__isnull=True, expires_at__gt=now),
+            "expired": Q(revoked_at__isnull=True, expires_at__lte=now),
+            "revoked": Q(revoked_at__isnull=False),
+        }
 
 
 class ServiceTokenAdmin(ConsoleModelAdmin):
     view_permissions = (P.TOKENS_READ,)
     section, singular, plural = "Access", "Service token", "Service tokens"
-    asks = (
+    create_actions = (
         CreateAction(
             "create",
             "Create service token",
@@ -128,7 +121,7 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
             "Create and show once",
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "rotate",
             "Rotate token",
@@ -139,7 +132,7 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
                 "after the overlap. From now on you answer for what the new one asks."
             ),
             form=RotateTokenForm,
-            fits=lambda token: token_state(token) == "active",
+            is_available=lambda token: token_state(token) == "active",
         ),
         RowAction(
             "revoke",
@@ -147,13 +140,13 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
             P.TOKENS_WRITE,
             _revoke,
             lambda token: "The service that holds it is refused at once and for ever.",
-            fits=lambda token: token.revoked_at is None,
+            is_available=lambda token: token.revoked_at is None,
             tone=Tone.DANGER,
         ),
     )
 
     list_display = ("token_id", "name", "state_badge", "environments_text", "merchants_text", "expires", "creator_name")
-    list_filter = (StateFilter,)
+    list_filter = (TokenStateFilter,)
     search_fields = ("=token_id", "name")
     ordering = ("-created_at",)
 

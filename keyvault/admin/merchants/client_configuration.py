@@ -7,7 +7,7 @@ from django import forms
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, SeenForm
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, VersionedForm
 from keyvault.admin.framework.widgets import seconds
 from keyvault.models import Account
 from keyvault.services.merchants.client_configuration import (
@@ -19,7 +19,7 @@ from keyvault.services.merchants.client_configuration import (
 )
 
 
-class ConfigurationForm(SeenForm):
+class ConfigurationForm(VersionedForm):
     configuration = forms.CharField(
         label="Client configuration",
         widget=forms.Textarea(attrs={"rows": 16, "class": "mono"}),
@@ -39,7 +39,7 @@ class ConfigurationForm(SeenForm):
             raise forms.ValidationError(f"This is not JSON, or a name appears twice.{where}") from None
 
 
-class OriginsForm(SeenForm):
+class OriginsForm(VersionedForm):
     origins = forms.CharField(
         label="Allowed origins",
         required=False,
@@ -52,7 +52,7 @@ class OriginsForm(SeenForm):
         return {**super().initial_for(row), "origins": "\n".join(row.allowed_origins)}
 
 
-class TokenBoundForm(SeenForm):
+class TokenBoundForm(VersionedForm):
     seconds = forms.IntegerField(
         label="Longest lifetime in seconds", help_text=f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}."
     )
@@ -86,7 +86,7 @@ def _bound_tokens(grant: Grant, account: Account, cleaned: Cleaned) -> ActionRes
     )
 
 
-BROWSER_ACTS = (
+BROWSER_ACTIONS = (
     RowAction(
         "configure",
         "Change client configuration",

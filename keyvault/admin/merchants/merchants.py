@@ -15,14 +15,14 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import (
-    ActForm,
+    ActionForm,
     ActionResult,
     Cleaned,
     CreateAction,
+    ReasonForm,
     RowAction,
-    SeenForm,
     Tone,
-    WhyForm,
+    VersionedForm,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
@@ -37,7 +37,7 @@ from keyvault.admin.framework.widgets import (
     seconds,
     short_moment,
 )
-from keyvault.admin.merchants.client_configuration import BROWSER_ACTS
+from keyvault.admin.merchants.client_configuration import BROWSER_ACTIONS
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.models import Account, Merchant, MerchantStatus
@@ -54,14 +54,14 @@ from keyvault.services.merchants.merchants import (
 from keyvault.services.offboarding import MerchantAssets, count_belongings, offboard_merchant
 
 
-class MerchantForm(ActForm):
+class MerchantForm(ActionForm):
     merchant_id = forms.CharField(
         label="Merchant id", max_length=64, help_text="a-z, 0-9 and inner hyphens. It never changes."
     )
     name = forms.CharField(label="Name", max_length=200)
 
 
-class OffboardForm(WhyForm):
+class OffboardForm(ReasonForm):
     merchant_id = forms.CharField(
         label="The merchant's id, typed once more",
         max_length=64,
@@ -90,12 +90,12 @@ def _offboard(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResul
         raise RequestInvalidError(
             "Nothing was ended.", [Fault("/merchant_id", f"This is not the id of {merchant.name}.")]
         )
-    done = offboard_merchant(grant, merchant, cleaned["why"])
-    left = f"Left, offboard it again: {done.left.words()}." if done.left else "Nothing is left."
-    return ActionResult(f"{merchant} has left. Ended in {done.ended.words()}. {left}")
+    result = offboard_merchant(grant, merchant, cleaned["why"])
+    left = f"Left, offboard it again: {result.left.words()}." if result.left else "Nothing is left."
+    return ActionResult(f"{merchant} has left. Ended in {result.ended.words()}. {left}")
 
 
-def _belongings(merchant: Merchant) -> MerchantAssets:
+def _count_assets(merchant: Merchant) -> MerchantAssets:
     return count_belongings(merchant, datetime.now(UTC))
 
 
@@ -131,14 +131,14 @@ def _is_offboarded(merchant: Merchant) -> bool:
 class MerchantAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Merchant", "Merchants"
-    acts = (
+    row_actions = (
         RowAction(
             "suspend",
             "Suspend merchant",
             P.MERCHANTS_WRITE,
             _suspend_merchant,
             lambda merchant: "Every key of the merchant is refused, in sandbox and in production, until it is resumed.",
-            fits=_is_active,
+            is_available=_is_active,
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -147,8 +147,8 @@ class MerchantAdmin(ConsoleModelAdmin):
             P.MERCHANTS_WRITE,
             _resume_merchant,
             lambda merchant: "The merchant's active keys are good again, where the account is not suspended by itself.",
-            form=SeenForm,
-            fits=_is_suspended,
+            form=VersionedForm,
+            is_available=_is_suspended,
             tone=Tone.GOOD,
         ),
         RowAction(
@@ -163,11 +163,11 @@ class MerchantAdmin(ConsoleModelAdmin):
                 "history, and never becomes active again. If this is interrupted, do it again."
             ),
             form=OffboardForm,
-            fits=lambda merchant: not _is_offboarded(merchant) or bool(_belongings(merchant)),
+            is_available=lambda merchant: not _is_offboarded(merchant) or bool(_count_assets(merchant)),
             tone=Tone.DANGER,
         ),
     )
-    asks = (
+    create_actions = (
         CreateAction(
             "create",
             "Create merchant",
@@ -193,7 +193,7 @@ class MerchantAdmin(ConsoleModelAdmin):
         return short_moment(merchant.created_at)
 
     def summary(self, row: Merchant) -> FactTable:
-        has = _belongings(row)
+        has = _count_assets(row)
         return FactTable(
             "Merchant",
             [
@@ -239,21 +239,21 @@ def _merchant_note(merchant: Merchant) -> str:
 def _notes(merchant: Merchant) -> Iterable[str]:
     if _is_offboarded(merchant):
         yield "It has left, and does not come back. No key of it is good."
-        if left := _belongings(merchant):
+        if left := _count_assets(merchant):
             yield f"Not all of it is ended yet: offboard it again. Left in {left.words()}."
 
 
 class AccountAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Account", "Accounts"
-    acts = (
+    row_actions = (
         RowAction(
             "suspend",
             "Suspend account",
             P.MERCHANTS_WRITE,
             _suspend_account,
             lambda account: f"Every key of the merchant is refused in {account.environment} until it is resumed.",
-            fits=lambda account: _is_active(account) and not _is_offboarded(account.merchant),
+            is_available=lambda account: _is_active(account) and not _is_offboarded(account.merchant),
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -262,11 +262,11 @@ class AccountAdmin(ConsoleModelAdmin):
             P.MERCHANTS_WRITE,
             _resume_account,
             lambda account: f"The merchant's active keys are good again in {account.environment}.",
-            form=SeenForm,
-            fits=lambda account: _is_suspended(account) and not _is_offboarded(account.merchant),
+            form=VersionedForm,
+            is_available=lambda account: _is_suspended(account) and not _is_offboarded(account.merchant),
             tone=Tone.GOOD,
         ),
-        *BROWSER_ACTS,
+        *BROWSER_ACTIONS,
     )
 
     list_display = ("account", "name", "environment_badge", "status_badge", "merchant_badge")

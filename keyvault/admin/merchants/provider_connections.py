@@ -5,15 +5,24 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model, QuerySet
+from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, SeenForm, Tone
+from keyvault.admin.framework.actions import (
+    ActionForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    Tone,
+    VersionedForm,
+)
 from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -63,7 +72,7 @@ class SecretField(forms.CharField):
         return Plaintext(super().clean(value))
 
 
-class CredentialsForm(ActForm):
+class CredentialsForm(ActionForm):
     credentials = SecretField(
         label="Credentials",
         max_length=2 * MOST_BYTES,
@@ -82,7 +91,7 @@ class ConnectionForm(CredentialsForm):
     field_order = ("merchant", "environment", "provider", "credentials")
 
 
-class ReplaceForm(SeenForm, CredentialsForm):
+class ReplaceForm(VersionedForm, CredentialsForm):
     """Form with the version of the row and the new credentials."""
 
 
@@ -110,23 +119,14 @@ def _is_present(connection: ProviderConnection) -> bool:
     return connection.removed_at is None
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("enabled", "enabled"), ("removed", "removed")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() is None:
-            return queryset
-        return queryset.filter(removed_at__isnull=self.value() == "enabled")
+class ConnectionStateFilter(StateFilter):
+    states = {"enabled": Q(removed_at__isnull=True), "removed": Q(removed_at__isnull=False)}
 
 
 class ProviderConnectionAdmin(ConsoleModelAdmin):
     view_permissions = (P.CONNECTIONS_READ,)
     section, singular, plural = "Merchants", "Provider connection", "Provider connections"
-    asks = (
+    create_actions = (
         CreateAction(
             "set",
             "Set provider connection",
@@ -140,7 +140,7 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
             preset=lambda query: {name: query.get(name) for name in ("merchant", "environment")},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "replace",
             "Replace credentials",
@@ -151,7 +151,7 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
                 f"are destroyed. They are in {connection.mode} mode, as the environment is."
             ),
             form=ReplaceForm,
-            fits=_is_present,
+            is_available=_is_present,
         ),
         RowAction(
             "remove",
@@ -162,13 +162,13 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
                 "The credentials are erased from the secret backend, for ever. Whoever pays with them has to stop "
                 "first; at the provider they are good until they are revoked there."
             ),
-            fits=_is_present,
+            is_available=_is_present,
             tone=Tone.DANGER,
         ),
     )
 
     list_display = ("provider", "merchant", "environment_badge", "mode", "state_badge", "stored")
-    list_filter = (StateFilter, "account__environment", "mode")
+    list_filter = (ConnectionStateFilter, "account__environment", "mode")
     search_fields = ("provider", "account__merchant__merchant_id")
     ordering = ("account__merchant_id", "account__environment", "provider", "created_at")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model, QuerySet
+from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
@@ -13,16 +13,17 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import (
-    ActForm,
+    ActionForm,
     ActionResult,
     Cleaned,
     CreateAction,
+    ReasonForm,
     RowAction,
-    SeenForm,
     Tone,
-    WhyForm,
+    VersionedForm,
 )
 from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -56,7 +57,7 @@ from keyvault.wire.webhooks import MOST_ATTEMPTS
 _MAX_DELIVERIES = 25
 
 
-class EndpointForm(ActForm):
+class EndpointForm(ActionForm):
     merchant = forms.CharField(max_length=64, help_text="The merchant's id.")
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
     url = forms.CharField(
@@ -67,7 +68,7 @@ class EndpointForm(ActForm):
     )
 
 
-class RotateSecretForm(ActForm):
+class RotateSecretForm(ActionForm):
     overlap_hours = forms.IntegerField(
         label="Overlap in hours",
         min_value=0,
@@ -110,23 +111,14 @@ def _is_enabled(endpoint: WebhookEndpoint) -> bool:
     return endpoint.disabled_at is None
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("enabled", "enabled"), ("disabled", "disabled")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() is None:
-            return queryset
-        return queryset.filter(disabled_at__isnull=self.value() == "enabled")
+class WebhookStateFilter(StateFilter):
+    states = {"enabled": Q(disabled_at__isnull=True), "disabled": Q(disabled_at__isnull=False)}
 
 
 class WebhookEndpointAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Webhook endpoint", "Webhook endpoints"
-    asks = (
+    create_actions = (
         CreateAction(
             "add",
             "Add webhook endpoint",
@@ -140,14 +132,14 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             preset=lambda query: {name: query.get(name) for name in ("merchant", "environment")},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "test",
             "Send a test",
             P.WEBHOOKS_WRITE,
             _test,
             lambda endpoint: "A message of the type webhook.test, signed as every other, and tried once.",
-            fits=_is_enabled,
+            is_available=_is_enabled,
         ),
         RowAction(
             "rotate",
@@ -168,8 +160,8 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             P.WEBHOOKS_WRITE,
             _enable,
             lambda endpoint: "Messages go there again, and first those of the last 7 days that were given up.",
-            form=SeenForm,
-            fits=lambda endpoint: not _is_enabled(endpoint),
+            form=VersionedForm,
+            is_available=lambda endpoint: not _is_enabled(endpoint),
             tone=Tone.GOOD,
         ),
         RowAction(
@@ -178,14 +170,14 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             P.WEBHOOKS_WRITE,
             _disable,
             lambda endpoint: "Nothing is sent there any more, and what is on its way is given up.",
-            form=WhyForm,
-            fits=_is_enabled,
+            form=ReasonForm,
+            is_available=_is_enabled,
             tone=Tone.DANGER,
         ),
     )
 
     list_display = ("url", "merchant", "environment_badge", "state_badge", "created")
-    list_filter = (StateFilter, "account__environment")
+    list_filter = (WebhookStateFilter, "account__environment")
     search_fields = ("url", "account__merchant__merchant_id")
     ordering = ("account__merchant_id", "account__environment", "created_at")
 

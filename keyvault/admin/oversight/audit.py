@@ -197,30 +197,30 @@ def _checkpoints() -> Table:
     columns = ("scope", "newest", "signed (UTC)", "signer", "entries after it", "against the log")
     rows = [
         (
-            badge(standing.scope),
-            "none yet" if standing.newest is None else standing.newest.number,
-            NOTHING if standing.newest is None else moment(standing.newest.at),
-            NOTHING if standing.newest is None else _signer(standing),
-            standing.unsigned,
-            _holds(standing),
+            badge(status.scope),
+            "none yet" if status.newest is None else status.newest.number,
+            NOTHING if status.newest is None else moment(status.newest.at),
+            NOTHING if status.newest is None else _signer(status),
+            status.unsigned,
+            _holds(status),
         )
-        for standing in list_standings()
+        for status in list_standings()
     ]
     return Table("Signed checkpoints", columns, rows)
 
 
-def _signer(standing: CheckpointStatus) -> SafeString:
-    signed = standing.newest
+def _signer(status: CheckpointStatus) -> SafeString:
+    signed = status.newest
     return format_html("{} version {}", mono(signed.signer), signed.key_version) if signed else mono(NOTHING)
 
 
-def _holds(standing: CheckpointStatus) -> SafeString:
+def _holds(status: CheckpointStatus) -> SafeString:
     """Render whether the newest checkpoint's signature and entries verify."""
-    if standing.newest is None:
+    if status.newest is None:
         return badge("pending")
-    if standing.fault is not None:
-        return format_html("{} {}", badge("broken"), standing.fault)
-    if standing.unchecked is not None:
+    if status.fault is not None:
+        return format_html("{} {}", badge("broken"), status.fault)
+    if status.unchecked is not None:
         return format_html("{} the signer does not say its public key", badge("not_checked"))
     return badge("holds")
 

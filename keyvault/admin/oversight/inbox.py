@@ -13,16 +13,16 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction
+from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
+    AttentionItem,
     Detail,
     FactTable,
     Line,
     Link,
     Table,
-    Waiting,
     badge,
     link,
     moment,
@@ -46,7 +46,7 @@ _NUMBERED = {"webhook": "webhook endpoint", "schedule": "schedule"}
 """Noun for notices whose subject is a row number, by the first part of the kind."""
 
 
-class AllSeenForm(ActForm):
+class AllSeenForm(ActionForm):
     until = forms.DateTimeField(widget=forms.HiddenInput)
 
 
@@ -63,7 +63,7 @@ def _is_unseen(notice: Notice) -> bool:
     return notice.is_alarm and notice.seen_at is None
 
 
-class StateFilter(admin.SimpleListFilter):
+class AlarmFilter(admin.SimpleListFilter):
     title = "what"
     parameter_name = "what"
 
@@ -79,7 +79,7 @@ class StateFilter(admin.SimpleListFilter):
 class NoticeAdmin(ConsoleModelAdmin):
     view_permissions = (P.NOTICES_READ,)
     section, singular, plural = "Oversight", "Notice", "Inbox"
-    asks = (
+    create_actions = (
         CreateAction(
             "all_seen",
             "Mark all as seen",
@@ -91,19 +91,19 @@ class NoticeAdmin(ConsoleModelAdmin):
             preset=lambda query: {"until": datetime.now(UTC).isoformat()},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "seen",
             "Mark as seen",
             P.NOTICES_MARK,
             _seen,
             lambda notice: "It leaves the alarms that wait, and stays in the inbox with your name.",
-            fits=_is_unseen,
+            is_available=_is_unseen,
         ),
     )
 
     list_display = ("kind", "state_badge", "merchant", "environment_badge", "about", "created")
-    list_filter = (StateFilter, "account__environment", "kind")
+    list_filter = (AlarmFilter, "account__environment", "kind")
     search_fields = ("=subject", "=notice_id", "=account__merchant__merchant_id")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
@@ -136,15 +136,15 @@ class NoticeAdmin(ConsoleModelAdmin):
         account: Account | None = row.account
         return account
 
-    def ask_links(self, request: HttpRequest) -> list[Link]:
+    def create_links(self, request: HttpRequest) -> list[Link]:
         """Return nothing: an operator must open the inbox before marking alarms as seen."""
         return []
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         unseen = list_unseen().select_related("account__merchant").order_by("-created_at")
-        yield self.waits("Alarms that nobody has seen", unseen, "?what=unseen", "alarm")
+        yield self.attention_item("Alarms that nobody has seen", unseen, "?what=unseen", "alarm")
 
-    def count_of_waiting(self, request: HttpRequest) -> int:
+    def attention_count(self, request: HttpRequest) -> int:
         return count_unseen()
 
     def line_of(self, row: Notice) -> Line:

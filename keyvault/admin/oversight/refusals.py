@@ -47,7 +47,7 @@ class RefusalAdmin(ConsoleModelAdmin):
         context = {"title": self.plural, "plural": self.plural, "page_links": [self._explain_link()]}
         return self.changelist_view(request, extra_context=context)
 
-    def ask_links(self, request: HttpRequest) -> list[Link]:
+    def create_links(self, request: HttpRequest) -> list[Link]:
         return [self._explain_link()] if self.has_view_permission(request) else []
 
     def _explain_link(self) -> Link:

@@ -15,7 +15,7 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, BreakGlass, Key, Notice
 from keyvault.services.approvals.break_glass import review_break_glass
 from keyvault.services.keys.lifecycle import revoke_key
-from rotation.admin.rotation_actions import ACTS
+from rotation.admin.rotation_actions import ROW_ACTIONS
 from rotation.domain.events import RotationState as S
 from rotation.domain.policy import Proof
 from rotation.models import Retirement, Rotation
@@ -80,7 +80,7 @@ FIELDS = {"why": "because", "reason": "because", "deadline": FAR, "retire_at": F
 
 UNPERMITTED = [
     pytest.param(act, role, id=f"{act.name}-{role}")
-    for act in ACTS
+    for act in ROW_ACTIONS
     for role in Role
     if act.permission not in ROLE_PERMISSIONS[role]
 ]
@@ -104,7 +104,7 @@ def test_act_by_a_role_without_its_permission_is_refused_and_changes_nothing(des
     assert snapshot() == before
 
 
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)
+@pytest.mark.parametrize("act", ROW_ACTIONS, ids=lambda act: act.name)
 def test_act_on_a_closed_rotation_is_a_conflict_and_changes_nothing(desk: Desk, act: Any) -> None:
     row = asked(desk)
     client = browser(desk.admin)
@@ -164,7 +164,7 @@ def test_bypass_says_what_it_means_and_needs_a_reason(desk: Desk) -> None:
     client = browser(desk.responder)
     shown = text_of(client.get(page(row, "bypass")))
     assert "This is break-glass" in shown
-    assert "act-danger" in shown
+    assert "action-danger" in shown
     assert row.plan_digest in shown
     assert send(row, "bypass", client, reason="").status_code == 400
     assert send(row, "bypass", client, reason="  \t").status_code == 400

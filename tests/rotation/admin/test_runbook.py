@@ -10,7 +10,7 @@ import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
-from keyvault.admin.framework.widgets import Waiting
+from keyvault.admin.framework.widgets import AttentionItem
 from keyvault.backends.base import BackendDeniedError, Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.errors import StateConflictError
@@ -23,7 +23,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.webhooks.endpoints import add_endpoint
-from rotation.admin.rotation_actions import ACTS
+from rotation.admin.rotation_actions import ROW_ACTIONS
 from rotation.domain.events import RotationState as S
 from rotation.domain.policy import DeliveryChannel
 from rotation.domain.runbook import IN_WORDS, STALLS, Case, Remedy, fitted
@@ -240,7 +240,7 @@ def test_rotation_that_waits_for_the_merchant_says_where_the_replacement_is(
 
 
 def test_runbook_names_acts_that_exist() -> None:
-    acts = {act.name: act.label for act in ACTS}
+    acts = {act.name: act.label for act in ROW_ACTIONS}
     pages = {Remedy.PREDECESSOR, Remedy.REPLACEMENT, Remedy.ACCOUNT, Remedy.ASK_AGAIN}
     assert {remedy.value: IN_WORDS[remedy] for remedy in set(Remedy) - pages} == acts
 
@@ -248,7 +248,7 @@ def test_runbook_names_acts_that_exist() -> None:
 def test_front_page_shows_alarms_first(clock: Clock, verifier: UsageLog) -> None:
     late(clock, verifier)
     response = browser(scene.tam()).get("/admin/")
-    waiting: list[Waiting] = response.context["waiting"]
+    waiting: list[AttentionItem] = response.context["attention_items"]
     tones = [item.tone == "alarm" for item in waiting]
     assert tones == sorted(tones, reverse=True)
     assert True in tones
