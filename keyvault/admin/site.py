@@ -105,7 +105,7 @@ class ConsoleSite(AdminSite):
 
     site_header = "Keyvault"
     site_title = "Keyvault"
-    index_title = "What waits"
+    index_title = "Needs your attention"
     site_url = None
     enable_nav_sidebar = True
     logout_template = "console/logged_out.html"
@@ -129,7 +129,7 @@ class ConsoleSite(AdminSite):
         if admin_class is not None and admin_class.__module__ in _EXCLUDED_MODULES:
             return
         if admin_class is None or not issubclass(admin_class, ConsoleModelAdmin):
-            raise ImproperlyConfigured(f"{model_or_iterable} has no guarded admin, so the console does not show it")
+            raise ImproperlyConfigured(f"{model_or_iterable} is not registered with a ConsoleModelAdmin")
         super().register(model_or_iterable, admin_class, **options)
 
     def extend(
@@ -143,7 +143,7 @@ class ConsoleSite(AdminSite):
         """
         registered = self._registry[model]
         if not isinstance(registered, ConsoleModelAdmin):
-            raise ImproperlyConfigured(f"{model} has no guarded admin that could be extended")
+            raise ImproperlyConfigured(f"{model} is not registered with a ConsoleModelAdmin")
         names = {action.name for action in registered.row_actions}
         replacements = {action.name: action for action in actions if action.name in names}
         registered.row_actions = (
@@ -192,9 +192,9 @@ class ConsoleSite(AdminSite):
             response: HttpResponseBase
             try:
                 if "%00" in request.get_full_path():
-                    raise SuspiciousOperation("a NUL in the address, which PostgreSQL cannot look for")
+                    raise SuspiciousOperation("NUL in the URL, which PostgreSQL cannot store")
                 if find_exposed(request.get_full_path()) is not None:
-                    detail = "A whole key stands in the address, where logs keep it. Search by its key id instead."
+                    detail = "The URL contains a whole key, and URLs are logged. Rotate the key, and search by key id."
                     response = problem_page(self, request, ErrorCode.CREDENTIAL_IN_URL, detail)
                 else:
                     response = view(request, *args, **kwargs)
@@ -204,14 +204,14 @@ class ConsoleSite(AdminSite):
             except IntegrityError:
                 # Two concurrent changes: a constraint or trigger refused what a rule had allowed.
                 _log.warning("refused by the database", exc_info=True, extra={"path": request.path})
-                detail = "Somebody else changed this meanwhile. Look at it again."
+                detail = "This was changed by another operator. Review the current version and try again."
                 response = problem_page(self, request, ErrorCode.STATE_CONFLICT, detail)
             except Http404:
-                response = problem_page(self, request, ErrorCode.NOT_FOUND, "There is no such page.")
+                response = problem_page(self, request, ErrorCode.NOT_FOUND, "Page not found.")
             except PermissionDenied:
-                response = problem_page(self, request, ErrorCode.PERMISSION_MISSING, "This is not permitted.")
+                response = problem_page(self, request, ErrorCode.PERMISSION_MISSING, "You are not allowed to do this.")
             except SuspiciousOperation:
-                response = problem_page(self, request, ErrorCode.REQUEST_INVALID, "This address cannot be meant.")
+                response = problem_page(self, request, ErrorCode.REQUEST_INVALID, "Invalid URL.")
             return _with_csp(response)
 
         return cast(View, handle)

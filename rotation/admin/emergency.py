@@ -41,13 +41,13 @@ class CompromiseForm(ActionForm):
         max_length=300,
         label="What happened",
         widget=forms.Textarea(attrs={"rows": 2}),
-        help_text="Kept in the audit log. May be left empty.",
+        help_text="Recorded in the audit log. Optional.",
     )
     replace = forms.BooleanField(
         required=False,
-        label="Ask for a replacement at once",
-        help_text="Where the credential has no other key that is good. It is made as soon as it is approved, in no "
-        "window; the old key stays ended whatever becomes of it.",
+        label="Request a replacement now",
+        help_text="For credentials without another usable key. The replacement is created as soon as it is approved, "
+        "outside of any window. The old key stays revoked in any case.",
     )
 
     @classmethod
@@ -68,21 +68,21 @@ class LeakForm(CompromiseForm):
         max_length=MOST_KEYS * 120,
         strip=True,
         widget=forms.Textarea(attrs={"rows": 8, "class": "mono", "autocomplete": "off", "spellcheck": "false"}),
-        help_text=f"Key ids, or the leaked keys as they were found, one a line; up to {MOST_KEYS}. Of a whole key only "
-        "the id is read.",
+        help_text=f"Key ids or whole leaked keys, one per line, at most {MOST_KEYS}. Only the key id of a whole key is "
+        "used.",
     )
     field_order = ("key_ids", "reason", "replace")
 
 
 class ReissueForm(ActionForm):
     reason = forms.CharField(
-        max_length=300, help_text="Kept in the audit log, and shown to whoever approves.", label="Why"
+        max_length=300, help_text="Recorded in the audit log and shown to the approver.", label="Reason"
     )
 
 
 def _report(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     response = respond_to_compromise(grant, key, reason=cleaned["reason"], replace=cleaned["replace"])
-    message = f"Key {key} is reported compromised: refused for ever. {_format_replacements([response])}".strip()
+    message = f"Key {key} is reported compromised and permanently refused. {_format_replacements([response])}".strip()
     return ActionResult(message, url=receipt_url(key, response.sequence))
 
 
@@ -109,12 +109,14 @@ def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> Act
         )
     count = "1 key is" if len(ended) == 1 else f"{len(ended)} keys are"
     not_ended = f"NOT revoked, {len(failures)}: {_join_first(failures)}." if failures else ""
-    message = " ".join(filter(None, (f"{count} revoked: refused for ever.", not_ended, _format_replacements(ended))))
+    message = " ".join(
+        filter(None, (f"{count} revoked and permanently refused.", not_ended, _format_replacements(ended)))
+    )
     return ActionResult(message, is_partial=bool(failures))
 
 
 _NOTHING_ENDED = (
-    "No key was revoked. Correct what is named below: a key id is the 16 characters after a key's third underscore."
+    "No key was revoked. Correct the entries below. A key id is the 16 characters after the third underscore of a key."
 )
 
 
@@ -136,7 +138,7 @@ def _join_first(texts: Sequence[str]) -> str:
 
 def _reissue(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionResult:
     rotation = reissue_key(grant, credential, " ".join(cleaned["reason"].split()))
-    return ActionResult(f"Rotation {rotation} is asked for. The key is made as soon as it is approved.")
+    return ActionResult(f"Requested rotation {rotation}. The key is created as soon as it is approved.")
 
 
 def _can_be_reissued(credential: Credential) -> bool:
@@ -164,13 +166,13 @@ REPORT = RowAction(
 )
 REPORT_CREDENTIAL = RowAction(
     "compromised",
-    "Compromised: revoke now and replace",
+    "Revoke compromised keys and replace",
     P.KEYS_REPORT_COMPROMISE,
     _report_credential,
-    lambda credential: f"Every key of the credential that is alive is reported. {REPORT_EXPLANATION}",
+    lambda credential: f"Reports every living key of the credential. {REPORT_EXPLANATION}",
     form=CompromiseForm,
     is_available=_has_living_key,
-    warn=lambda credential: "Whoever uses the credential is refused from this moment on, until a new key is there.",
+    warn=lambda credential: "Users of the credential are refused immediately, until a new key is available.",
     tone=Tone.DANGER,
 )
 REISSUE = RowAction(
@@ -179,8 +181,8 @@ REISSUE = RowAction(
     P.ROTATIONS_WRITE,
     _reissue,
     lambda credential: (
-        "The credential has no key that is good. A new one is made as soon as it is approved, in no window, and "
-        "delivered as the credential's keys are: its id, limits and history stay."
+        "The credential has no usable key. A new key is created as soon as it is approved, outside of any window, "
+        "and delivered as before. The credential keeps its id, limits and history."
     ),
     form=ReissueForm,
     is_available=_can_be_reissued,
@@ -192,8 +194,8 @@ REPORT_LEAK = CreateAction(
     P.KEYS_REPORT_COMPROMISE,
     LeakForm,
     _report_leak,
-    f"{REPORT_EXPLANATION} Each key is ended by itself: one that cannot be holds up no other.",
-    "Revoke them now",
+    f"{REPORT_EXPLANATION} Each key is revoked separately; a failure does not affect the others.",
+    "Revoke keys now",
     preset=lambda query: {"replace": True, "key_ids": query.get("key")},
 )
 

@@ -27,7 +27,9 @@ class PeriodField(forms.CharField):
             return None
         match = _PERIOD.fullmatch(text)
         if match is None or int(match[1]) * _UNITS[match[2]] > LONGEST_SECONDS:
-            raise forms.ValidationError("A number with s, m, h or d, such as 30m or 7d; a year at most.")
+            raise forms.ValidationError(
+                "Invalid period. Enter a number with s, m, h or d, such as 30m or 7d; at most one year."
+            )
         return int(match[1]) * _UNITS[match[2]]
 
 
@@ -42,8 +44,8 @@ def quiet_field() -> PeriodField:
         required=False,
         label="Quiet period",
         help_text=(
-            f"How long each old key must be silent. Such as 30m, 1h, 7d. Empty: {by_default('quiet_seconds')}, "
-            "or twice the longest gap seen there."
+            f"How long each old key must be unused, such as 30m, 1h or 7d. Empty: {by_default('quiet_seconds')}, "
+            "or twice the longest gap observed."
         ),
     )
 
@@ -52,5 +54,5 @@ def quarantine_field() -> PeriodField:
     return PeriodField(
         required=False,
         label="Quarantine",
-        help_text=f"How long it is then suspended before it is revoked. Empty: {by_default('quarantine_seconds')}.",
+        help_text=f"How long the old key is suspended before it is revoked. Empty: {by_default('quarantine_seconds')}.",
     )

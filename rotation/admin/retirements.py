@@ -41,7 +41,7 @@ _MAX_VERSIONS = 10
 
 def _approve(grant: Grant, retirement: Retirement, cleaned: Cleaned) -> ActionResult:
     approve_retirement(grant, retirement)
-    return ActionResult(f"Approved: the old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
+    return ActionResult(f"Approved. The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
 
 
 def _is_awaiting_approval(retirement: Retirement) -> bool:
@@ -64,12 +64,12 @@ class RetirementAdmin(ConsoleModelAdmin):
     row_actions = (
         RowAction(
             "approve",
-            "Approve the date",
+            "Approve date",
             P.ROTATIONS_APPROVE,
             _approve,
             lambda retirement: (
-                "From that moment on the old public key is refused: first in quarantine, then for ever. Shops and apps "
-                "that still use it fail. Traffic never brings it back."
+                "The old public key is refused from this date, first in quarantine and then permanently. Shops and "
+                "apps that still use it fail. Traffic does not reinstate it."
             ),
             form=VersionedForm,
             is_available=_is_awaiting_approval,
@@ -104,11 +104,11 @@ class RetirementAdmin(ConsoleModelAdmin):
     def account(self, row: Retirement) -> str:
         return str(row.rotation.credential.account)
 
-    @admin.display(description="asked by", ordering="requester__username")
+    @admin.display(description="requested by", ordering="requester__username")
     def asked_by(self, row: Retirement) -> str:
         return row.requester.username
 
-    @admin.display(description="asked (UTC)", ordering="created_at")
+    @admin.display(description="requested (UTC)", ordering="created_at")
     def created(self, row: Retirement) -> SafeString:
         return short_moment(row.created_at)
 
@@ -127,14 +127,14 @@ class RetirementAdmin(ConsoleModelAdmin):
         rotation = row.rotation
         url = reverse("admin:rotation_rotation_change", args=[rotation.pk])
         return FactTable(
-            "What is asked",
+            "Request",
             [
-                ("The old key", key_link(rotation.predecessor)),
+                ("Old key", key_link(rotation.predecessor)),
                 ("Retired at", moment(row.retire_at)),
                 ("Rotation", link(url, mono(rotation))),
-                ("The replacement is confirmed", moment(rotation.confirmed_at, missing="not yet")),
+                ("Replacement confirmed", moment(rotation.confirmed_at, missing="not yet")),
                 ("Still used by", _versions(rotation)),
-                ("Asked by", row.requester.username),
+                ("Requested by", row.requester.username),
             ],
         )
 
@@ -143,10 +143,10 @@ class RetirementAdmin(ConsoleModelAdmin):
         approval = FactTable("Approval", [("Approved", moment(row.approved_at, missing="not yet")), ("By", approver)])
         notes = []
         if _state(row) == "awaiting_approval" and row.requester_person == operator_of(request).person:
-            notes.append("You asked for this: it takes a second person to approve it.")
+            notes.append("You requested this. A second person must approve it.")
         elif _state(row) == "expired":
             notes.append(
-                "It was not approved, and cannot be any more: its time is past, or a later date was asked for."
+                "This date was not approved in time, or a later date was requested. It can no longer be approved."
             )
         return Detail(
             title=self.name_of(row),
@@ -164,11 +164,11 @@ class RetirementAdmin(ConsoleModelAdmin):
             for row in self.decidable_rows(request, P.ROTATIONS_APPROVE, asked.order_by("retire_at"))
             if _is_awaiting_approval(row)
         ]
-        yield self.attention_item("Retirement dates that you may approve", mine, "", "action")
+        yield self.attention_item("Retirement dates to approve", mine, "", "action")
 
     def line_of(self, row: Retirement) -> Line:
         return Line(
-            self.url_of(row), self.name_of(row), f"asked for by {row.requester.username}; retired at", row.retire_at
+            self.url_of(row), self.name_of(row), f"requested by {row.requester.username}; retired at", row.retire_at
         )
 
 
@@ -177,4 +177,4 @@ def _versions(rotation: Rotation) -> SafeString | str:
         (f"{use.origin or 'no origin'} · {use.user_agent or 'no user agent'}", f"{use.last_at:%Y-%m-%d}", use.count)
         for use in list_versions(rotation.predecessor_id, limit=_MAX_VERSIONS)
     )
-    return format_html_join("", "<div>{}: last on {}, uses seen: {}</div>", lines) or "nobody that was seen"
+    return format_html_join("", "<div>{}: last on {}, uses seen: {}</div>", lines) or "no use recorded"

@@ -59,67 +59,67 @@ S = RotationState
 def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
     rotation = request_rotation(grant, cleaned["credential_id"], overrides_from(cleaned))
     if rotation.state == S.AWAITING_APPROVAL:
-        return ActionResult("Asked. It now waits for the approval of a second person.", row=rotation)
+        return ActionResult("Request submitted. A second person must approve it.", row=rotation)
     return ActionResult(
-        "Asked. This environment wants no second person: it begins when its time has come.", row=rotation
+        "Request submitted. No approval is required in this environment; the rotation starts as planned.", row=rotation
     )
 
 
 def _approve(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     approve_rotation(grant, rotation, cleaned["plan_digest"])
     if not is_undecided(rotation):
-        return ActionResult("Approved. The worker begins when its time has come.")
-    return ActionResult("Your approval is noted; it takes another person's too.")
+        return ActionResult("Approved. The worker starts the rotation as planned.")
+    return ActionResult("Approval recorded. Another person must approve too.")
 
 
 def _reject(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     reject_rotation(grant, rotation, cleaned["why"])
-    return ActionResult("Rejected.")
+    return ActionResult("Rotation rejected.")
 
 
 def _bypass(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     bypass_rotation(grant, rotation, cleaned["plan_digest"], cleaned["reason"])
-    return ActionResult("It begins without the second person. It stays in sight until somebody else has reviewed it.")
+    return ActionResult("Approval bypassed. The bypass stays on the front page until another person has reviewed it.")
 
 
 def _abort(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     if rolls_back(rotation):
-        raise StateConflictError("The merchant may use the replacement already: roll back instead.")
+        raise StateConflictError("The merchant may already use the replacement. Roll back instead.")
     abort_rotation(grant, rotation, cleaned["why"])
     if rotation.state == S.ROLLING_BACK:
         return ActionResult(
-            "The secret backend holds the replacement already, so that it rolls back; the old key stays."
+            "The secret backend already holds the replacement, so the rotation rolls back. The old key stays."
         )
-    return ActionResult(f"Aborted. {_describe_remaining_key(rotation)}")
+    return ActionResult(f"Rotation aborted. {_describe_remaining_key(rotation)}")
 
 
 def _roll_back(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     if not rolls_back(rotation):
-        raise StateConflictError("Nobody has the replacement yet: abort it instead.")
+        raise StateConflictError("The replacement has not been delivered. Abort the rotation instead.")
     abort_rotation(grant, rotation, cleaned["why"])
-    return ActionResult(f"It rolls back, and both keys verify meanwhile. {_describe_old_key(rotation)}")
+    return ActionResult(f"Rolling back. Both keys verify meanwhile. {_describe_old_key(rotation)}")
 
 
 def _resume(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     resume_rotation(grant, rotation)
-    return ActionResult("It goes on where it stalled, with its timers started anew.")
+    return ActionResult("Rotation resumed where it stalled, with new timers.")
 
 
 def _extend(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     extend_rotation(grant, rotation, cleaned["deadline"])
-    return ActionResult(f"The deadline is {cleaned['deadline']:%Y-%m-%d %H:%M} UTC now.")
+    return ActionResult(f"Deadline extended to {cleaned['deadline']:%Y-%m-%d %H:%M} UTC.")
 
 
 def _confirm(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     confirm_rotation(grant, rotation, cleaned["why"])
-    return ActionResult("Confirmed, under your name. It goes on when the worker comes by.")
+    return ActionResult("Confirmed under your name. The worker continues the rotation.")
 
 
 def _retire(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     retirement = ask_retirement(grant, rotation, cleaned["retire_at"])
     if retirement.approved_at is not None:
         return ActionResult(f"The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
-    return ActionResult("Asked. The date counts once a second person has approved it.")
+    return ActionResult("Date requested. It applies once a second person has approved it.")
 
 
 def _collect(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
@@ -183,53 +183,53 @@ def may_be_collected(rotation: Rotation) -> bool:
 def _explain_approval(rotation: Rotation) -> str:
     if rotation.state == S.EMERGENCY:
         return (
-            "The credential has no key that is good. You approve exactly this plan: the replacement is made at once, "
-            "in no window, unseen by you."
+            "The credential has no usable key. You approve exactly this plan: the replacement is created immediately, "
+            "outside of any window. You will not see it."
         )
-    return "You approve exactly this plan. The replacement will be made unseen by you."
+    return "You approve exactly this plan. You will not see the replacement."
 
 
 def _explain_rollback(rotation: Rotation) -> str:
     return (
-        "The merchant may use the replacement already, so it is not taken from them at once. Both keys verify; the "
-        "replacement is retired by the same rules of silence and quarantine, and revoked at the end. "
+        "The merchant may already use the replacement, so it is not revoked immediately. Both keys verify; the "
+        "replacement is retired after the same quiet period and quarantine, and then revoked. "
         f"{_describe_old_key(rotation)}"
     )
 
 
 def _describe_old_key(rotation: Rotation) -> str:
     if rotation.credential.kind == KeyKind.PUBLIC:
-        return "The old key stands on its own page."
+        return "The old key is shown on its own page."
     if is_in_backend(rotation.predecessor):
-        return "The old key is written to the secret backend again."
-    return "No copy of the old key is kept here: the merchant goes back to the one that they have."
+        return "The old key is written back to the secret backend."
+    return "No copy of the old key is stored here. The merchant must use its own copy."
 
 
 def _describe_remaining_key(rotation: Rotation) -> str:
     if has_old_key(rotation):
-        return "The old key stays as it is."
-    return "The credential stays without a key that is good."
+        return "The old key stays unchanged."
+    return "The credential has no usable key."
 
 
 def _warn_of_bypass(rotation: Rotation) -> str:
     return (
-        "This is break-glass: the plan begins with nobody but you having looked at it. An alarm is raised at once, and "
-        "it stays in sight, under your name, until a second person has reviewed it."
+        "This is break-glass access: the plan starts without review by a second person. An alarm is raised "
+        "immediately, and the bypass stays on the front page under your name until a second person has reviewed it."
     )
 
 
 def _explain_confirmation(rotation: Rotation) -> str:
-    goes = "it is retired on an approved date" if rotation.approved_plan.deadline is None else "it must fall silent"
+    goes = "retired on an approved date" if rotation.approved_plan.deadline is None else "retired once unused"
     return (
-        "You say for the merchant that the replacement is in use. Nothing else proves it here: the old key goes the "
-        f"way of every other one from then on: {goes}, and is then quarantined and revoked."
+        "You confirm for the merchant that the replacement is in use. There is no other proof. The old key is then "
+        f"{goes}, quarantined and revoked."
     )
 
 
 def _explain_collection(rotation: Rotation) -> str:
     if rotation.credential.delivery == Delivery.SHOW_ONCE:
-        return "The replacement is shown on the next page, this once, and its copy here is destroyed afterwards."
-    return "The replacement is shown on the next page, this once. The secret backend keeps its copy."
+        return "The next page shows the replacement once, and the copy stored here is then destroyed."
+    return "The next page shows the replacement once. The secret backend keeps its copy."
 
 
 REQUEST = CreateAction(
@@ -238,9 +238,9 @@ REQUEST = CreateAction(
     P.ROTATIONS_WRITE,
     RotationForm,
     _request,
-    "A replacement is made and delivered, proved in use, and only then is the old key suspended and revoked. "
-    "In production a second person approves the plan first.",
-    "Ask for it",
+    "Creates and delivers a replacement. The old key is suspended and revoked only after the replacement is proven in "
+    "use. In production a second person must approve the plan first.",
+    "Submit request",
     account_of=lambda cleaned: cleaned["credential_id"].account,
     preset=lambda query: {"credential_id": query.get("credential")},
 )
@@ -261,7 +261,9 @@ ROW_ACTIONS = (
         IN_WORDS[Remedy.REJECT],
         P.ROTATIONS_APPROVE,
         _reject,
-        lambda rotation: f"No replacement is made. {_describe_remaining_key(rotation)} Whoever asked reads why.",
+        lambda rotation: (
+            f"No replacement is created. {_describe_remaining_key(rotation)} The requester sees the reason."
+        ),
         form=ReasonForm,
         is_available=_waits_for_approval,
         tone=Tone.DANGER,
@@ -271,7 +273,7 @@ ROW_ACTIONS = (
         IN_WORDS[Remedy.RESUME],
         P.ROTATIONS_WRITE,
         _resume,
-        lambda rotation: f"It goes on from {rotation.get_stalled_from_display()}, with its timers started anew.",
+        lambda rotation: f"Resumes the rotation from {rotation.get_stalled_from_display()} with new timers.",
         form=VersionedForm,
         is_available=_may_be_resumed,
         tone=Tone.GOOD,
@@ -292,8 +294,8 @@ ROW_ACTIONS = (
         P.ROTATIONS_WRITE,
         _retire,
         lambda rotation: (
-            "The moment from which the old public key is refused, if the replacement is confirmed by then. It is then "
-            "in quarantine, and revoked after that. Shops and apps that use it fail; traffic never brings it back."
+            "The old public key is refused from this time, if the replacement is confirmed by then. It is quarantined "
+            "and then revoked. Shops and apps that use it fail; traffic does not reinstate it."
         ),
         form=RetireForm,
         is_available=_may_be_retired,
@@ -304,9 +306,9 @@ ROW_ACTIONS = (
         P.ROTATIONS_WRITE,
         _extend,
         lambda rotation: (
-            "Nothing is taken from anybody. "
+            "No key is revoked. "
             + ("Both keys verify for longer. " if has_old_key(rotation) else "")
-            + "A rotation that stalled at its deadline goes on."
+            + "A rotation that stalled at its deadline continues."
         ),
         form=ExtendForm,
         is_available=_may_be_extended,
@@ -325,7 +327,7 @@ ROW_ACTIONS = (
         IN_WORDS[Remedy.BYPASS],
         P.ROTATIONS_BYPASS,
         _bypass,
-        lambda rotation: "It begins at once as this plan says, without the approval of a second person.",
+        lambda rotation: "The plan starts without the approval of a second person.",
         form=BypassForm,
         is_available=_may_be_approved,
         warn=_warn_of_bypass,
@@ -336,7 +338,7 @@ ROW_ACTIONS = (
         IN_WORDS[Remedy.ABORT],
         P.ROTATIONS_WRITE,
         _abort,
-        lambda rotation: f"{_describe_remaining_key(rotation)} A replacement that nobody was given is burned.",
+        lambda rotation: f"{_describe_remaining_key(rotation)} An undelivered replacement is discarded.",
         form=VersionedReasonForm,
         is_available=lambda rotation: may_be_aborted(rotation) and not rolls_back(rotation),
         tone=Tone.DANGER,

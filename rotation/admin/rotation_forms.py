@@ -20,21 +20,21 @@ from rotation.services.rotations.planning import PlanOverrides
 PROOFS = {
     Proof.TRAFFIC: "traffic: real authentications with the replacement",
     Proof.ACK: "acknowledgement: the merchant presents the replacement to credentials/acknowledge",
-    Proof.BOTH: "both: traffic, and the acknowledgement",
-    Proof.CONFIRMATION: "confirmation: an operator says so for the merchant",
+    Proof.BOTH: "both: traffic and the acknowledgement",
+    Proof.CONFIRMATION: "confirmation: an operator confirms it for the merchant",
 }
 AT_DEADLINE = {
-    AtDeadline.STALL: "it stalls: both keys stay, and somebody is paged",
-    AtDeadline.REVOKE: "the old key is quarantined and revoked, if the replacement is proved",
+    AtDeadline.STALL: "stall: both keys stay, and an operator is paged",
+    AtDeadline.REVOKE: "revoke: the old key is quarantined and revoked, if the replacement is proven",
 }
 REINSTATEMENT = {
     Reinstatement.ONCE: "reinstated once, for a source that used it before",
-    Reinstatement.NEVER: "never reinstated: attempts raise an alarm and no more",
+    Reinstatement.NEVER: "never reinstated: attempts only raise an alarm",
 }
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 _MINUTES_PER_DAY = 24 * 60
-_DEFAULT = [("", "as usual")]
+_DEFAULT = [("", "default")]
 
 
 class UtcField(forms.DateTimeField):
@@ -49,7 +49,7 @@ class UtcField(forms.DateTimeField):
         try:
             return None if at is None else at.astimezone(UTC)
         except OverflowError as error:
-            raise forms.ValidationError("A time that a calendar goes to.") from error
+            raise forms.ValidationError("The time is out of range.") from error
 
 
 class ClockField(forms.CharField):
@@ -61,7 +61,7 @@ class ClockField(forms.CharField):
             return None
         minutes = read_clock(text)
         if minutes is None:
-            raise forms.ValidationError("A time of day such as 22:00, up to 24:00.")
+            raise forms.ValidationError("Invalid time of day. Use HH:MM up to 24:00, such as 22:00.")
         return minutes
 
 
@@ -76,12 +76,12 @@ def weekdays_field(help_text: str) -> forms.TypedMultipleChoiceField:
 
 
 def opens_field() -> ClockField:
-    return ClockField(required=False, label="Opens at", help_text="Such as 22:00. Empty: 00:00.")
+    return ClockField(required=False, label="Opens at", help_text="HH:MM, such as 22:00. Empty: 00:00.")
 
 
 def closes_field() -> ClockField:
     return ClockField(
-        required=False, label="Closes at", help_text="Earlier than it opens: the next morning. Empty: 24:00."
+        required=False, label="Closes at", help_text="A time before the opening time is on the next day. Empty: 24:00."
     )
 
 
@@ -90,7 +90,7 @@ def time_zone_field() -> forms.CharField:
         required=False,
         max_length=64,
         initial="UTC",
-        label="Time zone of these hours",
+        label="Time zone",
         help_text="An IANA name such as Europe/Berlin.",
     )
 
@@ -110,16 +110,18 @@ class RotationForm(ActionForm):
         Group(
             "Proof",
             ("proof", "proof_count", "proof_sources", "soak_seconds"),
-            "how the replacement is known to be in use",
+            "how use of the replacement is proven",
         ),
         Group(
             "Retiring the old key",
             ("quiet_seconds", "quarantine_seconds", "reinstatement", "retire_at"),
-            "silence, quarantine, and a public key's date",
+            "quiet period, quarantine, and the date for a public key",
         ),
-        Group("When", ("not_before", "deadline", "at_deadline", "predecessor_may_expire"), "beginning and deadline"),
-        Group("Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which it may begin"),
-        Group("The replacement", ("expires_in_days", "webhook"), "its expiry, and who is told of it"),
+        Group("Timing", ("not_before", "deadline", "at_deadline", "predecessor_may_expire"), "start and deadline"),
+        Group(
+            "Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which the rotation may start"
+        ),
+        Group("Replacement", ("expires_in_days", "webhook"), "expiry and notification"),
     )
 
     credential_id = RowChoice(
@@ -133,59 +135,59 @@ class RotationForm(ActionForm):
     reason = forms.CharField(
         max_length=300,
         widget=forms.Textarea(attrs={"rows": 3}),
-        help_text="Part of the plan: whoever approves it reads this. All that follows may stay as usual.",
+        help_text="Part of the plan; the approver sees it. All further fields are optional.",
     )
     proof = forms.ChoiceField(
         required=False,
         choices=_DEFAULT + [(proof.value, label) for proof, label in PROOFS.items()],
-        help_text="As usual: traffic; of a public key, an operator's confirmation. A credential that nobody used yet "
-        "takes an acknowledgement or a confirmation too, whatever is chosen.",
+        help_text="Default: traffic, or an operator's confirmation for a public key. An unused credential always "
+        "accepts an acknowledgement or a confirmation too.",
     )
     proof_count = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=LONGEST_SECONDS,
         label="Authentications",
-        help_text=f"Proof by traffic takes so many. Empty: {_default_numbers('proof_count')}.",
+        help_text=f"Authentications required as proof by traffic. Empty: {_default_numbers('proof_count')}.",
     )
     proof_sources = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=LONGEST_SECONDS,
-        label="From so many sources",
+        label="Sources",
         help_text=f"A source is a client address, else a calling token. Empty: {_default_numbers('proof_sources')}.",
     )
     soak_seconds = PeriodField(
         required=False,
         label="Soak time",
-        help_text=f"The first of them is so long ago. Such as 30s, 10m. Empty: {by_default('soak_seconds')}.",
+        help_text=f"Minimum age of the first authentication, such as 30s or 10m. Empty: {by_default('soak_seconds')}.",
     )
     quiet_seconds = PeriodField(
         required=False,
         label="Quiet period",
-        help_text=f"The old key must be silent for so long. Such as 30m, 7d. Empty: {by_default('quiet_seconds')} "
-        "or, if longer, twice the longest gap seen.",
+        help_text=f"How long the old key must be unused, such as 30m or 7d. Empty: {by_default('quiet_seconds')} "
+        "or, if longer, twice the longest gap observed.",
     )
     quarantine_seconds = PeriodField(
         required=False,
         label="Quarantine",
-        help_text=f"Then it is suspended for so long before it is revoked. Empty: {by_default('quarantine_seconds')}.",
+        help_text=f"How long the old key is suspended before it is revoked. Empty: {by_default('quarantine_seconds')}.",
     )
     reinstatement = forms.ChoiceField(
         choices=[(choice.value, label) for choice, label in REINSTATEMENT.items()],
-        label="Used in quarantine, the old key is",
+        label="Old key used in quarantine",
     )
     retire_at = UtcField(
         required=False,
         label="Retired at (UTC)",
-        help_text="Of a public key only, which is retired on a date. Empty: the date is set later.",
+        help_text="Public keys only. Empty: the date is set later.",
     )
-    not_before = UtcField(required=False, label="Not before (UTC)", help_text="Empty: at once.")
+    not_before = UtcField(required=False, label="Not before (UTC)", help_text="Empty: immediately.")
     deadline = UtcField(
         required=False,
         label="Deadline (UTC)",
-        help_text=f"Empty: {by_default('deadline_seconds')} from its beginning, or when the old key expires; a public "
-        "key has none.",
+        help_text=f"Empty: {by_default('deadline_seconds')} after the start, or when the old key expires; none for a "
+        "public key.",
     )
     at_deadline = forms.ChoiceField(
         choices=[(choice.value, label) for choice, label in AT_DEADLINE.items()],
@@ -193,23 +195,23 @@ class RotationForm(ActionForm):
     )
     predecessor_may_expire = forms.BooleanField(
         required=False,
-        label="The old key may expire meanwhile",
-        help_text="Else a deadline later than its expiry is refused.",
+        label="Allow the old key to expire meanwhile",
+        help_text="Otherwise a deadline after its expiry is refused.",
     )
-    weekdays = weekdays_field("None: it may begin at any time.")
+    weekdays = weekdays_field("No selection: the rotation may start at any time.")
     opens, closes, time_zone = opens_field(), closes_field(), time_zone_field()
     expires_in_days = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=3650,
-        label="Expires in days",
-        help_text="Empty: it does not expire.",
+        label="Replacement lifetime in days",
+        help_text="Empty: the replacement does not expire.",
     )
     webhook = forms.BooleanField(
         required=False,
-        label="The merchant's webhook endpoint must know",
-        help_text="It counts as delivered only once the endpoint has taken the news. The key itself is always read "
-        "from the secret backend.",
+        label="Require webhook notification",
+        help_text="The replacement counts as delivered only after the merchant's endpoint has accepted the "
+        "notification. The key itself is always read from the secret backend.",
     )
 
     def show_faults(self, error: RequestInvalidError) -> None:
@@ -268,12 +270,12 @@ class BypassForm(ApprovePlanForm):
         label="Why it cannot wait",
         max_length=300,
         widget=forms.Textarea(attrs={"rows": 3}),
-        help_text="Kept in the audit log, and read by whoever reviews this.",
+        help_text="Recorded in the audit log and shown to the reviewer.",
     )
 
 
 class ExtendForm(VersionedForm):
-    deadline = UtcField(label="New deadline (UTC)", help_text="Later than now, and than the present one.")
+    deadline = UtcField(label="New deadline (UTC)", help_text="Later than now and than the current deadline.")
 
     @classmethod
     def initial_for(cls, row: Rotation) -> dict[str, Any]:
@@ -282,15 +284,15 @@ class ExtendForm(VersionedForm):
 
 class ConfirmForm(ReasonForm):
     why = forms.CharField(
-        label="Who told you, and how",
+        label="Who confirmed it, and how",
         max_length=300,
         widget=forms.Textarea(attrs={"rows": 3}),
-        help_text="Kept as evidence, beside your name.",
+        help_text="Recorded as evidence with your name.",
     )
 
 
 class RetireForm(VersionedForm):
-    retire_at = UtcField(label="Retired at (UTC)", help_text="From this moment on the old key is refused.")
+    retire_at = UtcField(label="Retired at (UTC)", help_text="The old key is refused from this time.")
 
     @classmethod
     def initial_for(cls, row: Rotation) -> dict[str, Any]:

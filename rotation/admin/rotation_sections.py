@@ -43,7 +43,7 @@ S = RotationState
 
 CHANNELS = {
     DeliveryChannel.SECRET_BACKEND: "the secret backend",
-    DeliveryChannel.WEBHOOK: "the merchant's webhook endpoint, which must have taken the news",
+    DeliveryChannel.WEBHOOK: "the merchant's webhook endpoint, which must accept the notification",
 }
 
 _FORWARD_STATES = (
@@ -63,37 +63,37 @@ def plan_facts(row: Rotation) -> FactTable:
     """Return every field that the digest covers."""
     plan, credential = row.readable_plan, row.credential
     if plan is None:
-        return FactTable("The plan", [(PLAN_UNREADABLE, mono(json.dumps(row.plan, sort_keys=True)))])
-    for_public = " · without effect for a public key" if credential.kind == KeyKind.PUBLIC else ""
+        return FactTable("Plan", [(PLAN_UNREADABLE, mono(json.dumps(row.plan, sort_keys=True)))])
+    for_public = " · no effect for a public key" if credential.kind == KeyKind.PUBLIC else ""
     for_ended = _WITHOUT_EFFECT if has_lost_old_key(row) else ""
     without_effect = for_ended or for_public
     rows: list[tuple[str, Any]] = [
         ("Account", credential.account),
         ("Credential", link(reverse("admin:keyvault_credential_change", args=[credential]), mono(credential))),
         ("Kind", f"{credential.kind} API key"),
-        ("Key to be replaced", key_or_nothing(row.predecessor)),
+        ("Key to replace", key_or_nothing(row.predecessor)),
         ("Reason", plan.reason or NOTHING),
         ("Not before", moment(plan.not_before)),
         ("Window", "at any time" if plan.window is None else format_window(plan.window) + for_ended),
         ("Deadline", format_html("{}{}", moment(plan.deadline), for_ended)),
         ("When the deadline passes", AT_DEADLINE[plan.at_deadline] + without_effect),
         ("Proof", PROOFS[plan.proof] + for_ended),
-        ("Traffic that proves it", _format_traffic(plan) + for_ended),
-        ("Nobody had used the old key when this was asked", _format_dormancy(plan) + without_effect),
+        ("Traffic required as proof", _format_traffic(plan) + for_ended),
+        ("Old key unused at request", _format_dormancy(plan) + without_effect),
         ("Delivered to", "; ".join(CHANNELS[channel] for channel in plan.channels)),
         ("Quiet period", seconds(plan.quiet_seconds) + without_effect),
         ("Quarantine", seconds(plan.quarantine_seconds) + for_ended),
-        ("Used in quarantine, the old key is", REINSTATEMENT[plan.reinstatement] + without_effect),
+        ("Old key used in quarantine", REINSTATEMENT[plan.reinstatement] + without_effect),
         ("Retired at", format_html("{}{}", moment(plan.retire_at, missing="no date in the plan"), for_ended)),
-        ("The replacement expires in days", plan.expires_in_days or "it does not expire"),
-        ("The old key may expire meanwhile", ("yes" if plan.predecessor_may_expire else "no") + for_ended),
-        ("Digest of all this (SHA-256)", mono(plan.digest())),
-        ("Asked by", requester_name(row.requester, row.requested_via)),
+        ("Replacement lifetime in days", plan.expires_in_days or "does not expire"),
+        ("Old key may expire meanwhile", ("yes" if plan.predecessor_may_expire else "no") + for_ended),
+        ("Digest of the plan (SHA-256)", mono(plan.digest())),
+        ("Requested by", requester_name(row.requester, row.requested_via)),
     ]
-    return FactTable("The plan", rows)
+    return FactTable("Plan", rows)
 
 
-_WITHOUT_EFFECT = " · without effect: the old key has ended"
+_WITHOUT_EFFECT = " · no effect: the old key has ended"
 
 
 def has_lost_old_key(row: Rotation) -> bool:
@@ -115,11 +115,11 @@ def format_window(window: Window) -> str:
 def _format_traffic(plan: Plan) -> str:
     sources = f"{plan.proof_sources} source" + ("" if plan.proof_sources == 1 else "s")
     traffic = f"{plan.proof_count} authentications from {sources}, soak time {seconds(plan.soak_seconds)}"
-    return traffic if plan.proof in {Proof.TRAFFIC, Proof.BOTH} else f"not asked for ({traffic})"
+    return traffic if plan.proof in {Proof.TRAFFIC, Proof.BOTH} else f"not required ({traffic})"
 
 
 def _format_dormancy(plan: Plan) -> str:
-    return "yes: an acknowledgement or a confirmation is proof too" if plan.is_dormant else "no"
+    return "yes: an acknowledgement or a confirmation also proves use" if plan.is_dormant else "no"
 
 
 # --- status -------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def _format_dormancy(plan: Plan) -> str:
 
 def status_facts(row: Rotation) -> FactTable:
     """Return the four facts with their times, and the related events."""
-    return FactTable("Where it stands", [*_ends(row), *_status_facts(row), *_events(row), *_work(row)])
+    return FactTable("Status", [*_ends(row), *_status_facts(row), *_events(row), *_work(row)])
 
 
 def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
@@ -137,43 +137,43 @@ def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
     yield "Replacement", key_or_nothing(row.replacement)
     yield "In this state since", moment(row.entered_at)
     if row.current_state in CLOSED:
-        yield "Why", row.why or NOTHING
+        yield "Reason", row.why or NOTHING
     elif row.deadline_at is not None:
         plan = row.readable_plan
         planned = None if plan is None else plan.deadline
         is_extended = planned is not None and row.deadline_at != planned
-        extension = format_html(" · extended, the plan says {}", f"{planned:%Y-%m-%d %H:%M}") if is_extended else ""
+        extension = format_html(" · extended from {}", f"{planned:%Y-%m-%d %H:%M}") if is_extended else ""
         yield "Deadline", format_html("{}{}{}", moment(row.deadline_at), extension, _WITHOUT_EFFECT if is_lost else "")
     if row.retire_at is not None and not is_lost:
-        yield "The old key is retired at", moment(row.retire_at)
+        yield "Old key retired at", moment(row.retire_at)
 
 
 def _status_facts(row: Rotation) -> Iterator[tuple[str, Any]]:
-    not_asked = "not asked for: the old key has ended" if has_lost_old_key(row) else "not yet"
+    not_asked = "not required: the old key has ended" if has_lost_old_key(row) else "not yet"
     silent = moment(row.silent_at, missing=not_asked)
     if row.silent_at is None and row.waived_at is not None:
-        silent = format_html("not claimed: waived by the approved plan or date, {}", moment(row.waived_at))
-    yield "Accepted: every verifier says yes to the replacement", moment(row.accepted_at, missing="not yet")
-    yield "Delivered: the replacement is where the merchant reads it", moment(row.delivered_at, missing="not yet")
-    yield "Used: the replacement is proved", moment(row.used_at, missing=not_asked)
-    yield "Silent: the old key had no traffic for the quiet period", silent
+        silent = format_html("waived by the approved plan or date, {}", moment(row.waived_at))
+    yield "Accepted: every verifier accepts the replacement", moment(row.accepted_at, missing="not yet")
+    yield "Delivered: the merchant can read the replacement", moment(row.delivered_at, missing="not yet")
+    yield "Used: the replacement is proven in use", moment(row.used_at, missing=not_asked)
+    yield "Silent: the old key was unused for the quiet period", silent
 
 
 def _events(row: Rotation) -> Iterator[tuple[str, Any]]:
     for label, at in (
-        ("Begun without the second person", row.bypassed_at),
+        ("Approval bypassed", row.bypassed_at),
         ("Acknowledged by the merchant", row.acknowledged_at),
         ("Confirmed by an operator", row.confirmed_at),
         ("Collected in the console", row.collected_at),
         ("In quarantine since", row.quarantined_at),
-        ("Reinstated: the old key was tried in quarantine", row.reinstated_at),
-        ("The old key written back", row.written_back_at),
+        ("Reinstated: the old key was used in quarantine", row.reinstated_at),
+        ("Old key written back", row.written_back_at),
         ("Closed", row.closed_at),
     ):
         if at is not None:
             yield label, moment(at)
     if row.schedule is not None:
-        yield "Begun by the schedule", str(row.schedule)
+        yield "Requested by the schedule", str(row.schedule)
     if row.campaign is not None:
         yield "Part of the campaign", link(reverse("admin:rotation_campaign_change", args=[row.campaign]), row.campaign)
 
@@ -185,12 +185,15 @@ def _work(row: Rotation) -> Iterator[tuple[str, Any]]:
     plan = row.readable_plan
     if plan is not None and DeliveryChannel.WEBHOOK in plan.channels and row.delivered_at is not None:
         delivery = find_telling(NoticeKind.REPLACEMENT_AVAILABLE, row.rotation_id)
-        missing = f"not yet: {delivery.reason or 'on its way'}"
-        yield "Told: the merchant's webhook endpoint took the news", moment(delivery.delivered_at, missing=missing)
+        missing = f"not yet: {delivery.reason or 'pending'}"
+        yield (
+            "Notified: the merchant's webhook endpoint accepted the notification",
+            moment(delivery.delivered_at, missing=missing),
+        )
     lease = find_failure(row)
     if lease is not None:
-        tries = f"{lease.attempts} in a row" if lease.attempts else "paused, no try is used up"
-        yield "The last try failed", format_html("{} <span class='quiet'>({})</span>", lease.last_error, tries)
+        tries = f"{lease.attempts} in a row" if lease.attempts else "paused, attempts not counted"
+        yield "Last attempt failed", format_html("{} <span class='quiet'>({})</span>", lease.last_error, tries)
 
 
 def find_failure(row: Rotation) -> WorkLease | None:
@@ -286,7 +289,7 @@ def runbook_facts(row: Rotation, advice: Advice, offered: Iterable[str]) -> Fact
         ("What to do", format_html("<ol class='steps-to-take'>{}</ol>", steps)),
     ]
     if links:
-        rows.append(("Where", format_html_join(" · ", "{}", ((each,) for each in links))))
+        rows.append(("Actions", format_html_join(" · ", "{}", ((each,) for each in links))))
     return FactTable(f"What to do: {advice.title[0].lower()}{advice.title[1:]}", rows)
 
 
@@ -315,8 +318,8 @@ def key_or_nothing(key: Key | None) -> SafeString | str:
 def retirements_table(row: Rotation) -> Table:
     """Return the requested dates; the newest approved date applies."""
     return Table(
-        "Dates asked for, to retire the old public key",
-        ["date (UTC)", "asked by", "asked (UTC)", "approved by", "approved (UTC)"],
+        "Requested retirement dates of the old public key",
+        ["date (UTC)", "requested by", "requested (UTC)", "approved by", "approved (UTC)"],
         [
             [
                 link(reverse("admin:rotation_retirement_change", args=[each.pk]), f"{each.retire_at:%Y-%m-%d %H:%M}"),
@@ -327,7 +330,7 @@ def retirements_table(row: Rotation) -> Table:
             ]
             for each in row.retirements.select_related("requester", "approver").order_by("-created_at", "-pk")
         ],
-        empty="No date was asked for yet.",
+        empty="No dates yet. Retirement dates requested for the old key appear here.",
     )
 
 
@@ -340,15 +343,15 @@ def users_tables(row: Rotation) -> Iterator[Table]:
 
 def _users(key: Key, what: str) -> Iterator[Table]:
     for table in use_tables(key):
-        is_first = table.title == "Who uses it"
-        title = f"Who still uses {what}" if is_first else f"{what[0].upper()}{what[1:]}: {table.title.lower()}"
-        yield replace(table, title=title, empty="Nobody was seen.")
+        is_first = table.title == "Users"
+        title = f"Users of {what}" if is_first else f"{what[0].upper()}{what[1:]}: {table.title.lower()}"
+        yield replace(table, title=title, empty="No use recorded yet.")
 
 
 def evidence_table(row: Rotation) -> Table:
     return Table(
         "Evidence",
-        ["kind", "when (UTC)", "what was seen"],
+        ["kind", "when (UTC)", "observation"],
         [
             [badge(item.kind), short_moment(item.created_at), mono(json.dumps(item.seen, sort_keys=True))]
             for item in row.evidence.order_by("created_at", "evidence_id")
@@ -358,8 +361,8 @@ def evidence_table(row: Rotation) -> Table:
 
 def ledger_table(row: Rotation) -> Table:
     return Table(
-        "Ledger of side effects",
-        ["step", "key", "state", "began (UTC)", "ended (UTC)", "what came of it"],
+        "Side effects",
+        ["step", "key", "state", "started (UTC)", "finished (UTC)", "result"],
         [
             [
                 badge(entry.step),

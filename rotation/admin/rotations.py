@@ -72,11 +72,11 @@ class BypassFilter(admin.SimpleListFilter):
 
 
 class HeldUpFilter(admin.SimpleListFilter):
-    title = "hold-up"
+    title = "blocked"
     parameter_name = "held"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("up", "a failing step, or an endpoint")]
+        return [("up", "by a failing step or an endpoint")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         return _blocked(queryset) if self.value() == "up" else queryset
@@ -127,11 +127,11 @@ class RotationAdmin(ConsoleModelAdmin):
             return format_html("{} {}", badge(row.state), badge("bypass_not_reviewed"))
         return badge(row.state)
 
-    @admin.display(description="asked by", ordering="requester__username")
+    @admin.display(description="requested by", ordering="requester__username")
     def asked_by(self, row: Rotation) -> str:
         return requester_name(row.requester, row.requested_via)
 
-    @admin.display(description="asked (UTC)", ordering="created_at")
+    @admin.display(description="requested (UTC)", ordering="created_at")
     def created(self, row: Rotation) -> SafeString:
         return short_moment(row.created_at)
 
@@ -186,26 +186,26 @@ class RotationAdmin(ConsoleModelAdmin):
 
     def _notes(self, request: HttpRequest, row: Any, waiting_for: str) -> Iterable[str]:
         if waiting_for and row.state != S.STALLED:
-            yield f"It waits for {waiting_for}."
+            yield f"Waiting for {waiting_for}."
         elif row.current_state in CLOSED and row.why:
             yield f"Closed: {row.why}."
         if is_undecided(row) and row.requester_person == operator_of(request).person:
-            yield "You asked for this: it takes a second person to approve it."
+            yield "You requested this. A second person must approve it."
         is_waited_for = row.credential.delivery == Delivery.SHOW_ONCE and may_be_collected(row)
         if is_waited_for and row.requester_person == operator_of(request).person:
-            yield "You asked for this, so it is you who may collect the replacement, once."
+            yield "You requested this, so only you can collect the replacement, once."
 
     def _bypass_note(self, request: HttpRequest, row: Rotation) -> SafeString:
         action = _UNREVIEWED.filter(subject=row.pk).select_related("operator").latest("created_at")
         text = format_html(
-            "Bypass, not reviewed yet: {} began this without the second person, at {} UTC.",
+            "Bypass not reviewed yet: {} started this without a second person at {} UTC.",
             action.operator.username,
             f"{action.created_at:%Y-%m-%d %H:%M}",
         )
         if not (may(request, P.BREAK_GLASS_REVIEW) or may(request, P.AUDIT_READ)):
             return text
         url = reverse("admin:keyvault_breakglass_change", args=[action.pk])
-        return format_html("{} {}", text, link(url, "Look at it and review it"))
+        return format_html("{} {}", text, link(url, "Review the bypass"))
 
     # --- attention items ----------------------------------------------------------------------------------
 
@@ -224,32 +224,32 @@ class RotationAdmin(ConsoleModelAdmin):
         if may(request, P.ROTATIONS_APPROVE):
             # Filtering by `approvals__person` here would add a join and multiply the count above.
             urgent = self.decidable_rows(request, P.ROTATIONS_APPROVE, emergencies.exclude(approvals__person=me))
-            yield self.attention_item("Emergencies that you may approve", urgent, for_emergency, "alarm")
+            yield self.attention_item("Emergency rotations to approve", urgent, for_emergency, "alarm")
             others = self.decidable_rows(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
-            yield self.attention_item("Rotations that you may approve", others, where, "action")
+            yield self.attention_item("Rotations to approve", others, where, "action")
         else:
-            yield self.attention_item("Emergencies that wait for approval", emergencies, for_emergency, "alarm")
+            yield self.attention_item("Emergency rotations awaiting approval", emergencies, for_emergency, "alarm")
         if may(request, P.ROTATIONS_WRITE):
             own = asked.filter(requester_person=me)
-            yield self.attention_item("Rotations asked for by you, not approved yet", own, where)
+            yield self.attention_item("Your rotations awaiting approval", own, where)
             yield self.attention_item(
-                "Rotations that wait for an operator's word", _to_confirm(rows), _TO_CONFIRM, "action"
+                "Rotations awaiting an operator's confirmation", _to_confirm(rows), _TO_CONFIRM, "action"
             )
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(requester_person=me, requested_via=None, credential__delivery=Delivery.SHOW_ONCE)
             ready = [row for row in mine.filter(delivered_at__isnull=False, collected_at=None) if may_be_collected(row)]
-            yield self.attention_item("Replacements for you to collect", ready, "", "action")
+            yield self.attention_item("Replacements to collect", ready, "", "action")
         blocked = _blocked(rows)
-        yield self.attention_item("Rotations held up by a failing step or an endpoint", blocked, "?held=up", "alarm")
+        yield self.attention_item("Rotations blocked by a failing step or an endpoint", blocked, "?held=up", "alarm")
         bypassed = rows.filter(is_unreviewed=True)
-        yield self.attention_item("Begun without the second person, not reviewed", bypassed, "?bypass=open", "alarm")
+        yield self.attention_item("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
         is_for_me = action.name != "collect" or may_collect(row, operator_of(request).person)
         return is_for_me and super()._is_available(request, action, row)
 
     def line_of(self, row: Any) -> Line:
-        summary = "begun without the second person" if row.is_unreviewed else f"asked for by {self.asked_by(row)}"
+        summary = "approval bypassed" if row.is_unreviewed else f"requested by {self.asked_by(row)}"
         return Line(self.url_of(row), self.name_of(row), row.why or summary, row.entered_at)
 
     # --- on other pages -----------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class RotationAdmin(ConsoleModelAdmin):
         rotations = self.get_queryset(request).filter(credential=credential).order_by("-created_at")[:20]
         table = Table(
             "Rotations",
-            ["rotation", "state", "old key", "replacement", "asked (UTC)"],
+            ["rotation", "state", "old key", "replacement", "requested (UTC)"],
             [
                 [
                     link(self.url_of(item), item),
@@ -273,7 +273,7 @@ class RotationAdmin(ConsoleModelAdmin):
                 ]
                 for item in rotations
             ],
-            empty="It was never rotated.",
+            empty="No rotations yet. Request one to replace the key.",
         )
         is_open = any(S(item.state) not in CLOSED for item in rotations)
         is_usable = credential.keys.filter(state=KeyState.ACTIVE).count() == 1

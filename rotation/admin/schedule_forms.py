@@ -26,54 +26,52 @@ class TermsForm(ActionForm):
     """Form with the terms of a schedule; an empty field takes its default."""
 
     groups = (
-        Group("Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which rotations may begin"),
+        Group("Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which rotations may start"),
         Group(
-            "What is asked for",
+            "Plan",
             ("proof", "quiet_seconds", "quarantine_seconds", "expires_in_days", "reason"),
-            "beside the usual plan",
+            "changes to the default plan",
         ),
     )
 
     cryptoperiod_days = forms.IntegerField(
-        min_value=1, max_value=3_650, label="Cryptoperiod in days", help_text="How long a key is in use at most."
+        min_value=1, max_value=3_650, label="Cryptoperiod in days", help_text="Maximum time that a key is in use."
     )
     jitter_days = forms.IntegerField(
         min_value=0,
         max_value=3_650,
         initial=0,
         label="Jitter in days",
-        help_text="Each key is replaced up to so many days earlier, so that not all are on one day.",
+        help_text="Each key is replaced up to this many days earlier, which spreads the rotations.",
     )
     lead_days = forms.IntegerField(
         min_value=0,
         max_value=3_650,
         initial=0,
-        label="Asked for days ahead",
-        help_text="So that a second person can approve it in time. A request that nobody decides about ends after 7.",
+        label="Lead time in days",
+        help_text="Time for a second person to approve. An undecided request expires after 7 days.",
     )
     calendar = RowChoice(
         BlackoutCalendar.objects.order_by("name"),
         label_for=str,
         required=False,
         label="Blackout calendar",
-        help_text="Nothing begins on its days.",
+        help_text="No rotation starts in its periods.",
     )
-    weekdays = weekdays_field("None: they may begin at any time.")
+    weekdays = weekdays_field("No selection: rotations may start at any time.")
     opens, closes, time_zone = opens_field(), closes_field(), time_zone_field()
     proof = forms.ChoiceField(
-        required=False, choices=[("", "as usual"), *((proof.value, label) for proof, label in PRIVATE_PROOFS.items())]
+        required=False, choices=[("", "default"), *((proof.value, label) for proof, label in PRIVATE_PROOFS.items())]
     )
     quiet_seconds, quarantine_seconds = quiet_field(), quarantine_field()
     expires_in_days = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=3_650,
-        label="The replacements expire in days",
-        help_text="More than the cryptoperiod. Empty: they do not expire.",
+        label="Replacement lifetime in days",
+        help_text="More than the cryptoperiod. Empty: replacements do not expire.",
     )
-    reason = forms.CharField(
-        required=False, max_length=300, help_text="What the plans give as their reason. Empty: the cryptoperiod."
-    )
+    reason = forms.CharField(required=False, max_length=300, help_text="Reason of the plans. Empty: the cryptoperiod.")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -101,10 +99,13 @@ class ScheduleForm(TermsForm):
     merchant = forms.CharField(
         required=False,
         max_length=64,
-        help_text="The merchant's id. Empty: every merchant of the environment without a schedule of its own.",
+        help_text="Merchant id. Empty: every merchant of the environment without its own schedule.",
     )
     credential = forms.CharField(
-        required=False, max_length=32, label="Credential id", help_text="For this one alone, before all others."
+        required=False,
+        max_length=32,
+        label="Credential id",
+        help_text="Schedule for this credential only; it overrides all others.",
     )
 
 
@@ -135,8 +136,8 @@ class PeriodsForm(ActionForm):
         strip=False,
         max_length=60_000,
         widget=forms.Textarea(attrs={"rows": 12}),
-        help_text="One a line: begin, end and why, such as 2026-12-20 2027-01-07 Christmas. A date is its midnight "
-        "in UTC; 2026-12-20T18:00+01:00 is exact. The end does not belong to it.",
+        help_text="One per line: begin, end and reason, such as 2026-12-20 2027-01-07 Christmas. A date means midnight "
+        "UTC; 2026-12-20T18:00+01:00 is exact. The end is exclusive.",
     )
 
     def show_faults(self, error: RequestInvalidError) -> None:
@@ -153,7 +154,7 @@ class PeriodsForm(ActionForm):
 class CalendarForm(PeriodsForm):
     field_order = ("name",)
 
-    name = forms.CharField(max_length=64, help_text="a-z, 0-9 and inner hyphens. It never changes.")
+    name = forms.CharField(max_length=64, help_text="a-z, 0-9 and inner hyphens. The name cannot be changed later.")
 
 
 class EditCalendarForm(VersionedForm, PeriodsForm):
@@ -183,7 +184,7 @@ def scope_from(cleaned: Cleaned) -> Scope:
     credential = rows.first()
     if credential is None:
         whose = "" if account is None else f" of {account}"
-        raise RequestInvalidError("There is no such credential.", [Fault("/credential", f"a credential's id{whose}")])
+        raise RequestInvalidError("Credential not found.", [Fault("/credential", f"not the id of a credential{whose}")])
     return Scope(environment, credential=credential)
 
 

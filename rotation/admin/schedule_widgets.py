@@ -27,14 +27,14 @@ _MAX_LINES = 1_000
 def calendar_notes(dates: list[ScheduledDate], days: int, merchant: str | None) -> Iterable[str]:
     whose = "" if merchant is None else f" of {merchant}"
     period = LOOKAHEAD_DAYS[days]
-    yield f"Rotations{whose} that schedules begin within {period}. All times are UTC; looking begins nothing."
+    yield f"Scheduled rotations{whose} within {period}. All times are UTC."
     if len(dates) > _MAX_LINES:
-        yield f"The first {_MAX_LINES} of {len(dates)}: choose an environment, or fewer days."
+        yield f"First {_MAX_LINES} of {len(dates)}. Choose an environment or fewer days to see fewer rotations."
 
 
 def month_tables(dates: list[ScheduledDate]) -> Iterable[Table]:
     """Yield a table per month; blocked rotations without a date come first."""
-    columns = ["begins (UTC)", "account", "credential", "state", "asked for (UTC)", "why"]
+    columns = ["starts (UTC)", "account", "credential", "state", "requested (UTC)", "reason"]
     for month, found in groupby(dates[:_MAX_LINES], lambda date: f"{date.begins_at:%B %Y}" if date.begins_at else ""):
         rows = [
             [
@@ -42,26 +42,31 @@ def month_tables(dates: list[ScheduledDate]) -> Iterable[Table]:
                 f"{date.merchant_id}/{date.environment}",
                 credential_link(date.credential_id, date.label),
                 _state_link(date),
-                short_moment(date.ask_at, missing="asked already" if date.rotation_id else NOTHING),
+                short_moment(date.ask_at, missing="already requested" if date.rotation_id else NOTHING),
                 date.why,
             ]
             for date in found
         ]
-        yield Table(month or "Without a date: something is in the way", columns, rows)
+        yield Table(month or "Blocked, without a date", columns, rows)
     if not dates:
-        yield Table("Nothing", columns, [], empty="No key on a schedule is replaced in that time.")
+        yield Table(
+            "No rotations",
+            columns,
+            [],
+            empty="No scheduled rotations in this period. Put keys on a schedule to see them here.",
+        )
 
 
 def next_facts(date: ScheduledDate | None) -> FactTable:
     if date is None:
-        return FactTable("Next scheduled rotation", [("State", "it is on no schedule")])
+        return FactTable("Next scheduled rotation", [("State", "not on a schedule")])
     rows: list[tuple[str, Any]] = [
         ("State", badge(date.state)),
-        ("Begins", moment(date.begins_at, missing="no date")),
-        ("Asked for", moment(date.ask_at)),
-        ("By", date.schedule),
+        ("Starts", moment(date.begins_at, missing="no date")),
+        ("Requested", moment(date.ask_at)),
+        ("Schedule", date.schedule),
     ]
-    return FactTable("Next scheduled rotation", [*rows, *([("Why", date.why)] if date.why else [])])
+    return FactTable("Next scheduled rotation", [*rows, *([("Reason", date.why)] if date.why else [])])
 
 
 def credential_link(credential_id: str, label: str) -> SafeString:
@@ -89,7 +94,7 @@ def format_scope(row: RotationSchedule) -> str:
 def format_schedule_window(row: RotationSchedule) -> str:
     terms = find_wish(row)
     if terms is None:
-        return "cannot be read"
+        return "unreadable"
     window = terms.window
     if window is None or not window.weekdays:
         return "at any time"

@@ -68,23 +68,23 @@ from rotation.services.schedules.schedules import (
 
 def _save(grant: Grant, cleaned: Cleaned) -> ActionResult:
     row = save_schedule(grant, scope_from(cleaned), terms_from(cleaned))
-    return ActionResult("Saved. The calendar shows what it comes to.", row=row)
+    return ActionResult("Schedule saved. The calendar shows its rotations.", row=row)
 
 
 def _edit(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
     saved = find_wish(row) or readable_wish(row)
     save_schedule(grant, scope_of(row), terms_from(cleaned, saved.wish), known=row)
-    return ActionResult("Saved. What it asks for from now on is asked in your name.")
+    return ActionResult("Schedule saved. Its rotations are requested in your name from now on.")
 
 
 def _disable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
     disable_schedule(grant, row)
-    return ActionResult("Disabled. The next wider schedule counts again, if there is one.")
+    return ActionResult("Schedule disabled. The next broader schedule applies, if there is one.")
 
 
 def _enable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
     enable_schedule(grant, row)
-    return ActionResult("Enabled. What it asks for from now on is asked in your name.")
+    return ActionResult("Schedule enabled. Its rotations are requested in your name from now on.")
 
 
 class ScheduleStateFilter(StateFilter):
@@ -103,10 +103,10 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             P.SCHEDULES_WRITE,
             ScheduleForm,
             _save,
-            "Private keys are replaced before they are older than the cryptoperiod. The narrowest schedule that is "
-            "enabled counts: the credential's, then the merchant's, then the environment's. What it asks for is asked "
-            "in your name, so that it takes a second person's approval wherever your own rotations do.",
-            "Save",
+            "Replaces private keys before they exceed the cryptoperiod. The most specific enabled schedule applies: "
+            "credential, then merchant, then environment. Its rotations are requested in your name, so they need the "
+            "same approval as your own.",
+            "Save schedule",
             account_of=lambda cleaned: scope_from(cleaned).place,
             preset=lambda query: (
                 {name: query.get(name) for name in ("environment", "merchant", "credential")}
@@ -120,7 +120,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             "Edit",
             P.SCHEDULES_WRITE,
             _edit,
-            lambda row: "Rotations that it has asked for already stay as they are.",
+            lambda row: "Rotations already requested stay unchanged.",
             form=EditForm,
         ),
         RowAction(
@@ -128,7 +128,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             "Disable",
             P.SCHEDULES_WRITE,
             _disable,
-            lambda row: "It asks for nothing any more. Rotations that it has asked for go on.",
+            lambda row: "The schedule requests no more rotations. Rotations already requested continue.",
             is_available=lambda row: row.is_enabled,
             tone=Tone.DANGER,
         ),
@@ -137,7 +137,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             "Enable",
             P.SCHEDULES_WRITE,
             _enable,
-            lambda row: "It asks again for what falls due, in your name.",
+            lambda row: "The schedule requests due rotations again, in your name.",
             form=VersionedForm,
             is_available=lambda row: not row.is_enabled,
             tone=Tone.GOOD,
@@ -195,27 +195,29 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             ("Environment", badge(row.environment)),
             ("Cryptoperiod", f"{row.cryptoperiod_days} days"),
             ("Jitter", f"up to {row.jitter_days} days earlier" if row.jitter_days else NOTHING),
-            ("Asked for ahead", f"{row.lead_days} days" if row.lead_days else NOTHING),
+            ("Lead time", f"{row.lead_days} days" if row.lead_days else NOTHING),
             ("Window", format_schedule_window(row)),
             ("Blackout calendar", _calendar_link(row.calendar)),
-            ("Proof", "as usual" if overrides.proof is None else PRIVATE_PROOFS[overrides.proof]),
-            ("Quiet period", "as usual" if overrides.quiet_seconds is None else seconds(overrides.quiet_seconds)),
+            ("Proof", "default" if overrides.proof is None else PRIVATE_PROOFS[overrides.proof]),
+            ("Quiet period", "default" if overrides.quiet_seconds is None else seconds(overrides.quiet_seconds)),
             (
                 "Quarantine",
-                "as usual" if overrides.quarantine_seconds is None else seconds(overrides.quarantine_seconds),
+                "default" if overrides.quarantine_seconds is None else seconds(overrides.quarantine_seconds),
             ),
-            ("The replacements expire in days", overrides.expires_in_days or "they do not expire"),
+            ("Replacement lifetime in days", overrides.expires_in_days or "does not expire"),
             ("In the name of", self.asked_by(row)),
         ]
         fault = find_unreadable(row, datetime.now(UTC))
         return FactTable("Schedule", [*rows, *([("Stalled", fault)] if fault else [])])
 
     def detail(self, request: HttpRequest, row: RotationSchedule) -> Detail:
-        notes = [] if row.is_enabled else ["It is disabled: the next wider schedule counts, if there is one."]
+        notes = (
+            [] if row.is_enabled else ["This schedule is disabled. The next broader schedule applies, if there is one."]
+        )
         latest = row.rotations.select_related("credential__account").order_by("-created_at")[:20]
         requested = Table(
-            "What it asked for last",
-            ["rotation", "state", "credential", "asked (UTC)"],
+            "Latest rotations",
+            ["rotation", "state", "credential", "requested (UTC)"],
             [
                 [
                     link(reverse("admin:rotation_rotation_change", args=[item.pk]), mono(item)),
@@ -225,7 +227,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
                 ]
                 for item in latest
             ],
-            empty="Nothing yet.",
+            empty="No rotations yet. Rotations requested by this schedule appear here.",
         )
         return Detail(
             title=self.name_of(row), state=state_of(row), sections=[self.summary(row), requested], notes=notes
@@ -253,7 +255,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
         links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
-        page_links = [Link("Calendar of what they come to", self._calendar_url())]
+        page_links = [Link("Show calendar of rotations", self._calendar_url())]
         context = {
             "title": self.plural,
             "plural": self.plural,

@@ -46,14 +46,14 @@ from keyvault.services.catalog.endpoints import (
     withdraw_endpoint,
 )
 
-_CONTEXT_HELP = "path:<variable> or header:<name>, such as path:merchant or header:X-Store-Id. Empty: it needs none."
+_CONTEXT_HELP = "path:<variable> or header:<name>, such as path:merchant or header:X-Store-Id. Empty: not required."
 _BEARER = {
     Bearer.NONE: "not supported",
-    Bearer.OPTIONAL: "optional, beside the private key",
-    Bearer.REQUIRED: "required, beside the private key",
+    Bearer.OPTIONAL: "optional, in addition to the private key",
+    Bearer.REQUIRED: "required, in addition to the private key",
 }
 _LIMITER_FAILURE = {
-    LimiterFailurePolicy.LOCAL_SHARE: "each process lets a share of the limit pass",
+    LimiterFailurePolicy.LOCAL_SHARE: "each process allows a share of the limit",
     LimiterFailurePolicy.REFUSE: "refuse every request",
 }
 
@@ -64,7 +64,7 @@ class RuleForm(ActionForm):
     method = forms.ChoiceField(choices=[(method, method) for method in METHODS])
     path = forms.CharField(
         max_length=LONGEST_PATH,
-        help_text="Relative to the environment's base URL; <variable> stands for one segment: /refunds/<refund_id>",
+        help_text="Relative to the base URL of the environment. <variable> matches one segment: /refunds/<refund_id>",
     )
     credentials = forms.MultipleChoiceField(
         label="API keys",
@@ -74,30 +74,32 @@ class RuleForm(ActionForm):
     bearer = forms.ChoiceField(
         label="Bearer",
         choices=[(bearer.value, label) for bearer, label in _BEARER.items()],
-        help_text="A customer access token, which adds a signed-in customer's context.",
+        help_text="A customer access token adds the context of a signed-in customer.",
     )
     merchant_from = forms.CharField(label="Merchant from", required=False, max_length=100, help_text=_CONTEXT_HELP)
     store_from = forms.CharField(label="Store from", required=False, max_length=100, help_text=_CONTEXT_HELP)
-    idempotent_by_key = forms.BooleanField(label="Needs Idempotency-Key", required=False)
+    idempotent_by_key = forms.BooleanField(label="Requires Idempotency-Key", required=False)
     limit_count = forms.IntegerField(
         label="Limit: requests",
         required=False,
         min_value=1,
         max_value=LARGEST_COUNT,
-        help_text="For each account, beside the account's own limit. Empty: none.",
+        help_text="Per account, in addition to the limit of the account. Empty: no limit.",
     )
     limit_seconds = forms.IntegerField(
         label="Limit: in seconds", required=False, min_value=1, max_value=LONGEST_SECONDS
     )
     on_limiter_loss = forms.ChoiceField(
-        label="When the limiter is lost", choices=[(policy.value, label) for policy, label in _LIMITER_FAILURE.items()]
+        label="When the limiter is unavailable",
+        choices=[(policy.value, label) for policy, label in _LIMITER_FAILURE.items()],
     )
     summary = forms.CharField(required=False, max_length=LONGEST_SUMMARY)
 
 
 class AddForm(RuleForm):
     name = forms.CharField(
-        max_length=LONGEST_NAME, help_text="Words joined by dots, such as refunds.create. It never changes."
+        max_length=LONGEST_NAME,
+        help_text="Words joined by dots, such as refunds.create. The name cannot be changed later.",
     )
     field_order = ("name",)
 
@@ -125,22 +127,22 @@ def _draft(name: str, cleaned: Cleaned) -> EndpointDraft:
 
 def _add(grant: Grant, cleaned: Cleaned) -> ActionResult:
     row = add_endpoint(grant, _draft(cleaned["name"], cleaned))
-    return ActionResult(f"Endpoint {row} is in the catalog: verify and the gateways know it from now on.", row=row)
+    return ActionResult(f"Added endpoint {row}. Verify and the gateways accept it from now on.", row=row)
 
 
 def _change(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
     change_endpoint(grant, row, _draft(row.name, cleaned))
-    return ActionResult(f"Endpoint {row} is changed, from the next request on.")
+    return ActionResult(f"Changed endpoint {row}. The change applies from the next request.")
 
 
 def _withdraw(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
     withdraw_endpoint(grant, row)
-    return ActionResult(f"Endpoint {row} is withdrawn: endpoint_unknown from now on.")
+    return ActionResult(f"Withdrew endpoint {row}. Requests are refused with endpoint_unknown.")
 
 
 def _restore(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
     restore_endpoint(grant, row)
-    return ActionResult(f"Endpoint {row} is in the catalog again.")
+    return ActionResult(f"Restored endpoint {row}.")
 
 
 def _is_live(row: CatalogEndpoint) -> bool:
@@ -162,8 +164,8 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             P.CATALOG_WRITE,
             AddForm,
             _add,
-            "An upstream service's endpoint: we do not serve it, we judge requests for it. Its service asks verify, or "
-            "a gateway asks forward-auth. It takes effect at once, in every process.",
+            "An endpoint of an upstream service. Keyvault does not serve it but authorizes its requests: the service "
+            "calls verify, or a gateway calls forward-auth. The change takes effect immediately in every process.",
             "Add endpoint",
         ),
     )
@@ -173,7 +175,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             "Change",
             P.CATALOG_WRITE,
             _change,
-            lambda row: "The next request for it is judged by the new rule.",
+            lambda row: "The new rule applies from the next request.",
             form=ChangeForm,
             is_available=_is_live,
         ),
@@ -182,7 +184,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             "Withdraw",
             P.CATALOG_WRITE,
             _withdraw,
-            lambda row: "Requests for it are refused from now on, with endpoint_unknown, until it is restored.",
+            lambda row: "Requests are refused with endpoint_unknown until the endpoint is restored.",
             is_available=_is_live,
             tone=Tone.DANGER,
         ),
@@ -191,7 +193,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             "Restore",
             P.CATALOG_WRITE,
             _restore,
-            lambda row: "It is an endpoint again, with the rule that it had.",
+            lambda row: "The endpoint is active again with its previous rule.",
             form=VersionedForm,
             is_available=lambda row: not _is_live(row),
             tone=Tone.GOOD,
@@ -216,7 +218,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             "title": self.plural,
             "plural": self.plural,
             "create_links": links,
-            "page_links": [Link("All authorization panels", panels_url())],
+            "page_links": [Link("Show all authorization panels", panels_url())],
             "more": [_built_in_table()],
         }
         return self.changelist_view(request, extra_context=context)
@@ -261,7 +263,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             title=row.name,
             state=_state(row),
             notes=[row.summary] if row.summary else [],
-            sections=[self.summary(row), FactTable("Life", life)],
+            sections=[self.summary(row), FactTable("Lifecycle", life)],
         )
 
 
@@ -284,7 +286,7 @@ def _state(row: CatalogEndpoint) -> str:
 def _built_in_table() -> Table:
     return Table(
         "Built in",
-        ["name", "method", "path", "keys", "Bearer", "what it does"],
+        ["name", "method", "path", "keys", "Bearer", "summary"],
         [
             [
                 link(f"{panels_url()}#{endpoint.name}", endpoint.name),

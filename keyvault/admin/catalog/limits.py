@@ -36,10 +36,10 @@ _MAX_ACCOUNTS = 50
 def _endpoint_choices() -> list[tuple[str, str]]:
     """Return the endpoints of the current catalog that a limit applies to."""
     names = sorted(endpoint.name for endpoint in current_catalog().endpoints if endpoint.spends)
-    return [("", "all together: the account's limit"), *((name, name) for name in names)]
+    return [("", "all endpoints: the limit of the account"), *((name, name) for name in names)]
 
 
-_DEFAULT_LABEL = "Back to the default"
+_DEFAULT_LABEL = "Reset to the default"
 
 
 class LimitForm(ActionForm):
@@ -49,7 +49,7 @@ class LimitForm(ActionForm):
     merchant = forms.CharField(
         required=False,
         max_length=64,
-        help_text="The merchant's id. Empty: every merchant without a limit of its own on the endpoint.",
+        help_text="Merchant id. Empty: every merchant without its own limit for the endpoint.",
     )
     endpoint = forms.ChoiceField(required=False, choices=_endpoint_choices)
     requests = forms.IntegerField(required=False, min_value=1, max_value=LARGEST_COUNT)
@@ -57,12 +57,12 @@ class LimitForm(ActionForm):
         required=False,
         min_value=1,
         max_value=LONGEST_SECONDS,
-        help_text="As many requests in that time, and as many at once.",
+        help_text="Period of the limit, in seconds. The burst size equals the number of requests.",
     )
     default = forms.BooleanField(
         required=False,
         label=_DEFAULT_LABEL,
-        help_text="Takes away the limit that is set for it. Leave both numbers empty.",
+        help_text="Removes the limit. Leave both numbers empty.",
     )
 
     def clean(self) -> dict[str, Any]:
@@ -70,13 +70,13 @@ class LimitForm(ActionForm):
         names = {"requests", "in_seconds"}
         given = [name for name in names if cleaned.get(name) is not None]
         if cleaned.get("default") and given:
-            self.add_error("default", "Either two numbers or the default, not both.")
+            self.add_error("default", "Enter two numbers or choose the default, not both.")
         elif not cleaned.get("default") and not names & set(self.errors) and len(given) < len(names):
             self.add_error(
-                "requests", f'Nothing was changed. Give both numbers, or tick "{_DEFAULT_LABEL}" to take a limit away.'
+                "requests", f'Nothing was changed. Enter both numbers, or select "{_DEFAULT_LABEL}" to remove a limit.'
             )
         if not cleaned.get("merchant") and not cleaned.get("endpoint"):
-            self.add_error("merchant", "A merchant, an endpoint, or both.")
+            self.add_error("merchant", "Enter a merchant, an endpoint, or both.")
         return cleaned
 
 
@@ -89,16 +89,16 @@ def _set(grant: Grant, cleaned: Cleaned) -> ActionResult:
     text = "the default again" if limit is None else limit_words(limit)
     if not cleaned["endpoint"] and account is not None:
         set_account_limit(grant, account, limit)
-        return ActionResult(f"The limit of {account} is {text}, from the next request on.")
+        return ActionResult(f"The limit of {account} is {text} from the next request.")
     environment = Environment(cleaned["environment"])
     row = set_endpoint_limit(grant, environment, cleaned["endpoint"], limit, account)
     target = f"{cleaned['endpoint']} for {account or environment}"
-    return ActionResult(f"The limit of {target} is {text}, from the next request on.", row=row)
+    return ActionResult(f"The limit of {target} is {text} from the next request.", row=row)
 
 
 def _clear(grant: Grant, row: LimitOverride, cleaned: Cleaned) -> ActionResult:
     set_endpoint_limit(grant, Environment(row.environment), row.endpoint, None, row.account)
-    return ActionResult("Cleared: the next wider limit holds from the next request on.")
+    return ActionResult("Limit cleared. The next broader limit applies from the next request.")
 
 
 def _is_set(row: LimitOverride) -> bool:
@@ -120,8 +120,8 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
             P.LIMITS_WRITE,
             LimitForm,
             _set,
-            "A request has to pass its account's limit, and its endpoint's where that has one. The narrowest one that "
-            "is set holds: of the merchant on the endpoint, then of the endpoint, then what the catalog says.",
+            "A request must pass the limit of its account and the limit of its endpoint, if any. The most specific "
+            "endpoint limit applies: merchant and endpoint, then endpoint, then the catalog.",
             "Set limit",
             account_of=_account,
             preset=lambda query: {name: query.get(name) for name in ("merchant", "environment", "endpoint")},
@@ -133,7 +133,7 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
             "Clear",
             P.LIMITS_WRITE,
             _clear,
-            lambda row: "The next wider limit of the endpoint holds again, or none where there is none.",
+            lambda row: "The next broader limit of the endpoint applies, if there is one.",
             is_available=_is_set,
         ),
     )
@@ -190,7 +190,7 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: LimitOverride) -> Detail:
-        notes = [] if _is_set(row) else ["It was cleared: the next wider limit holds."]
+        notes = [] if _is_set(row) else ["This limit was cleared. The next broader limit applies."]
         return Detail(title=self.name_of(row), state=_state(row), sections=[self.summary(row)], notes=notes)
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
@@ -199,7 +199,7 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
             return None
         found = account_limit_in_force(row)
         set_for = "this account" if found.source is LimitSource.ACCOUNT else "accounts without their own"
-        rows: list[list[Any]] = [["all together", limit_words(found.limit), set_for]]
+        rows: list[list[Any]] = [["all endpoints", limit_words(found.limit), set_for]]
         its = Q(account=row) | Q(account__isnull=True, environment=row.environment)
         narrow = self.get_queryset(request).filter(its, limit_count__isnull=False).order_by("endpoint", "account")
         rows += [

@@ -132,7 +132,7 @@ class RowChoice(_ModelChoiceField):
 
 class ReasonForm(ActionForm):
     why = forms.CharField(
-        label="Why", max_length=300, widget=forms.Textarea(attrs={"rows": 3}), help_text="Kept in the audit log."
+        label="Why", max_length=300, widget=forms.Textarea(attrs={"rows": 3}), help_text="Recorded in the audit log."
     )
 
 
@@ -208,4 +208,4 @@ class CreateAction:
 def require_version(row: Any, cleaned: Cleaned) -> None:
     """Raise StateConflictError when the form was rendered from another version of the row."""
     if "version" in cleaned and cleaned["version"] != row.version:
-        raise StateConflictError("Somebody else changed this meanwhile. Look at it again.")
+        raise StateConflictError("This was changed by another operator. Review the current version and try again.")

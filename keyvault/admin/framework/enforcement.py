@@ -39,7 +39,7 @@ def operator_of(request: HttpRequest) -> Operator:
     known: Operator | None = getattr(request, "console_operator", None)
     if known is None:
         if not isinstance(request.user, OperatorRow):
-            raise PermissionMissingError("Sign in first.")
+            raise PermissionMissingError("Not signed in. Sign in to the console.")
         known = operator_principal(request.user)
         request.console_operator = known  # type: ignore[attr-defined]  # read back two lines above
     return known
@@ -114,7 +114,9 @@ class Guarded(_ModelAdmin):
         @wraps(view)
         def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
             if not any(may(request, permission) for permission in permissions):
-                raise PermissionMissingError(f"This needs the permission {' or '.join(permissions)}.")
+                raise PermissionMissingError(
+                    f"Missing permission: {' or '.join(permissions)}. Ask an administrator for a role that has it."
+                )
             if request.method not in methods:
                 return HttpResponseNotAllowed(methods)
             return view(request, *args, **kwargs)

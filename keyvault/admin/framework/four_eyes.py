@@ -32,10 +32,10 @@ def approvals_table(row: Any) -> Table:
     """List the approvers with the digest that each approved."""
     approvals = row.approvals.select_related("approver").order_by("created_at")
     return Table(
-        f"Approvals ({row.approvals_needed} needed)",
-        ["who", "when (UTC)", "digest approved"],
+        f"Approvals ({row.approvals_needed} required)",
+        ["approver", "approved (UTC)", "digest"],
         [[item.approver.username, short_moment(item.created_at), mono(item.plan_digest)] for item in approvals],
-        empty="None." if row.approvals_needed else "This environment wants none.",
+        empty="No approvals yet." if row.approvals_needed else "No approval is required in this environment.",
     )
 
 
@@ -43,7 +43,7 @@ def requester_name(requester: OperatorRow | None, token: ServiceToken | None) ->
     """Name the requester: a person, or a service and its token."""
     if token is not None:
         return f"service {token}"
-    return "nobody" if requester is None else requester.username
+    return "none" if requester is None else requester.username
 
 
 def break_glass_warning(account: Account) -> str:
@@ -51,6 +51,6 @@ def break_glass_warning(account: Account) -> str:
     if account.environment != Environment.PRODUCTION:
         return ""
     return (
-        "This is break-glass. A production key is not meant to be seen by a person: showing it to you is recorded "
-        "under your name and stays in sight until a second person has reviewed it."
+        "This is break-glass access. People should not see production keys: the access is recorded under your name "
+        "and stays on the front page until a second person has reviewed it."
     )

@@ -50,7 +50,7 @@ class ConsoleList(ChangeList):
     def url_for_result(self, result: Model) -> str:
         model_admin = self.model_admin
         if not isinstance(model_admin, ConsoleModelAdmin):
-            raise TypeError(f"{model_admin} is no guarded admin")
+            raise TypeError(f"{model_admin} is not a ConsoleModelAdmin")
         return model_admin.url_of(result)
 
 
@@ -198,7 +198,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         answer = partial(form_page, self.admin_site, request, context=self._action_context(action, row))
         if request.method != "POST":
             if not self._is_available(request, action, row):
-                return answer(None, error=StateConflictError("This is not possible now, or not for you."))
+                return answer(
+                    None, error=StateConflictError("This action is not available for the current state, or not to you.")
+                )
             return answer(action.form(initial=action.form.initial_for(row)))
         form = action.form(request.POST)
         if not form.is_valid():
@@ -250,7 +252,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
                 request,
                 result.secret,
                 title=result.message,
-                note="This is the only time it is shown. Reloading this page does not bring it back.",
+                note="This value is shown only once. Reloading the page does not show it again.",
                 once=True,
                 summary=None if row is None else self.summary(row),
                 crumbs=self._crumbs(),
@@ -276,7 +278,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         except (ValueError, ValidationError):
             row = None
         if row is None:
-            raise NotFoundError(f"There is no such {self.singular.lower()}.")
+            raise NotFoundError(f"{self.singular} not found.")
         return row
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:

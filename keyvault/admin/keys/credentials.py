@@ -38,7 +38,7 @@ from keyvault.services.keys.credentials import find_reading_place, restrict_cred
 
 ORIGIN_HEADER = {
     OriginHeader.REFUSE: "refused: it may come from a browser",
-    OriginHeader.REPORT: "reported only: its backend forwards the header",
+    OriginHeader.REPORT: "reported only: the backend forwards the header",
 }
 
 
@@ -47,7 +47,7 @@ class RestrictForm(VersionedForm):
         required=False,
         max_length=MOST_NETWORKS * 66,
         widget=forms.Textarea(attrs={"rows": 5, "class": "mono"}),
-        help_text="One CIDR block a line, such as 192.0.2.0/24 or 2001:db8::/32. Empty: good from everywhere.",
+        help_text="One CIDR block per line, such as 192.0.2.0/24 or 2001:db8::/32. Empty: accepted from everywhere.",
     )
     origin_header = forms.ChoiceField(
         label="A private key with an Origin header",
@@ -65,7 +65,7 @@ def _restrict(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionR
         restrict_credential(grant, credential, networks, OriginHeader(cleaned["origin_header"]))
     except RequestInvalidError as error:
         raise RequestInvalidError(error.detail, [_by_line(fault, networks) for fault in error.faults]) from error
-    return ActionResult("Restricted like that, from the next request on.")
+    return ActionResult("Restrictions saved. They apply from the next request.")
 
 
 def _by_line(fault: Fault, networks: list[str]) -> Fault:
@@ -84,8 +84,8 @@ class CredentialAdmin(ConsoleModelAdmin):
             P.CREDENTIALS_RESTRICT,
             _restrict,
             lambda credential: (
-                "Where the credential's keys may be used from. It holds from the next request on: whoever calls from "
-                "elsewhere, or without a client address while there is a list, is refused with ip_not_allowed."
+                "Restricts the networks from which the credential's keys may be used, from the next request. Other "
+                "addresses are refused with ip_not_allowed, and so are requests without a client address."
             ),
             form=RestrictForm,
         ),
@@ -135,7 +135,7 @@ class CredentialAdmin(ConsoleModelAdmin):
                         ]
                         for key in keys
                     ],
-                    empty="No key was issued yet.",
+                    empty="No keys yet. Keys appear here when they are issued.",
                 ),
             ],
         )
@@ -149,7 +149,7 @@ class CredentialAdmin(ConsoleModelAdmin):
             "Credentials",
             ["credential", "kind", "label", "keys"],
             [[link(self.url_of(item), item), item.kind, item.label, self.key_states(item)] for item in rows],
-            empty="None was issued yet.",
+            empty="No credentials yet. Request a key to create one.",
         )
         return Extras(sections=[table])
 
@@ -172,6 +172,6 @@ def _facts(credential: Credential) -> FactTable:
 
 
 def _restrictions(credential: Credential) -> Iterable[tuple[str, Any]]:
-    yield "Good from", format_html_join(" ", "{}", ((mono(text),) for text in credential.networks)) or "everywhere"
+    yield "Accepted from", format_html_join(" ", "{}", ((mono(text),) for text in credential.networks)) or "everywhere"
     if credential.kind == KeyKind.PRIVATE:
         yield "A private key with an Origin header", ORIGIN_HEADER[OriginHeader(credential.origin_header)]

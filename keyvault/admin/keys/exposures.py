@@ -28,7 +28,7 @@ def exposure_tables(key: Key) -> Iterable[Table]:
     if found:
         yield Table(
             "Suspected exposures",
-            ["how", "source", "user agent", "endpoint", "in that minute", "last seen (UTC)"],
+            ["type", "source", "user agent", "endpoint", "uses in that minute", "last seen (UTC)"],
             [
                 [
                     badge(use.outcome),

@@ -55,8 +55,8 @@ S = IssuanceState
 
 DELIVERIES = {
     Delivery.SECRET_BACKEND: "secret backend: the merchant's services read it there",
-    Delivery.SHOW_ONCE: "show once: in this console, to whoever asks for it",
-    Delivery.SEALED: "sealed: to the recipient's public key, for the service that asks for it",
+    Delivery.SHOW_ONCE: "show once: in this console, to the requester",
+    Delivery.SEALED: "sealed: encrypted to the recipient's public key, for the requesting service",
 }
 KINDS = {
     KeyKind.PRIVATE: "private: for a trusted backend, in X-Api-Key",
@@ -78,13 +78,17 @@ class RequestForm(ActionForm):
         Account.objects.select_related("merchant").order_by("merchant_id", "environment"), label_for=_account_label
     )
     kind = forms.ChoiceField(choices=[(kind.value, label) for kind, label in KINDS.items()])
-    label = forms.CharField(max_length=100, help_text="What it is for, such as checkout-backend.")
+    label = forms.CharField(max_length=100, help_text="Purpose of the key, such as checkout-backend.")
     delivery = forms.ChoiceField(
         choices=_delivery_choices,
-        help_text="Showing a production key to a person is break-glass: recorded, and reviewed by a second person.",
+        help_text="Showing a production key to a person is break-glass access: it is recorded and must be reviewed.",
     )
     expires_in_days = forms.IntegerField(
-        required=False, min_value=1, max_value=3650, label="Expires in days", help_text="Empty: it does not expire."
+        required=False,
+        min_value=1,
+        max_value=3650,
+        label="Expires in days",
+        help_text="Empty: the key does not expire.",
     )
 
 
@@ -98,25 +102,27 @@ def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
         expires_in_days=cleaned["expires_in_days"],
     )
     if request.state == S.PENDING:
-        return ActionResult("Asked. It now waits for the approval of a second person.", row=request)
-    return ActionResult("Asked. This environment wants no second person: the worker issues it now.", row=request)
+        return ActionResult("Request submitted. A second person must approve it.", row=request)
+    return ActionResult(
+        "Request submitted. No approval is required in this environment; the worker issues the key now.", row=request
+    )
 
 
 def _approve(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
     approve_issuance(grant, request, cleaned["plan_digest"])
     if request.state == S.APPROVED:
-        return ActionResult("Approved. The worker issues the key now; you will not see it.")
-    return ActionResult("Your approval is noted; it takes another person's too.")
+        return ActionResult("Approved. The worker issues the key now. Only the requester can collect it.")
+    return ActionResult("Approval recorded. Another person must approve too.")
 
 
 def _reject(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
     reject_issuance(grant, request, cleaned["why"])
-    return ActionResult("Rejected.")
+    return ActionResult("Request rejected.")
 
 
 def _withdraw(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
     withdraw_issuance(grant, request)
-    return ActionResult("Withdrawn.")
+    return ActionResult("Request withdrawn.")
 
 
 def _collect(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
@@ -126,10 +132,10 @@ def _collect(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Action
 def _explain_collection(request: IssuanceRequest) -> str:
     if request.delivery == Delivery.SHOW_ONCE and request.kind == KeyKind.PRIVATE:
         return (
-            "The key is shown on the next page, this once, and its copy here is destroyed afterwards. "
-            "Have the place ready where it will be kept."
+            "The next page shows the key once, and the copy stored here is then destroyed. "
+            "Prepare the place where you will store it."
         )
-    return "The key is shown on the next page, this once. The secret backend keeps its copy for the merchant."
+    return "The next page shows the key once. The secret backend keeps its copy for the merchant."
 
 
 class IssuanceRequestAdmin(ConsoleModelAdmin):
@@ -142,8 +148,8 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             P.ISSUANCE_REQUEST,
             RequestForm,
             _request,
-            "A new credential with its first key. In production a second person approves it before it is made.",
-            "Ask for it",
+            "Creates a credential with its first key. In production a second person must approve the request first.",
+            "Submit request",
             account_of=lambda cleaned: cleaned["account"],
             preset=lambda query: {"account": query.get("account")},
         ),
@@ -154,7 +160,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             "Approve",
             P.ISSUANCE_APPROVE,
             _approve,
-            lambda request: "You approve exactly what stands here. The key will be made by the worker, unseen by you.",
+            lambda request: "You approve exactly the request below. The worker creates the key; you will not see it.",
             form=ApproveForm,
             is_available=lambda request: request.state == S.PENDING,
             tone=Tone.GOOD,
@@ -164,7 +170,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             "Reject",
             P.ISSUANCE_REJECT,
             _reject,
-            lambda request: "Nothing is issued. Whoever asked reads why.",
+            lambda request: "No key is issued. The requester sees the reason.",
             form=ReasonForm,
             is_available=lambda request: can_transition_issuance(S(request.state), S.REJECTED),
             tone=Tone.DANGER,
@@ -174,13 +180,13 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             "Withdraw",
             P.ISSUANCE_WITHDRAW,
             _withdraw,
-            lambda request: "Nothing is issued. Only whoever asked can withdraw.",
+            lambda request: "No key is issued. Only the requester can withdraw a request.",
             is_available=lambda request: can_transition_issuance(S(request.state), S.WITHDRAWN),
             for_requester=True,
         ),
         RowAction(
             "collect",
-            "Collect the key",
+            "Collect key",
             P.ISSUANCE_COLLECT,
             _collect,
             _explain_collection,
@@ -211,11 +217,11 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
     def state_badge(self, row: IssuanceRequest) -> SafeString:
         return badge(row.state)
 
-    @admin.display(description="asked by", ordering="requester__username")
+    @admin.display(description="requested by", ordering="requester__username")
     def asked_by(self, row: IssuanceRequest) -> str:
         return requester_name(row.requester, row.requested_via)
 
-    @admin.display(description="asked (UTC)", ordering="created_at")
+    @admin.display(description="requested (UTC)", ordering="created_at")
     def created(self, row: IssuanceRequest) -> SafeString:
         return short_moment(row.created_at)
 
@@ -233,7 +239,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         plan = row.plan()
         recipient = [("Recipient's public key (X25519)", mono(plan.recipient_public_key))]
         return FactTable(
-            "Exactly what is asked",
+            "Request",
             [
                 ("Merchant", f"{row.account.merchant.name} ({plan.merchant_id})"),
                 ("Environment", badge(plan.environment)),
@@ -241,9 +247,9 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
                 ("Label", plan.label),
                 ("Delivery", DELIVERIES[plan.delivery]),
                 *(recipient if plan.recipient_public_key else []),
-                ("Expires in days", plan.expires_in_days or "it does not expire"),
-                ("Digest of all this (SHA-256)", mono(plan.digest())),
-                ("Asked by", requester_name(row.requester, row.requested_via)),
+                ("Expires in days", plan.expires_in_days or "does not expire"),
+                ("Digest of the request (SHA-256)", mono(plan.digest())),
+                ("Requested by", requester_name(row.requester, row.requested_via)),
             ],
         )
 
@@ -251,20 +257,20 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         account = row.account
         outcome: list[tuple[str, Any]] = [
             ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
-            ("Asked", moment(row.created_at)),
+            ("Requested", moment(row.created_at)),
             ("Decided", moment(row.decided_at, missing="not yet")),
             ("Issued", moment(row.issued_at, missing="not yet")),
             ("Collected", moment(row.collected_at, missing="never" if row.state == S.BURNED else "not yet")),
         ]
         if row.state == S.PENDING:
-            outcome.append(("Falls due unapproved", moment(row.expires_at)))
+            outcome.append(("Expires if not approved", moment(row.expires_at)))
         if (
             row.state == S.ISSUED
             and row.issued_at is not None
             and row.delivery in HANDED_OVER
             and row.kind == KeyKind.PRIVATE
         ):
-            outcome.append(("Burned if not collected", moment(row.issued_at + COLLECT_WITHIN)))
+            outcome.append(("Discarded if not collected", moment(row.issued_at + COLLECT_WITHIN)))
         if row.credential is not None:
             url = reverse("admin:keyvault_credential_change", args=[row.credential_id])
             outcome.append(("Credential", link(url, row.credential)))
@@ -277,7 +283,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             refresh_seconds=3 if row.state == S.APPROVED else None,
             sections=[
                 self.summary(row),
-                FactTable("What became of it", outcome),
+                FactTable("Progress", outcome),
                 approvals_table(row),
             ],
         )
@@ -285,21 +291,21 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
     def _notes(self, request: HttpRequest, row: IssuanceRequest) -> Iterable[str]:
         mine = row.requester_person == operator_of(request).person
         if row.state == S.PENDING and mine:
-            yield "You asked for this: it takes a second person to approve it."
+            yield "You requested this. A second person must approve it."
         elif row.state == S.PENDING:
-            yield "It waits for approval."
+            yield "Awaiting approval."
         elif row.state == S.APPROVED:
-            yield "Approved. The worker issues it in a moment; this page looks again by itself."
+            yield "Approved. The worker is issuing the key; this page refreshes automatically."
         elif row.state == S.ISSUED and row.requested_via is not None:
-            yield "Issued. Only the service that asked for it may collect it."
+            yield "Issued. Only the requesting service can collect the key."
         elif row.state == S.ISSUED and mine:
-            yield "Issued. You asked for it, so it is you who may collect it, once."
+            yield "Issued. You requested the key, so only you can collect it, once."
         elif row.state == S.ISSUED:
-            yield "Issued. Only whoever asked for it may collect it."
+            yield "Issued. Only the requester can collect the key."
         elif row.state == S.COLLECTED:
-            yield "The key was collected already; nobody can see it again."
+            yield "The key was collected. It cannot be shown again."
         elif row.state == S.BURNED:
-            yield "Nobody collected the key in time, so it was ended and its copy destroyed. Ask for another one."
+            yield "The key was not collected in time. It was revoked and its copy destroyed; request another key."
 
     def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         rows = self.get_queryset(request).order_by("created_at")
@@ -308,19 +314,19 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         where = f"?state__exact={S.PENDING}"
         if may(request, P.ISSUANCE_APPROVE):
             others = self.decidable_rows(request, P.ISSUANCE_APPROVE, pending.exclude(approvals__person=me))
-            yield self.attention_item("Keys that you may approve", others, where, "action")
+            yield self.attention_item("Key requests to approve", others, where, "action")
         if may(request, P.ISSUANCE_REQUEST):
-            yield self.attention_item("Asked for by you, not approved yet", pending.filter(requester_person=me), where)
+            yield self.attention_item("Your key requests awaiting approval", pending.filter(requester_person=me), where)
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(requester_person=me, requested_via=None)
             issued = mine.filter(state=S.ISSUED, delivery=Delivery.SHOW_ONCE)
-            yield self.attention_item("Keys for you to collect", issued, f"?state__exact={S.ISSUED}", "action")
+            yield self.attention_item("Keys to collect", issued, f"?state__exact={S.ISSUED}", "action")
         approved = rows.filter(state=S.APPROVED)
-        yield self.attention_item("Approved, not issued yet", approved, f"?state__exact={S.APPROVED}")
+        yield self.attention_item("Approved keys being issued", approved, f"?state__exact={S.APPROVED}")
 
     def line_of(self, row: IssuanceRequest) -> Line:
-        asked = f"{row.kind}, asked for by {requester_name(row.requester, row.requested_via)}"
-        return Line(self.url_of(row), self.name_of(row), asked, row.created_at)
+        detail = f"{row.kind}, requested by {requester_name(row.requester, row.requested_via)}"
+        return Line(self.url_of(row), self.name_of(row), detail, row.created_at)
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         """Add a link to request a key to the page of an account."""

@@ -49,20 +49,20 @@ from keyvault.services.keys.lifecycle import report_compromise, resume_key, revo
 from keyvault.services.secrets.stored_copies import read_public_string
 
 REASONS = {
-    RevocationReason.SUPERSEDED: "superseded: another key took its place",
-    RevocationReason.CESSATION_OF_OPERATION: "cessation of operation: it is no longer needed",
-    RevocationReason.AFFILIATION_CHANGED: "affiliation changed: its holder works for somebody else now",
-    RevocationReason.PRIVILEGE_WITHDRAWN: "privilege withdrawn: its holder may no longer do this",
-    RevocationReason.KEY_COMPROMISE: "key compromise: known or suspected to be in wrong hands",
+    RevocationReason.SUPERSEDED: "superseded: replaced by another key",
+    RevocationReason.CESSATION_OF_OPERATION: "cessation of operation: no longer needed",
+    RevocationReason.AFFILIATION_CHANGED: "affiliation changed: the holder changed employer",
+    RevocationReason.PRIVILEGE_WITHDRAWN: "privilege withdrawn: the holder lost the permission",
+    RevocationReason.KEY_COMPROMISE: "key compromise: known or suspected exposure",
     RevocationReason.UNSPECIFIED: "unspecified",
 }
 """Labels of the revocation reasons of RFC 5280, section 5.3.1."""
 
 
 REPORT_EXPLANATION = (
-    "For what is known or suspected to be in wrong hands. It is refused at once and for ever, by every verifier, even "
-    "while the secret backend and the broker are down; nothing brings it back, no rotation either. "
-    "One person is enough."
+    "For keys that are known or suspected to be exposed. Every verifier refuses them immediately and permanently, even "
+    "while the secret backend and the broker are down. This cannot be undone, not even by a rotation. "
+    "No approval is required."
 )
 
 
@@ -75,7 +75,7 @@ class RevokeForm(ActionForm):
 
 def _suspend(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     suspend_key(grant, key)
-    return ActionResult(f"Key {key} is suspended: refused until it is resumed.")
+    return ActionResult(f"Key {key} is suspended and refused until it is resumed.")
 
 
 def _resume(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
@@ -85,12 +85,14 @@ def _resume(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
 
 def _revoke(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     record = revoke_key(grant, key, RevocationReason(cleaned["reason"]))
-    return ActionResult(f"Key {key} is revoked: refused for ever.", url=receipt_url(key, record.sequence))
+    return ActionResult(f"Key {key} is revoked and permanently refused.", url=receipt_url(key, record.sequence))
 
 
 def _report(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     record = report_compromise(grant, key)
-    return ActionResult(f"Key {key} is reported compromised: refused for ever.", url=receipt_url(key, record.sequence))
+    return ActionResult(
+        f"Key {key} is reported compromised and permanently refused.", url=receipt_url(key, record.sequence)
+    )
 
 
 def _can_become(state: KeyState) -> Any:
@@ -107,21 +109,21 @@ def warn_if_last_key(key: Key) -> str:
     """Warn if the key is the only usable key of its credential; empty otherwise."""
     if not is_last(key):
         return ""
-    return "This is the credential's only active key. Whoever uses it is refused from this moment on."
+    return "This is the only active key of the credential. Its users are refused immediately."
 
 
 def _warn_before_revocation(key: Key) -> str:
     warning = warn_if_last_key(key)
-    return f"{warning} Rotate it instead, and its replacement is in use before it ends." if warning else ""
+    return f"{warning} Rotate it instead to have a replacement in use first." if warning else ""
 
 
 def _explain_revocation(key: Key) -> str:
     at = use_of(key, "last_at")
-    used = "It was never used." if at is None else f"It was last used at {at:%Y-%m-%d %H:%M} UTC."
+    used = "The key was never used." if at is None else f"The key was last used at {at:%Y-%m-%d %H:%M} UTC."
     return (
-        "The key is refused at once and for ever, by every verifier, even while the secret backend and the broker are "
-        "down; its copy in the backend is destroyed later. There is no way back; a new key can be issued. "
-        f"The merchant is told. {used}"
+        "Every verifier refuses the key immediately and permanently, even while the secret backend and the broker are "
+        "down; the copy in the backend is destroyed later. This cannot be undone, but a new key can be issued. "
+        f"The merchant is notified. {used}"
     )
 
 
@@ -134,7 +136,7 @@ class KeyAdmin(ConsoleModelAdmin):
             "Show",
             P.KEYS_READ,
             read_public_string,
-            "A public key stands in browsers and apps; it may be shown again at any time.",
+            "A public key is visible in browsers and apps, so it can be shown again at any time.",
             is_available=lambda key: key.credential.kind == KeyKind.PUBLIC and key.state not in DEAD_STATES,
         ),
     )
@@ -144,7 +146,7 @@ class KeyAdmin(ConsoleModelAdmin):
             "Suspend",
             P.KEYS_SUSPEND,
             _suspend,
-            lambda key: "The key is refused from now on, until somebody resumes it. An open rotation stalls.",
+            lambda key: "The key is refused until an operator resumes it. An open rotation stalls.",
             is_available=_can_become(KeyState.SUSPENDED),
             warn=warn_if_last_key,
         ),
@@ -153,7 +155,7 @@ class KeyAdmin(ConsoleModelAdmin):
             "Resume",
             P.KEYS_RESUME,
             _resume,
-            lambda key: "The key is good again, for everybody who holds it.",
+            lambda key: "The key works again for everyone who holds it.",
             form=VersionedForm,
             is_available=lambda key: key.state == KeyState.SUSPENDED,
             tone=Tone.GOOD,
@@ -207,7 +209,7 @@ class KeyAdmin(ConsoleModelAdmin):
         key = self.find_row(request, object_id)
         receipt = find_receipt(sequence)
         if receipt is None or receipt.subject != key.alters():
-            raise NotFoundError("The key has no such change.")
+            raise NotFoundError("The key has no change with this sequence number.")
         detail = receipt_detail(receipt, key_link(key), str(key.credential.account))
         crumbs = [*self._crumbs(), Link(self.name_of(key), self.url_of(key))]
         context = {"title": detail.title, "detail": detail, "sections": detail.sections, "crumbs": crumbs}
@@ -286,10 +288,10 @@ class KeyAdmin(ConsoleModelAdmin):
                         ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
                         ("Kind", f"{credential.kind} API key"),
                         ("Label", credential.label),
-                        ("String in the secret backend", row.get_material_display()),
+                        ("Copy in the secret backend", row.get_material_display()),
                     ],
                 ),
-                FactTable("Life", list(_life(row))),
+                FactTable("Lifecycle", list(_life(row))),
                 *exposure_tables(row),
                 *use_tables(row),
             ],
@@ -305,7 +307,7 @@ def _life(key: Key) -> Iterable[tuple[str, Any]]:
     yield "Created", moment(key.created_at)
     for label, at in (
         ("Activated", key.activated_at),
-        ("Suspended last", key.suspended_at),
+        ("Last suspended", key.suspended_at),
         ("Deactivated", key.deactivated_at),
         ("Compromised", key.compromised_at),
         ("Destroyed", key.destroyed_at),
@@ -317,7 +319,7 @@ def _life(key: Key) -> Iterable[tuple[str, Any]]:
     if key.reason:
         yield "Reason", REASONS[RevocationReason(key.reason)]
     if key.state in DEAD_STATES:
-        yield "End confirmed by", receipt_cell(key)
+        yield "Revocation confirmed by", receipt_cell(key)
     yield "Expires", moment(key.expires_at, missing="never")
     yield from use_facts(key)
 
@@ -325,11 +327,11 @@ def _life(key: Key) -> Iterable[tuple[str, Any]]:
 def _notes(key: Key) -> Iterable[str]:
     account = key.credential.account
     if key.state == KeyState.ACTIVE and key.expires_at is not None and key.expires_at <= datetime.now(UTC):
-        yield "It has expired and is refused; the record of that follows in a moment."
+        yield "The key has expired and is refused. Its state is updated shortly."
     if key.state == KeyState.ACTIVE and account.status != "active":
-        yield "Its account is suspended: the key is refused."
+        yield "The account is suspended, so the key is refused."
     elif key.state == KeyState.ACTIVE and account.merchant.status != "active":
-        yield "Its merchant is suspended: the key is refused."
+        yield "The merchant is suspended, so the key is refused."
 
 
 def use_of(key: Key, name: str) -> Any:

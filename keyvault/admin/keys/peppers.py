@@ -20,10 +20,10 @@ from keyvault.services.peppers.ring import list_served_sets
 
 _MAX_DORMANT = 100
 _NOTE = (
-    "A key moves to the newest version when it is used. manage.py retire_pepper ends a version that nothing leans on: "
-    "rotate or revoke the keys that are not used."
+    "A key moves to the newest version when it is used. manage.py retire_pepper retires a version that no key depends "
+    "on; rotate or revoke unused keys first."
 )
-_STORED = {True: "yes", False: "no", None: "it does not answer"}
+_STORED = {True: "yes", False: "no", None: "the secret backend does not respond"}
 
 
 class PepperVersionAdmin(ConsoleModelAdmin):
@@ -48,11 +48,11 @@ class PepperVersionAdmin(ConsoleModelAdmin):
     def stage(self, row: PepperVersion) -> SafeString:
         return badge(_stage(row))
 
-    @admin.display(description="makes digests from (UTC)", ordering="hashes_from_at")
+    @admin.display(description="used for digests from (UTC)", ordering="hashes_from_at")
     def since(self, row: PepperVersion) -> SafeString:
         return short_moment(row.hashes_from_at, missing=_missing(row.number))
 
-    @admin.display(description="made (UTC)", ordering="created_at")
+    @admin.display(description="created (UTC)", ordering="created_at")
     def made_at(self, row: PepperVersion) -> SafeString:
         return short_moment(row.created_at)
 
@@ -83,19 +83,19 @@ def _stage(row: PepperVersion) -> str:
 
 
 def _missing(number: int) -> str:
-    return "the beginning" if number == 1 else "not yet"
+    return "the start" if number == 1 else "not yet"
 
 
 def _times(state: PepperState) -> FactTable:
     return FactTable(
-        "Life",
+        "Lifecycle",
         [
-            ("Made", moment(state.created_at)),
-            ("Makes digests from", moment(state.hashes_from_at, missing=_missing(state.number))),
-            ("Processes that have not loaded it yet", ", ".join(state.lagging) or "none"),
-            ("Makes the digests now", "yes" if state.is_hashing else "no"),
+            ("Created", moment(state.created_at)),
+            ("Used for digests from", moment(state.hashes_from_at, missing=_missing(state.number))),
+            ("Processes that have not loaded it", ", ".join(state.lagging) or "none"),
+            ("Used for digests now", "yes" if state.is_hashing else "no"),
             ("Retired", moment(state.retired_at)),
-            ("Material may be destroyed from", moment(state.destroyable_from)),
+            ("Material can be destroyed from", moment(state.destroyable_from)),
             ("Material destroyed", moment(state.destroyed_at)),
         ],
     )
@@ -104,21 +104,21 @@ def _times(state: PepperState) -> FactTable:
 def _usage_facts(state: PepperState) -> FactTable:
     subject = "service tokens" if state.pepper_set is PepperSet.SERVICE else "keys"
     return FactTable(
-        "Who leans on it",
+        "Usage",
         [
             (f"Living {subject}", state.living),
-            (f"Of them not used for {DORMANT_DAYS} days", state.dormant),
+            (f"Living, not used for {DORMANT_DAYS} days", state.dormant),
             (f"Dead {subject}", state.dead),
-            ("In the way of its retirement", state.leaning or "nothing"),
+            ("Blocks retirement", state.leaning or "nothing"),
         ],
     )
 
 
 def _location_facts(state: PepperState) -> FactTable:
     return FactTable(
-        "Where it is",
+        "Location",
         [
-            ("In this process, check value right", "yes" if state.is_loaded else "no"),
+            ("Loaded in this process, check value correct", "yes" if state.is_loaded else "no"),
             ("In the secret backend", _STORED[state.stored]),
         ],
     )

@@ -49,9 +49,9 @@ def receipt_detail(receipt: Receipt, about: SafeString, account: str) -> Detail:
             ),
             Table(
                 "Verifiers",
-                ("Verifier", "Door", "State", "Confirmed (UTC)", "After", "Heard of last (UTC)"),
+                ("Verifier", "Entry point", "State", "Confirmed (UTC)", "After", "Last report (UTC)"),
                 [_row(receipt, verifier) for verifier in receipt.verifiers],
-                empty="None is known: every verdict is made from the database.",
+                empty="No verifiers. Verifiers with cached keys appear here; without them, verdicts use the database.",
             ),
         ],
         refresh_seconds=None if receipt.is_complete else _REFRESH_SECONDS,
@@ -61,17 +61,17 @@ def receipt_detail(receipt: Receipt, about: SafeString, account: str) -> Detail:
 def _summarize(receipt: Receipt) -> str:
     confirmed, waiting = len(receipt.of(VerifierProgress.CONFIRMED)), len(receipt.of(VerifierProgress.WAITING))
     if not confirmed + waiting:
-        return "no verifier: none is live"
+        return "no live verifiers"
     return f"{confirmed} of {confirmed + waiting} verifiers"
 
 
 def _notes(receipt: Receipt) -> Iterable[str]:
     if not receipt.is_complete:
-        yield "Waits for the verifiers that have not confirmed yet; this page looks again by itself."
+        yield "Some verifiers have not confirmed yet. This page refreshes automatically."
     if receipt.of(VerifierProgress.EXPIRED):
         yield (
-            "An expired verifier was silent for longer than its staleness bound: it answers from memory no longer, "
-            "and is not waited for."
+            "An expired verifier has not reported for longer than its staleness bound. It no longer uses cached "
+            "verdicts, so its confirmation is not required."
         )
 
 
@@ -91,7 +91,7 @@ def _after(receipt: Receipt, verifier: VerifierStanding) -> SafeString | str:
     if seconds is None or receipt.changed_at is None:
         return ""
     if verifier.started_at > receipt.changed_at:
-        return format_html('<span class="quiet">{}</span>', "as it started")
+        return format_html('<span class="quiet">{}</span>', "at startup")
     return f"{seconds * 1000:,.0f} ms"
 
 

@@ -36,30 +36,30 @@ SCOPES = {
 
 
 class TokenForm(ActionForm):
-    name = forms.CharField(max_length=100, help_text="Which service will hold it.")
+    name = forms.CharField(max_length=100, help_text="Service that will use the token.")
     scope = forms.ChoiceField(label="Environments", choices=[(scope.value, label) for scope, label in SCOPES.items()])
     permissions = forms.MultipleChoiceField(
         choices=[(permission.value, permission.value) for permission in sorted(SERVICE_PERMISSIONS)],
         widget=forms.CheckboxSelectMultiple,
-        help_text="A service never approves anything: that is for people.",
+        help_text="A service cannot approve anything; only people can.",
     )
     merchants = forms.ModelMultipleChoiceField(
         queryset=Merchant.objects.order_by("merchant_id"), required=False, widget=forms.CheckboxSelectMultiple
     )
-    all_merchants = forms.BooleanField(required=False, label="All merchants, those of the future too")
+    all_merchants = forms.BooleanField(required=False, label="All merchants, including future ones")
     lifetime_days = forms.IntegerField(
         label="Lifetime in days", min_value=1, max_value=LONGEST_DAYS, initial=DEFAULT_DAYS
     )
     is_probe = forms.BooleanField(
         required=False,
-        label="For test calls of our own",
-        help_text="What it verifies is shown as a probe, and counts as no use of a key: no rotation goes by it.",
+        label="For probes",
+        help_text="Verifications with this token are recorded as probes and do not count as key use or as proof.",
     )
 
     def clean(self) -> dict[str, Any]:
         cleaned: dict[str, Any] = super().clean() or self.cleaned_data
         if bool(cleaned.get("merchants")) == bool(cleaned.get("all_merchants")):
-            self.add_error("merchants", "Choose merchants, or all of them; not both, not neither.")
+            self.add_error("merchants", "Choose either merchants or all merchants.")
         return cleaned
 
 
@@ -69,7 +69,7 @@ class RotateTokenForm(ActionForm):
         min_value=0,
         max_value=LONGEST_OVERLAP_HOURS,
         initial=24,
-        help_text="So long the old token stays good beside the new one, but never longer than it was to be anyway.",
+        help_text="How long the old token stays valid beside the new one, but not beyond its expiry.",
     )
 
 
@@ -116,9 +116,9 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
             P.TOKENS_WRITE,
             TokenForm,
             _create,
-            "A backend service proves itself with it on /v1. You answer for what it asks: whoever made a token "
-            "cannot approve what is asked with it.",
-            "Create and show once",
+            "A backend service authenticates to /v1 with the token. You are accountable for its requests and cannot "
+            "approve them. The next page shows the token once.",
+            "Create service token",
         ),
     )
     row_actions = (
@@ -128,8 +128,8 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
             P.TOKENS_WRITE,
             _rotate,
             lambda token: (
-                "A new token with the same rights is shown on the next page, this once, and the old one ends "
-                "after the overlap. From now on you answer for what the new one asks."
+                "The next page shows a new token with the same permissions once. The old token ends after the overlap. "
+                "You are accountable for the requests of the new token."
             ),
             form=RotateTokenForm,
             is_available=lambda token: token_state(token) == "active",
@@ -139,7 +139,7 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
             "Revoke token",
             P.TOKENS_WRITE,
             _revoke,
-            lambda token: "The service that holds it is refused at once and for ever.",
+            lambda token: "The service that uses the token is refused immediately and permanently.",
             is_available=lambda token: token.revoked_at is None,
             tone=Tone.DANGER,
         ),
@@ -169,9 +169,9 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
     def expires(self, token: ServiceToken) -> SafeString:
         return short_moment(token.expires_at)
 
-    @admin.display(description="made by", ordering="creator__username")
+    @admin.display(description="created by", ordering="creator__username")
     def creator_name(self, token: ServiceToken) -> str:
-        return "the host's command line" if token.creator is None else token.creator.username
+        return "command line on the host" if token.creator is None else token.creator.username
 
     def summary(self, row: ServiceToken) -> FactTable:
         return FactTable("Service token", list(self._facts(row)))
@@ -180,7 +180,9 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
         life: list[tuple[str, Any]] = [("Created", moment(row.created_at)), ("Expires", moment(row.expires_at))]
         if row.revoked_at is not None:
             life.append(("Revoked", moment(row.revoked_at)))
-        return Detail(title=row.name, state=token_state(row), sections=[self.summary(row), FactTable("Life", life)])
+        return Detail(
+            title=row.name, state=token_state(row), sections=[self.summary(row), FactTable("Lifecycle", life)]
+        )
 
     def _facts(self, token: ServiceToken) -> Iterable[tuple[str, Any]]:
         yield "Token id", mono(token.token_id)
@@ -189,8 +191,8 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
         yield "Permissions", ", ".join(token.permissions)
         yield "Merchants", self.merchants_text(token)
         if token.is_probe:
-            yield "Use", "probes: test calls of our own, which count as no use of a key"
-        yield "Made by", self.creator_name(token)
+            yield "Use", "probes, which do not count as key use"
+        yield "Created by", self.creator_name(token)
 
 
 def token_state(token: ServiceToken) -> str:

@@ -56,23 +56,23 @@ from keyvault.services.offboarding import MerchantAssets, count_belongings, offb
 
 class MerchantForm(ActionForm):
     merchant_id = forms.CharField(
-        label="Merchant id", max_length=64, help_text="a-z, 0-9 and inner hyphens. It never changes."
+        label="Merchant id", max_length=64, help_text="a-z, 0-9 and inner hyphens. The id cannot be changed later."
     )
     name = forms.CharField(label="Name", max_length=200)
 
 
 class OffboardForm(ReasonForm):
     merchant_id = forms.CharField(
-        label="The merchant's id, typed once more",
+        label="Merchant id, typed again",
         max_length=64,
         widget=forms.TextInput(attrs={"autocomplete": "off", "class": "mono"}),
-        help_text="There is no way back: this is to be sure that it is the right one.",
+        help_text="Offboarding cannot be undone. Type the id to confirm the merchant.",
     )
 
 
 def _create(grant: Grant, cleaned: Cleaned) -> ActionResult:
     merchant = create_merchant(grant, **cleaned)
-    return ActionResult(f"{merchant} exists, with an account in sandbox and one in production.", row=merchant)
+    return ActionResult(f"Created {merchant} with accounts in sandbox and production.", row=merchant)
 
 
 def _suspend_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResult:
@@ -88,11 +88,11 @@ def _resume_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Acti
 def _offboard(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResult:
     if cleaned["merchant_id"].strip() != merchant.merchant_id:
         raise RequestInvalidError(
-            "Nothing was ended.", [Fault("/merchant_id", f"This is not the id of {merchant.name}.")]
+            "Nothing was revoked.", [Fault("/merchant_id", f"This is not the id of {merchant.name}.")]
         )
     result = offboard_merchant(grant, merchant, cleaned["why"])
-    left = f"Left, offboard it again: {result.left.words()}." if result.left else "Nothing is left."
-    return ActionResult(f"{merchant} has left. Ended in {result.ended.words()}. {left}")
+    left = f"Not finished, offboard again: {result.left.words()}." if result.left else "Nothing remains."
+    return ActionResult(f"Offboarded {merchant}. Revoked in {result.ended.words()}. {left}")
 
 
 def _count_assets(merchant: Merchant) -> MerchantAssets:
@@ -113,7 +113,7 @@ def _limit(account: Account) -> str:
     """Return the account's own limit, or the default of its environment."""
     own = limit_of(account.limit_count, account.limit_seconds)
     limit = own or default_limit(Environment(account.environment))
-    return f"{limit.count} per {seconds(limit.seconds)}" + ("" if own else " (the environment's default)")
+    return f"{limit.count} per {seconds(limit.seconds)}" + ("" if own else " (default of the environment)")
 
 
 def _is_active(row: Merchant | Account) -> bool:
@@ -137,7 +137,9 @@ class MerchantAdmin(ConsoleModelAdmin):
             "Suspend merchant",
             P.MERCHANTS_WRITE,
             _suspend_merchant,
-            lambda merchant: "Every key of the merchant is refused, in sandbox and in production, until it is resumed.",
+            lambda merchant: (
+                "Every key of the merchant is refused in sandbox and production until the merchant is resumed."
+            ),
             is_available=_is_active,
             tone=Tone.DANGER,
         ),
@@ -146,7 +148,7 @@ class MerchantAdmin(ConsoleModelAdmin):
             "Resume merchant",
             P.MERCHANTS_WRITE,
             _resume_merchant,
-            lambda merchant: "The merchant's active keys are good again, where the account is not suspended by itself.",
+            lambda merchant: "The merchant's active keys work again, except in accounts that are suspended themselves.",
             form=VersionedForm,
             is_available=_is_suspended,
             tone=Tone.GOOD,
@@ -157,10 +159,10 @@ class MerchantAdmin(ConsoleModelAdmin):
             P.MERCHANTS_OFFBOARD,
             _offboard,
             lambda merchant: (
-                "The merchant leaves: all that is counted here is revoked, at once and for ever, in sandbox and in "
-                "production, even while the secret backend and the broker are down. Open rotations end, and copies in "
-                "the secret backend are destroyed, as soon as the workers can. The merchant stays listed with its "
-                "history, and never becomes active again. If this is interrupted, do it again."
+                "Everything counted below is revoked immediately and permanently in sandbox and production, even "
+                "while the secret backend and the broker are down. The workers then end open rotations and destroy "
+                "the copies in the secret backend. The merchant stays listed with its history and cannot become "
+                "active again. If this is interrupted, repeat it."
             ),
             form=OffboardForm,
             is_available=lambda merchant: not _is_offboarded(merchant) or bool(_count_assets(merchant)),
@@ -174,7 +176,7 @@ class MerchantAdmin(ConsoleModelAdmin):
             P.MERCHANTS_WRITE,
             MerchantForm,
             _create,
-            "A merchant gets an account in each environment, and each account an audit chain of its own.",
+            "Creates the merchant with an account in each environment; each account has its own audit chain.",
             "Create merchant",
         ),
     )
@@ -200,8 +202,8 @@ class MerchantAdmin(ConsoleModelAdmin):
                 ("Merchant id", mono(row)),
                 ("Name", row.name),
                 ("Status", badge(row.status)),
-                *((f"Has in {environment}", held.words()) for environment, held in has.accounts.items()),
-                ("Service tokens for it alone", has.service_tokens),
+                *((f"Assets in {environment}", held.words()) for environment, held in has.accounts.items()),
+                ("Service tokens of this merchant only", has.service_tokens),
             ],
         )
 
@@ -232,15 +234,15 @@ class MerchantAdmin(ConsoleModelAdmin):
 
 def _merchant_note(merchant: Merchant) -> str:
     if _is_offboarded(merchant):
-        return "The merchant has left: no key is good here, nor will be."
-    return "The merchant as a whole is suspended: no key is good here."
+        return "The merchant was offboarded. All keys of this account are refused permanently."
+    return "The merchant is suspended, so all keys of this account are refused."
 
 
 def _notes(merchant: Merchant) -> Iterable[str]:
     if _is_offboarded(merchant):
-        yield "It has left, and does not come back. No key of it is good."
+        yield "The merchant was offboarded. All its keys are refused permanently."
         if left := _count_assets(merchant):
-            yield f"Not all of it is ended yet: offboard it again. Left in {left.words()}."
+            yield f"Offboarding is not finished; offboard the merchant again. Remaining in {left.words()}."
 
 
 class AccountAdmin(ConsoleModelAdmin):
@@ -252,7 +254,9 @@ class AccountAdmin(ConsoleModelAdmin):
             "Suspend account",
             P.MERCHANTS_WRITE,
             _suspend_account,
-            lambda account: f"Every key of the merchant is refused in {account.environment} until it is resumed.",
+            lambda account: (
+                f"Every key of the merchant is refused in {account.environment} until the account is resumed."
+            ),
             is_available=lambda account: _is_active(account) and not _is_offboarded(account.merchant),
             tone=Tone.DANGER,
         ),
@@ -261,7 +265,7 @@ class AccountAdmin(ConsoleModelAdmin):
             "Resume account",
             P.MERCHANTS_WRITE,
             _resume_account,
-            lambda account: f"The merchant's active keys are good again in {account.environment}.",
+            lambda account: f"The merchant's active keys work again in {account.environment}.",
             form=VersionedForm,
             is_available=lambda account: _is_suspended(account) and not _is_offboarded(account.merchant),
             tone=Tone.GOOD,
@@ -294,7 +298,7 @@ class AccountAdmin(ConsoleModelAdmin):
     def status_badge(self, account: Account) -> SafeString:
         return badge(account.status)
 
-    @admin.display(description="the merchant's status", ordering="merchant__status")
+    @admin.display(description="merchant status", ordering="merchant__status")
     def merchant_badge(self, account: Account) -> SafeString:
         return badge(account.merchant.status)
 
@@ -333,7 +337,7 @@ class AccountAdmin(ConsoleModelAdmin):
                     [
                         ("Client configuration", mono(json.dumps(row.client_configuration, sort_keys=True))),
                         ("Allowed origins", mono(" ".join(row.allowed_origins)) if row.allowed_origins else NOTHING),
-                        ("Customer tokens live at most", seconds(row.customer_token_seconds)),
+                        ("Maximum customer token lifetime", seconds(row.customer_token_seconds)),
                     ],
                 ),
             ],

@@ -76,15 +76,15 @@ class CredentialsForm(ActionForm):
     credentials = SecretField(
         label="Credentials",
         max_length=2 * MOST_BYTES,
-        help_text=f"One secret text, or a flat JSON object of texts; at most {MOST_BYTES} bytes. Never shown again.",
+        help_text=f"A secret string or a flat JSON object of strings; at most {MOST_BYTES} bytes. Never shown again.",
     )
 
 
 class ConnectionForm(CredentialsForm):
-    merchant = forms.CharField(max_length=64, help_text="The merchant's id.")
+    merchant = forms.CharField(max_length=64, help_text="Merchant id.")
     environment = forms.ChoiceField(
         choices=[(env.value, env.value) for env in Environment],
-        help_text="Test mode in sandbox, live mode in production: it follows from this.",
+        help_text="Sandbox uses test mode, production uses live mode.",
     )
     provider = forms.CharField(max_length=64, help_text="a-z, 0-9 and inner hyphens, such as stripe.")
 
@@ -102,17 +102,17 @@ def _account(cleaned: Cleaned) -> Account:
 def _set(grant: Grant, cleaned: Cleaned) -> ActionResult:
     account = _account(cleaned)
     connection = set_connection(grant, account, cleaned["provider"], cleaned["credentials"])
-    return ActionResult(f"Stored: {connection} of {account}.", row=connection)
+    return ActionResult(f"Stored {connection} of {account}.", row=connection)
 
 
 def _replace(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> ActionResult:
     replace_connection(grant, connection, cleaned["credentials"])
-    return ActionResult("Replaced. What was stored before is destroyed by a worker.")
+    return ActionResult("Credentials replaced. A worker destroys the previous ones.")
 
 
 def _remove(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> ActionResult:
     remove_connection(grant, connection)
-    return ActionResult("Removed. What was stored is erased by a worker.")
+    return ActionResult("Connection removed. A worker erases the credentials.")
 
 
 def _is_present(connection: ProviderConnection) -> bool:
@@ -133,9 +133,9 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
             P.CONNECTIONS_WRITE,
             ConnectionForm,
             _set,
-            "The credentials go to the secret backend, where the merchant's own backend reads them as it reads its "
-            "private keys, and in place of those that the account has for this provider. No page shows them again.",
-            "Store",
+            "Stores the credentials in the secret backend, where the merchant's backend reads them like its private "
+            "keys. They replace the account's credentials for this provider and are never shown again.",
+            "Store credentials",
             account_of=_account,
             preset=lambda query: {name: query.get(name) for name in ("merchant", "environment")},
         ),
@@ -147,8 +147,8 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
             P.CONNECTIONS_WRITE,
             _replace,
             lambda connection: (
-                "Whoever reads the connection gets the new credentials from this moment on; those that are stored now "
-                f"are destroyed. They are in {connection.mode} mode, as the environment is."
+                "Readers of the connection get the new credentials immediately; the stored ones are destroyed. "
+                f"The environment requires credentials in {connection.mode} mode."
             ),
             form=ReplaceForm,
             is_available=_is_present,
@@ -159,8 +159,8 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
             P.CONNECTIONS_WRITE,
             _remove,
             lambda connection: (
-                "The credentials are erased from the secret backend, for ever. Whoever pays with them has to stop "
-                "first; at the provider they are good until they are revoked there."
+                "The credentials are permanently erased from the secret backend. Stop using them first. "
+                "At the provider they stay valid until they are revoked there."
             ),
             is_available=_is_present,
             tone=Tone.DANGER,
@@ -245,7 +245,7 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
 
 def place_rows(place: Mapping[str, str]) -> list[tuple[str, Any]]:
     """Return rows that state where the merchant's backend reads the secret; empty if it reads none."""
-    labels = {"backend_mount": "The merchant reads it in the mount", "backend_path": "At the path"}
+    labels = {"backend_mount": "Mount that the merchant reads", "backend_path": "Path that the merchant reads"}
     return [(labels[name], mono(text)) for name, text in place.items()]
 
 

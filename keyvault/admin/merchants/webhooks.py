@@ -58,13 +58,13 @@ _MAX_DELIVERIES = 25
 
 
 class EndpointForm(ActionForm):
-    merchant = forms.CharField(max_length=64, help_text="The merchant's id.")
+    merchant = forms.CharField(max_length=64, help_text="Merchant id.")
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
     url = forms.CharField(
-        label="Address",
+        label="URL",
         max_length=LONGEST_URL,
-        help_text="https, such as https://acme.example/hooks/keys. Nothing is sent before something happens; "
-        "a test can be sent from its page.",
+        help_text="An https URL such as https://acme.example/hooks/keys. Messages are sent when events occur; "
+        "a test message can be sent from the page of the endpoint.",
     )
 
 
@@ -74,7 +74,7 @@ class RotateSecretForm(ActionForm):
         min_value=0,
         max_value=LONGEST_OVERLAP_HOURS,
         initial=DEFAULT_OVERLAP_HOURS,
-        help_text="So long both secrets sign each message, so that the merchant can change over in between.",
+        help_text="How long both secrets sign each message while the merchant switches.",
     )
 
 
@@ -94,17 +94,17 @@ def _rotate(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Action
 
 def _disable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
     disable_endpoint(grant, endpoint, cleaned["why"])
-    return ActionResult("Disabled: nothing is sent there any more.")
+    return ActionResult("Endpoint disabled. No more messages are sent to it.")
 
 
 def _enable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
     resent = enable_endpoint(grant, endpoint)
-    return ActionResult(f"Enabled. Messages that had been given up and are sent again: {resent}.")
+    return ActionResult(f"Endpoint enabled. Abandoned messages sent again: {resent}.")
 
 
 def _test(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
     send_test(grant, endpoint)
-    return ActionResult("The test is on its way: in a moment it stands first among the deliveries.")
+    return ActionResult("Test message queued. It appears first in the list of deliveries.")
 
 
 def _is_enabled(endpoint: WebhookEndpoint) -> bool:
@@ -125,9 +125,9 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             P.WEBHOOKS_WRITE,
             EndpointForm,
             _add,
-            "The account is told there of what happens to its keys, in the Standard Webhooks format. Its signing "
-            "secret is shown on the next page, this once: the merchant proves each message with it.",
-            "Add and show the secret once",
+            "Notifies the account of changes to its keys, in the Standard Webhooks format. The next page shows the "
+            "signing secret once; the merchant verifies each message with it.",
+            "Add endpoint",
             account_of=_account,
             preset=lambda query: {name: query.get(name) for name in ("merchant", "environment")},
         ),
@@ -135,10 +135,10 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
     row_actions = (
         RowAction(
             "test",
-            "Send a test",
+            "Send test",
             P.WEBHOOKS_WRITE,
             _test,
-            lambda endpoint: "A message of the type webhook.test, signed as every other, and tried once.",
+            lambda endpoint: "Sends a signed message of type webhook.test. It is not retried.",
             is_available=_is_enabled,
         ),
         RowAction(
@@ -146,10 +146,10 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             "Rotate secret",
             P.WEBHOOKS_WRITE,
             _rotate,
-            lambda endpoint: "A new signing secret is shown on the next page, this once.",
+            lambda endpoint: "The next page shows a new signing secret once.",
             form=RotateSecretForm,
             warn=lambda endpoint: (
-                "The overlap of the last rotation goes on: the secret before that one ends at once."
+                "The overlap of the last rotation is not over. The older secret ends immediately."
                 if _is_in_overlap(endpoint)
                 else ""
             ),
@@ -159,7 +159,7 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             "Enable",
             P.WEBHOOKS_WRITE,
             _enable,
-            lambda endpoint: "Messages go there again, and first those of the last 7 days that were given up.",
+            lambda endpoint: "Messages are sent again, starting with those abandoned in the last 7 days.",
             form=VersionedForm,
             is_available=lambda endpoint: not _is_enabled(endpoint),
             tone=Tone.GOOD,
@@ -169,7 +169,7 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             "Disable",
             P.WEBHOOKS_WRITE,
             _disable,
-            lambda endpoint: "Nothing is sent there any more, and what is on its way is given up.",
+            lambda endpoint: "No more messages are sent, and pending messages are abandoned.",
             form=ReasonForm,
             is_available=_is_enabled,
             tone=Tone.DANGER,
@@ -211,7 +211,7 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
         return FactTable(
             "Webhook endpoint",
             [
-                ("Address", mono(row.url)),
+                ("URL", mono(row.url)),
                 ("Account", link(reverse("admin:keyvault_account_change", args=[row.account_id]), row.account)),
                 ("Environment", badge(row.account.environment)),
             ],
@@ -220,13 +220,13 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: WebhookEndpoint) -> Detail:
         life: list[tuple[str, Any]] = [("Created", moment(row.created_at))]
         if _is_in_overlap(row):
-            life.append(("The secret before signs too until", moment(row.previous_until)))
+            life.append(("Previous secret signs until", moment(row.previous_until)))
         if row.disabled_at is not None:
-            life += [("Disabled", moment(row.disabled_at)), ("Why", row.disabled_why)]
+            life += [("Disabled", moment(row.disabled_at)), ("Reason", row.disabled_why)]
         return Detail(
             title=host_of(row),
             state=_state(row),
-            sections=[self.summary(row), FactTable("Life", life), _deliveries(request, row)],
+            sections=[self.summary(row), FactTable("Lifecycle", life), _deliveries(request, row)],
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
@@ -239,7 +239,7 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
         endpoints = row.webhook_endpoints.order_by("created_at")
         table = Table(
             "Webhook endpoints",
-            ["address", "state", "created (UTC)"],
+            ["URL", "state", "created (UTC)"],
             [
                 [link(self.url_of(each), each.url), badge(_state(each)), short_moment(each.created_at)]
                 for each in endpoints
@@ -261,7 +261,7 @@ def _deliveries(request: HttpRequest, endpoint: WebhookEndpoint) -> Table:
     is_linked = may(request, P.NOTICES_READ)
     return Table(
         "Last deliveries",
-        ["what", "announced (UTC)", "state", "attempts", "last answer", "delivered, or next attempt (UTC)"],
+        ["event", "created (UTC)", "state", "attempts", "last response", "delivered or next attempt (UTC)"],
         [
             [
                 link(reverse("admin:keyvault_notice_change", args=[row.notice_id]), row.notice.kind)
@@ -275,7 +275,7 @@ def _deliveries(request: HttpRequest, endpoint: WebhookEndpoint) -> Table:
             ]
             for row in rows
         ],
-        empty="Nothing was sent there yet.",
+        empty="No deliveries yet. Messages sent to the endpoint appear here.",
     )
 
 

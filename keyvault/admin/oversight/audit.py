@@ -167,17 +167,17 @@ class AuditEntryAdmin(ConsoleModelAdmin):
                 ),
                 FactTable("Details", [(name, _detail_cell(name, value)) for name, value in body["details"].items()]),
                 FactTable(
-                    "Place in the chain",
+                    "Position in the chain",
                     [
                         ("Chain", mono(row.chain_id)),
                         ("Sequence", row.sequence),
-                        ("Hash of the entry before it", mono(bytes(row.previous).hex())),
-                        ("Its own hash", mono(bytes(row.hash).hex())),
+                        ("Hash of the previous entry", mono(bytes(row.previous).hex())),
+                        ("Hash of this entry", mono(bytes(row.hash).hex())),
                         ("Stored bytes", mono(bytes(row.body).decode())),
                     ],
                 ),
             ],
-            notes=["manage.py audit_verify walks every chain and checkpoint and names the first that does not hold."],
+            notes=["manage.py audit_verify verifies every chain and checkpoint and reports the first invalid one."],
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
@@ -194,7 +194,7 @@ class AuditEntryAdmin(ConsoleModelAdmin):
 
 
 def _checkpoints() -> Table:
-    columns = ("scope", "newest", "signed (UTC)", "signer", "entries after it", "against the log")
+    columns = ("scope", "newest", "signed (UTC)", "signer", "unsigned entries", "verification")
     rows = [
         (
             badge(status.scope),
@@ -221,7 +221,7 @@ def _holds(status: CheckpointStatus) -> SafeString:
     if status.fault is not None:
         return format_html("{} {}", badge("broken"), status.fault)
     if status.unchecked is not None:
-        return format_html("{} the signer does not say its public key", badge("not_checked"))
+        return format_html("{} the public key of the signer is unavailable", badge("not_checked"))
     return badge("holds")
 
 

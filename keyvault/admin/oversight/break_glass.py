@@ -35,7 +35,7 @@ PAGES = {"req_": "keyvault_issuancerequest", "rot_": "rotation_rotation"}
 
 def _review(grant: Grant, action: BreakGlass, cleaned: Cleaned) -> ActionResult:
     review_break_glass(grant, action)
-    return ActionResult("Marked as reviewed, under your name.")
+    return ActionResult("Marked as reviewed under your name.")
 
 
 class ReviewedFilter(admin.SimpleListFilter):
@@ -53,16 +53,16 @@ class ReviewedFilter(admin.SimpleListFilter):
 
 class BreakGlassAdmin(ConsoleModelAdmin):
     view_permissions = (P.BREAK_GLASS_REVIEW, P.AUDIT_READ)
-    section, singular, plural = "Oversight", "Break-glass act", "Break-glass acts"
+    section, singular, plural = "Oversight", "Break-glass action", "Break-glass actions"
     row_actions = (
         RowAction(
             "review",
-            "Mark reviewed",
+            "Mark as reviewed",
             P.BREAK_GLASS_REVIEW,
             _review,
             lambda action: (
-                "You say that you have looked at why this was done, and by whom. "
-                "It takes another person than the one who did it, and than the one who asked for it."
+                "You confirm that you have checked who did this and why. "
+                "The reviewer must be neither the person who did it nor the requester."
             ),
             form=VersionedForm,
             is_available=lambda action: action.reviewed_at is None,
@@ -95,14 +95,14 @@ class BreakGlassAdmin(ConsoleModelAdmin):
 
     def summary(self, row: BreakGlass) -> FactTable:
         return FactTable(
-            "What was done",
+            "Action",
             [
                 ("Event", mono(row.event)),
-                ("About", _subject(row)),
+                ("Subject", _subject(row)),
                 ("By", row.operator.username),
-                ("Asked for by", _names(row.requester_person)),
-                ("User of the host", row.host_user or NOTHING),
-                ("Why it counts as break-glass", row.why),
+                ("Requested by", _names(row.requester_person)),
+                ("Host user", row.host_user or NOTHING),
+                ("Reason for break-glass", row.why),
                 ("When", moment(row.created_at)),
             ],
         )
@@ -126,9 +126,9 @@ class BreakGlassAdmin(ConsoleModelAdmin):
         if may(request, P.BREAK_GLASS_REVIEW):
             of_others = rows.exclude(requester_person=operator_of(request).person)
             others = self.decidable_rows(request, P.BREAK_GLASS_REVIEW, of_others)
-            yield self.attention_item("Break-glass acts to review", others, "?review=open", "action")
+            yield self.attention_item("Break-glass actions to review", others, "?review=open", "action")
         else:
-            yield self.attention_item("Break-glass acts that nobody has reviewed", rows, "?review=open")
+            yield self.attention_item("Break-glass actions not reviewed yet", rows, "?review=open")
 
     def line_of(self, row: BreakGlass) -> Line:
         return Line(self.url_of(row), str(row), f"by {row.operator.username}", row.created_at)
@@ -137,9 +137,9 @@ class BreakGlassAdmin(ConsoleModelAdmin):
 def _notes(person: str, action: BreakGlass) -> Iterable[str]:
     """Explain why the review button is missing."""
     if action.reviewed_at is None and person == action.person:
-        yield "This was done in your name, so you cannot review it: it takes another person."
+        yield "This was done under your name, so another person must review it."
     elif action.reviewed_at is None and person == action.requester_person:
-        yield "You asked for this, so you cannot review it: it takes another person."
+        yield "You requested this, so another person must review it."
 
 
 def _names(person: str) -> str:

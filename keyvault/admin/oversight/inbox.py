@@ -56,7 +56,7 @@ def _seen(grant: Grant, notice: Notice, cleaned: Cleaned) -> ActionResult:
 
 
 def _all_seen(grant: Grant, cleaned: Cleaned) -> ActionResult:
-    return ActionResult(f"Marked as seen: {mark_all_seen(grant, cleaned['until'])}.")
+    return ActionResult(f"Alarms marked as seen: {mark_all_seen(grant, cleaned['until'])}.")
 
 
 def _is_unseen(notice: Notice) -> bool:
@@ -68,7 +68,7 @@ class AlarmFilter(admin.SimpleListFilter):
     parameter_name = "what"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("unseen", "alarms to be seen"), ("alarms", "all alarms")]
+        return [("unseen", "unseen alarms"), ("alarms", "all alarms")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         if self.value() == "unseen":
@@ -86,7 +86,7 @@ class NoticeAdmin(ConsoleModelAdmin):
             P.NOTICES_MARK,
             AllSeenForm,
             _all_seen,
-            "Every alarm that had come when this page was opened. Who marked it is kept with each.",
+            "Marks every alarm that existed when this page was opened, under your name.",
             "Mark all as seen",
             preset=lambda query: {"until": datetime.now(UTC).isoformat()},
         ),
@@ -97,7 +97,7 @@ class NoticeAdmin(ConsoleModelAdmin):
             "Mark as seen",
             P.NOTICES_MARK,
             _seen,
-            lambda notice: "It leaves the alarms that wait, and stays in the inbox with your name.",
+            lambda notice: "The alarm leaves the front page and stays in the inbox with your name.",
             is_available=_is_unseen,
         ),
     )
@@ -142,7 +142,7 @@ class NoticeAdmin(ConsoleModelAdmin):
 
     def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         unseen = list_unseen().select_related("account__merchant").order_by("-created_at")
-        yield self.attention_item("Alarms that nobody has seen", unseen, "?what=unseen", "alarm")
+        yield self.attention_item("Unseen alarms", unseen, "?what=unseen", "alarm")
 
     def attention_count(self, request: HttpRequest) -> int:
         return count_unseen()
@@ -156,8 +156,8 @@ class NoticeAdmin(ConsoleModelAdmin):
         return FactTable(
             "Notice",
             [
-                ("What", mono(row.kind)),
-                ("About", _subject(row)),
+                ("Event", mono(row.kind)),
+                ("Subject", _subject(row)),
                 ("Account", _account(row)),
                 ("When", moment(row.created_at)),
             ],
@@ -165,7 +165,7 @@ class NoticeAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Notice) -> Detail:
         payload = [(name.replace("_", " "), _plain(value)) for name, value in sorted(row.payload.items())]
-        sections: list[FactTable | Table] = [self.summary(row), FactTable("Told with it", payload)]
+        sections: list[FactTable | Table] = [self.summary(row), FactTable("Payload", payload)]
         if row.seen_at is not None:
             seen_by = "" if row.seen_by is None else row.seen_by.get_username()
             sections.append(FactTable("Seen", [("By", seen_by), ("When", moment(row.seen_at))]))
@@ -181,7 +181,7 @@ def _state(notice: Notice) -> str:
 
 def _account(notice: Notice) -> SafeString | str:
     if notice.account is None:
-        return "none: this concerns the installation"
+        return "none; concerns the installation"
     return link(reverse("admin:keyvault_account_change", args=[notice.account_id]), notice.account)
 
 
@@ -219,8 +219,8 @@ def _plain(value: object) -> str:
 def _deliveries(notice: Notice) -> Table:
     rows = notice.deliveries.select_related("endpoint").order_by("pk")
     return Table(
-        "To the merchant's endpoints",
-        ["endpoint", "state", "attempts", "last answer", "delivered (UTC)"],
+        "Webhook deliveries",
+        ["endpoint", "state", "attempts", "last response", "delivered (UTC)"],
         [
             [
                 link(reverse("admin:keyvault_webhookendpoint_change", args=[row.endpoint_id]), row.endpoint.url),
@@ -231,5 +231,5 @@ def _deliveries(notice: Notice) -> Table:
             ]
             for row in rows
         ],
-        empty="None: the account had no enabled endpoint then, or this is for operators alone.",
+        empty="No deliveries: the account had no enabled endpoint, or the notice is for operators only.",
     )

@@ -32,7 +32,7 @@ class RefusalAdmin(ConsoleModelAdmin):
     list_display = ("request_id", "when", "code", "endpoint", "key")
     list_filter = ("environment", "code", "door")
     search_fields = ("=request_id", "=key_id", "=merchant_id")
-    search_help_text = "By request id, key id or merchant id. Kept for 30 days."
+    search_help_text = "By request id, key id or merchant id. Refusals are stored for 30 days."
     ordering = ("-at",)
 
     def get_urls(self) -> list[URLPattern]:
@@ -67,9 +67,9 @@ class RefusalAdmin(ConsoleModelAdmin):
             [
                 ("Request id", mono(row.request_id)),
                 ("When", moment(row.at)),
-                ("Door", row.door),
+                ("Entry point", row.door),
                 ("Environment", badge(row.environment)),
-                ("Endpoint", row.endpoint or "none of the catalog"),
+                ("Endpoint", row.endpoint or "not in the catalog"),
                 ("Key", _key(row)),
                 ("Merchant", row.merchant_id or "not proved"),
                 ("Client", mono(row.source) if row.source else NOTHING),

@@ -34,7 +34,7 @@ def post_add(desk: Desk, **changed: Any) -> Any:
 
 def test_endpoint_added_in_the_console_is_in_the_catalog_at_once(desk: Desk) -> None:
     answer = post_add(desk)
-    assert "verify and the gateways know it from now on" in text_of(answer)
+    assert "Verify and the gateways accept it from now on" in text_of(answer)
     found = find_endpoint("refunds.create")
     assert isinstance(found, Endpoint)
     assert (found.method, found.path, found.bearer, found.on_limiter_loss) == (

@@ -65,7 +65,7 @@ def test_account_page_offers_to_ask_for_its_key(desk: Desk) -> None:
 def test_account_page_shows_its_base_url_and_the_limit_in_force(desk: Desk) -> None:
     page = text_of(browser(desk.auditor).get(address("keyvault_account_change", desk.sandbox.pk)))
     assert "/sandbox</code>" in page
-    assert "25 per 1 second (the environment&#x27;s default)" in page
+    assert "25 per 1 second (default of the environment)" in page
     assert "1 hour" in page
 
 
@@ -143,8 +143,8 @@ def test_merchant_offboarded_in_the_console_counts_before_and_after(desk: Desk) 
     assert "1 key, 1 issuance request" in before
     answer = client.post(page, {"why": "contract ended", "merchant_id": "acme"}, follow=True)
     shown = text_of(answer)
-    assert "Ended in production: 1 key, 1 issuance request; sandbox: 1 key. Nothing is left." in shown
-    assert "It has left, and does not come back" in shown
+    assert "Revoked in production: 1 key, 1 issuance request; sandbox: 1 key. Nothing remains." in shown
+    assert "The merchant was offboarded" in shown
     assert Merchant.objects.get().status == "offboarded"
     assert set(Key.objects.values_list("state", flat=True)) == {"deactivated"}
 
@@ -181,12 +181,12 @@ def test_merchant_offboarded_is_offered_nothing_but_to_go_on(desk: Desk, monkeyp
         interrupted.setattr(offboarding, "_end_account", die)
         assert client.post(page, {"why": "x", "merchant_id": "acme"}).status_code == 409
     detail = text_of(client.get(address("keyvault_merchant_change", "acme")))
-    assert "Not all of it is ended yet" in detail
+    assert "Offboarding is not finished" in detail
     assert "sandbox: 1 key" in detail
     assert page in detail
     client.post(page, {"why": "x", "merchant_id": "acme"})
     detail = text_of(client.get(address("keyvault_merchant_change", "acme")))
-    assert "Not all of it" not in detail
+    assert "Offboarding is not finished" not in detail
     for act in ("offboard", "suspend", "resume"):
         assert address(f"keyvault_merchant_{act}", "acme") not in detail
         assert client.post(address(f"keyvault_merchant_{act}", "acme"), {"version": 2}).status_code in {400, 409}

@@ -115,7 +115,7 @@ def test_form_takes_a_public_key_which_is_confirmed_and_has_no_deadline(desk: De
     plan = plan_of(desk, key, retire_at=as_sent(retire_at))
     assert (plan.proof, plan.deadline, plan.retire_at) == (Proof.CONFIRMATION, None, retire_at)
     page = text_of(client.get(address("rotation_rotation_change", Rotation.objects.get().pk)))
-    assert "once, for a source that used it before · without effect for a public key" in page
+    assert "once, for a source that used it before · no effect for a public key" in page
 
 
 @pytest.mark.parametrize(

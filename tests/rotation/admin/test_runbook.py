@@ -200,7 +200,7 @@ def test_rotation_whose_webhook_endpoint_refuses_says_so_and_leads_to_the_accoun
     assert "webhook endpoint does not take the news" in told
     assert address("keyvault_account_change", place.pk) in told
     assert address("rotation_rotation_roll-back", rotation.pk) in told
-    assert "Told: the merchant&#x27;s webhook endpoint took the news" in text
+    assert "Notified: the merchant&#x27;s webhook endpoint accepted the notification" in text
 
 
 def test_rotation_whose_backend_is_away_shows_the_last_error(clock: Clock, verifier: UsageLog) -> None:
@@ -212,7 +212,7 @@ def test_rotation_whose_backend_is_away_shows_the_last_error(clock: Clock, verif
     with mock.patch.object(LocalKeystore, "put", scene.unavailable):
         rotation = advance(rotation, clock)
     assert rotation.state == S.PUBLISHING
-    assert "Rotations held up by a failing step" in text_of(client.get("/admin/")).split("Nothing of:")[0]
+    assert "Rotations blocked by a failing step" in text_of(client.get("/admin/")).split("No items:")[0]
     assert page in text_of(client.get(f"{address('rotation_rotation_changelist')}?held=up"))
     text = text_of(client.get(page))
     assert "the secret backend does not take it" in cure_of(text)
