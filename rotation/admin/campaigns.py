@@ -281,7 +281,7 @@ class CampaignAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("campaign_id", "state_badge", "environment_badge", "credentials", "asked_by", "created")
+    list_display = ("campaign_id", "state_badge", "environment_badge", "credentials", "requested_by", "created")
     list_filter = ("state", "environment")
     search_fields = ("=campaign_id", "=members__credential__credential_id", "reason")
     search_help_text = "By campaign id, credential id or a word of the reason."
@@ -303,7 +303,7 @@ class CampaignAdmin(ConsoleModelAdmin):
         return row.members.count()
 
     @admin.display(description="requested by", ordering="requester__username")
-    def asked_by(self, row: Campaign) -> str:
+    def requested_by(self, row: Campaign) -> str:
         return row.requester.username
 
     @admin.display(description="requested (UTC)", ordering="created_at")

@@ -77,7 +77,7 @@ class RetirementAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("retired_at", "state_badge", "account", "rotation", "asked_by", "created")
+    list_display = ("retired_at", "state_badge", "account", "rotation", "requested_by", "created")
     list_filter = ("rotation__credential__account__environment",)
     search_fields = ("=rotation__rotation_id", "=rotation__predecessor__key_id", "=rotation__credential__credential_id")
     search_help_text = "By rotation id, credential id or the old key's id."
@@ -105,7 +105,7 @@ class RetirementAdmin(ConsoleModelAdmin):
         return str(row.rotation.credential.account)
 
     @admin.display(description="requested by", ordering="requester__username")
-    def asked_by(self, row: Retirement) -> str:
+    def requested_by(self, row: Retirement) -> str:
         return row.requester.username
 
     @admin.display(description="requested (UTC)", ordering="created_at")

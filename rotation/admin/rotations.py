@@ -89,7 +89,7 @@ class RotationAdmin(ConsoleModelAdmin):
     create_actions = (REQUEST,)
     row_actions = ROW_ACTIONS
 
-    list_display = ("rotation_id", "state_badge", "account", "label", "asked_by", "created")
+    list_display = ("rotation_id", "state_badge", "account", "label", "requested_by", "created")
     list_filter = ("state", "credential__account__environment", BypassFilter, HeldUpFilter)
     search_fields = (
         "=rotation_id",
@@ -128,7 +128,7 @@ class RotationAdmin(ConsoleModelAdmin):
         return badge(row.state)
 
     @admin.display(description="requested by", ordering="requester__username")
-    def asked_by(self, row: Rotation) -> str:
+    def requested_by(self, row: Rotation) -> str:
         return requester_name(row.requester, row.requested_via)
 
     @admin.display(description="requested (UTC)", ordering="created_at")
@@ -249,7 +249,7 @@ class RotationAdmin(ConsoleModelAdmin):
         return is_for_me and super()._is_available(request, action, row)
 
     def line_of(self, row: Any) -> Line:
-        summary = "approval bypassed" if row.is_unreviewed else f"requested by {self.asked_by(row)}"
+        summary = "approval bypassed" if row.is_unreviewed else f"requested by {self.requested_by(row)}"
         return Line(self.url_of(row), self.name_of(row), row.why or summary, row.entered_at)
 
     # --- on other pages -----------------------------------------------------------------------------------

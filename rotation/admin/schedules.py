@@ -144,7 +144,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("scope", "environment_badge", "every", "window_text", "calendar", "state", "asked_by")
+    list_display = ("scope", "environment_badge", "every", "window_text", "calendar", "state", "author_name")
     list_filter = (ScheduleStateFilter, "environment")
     search_fields = ("account__merchant__merchant_id", "=credential__credential_id", "credential__label")
     search_help_text = "By merchant or credential."
@@ -179,7 +179,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         return badge(state_of(row))
 
     @admin.display(description="in the name of", ordering="author__username")
-    def asked_by(self, row: RotationSchedule) -> str:
+    def author_name(self, row: RotationSchedule) -> str:
         return row.author.get_username()
 
     def name_of(self, row: RotationSchedule) -> str:
@@ -205,7 +205,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
                 "default" if overrides.quarantine_seconds is None else seconds(overrides.quarantine_seconds),
             ),
             ("Replacement lifetime in days", overrides.expires_in_days or "does not expire"),
-            ("In the name of", self.asked_by(row)),
+            ("In the name of", self.author_name(row)),
         ]
         fault = find_unreadable(row, datetime.now(UTC))
         return FactTable("Schedule", [*rows, *([("Stalled", fault)] if fault else [])])

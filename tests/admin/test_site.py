@@ -132,7 +132,7 @@ def test_site_refusal_by_the_database_is_a_conflict_and_no_fault(desk: Desk) -> 
     with mock.patch.object(KeyAdmin, "find_row", side_effect=IntegrityError("a trigger")):
         answer = browser(desk.admin).get(address("keyvault_key_change", "x"))
     assert answer.status_code == 409
-    assert "Look at it again" in text_of(answer)
+    assert "Review the current version and try again" in text_of(answer)
 
 
 def test_site_front_page_shows_to_each_what_waits_for_them(desk: Desk) -> None:

@@ -197,7 +197,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("request_id", "state_badge", "account", "kind", "label", "asked_by", "created")
+    list_display = ("request_id", "state_badge", "account", "kind", "label", "requested_by", "created")
     list_filter = ("state", "account__environment", "kind", "delivery")
     search_fields = ("=request_id", "=key__key_id", "=credential__credential_id", "account__merchant__merchant_id")
     search_help_text = "By request id, key id, credential id or merchant."
@@ -218,7 +218,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         return badge(row.state)
 
     @admin.display(description="requested by", ordering="requester__username")
-    def asked_by(self, row: IssuanceRequest) -> str:
+    def requested_by(self, row: IssuanceRequest) -> str:
         return requester_name(row.requester, row.requested_via)
 
     @admin.display(description="requested (UTC)", ordering="created_at")

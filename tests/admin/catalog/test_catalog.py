@@ -68,7 +68,7 @@ def test_endpoint_changed_from_its_page_keeps_what_was_not_touched(desk: Desk) -
     assert 'value="/refunds/&lt;refund_id&gt;"' in text
     changed = {**WISH, "version": hidden(form, "version"), "method": "PUT"}
     answer = client.post(address("keyvault_catalogendpoint_edit", row.pk), changed, follow=True)
-    assert "is changed" in text_of(answer)
+    assert "Changed endpoint" in text_of(answer)
     found = find_endpoint("refunds.create")
     assert isinstance(found, Endpoint)
     assert found.method == "PUT"

@@ -83,7 +83,7 @@ def test_explain_described_allowed_shows_the_limits_and_spends_nothing(desk: Des
         page = described(desk, key_id=key.pk)
     assert "200 Allowed" in page
     assert "25 per 1 s (default)" in page
-    assert "spends nothing" in page
+    assert "spends no requests" in page
     assert not UseBucket.objects.exists()
     assert not Refusal.objects.exists()
 

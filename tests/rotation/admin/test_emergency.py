@@ -140,7 +140,7 @@ def test_credential_without_a_usable_key_is_reissued_in_two_clicks(desk: Desk) -
     assert client.post(page, {"reason": ""}).status_code == 400
     shown = text_of(client.post(page, {"reason": "the last one\nleaked"}, follow=True))
     rotation = Rotation.objects.get()
-    assert f"Rotation {rotation} is asked for" in shown
+    assert f"Requested rotation {rotation}" in shown
     assert (rotation.state, rotation.approvals_needed, rotation.approved_plan.reason) == (
         S.EMERGENCY,
         1,
@@ -165,7 +165,7 @@ UNTRUE_OF_A_DEAD_KEY = (
     "both keys stay",
     "both keys verify",
     "old key stays",
-    "the key stays as it is",
+    "the key stays unchanged",
     "shop",
 )
 
@@ -206,7 +206,7 @@ def test_emergency_plan_says_nothing_that_is_untrue_of_a_dead_key(desk: Desk, ho
 def test_emergency_plan_still_shows_every_field_that_the_digest_covers(desk: Desk) -> None:
     rotation = ended(desk, "revoked")
     shown = text_of(browser(desk.approver).get(address("rotation_rotation_approve", rotation.pk)))
-    assert "it stalls" in fact(shown, "When the deadline passes")
+    assert "stall: both keys stay" in fact(shown, "When the deadline passes")
     assert rotation.plan_digest in shown
 
 

@@ -82,7 +82,7 @@ def test_date_approved_by_whoever_asked_is_refused(desk: Desk) -> None:
     row = rotated(desk, desk.production)
     asked = ask_retirement(grant(desk.admin, P.ROTATIONS_WRITE, desk.production), row, in_days(90))
     client = browser(desk.admin)
-    assert "it takes a second person" in text_of(client.get(page(asked)))
+    assert "A second person must approve it" in text_of(client.get(page(asked)))
     assert page(asked, "approve") not in text_of(client.get(page(asked)))
     assert client.get(page(asked, "approve")).status_code == 409
     assert client.post(page(asked, "approve"), {"version": asked.version}).status_code == 409
