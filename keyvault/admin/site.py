@@ -1,4 +1,4 @@
-"""The console's admin site: who gets in, which nouns it has, and how it answers what cannot be done."""
+"""Admin site of the console: access, registered model admins and problem pages."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ from keyvault.models import (
 )
 from keyvault.services.sessions.sign_in import sign_out
 
-NOUNS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
+MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (IssuanceRequest, IssuanceRequestAdmin),
     (Credential, CredentialAdmin),
     (Key, KeyAdmin),
@@ -74,7 +74,7 @@ NOUNS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (PepperVersion, PepperVersionAdmin),
     (Refusal, RefusalAdmin),
 )
-"""Keyvault's own; rotation registers its noun itself."""
+"""Model admins of keyvault; rotation registers its own."""
 
 SECTIONS = ("Keys", "Merchants", "Catalog", "Access", "Oversight")
 
@@ -92,7 +92,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
     )
 )
 
-_LEFT_OUT = frozenset({"django.contrib.auth.admin", "django_celery_beat.admin"})
+_EXCLUDED_MODULES = frozenset({"django.contrib.auth.admin", "django_celery_beat.admin"})
 
 _log = logging.getLogger(__name__)
 
@@ -101,19 +101,19 @@ View = TypeVar("View", bound=Callable[..., HttpResponseBase])
 
 
 class ConsoleSite(AdminSite):
-    """Opens to active operators with a role. Whatever is behind it asks the decision function for itself."""
+    """Admin site for active operators with a role; every view checks its own permission."""
 
     site_header = "Keyvault"
     site_title = "Keyvault"
-    index_title = "What waits"
+    index_title = "Needs your attention"
     site_url = None
     enable_nav_sidebar = True
     logout_template = "console/logged_out.html"
 
     def __init__(self, name: str = "admin") -> None:
         super().__init__(name)
-        for model, noun in NOUNS:
-            self.register(model, noun)
+        for model, model_admin in MODEL_ADMINS:
+            self.register(model, model_admin)
 
     def register(
         self,
@@ -121,12 +121,15 @@ class ConsoleSite(AdminSite):
         admin_class: type[Any] | None = None,
         **options: Any,
     ) -> None:
-        """Takes nouns that ask only. Django's own groups are left out: what a role may do stands in code. So are
-        beat's entries, which follow the settings."""
-        if admin_class is not None and admin_class.__module__ in _LEFT_OUT:
+        """Register a `ConsoleModelAdmin`; reject any other model admin.
+
+        Django's groups are ignored because roles are defined in code. Celery beat's entries are ignored because they
+        follow the settings.
+        """
+        if admin_class is not None and admin_class.__module__ in _EXCLUDED_MODULES:
             return
         if admin_class is None or not issubclass(admin_class, ConsoleModelAdmin):
-            raise ImproperlyConfigured(f"{model_or_iterable} has no guarded admin, so the console does not show it")
+            raise ImproperlyConfigured(f"{model_or_iterable} is not registered with a ConsoleModelAdmin")
         super().register(model_or_iterable, admin_class, **options)
 
     def extend(
@@ -140,26 +143,26 @@ class ConsoleSite(AdminSite):
         """
         registered = self._registry[model]
         if not isinstance(registered, ConsoleModelAdmin):
-            raise ImproperlyConfigured(f"{model} has no guarded admin that could be extended")
-        names = {action.name for action in registered.acts}
+            raise ImproperlyConfigured(f"{model} is not registered with a ConsoleModelAdmin")
+        names = {action.name for action in registered.row_actions}
         replacements = {action.name: action for action in actions if action.name in names}
-        registered.acts = (
-            *(replacements.get(action.name, action) for action in registered.acts),
+        registered.row_actions = (
+            *(replacements.get(action.name, action) for action in registered.row_actions),
             *(action for action in actions if action.name not in names),
         )
-        registered.asks = (*registered.asks, *create_actions)
+        registered.create_actions = (*registered.create_actions, *create_actions)
 
-    # --- who gets in --------------------------------------------------------------------------------------
+    # --- access -------------------------------------------------------------------------------------------
 
     def has_permission(self, request: HttpRequest) -> bool:
         user = request.user
         return isinstance(user, Operator) and user.is_active and user.is_staff and bool(operator_of(request).roles)
 
     def admin_view(self, view: View, cacheable: bool = False) -> View:
-        return super().admin_view(self._answered(view), cacheable)
+        return super().admin_view(self._with_problem_pages(view), cacheable)
 
     def login(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """As Django's, with a view that counts failures."""
+        """Django's login with a view that counts failures."""
         if request.method == "GET" and self.has_permission(request):
             return HttpResponseRedirect(reverse("admin:index"))
         context = {
@@ -173,25 +176,25 @@ class ConsoleSite(AdminSite):
         if REDIRECT_FIELD_NAME not in request.GET and REDIRECT_FIELD_NAME not in request.POST:
             context[REDIRECT_FIELD_NAME] = reverse("admin:index")
         request.current_app = self.name  # read by Django's templates
-        return _protected(cast(HttpResponse, SignInView.as_view(extra_context=context)(request)))
+        return _with_csp(cast(HttpResponse, SignInView.as_view(extra_context=context)(request)))
 
     def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
-        """Recorded before the session ends, while it is known whose it is."""
+        """Record the sign-out before the session ends, while the operator is known."""
         if request.method == "POST":
             sign_out(grant_for(request, Permission.SESSIONS_WRITE))
         return super().logout(request, extra_context)
 
-    def _answered(self, view: View) -> View:
-        """What cannot be done becomes a page that says so; what is not foreseen stays a fault, for the log."""
+    def _with_problem_pages(self, view: View) -> View:
+        """Turn expected errors into problem pages; unexpected errors propagate to the log."""
 
         @wraps(view)
-        def answered(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        def handle(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
             response: HttpResponseBase
             try:
                 if "%00" in request.get_full_path():
-                    raise SuspiciousOperation("a NUL in the address, which PostgreSQL cannot look for")
+                    raise SuspiciousOperation("NUL in the URL, which PostgreSQL cannot store")
                 if find_exposed(request.get_full_path()) is not None:
-                    detail = "A whole key stands in the address, where logs keep it. Search by its key id instead."
+                    detail = "The URL contains a whole key, and URLs are logged. Rotate the key, and search by key id."
                     response = problem_page(self, request, ErrorCode.CREDENTIAL_IN_URL, detail)
                 else:
                     response = view(request, *args, **kwargs)
@@ -199,31 +202,31 @@ class ConsoleSite(AdminSite):
                 _log.info("refused", extra={"code": error.code, "internal": error.internal, "path": request.path})
                 response = problem_page(self, request, error.code, error.detail)
             except IntegrityError:
-                # A constraint or a trigger said no to what a rule should have refused: two did it at once.
+                # Two concurrent changes: a constraint or trigger refused what a rule had allowed.
                 _log.warning("refused by the database", exc_info=True, extra={"path": request.path})
-                detail = "Somebody else changed this meanwhile. Look at it again."
+                detail = "This was changed by another operator. Review the current version and try again."
                 response = problem_page(self, request, ErrorCode.STATE_CONFLICT, detail)
             except Http404:
-                response = problem_page(self, request, ErrorCode.NOT_FOUND, "There is no such page.")
+                response = problem_page(self, request, ErrorCode.NOT_FOUND, "Page not found.")
             except PermissionDenied:
-                response = problem_page(self, request, ErrorCode.PERMISSION_MISSING, "This is not permitted.")
+                response = problem_page(self, request, ErrorCode.PERMISSION_MISSING, "You are not allowed to do this.")
             except SuspiciousOperation:
-                response = problem_page(self, request, ErrorCode.REQUEST_INVALID, "This address cannot be meant.")
-            return _protected(response)
+                response = problem_page(self, request, ErrorCode.REQUEST_INVALID, "Invalid URL.")
+            return _with_csp(response)
 
-        return cast(View, answered)
+        return cast(View, handle)
 
     # --- routes -------------------------------------------------------------------------------------------
 
     def get_urls(self) -> list[URLPattern | URLResolver]:
-        """The front page, log-in and log-out, and the nouns. Nothing else that Django's admin would route."""
+        """Route the front page, login, logout and the model admins; none of Django's other admin views."""
         return [
             path("", self.admin_view(self.front_page), name="index"),
             path("login/", self.login, name="login"),
             path("logout/", self.admin_view(self.logout), name="logout"),
             *(
-                path(f"{model._meta.app_label}/{model._meta.model_name}/", include(noun.urls))
-                for model, noun in self._registry.items()
+                path(f"{model._meta.app_label}/{model._meta.model_name}/", include(model_admin.urls))
+                for model, model_admin in self._registry.items()
             ),
             re_path(r"(?P<url>.*)$", self.admin_view(self.catch_all_view)),
         ]
@@ -231,41 +234,47 @@ class ConsoleSite(AdminSite):
     # --- the front page and the frame ---------------------------------------------------------------------
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
-        nouns = [noun for noun in self._nouns() if noun.has_view_permission(request)]
-        waiting = [item for noun in nouns for item in noun.waiting(request)]
-        waiting.sort(key=lambda item: item.tone != "alarm")
+        model_admins = [model_admin for model_admin in self._model_admins() if model_admin.has_view_permission(request)]
+        items = [item for model_admin in model_admins for item in model_admin.attention_items(request)]
+        items.sort(key=lambda item: item.tone != "alarm")
         context = {
             "title": self.index_title,
-            "waiting": [item for item in waiting if item.count],
-            "quiet": [item for item in waiting if not item.count],
-            "asks": [link for noun in self._nouns() for link in noun.ask_links(request)],
+            "attention_items": [item for item in items if item.count],
+            "empty_items": [item for item in items if not item.count],
+            "create_links": [
+                link for model_admin in self._model_admins() for link in model_admin.create_links(request)
+            ],
             "roles": sorted(role.value.replace("_", " ") for role in operator_of(request).roles),
         }
         return page(self, request, "index", context)
 
     def get_app_list(self, request: HttpRequest, app_label: str | None = None) -> list[Any]:
-        """The side bar: the nouns the operator may see, by section."""
+        """Return the sidebar: the model admins that the operator may view, by section."""
         if not self.has_permission(request):
             return []
         sections = []
         for section in SECTIONS:
-            nouns = [
-                {"name": noun.plural, "url": noun.list_url(), "count": noun.count_of_waiting(request)}
-                for noun in self._nouns()
-                if noun.section == section and noun.has_module_permission(request)
+            model_admins = [
+                {
+                    "name": model_admin.plural,
+                    "url": model_admin.list_url(),
+                    "count": model_admin.attention_count(request),
+                }
+                for model_admin in self._model_admins()
+                if model_admin.section == section and model_admin.has_module_permission(request)
             ]
-            if nouns:
-                sections.append({"name": section, "nouns": nouns})
+            if model_admins:
+                sections.append({"name": section, "model_admins": model_admins})
         return sections
 
     def get_log_entries(self, request: HttpRequest) -> QuerySet[LogEntry]:
-        """Django's own log of changes stays empty: the audit chains are the log."""
+        """Return nothing: the audit chains replace Django's change log."""
         return LogEntry.objects.none()
 
-    def _nouns(self) -> list[ConsoleModelAdmin]:
-        return [noun for noun in self._registry.values() if isinstance(noun, ConsoleModelAdmin)]
+    def _model_admins(self) -> list[ConsoleModelAdmin]:
+        return [model_admin for model_admin in self._registry.values() if isinstance(model_admin, ConsoleModelAdmin)]
 
 
-def _protected(response: Response) -> Response:
+def _with_csp(response: Response) -> Response:
     response["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
     return response

@@ -1,4 +1,4 @@
-"""Calendars of blackouts in the console: the days on which no rotation of a schedule begins."""
+"""Blackout calendars in the console: periods in which no scheduled rotation begins."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -15,42 +15,44 @@ from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, mono, short_moment
 from rotation.admin.schedule_forms import CalendarForm, EditCalendarForm, periods_from
-from rotation.admin.schedule_widgets import scope_words, state_of
+from rotation.admin.schedule_widgets import format_scope, state_of
 from rotation.models import BlackoutCalendar
 from rotation.services.schedules.schedules import save_calendar
 
 
 def _save_calendar(grant: Grant, cleaned: Cleaned) -> ActionResult:
-    return ActionResult("Saved.", row=save_calendar(grant, cleaned["name"], periods_from(cleaned["periods"])))
+    return ActionResult(
+        "Blackout calendar saved.", row=save_calendar(grant, cleaned["name"], periods_from(cleaned["periods"]))
+    )
 
 
 def _edit_calendar(grant: Grant, row: BlackoutCalendar, cleaned: Cleaned) -> ActionResult:
     save_calendar(grant, row.name, periods_from(cleaned["periods"]), known=row)
-    return ActionResult("Saved. Rotations that are asked for from now on go by it.")
+    return ActionResult("Blackout calendar saved. It applies to rotations requested from now on.")
 
 
 @admin.register(BlackoutCalendar)
 class BlackoutCalendarAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Blackout calendar", "Blackout calendars"
-    asks = (
+    create_actions = (
         CreateAction(
             "save",
-            "Make a blackout calendar",
+            "Create blackout calendar",
             P.SCHEDULES_WRITE,
             CalendarForm,
             _save_calendar,
-            "Days on which no rotation of a schedule begins. What has begun goes on.",
-            "Save",
+            "Periods in which no scheduled rotation begins. Rotations in progress continue.",
+            "Create blackout calendar",
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "edit",
             "Edit",
             P.SCHEDULES_WRITE,
             _edit_calendar,
-            lambda row: "Rotations that were asked for already keep the days of their plan.",
+            lambda row: "Rotations already requested keep the dates of their plan.",
             form=EditCalendarForm,
         ),
     )
@@ -68,7 +70,7 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
     def count(self, row: BlackoutCalendar) -> int:
         return len(row.periods)
 
-    @admin.display(description="next begin (UTC)")
+    @admin.display(description="next start (UTC)")
     def next_begin(self, row: BlackoutCalendar) -> SafeString:
         now = datetime.now(UTC)
         ahead = (at for at, _ in _read(row) if at > now)
@@ -90,7 +92,7 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
         schedules = row.schedules.select_related("account__merchant", "credential__account__merchant").order_by("pk")
         using = [
             [
-                link(reverse("admin:rotation_rotationschedule_change", args=[item.pk]), scope_words(item)),
+                link(reverse("admin:rotation_rotationschedule_change", args=[item.pk]), format_scope(item)),
                 badge(state_of(item)),
             ]
             for item in schedules
@@ -99,8 +101,8 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
             title=row.name,
             state="",
             sections=[
-                Table("Periods", ["begins (UTC)", "ends (UTC)", "why", ""], periods),
-                Table("Schedules that keep it", ["for", "state"], using),
+                Table("Periods", ["begins (UTC)", "ends (UTC)", "reason", ""], periods),
+                Table("Schedules that use this calendar", ["for", "state"], using),
             ],
         )
 

@@ -1,4 +1,4 @@
-"""Campaigns in the console: asked for, approved by a second person, watched, paused, resumed, cancelled."""
+"""Campaigns in the console: requested, approved by a second person, monitored, paused, resumed and canceled."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -15,25 +15,25 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import (
-    ActForm,
+    ActionForm,
     ActionResult,
     Cleaned,
     CreateAction,
+    ReasonForm,
     RowAction,
-    SeenForm,
     Tone,
-    WhyForm,
+    VersionedForm,
 )
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import ApproveForm, approvals_table
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
+    AttentionItem,
     Detail,
     FactTable,
     Line,
     Table,
-    Waiting,
     badge,
     link,
     moment,
@@ -60,87 +60,89 @@ from rotation.services.rotations.planning import PlanOverrides
 
 C = CampaignState
 
-_MOST_MEMBERS = 200
+_MAX_MEMBERS = 200
 _REFRESH_SECONDS = 10
-_AS_USUAL = Pace()
+"""Refresh interval of a running campaign's page, in seconds."""
+
+_DEFAULT_PACE = Pace()
 
 
 def _merchant_choices() -> list[tuple[str, str]]:
     return [(name, name) for name in Merchant.objects.order_by("merchant_id").values_list("merchant_id", flat=True)]
 
 
-class CampaignForm(ActForm):
+class CampaignForm(ActionForm):
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
     merchants = forms.MultipleChoiceField(
         required=False,
         choices=_merchant_choices,
         widget=forms.SelectMultiple(attrs={"size": 8}),
-        help_text="None chosen: every merchant of the environment.",
+        help_text="No selection: every merchant of the environment.",
     )
     older_than_days = forms.IntegerField(
         required=False,
         min_value=0,
-        label="Keys older than days",
-        help_text="Counted from the day a key became active. Empty: keys of any age.",
+        label="Minimum key age in days",
+        help_text="Counted from the activation of a key. Empty: keys of any age.",
     )
     per_minute = forms.IntegerField(
         min_value=1,
         max_value=MAX_PER_MINUTE,
-        initial=_AS_USUAL.per_minute,
-        label="Begin per minute",
-        help_text="At most so many in any 60 seconds.",
+        initial=_DEFAULT_PACE.per_minute,
+        label="Rotations started per minute",
+        help_text="Maximum in any 60 seconds.",
     )
     concurrency = forms.IntegerField(
         min_value=1,
         max_value=MAX_CONCURRENCY,
-        initial=_AS_USUAL.concurrency,
-        label="Unproved at once",
-        help_text="A rotation counts from its begin until its replacement is proved in use. The quiet period and the "
-        "quarantine after that hold nobody up.",
+        initial=_DEFAULT_PACE.concurrency,
+        label="Unproven at a time",
+        help_text="A rotation counts from its start until its replacement is proven in use. The quiet period and the "
+        "quarantine do not count.",
     )
     halt_on_stall = forms.BooleanField(
-        required=False, initial=_AS_USUAL.halt_on_stall, label="Halt at the first rotation that stalls"
+        required=False, initial=_DEFAULT_PACE.halt_on_stall, label="Halt when a rotation stalls"
     )
     halt_at_failed_percent = forms.IntegerField(
         required=False,
         min_value=0,
         max_value=100,
-        initial=_AS_USUAL.halt_at_failed_percent,
-        label="Halt when more percent than that fail",
-        help_text="Failed and stalled ones among those that came to something. Empty: no share halts it.",
+        initial=_DEFAULT_PACE.halt_at_failed_percent,
+        label="Halt above this failure percentage",
+        help_text="Share of failed and stalled rotations among those with a result. Empty: never halt.",
     )
-    proof = forms.ChoiceField(choices=[(proof.value, words) for proof, words in PRIVATE_PROOFS.items()])
+    proof = forms.ChoiceField(choices=[(proof.value, label) for proof, label in PRIVATE_PROOFS.items()])
     quiet_seconds, quarantine_seconds = quiet_field(), quarantine_field()
     expires_in_days = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=3650,
-        label="The replacements expire in days",
-        help_text="Empty: they do not expire.",
+        label="Replacement lifetime in days",
+        help_text="Empty: replacements do not expire.",
     )
     reason = forms.CharField(max_length=300, widget=forms.Textarea(attrs={"rows": 3}))
 
 
 class ApproveCampaignForm(ApproveForm):
-    """The digest is the stored one; the service makes it anew from what is stored, and compares."""
+    """Form with the stored digest; the service recomputes the digest from the stored campaign and compares."""
 
     @classmethod
     def initial_for(cls, row: Campaign) -> dict[str, Any]:
         return {"plan_digest": row.plan_digest}
 
 
-class MaybeWhyForm(ActForm):
+class OptionalReasonForm(ActionForm):
     why = forms.CharField(
-        label="Why",
+        label="Reason",
         required=False,
         max_length=300,
         widget=forms.Textarea(attrs={"rows": 3}),
-        help_text="Kept in the audit log. Needed to go on after a halt.",
+        help_text="Recorded in the audit log. Required to resume after a halt.",
     )
 
 
-class SeenMaybeWhyForm(SeenForm, MaybeWhyForm):
-    """Both."""
+class VersionedOptionalReasonForm(VersionedForm, OptionalReasonForm):
+    """Form with the version of the row and an optional reason."""
 
 
 def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
@@ -165,37 +167,38 @@ def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
     )
     count = _credentials(campaign.members.count())
     if campaign.state == C.AWAITING_APPROVAL:
-        return ActionResult(f"Asked, for {count}. It now waits for the approval of a second person.", row=campaign)
+        return ActionResult(f"Request for {count} submitted. A second person must approve it.", row=campaign)
     return ActionResult(
-        f"Asked, for {count}. This environment wants no second person: the worker begins now.", row=campaign
+        f"Request for {count} submitted. No approval is required in this environment; the worker starts now.",
+        row=campaign,
     )
 
 
 def _approve(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
     approve_campaign(grant, campaign, cleaned["plan_digest"])
     if campaign.state == C.RUNNING:
-        return ActionResult("Approved. The worker begins at the pace that you saw.")
-    return ActionResult("Your approval is noted; it takes another person's too.")
+        return ActionResult("Approved. The worker starts at the approved pace.")
+    return ActionResult("Approval recorded. Another person must approve too.")
 
 
 def _reject(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
     reject_campaign(grant, campaign, cleaned["why"])
-    return ActionResult("Rejected.")
+    return ActionResult("Campaign rejected.")
 
 
 def _pause(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
     pause_campaign(grant, campaign, cleaned["why"])
-    return ActionResult("Paused: no more rotations begin. Those under way go on.")
+    return ActionResult("Campaign paused. No more rotations start; rotations in progress continue.")
 
 
 def _resume(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
     resume_campaign(grant, campaign, cleaned["why"])
-    return ActionResult("It goes on.")
+    return ActionResult("Campaign resumed.")
 
 
 def _cancel(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
     cancel_campaign(grant, campaign, cleaned["why"])
-    return ActionResult("Cancelled: no more rotations begin. Those under way go on.")
+    return ActionResult("Campaign canceled. No more rotations start; rotations in progress continue.")
 
 
 def _is_undecided(row: Campaign) -> bool:
@@ -206,31 +209,31 @@ def _is_undecided(row: Campaign) -> bool:
 class CampaignAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Campaign", "Campaigns"
-    asks = (
+    create_actions = (
         CreateAction(
             "request",
             "Rotate many keys",
             P.ROTATIONS_WRITE,
             CampaignForm,
             _request,
-            "The private keys that fit are selected now, and stay selected. One approval covers all of them with this "
-            "plan and pace; in production it takes a second person. Each is then rotated as if asked for alone.",
-            "Ask for it",
+            "Selects the matching private keys now; the selection is final. One approval covers all of them with this "
+            "plan and pace; in production a second person must approve. Each key is then rotated individually.",
+            "Submit request",
             preset=lambda query: {"environment": query.get("environment")},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "approve",
             "Approve",
             P.ROTATIONS_APPROVE,
             _approve,
             lambda row: (
-                f"You approve exactly this: {_credentials(row.members.count())}, listed on the campaign's page, "
-                "with this plan at this pace."
+                f"You approve exactly {_credentials(row.members.count())}, listed on the page of the campaign, "
+                "with the plan and pace below."
             ),
             form=ApproveCampaignForm,
-            fits=_is_undecided,
+            is_available=_is_undecided,
             tone=Tone.GOOD,
         ),
         RowAction(
@@ -238,9 +241,9 @@ class CampaignAdmin(ConsoleModelAdmin):
             "Reject",
             P.ROTATIONS_APPROVE,
             _reject,
-            lambda row: "Nothing is rotated; the keys stay as they are. Whoever asked reads why.",
-            form=WhyForm,
-            fits=_is_undecided,
+            lambda row: "No key is rotated. The requester sees the reason.",
+            form=ReasonForm,
+            is_available=_is_undecided,
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -248,33 +251,37 @@ class CampaignAdmin(ConsoleModelAdmin):
             "Pause",
             P.ROTATIONS_WRITE,
             _pause,
-            lambda row: "No more rotations begin until it is resumed. Those under way go on.",
-            form=MaybeWhyForm,
-            fits=lambda row: row.state == C.RUNNING,
+            lambda row: "No more rotations start until the campaign is resumed. Rotations in progress continue.",
+            form=OptionalReasonForm,
+            is_available=lambda row: row.state == C.RUNNING,
         ),
         RowAction(
             "resume",
             "Resume",
             P.ROTATIONS_WRITE,
             _resume,
-            lambda row: "More rotations begin, at the approved pace. What led to a halt is not counted again.",
-            form=SeenMaybeWhyForm,
-            fits=lambda row: row.state in {C.PAUSED, C.HALTED},
+            lambda row: (
+                "Rotations start again at the approved pace. The failures that led to a halt are not counted again."
+            ),
+            form=VersionedOptionalReasonForm,
+            is_available=lambda row: row.state in {C.PAUSED, C.HALTED},
             tone=Tone.GOOD,
         ),
         RowAction(
             "cancel",
-            "Cancel the campaign",
+            "Cancel campaign",
             P.ROTATIONS_WRITE,
             _cancel,
-            lambda row: "No more rotations begin, ever. Those under way go on; abort them one by one if they must not.",
-            form=MaybeWhyForm,
-            fits=lambda row: row.closed_at is None,
+            lambda row: (
+                "No more rotations start, permanently. Rotations in progress continue; abort them individually."
+            ),
+            form=OptionalReasonForm,
+            is_available=lambda row: row.closed_at is None,
             tone=Tone.DANGER,
         ),
     )
 
-    list_display = ("campaign_id", "state_badge", "environment_badge", "credentials", "asked_by", "created")
+    list_display = ("campaign_id", "state_badge", "environment_badge", "credentials", "requested_by", "created")
     list_filter = ("state", "environment")
     search_fields = ("=campaign_id", "=members__credential__credential_id", "reason")
     search_help_text = "By campaign id, credential id or a word of the reason."
@@ -295,11 +302,11 @@ class CampaignAdmin(ConsoleModelAdmin):
     def credentials(self, row: Campaign) -> int:
         return row.members.count()
 
-    @admin.display(description="asked by", ordering="requester__username")
-    def asked_by(self, row: Campaign) -> str:
+    @admin.display(description="requested by", ordering="requester__username")
+    def requested_by(self, row: Campaign) -> str:
         return row.requester.username
 
-    @admin.display(description="asked (UTC)", ordering="created_at")
+    @admin.display(description="requested (UTC)", ordering="created_at")
     def created(self, row: Campaign) -> SafeString:
         return short_moment(row.created_at)
 
@@ -310,35 +317,35 @@ class CampaignAdmin(ConsoleModelAdmin):
         return row.requester_person
 
     def summary(self, row: Campaign) -> FactTable:
-        """All that the digest covers."""
+        """Return every field that the digest covers."""
         pace, merchants, days = Pace.from_json(row.pace), row.selection["merchants"], row.selection["older_than_days"]
         share = pace.halt_at_failed_percent
         return FactTable(
-            "What is asked for",
+            "Request",
             [
                 ("Environment", badge(row.environment)),
                 ("Credentials", row.members.count()),
                 ("Merchants", "all" if merchants is None else ", ".join(merchants)),
-                ("Keys older than", "any age" if days is None else f"{days} days"),
-                ("Left out", _left_out(row)),
+                ("Minimum key age", "any age" if days is None else f"{days} days"),
+                ("Excluded", _left_out(row)),
                 ("Reason", row.reason),
                 *_plan(row),
-                ("Pace", f"{pace.per_minute} a minute at most, {pace.concurrency} unproved at once"),
-                ("Halts at the first stall", "yes" if pace.halt_on_stall else "no"),
-                ("Halts when failed or stalled are more than", "no share" if share is None else f"{share} percent"),
-                ("Digest of all this and of the list (SHA-256)", mono(row.plan_digest)),
-                ("Asked by", row.requester.username),
+                ("Pace", f"at most {pace.per_minute} per minute, {pace.concurrency} unproven at a time"),
+                ("Halt when a rotation stalls", "yes" if pace.halt_on_stall else "no"),
+                ("Halt above this failure percentage", "never" if share is None else f"{share} percent"),
+                ("Digest of the request and the credentials (SHA-256)", mono(row.plan_digest)),
+                ("Requested by", row.requester.username),
             ],
         )
 
     def detail(self, request: HttpRequest, row: Campaign) -> Detail:
-        told: Any = describe_campaign(row, datetime.now(UTC))
+        report: Any = describe_campaign(row, datetime.now(UTC))
         return Detail(
             title=self.name_of(row),
             state=row.state,
-            notes=list(_notes(request, row, told)),
+            notes=list(_notes(request, row, report)),
             sections=[
-                FactTable("How far it is", list(_progress(row, told))),
+                FactTable("Progress", list(_progress(row, report))),
                 _members(row),
                 self.summary(row),
                 approvals_table(row),
@@ -346,18 +353,18 @@ class CampaignAdmin(ConsoleModelAdmin):
             refresh_seconds=_REFRESH_SECONDS if row.state == C.RUNNING else None,
         )
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
         asked = rows.filter(state=C.AWAITING_APPROVAL, approval_expires_at__gt=datetime.now(UTC))
         where = f"?state__exact={C.AWAITING_APPROVAL}"
         if may(request, P.ROTATIONS_APPROVE):
-            others = self.for_me(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
-            yield self.waits("Campaigns that you may approve", others, where, "act")
-        yield self.waits("Halted campaigns", rows.filter(state=C.HALTED), f"?state__exact={C.HALTED}", "alarm")
-        yield self.waits("Campaigns under way", rows.filter(state=C.RUNNING), f"?state__exact={C.RUNNING}")
+            others = self.decidable_rows(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
+            yield self.attention_item("Campaigns to approve", others, where, "action")
+        yield self.attention_item("Halted campaigns", rows.filter(state=C.HALTED), f"?state__exact={C.HALTED}", "alarm")
+        yield self.attention_item("Campaigns in progress", rows.filter(state=C.RUNNING), f"?state__exact={C.RUNNING}")
 
     def line_of(self, row: Campaign) -> Line:
-        detail = row.why or f"asked for by {row.requester.username}"
+        detail = row.why or f"requested by {row.requester.username}"
         return Line(self.url_of(row), self.name_of(row), detail, row.created_at)
 
 
@@ -371,76 +378,79 @@ def _left_out(row: Campaign) -> str:
 
 
 def _plan(row: Campaign) -> Iterable[tuple[str, Any]]:
-    """What was chosen, and what is the default for the rest; of the longer gap of two each credential has its own."""
-    wish, default = PlanOverrides.from_json(row.wish), DEFAULTS[Environment(row.environment)]
-    proof = wish.proof or Proof.TRAFFIC
+    """Yield the chosen values and the defaults; the longest gap differs per credential, so it is not computed here."""
+    overrides, default = PlanOverrides.from_json(row.wish), DEFAULTS[Environment(row.environment)]
+    proof = overrides.proof or Proof.TRAFFIC
     yield "Proof", PRIVATE_PROOFS.get(proof, proof.value)
     if proof in {Proof.TRAFFIC, Proof.BOTH}:
-        count, sources = wish.proof_count or default.proof_count, wish.proof_sources or default.proof_sources
-        soak = default.soak_seconds if wish.soak_seconds is None else wish.soak_seconds
-        yield "Traffic that proves it", f"{count} authentications from {sources} sources, soak time {seconds(soak)}"
-    longer = ", or twice the longest gap seen there" if row.environment == Environment.PRODUCTION else ""
-    quiet = f"{seconds(default.quiet_seconds)}{longer}" if wish.quiet_seconds is None else seconds(wish.quiet_seconds)
-    quarantine = default.quarantine_seconds if wish.quarantine_seconds is None else wish.quarantine_seconds
+        count, sources = overrides.proof_count or default.proof_count, overrides.proof_sources or default.proof_sources
+        soak = default.soak_seconds if overrides.soak_seconds is None else overrides.soak_seconds
+        yield "Traffic required as proof", f"{count} authentications from {sources} sources, soak time {seconds(soak)}"
+    longer = ", or twice the longest gap observed" if row.environment == Environment.PRODUCTION else ""
+    quiet = (
+        f"{seconds(default.quiet_seconds)}{longer}"
+        if overrides.quiet_seconds is None
+        else seconds(overrides.quiet_seconds)
+    )
+    quarantine = default.quarantine_seconds if overrides.quarantine_seconds is None else overrides.quarantine_seconds
     yield "Quiet period", quiet
     yield "Quarantine", seconds(quarantine)
-    yield "The replacements expire in days", wish.expires_in_days or "they do not expire"
-    for name in sorted(row.wish.keys() - _SHOWN):
+    yield "Replacement lifetime in days", overrides.expires_in_days or "does not expire"
+    for name in sorted(row.wish.keys() - _SUMMARY_FIELDS):
         yield name.replace("_", " ").capitalize(), mono(row.wish[name])
 
 
-_SHOWN = frozenset({"reason", "proof", "proof_count", "proof_sources", "soak_seconds"}) | frozenset(
+_SUMMARY_FIELDS = frozenset({"reason", "proof", "proof_count", "proof_sources", "soak_seconds"}) | frozenset(
     {"quiet_seconds", "quarantine_seconds", "expires_in_days"}
 )
 
 
-def _notes(request: HttpRequest, row: Campaign, told: Any) -> Iterable[str]:
-    """What is the matter, and what to do about it."""
-    waiting = told["progress"]["waiting"]
+def _notes(request: HttpRequest, row: Campaign, report: Any) -> Iterable[str]:
+    """Yield the state of the campaign and what the operator can do."""
+    waiting = report["progress"]["waiting"]
     if row.state == C.AWAITING_APPROVAL:
-        yield f"Nothing has begun. It waits for approval until {row.approval_expires_at:%Y-%m-%d %H:%M} UTC."
+        yield f"Awaiting approval until {row.approval_expires_at:%Y-%m-%d %H:%M} UTC."
         if row.requester_person == operator_of(request).person:
-            yield "You asked for this: it takes a second person to approve it."
+            yield "You requested this. A second person must approve it."
     elif row.state == C.HALTED:
         yield (
-            f"Halted: {row.why}. No more rotations begin; those under way go on, and every old key of a stalled one "
-            "still works. Look at the rotations at the top of the list. Resume when they are no reason to stop, "
-            "or cancel the campaign."
+            f"Halted: {row.why}. No more rotations start; rotations in progress continue, and the old keys of stalled "
+            "rotations still work. Check the rotations at the top of the list, then resume or cancel the campaign."
         )
     elif row.state == C.PAUSED:
-        yield f"Paused{': ' + row.why if row.why else ''}. No more rotations begin until somebody resumes it."
+        yield f"Paused{': ' + row.why if row.why else ''}. No more rotations start until an operator resumes it."
     elif row.state in {C.CANCELLED, C.EXPIRED, C.REJECTED}:
         why = f" ({row.why})" if row.why else ""
-        yield f"Closed{why}. {_credentials(waiting)} will not begin any more; those under way go on."
+        yield f"Closed{why}. {_credentials(waiting)} will not be rotated; rotations in progress continue."
     if row.state in {C.RUNNING, C.PAUSED, C.HALTED} and waiting and row.began_at is not None:
-        yield f"What has not begun by {row.began_at + START_WITHIN:%Y-%m-%d %H:%M} UTC is not begun any more."
+        yield f"Rotations not started by {row.began_at + START_WITHIN:%Y-%m-%d %H:%M} UTC are not started."
 
 
-def _progress(row: Campaign, told: Any) -> Iterable[tuple[str, Any]]:
-    count = told["progress"]
-    yield "Replacement proved in use", _bar(count["proved"], count["members"])
+def _progress(row: Campaign, report: Any) -> Iterable[tuple[str, Any]]:
+    count = report["progress"]
+    yield "Replacement proven in use", _bar(count["proved"], count["members"])
     ended = count["completed"] + count["failed"] + count["stalled"] + count["skipped"]
     yield "Ended: completed, failed, stalled or skipped", _bar(ended, count["members"])
-    yield "Wait for their turn", count["waiting"]
-    yield "Begun, not proved yet", count["unproved"]
-    yield "Proved, old key still to be retired", count["proved"] - count["completed"]
+    yield "Not started", count["waiting"]
+    yield "Started, not proven yet", count["unproved"]
+    yield "Proven, old key not retired yet", count["proved"] - count["completed"]
     yield "Completed", count["completed"]
     yield "Stalled", count["stalled"]
-    yield "Failed: cancelled or rolled back", count["failed"]
-    yield "Skipped: no longer fitting when their turn came", count["skipped"]
+    yield "Failed: canceled or rolled back", count["failed"]
+    yield "Skipped: no longer matching when due", count["skipped"]
     if row.state == C.RUNNING:
-        yield "Begun in the last minute", told["begun_in_last_minute"]
-    if told["all_begun_at"] is not None:
-        yield "All begun at the earliest", moment(datetime.fromisoformat(told["all_begun_at"]))
-    requests = told["requests"]
+        yield "Started in the last minute", report["begun_in_last_minute"]
+    if report["all_begun_at"] is not None:
+        yield "Earliest time when all have started", moment(datetime.fromisoformat(report["all_begun_at"]))
+    requests = report["requests"]
     yield "Requests with keys of these rotations", f"{requests['allowed']} allowed, {requests['refused']} refused"
-    yield "Approved and begun", moment(row.began_at, missing="not yet")
+    yield "Approved and started", moment(row.began_at, missing="not yet")
     if row.closed_at is not None:
         yield "Closed", moment(row.closed_at)
 
 
 def _bar(done: int, total: int) -> SafeString:
-    """The text says it too, for whoever does not see the bar."""
+    """Render a progress bar with the same information as text."""
     return format_html(
         '<progress class="bar" max="{}" value="{}"></progress> <span class="bar-text">{} of {} ({} %)</span>',
         max(total, 1),
@@ -452,13 +462,13 @@ def _bar(done: int, total: int) -> SafeString:
 
 
 def _members(row: Campaign) -> Table:
-    """Those in trouble first."""
+    """Return the credentials, failed and stalled ones first."""
     total = row.members.count()
-    found = list_troubled_first(row, _MOST_MEMBERS)
-    more = "" if total <= len(found) else f", the first {len(found)} of {total}"
+    found = list_troubled_first(row, _MAX_MEMBERS)
+    more = "" if total <= len(found) else f", first {len(found)} of {total}"
     return Table(
-        f"Credentials, those in trouble first{more}",
-        ["account", "credential", "state", "rotation", "why", "since (UTC)"],
+        f"Credentials, failed and stalled first{more}",
+        ["account", "credential", "state", "rotation", "reason", "since (UTC)"],
         [_member(row, member) for member in found],
     )
 

@@ -1,6 +1,6 @@
-"""Keys in wrong hands, in the console: ended at once, and a replacement asked for on the same page.
+"""Compromised keys in the console: revoke them and request a replacement on the same page.
 
-Keyvault's own pages can end a key; what asks for rotations too is added to them here.
+Keyvault's own pages only revoke a key; this module adds the actions that also request a rotation.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from django import forms
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
-from keyvault.admin.keys.keys import WHAT_REPORTING_DOES, is_last, warn_of_last
+from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
+from keyvault.admin.keys.keys import REPORT_EXPLANATION, is_last, warn_if_last_key
 from keyvault.admin.keys.receipts import receipt_url
 from keyvault.admin.site import ConsoleSite
 from keyvault.domain.errors import Fault, RequestInvalidError
@@ -29,25 +29,25 @@ from rotation.services.rotations.emergency import (
 )
 from rotation.services.rotations.requests import reissue_key
 
-_TOLD = 5
-"""Keys of a long report that the answer names."""
+_MAX_LISTED = 5
+"""Maximum keys or rotations that a message lists."""
 
 
-class CompromiseForm(ActForm):
-    """What stops a key must not be held up: nothing here has to be filled in."""
+class CompromiseForm(ActionForm):
+    """Form without required fields, because nothing may delay stopping a key."""
 
     reason = forms.CharField(
         required=False,
         max_length=300,
         label="What happened",
         widget=forms.Textarea(attrs={"rows": 2}),
-        help_text="Kept in the audit log. May be left empty.",
+        help_text="Recorded in the audit log. Optional.",
     )
     replace = forms.BooleanField(
         required=False,
-        label="Ask for a replacement at once",
-        help_text="Where the credential has no other key that is good. It is made as soon as it is approved, in no "
-        "window; the old key stays ended whatever becomes of it.",
+        label="Request a replacement now",
+        help_text="For credentials without another usable key. The replacement is created as soon as it is approved, "
+        "outside of any window. The old key stays revoked in any case.",
     )
 
     @classmethod
@@ -56,7 +56,7 @@ class CompromiseForm(ActForm):
 
 
 class LeakedKeysField(forms.CharField):
-    """Text that may hold whole keys. A form that is shown again has it redacted."""
+    """Text that may contain whole keys; the form redacts them when it is shown again."""
 
     def bound_data(self, data: Any, initial: Any) -> Any:
         return redact(data or "")
@@ -68,22 +68,22 @@ class LeakForm(CompromiseForm):
         max_length=MOST_KEYS * 120,
         strip=True,
         widget=forms.Textarea(attrs={"rows": 8, "class": "mono", "autocomplete": "off", "spellcheck": "false"}),
-        help_text=f"Key ids, or the leaked keys as they were found, one a line; up to {MOST_KEYS}. Of a whole key only "
-        "the id is read.",
+        help_text=f"Key ids or whole leaked keys, one per line, at most {MOST_KEYS}. Only the key id of a whole key is "
+        "used.",
     )
     field_order = ("key_ids", "reason", "replace")
 
 
-class ReissueForm(ActForm):
+class ReissueForm(ActionForm):
     reason = forms.CharField(
-        max_length=300, help_text="Kept in the audit log, and shown to whoever approves.", label="Why"
+        max_length=300, help_text="Recorded in the audit log and shown to the approver.", label="Reason"
     )
 
 
 def _report(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     response = respond_to_compromise(grant, key, reason=cleaned["reason"], replace=cleaned["replace"])
-    told = f"Key {key} is reported compromised: refused for ever. {_words([response])}".strip()
-    return ActionResult(told, url=receipt_url(key, response.sequence))
+    message = f"Key {key} is reported compromised and permanently refused. {_format_replacements([response])}".strip()
+    return ActionResult(message, url=receipt_url(key, response.sequence))
 
 
 def _report_credential(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionResult:
@@ -96,47 +96,53 @@ def _report_leak(grant: Grant, cleaned: Cleaned) -> ActionResult:
 
 
 def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> ActionResult:
-    """Raises RequestInvalidError when no key was ended."""
+    """Report keys as compromised. Raises RequestInvalidError if none was revoked."""
     responses = respond_to_leak(
         grant.principal, presented, reason=cleaned["reason"], replace=cleaned["replace"], now=grant.at
     )
     ended = [response for response in responses if not response.fault]
-    missed = [f"{response.key_id}: {response.fault}" for response in responses if response.fault]
+    failures = [f"{response.key_id}: {response.fault}" for response in responses if response.fault]
     if not ended:
-        more = [f"and {len(missed) - _TOLD} more"] if len(missed) > _TOLD else []
-        raise RequestInvalidError(_NOTHING_ENDED, [Fault("/key_ids", each) for each in (*missed[:_TOLD], *more)])
-    many = "1 key is" if len(ended) == 1 else f"{len(ended)} keys are"
-    not_ended = f"NOT revoked, {len(missed)}: {_some(missed)}." if missed else ""
-    told = " ".join(filter(None, (f"{many} revoked: refused for ever.", not_ended, _words(ended))))
-    return ActionResult(told, is_partial=bool(missed))
+        more = [f"and {len(failures) - _MAX_LISTED} more"] if len(failures) > _MAX_LISTED else []
+        raise RequestInvalidError(
+            _NOTHING_ENDED, [Fault("/key_ids", each) for each in (*failures[:_MAX_LISTED], *more)]
+        )
+    count = "1 key is" if len(ended) == 1 else f"{len(ended)} keys are"
+    not_ended = f"NOT revoked, {len(failures)}: {_join_first(failures)}." if failures else ""
+    message = " ".join(
+        filter(None, (f"{count} revoked and permanently refused.", not_ended, _format_replacements(ended)))
+    )
+    return ActionResult(message, is_partial=bool(failures))
 
 
 _NOTHING_ENDED = (
-    "No key was revoked. Correct what is named below: a key id is the 16 characters after a key's third underscore."
+    "No key was revoked. Correct the entries below. A key id is the 16 characters after the third underscore of a key."
 )
 
 
-def _words(responses: Sequence[Response]) -> str:
-    """What there is of replacements; nothing where none was wanted."""
-    asked = list(dict.fromkeys(response.rotation_id for response in responses if response.rotation_id))
+def _format_replacements(responses: Sequence[Response]) -> str:
+    """Format which replacements were requested or refused; empty if none was wanted."""
+    rotation_ids = list(dict.fromkeys(response.rotation_id for response in responses if response.rotation_id))
     refused = [f"{response.key_id}: {response.no_replacement}" for response in responses if response.no_replacement]
-    told = [f"The replacement comes with rotation {_some(asked)}." if asked else ""]
-    told += [f"No replacement: {_some(refused)}." if refused else ""]
-    return " ".join(filter(None, told))
+    parts = [f"The replacement comes with rotation {_join_first(rotation_ids)}." if rotation_ids else ""]
+    parts += [f"No replacement: {_join_first(refused)}." if refused else ""]
+    return " ".join(filter(None, parts))
 
 
-def _some(texts: Sequence[str]) -> str:
-    more = len(texts) - _TOLD
-    return "; ".join(text.removesuffix(".") for text in texts[:_TOLD]) + (f"; and {more} more" if more > 0 else "")
+def _join_first(texts: Sequence[str]) -> str:
+    more = len(texts) - _MAX_LISTED
+    return "; ".join(text.removesuffix(".") for text in texts[:_MAX_LISTED]) + (
+        f"; and {more} more" if more > 0 else ""
+    )
 
 
 def _reissue(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionResult:
     rotation = reissue_key(grant, credential, " ".join(cleaned["reason"].split()))
-    return ActionResult(f"Rotation {rotation} is asked for. The key is made as soon as it is approved.")
+    return ActionResult(f"Requested rotation {rotation}. The key is created as soon as it is approved.")
 
 
 def _can_be_reissued(credential: Credential) -> bool:
-    """It had a key, has none that is good, nor a way to get one already."""
+    """Whether the credential had a key, has no usable key and no open rotation."""
     if credential.account.merchant.status == MerchantStatus.OFFBOARDED or find_open_rotation(credential) is not None:
         return False
     had_one = credential.keys.exclude(state=KeyState.PRE_ACTIVATION).exists()
@@ -152,21 +158,21 @@ REPORT = RowAction(
     "Report compromise",
     P.KEYS_REPORT_COMPROMISE,
     _report,
-    lambda key: WHAT_REPORTING_DOES,
+    lambda key: REPORT_EXPLANATION,
     form=CompromiseForm,
-    fits=lambda key: can_transition(KeyState(key.state), KeyState.COMPROMISED),
-    warn=warn_of_last,
+    is_available=lambda key: can_transition(KeyState(key.state), KeyState.COMPROMISED),
+    warn=warn_if_last_key,
     tone=Tone.DANGER,
 )
 REPORT_CREDENTIAL = RowAction(
     "compromised",
-    "Compromised: revoke now and replace",
+    "Revoke compromised keys and replace",
     P.KEYS_REPORT_COMPROMISE,
     _report_credential,
-    lambda credential: f"Every key of the credential that is alive is reported. {WHAT_REPORTING_DOES}",
+    lambda credential: f"Reports every living key of the credential. {REPORT_EXPLANATION}",
     form=CompromiseForm,
-    fits=_has_living_key,
-    warn=lambda credential: "Whoever uses the credential is refused from this moment on, until a new key is there.",
+    is_available=_has_living_key,
+    warn=lambda credential: "Users of the credential are refused immediately, until a new key is available.",
     tone=Tone.DANGER,
 )
 REISSUE = RowAction(
@@ -175,11 +181,11 @@ REISSUE = RowAction(
     P.ROTATIONS_WRITE,
     _reissue,
     lambda credential: (
-        "The credential has no key that is good. A new one is made as soon as it is approved, in no window, and "
-        "delivered as the credential's keys are: its id, limits and history stay."
+        "The credential has no usable key. A new key is created as soon as it is approved, outside of any window, "
+        "and delivered as before. The credential keeps its id, limits and history."
     ),
     form=ReissueForm,
-    fits=_can_be_reissued,
+    is_available=_can_be_reissued,
     tone=Tone.GOOD,
 )
 REPORT_LEAK = CreateAction(
@@ -188,8 +194,8 @@ REPORT_LEAK = CreateAction(
     P.KEYS_REPORT_COMPROMISE,
     LeakForm,
     _report_leak,
-    f"{WHAT_REPORTING_DOES} Each key is ended by itself: one that cannot be holds up no other.",
-    "Revoke them now",
+    f"{REPORT_EXPLANATION} Each key is revoked separately; a failure does not affect the others.",
+    "Revoke keys now",
     preset=lambda query: {"replace": True, "key_ids": query.get("key")},
 )
 

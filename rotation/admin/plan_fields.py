@@ -1,4 +1,4 @@
-"""What the console's forms ask of a plan, wherever one is asked for."""
+"""Form fields for plans, shared by the forms of rotations, schedules and campaigns."""
 
 import re
 from typing import Any
@@ -19,7 +19,7 @@ _PERIOD = re.compile(r"\s*([0-9]{1,8})\s*([smhd]?)\s*")
 
 
 class PeriodField(forms.CharField):
-    """A period as people write it: `90`, `30m`, `1h`, `7d`. Gives whole seconds, or None for nothing."""
+    """Period such as `90`, `30m`, `1h` or `7d`. The cleaned value is in whole seconds, or None if empty."""
 
     def to_python(self, value: Any) -> Any:
         text = super().to_python(value)
@@ -27,23 +27,25 @@ class PeriodField(forms.CharField):
             return None
         match = _PERIOD.fullmatch(text)
         if match is None or int(match[1]) * _UNITS[match[2]] > LONGEST_SECONDS:
-            raise forms.ValidationError("A number with s, m, h or d, such as 30m or 7d; a year at most.")
+            raise forms.ValidationError(
+                "Invalid period. Enter a number with s, m, h or d, such as 30m or 7d; at most one year."
+            )
         return int(match[1]) * _UNITS[match[2]]
 
 
 def by_default(name: str) -> str:
-    """What an empty field means, by environment."""
+    """Format the default of a plan field for each environment."""
     return "; ".join(f"{seconds(getattr(DEFAULTS[env], name))} in {env}" for env in Environment)
 
 
 def quiet_field() -> PeriodField:
-    """Of many credentials at once."""
+    """Return the quiet period field for plans that cover several credentials."""
     return PeriodField(
         required=False,
         label="Quiet period",
         help_text=(
-            f"How long each old key must be silent. Such as 30m, 1h, 7d. Empty: {by_default('quiet_seconds')}, "
-            "or twice the longest gap seen there."
+            f"How long each old key must be unused, such as 30m, 1h or 7d. Empty: {by_default('quiet_seconds')}, "
+            "or twice the longest gap observed."
         ),
     )
 
@@ -52,5 +54,5 @@ def quarantine_field() -> PeriodField:
     return PeriodField(
         required=False,
         label="Quarantine",
-        help_text=f"How long it is then suspended before it is revoked. Empty: {by_default('quarantine_seconds')}.",
+        help_text=f"How long the old key is suspended before it is revoked. Empty: {by_default('quarantine_seconds')}.",
     )

@@ -1,5 +1,4 @@
-"""The dates on which old public keys are retired, in the console: looked at beside who still uses them, and approved by
-a second person."""
+"""Retirement dates of old public keys in the console: shown with their users, approved by a second person."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -14,15 +13,15 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, SeenForm, Tone
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, Tone, VersionedForm
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
+    AttentionItem,
     Detail,
     FactTable,
     Line,
-    Waiting,
     badge,
     link,
     moment,
@@ -37,16 +36,16 @@ from rotation.domain.states import CLOSED
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.interventions import approve_retirement
 
-_MOST_VERSIONS = 10
+_MAX_VERSIONS = 10
 
 
 def _approve(grant: Grant, retirement: Retirement, cleaned: Cleaned) -> ActionResult:
     approve_retirement(grant, retirement)
-    return ActionResult(f"Approved: the old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
+    return ActionResult(f"Approved. The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
 
 
-def _waits(retirement: Retirement) -> bool:
-    """A later date overtakes one that nobody has approved yet."""
+def _is_awaiting_approval(retirement: Retirement) -> bool:
+    """Whether the date can still be approved; a later date supersedes an unapproved one."""
     is_newest = not retirement.rotation.retirements.filter(pk__gt=retirement.pk).exists()
     is_open = retirement.rotation.current_state not in CLOSED
     return retirement.approved_at is None and retirement.retire_at > datetime.now(UTC) and is_newest and is_open
@@ -55,30 +54,30 @@ def _waits(retirement: Retirement) -> bool:
 def _state(retirement: Retirement) -> str:
     if retirement.approved_at is not None:
         return "approved"
-    return "awaiting_approval" if _waits(retirement) else "expired"
+    return "awaiting_approval" if _is_awaiting_approval(retirement) else "expired"
 
 
 @admin.register(Retirement)
 class RetirementAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Retirement", "Retirements"
-    acts = (
+    row_actions = (
         RowAction(
             "approve",
-            "Approve the date",
+            "Approve date",
             P.ROTATIONS_APPROVE,
             _approve,
             lambda retirement: (
-                "From that moment on the old public key is refused: first in quarantine, then for ever. Shops and apps "
-                "that still use it fail. Traffic never brings it back."
+                "The old public key is refused from this date, first in quarantine and then permanently. Shops and "
+                "apps that still use it fail. Traffic does not reinstate it."
             ),
-            form=SeenForm,
-            fits=_waits,
+            form=VersionedForm,
+            is_available=_is_awaiting_approval,
             tone=Tone.GOOD,
         ),
     )
 
-    list_display = ("retired_at", "state_badge", "account", "rotation", "asked_by", "created")
+    list_display = ("retired_at", "state_badge", "account", "rotation", "requested_by", "created")
     list_filter = ("rotation__credential__account__environment",)
     search_fields = ("=rotation__rotation_id", "=rotation__predecessor__key_id", "=rotation__credential__credential_id")
     search_help_text = "By rotation id, credential id or the old key's id."
@@ -105,11 +104,11 @@ class RetirementAdmin(ConsoleModelAdmin):
     def account(self, row: Retirement) -> str:
         return str(row.rotation.credential.account)
 
-    @admin.display(description="asked by", ordering="requester__username")
-    def asked_by(self, row: Retirement) -> str:
+    @admin.display(description="requested by", ordering="requester__username")
+    def requested_by(self, row: Retirement) -> str:
         return row.requester.username
 
-    @admin.display(description="asked (UTC)", ordering="created_at")
+    @admin.display(description="requested (UTC)", ordering="created_at")
     def created(self, row: Retirement) -> SafeString:
         return short_moment(row.created_at)
 
@@ -124,18 +123,18 @@ class RetirementAdmin(ConsoleModelAdmin):
         return row.requester_person
 
     def summary(self, row: Retirement) -> FactTable:
-        """The date, beside who would be refused from then on."""
+        """Return the date and the users that are refused from then on."""
         rotation = row.rotation
         url = reverse("admin:rotation_rotation_change", args=[rotation.pk])
         return FactTable(
-            "What is asked",
+            "Request",
             [
-                ("The old key", key_link(rotation.predecessor)),
+                ("Old key", key_link(rotation.predecessor)),
                 ("Retired at", moment(row.retire_at)),
                 ("Rotation", link(url, mono(rotation))),
-                ("The replacement is confirmed", moment(rotation.confirmed_at, missing="not yet")),
+                ("Replacement confirmed", moment(rotation.confirmed_at, missing="not yet")),
                 ("Still used by", _versions(rotation)),
-                ("Asked by", row.requester.username),
+                ("Requested by", row.requester.username),
             ],
         )
 
@@ -144,10 +143,10 @@ class RetirementAdmin(ConsoleModelAdmin):
         approval = FactTable("Approval", [("Approved", moment(row.approved_at, missing="not yet")), ("By", approver)])
         notes = []
         if _state(row) == "awaiting_approval" and row.requester_person == operator_of(request).person:
-            notes.append("You asked for this: it takes a second person to approve it.")
+            notes.append("You requested this. A second person must approve it.")
         elif _state(row) == "expired":
             notes.append(
-                "It was not approved, and cannot be any more: its time is past, or a later date was asked for."
+                "This date was not approved in time, or a later date was requested. It can no longer be approved."
             )
         return Detail(
             title=self.name_of(row),
@@ -156,22 +155,26 @@ class RetirementAdmin(ConsoleModelAdmin):
             sections=[self.summary(row), approval, *use_tables(row.rotation.predecessor)],
         )
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         if not may(request, P.ROTATIONS_APPROVE):
             return
         asked = self.get_queryset(request).filter(approved_at__isnull=True, retire_at__gt=datetime.now(UTC))
-        mine = [row for row in self.for_me(request, P.ROTATIONS_APPROVE, asked.order_by("retire_at")) if _waits(row)]
-        yield self.waits("Retirement dates that you may approve", mine, "", "act")
+        mine = [
+            row
+            for row in self.decidable_rows(request, P.ROTATIONS_APPROVE, asked.order_by("retire_at"))
+            if _is_awaiting_approval(row)
+        ]
+        yield self.attention_item("Retirement dates to approve", mine, "", "action")
 
     def line_of(self, row: Retirement) -> Line:
         return Line(
-            self.url_of(row), self.name_of(row), f"asked for by {row.requester.username}; retired at", row.retire_at
+            self.url_of(row), self.name_of(row), f"requested by {row.requester.username}; retired at", row.retire_at
         )
 
 
 def _versions(rotation: Rotation) -> SafeString | str:
     lines = (
         (f"{use.origin or 'no origin'} · {use.user_agent or 'no user agent'}", f"{use.last_at:%Y-%m-%d}", use.count)
-        for use in list_versions(rotation.predecessor_id, limit=_MOST_VERSIONS)
+        for use in list_versions(rotation.predecessor_id, limit=_MAX_VERSIONS)
     )
-    return format_html_join("", "<div>{}: last on {}, uses seen: {}</div>", lines) or "nobody that was seen"
+    return format_html_join("", "<div>{}: last on {}, uses seen: {}</div>", lines) or "no use recorded"

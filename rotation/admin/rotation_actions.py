@@ -1,4 +1,4 @@
-"""What can be done to a rotation in the console, and the one thing that is asked for."""
+"""Console actions on a rotation, and the action that requests one."""
 
 from datetime import UTC, datetime
 
@@ -8,11 +8,11 @@ from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
     CreateAction,
+    ReasonForm,
     RowAction,
-    SeenForm,
-    SeenWhyForm,
     Tone,
-    WhyForm,
+    VersionedForm,
+    VersionedReasonForm,
 )
 from keyvault.admin.framework.four_eyes import break_glass_warning
 from keyvault.domain.errors import StateConflictError
@@ -25,8 +25,8 @@ from rotation.admin.rotation_forms import (
     ConfirmForm,
     ExtendForm,
     RetireForm,
-    RotateForm,
-    wish_of,
+    RotationForm,
+    overrides_from,
 )
 from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.runbook import REMEDY_LABELS, Remedy
@@ -57,76 +57,76 @@ S = RotationState
 
 
 def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
-    rotation = request_rotation(grant, cleaned["credential_id"], wish_of(cleaned))
+    rotation = request_rotation(grant, cleaned["credential_id"], overrides_from(cleaned))
     if rotation.state == S.AWAITING_APPROVAL:
-        return ActionResult("Asked. It now waits for the approval of a second person.", row=rotation)
+        return ActionResult("Request submitted. A second person must approve it.", row=rotation)
     return ActionResult(
-        "Asked. This environment wants no second person: it begins when its time has come.", row=rotation
+        "Request submitted. No approval is required in this environment; the rotation starts as planned.", row=rotation
     )
 
 
 def _approve(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     approve_rotation(grant, rotation, cleaned["plan_digest"])
     if not is_undecided(rotation):
-        return ActionResult("Approved. The worker begins when its time has come.")
-    return ActionResult("Your approval is noted; it takes another person's too.")
+        return ActionResult("Approved. The worker starts the rotation as planned.")
+    return ActionResult("Approval recorded. Another person must approve too.")
 
 
 def _reject(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     reject_rotation(grant, rotation, cleaned["why"])
-    return ActionResult("Rejected.")
+    return ActionResult("Rotation rejected.")
 
 
 def _bypass(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     bypass_rotation(grant, rotation, cleaned["plan_digest"], cleaned["reason"])
-    return ActionResult("It begins without the second person. It stays in sight until somebody else has reviewed it.")
+    return ActionResult("Approval bypassed. The bypass stays on the front page until another person has reviewed it.")
 
 
 def _abort(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     if rolls_back(rotation):
-        raise StateConflictError("The merchant may use the replacement already: roll back instead.")
+        raise StateConflictError("The merchant may already use the replacement. Roll back instead.")
     abort_rotation(grant, rotation, cleaned["why"])
     if rotation.state == S.ROLLING_BACK:
         return ActionResult(
-            "The secret backend holds the replacement already, so that it rolls back; the old key stays."
+            "The secret backend already holds the replacement, so the rotation rolls back. The old key stays."
         )
-    return ActionResult(f"Aborted. {_what_stays(rotation)}")
+    return ActionResult(f"Rotation aborted. {_describe_remaining_key(rotation)}")
 
 
 def _roll_back(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     if not rolls_back(rotation):
-        raise StateConflictError("Nobody has the replacement yet: abort it instead.")
+        raise StateConflictError("The replacement has not been delivered. Abort the rotation instead.")
     abort_rotation(grant, rotation, cleaned["why"])
-    return ActionResult(f"It rolls back, and both keys verify meanwhile. {_where_the_old_key_is(rotation)}")
+    return ActionResult(f"Rolling back. Both keys verify meanwhile. {_describe_old_key(rotation)}")
 
 
 def _resume(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     resume_rotation(grant, rotation)
-    return ActionResult("It goes on where it stalled, with its timers started anew.")
+    return ActionResult("Rotation resumed where it stalled, with new timers.")
 
 
 def _extend(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     extend_rotation(grant, rotation, cleaned["deadline"])
-    return ActionResult(f"The deadline is {cleaned['deadline']:%Y-%m-%d %H:%M} UTC now.")
+    return ActionResult(f"Deadline extended to {cleaned['deadline']:%Y-%m-%d %H:%M} UTC.")
 
 
 def _confirm(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     confirm_rotation(grant, rotation, cleaned["why"])
-    return ActionResult("Confirmed, under your name. It goes on when the worker comes by.")
+    return ActionResult("Confirmed under your name. The worker continues the rotation.")
 
 
 def _retire(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     retirement = ask_retirement(grant, rotation, cleaned["retire_at"])
     if retirement.approved_at is not None:
         return ActionResult(f"The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
-    return ActionResult("Asked. The date counts once a second person has approved it.")
+    return ActionResult("Date requested. It applies once a second person has approved it.")
 
 
 def _collect(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     return ActionResult("The replacement", secret=collect_replacement(grant, rotation))
 
 
-# --- whether a button shows ---------------------------------------------------------------------------------
+# --- availability -------------------------------------------------------------------------------------------
 
 
 def _waits_for_approval(rotation: Rotation) -> bool:
@@ -134,18 +134,18 @@ def _waits_for_approval(rotation: Rotation) -> bool:
 
 
 def _may_be_approved(rotation: Rotation) -> bool:
-    """Nobody approves what cannot be shown."""
+    """Whether the rotation awaits approval and its plan can be shown."""
     return _waits_for_approval(rotation) and rotation.readable_plan is not None
 
 
 def _may_be_resumed(rotation: Rotation) -> bool:
-    """A deadline that has passed is extended instead."""
+    """Whether the rotation stalled before its deadline; after it, the deadline must be extended."""
     is_late = rotation.deadline_at is not None and datetime.now(UTC) >= rotation.deadline_at
     return rotation.state == S.STALLED and rotation.stalled_from is not None and not is_late
 
 
 def _may_be_extended(rotation: Rotation) -> bool:
-    """While it can stall at it, or has stalled and could not be resumed after it."""
+    """Whether the rotation has stalled, or can stall at its deadline."""
     counts = rotation.state == S.STALLED or OUTCOMES[Event.DEADLINE].get(rotation.current_state) is S.STALLED
     return counts and rotation.deadline_at is not None
 
@@ -155,7 +155,7 @@ def _may_be_rolled_back(rotation: Rotation) -> bool:
 
 
 def has_old_key(rotation: Rotation) -> bool:
-    """Whether there is one to go back to: neither revoked, compromised nor expired."""
+    """Whether the old key can be used again: neither revoked, compromised nor expired."""
     return predecessor_ended_at(rotation, datetime.now(UTC)) is None
 
 
@@ -166,92 +166,94 @@ def _may_be_retired(rotation: Rotation) -> bool:
 
 
 def may_be_collected(rotation: Rotation) -> bool:
-    """A sealed credential's key is shown to nobody, and is read from the secret backend; a public one on its own
-    page, as often as one likes."""
+    """Whether the replacement can be collected in the console.
+
+    A sealed key is only read from the secret backend. A public key is shown on its own page at any time.
+    """
     key, credential = rotation.replacement, rotation.credential
-    is_waiting = rotation.delivered_at is not None and rotation.collected_at is None
+    is_uncollected = rotation.delivered_at is not None and rotation.collected_at is None
     is_good = key is not None and key.state not in DEAD_STATES
     is_shown = credential.delivery != Delivery.SEALED and credential.kind == KeyKind.PRIVATE
-    return is_waiting and is_good and is_shown and stage_of(rotation) is not S.ROLLING_BACK
+    return is_uncollected and is_good and is_shown and stage_of(rotation) is not S.ROLLING_BACK
 
 
-# --- what a page says before ---------------------------------------------------------------------------------
+# --- explanations --------------------------------------------------------------------------------------------
 
 
-def _what_approving_does(rotation: Rotation) -> str:
+def _explain_approval(rotation: Rotation) -> str:
     if rotation.state == S.EMERGENCY:
         return (
-            "The credential has no key that is good. You approve exactly this plan: the replacement is made at once, "
-            "in no window, unseen by you."
+            "The credential has no usable key. You approve exactly this plan: the replacement is created immediately, "
+            "outside of any window. You will not see it."
         )
-    return "You approve exactly this plan. The replacement will be made unseen by you."
+    return "You approve exactly this plan. You will not see the replacement."
 
 
-def _what_rolling_back_does(rotation: Rotation) -> str:
+def _explain_rollback(rotation: Rotation) -> str:
     return (
-        "The merchant may use the replacement already, so it is not taken from them at once. Both keys verify; the "
-        "replacement is retired by the same rules of silence and quarantine, and revoked at the end. "
-        f"{_where_the_old_key_is(rotation)}"
+        "The merchant may already use the replacement, so it is not revoked immediately. Both keys verify; the "
+        "replacement is retired after the same quiet period and quarantine, and then revoked. "
+        f"{_describe_old_key(rotation)}"
     )
 
 
-def _where_the_old_key_is(rotation: Rotation) -> str:
+def _describe_old_key(rotation: Rotation) -> str:
     if rotation.credential.kind == KeyKind.PUBLIC:
-        return "The old key stands on its own page."
+        return "The old key is shown on its own page."
     if is_in_backend(rotation.predecessor):
-        return "The old key is written to the secret backend again."
-    return "No copy of the old key is kept here: the merchant goes back to the one that they have."
+        return "The old key is written back to the secret backend."
+    return "No copy of the old key is stored here. The merchant must use its own copy."
 
 
-def _what_stays(rotation: Rotation) -> str:
+def _describe_remaining_key(rotation: Rotation) -> str:
     if has_old_key(rotation):
-        return "The old key stays as it is."
-    return "The credential stays without a key that is good."
+        return "The old key stays unchanged."
+    return "The credential has no usable key."
 
 
-def _warn_of_the_bypass(rotation: Rotation) -> str:
+def _warn_of_bypass(rotation: Rotation) -> str:
     return (
-        "This is break-glass: the plan begins with nobody but you having looked at it. An alarm is raised at once, and "
-        "it stays in sight, under your name, until a second person has reviewed it."
+        "This is break-glass access: the plan starts without review by a second person. An alarm is raised "
+        "immediately, and the bypass stays on the front page under your name until a second person has reviewed it."
     )
 
 
-def _what_confirming_does(rotation: Rotation) -> str:
-    goes = "it is retired on an approved date" if rotation.approved_plan.deadline is None else "it must fall silent"
+def _explain_confirmation(rotation: Rotation) -> str:
+    goes = "retired on an approved date" if rotation.approved_plan.deadline is None else "retired once unused"
     return (
-        "You say for the merchant that the replacement is in use. Nothing else proves it here: the old key goes the "
-        f"way of every other one from then on: {goes}, and is then quarantined and revoked."
+        "You confirm for the merchant that the replacement is in use. There is no other proof. The old key is then "
+        f"{goes}, quarantined and revoked."
     )
 
 
-def _what_collecting_does(rotation: Rotation) -> str:
+def _explain_collection(rotation: Rotation) -> str:
     if rotation.credential.delivery == Delivery.SHOW_ONCE:
-        return "The replacement is shown on the next page, this once, and its copy here is destroyed afterwards."
-    return "The replacement is shown on the next page, this once. The secret backend keeps its copy."
+        return "The next page shows the replacement once, and the copy stored here is then destroyed."
+    return "The next page shows the replacement once. The secret backend keeps its copy."
 
 
-ASK = CreateAction(
+REQUEST = CreateAction(
     "request",
     REMEDY_LABELS[Remedy.ASK_AGAIN],
     P.ROTATIONS_WRITE,
-    RotateForm,
+    RotationForm,
     _request,
-    "A replacement is made and delivered, proved in use, and only then is the old key suspended and revoked. "
-    "In production a second person approves the plan first.",
-    "Ask for it",
+    "Creates and delivers a replacement. The old key is suspended and revoked only after the replacement is proven in "
+    "use. In production a second person must approve the plan first.",
+    "Submit request",
     account_of=lambda cleaned: cleaned["credential_id"].account,
     preset=lambda query: {"credential_id": query.get("credential")},
 )
 
-ACTS = (
+ROW_ACTIONS = (
     RowAction(
         "approve",
         REMEDY_LABELS[Remedy.APPROVE],
         P.ROTATIONS_APPROVE,
         _approve,
-        _what_approving_does,
+        _explain_approval,
         form=ApprovePlanForm,
-        fits=_may_be_approved,
+        is_available=_may_be_approved,
         tone=Tone.GOOD,
     ),
     RowAction(
@@ -259,9 +261,11 @@ ACTS = (
         REMEDY_LABELS[Remedy.REJECT],
         P.ROTATIONS_APPROVE,
         _reject,
-        lambda rotation: f"No replacement is made. {_what_stays(rotation)} Whoever asked reads why.",
-        form=WhyForm,
-        fits=_waits_for_approval,
+        lambda rotation: (
+            f"No replacement is created. {_describe_remaining_key(rotation)} The requester sees the reason."
+        ),
+        form=ReasonForm,
+        is_available=_waits_for_approval,
         tone=Tone.DANGER,
     ),
     RowAction(
@@ -269,9 +273,9 @@ ACTS = (
         REMEDY_LABELS[Remedy.RESUME],
         P.ROTATIONS_WRITE,
         _resume,
-        lambda rotation: f"It goes on from {rotation.get_stalled_from_display()}, with its timers started anew.",
-        form=SeenForm,
-        fits=_may_be_resumed,
+        lambda rotation: f"Resumes the rotation from {rotation.get_stalled_from_display()} with new timers.",
+        form=VersionedForm,
+        is_available=_may_be_resumed,
         tone=Tone.GOOD,
     ),
     RowAction(
@@ -279,9 +283,9 @@ ACTS = (
         REMEDY_LABELS[Remedy.CONFIRM],
         P.ROTATIONS_WRITE,
         _confirm,
-        _what_confirming_does,
+        _explain_confirmation,
         form=ConfirmForm,
-        fits=may_be_confirmed,
+        is_available=may_be_confirmed,
         tone=Tone.GOOD,
     ),
     RowAction(
@@ -290,11 +294,11 @@ ACTS = (
         P.ROTATIONS_WRITE,
         _retire,
         lambda rotation: (
-            "The moment from which the old public key is refused, if the replacement is confirmed by then. It is then "
-            "in quarantine, and revoked after that. Shops and apps that use it fail; traffic never brings it back."
+            "The old public key is refused from this time, if the replacement is confirmed by then. It is quarantined "
+            "and then revoked. Shops and apps that use it fail; traffic does not reinstate it."
         ),
         form=RetireForm,
-        fits=_may_be_retired,
+        is_available=_may_be_retired,
     ),
     RowAction(
         "extend",
@@ -302,20 +306,20 @@ ACTS = (
         P.ROTATIONS_WRITE,
         _extend,
         lambda rotation: (
-            "Nothing is taken from anybody. "
+            "No key is revoked. "
             + ("Both keys verify for longer. " if has_old_key(rotation) else "")
-            + "A rotation that stalled at its deadline goes on."
+            + "A rotation that stalled at its deadline continues."
         ),
         form=ExtendForm,
-        fits=_may_be_extended,
+        is_available=_may_be_extended,
     ),
     RowAction(
         "collect",
         REMEDY_LABELS[Remedy.COLLECT],
         P.ISSUANCE_COLLECT,
         _collect,
-        _what_collecting_does,
-        fits=may_be_collected,
+        _explain_collection,
+        is_available=may_be_collected,
         warn=lambda rotation: break_glass_warning(rotation.credential.account),
     ),
     RowAction(
@@ -323,10 +327,10 @@ ACTS = (
         REMEDY_LABELS[Remedy.BYPASS],
         P.ROTATIONS_BYPASS,
         _bypass,
-        lambda rotation: "It begins at once as this plan says, without the approval of a second person.",
+        lambda rotation: "The plan starts without the approval of a second person.",
         form=BypassForm,
-        fits=_may_be_approved,
-        warn=_warn_of_the_bypass,
+        is_available=_may_be_approved,
+        warn=_warn_of_bypass,
         tone=Tone.DANGER,
     ),
     RowAction(
@@ -334,9 +338,9 @@ ACTS = (
         REMEDY_LABELS[Remedy.ABORT],
         P.ROTATIONS_WRITE,
         _abort,
-        lambda rotation: f"{_what_stays(rotation)} A replacement that nobody was given is burned.",
-        form=SeenWhyForm,
-        fits=lambda rotation: may_be_aborted(rotation) and not rolls_back(rotation),
+        lambda rotation: f"{_describe_remaining_key(rotation)} An undelivered replacement is discarded.",
+        form=VersionedReasonForm,
+        is_available=lambda rotation: may_be_aborted(rotation) and not rolls_back(rotation),
         tone=Tone.DANGER,
     ),
     RowAction(
@@ -344,9 +348,9 @@ ACTS = (
         REMEDY_LABELS[Remedy.ROLL_BACK],
         P.ROTATIONS_WRITE,
         _roll_back,
-        _what_rolling_back_does,
-        form=SeenWhyForm,
-        fits=_may_be_rolled_back,
+        _explain_rollback,
+        form=VersionedReasonForm,
+        is_available=_may_be_rolled_back,
         tone=Tone.DANGER,
     ),
 )

@@ -1,11 +1,11 @@
-"""What the console asks when a rotation is asked for, and when one is acted upon."""
+"""Forms to request a rotation and to act on one."""
 
 from datetime import UTC
 from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.actions import ActForm, Cleaned, Group, RowChoice, SeenForm, WhyForm
+from keyvault.admin.framework.actions import ActionForm, Cleaned, Group, ReasonForm, RowChoice, VersionedForm
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
@@ -20,25 +20,25 @@ from rotation.services.rotations.planning import PlanOverrides
 PROOFS = {
     Proof.TRAFFIC: "traffic: real authentications with the replacement",
     Proof.ACK: "acknowledgement: the merchant presents the replacement to credentials/acknowledge",
-    Proof.BOTH: "both: traffic, and the acknowledgement",
-    Proof.CONFIRMATION: "confirmation: an operator says so for the merchant",
+    Proof.BOTH: "both: traffic and the acknowledgement",
+    Proof.CONFIRMATION: "confirmation: an operator confirms it for the merchant",
 }
 AT_DEADLINE = {
-    AtDeadline.STALL: "it stalls: both keys stay, and somebody is paged",
-    AtDeadline.REVOKE: "the old key is quarantined and revoked, if the replacement is proved",
+    AtDeadline.STALL: "stall: both keys stay, and an operator is paged",
+    AtDeadline.REVOKE: "revoke: the old key is quarantined and revoked, if the replacement is proven",
 }
 REINSTATEMENT = {
     Reinstatement.ONCE: "reinstated once, for a source that used it before",
-    Reinstatement.NEVER: "never reinstated: attempts raise an alarm and no more",
+    Reinstatement.NEVER: "never reinstated: attempts only raise an alarm",
 }
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
-_WHOLE_DAY = 24 * 60
-_DEFAULT = [("", "as usual")]
+_MINUTES_PER_DAY = 24 * 60
+_DEFAULT = [("", "default")]
 
 
 class UtcField(forms.DateTimeField):
-    """A time in UTC, to the minute as browsers ask for it."""
+    """Time in UTC, in the format of a `datetime-local` input."""
 
     def __init__(self, **options: Any) -> None:
         widget = forms.DateTimeInput(attrs={"type": "datetime-local"}, format="%Y-%m-%dT%H:%M")
@@ -49,11 +49,11 @@ class UtcField(forms.DateTimeField):
         try:
             return None if at is None else at.astimezone(UTC)
         except OverflowError as error:
-            raise forms.ValidationError("A time that a calendar goes to.") from error
+            raise forms.ValidationError("The time is out of range.") from error
 
 
 class ClockField(forms.CharField):
-    """A time of day as `HH:MM`, 24:00 included. Gives minutes, or None for nothing."""
+    """Time of day as `HH:MM` up to 24:00. The cleaned value is in minutes, or None if empty."""
 
     def to_python(self, value: Any) -> Any:
         text = super().to_python(value)
@@ -61,7 +61,7 @@ class ClockField(forms.CharField):
             return None
         minutes = read_clock(text)
         if minutes is None:
-            raise forms.ValidationError("A time of day such as 22:00, up to 24:00.")
+            raise forms.ValidationError("Invalid time of day. Use HH:MM up to 24:00, such as 22:00.")
         return minutes
 
 
@@ -76,12 +76,12 @@ def weekdays_field(help_text: str) -> forms.TypedMultipleChoiceField:
 
 
 def opens_field() -> ClockField:
-    return ClockField(required=False, label="Opens at", help_text="Such as 22:00. Empty: 00:00.")
+    return ClockField(required=False, label="Opens at", help_text="HH:MM, such as 22:00. Empty: 00:00.")
 
 
 def closes_field() -> ClockField:
     return ClockField(
-        required=False, label="Closes at", help_text="Earlier than it opens: the next morning. Empty: 24:00."
+        required=False, label="Closes at", help_text="A time before the opening time is on the next day. Empty: 24:00."
     )
 
 
@@ -90,36 +90,38 @@ def time_zone_field() -> forms.CharField:
         required=False,
         max_length=64,
         initial="UTC",
-        label="Time zone of these hours",
+        label="Time zone",
         help_text="An IANA name such as Europe/Berlin.",
     )
 
 
-def _credential_words(credential: Credential) -> str:
+def _credential_label(credential: Credential) -> str:
     return f"{credential.account} · {credential.label} · {credential.kind} ({credential.credential_id})"
 
 
-def _numbers(name: str) -> str:
+def _default_numbers(name: str) -> str:
     return "; ".join(f"{getattr(DEFAULTS[env], name)} in {env}" for env in Environment)
 
 
-class RotateForm(ActForm):
-    """Every field of a plan; what is left empty is the environment's default, which the field says."""
+class RotationForm(ActionForm):
+    """Form with every field of a plan; an empty field takes the default of the environment."""
 
     groups = (
         Group(
             "Proof",
             ("proof", "proof_count", "proof_sources", "soak_seconds"),
-            "how the replacement is known to be in use",
+            "how use of the replacement is proven",
         ),
         Group(
             "Retiring the old key",
             ("quiet_seconds", "quarantine_seconds", "reinstatement", "retire_at"),
-            "silence, quarantine, and a public key's date",
+            "quiet period, quarantine, and the date for a public key",
         ),
-        Group("When", ("not_before", "deadline", "at_deadline", "predecessor_may_expire"), "beginning and deadline"),
-        Group("Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which it may begin"),
-        Group("The replacement", ("expires_in_days", "webhook"), "its expiry, and who is told of it"),
+        Group("Timing", ("not_before", "deadline", "at_deadline", "predecessor_may_expire"), "start and deadline"),
+        Group(
+            "Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which the rotation may start"
+        ),
+        Group("Replacement", ("expires_in_days", "webhook"), "expiry and notification"),
     )
 
     credential_id = RowChoice(
@@ -127,89 +129,89 @@ class RotateForm(ActForm):
         .filter(keys__state=KeyState.ACTIVE)
         .distinct()
         .order_by("account__merchant_id", "account__environment", "label"),
-        words=_credential_words,
+        label_for=_credential_label,
         label="Credential",
     )
     reason = forms.CharField(
         max_length=300,
         widget=forms.Textarea(attrs={"rows": 3}),
-        help_text="Part of the plan: whoever approves it reads this. All that follows may stay as usual.",
+        help_text="Part of the plan; the approver sees it. All further fields are optional.",
     )
     proof = forms.ChoiceField(
         required=False,
-        choices=_DEFAULT + [(proof.value, words) for proof, words in PROOFS.items()],
-        help_text="As usual: traffic; of a public key, an operator's confirmation. A credential that nobody used yet "
-        "takes an acknowledgement or a confirmation too, whatever is chosen.",
+        choices=_DEFAULT + [(proof.value, label) for proof, label in PROOFS.items()],
+        help_text="Default: traffic, or an operator's confirmation for a public key. An unused credential always "
+        "accepts an acknowledgement or a confirmation too.",
     )
     proof_count = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=LONGEST_SECONDS,
         label="Authentications",
-        help_text=f"Proof by traffic takes so many. Empty: {_numbers('proof_count')}.",
+        help_text=f"Authentications required as proof by traffic. Empty: {_default_numbers('proof_count')}.",
     )
     proof_sources = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=LONGEST_SECONDS,
-        label="From so many sources",
-        help_text=f"A source is a client address, else a calling token. Empty: {_numbers('proof_sources')}.",
+        label="Sources",
+        help_text=f"A source is a client address, else a calling token. Empty: {_default_numbers('proof_sources')}.",
     )
     soak_seconds = PeriodField(
         required=False,
         label="Soak time",
-        help_text=f"The first of them is so long ago. Such as 30s, 10m. Empty: {by_default('soak_seconds')}.",
+        help_text=f"Minimum age of the first authentication, such as 30s or 10m. Empty: {by_default('soak_seconds')}.",
     )
     quiet_seconds = PeriodField(
         required=False,
         label="Quiet period",
-        help_text=f"The old key must be silent for so long. Such as 30m, 7d. Empty: {by_default('quiet_seconds')} "
-        "or, if longer, twice the longest gap seen.",
+        help_text=f"How long the old key must be unused, such as 30m or 7d. Empty: {by_default('quiet_seconds')} "
+        "or, if longer, twice the longest gap observed.",
     )
     quarantine_seconds = PeriodField(
         required=False,
         label="Quarantine",
-        help_text=f"Then it is suspended for so long before it is revoked. Empty: {by_default('quarantine_seconds')}.",
+        help_text=f"How long the old key is suspended before it is revoked. Empty: {by_default('quarantine_seconds')}.",
     )
     reinstatement = forms.ChoiceField(
-        choices=[(choice.value, words) for choice, words in REINSTATEMENT.items()],
-        label="Used in quarantine, the old key is",
+        choices=[(choice.value, label) for choice, label in REINSTATEMENT.items()],
+        label="Old key used in quarantine",
     )
     retire_at = UtcField(
         required=False,
         label="Retired at (UTC)",
-        help_text="Of a public key only, which is retired on a date. Empty: the date is set later.",
+        help_text="Public keys only. Empty: the date is set later.",
     )
-    not_before = UtcField(required=False, label="Not before (UTC)", help_text="Empty: at once.")
+    not_before = UtcField(required=False, label="Not before (UTC)", help_text="Empty: immediately.")
     deadline = UtcField(
         required=False,
         label="Deadline (UTC)",
-        help_text=f"Empty: {by_default('deadline_seconds')} from its beginning, or when the old key expires; a public "
-        "key has none.",
+        help_text=f"Empty: {by_default('deadline_seconds')} after the start, or when the old key expires; none for a "
+        "public key.",
     )
     at_deadline = forms.ChoiceField(
-        choices=[(choice.value, words) for choice, words in AT_DEADLINE.items()],
+        choices=[(choice.value, label) for choice, label in AT_DEADLINE.items()],
         label="When the deadline passes",
     )
     predecessor_may_expire = forms.BooleanField(
         required=False,
-        label="The old key may expire meanwhile",
-        help_text="Else a deadline later than its expiry is refused.",
+        label="Allow the old key to expire meanwhile",
+        help_text="Otherwise a deadline after its expiry is refused.",
     )
-    weekdays = weekdays_field("None: it may begin at any time.")
+    weekdays = weekdays_field("No selection: the rotation may start at any time.")
     opens, closes, time_zone = opens_field(), closes_field(), time_zone_field()
     expires_in_days = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=3650,
-        label="Expires in days",
-        help_text="Empty: it does not expire.",
+        label="Replacement lifetime in days",
+        help_text="Empty: the replacement does not expire.",
     )
     webhook = forms.BooleanField(
         required=False,
-        label="The merchant's webhook endpoint must know",
-        help_text="It counts as delivered only once the endpoint has taken the news. The key itself is always read "
-        "from the secret backend.",
+        label="Require webhook notification",
+        help_text="The replacement counts as delivered only after the merchant's endpoint has accepted the "
+        "notification. The key itself is always read from the secret backend.",
     )
 
     def show_faults(self, error: RequestInvalidError) -> None:
@@ -217,17 +219,17 @@ class RotateForm(ActForm):
 
 
 _FIELDS = {"/channels": "/webhook", "/window": "/weekdays"}
-"""What the form calls otherwise than the plan."""
+"""Form field for a plan field of another name."""
 
 
 def _by_field(fault: Fault) -> Fault:
     return Fault(_FIELDS.get(fault.pointer, fault.pointer), fault.detail)
 
 
-def wish_of(cleaned: Cleaned) -> PlanOverrides:
-    """Raises RequestInvalidError for a window that cannot be meant."""
+def overrides_from(cleaned: Cleaned) -> PlanOverrides:
+    """Build the plan overrides from the form. Raises RequestInvalidError for an invalid window."""
     channels = (DeliveryChannel.SECRET_BACKEND, *([DeliveryChannel.WEBHOOK] if cleaned["webhook"] else []))
-    same = (
+    unchanged = (
         *("reason", "not_before", "deadline", "proof_count", "proof_sources", "soak_seconds", "quiet_seconds"),
         *("quarantine_seconds", "expires_in_days", "predecessor_may_expire", "retire_at"),
     )
@@ -237,7 +239,7 @@ def wish_of(cleaned: Cleaned) -> PlanOverrides:
         reinstatement=Reinstatement(cleaned["reinstatement"]),
         channels=channels,
         window=_window(cleaned),
-        **{name: cleaned[name] for name in same},
+        **{name: cleaned[name] for name in unchanged},
     )
 
 
@@ -245,16 +247,16 @@ def _window(cleaned: Cleaned) -> Window | None:
     weekdays, opens, closes = cleaned["weekdays"], cleaned["opens"], cleaned["closes"]
     if not weekdays and opens is None and closes is None:
         return None
-    meant = Window(
+    window = Window(
         cleaned["time_zone"] or "UTC",
         tuple(weekdays),
         0 if opens is None else opens,
-        _WHOLE_DAY if closes is None else closes,
+        _MINUTES_PER_DAY if closes is None else closes,
     )
-    return Window.from_json(meant.as_json())
+    return Window.from_json(window.as_json())
 
 
-# --- forms of acts ------------------------------------------------------------------------------------------
+# --- forms of actions ---------------------------------------------------------------------------------------
 
 
 class ApprovePlanForm(ApproveForm):
@@ -268,29 +270,29 @@ class BypassForm(ApprovePlanForm):
         label="Why it cannot wait",
         max_length=300,
         widget=forms.Textarea(attrs={"rows": 3}),
-        help_text="Kept in the audit log, and read by whoever reviews this.",
+        help_text="Recorded in the audit log and shown to the reviewer.",
     )
 
 
-class ExtendForm(SeenForm):
-    deadline = UtcField(label="New deadline (UTC)", help_text="Later than now, and than the present one.")
+class ExtendForm(VersionedForm):
+    deadline = UtcField(label="New deadline (UTC)", help_text="Later than now and than the current deadline.")
 
     @classmethod
     def initial_for(cls, row: Rotation) -> dict[str, Any]:
         return {"version": row.version, "deadline": row.deadline_at}
 
 
-class ConfirmForm(WhyForm):
+class ConfirmForm(ReasonForm):
     why = forms.CharField(
-        label="Who told you, and how",
+        label="Who confirmed it, and how",
         max_length=300,
         widget=forms.Textarea(attrs={"rows": 3}),
-        help_text="Kept as evidence, beside your name.",
+        help_text="Recorded as evidence with your name.",
     )
 
 
-class RetireForm(SeenForm):
-    retire_at = UtcField(label="Retired at (UTC)", help_text="From this moment on the old key is refused.")
+class RetireForm(VersionedForm):
+    retire_at = UtcField(label="Retired at (UTC)", help_text="The old key is refused from this time.")
 
     @classmethod
     def initial_for(cls, row: Rotation) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the page of a rotation shows: its plan, where it stands, what to do when it does not move, who uses what."""
+"""Sections of the page of a rotation: plan, status, runbook, users and evidence."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -43,91 +43,91 @@ S = RotationState
 
 CHANNELS = {
     DeliveryChannel.SECRET_BACKEND: "the secret backend",
-    DeliveryChannel.WEBHOOK: "the merchant's webhook endpoint, which must have taken the news",
+    DeliveryChannel.WEBHOOK: "the merchant's webhook endpoint, which must accept the notification",
 }
 
-_WAY = (
+_FORWARD_STATES = (
     *(S.REQUESTED, S.AWAITING_APPROVAL, S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF),
     *(S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED),
 )
-"""The way forward, as the page's timeline shows it."""
+"""States of a successful rotation, in the order of the timeline."""
 
 _RETIRING = frozenset({S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING})
-"""What there is to do about an old key that is still good."""
+"""States that retire an old key; they are skipped if the old key has already ended."""
 
 
 # --- the plan -----------------------------------------------------------------------------------------------
 
 
 def plan_facts(row: Rotation) -> FactTable:
-    """Field by field as the digest covers it."""
+    """Return every field that the digest covers."""
     plan, credential = row.readable_plan, row.credential
     if plan is None:
-        return FactTable("The plan", [(PLAN_UNREADABLE, mono(json.dumps(row.plan, sort_keys=True)))])
-    for_public = " · without effect for a public key" if credential.kind == KeyKind.PUBLIC else ""
+        return FactTable("Plan", [(PLAN_UNREADABLE, mono(json.dumps(row.plan, sort_keys=True)))])
+    for_public = " · no effect for a public key" if credential.kind == KeyKind.PUBLIC else ""
     for_ended = _WITHOUT_EFFECT if has_lost_old_key(row) else ""
     without_effect = for_ended or for_public
     rows: list[tuple[str, Any]] = [
         ("Account", credential.account),
         ("Credential", link(reverse("admin:keyvault_credential_change", args=[credential]), mono(credential))),
         ("Kind", f"{credential.kind} API key"),
-        ("Key to be replaced", key_or_nothing(row.predecessor)),
+        ("Key to replace", key_or_nothing(row.predecessor)),
         ("Reason", plan.reason or NOTHING),
         ("Not before", moment(plan.not_before)),
-        ("Window", "at any time" if plan.window is None else window_words(plan.window) + for_ended),
+        ("Window", "at any time" if plan.window is None else format_window(plan.window) + for_ended),
         ("Deadline", format_html("{}{}", moment(plan.deadline), for_ended)),
         ("When the deadline passes", AT_DEADLINE[plan.at_deadline] + without_effect),
         ("Proof", PROOFS[plan.proof] + for_ended),
-        ("Traffic that proves it", _traffic_words(plan) + for_ended),
-        ("Nobody had used the old key when this was asked", _dormant_words(plan) + without_effect),
+        ("Traffic required as proof", _format_traffic(plan) + for_ended),
+        ("Old key unused at request", _format_dormancy(plan) + without_effect),
         ("Delivered to", "; ".join(CHANNELS[channel] for channel in plan.channels)),
         ("Quiet period", seconds(plan.quiet_seconds) + without_effect),
         ("Quarantine", seconds(plan.quarantine_seconds) + for_ended),
-        ("Used in quarantine, the old key is", REINSTATEMENT[plan.reinstatement] + without_effect),
+        ("Old key used in quarantine", REINSTATEMENT[plan.reinstatement] + without_effect),
         ("Retired at", format_html("{}{}", moment(plan.retire_at, missing="no date in the plan"), for_ended)),
-        ("The replacement expires in days", plan.expires_in_days or "it does not expire"),
-        ("The old key may expire meanwhile", ("yes" if plan.predecessor_may_expire else "no") + for_ended),
-        ("Digest of all this (SHA-256)", mono(plan.digest())),
-        ("Asked by", requester_name(row.requester, row.requested_via)),
+        ("Replacement lifetime in days", plan.expires_in_days or "does not expire"),
+        ("Old key may expire meanwhile", ("yes" if plan.predecessor_may_expire else "no") + for_ended),
+        ("Digest of the plan (SHA-256)", mono(plan.digest())),
+        ("Requested by", requester_name(row.requester, row.requested_via)),
     ]
-    return FactTable("The plan", rows)
+    return FactTable("Plan", rows)
 
 
-_WITHOUT_EFFECT = " · without effect: the old key has ended"
+_WITHOUT_EFFECT = " · no effect: the old key has ended"
 
 
 def has_lost_old_key(row: Rotation) -> bool:
-    """Whether the old key ended otherwise than by this rotation's own steps, while it was open or before.
+    """Whether the old key ended before or during the rotation, but not by its own steps.
 
-    Delivered is done then: there is no deadline, and no proof, silence or quarantine to wait for.
+    Such a rotation is complete once delivered: no deadline, proof, silence or quarantine applies.
     """
     ended_at = predecessor_ended_at(row, datetime.now(UTC))
     return ended_at is not None and row.quarantined_at is None and (row.closed_at is None or ended_at <= row.closed_at)
 
 
-def window_words(window: Window) -> str:
+def format_window(window: Window) -> str:
     days = ", ".join(WEEKDAYS[day] for day in sorted(window.weekdays)) or "every day"
     hours = f"{clock_text(window.opens)} to {clock_text(window.closes)}"
     blackouts = f"; {len(window.blackouts)} blackouts" if window.blackouts else ""
     return f"{days}, {hours} ({window.time_zone}){blackouts}"
 
 
-def _traffic_words(plan: Plan) -> str:
+def _format_traffic(plan: Plan) -> str:
     sources = f"{plan.proof_sources} source" + ("" if plan.proof_sources == 1 else "s")
     traffic = f"{plan.proof_count} authentications from {sources}, soak time {seconds(plan.soak_seconds)}"
-    return traffic if plan.proof in {Proof.TRAFFIC, Proof.BOTH} else f"not asked for ({traffic})"
+    return traffic if plan.proof in {Proof.TRAFFIC, Proof.BOTH} else f"not required ({traffic})"
 
 
-def _dormant_words(plan: Plan) -> str:
-    return "yes: an acknowledgement or a confirmation is proof too" if plan.is_dormant else "no"
+def _format_dormancy(plan: Plan) -> str:
+    return "yes: an acknowledgement or a confirmation also proves use" if plan.is_dormant else "no"
 
 
-# --- where it stands ----------------------------------------------------------------------------------------
+# --- status -------------------------------------------------------------------------------------------------
 
 
-def standing(row: Rotation) -> FactTable:
-    """The four facts, each with its own time, and what is about them."""
-    return FactTable("Where it stands", [*_ends(row), *_four_facts(row), *_happened(row), *_work(row)])
+def status_facts(row: Rotation) -> FactTable:
+    """Return the four facts with their times, and the related events."""
+    return FactTable("Status", [*_ends(row), *_status_facts(row), *_events(row), *_work(row)])
 
 
 def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
@@ -137,64 +137,67 @@ def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
     yield "Replacement", key_or_nothing(row.replacement)
     yield "In this state since", moment(row.entered_at)
     if row.current_state in CLOSED:
-        yield "Why", row.why or NOTHING
+        yield "Reason", row.why or NOTHING
     elif row.deadline_at is not None:
         plan = row.readable_plan
         planned = None if plan is None else plan.deadline
         is_extended = planned is not None and row.deadline_at != planned
-        was = format_html(" · extended, the plan says {}", f"{planned:%Y-%m-%d %H:%M}") if is_extended else ""
-        yield "Deadline", format_html("{}{}{}", moment(row.deadline_at), was, _WITHOUT_EFFECT if is_lost else "")
+        extension = format_html(" · extended from {}", f"{planned:%Y-%m-%d %H:%M}") if is_extended else ""
+        yield "Deadline", format_html("{}{}{}", moment(row.deadline_at), extension, _WITHOUT_EFFECT if is_lost else "")
     if row.retire_at is not None and not is_lost:
-        yield "The old key is retired at", moment(row.retire_at)
+        yield "Old key retired at", moment(row.retire_at)
 
 
-def _four_facts(row: Rotation) -> Iterator[tuple[str, Any]]:
-    not_asked = "not asked for: the old key has ended" if has_lost_old_key(row) else "not yet"
+def _status_facts(row: Rotation) -> Iterator[tuple[str, Any]]:
+    not_asked = "not required: the old key has ended" if has_lost_old_key(row) else "not yet"
     silent = moment(row.silent_at, missing=not_asked)
     if row.silent_at is None and row.waived_at is not None:
-        silent = format_html("not claimed: waived by the approved plan or date, {}", moment(row.waived_at))
-    yield "Accepted: every verifier says yes to the replacement", moment(row.accepted_at, missing="not yet")
-    yield "Delivered: the replacement is where the merchant reads it", moment(row.delivered_at, missing="not yet")
-    yield "Used: the replacement is proved", moment(row.used_at, missing=not_asked)
-    yield "Silent: the old key had no traffic for the quiet period", silent
+        silent = format_html("waived by the approved plan or date, {}", moment(row.waived_at))
+    yield "Accepted: every verifier accepts the replacement", moment(row.accepted_at, missing="not yet")
+    yield "Delivered: the merchant can read the replacement", moment(row.delivered_at, missing="not yet")
+    yield "Used: the replacement is proven in use", moment(row.used_at, missing=not_asked)
+    yield "Silent: the old key was unused for the quiet period", silent
 
 
-def _happened(row: Rotation) -> Iterator[tuple[str, Any]]:
+def _events(row: Rotation) -> Iterator[tuple[str, Any]]:
     for label, at in (
-        ("Begun without the second person", row.bypassed_at),
+        ("Approval bypassed", row.bypassed_at),
         ("Acknowledged by the merchant", row.acknowledged_at),
         ("Confirmed by an operator", row.confirmed_at),
         ("Collected in the console", row.collected_at),
         ("In quarantine since", row.quarantined_at),
-        ("Reinstated: the old key was tried in quarantine", row.reinstated_at),
-        ("The old key written back", row.written_back_at),
+        ("Reinstated: the old key was used in quarantine", row.reinstated_at),
+        ("Old key written back", row.written_back_at),
         ("Closed", row.closed_at),
     ):
         if at is not None:
             yield label, moment(at)
     if row.schedule is not None:
-        yield "Begun by the schedule", str(row.schedule)
+        yield "Requested by the schedule", str(row.schedule)
     if row.campaign is not None:
         yield "Part of the campaign", link(reverse("admin:rotation_campaign_change", args=[row.campaign]), row.campaign)
 
 
 def _work(row: Rotation) -> Iterator[tuple[str, Any]]:
-    """What stands in the way of the worker, and of the merchant's endpoint."""
+    """Yield what blocks the worker or the merchant's endpoint."""
     if row.current_state in CLOSED:
         return
     plan = row.readable_plan
     if plan is not None and DeliveryChannel.WEBHOOK in plan.channels and row.delivered_at is not None:
-        told = find_delivery_report(NoticeKind.REPLACEMENT_AVAILABLE, row.rotation_id)
-        missing = f"not yet: {told.reason or 'on its way'}"
-        yield "Told: the merchant's webhook endpoint took the news", moment(told.delivered_at, missing=missing)
+        delivery = find_delivery_report(NoticeKind.REPLACEMENT_AVAILABLE, row.rotation_id)
+        missing = f"not yet: {delivery.reason or 'pending'}"
+        yield (
+            "Notified: the merchant's webhook endpoint accepted the notification",
+            moment(delivery.delivered_at, missing=missing),
+        )
     lease = find_failure(row)
     if lease is not None:
-        tries = f"{lease.attempts} in a row" if lease.attempts else "paused, no try is used up"
-        yield "The last try failed", format_html("{} <span class='quiet'>({})</span>", lease.last_error, tries)
+        tries = f"{lease.attempts} in a row" if lease.attempts else "paused, attempts not counted"
+        yield "Last attempt failed", format_html("{} <span class='quiet'>({})</span>", lease.last_error, tries)
 
 
 def find_failure(row: Rotation) -> WorkLease | None:
-    """What the last try of its step came to, if it failed."""
+    """Return the lease whose last attempt failed, if any."""
     failed: WorkLease | None = (
         WorkLease.objects.filter(subject=subject_of(row.rotation_id)).exclude(last_error="").first()
     )
@@ -205,36 +208,36 @@ def find_failure(row: Rotation) -> WorkLease | None:
 
 
 def steps_of(row: Rotation) -> list[Step]:
-    """The way with where it stands on it: forward, back, or to where it ended before its time."""
+    """Return the timeline of the rotation: forward, rolling back, or up to an early end."""
     stage, reached = stage_of(row), _reached(row)
     if stage is S.COMPLETED:
-        way = [*reached, S.COMPLETED]
+        states = [*reached, S.COMPLETED]
     elif stage in {S.ROLLING_BACK, S.ROLLED_BACK}:
-        way = [*reached, S.ROLLING_BACK, S.ROLLED_BACK]
+        states = [*reached, S.ROLLING_BACK, S.ROLLED_BACK]
     elif stage in CLOSED:
-        way = [*reached, stage]
+        states = [*reached, stage]
     else:
-        way = list(_forward(row, stage))
-    here = way.index(stage)
+        states = list(_forward(row, stage))
+    current = states.index(stage)
     return [
-        Step(_label(row, place, here == index), _place(row, index - here), _time_of(row, place))
-        for index, place in enumerate(way)
+        Step(_label(row, state, index == current), _place(row, index - current), _time_of(row, state))
+        for index, state in enumerate(states)
     ]
 
 
 def _forward(row: Rotation, stage: RotationState) -> Iterator[RotationState]:
     is_lost = stage is S.EMERGENCY or has_lost_old_key(row)
-    for place in _WAY:
-        if is_lost and place in _RETIRING and place is not stage:
+    for state in _FORWARD_STATES:
+        if is_lost and state in _RETIRING and state is not stage:
             continue
-        if place is S.AWAITING_APPROVAL and (not row.approvals_needed or stage is S.EMERGENCY):
+        if state is S.AWAITING_APPROVAL and (not row.approvals_needed or stage is S.EMERGENCY):
             continue
-        yield S.EMERGENCY if place is S.SCHEDULED and stage is S.EMERGENCY else place
+        yield S.EMERGENCY if state is S.SCHEDULED and stage is S.EMERGENCY else state
 
 
 def _reached(row: Rotation) -> list[RotationState]:
-    """What one that ended, or goes back, has behind it for certain."""
-    was = {
+    """Return the states that an ended or rolling back rotation is known to have passed."""
+    passed = {
         S.REQUESTED: True,
         S.AWAITING_APPROVAL: bool(row.approvals_needed),
         S.SCHEDULED: row.replacement_id is not None,
@@ -245,12 +248,12 @@ def _reached(row: Rotation) -> list[RotationState]:
         S.QUARANTINE: row.silent_at is not None or row.waived_at is not None,
         S.REVOKING: row.state == S.COMPLETED and row.quarantined_at is not None,
     }
-    return [place for place in _WAY if was.get(place, False)]
+    return [state for state in _FORWARD_STATES if passed.get(state, False)]
 
 
-def _label(row: Rotation, place: RotationState, is_here: bool) -> str:
-    name = place.value.replace("_", " ")
-    return f"{name}: stalled" if is_here and row.state == S.STALLED else name
+def _label(row: Rotation, state: RotationState, is_current: bool) -> str:
+    name = state.value.replace("_", " ")
+    return f"{name}: stalled" if is_current and row.state == S.STALLED else name
 
 
 def _place(row: Rotation, distance: int) -> str:
@@ -261,9 +264,9 @@ def _place(row: Rotation, distance: int) -> str:
     return "stopped" if row.state == S.STALLED or row.current_state in CLOSED else "current"
 
 
-def _time_of(row: Rotation, place: RotationState) -> Any:
-    """When it came there, where that is a column of its own."""
-    if place == row.state:
+def _time_of(row: Rotation, state: RotationState) -> Any:
+    """Return when the rotation entered the state, if a column records it."""
+    if state == row.state:
         return row.entered_at
     return {
         S.REQUESTED: row.created_at,
@@ -271,14 +274,14 @@ def _time_of(row: Rotation, place: RotationState) -> Any:
         S.AWAITING_PROOF: row.delivered_at,
         S.OVERLAP: row.used_at,
         S.QUARANTINE: row.silent_at or row.waived_at,
-    }.get(place)
+    }.get(state)
 
 
-# --- what to do ---------------------------------------------------------------------------------------------
+# --- runbook ------------------------------------------------------------------------------------------------
 
 
 def runbook_facts(row: Rotation, advice: Advice, offered: Iterable[str]) -> FactTable:
-    """The runbook's advice with links to what it names: acts that are offered now, and pages."""
+    """Return the runbook advice with links to the available actions and pages that it names."""
     links = list(_remedies(row, advice, set(offered)))
     steps = format_html_join("", "<li>{}</li>", ((step,) for step in advice.steps))
     rows: list[tuple[str, Any]] = [
@@ -286,7 +289,7 @@ def runbook_facts(row: Rotation, advice: Advice, offered: Iterable[str]) -> Fact
         ("What to do", format_html("<ol class='steps-to-take'>{}</ol>", steps)),
     ]
     if links:
-        rows.append(("Where", format_html_join(" · ", "{}", ((each,) for each in links))))
+        rows.append(("Actions", format_html_join(" · ", "{}", ((each,) for each in links))))
     return FactTable(f"What to do: {advice.title[0].lower()}{advice.title[1:]}", rows)
 
 
@@ -313,10 +316,10 @@ def key_or_nothing(key: Key | None) -> SafeString | str:
 
 
 def retirements_table(row: Rotation) -> Table:
-    """The dates that were asked for; the newest that was approved counts."""
+    """Return the requested dates; the newest approved date applies."""
     return Table(
-        "Dates asked for, to retire the old public key",
-        ["date (UTC)", "asked by", "asked (UTC)", "approved by", "approved (UTC)"],
+        "Requested retirement dates of the old public key",
+        ["date (UTC)", "requested by", "requested (UTC)", "approved by", "approved (UTC)"],
         [
             [
                 link(reverse("admin:rotation_retirement_change", args=[each.pk]), f"{each.retire_at:%Y-%m-%d %H:%M}"),
@@ -327,12 +330,12 @@ def retirements_table(row: Rotation) -> Table:
             ]
             for each in row.retirements.select_related("requester", "approver").order_by("-created_at", "-pk")
         ],
-        empty="No date was asked for yet.",
+        empty="No dates yet. Retirement dates requested for the old key appear here.",
     )
 
 
 def users_tables(row: Rotation) -> Iterator[Table]:
-    """Whom to talk to when the key that is to go does not fall silent: of a roll-back the replacement."""
+    """Yield the users of the key to be retired; in a rollback also those of the replacement."""
     if row.replacement is not None and stage_of(row) is S.ROLLING_BACK:
         yield from _users(row.replacement, "the replacement")
     yield from _users(row.predecessor, "the old key")
@@ -340,15 +343,15 @@ def users_tables(row: Rotation) -> Iterator[Table]:
 
 def _users(key: Key, what: str) -> Iterator[Table]:
     for table in use_tables(key):
-        is_first = table.title == "Who uses it"
-        title = f"Who still uses {what}" if is_first else f"{what[0].upper()}{what[1:]}: {table.title.lower()}"
-        yield replace(table, title=title, empty="Nobody was seen.")
+        is_first = table.title == "Users"
+        title = f"Users of {what}" if is_first else f"{what[0].upper()}{what[1:]}: {table.title.lower()}"
+        yield replace(table, title=title, empty="No use recorded yet.")
 
 
 def evidence_table(row: Rotation) -> Table:
     return Table(
         "Evidence",
-        ["kind", "when (UTC)", "what was seen"],
+        ["kind", "when (UTC)", "observation"],
         [
             [badge(item.kind), short_moment(item.created_at), mono(json.dumps(item.seen, sort_keys=True))]
             for item in row.evidence.order_by("created_at", "evidence_id")
@@ -358,8 +361,8 @@ def evidence_table(row: Rotation) -> Table:
 
 def ledger_table(row: Rotation) -> Table:
     return Table(
-        "Ledger of side effects",
-        ["step", "key", "state", "began (UTC)", "ended (UTC)", "what came of it"],
+        "Side effects",
+        ["step", "key", "state", "started (UTC)", "finished (UTC)", "result"],
         [
             [
                 badge(entry.step),

@@ -1,4 +1,4 @@
-"""Rotations in the console: asked for, approved by a second person, watched, acted upon, collected once."""
+"""Rotations in the console: requested, approved by a second person, monitored, controlled, collected once."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -17,13 +17,13 @@ from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import approvals_table, requester_name
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
+    AttentionItem,
     Detail,
     Extras,
     FactTable,
     Line,
     Link,
     Table,
-    Waiting,
     badge,
     link,
     short_moment,
@@ -31,7 +31,7 @@ from keyvault.admin.framework.widgets import (
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
-from rotation.admin.rotation_actions import ACTS, ASK, has_old_key, may_be_collected
+from rotation.admin.rotation_actions import REQUEST, ROW_ACTIONS, has_old_key, may_be_collected
 from rotation.admin.rotation_sections import (
     evidence_table,
     find_failure,
@@ -40,7 +40,7 @@ from rotation.admin.rotation_sections import (
     plan_facts,
     retirements_table,
     runbook_facts,
-    standing,
+    status_facts,
     steps_of,
     users_tables,
 )
@@ -72,24 +72,24 @@ class BypassFilter(admin.SimpleListFilter):
 
 
 class HeldUpFilter(admin.SimpleListFilter):
-    title = "hold-up"
+    title = "blocked"
     parameter_name = "held"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("up", "a failing step, or an endpoint")]
+        return [("up", "by a failing step or an endpoint")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return _held_up(queryset) if self.value() == "up" else queryset
+        return _blocked(queryset) if self.value() == "up" else queryset
 
 
 @admin.register(Rotation)
 class RotationAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Rotation", "Rotations"
-    asks = (ASK,)
-    acts = ACTS
+    create_actions = (REQUEST,)
+    row_actions = ROW_ACTIONS
 
-    list_display = ("rotation_id", "state_badge", "account", "label", "asked_by", "created")
+    list_display = ("rotation_id", "state_badge", "account", "label", "requested_by", "created")
     list_filter = ("state", "credential__account__environment", BypassFilter, HeldUpFilter)
     search_fields = (
         "=rotation_id",
@@ -102,7 +102,7 @@ class RotationAdmin(ConsoleModelAdmin):
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """`is_unreviewed`: begun without the second person, and nobody has looked at that yet."""
+        """Annotate `is_unreviewed`: the rotation bypassed approval, and the bypass is not reviewed yet."""
         is_unreviewed = Exists(_UNREVIEWED.filter(subject=OuterRef("pk")))
         rows: QuerySet[Any] = super().get_queryset(request).annotate(is_unreviewed=is_unreviewed)
         return rows.select_related(
@@ -127,11 +127,11 @@ class RotationAdmin(ConsoleModelAdmin):
             return format_html("{} {}", badge(row.state), badge("bypass_not_reviewed"))
         return badge(row.state)
 
-    @admin.display(description="asked by", ordering="requester__username")
-    def asked_by(self, row: Rotation) -> str:
+    @admin.display(description="requested by", ordering="requester__username")
+    def requested_by(self, row: Rotation) -> str:
         return requester_name(row.requester, row.requested_via)
 
-    @admin.display(description="asked (UTC)", ordering="created_at")
+    @admin.display(description="requested (UTC)", ordering="created_at")
     def created(self, row: Rotation) -> SafeString:
         return short_moment(row.created_at)
 
@@ -160,7 +160,7 @@ class RotationAdmin(ConsoleModelAdmin):
             steps=steps_of(row),
             sections=[
                 *self._runbook(request, row, waiting_for),
-                standing(row),
+                status_facts(row),
                 *([retirements_table(row)] if is_public else []),
                 *users_tables(row),
                 plan_facts(row),
@@ -175,7 +175,7 @@ class RotationAdmin(ConsoleModelAdmin):
         entry = find_stall(row.why) if row.state == S.STALLED else find_wait(waiting_for, is_failing=is_failing)
         if entry is not None:
             case = Case(Delivery(row.credential.delivery), KeyKind(row.credential.kind), has_old_key(row))
-            offered = [act.name for act in self.acts if self._offers(request, act, row)]
+            offered = [action.name for action in self.row_actions if self._is_offered(request, action, row)]
             yield runbook_facts(row, fitted(entry, case), offered)
 
     def _alarms(self, request: HttpRequest, row: Any) -> Iterable[str]:
@@ -186,79 +186,83 @@ class RotationAdmin(ConsoleModelAdmin):
 
     def _notes(self, request: HttpRequest, row: Any, waiting_for: str) -> Iterable[str]:
         if waiting_for and row.state != S.STALLED:
-            yield f"It waits for {waiting_for}."
+            yield f"Waiting for {waiting_for}."
         elif row.current_state in CLOSED and row.why:
             yield f"Closed: {row.why}."
         if is_undecided(row) and row.requester_person == operator_of(request).person:
-            yield "You asked for this: it takes a second person to approve it."
+            yield "You requested this. A second person must approve it."
         is_waited_for = row.credential.delivery == Delivery.SHOW_ONCE and may_be_collected(row)
         if is_waited_for and row.requester_person == operator_of(request).person:
-            yield "You asked for this, so it is you who may collect the replacement, once."
+            yield "You requested this, so only you can collect the replacement, once."
 
     def _bypass_note(self, request: HttpRequest, row: Rotation) -> SafeString:
-        act = _UNREVIEWED.filter(subject=row.pk).select_related("operator").latest("created_at")
+        action = _UNREVIEWED.filter(subject=row.pk).select_related("operator").latest("created_at")
         text = format_html(
-            "Bypass, not reviewed yet: {} began this without the second person, at {} UTC.",
-            act.operator.username,
-            f"{act.created_at:%Y-%m-%d %H:%M}",
+            "Bypass not reviewed yet: {} started this without a second person at {} UTC.",
+            action.operator.username,
+            f"{action.created_at:%Y-%m-%d %H:%M}",
         )
         if not (may(request, P.BREAK_GLASS_REVIEW) or may(request, P.AUDIT_READ)):
             return text
-        url = reverse("admin:keyvault_breakglass_change", args=[act.pk])
-        return format_html("{} {}", text, link(url, "Look at it and review it"))
+        url = reverse("admin:keyvault_breakglass_change", args=[action.pk])
+        return format_html("{} {}", text, link(url, "Review the bypass"))
 
-    # --- what waits ---------------------------------------------------------------------------------------
+    # --- attention items ----------------------------------------------------------------------------------
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
-        """What stopped and what is urgent first."""
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+        """Return stalled and urgent rotations first."""
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
         undecided = rows.filter(approval_expires_at__gt=datetime.now(UTC))
-        yield self.waits("Stalled rotations", rows.filter(state=S.STALLED), f"?state__exact={S.STALLED}", "alarm")
-        emergencies = undecided.annotate(said=Count("approvals")).filter(
-            state=S.EMERGENCY, bypassed_at__isnull=True, said__lt=F("approvals_needed")
+        yield self.attention_item(
+            "Stalled rotations", rows.filter(state=S.STALLED), f"?state__exact={S.STALLED}", "alarm"
+        )
+        emergencies = undecided.annotate(approval_count=Count("approvals")).filter(
+            state=S.EMERGENCY, bypassed_at__isnull=True, approval_count__lt=F("approvals_needed")
         )
         asked = undecided.filter(state=S.AWAITING_APPROVAL)
         for_emergency, where = f"?state__exact={S.EMERGENCY}", f"?state__exact={S.AWAITING_APPROVAL}"
         if may(request, P.ROTATIONS_APPROVE):
-            # Not by `approvals__person`: a second join would multiply what is counted above.
-            urgent = self.for_me(request, P.ROTATIONS_APPROVE, emergencies.exclude(approvals__person=me))
-            yield self.waits("Emergencies that you may approve", urgent, for_emergency, "alarm")
-            others = self.for_me(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
-            yield self.waits("Rotations that you may approve", others, where, "act")
+            # Filtering by `approvals__person` here would add a join and multiply the count above.
+            urgent = self.decidable_rows(request, P.ROTATIONS_APPROVE, emergencies.exclude(approvals__person=me))
+            yield self.attention_item("Emergency rotations to approve", urgent, for_emergency, "alarm")
+            others = self.decidable_rows(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
+            yield self.attention_item("Rotations to approve", others, where, "action")
         else:
-            yield self.waits("Emergencies that wait for approval", emergencies, for_emergency, "alarm")
+            yield self.attention_item("Emergency rotations awaiting approval", emergencies, for_emergency, "alarm")
         if may(request, P.ROTATIONS_WRITE):
             own = asked.filter(requester_person=me)
-            yield self.waits("Rotations asked for by you, not approved yet", own, where)
-            yield self.waits("Rotations that wait for an operator's word", _to_confirm(rows), _TO_CONFIRM, "act")
+            yield self.attention_item("Your rotations awaiting approval", own, where)
+            yield self.attention_item(
+                "Rotations awaiting an operator's confirmation", _to_confirm(rows), _TO_CONFIRM, "action"
+            )
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(requester_person=me, requested_via=None, credential__delivery=Delivery.SHOW_ONCE)
             ready = [row for row in mine.filter(delivered_at__isnull=False, collected_at=None) if may_be_collected(row)]
-            yield self.waits("Replacements for you to collect", ready, "", "act")
-        held_up = _held_up(rows)
-        yield self.waits("Rotations held up by a failing step or an endpoint", held_up, "?held=up", "alarm")
+            yield self.attention_item("Replacements to collect", ready, "", "action")
+        blocked = _blocked(rows)
+        yield self.attention_item("Rotations blocked by a failing step or an endpoint", blocked, "?held=up", "alarm")
         bypassed = rows.filter(is_unreviewed=True)
-        yield self.waits("Begun without the second person, not reviewed", bypassed, "?bypass=open", "alarm")
+        yield self.attention_item("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
 
-    def _is_open(self, request: HttpRequest, act: RowAction, row: Any) -> bool:
-        is_for_me = act.name != "collect" or may_collect(row, operator_of(request).person)
-        return is_for_me and super()._is_open(request, act, row)
+    def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
+        is_for_me = action.name != "collect" or may_collect(row, operator_of(request).person)
+        return is_for_me and super()._is_available(request, action, row)
 
     def line_of(self, row: Any) -> Line:
-        told = "begun without the second person" if row.is_unreviewed else f"asked for by {self.asked_by(row)}"
-        return Line(self.url_of(row), self.name_of(row), row.why or told, row.entered_at)
+        summary = "approval bypassed" if row.is_unreviewed else f"requested by {self.requested_by(row)}"
+        return Line(self.url_of(row), self.name_of(row), row.why or summary, row.entered_at)
 
     # --- on other pages -----------------------------------------------------------------------------------
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """The pages of a credential and of a key tell its rotations, and offer to begin one."""
+        """Add the rotations of a credential or key to its page, and a link to request one."""
         if not isinstance(row, Credential | Key) or not self.has_view_permission(request):
             return None
         credential = row if isinstance(row, Credential) else row.credential
         rotations = self.get_queryset(request).filter(credential=credential).order_by("-created_at")[:20]
         table = Table(
             "Rotations",
-            ["rotation", "state", "old key", "replacement", "asked (UTC)"],
+            ["rotation", "state", "old key", "replacement", "requested (UTC)"],
             [
                 [
                     link(self.url_of(item), item),
@@ -269,7 +273,7 @@ class RotationAdmin(ConsoleModelAdmin):
                 ]
                 for item in rotations
             ],
-            empty="It was never rotated.",
+            empty="No rotations yet. Request one to replace the key.",
         )
         is_open = any(S(item.state) not in CLOSED for item in rotations)
         is_usable = credential.keys.filter(state=KeyState.ACTIVE).count() == 1
@@ -282,16 +286,18 @@ class RotationAdmin(ConsoleModelAdmin):
 _TO_CONFIRM = f"?state__exact={S.AWAITING_PROOF}"
 
 
-def _held_up(rows: QuerySet[Any]) -> QuerySet[Any]:
-    """What has not stalled and does not move either: its last try failed, or the merchant's endpoint refuses the
-    news."""
+def _blocked(rows: QuerySet[Any]) -> QuerySet[Any]:
+    """Return rotations that are blocked but not stalled.
+
+    Either the last attempt of a step failed, or the merchant's endpoint does not accept the notification.
+    """
     failed = WorkLease.objects.filter(subject__startswith=subject_of("")).exclude(last_error="")
     ids = [subject.removeprefix(subject_of("")) for subject in failed.values_list("subject", flat=True)]
-    is_untold = Q(state=S.PUBLISHING, delivered_at__isnull=False)
-    return rows.filter(Q(pk__in=ids) | is_untold).exclude(state__in=[S.STALLED, *CLOSED])
+    is_undelivered = Q(state=S.PUBLISHING, delivered_at__isnull=False)
+    return rows.filter(Q(pk__in=ids) | is_undelivered).exclude(state__in=[S.STALLED, *CLOSED])
 
 
 def _to_confirm(rows: QuerySet[Any]) -> QuerySet[Any]:
-    """What nothing but a person's word proves: public keys, and what nobody uses."""
-    by_word = Q(plan__proof=Proof.CONFIRMATION.value) | Q(plan__is_dormant=True)
-    return rows.filter(by_word, state=S.AWAITING_PROOF, confirmed_at__isnull=True)
+    """Return rotations that only an operator can confirm: public keys and unused credentials."""
+    is_manual = Q(plan__proof=Proof.CONFIRMATION.value) | Q(plan__is_dormant=True)
+    return rows.filter(is_manual, state=S.AWAITING_PROOF, confirmed_at__isnull=True)

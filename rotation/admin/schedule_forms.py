@@ -1,4 +1,4 @@
-"""What the console's forms ask of schedules and blackout calendars, and what is read from them."""
+"""Forms of schedules and blackout calendars, and the conversion of their values."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -6,7 +6,7 @@ from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.actions import ActForm, Cleaned, Group, RowChoice, SeenForm
+from keyvault.admin.framework.actions import ActionForm, Cleaned, Group, RowChoice, VersionedForm
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.models import Credential
@@ -19,61 +19,59 @@ from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_draft, readable_draft
 
-_WHOLE_DAY = 24 * 60
+_MINUTES_PER_DAY = 24 * 60
 
 
-class TermsForm(ActForm):
-    """How often, when, and what is asked for. What stays empty is as usual, which the field says."""
+class TermsForm(ActionForm):
+    """Form with the terms of a schedule; an empty field takes its default."""
 
     groups = (
-        Group("Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which rotations may begin"),
+        Group("Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which rotations may start"),
         Group(
-            "What is asked for",
+            "Plan",
             ("proof", "quiet_seconds", "quarantine_seconds", "expires_in_days", "reason"),
-            "beside the usual plan",
+            "changes to the default plan",
         ),
     )
 
     cryptoperiod_days = forms.IntegerField(
-        min_value=1, max_value=3_650, label="Cryptoperiod in days", help_text="How long a key is in use at most."
+        min_value=1, max_value=3_650, label="Cryptoperiod in days", help_text="Maximum time that a key is in use."
     )
     jitter_days = forms.IntegerField(
         min_value=0,
         max_value=3_650,
         initial=0,
         label="Jitter in days",
-        help_text="Each key is replaced up to so many days earlier, so that not all are on one day.",
+        help_text="Each key is replaced up to this many days earlier, which spreads the rotations.",
     )
     lead_days = forms.IntegerField(
         min_value=0,
         max_value=3_650,
         initial=0,
-        label="Asked for days ahead",
-        help_text="So that a second person can approve it in time. A request that nobody decides about ends after 7.",
+        label="Lead time in days",
+        help_text="Time for a second person to approve. An undecided request expires after 7 days.",
     )
     calendar = RowChoice(
         BlackoutCalendar.objects.order_by("name"),
-        words=str,
+        label_for=str,
         required=False,
         label="Blackout calendar",
-        help_text="Nothing begins on its days.",
+        help_text="No rotation starts in its periods.",
     )
-    weekdays = weekdays_field("None: they may begin at any time.")
+    weekdays = weekdays_field("No selection: rotations may start at any time.")
     opens, closes, time_zone = opens_field(), closes_field(), time_zone_field()
     proof = forms.ChoiceField(
-        required=False, choices=[("", "as usual"), *((proof.value, words) for proof, words in PRIVATE_PROOFS.items())]
+        required=False, choices=[("", "default"), *((proof.value, label) for proof, label in PRIVATE_PROOFS.items())]
     )
     quiet_seconds, quarantine_seconds = quiet_field(), quarantine_field()
     expires_in_days = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=3_650,
-        label="The replacements expire in days",
-        help_text="More than the cryptoperiod. Empty: they do not expire.",
+        label="Replacement lifetime in days",
+        help_text="More than the cryptoperiod. Empty: replacements do not expire.",
     )
-    reason = forms.CharField(
-        required=False, max_length=300, help_text="What the plans give as their reason. Empty: the cryptoperiod."
-    )
+    reason = forms.CharField(required=False, max_length=300, help_text="Reason of the plans. Empty: the cryptoperiod.")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -86,7 +84,7 @@ class TermsForm(ActForm):
 
 
 _FIELDS = {"account": "merchant", "window": "weekdays", "deadline": "quiet_seconds"}
-"""What the form calls otherwise than the service."""
+"""Form field for a service field of another name."""
 
 
 def _by_field(fault: Fault) -> Fault:
@@ -101,20 +99,23 @@ class ScheduleForm(TermsForm):
     merchant = forms.CharField(
         required=False,
         max_length=64,
-        help_text="The merchant's id. Empty: every merchant of the environment without a schedule of its own.",
+        help_text="Merchant id. Empty: every merchant of the environment without its own schedule.",
     )
     credential = forms.CharField(
-        required=False, max_length=32, label="Credential id", help_text="For this one alone, before all others."
+        required=False,
+        max_length=32,
+        label="Credential id",
+        help_text="Schedule for this credential only; it overrides all others.",
     )
 
 
-class EditForm(SeenForm, TermsForm):
+class EditForm(VersionedForm, TermsForm):
     @classmethod
     def initial_for(cls, row: RotationSchedule) -> dict[str, Any]:
         saved = find_draft(row) or readable_draft(row)
-        window, wish = saved.window, saved.wish
+        window, overrides = saved.window, saved.wish
         hours = {} if window is None else {name: clock_text(getattr(window, name)) for name in ("opens", "closes")}
-        same = ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")
+        unchanged = ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")
         return {
             "version": row.version,
             "cryptoperiod_days": saved.cryptoperiod_days,
@@ -123,24 +124,24 @@ class EditForm(SeenForm, TermsForm):
             "calendar": row.calendar_id,
             "weekdays": [] if window is None else list(window.weekdays),
             "time_zone": "UTC" if window is None else window.time_zone,
-            "proof": "" if wish.proof is None else wish.proof.value,
+            "proof": "" if overrides.proof is None else overrides.proof.value,
             **hours,
-            **{name: getattr(wish, name) for name in same},
+            **{name: getattr(overrides, name) for name in unchanged},
         }
 
 
-class PeriodsForm(ActForm):
+class PeriodsForm(ActionForm):
     periods = forms.CharField(
         required=False,
         strip=False,
         max_length=60_000,
         widget=forms.Textarea(attrs={"rows": 12}),
-        help_text="One a line: begin, end and why, such as 2026-12-20 2027-01-07 Christmas. A date is its midnight "
-        "in UTC; 2026-12-20T18:00+01:00 is exact. The end does not belong to it.",
+        help_text="One per line: begin, end and reason, such as 2026-12-20 2027-01-07 Christmas. A date means midnight "
+        "UTC; 2026-12-20T18:00+01:00 is exact. The end is exclusive.",
     )
 
     def show_faults(self, error: RequestInvalidError) -> None:
-        """By line, as people count them."""
+        """Add each fault with its one-based line number."""
         for fault in error.faults:
             name, _, place = fault.pointer.strip("/").partition("/")
             line, _, _ = place.partition("/")
@@ -153,21 +154,26 @@ class PeriodsForm(ActForm):
 class CalendarForm(PeriodsForm):
     field_order = ("name",)
 
-    name = forms.CharField(max_length=64, help_text="a-z, 0-9 and inner hyphens. It never changes.")
+    name = forms.CharField(max_length=64, help_text="a-z, 0-9 and inner hyphens. The name cannot be changed later.")
 
 
-class EditCalendarForm(SeenForm, PeriodsForm):
+class EditCalendarForm(VersionedForm, PeriodsForm):
     @classmethod
     def initial_for(cls, row: BlackoutCalendar) -> dict[str, Any]:
         lines = (f"{each['begins_at']} {each['ends_at']} {each['why']}".rstrip() for each in row.periods)
         return {"version": row.version, "periods": "\n".join(lines)}
 
 
-# --- what is read from them ------------------------------------------------------------------------------------
+# --- conversion ------------------------------------------------------------------------------------------------
 
 
 def scope_from(cleaned: Cleaned) -> Scope:
-    """Raises NotFoundError for an account, and RequestInvalidError for a credential, that is not there."""
+    """Build the scope from the form.
+
+    Raises:
+        NotFoundError: the account does not exist.
+        RequestInvalidError: the credential does not exist.
+    """
     environment = Environment(cleaned["environment"])
     account = find_account(cleaned["merchant"], environment) if cleaned["merchant"] else None
     if not cleaned["credential"]:
@@ -178,41 +184,41 @@ def scope_from(cleaned: Cleaned) -> Scope:
     credential = rows.first()
     if credential is None:
         whose = "" if account is None else f" of {account}"
-        raise RequestInvalidError("There is no such credential.", [Fault("/credential", f"a credential's id{whose}")])
+        raise RequestInvalidError("Credential not found.", [Fault("/credential", f"not the id of a credential{whose}")])
     return Scope(environment, credential=credential)
 
 
-def terms_from(cleaned: Cleaned, before: PlanOverrides | None = None) -> ScheduleDraft:
-    """Raises RequestInvalidError for a window that cannot be meant."""
-    wish = replace(
-        before or PlanOverrides(),
+def terms_from(cleaned: Cleaned, previous: PlanOverrides | None = None) -> ScheduleDraft:
+    """Build the terms of a schedule from the form. Raises RequestInvalidError for an invalid window."""
+    overrides = replace(
+        previous or PlanOverrides(),
         proof=Proof(cleaned["proof"]) if cleaned["proof"] else None,
         **{name: cleaned[name] for name in ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")},
     )
     numbers = (cleaned["cryptoperiod_days"], cleaned["jitter_days"], cleaned["lead_days"])
-    return ScheduleDraft(*numbers, _window(cleaned), cleaned["calendar"], wish)
+    return ScheduleDraft(*numbers, _window(cleaned), cleaned["calendar"], overrides)
 
 
 def _window(cleaned: Cleaned) -> Window | None:
     weekdays, opens, closes = cleaned["weekdays"], cleaned["opens"], cleaned["closes"]
     if not weekdays and opens is None and closes is None:
         return None
-    opens, closes = 0 if opens is None else opens, _WHOLE_DAY if closes is None else closes
-    meant = Window(cleaned["time_zone"] or "UTC", tuple(weekdays), opens, closes)
-    return Window.from_json(meant.as_json())
+    opens, closes = 0 if opens is None else opens, _MINUTES_PER_DAY if closes is None else closes
+    window = Window(cleaned["time_zone"] or "UTC", tuple(weekdays), opens, closes)
+    return Window.from_json(window.as_json())
 
 
 def periods_from(text: str) -> list[dict[str, str]]:
-    """As written; `windows.read_blackouts` says what cannot be meant."""
+    """Split each line into begin, end and reason; `windows.read_blackouts` validates them."""
     lines = [line.split(None, 2) for line in text.splitlines() if line.strip()]
     names = ("begins_at", "ends_at", "why")
-    return [{name: _in_utc(word) for name, word in zip(names, words, strict=False)} for words in lines]
+    return [{name: _with_utc(part) for name, part in zip(names, parts, strict=False)} for parts in lines]
 
 
-def _in_utc(word: str) -> str:
-    """A time without an offset is UTC; anything else stays as it is."""
+def _with_utc(text: str) -> str:
+    """Add the UTC offset to a time without one; return other text unchanged."""
     try:
-        at = datetime.fromisoformat(word)
+        at = datetime.fromisoformat(text)
     except ValueError:
-        return word
+        return text
     return at.replace(tzinfo=at.tzinfo or UTC).isoformat()

@@ -1,4 +1,4 @@
-"""How schedules look on the console's pages, and the calendar of what they come to: a table for each month."""
+"""Formatting of schedules, and the calendar of scheduled rotations with a table per month."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -15,54 +15,62 @@ from rotation.models import RotationSchedule
 from rotation.services.schedules.calendar import ScheduledDate
 from rotation.services.schedules.schedules import find_draft, find_unreadable
 
-AHEAD = {30: "30 days", 90: "90 days", 366: "a year"}
-"""How far the page looks."""
+LOOKAHEAD_DAYS = {30: "30 days", 90: "90 days", 366: "a year"}
+"""Lookahead periods of the calendar, in days, with their labels."""
 
-USUAL_DAYS = 90
-_MOST_LINES = 1_000
+DEFAULT_LOOKAHEAD_DAYS = 90
+"""Default lookahead of the calendar, in days."""
+
+_MAX_LINES = 1_000
 
 
 def calendar_notes(dates: list[ScheduledDate], days: int, merchant: str | None) -> Iterable[str]:
     whose = "" if merchant is None else f" of {merchant}"
-    yield f"Rotations{whose} that schedules begin within {AHEAD[days]}. All times are UTC; looking begins nothing."
-    if len(dates) > _MOST_LINES:
-        yield f"The first {_MOST_LINES} of {len(dates)}: choose an environment, or fewer days."
+    period = LOOKAHEAD_DAYS[days]
+    yield f"Scheduled rotations{whose} within {period}. All times are UTC."
+    if len(dates) > _MAX_LINES:
+        yield f"First {_MAX_LINES} of {len(dates)}. Choose an environment or fewer days to see fewer rotations."
 
 
-def months(dates: list[ScheduledDate]) -> Iterable[Table]:
-    """A table for each month, and before them what has no date because something is in its way."""
-    columns = ["begins (UTC)", "account", "credential", "state", "asked for (UTC)", "why"]
-    for month, found in groupby(dates[:_MOST_LINES], lambda date: f"{date.begins_at:%B %Y}" if date.begins_at else ""):
+def month_tables(dates: list[ScheduledDate]) -> Iterable[Table]:
+    """Yield a table per month; blocked rotations without a date come first."""
+    columns = ["starts (UTC)", "account", "credential", "state", "requested (UTC)", "reason"]
+    for month, found in groupby(dates[:_MAX_LINES], lambda date: f"{date.begins_at:%B %Y}" if date.begins_at else ""):
         rows = [
             [
                 f"{date.begins_at:%a %d  %H:%M}" if date.begins_at else NOTHING,
                 f"{date.merchant_id}/{date.environment}",
                 credential_link(date.credential_id, date.label),
                 _state_link(date),
-                short_moment(date.ask_at, missing="asked already" if date.rotation_id else NOTHING),
+                short_moment(date.ask_at, missing="already requested" if date.rotation_id else NOTHING),
                 date.why,
             ]
             for date in found
         ]
-        yield Table(month or "Without a date: something is in the way", columns, rows)
+        yield Table(month or "Blocked, without a date", columns, rows)
     if not dates:
-        yield Table("Nothing", columns, [], empty="No key on a schedule is replaced in that time.")
+        yield Table(
+            "No rotations",
+            columns,
+            [],
+            empty="No scheduled rotations in this period. Put keys on a schedule to see them here.",
+        )
 
 
 def next_facts(date: ScheduledDate | None) -> FactTable:
     if date is None:
-        return FactTable("Next scheduled rotation", [("State", "it is on no schedule")])
+        return FactTable("Next scheduled rotation", [("State", "not on a schedule")])
     rows: list[tuple[str, Any]] = [
         ("State", badge(date.state)),
-        ("Begins", moment(date.begins_at, missing="no date")),
-        ("Asked for", moment(date.ask_at)),
-        ("By", date.schedule),
+        ("Starts", moment(date.begins_at, missing="no date")),
+        ("Requested", moment(date.ask_at)),
+        ("Schedule", date.schedule),
     ]
-    return FactTable("Next scheduled rotation", [*rows, *([("Why", date.why)] if date.why else [])])
+    return FactTable("Next scheduled rotation", [*rows, *([("Reason", date.why)] if date.why else [])])
 
 
-def credential_link(credential_id: str, words: str) -> SafeString:
-    return link(reverse("admin:keyvault_credential_change", args=[credential_id]), words)
+def credential_link(credential_id: str, label: str) -> SafeString:
+    return link(reverse("admin:keyvault_credential_change", args=[credential_id]), label)
 
 
 def _state_link(date: ScheduledDate) -> SafeString:
@@ -77,17 +85,17 @@ def state_of(row: RotationSchedule) -> str:
     return "stalled" if find_unreadable(row, datetime.now(UTC)) else "enabled"
 
 
-def scope_words(row: RotationSchedule) -> str:
+def format_scope(row: RotationSchedule) -> str:
     if row.credential is not None:
         return f"{row.credential.account} · {row.credential.label}"
     return f"all of {row.account or row.environment}"
 
 
-def window_words(row: RotationSchedule) -> str:
-    wished = find_draft(row)
-    if wished is None:
-        return "cannot be read"
-    window = wished.window
+def format_schedule_window(row: RotationSchedule) -> str:
+    terms = find_draft(row)
+    if terms is None:
+        return "unreadable"
+    window = terms.window
     if window is None or not window.weekdays:
         return "at any time"
     days = ", ".join(WEEKDAYS[day][:3] for day in window.weekdays)

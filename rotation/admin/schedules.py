@@ -1,4 +1,4 @@
-"""Schedules and blackout calendars in the console, and the calendar of what they come to."""
+"""Rotation schedules in the console, and the calendar of scheduled rotations."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -6,15 +6,16 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib import admin
-from django.db.models import Model, QuerySet
+from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction, RowAction, SeenForm, Tone
+from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction, RowAction, Tone, VersionedForm
 from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import (
@@ -41,15 +42,15 @@ from rotation.admin.schedule_forms import (
     terms_from,
 )
 from rotation.admin.schedule_widgets import (
-    AHEAD,
-    USUAL_DAYS,
+    DEFAULT_LOOKAHEAD_DAYS,
+    LOOKAHEAD_DAYS,
     calendar_notes,
     credential_link,
-    months,
+    format_schedule_window,
+    format_scope,
+    month_tables,
     next_facts,
-    scope_words,
     state_of,
-    window_words,
 )
 from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.services.schedules.calendar import list_next
@@ -67,34 +68,27 @@ from rotation.services.schedules.schedules import (
 
 def _save(grant: Grant, cleaned: Cleaned) -> ActionResult:
     row = save_schedule(grant, scope_from(cleaned), terms_from(cleaned))
-    return ActionResult("Saved. The calendar shows what it comes to.", row=row)
+    return ActionResult("Schedule saved. The calendar shows its rotations.", row=row)
 
 
 def _edit(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
     saved = find_draft(row) or readable_draft(row)
     save_schedule(grant, scope_of(row), terms_from(cleaned, saved.wish), known=row)
-    return ActionResult("Saved. What it asks for from now on is asked in your name.")
+    return ActionResult("Schedule saved. Its rotations are requested in your name from now on.")
 
 
 def _disable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
     disable_schedule(grant, row)
-    return ActionResult("Disabled. The next wider schedule counts again, if there is one.")
+    return ActionResult("Schedule disabled. The next broader schedule applies, if there is one.")
 
 
 def _enable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
     enable_schedule(grant, row)
-    return ActionResult("Enabled. What it asks for from now on is asked in your name.")
+    return ActionResult("Schedule enabled. Its rotations are requested in your name from now on.")
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("enabled", "enabled"), ("disabled", "disabled")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return queryset if self.value() is None else queryset.filter(is_enabled=self.value() == "enabled")
+class ScheduleStateFilter(StateFilter):
+    states = {"enabled": Q(is_enabled=True), "disabled": Q(is_enabled=False)}
 
 
 @admin.register(RotationSchedule)
@@ -102,17 +96,17 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Schedule", "Schedules"
     change_list_template = "console/change_list_more.html"
-    asks = (
+    create_actions = (
         CreateAction(
             "save",
             "Put keys on a schedule",
             P.SCHEDULES_WRITE,
             ScheduleForm,
             _save,
-            "Private keys are replaced before they are older than the cryptoperiod. The narrowest schedule that is "
-            "enabled counts: the credential's, then the merchant's, then the environment's. What it asks for is asked "
-            "in your name, so that it takes a second person's approval wherever your own rotations do.",
-            "Save",
+            "Replaces private keys before they exceed the cryptoperiod. The most specific enabled schedule applies: "
+            "credential, then merchant, then environment. Its rotations are requested in your name, so they need the "
+            "same approval as your own.",
+            "Save schedule",
             account_of=lambda cleaned: scope_from(cleaned).place,
             preset=lambda query: (
                 {name: query.get(name) for name in ("environment", "merchant", "credential")}
@@ -120,13 +114,13 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             ),
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "edit",
             "Edit",
             P.SCHEDULES_WRITE,
             _edit,
-            lambda row: "Rotations that it has asked for already stay as they are.",
+            lambda row: "Rotations already requested stay unchanged.",
             form=EditForm,
         ),
         RowAction(
@@ -134,8 +128,8 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             "Disable",
             P.SCHEDULES_WRITE,
             _disable,
-            lambda row: "It asks for nothing any more. Rotations that it has asked for go on.",
-            fits=lambda row: row.is_enabled,
+            lambda row: "The schedule requests no more rotations. Rotations already requested continue.",
+            is_available=lambda row: row.is_enabled,
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -143,15 +137,15 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             "Enable",
             P.SCHEDULES_WRITE,
             _enable,
-            lambda row: "It asks again for what falls due, in your name.",
-            form=SeenForm,
-            fits=lambda row: not row.is_enabled,
+            lambda row: "The schedule requests due rotations again, in your name.",
+            form=VersionedForm,
+            is_available=lambda row: not row.is_enabled,
             tone=Tone.GOOD,
         ),
     )
 
-    list_display = ("scope", "environment_badge", "every", "window_words", "calendar", "state", "asked_by")
-    list_filter = (StateFilter, "environment")
+    list_display = ("scope", "environment_badge", "every", "window_text", "calendar", "state", "author_name")
+    list_filter = (ScheduleStateFilter, "environment")
     search_fields = ("account__merchant__merchant_id", "=credential__credential_id", "credential__label")
     search_help_text = "By merchant or credential."
     ordering = ("environment", "account__merchant_id", "credential_id")
@@ -166,7 +160,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
 
     @admin.display(description="for")
     def scope(self, row: RotationSchedule) -> str:
-        return scope_words(row)
+        return format_scope(row)
 
     @admin.display(description="environment", ordering="environment")
     def environment_badge(self, row: RotationSchedule) -> SafeString:
@@ -177,48 +171,53 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         return f"{row.cryptoperiod_days} days"
 
     @admin.display(description="window")
-    def window_words(self, row: RotationSchedule) -> str:
-        return window_words(row)
+    def window_text(self, row: RotationSchedule) -> str:
+        return format_schedule_window(row)
 
     @admin.display(description="state", ordering="is_enabled")
     def state(self, row: RotationSchedule) -> SafeString:
         return badge(state_of(row))
 
     @admin.display(description="in the name of", ordering="author__username")
-    def asked_by(self, row: RotationSchedule) -> str:
+    def author_name(self, row: RotationSchedule) -> str:
         return row.author.get_username()
 
     def name_of(self, row: RotationSchedule) -> str:
-        return scope_words(row)
+        return format_scope(row)
 
     def account_of(self, row: RotationSchedule) -> Account | None:
         return place_of(row)
 
     def summary(self, row: RotationSchedule) -> FactTable:
-        wish = (find_draft(row) or readable_draft(row)).wish
+        overrides = (find_draft(row) or readable_draft(row)).wish
         rows: list[tuple[str, Any]] = [
-            ("For", scope_words(row)),
+            ("For", format_scope(row)),
             ("Environment", badge(row.environment)),
             ("Cryptoperiod", f"{row.cryptoperiod_days} days"),
             ("Jitter", f"up to {row.jitter_days} days earlier" if row.jitter_days else NOTHING),
-            ("Asked for ahead", f"{row.lead_days} days" if row.lead_days else NOTHING),
-            ("Window", window_words(row)),
+            ("Lead time", f"{row.lead_days} days" if row.lead_days else NOTHING),
+            ("Window", format_schedule_window(row)),
             ("Blackout calendar", _calendar_link(row.calendar)),
-            ("Proof", "as usual" if wish.proof is None else PRIVATE_PROOFS[wish.proof]),
-            ("Quiet period", "as usual" if wish.quiet_seconds is None else seconds(wish.quiet_seconds)),
-            ("Quarantine", "as usual" if wish.quarantine_seconds is None else seconds(wish.quarantine_seconds)),
-            ("The replacements expire in days", wish.expires_in_days or "they do not expire"),
-            ("In the name of", self.asked_by(row)),
+            ("Proof", "default" if overrides.proof is None else PRIVATE_PROOFS[overrides.proof]),
+            ("Quiet period", "default" if overrides.quiet_seconds is None else seconds(overrides.quiet_seconds)),
+            (
+                "Quarantine",
+                "default" if overrides.quarantine_seconds is None else seconds(overrides.quarantine_seconds),
+            ),
+            ("Replacement lifetime in days", overrides.expires_in_days or "does not expire"),
+            ("In the name of", self.author_name(row)),
         ]
         fault = find_unreadable(row, datetime.now(UTC))
         return FactTable("Schedule", [*rows, *([("Stalled", fault)] if fault else [])])
 
     def detail(self, request: HttpRequest, row: RotationSchedule) -> Detail:
-        notes = [] if row.is_enabled else ["It is disabled: the next wider schedule counts, if there is one."]
+        notes = (
+            [] if row.is_enabled else ["This schedule is disabled. The next broader schedule applies, if there is one."]
+        )
         latest = row.rotations.select_related("credential__account").order_by("-created_at")[:20]
-        asked = Table(
-            "What it asked for last",
-            ["rotation", "state", "credential", "asked (UTC)"],
+        requested = Table(
+            "Latest rotations",
+            ["rotation", "state", "credential", "requested (UTC)"],
             [
                 [
                     link(reverse("admin:rotation_rotation_change", args=[item.pk]), mono(item)),
@@ -228,12 +227,14 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
                 ]
                 for item in latest
             ],
-            empty="Nothing yet.",
+            empty="No rotations yet. Rotations requested by this schedule appear here.",
         )
-        return Detail(title=self.name_of(row), state=state_of(row), sections=[self.summary(row), asked], notes=notes)
+        return Detail(
+            title=self.name_of(row), state=state_of(row), sections=[self.summary(row), requested], notes=notes
+        )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """The page of a private credential says when its key is replaced next; that leads to the schedules."""
+        """Add the next scheduled rotation and links to the schedules to the page of an account or credential."""
         if not isinstance(row, Account | Credential) or not self.has_view_permission(request):
             return None
         account = row if isinstance(row, Account) else row.account
@@ -253,52 +254,61 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
     # --- the calendar -------------------------------------------------------------------------------------------
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
-        asks = [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
-        looks = [Link("Calendar of what they come to", self._calendar_url())]
-        context = {"title": self.plural, "plural": self.plural, "asks": asks, "looks": looks, "more": []}
+        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
+        page_links = [Link("Show calendar of rotations", self._calendar_url())]
+        context = {
+            "title": self.plural,
+            "plural": self.plural,
+            "create_links": links,
+            "page_links": page_links,
+            "more": [],
+        }
         return self.changelist_view(request, extra_context=context)
 
     def _calendar_url(self) -> str:
         return reverse("admin:rotation_rotationschedule_calendar")
 
     def _calendar_view(self, request: HttpRequest) -> HttpResponse:
-        """`environment`, `merchant` and `days` in the address narrow it; what is not known there is as usual."""
-        asked = request.GET.get("environment", "")
-        environment = asked if asked in {env.value for env in Environment} else None
+        """Show the calendar, filtered by `environment`, `merchant` and `days` in the query string.
+
+        Unknown values are ignored.
+        """
+        value = request.GET.get("environment", "")
+        environment = value if value in {env.value for env in Environment} else None
         merchant = request.GET.get("merchant") or None
-        days = next((days for days in AHEAD if request.GET.get("days") == str(days)), USUAL_DAYS)
+        days = next((days for days in LOOKAHEAD_DAYS if request.GET.get("days") == str(days)), DEFAULT_LOOKAHEAD_DAYS)
         now = datetime.now(UTC)
         dates = list_next(now, now + timedelta(days=days), environment, merchant)
         detail = Detail(
             title="Calendar of rotations",
             state=environment or "",
-            sections=list(months(dates)),
+            sections=list(month_tables(dates)),
             notes=list(calendar_notes(dates, days, merchant)),
         )
         context = {
             "title": detail.title,
             "detail": detail,
             "sections": detail.sections,
-            "links": list(self._ways(environment, merchant, days)),
+            "links": list(self._calendar_links(environment, merchant, days)),
             "crumbs": self._crumbs(),
         }
         return page(self.admin_site, request, "detail", context)
 
-    def _ways(self, environment: str | None, merchant: str | None, days: int) -> Iterable[Link]:
-        """The same calendar, of something else or looking elsewhere."""
+    def _calendar_links(self, environment: str | None, merchant: str | None, days: int) -> Iterable[Link]:
+        """Yield links to the calendar with other filters."""
 
-        def to(**changes: object) -> str:
+        def url_with(**changes: object) -> str:
             chosen = {"environment": environment, "merchant": merchant, "days": days, **changes}
             return f"{self._calendar_url()}?{urlencode({name: value for name, value in chosen.items() if value})}"
 
         for env in (None, *(each.value for each in Environment)):
             if env != environment:
-                yield Link(env or "both environments", to(environment=env))
+                yield Link(env or "both environments", url_with(environment=env))
         if merchant is not None:
-            yield Link("all merchants", to(merchant=None))
-        for ahead, words in AHEAD.items():
+            yield Link("all merchants", url_with(merchant=None))
+        for ahead, label in LOOKAHEAD_DAYS.items():
             if ahead != days:
-                yield Link(words, to(days=ahead))
+                yield Link(label, url_with(days=ahead))
 
 
 def _calendar_link(row: BlackoutCalendar | None) -> SafeString | str:

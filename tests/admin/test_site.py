@@ -111,7 +111,7 @@ def test_site_key_in_the_address_is_refused_and_not_repeated(desk: Desk) -> None
     answer = browser(desk.tam).get("/admin/keyvault/key/", {"q": text.reveal()})
     assert answer.status_code == 400
     assert text.reveal() not in text_of(answer)
-    assert "Search by its key id" in text_of(answer)
+    assert "search by key id" in text_of(answer)
 
 
 def test_site_refusal_says_which_permission_is_missing(desk: Desk) -> None:
@@ -124,24 +124,24 @@ def test_site_refusal_says_which_permission_is_missing(desk: Desk) -> None:
 def test_site_unknown_address_is_a_page_and_no_fault(desk: Desk, path: str) -> None:
     answer = browser(desk.admin).get(f"/admin/{path}")
     assert answer.status_code in {400, 404}
-    assert "To the front page" in text_of(answer)
+    assert "Go to the front page" in text_of(answer)
 
 
 def test_site_refusal_by_the_database_is_a_conflict_and_no_fault(desk: Desk) -> None:
     """Where two acts at once meet in a constraint, the slower one reads that it was slower."""
-    with mock.patch.object(KeyAdmin, "fresh", side_effect=IntegrityError("a trigger")):
+    with mock.patch.object(KeyAdmin, "find_row", side_effect=IntegrityError("a trigger")):
         answer = browser(desk.admin).get(address("keyvault_key_change", "x"))
     assert answer.status_code == 409
-    assert "Look at it again" in text_of(answer)
+    assert "Review the current version and try again" in text_of(answer)
 
 
 def test_site_front_page_shows_to_each_what_waits_for_them(desk: Desk) -> None:
     """Whoever asked is not offered to approve; whoever may approve is."""
     request_key(desk.production, label="live-checkout", by=desk.tam)
-    assert "Keys that you may approve" in text_of(browser(desk.approver).get("/admin/"))
+    assert "Key requests to approve" in text_of(browser(desk.approver).get("/admin/"))
     tams = text_of(browser(desk.tam).get("/admin/"))
-    assert "Keys that you may approve" not in tams
-    assert "Asked for by you, not approved yet" in tams
+    assert "Key requests to approve" not in tams
+    assert "Your key requests awaiting approval" in tams
     assert "live-checkout" in tams
 
 
@@ -154,7 +154,7 @@ def test_site_front_page_of_a_person_with_two_log_ins_offers_no_own_request(desk
 
 def test_site_side_bar_lists_what_the_role_may_see(desk: Desk) -> None:
     text = text_of(browser(desk.approver).get("/admin/"))
-    assert "Break-glass acts" in text
+    assert "Break-glass actions" in text
     assert "Service tokens" not in text
     assert "Recent actions" not in text
 

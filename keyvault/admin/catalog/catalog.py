@@ -1,10 +1,10 @@
-"""The endpoint catalog in the console: what every endpoint asks; upstream ones are added, changed and withdrawn."""
+"""Endpoint catalog in the console: shows every endpoint; upstream endpoints can be added, changed and withdrawn."""
 
 from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
@@ -21,8 +21,17 @@ from keyvault.access.endpoints import (
 )
 from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, SeenForm, Tone
+from keyvault.admin.framework.actions import (
+    ActionForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    Tone,
+    VersionedForm,
+)
 from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import Detail, FactTable, Link, Table, badge, link, moment, mono
@@ -37,25 +46,25 @@ from keyvault.services.catalog.endpoints import (
     withdraw_endpoint,
 )
 
-_CONTEXT_HELP = "path:<variable> or header:<name>, such as path:merchant or header:X-Store-Id. Empty: it needs none."
+_CONTEXT_HELP = "path:<variable> or header:<name>, such as path:merchant or header:X-Store-Id. Empty: not required."
 _BEARER = {
     Bearer.NONE: "not supported",
-    Bearer.OPTIONAL: "optional, beside the private key",
-    Bearer.REQUIRED: "required, beside the private key",
+    Bearer.OPTIONAL: "optional, in addition to the private key",
+    Bearer.REQUIRED: "required, in addition to the private key",
 }
-_LIMITER_LOSS = {
+_LIMITER_FAILURE = {
     LimiterFailurePolicy.LOCAL_SHARE: "each process allows a share of the limit",
     LimiterFailurePolicy.REFUSE: "refuse every request",
 }
 
 
-class RuleForm(ActForm):
-    """All of an endpoint but its name."""
+class RuleForm(ActionForm):
+    """Every field of an endpoint except its name."""
 
     method = forms.ChoiceField(choices=[(method, method) for method in METHODS])
     path = forms.CharField(
         max_length=LONGEST_PATH,
-        help_text="Relative to the environment's base URL; <variable> stands for one segment: /refunds/<refund_id>",
+        help_text="Relative to the base URL of the environment. <variable> matches one segment: /refunds/<refund_id>",
     )
     credentials = forms.MultipleChoiceField(
         label="API keys",
@@ -64,44 +73,46 @@ class RuleForm(ActForm):
     )
     bearer = forms.ChoiceField(
         label="Bearer",
-        choices=[(bearer.value, words) for bearer, words in _BEARER.items()],
-        help_text="A customer access token, which adds a signed-in customer's context.",
+        choices=[(bearer.value, label) for bearer, label in _BEARER.items()],
+        help_text="A customer access token adds the context of a signed-in customer.",
     )
     merchant_from = forms.CharField(label="Merchant from", required=False, max_length=100, help_text=_CONTEXT_HELP)
     store_from = forms.CharField(label="Store from", required=False, max_length=100, help_text=_CONTEXT_HELP)
-    idempotent_by_key = forms.BooleanField(label="Needs Idempotency-Key", required=False)
+    idempotent_by_key = forms.BooleanField(label="Requires Idempotency-Key", required=False)
     limit_count = forms.IntegerField(
         label="Limit: requests",
         required=False,
         min_value=1,
         max_value=LARGEST_COUNT,
-        help_text="For each account, beside the account's own limit. Empty: none.",
+        help_text="Per account, in addition to the limit of the account. Empty: no limit.",
     )
     limit_seconds = forms.IntegerField(
         label="Limit: in seconds", required=False, min_value=1, max_value=LONGEST_SECONDS
     )
     on_limiter_loss = forms.ChoiceField(
-        label="When the limiter is lost", choices=[(way.value, words) for way, words in _LIMITER_LOSS.items()]
+        label="When the limiter is unavailable",
+        choices=[(policy.value, label) for policy, label in _LIMITER_FAILURE.items()],
     )
     summary = forms.CharField(required=False, max_length=LONGEST_SUMMARY)
 
 
 class AddForm(RuleForm):
     name = forms.CharField(
-        max_length=LONGEST_NAME, help_text="Words joined by dots, such as refunds.create. It never changes."
+        max_length=LONGEST_NAME,
+        help_text="Words joined by dots, such as refunds.create. The name cannot be changed later.",
     )
     field_order = ("name",)
 
 
-class ChangeForm(SeenForm, RuleForm):
+class ChangeForm(VersionedForm, RuleForm):
     @classmethod
     def initial_for(cls, row: Any) -> dict[str, Any]:
-        wish = draft_of(row)
-        shown = {name: getattr(wish, name) for name in RuleForm.base_fields}
-        return {**shown, "credentials": sorted(wish.credentials), "version": row.version}
+        draft = draft_of(row)
+        shown = {name: getattr(draft, name) for name in RuleForm.base_fields}
+        return {**shown, "credentials": sorted(draft.credentials), "version": row.version}
 
 
-def _wish(name: str, cleaned: Cleaned) -> EndpointDraft:
+def _draft(name: str, cleaned: Cleaned) -> EndpointDraft:
     chosen = {field: cleaned[field] for field in RuleForm.base_fields}
     return EndpointDraft(
         **{
@@ -115,75 +126,66 @@ def _wish(name: str, cleaned: Cleaned) -> EndpointDraft:
 
 
 def _add(grant: Grant, cleaned: Cleaned) -> ActionResult:
-    row = add_endpoint(grant, _wish(cleaned["name"], cleaned))
-    return ActionResult(f"Endpoint {row} is in the catalog: verify and the gateways know it from now on.", row=row)
+    row = add_endpoint(grant, _draft(cleaned["name"], cleaned))
+    return ActionResult(f"Added endpoint {row}. Verify and the gateways accept it from now on.", row=row)
 
 
 def _change(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
-    change_endpoint(grant, row, _wish(row.name, cleaned))
-    return ActionResult(f"Endpoint {row} is changed, from the next request on.")
+    change_endpoint(grant, row, _draft(row.name, cleaned))
+    return ActionResult(f"Changed endpoint {row}. The change applies from the next request.")
 
 
 def _withdraw(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
     withdraw_endpoint(grant, row)
-    return ActionResult(f"Endpoint {row} is withdrawn: endpoint_unknown from now on.")
+    return ActionResult(f"Withdrew endpoint {row}. Requests are refused with endpoint_unknown.")
 
 
 def _restore(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
     restore_endpoint(grant, row)
-    return ActionResult(f"Endpoint {row} is in the catalog again.")
+    return ActionResult(f"Restored endpoint {row}.")
 
 
 def _is_live(row: CatalogEndpoint) -> bool:
     return row.withdrawn_at is None
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("active", "active"), ("withdrawn", "withdrawn")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() is None:
-            return queryset
-        return queryset.filter(withdrawn_at__isnull=self.value() != "withdrawn")
+class EndpointStateFilter(StateFilter):
+    states = {"active": Q(withdrawn_at__isnull=True), "withdrawn": Q(withdrawn_at__isnull=False)}
 
 
 class CatalogEndpointAdmin(ConsoleModelAdmin):
     view_permissions = (P.CATALOG_READ,)
     section, singular, plural = "Catalog", "Endpoint", "Endpoints"
     change_list_template = "console/change_list_more.html"
-    asks = (
+    create_actions = (
         CreateAction(
             "add",
             "Add endpoint",
             P.CATALOG_WRITE,
             AddForm,
             _add,
-            "An upstream service's endpoint: we do not serve it, we judge requests for it. Its service asks verify, or "
-            "a gateway asks forward-auth. It takes effect at once, in every process.",
+            "An endpoint of an upstream service. Keyvault does not serve it but authorizes its requests: the service "
+            "calls verify, or a gateway calls forward-auth. The change takes effect immediately in every process.",
             "Add endpoint",
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "edit",
             "Change",
             P.CATALOG_WRITE,
             _change,
-            lambda row: "The next request for it is judged by the new rule.",
+            lambda row: "The new rule applies from the next request.",
             form=ChangeForm,
-            fits=_is_live,
+            is_available=_is_live,
         ),
         RowAction(
             "withdraw",
             "Withdraw",
             P.CATALOG_WRITE,
             _withdraw,
-            lambda row: "Requests for it are refused from now on, with endpoint_unknown, until it is restored.",
-            fits=_is_live,
+            lambda row: "Requests are refused with endpoint_unknown until the endpoint is restored.",
+            is_available=_is_live,
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -191,32 +193,32 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             "Restore",
             P.CATALOG_WRITE,
             _restore,
-            lambda row: "It is an endpoint again, with the rule that it had.",
-            form=SeenForm,
-            fits=lambda row: not _is_live(row),
+            lambda row: "The endpoint is active again with its previous rule.",
+            form=VersionedForm,
+            is_available=lambda row: not _is_live(row),
             tone=Tone.GOOD,
         ),
     )
 
     list_display = ("name", "method", "path_text", "keys", "bearer", "limit", "state")
-    list_filter = (StateFilter, "method", "bearer")
+    list_filter = (EndpointStateFilter, "method", "bearer")
     search_fields = ("name", "path")
     ordering = ("name",)
 
-    # --- pages of all endpoints, ours and added ones ------------------------------------------------------
+    # --- all endpoints, built-in and added ----------------------------------------------------------------
 
     def get_urls(self) -> list[URLPattern]:
-        """No endpoint is called `panels`: a name has a dot."""
+        """Add the panels page. An endpoint name has a dot, so no endpoint is named `panels`."""
         panels = self.guarded(self.view_permissions, ("GET", "HEAD"), self._panels_view)
         return [path("panels/", panels, name="keyvault_catalogendpoint_panels"), *super().get_urls()]
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
-        asks = [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
+        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
         context = {
             "title": self.plural,
             "plural": self.plural,
-            "asks": asks,
-            "looks": [Link("All authorization panels", panels_url())],
+            "create_links": links,
+            "page_links": [Link("Show all authorization panels", panels_url())],
             "more": [_built_in_table()],
         }
         return self.changelist_view(request, extra_context=context)
@@ -229,7 +231,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
         }
         return page(self.admin_site, request, "panels", context)
 
-    # --- columns and pages of the added ones --------------------------------------------------------------
+    # --- added endpoints ----------------------------------------------------------------------------------
 
     @admin.display(description="path", ordering="path")
     def path_text(self, row: CatalogEndpoint) -> SafeString:
@@ -261,7 +263,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             title=row.name,
             state=_state(row),
             notes=[row.summary] if row.summary else [],
-            sections=[self.summary(row), FactTable("Life", life)],
+            sections=[self.summary(row), FactTable("Lifecycle", life)],
         )
 
 
@@ -270,7 +272,7 @@ def panels_url() -> str:
 
 
 def panel_facts(endpoint: Endpoint) -> FactTable:
-    """The authorization panel, as everywhere."""
+    """Return the authorization panel, the same as in the API documentation."""
     rows = [
         (label, mono(text) if label in {"Method", "Path"} else text) for label, text in authorization_panel(endpoint)
     ]
@@ -284,7 +286,7 @@ def _state(row: CatalogEndpoint) -> str:
 def _built_in_table() -> Table:
     return Table(
         "Built in",
-        ["name", "method", "path", "keys", "Bearer", "what it does"],
+        ["name", "method", "path", "keys", "Bearer", "summary"],
         [
             [
                 link(f"{panels_url()}#{endpoint.name}", endpoint.name),

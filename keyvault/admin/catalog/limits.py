@@ -1,4 +1,4 @@
-"""Limits in the console: who may ask how often, seen and set. The next request spends by them."""
+"""Rate limits in the console. A change applies from the next request."""
 
 from typing import Any
 
@@ -13,8 +13,9 @@ from keyvault.access.decision import Grant
 from keyvault.access.endpoint_description import format_limit
 from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Limit
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction
+from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction
 from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Link, Table, badge, link, mono
 from keyvault.domain.environments import Environment
@@ -29,26 +30,26 @@ from keyvault.services.limits.overrides import (
 )
 from keyvault.services.merchants.merchants import find_account
 
-_MOST_ACCOUNTS = 50
+_MAX_ACCOUNTS = 50
 
 
 def _endpoint_choices() -> list[tuple[str, str]]:
-    """What the catalog has at the moment, less what no limit holds back."""
+    """Return the endpoints of the current catalog that a limit applies to."""
     names = sorted(endpoint.name for endpoint in current_catalog().endpoints if endpoint.spends)
-    return [("", "all together: the account's limit"), *((name, name) for name in names)]
+    return [("", "all endpoints: the limit of the account"), *((name, name) for name in names)]
 
 
-_DEFAULT_LABEL = "Back to the default"
+_DEFAULT_LABEL = "Reset to the default"
 
 
-class LimitForm(ActForm):
-    """A limit is set by two numbers, and taken away by saying so: an empty form changes nothing."""
+class LimitForm(ActionForm):
+    """Sets a limit by two numbers or removes it by a check box; an empty form changes nothing."""
 
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
     merchant = forms.CharField(
         required=False,
         max_length=64,
-        help_text="The merchant's id. Empty: every merchant without a limit of its own on the endpoint.",
+        help_text="Merchant id. Empty: every merchant without its own limit for the endpoint.",
     )
     endpoint = forms.ChoiceField(required=False, choices=_endpoint_choices)
     requests = forms.IntegerField(required=False, min_value=1, max_value=LARGEST_COUNT)
@@ -56,12 +57,12 @@ class LimitForm(ActForm):
         required=False,
         min_value=1,
         max_value=LONGEST_SECONDS,
-        help_text="As many requests in that time, and as many at once.",
+        help_text="Period of the limit, in seconds. The burst size equals the number of requests.",
     )
     default = forms.BooleanField(
         required=False,
         label=_DEFAULT_LABEL,
-        help_text="Takes away the limit that is set for it. Leave both numbers empty.",
+        help_text="Removes the limit. Leave both numbers empty.",
     )
 
     def clean(self) -> dict[str, Any]:
@@ -69,13 +70,13 @@ class LimitForm(ActForm):
         names = {"requests", "in_seconds"}
         given = [name for name in names if cleaned.get(name) is not None]
         if cleaned.get("default") and given:
-            self.add_error("default", "Either two numbers or the default, not both.")
+            self.add_error("default", "Enter two numbers or choose the default, not both.")
         elif not cleaned.get("default") and not names & set(self.errors) and len(given) < len(names):
             self.add_error(
-                "requests", f'Nothing was changed. Give both numbers, or tick "{_DEFAULT_LABEL}" to take a limit away.'
+                "requests", f'Nothing was changed. Enter both numbers, or select "{_DEFAULT_LABEL}" to remove a limit.'
             )
         if not cleaned.get("merchant") and not cleaned.get("endpoint"):
-            self.add_error("merchant", "A merchant, an endpoint, or both.")
+            self.add_error("merchant", "Enter a merchant, an endpoint, or both.")
         return cleaned
 
 
@@ -85,69 +86,60 @@ def _account(cleaned: Cleaned) -> Account | None:
 
 def _set(grant: Grant, cleaned: Cleaned) -> ActionResult:
     account, limit = _account(cleaned), limit_of(cleaned["requests"], cleaned["in_seconds"])
-    said = "the default again" if limit is None else format_limit(limit)
+    text = "the default again" if limit is None else format_limit(limit)
     if not cleaned["endpoint"] and account is not None:
         set_account_limit(grant, account, limit)
-        return ActionResult(f"The limit of {account} is {said}, from the next request on.")
+        return ActionResult(f"The limit of {account} is {text} from the next request.")
     environment = Environment(cleaned["environment"])
     row = set_endpoint_limit(grant, environment, cleaned["endpoint"], limit, account)
-    what = f"{cleaned['endpoint']} for {account or environment}"
-    return ActionResult(f"The limit of {what} is {said}, from the next request on.", row=row)
+    target = f"{cleaned['endpoint']} for {account or environment}"
+    return ActionResult(f"The limit of {target} is {text} from the next request.", row=row)
 
 
 def _clear(grant: Grant, row: LimitOverride, cleaned: Cleaned) -> ActionResult:
     set_endpoint_limit(grant, Environment(row.environment), row.endpoint, None, row.account)
-    return ActionResult("Cleared: the next wider limit holds from the next request on.")
+    return ActionResult("Limit cleared. The next broader limit applies from the next request.")
 
 
 def _is_set(row: LimitOverride) -> bool:
     return row.limit_count is not None
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("active", "active"), ("cleared", "cleared")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() is None:
-            return queryset
-        return queryset.filter(limit_count__isnull=self.value() == "cleared")
+class LimitStateFilter(StateFilter):
+    states = {"active": Q(limit_count__isnull=False), "cleared": Q(limit_count__isnull=True)}
 
 
 class LimitOverrideAdmin(ConsoleModelAdmin):
     view_permissions = (P.CATALOG_READ,)
     section, singular, plural = "Catalog", "Limit", "Limits"
     change_list_template = "console/change_list_more.html"
-    asks = (
+    create_actions = (
         CreateAction(
             "set",
             "Set limit",
             P.LIMITS_WRITE,
             LimitForm,
             _set,
-            "A request has to pass its account's limit, and its endpoint's where that has one. The narrowest one that "
-            "is set holds: of the merchant on the endpoint, then of the endpoint, then what the catalog says.",
+            "A request must pass the limit of its account and the limit of its endpoint, if any. The most specific "
+            "endpoint limit applies: merchant and endpoint, then endpoint, then the catalog.",
             "Set limit",
             account_of=_account,
             preset=lambda query: {name: query.get(name) for name in ("merchant", "environment", "endpoint")},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "clear",
             "Clear",
             P.LIMITS_WRITE,
             _clear,
-            lambda row: "The next wider limit of the endpoint holds again, or none where there is none.",
-            fits=_is_set,
+            lambda row: "The next broader limit of the endpoint applies, if there is one.",
+            is_available=_is_set,
         ),
     )
 
     list_display = ("endpoint", "environment_badge", "whose", "limit", "state")
-    list_filter = (StateFilter, "environment")
+    list_filter = (LimitStateFilter, "environment")
     search_fields = ("endpoint", "account__merchant__merchant_id")
     ordering = ("endpoint", "environment", "account__merchant_id")
 
@@ -171,11 +163,11 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
         return badge(_state(row))
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
-        asks = [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
+        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
         context = {
             "title": "Limits of endpoints",
             "plural": self.plural,
-            "asks": asks,
+            "create_links": links,
             "more": [_defaults(), _account_table()],
         }
         return self.changelist_view(request, extra_context=context)
@@ -198,16 +190,16 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: LimitOverride) -> Detail:
-        notes = [] if _is_set(row) else ["It was cleared: the next wider limit holds."]
+        notes = [] if _is_set(row) else ["This limit was cleared. The next broader limit applies."]
         return Detail(title=self.name_of(row), state=_state(row), sections=[self.summary(row)], notes=notes)
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """An account's page shows what limits it, and leads to where that is set."""
+        """Add the limits of an account to its page, with a link to set them."""
         if not isinstance(row, Account) or not self.has_view_permission(request):
             return None
         found = account_limit_in_force(row)
         set_for = "this account" if found.source is LimitSource.ACCOUNT else "accounts without their own"
-        rows: list[list[Any]] = [["all together", format_limit(found.limit), set_for]]
+        rows: list[list[Any]] = [["all endpoints", format_limit(found.limit), set_for]]
         its = Q(account=row) | Q(account__isnull=True, environment=row.environment)
         narrow = self.get_queryset(request).filter(its, limit_count__isnull=False).order_by("endpoint", "account")
         rows += [
@@ -216,7 +208,7 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
                 self.limit(item),
                 "this account" if item.account else self.whose(item),
             ]
-            for item in narrow[:_MOST_ACCOUNTS]
+            for item in narrow[:_MAX_ACCOUNTS]
         ]
         links = []
         if may(request, P.LIMITS_WRITE, row):
@@ -244,6 +236,6 @@ def _account_table() -> Table:
                 link(reverse("admin:keyvault_account_change", args=[account.pk]), account),
                 format_limit(Limit(account.limit_count, account.limit_seconds)),
             ]
-            for account in accounts[:_MOST_ACCOUNTS]
+            for account in accounts[:_MAX_ACCOUNTS]
         ],
     )

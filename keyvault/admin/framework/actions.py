@@ -1,6 +1,6 @@
-"""What can be done in the console, as data: each act with its permission, its form and the service it calls.
+"""Console actions as data: each names its permission, its form and the service that it calls.
 
-The pages for all of them are built in one place, see `noun`, so that none can forget to ask.
+`model_admin` builds the pages of all actions, so every page checks the permission of its action.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ Cleaned = dict[str, Any]
 
 
 class Tone(StrEnum):
-    """The colour of a button."""
+    """Color of a button."""
 
     PLAIN = "plain"
     GOOD = "good"
@@ -37,10 +37,15 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ActionResult:
-    """What an act came to. A `secret` is shown on the answer itself and nowhere else; `row` is what was made.
+    """Result of an action.
 
-    `url`: the page that shows it, where that is not the row's. `beside`: what goes with the secret; `then`: the acts
-    on the row that whoever has it does next. `is_partial`: some of it was not done, so that the page warns.
+    Args:
+        secret: shown in this response and nowhere else.
+        row: the row that the action created.
+        url: page to redirect to, if it is not the page of the row.
+        beside: facts shown next to the secret.
+        then: names of the row actions to offer next.
+        is_partial: part of the work was not done; the page shows the message as a warning.
     """
 
     message: str
@@ -54,7 +59,7 @@ class ActionResult:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Fields of a form that stand together, folded away behind the title while nothing is wrong in them."""
+    """A titled group of form fields, collapsed unless a field has an error."""
 
     title: str
     names: tuple[str, ...]
@@ -63,17 +68,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class FilledGroup:
-    """A group as the page shows it."""
+    """A group with its bound fields, as the template renders it."""
 
     group: Group
     fields: list[BoundField]
     is_open: bool
 
 
-class ActForm(forms.Form):
-    """What an act asks besides "are you sure". `initial_for` puts in what the page shows of the row.
+class ActionForm(forms.Form):
+    """Base form of an action; without fields it only asks for confirmation.
 
-    A long form names `groups`; what is in none of them stands before them.
+    `initial_for` returns the initial values for a row. Fields that are in none of the `groups` come first.
     """
 
     required_css_class = "required"
@@ -95,16 +100,16 @@ class ActForm(forms.Form):
         return {}
 
     def show_faults(self, error: RequestInvalidError) -> None:
-        """Puts each fault beside the field that it is about."""
+        """Add each fault to the field that it refers to."""
         for fault in error.faults:
             name = fault.pointer.removeprefix("/")
             self.add_error(name if name in self.fields else None, fault.detail)
 
 
-class SeenForm(ActForm):
-    """Carries the version of the row that was shown: for acts that make something good again.
+class VersionedForm(ActionForm):
+    """Form with the version of the row that the page showed, for actions that restore access.
 
-    What stops a key carries none. It is right whatever happened meanwhile, and must not be held up.
+    Actions that stop a key carry no version: a concurrent change must not delay them.
     """
 
     version = forms.IntegerField(widget=forms.HiddenInput)
@@ -115,24 +120,24 @@ class SeenForm(ActForm):
 
 
 class RowChoice(_ModelChoiceField):
-    """A choice among rows, each called as `words` says."""
+    """Choice among rows, each labeled by `label_for`."""
 
-    def __init__(self, queryset: QuerySet[Any], *, words: Callable[[Any], str], **options: Any) -> None:
+    def __init__(self, queryset: QuerySet[Any], *, label_for: Callable[[Any], str], **options: Any) -> None:
         super().__init__(queryset, empty_label="Choose one", **options)
-        self.words = words
+        self.label_for = label_for
 
     def label_from_instance(self, obj: Model) -> str:
-        return self.words(obj)
+        return self.label_for(obj)
 
 
-class WhyForm(ActForm):
+class ReasonForm(ActionForm):
     why = forms.CharField(
-        label="Why", max_length=300, widget=forms.Textarea(attrs={"rows": 3}), help_text="Kept in the audit log."
+        label="Why", max_length=300, widget=forms.Textarea(attrs={"rows": 3}), help_text="Recorded in the audit log."
     )
 
 
-class SeenWhyForm(SeenForm, WhyForm):
-    """Both."""
+class VersionedReasonForm(VersionedForm, ReasonForm):
+    """Form with the version of the row and a required reason."""
 
 
 def _always(row: Any) -> bool:
@@ -145,20 +150,24 @@ def _silent(row: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RowAction:
-    """One thing to be done to one row, on a page of its own: shown by GET, done by POST.
+    """An action on one row with its own page: GET shows the page, POST runs the action.
 
-    `fits` says whether the row's state lets it happen, `for_requester` that it is for whoever asked for the row:
-    both show or hide the button, the service decides.
-    `explain` tells what will happen, `warn` what speaks against it.
+    Args:
+        explain: describes the effect.
+        is_available: whether the state of the row allows the action.
+        warn: describes a reason against the action; empty for none.
+        for_requester: only the person who requested the row may run the action.
+
+    `is_available` and `for_requester` only show or hide the button; the service enforces both.
     """
 
     name: str
     label: str
     permission: Permission
-    does: Callable[[Grant, Any, Cleaned], ActionResult]
+    run: Callable[[Grant, Any, Cleaned], ActionResult]
     explain: Callable[[Any], str]
-    form: type[ActForm] = ActForm
-    fits: Callable[[Any], bool] = _always
+    form: type[ActionForm] = ActionForm
+    is_available: Callable[[Any], bool] = _always
     warn: Callable[[Any], str] = _silent
     tone: Tone = Tone.PLAIN
     for_requester: bool = False
@@ -166,32 +175,37 @@ class RowAction:
 
 @dataclass(frozen=True, slots=True)
 class SecretView:
-    """Something of a row that may be read again and again, on a page of its own. GET only."""
+    """A page that shows a secret of a row and can be opened repeatedly. GET only."""
 
     name: str
     label: str
     permission: Permission
-    reads: Callable[[Any], Plaintext]
+    read: Callable[[Any], Plaintext]
     note: str
-    fits: Callable[[Any], bool] = _always
+    is_available: Callable[[Any], bool] = _always
 
 
 @dataclass(frozen=True, slots=True)
 class CreateAction:
-    """One thing to be asked for that is no row yet. `account_of` says whose it will be; None: the platform's."""
+    """An action that creates a row.
+
+    Args:
+        account_of: account that will own the row; None for the platform.
+        preset: initial form values from the query string.
+    """
 
     name: str
     label: str
     permission: Permission
-    form: type[ActForm]
-    does: Callable[[Grant, Cleaned], ActionResult]
+    form: type[ActionForm]
+    run: Callable[[Grant, Cleaned], ActionResult]
     explain: str
     button: str
     account_of: Callable[[Cleaned], Account | None] = lambda cleaned: None
     preset: Callable[[Mapping[str, str]], dict[str, Any]] = lambda query: {}
 
 
-def require_seen(row: Any, cleaned: Cleaned) -> None:
-    """Raises StateConflictError when the form was made from another version of the row."""
+def require_version(row: Any, cleaned: Cleaned) -> None:
+    """Raise StateConflictError when the form was rendered from another version of the row."""
     if "version" in cleaned and cleaned["version"] != row.version:
-        raise StateConflictError("Somebody else changed this meanwhile. Look at it again.")
+        raise StateConflictError("This was changed by another operator. Review the current version and try again.")

@@ -1,9 +1,8 @@
-"""How the console asks: every page and every act of it goes through the one decision function.
+"""Authorization of the console: the one decision function decides on every page and every action.
 
-Whatever the console shows is an admin with `Guarded` in it: Django's admin may view and nothing else, and a
-view is routed through `guarded` or not at all. What Django's admin would offer besides (adding, changing and
-deleting rows, bulk actions, lists that can be edited) is not permitted, and Django's own model permissions
-are never consulted: roles and what they may do stand in `access.roles`.
+Every model admin of the console inherits `Guarded`, and every view is routed through `guarded`. Django's admin
+may only view: adding, changing and deleting rows, bulk actions and editable lists are disabled. Django's model
+permissions are never consulted; `access.roles` defines the permissions of each role.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +31,15 @@ View = Callable[..., HttpResponse]
 
 
 def operator_of(request: HttpRequest) -> Operator:
-    """Who asks, read once for each request. Raises PermissionMissingError for nobody."""
+    """Return the signed-in operator, read once per request.
+
+    Raises:
+        PermissionMissingError: no operator is signed in.
+    """
     known: Operator | None = getattr(request, "console_operator", None)
     if known is None:
         if not isinstance(request.user, OperatorRow):
-            raise PermissionMissingError("Sign in first.")
+            raise PermissionMissingError("Not signed in. Sign in to the console.")
         known = operator_principal(request.user)
         request.console_operator = known  # type: ignore[attr-defined]  # read back two lines above
     return known
@@ -49,7 +52,7 @@ def may(
     *,
     requester_person: str | None = None,
 ) -> bool:
-    """Whether the operator would be granted it: for showing or hiding, and for opening a page at all."""
+    """Whether the operator has the permission; used to show or hide links and to open a page."""
     return is_allowed(
         operator_of(request), permission, account, now=datetime.now(UTC), requester_person=requester_person
     )
@@ -62,22 +65,25 @@ def grant_for(
     *,
     requester_person: str | None = None,
 ) -> Grant:
-    """The grant for the service that does it. Raises what `authorize` raises."""
+    """Return the grant that the service requires. Raises the errors of `authorize`."""
     return authorize(
         operator_of(request), permission, account, now=datetime.now(UTC), requester_person=requester_person
     )
 
 
 _LOOKUPS = ("", "__exact", "__id__exact", "__isnull", "__gte", "__lt", "__lte", "__gt")
-"""What the console's own filters send; no regular expression or the like comes in by the address."""
+"""Lookups that the console's own filters send; the query string accepts no other, such as a regular expression."""
 
 
 class Guarded(_ModelAdmin):
-    """The mixin. Nobody sees the rows until `view_permissions` names who may; any one of them opens them."""
+    """Mixin that restricts a model admin to viewing.
+
+    Any one of `view_permissions` allows viewing; an empty tuple denies everyone.
+    """
 
     view_permissions: tuple[Permission, ...] = ()
 
-    actions = None
+    actions = None  # no bulk actions
     list_editable = ()
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
@@ -87,28 +93,30 @@ class Guarded(_ModelAdmin):
         return self.has_view_permission(request)
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Rows are made by services."""
+        """Deny: services create rows."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Rows are changed by services."""
+        """Deny: services change rows."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         return False
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
-        """Only the filters that the list shows: no other column can be probed through the address."""
+        """Allow only the filters that the list shows, so the query string cannot probe other columns."""
         shown = map(_filter_name, self.get_list_filter(request))
-        return any(lookup == f"{name}{how}" for name in shown for how in _LOOKUPS)
+        return any(lookup == f"{name}{suffix}" for name in shown for suffix in _LOOKUPS)
 
     def guarded(self, permissions: tuple[Permission, ...], methods: Sequence[str], view: View) -> View:
-        """The view, for operators with one of the permissions only; it asks again once it knows its row."""
+        """Wrap a view so that it requires one of the permissions; the view checks again for its row."""
 
         @wraps(view)
         def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
             if not any(may(request, permission) for permission in permissions):
-                raise PermissionMissingError(f"This needs the permission {' or '.join(permissions)}.")
+                raise PermissionMissingError(
+                    f"Missing permission: {' or '.join(permissions)}. Ask an administrator for a role that has it."
+                )
             if request.method not in methods:
                 return HttpResponseNotAllowed(methods)
             return view(request, *args, **kwargs)
@@ -117,7 +125,7 @@ class Guarded(_ModelAdmin):
 
 
 def _filter_name(item: Any) -> str:
-    """What a filter of a list is called in the address: a field's path, or a parameter of its own."""
+    """Return the query parameter of a list filter: a field path or the filter's own parameter."""
     if isinstance(item, type) and issubclass(item, admin.SimpleListFilter):
         return str(item.parameter_name)
     return str(item[0] if isinstance(item, tuple) else item)

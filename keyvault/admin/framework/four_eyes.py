@@ -1,20 +1,20 @@
-"""What the pages of everything that takes a second person have in common."""
+"""Shared parts of the pages that require approval by a second person."""
 
 from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.actions import ActForm
+from keyvault.admin.framework.actions import ActionForm
 from keyvault.admin.framework.widgets import Table, mono, short_moment
 from keyvault.domain.environments import Environment
 from keyvault.models import Account, ServiceToken
 from keyvault.models import Operator as OperatorRow
 
 
-class ApproveForm(ActForm):
-    """Carries the digest of the plan as the page showed it: the approval is for that, and for nothing else.
+class ApproveForm(ActionForm):
+    """Form with the digest of the plan that the page showed; the approval covers exactly that plan.
 
-    The page is made from the plan, and so is the digest here; the stored digest is the service's to compare.
+    The digest is computed from the same plan as the page. The service compares it with the stored digest.
     """
 
     plan_digest = forms.CharField(max_length=64, widget=forms.HiddenInput)
@@ -29,28 +29,28 @@ class ApproveForm(ActForm):
 
 
 def approvals_table(row: Any) -> Table:
-    """Who said yes to which digest."""
+    """List the approvers with the digest that each approved."""
     approvals = row.approvals.select_related("approver").order_by("created_at")
     return Table(
-        f"Approvals ({row.approvals_needed} needed)",
-        ["who", "when (UTC)", "digest approved"],
+        f"Approvals ({row.approvals_needed} required)",
+        ["approver", "approved (UTC)", "digest"],
         [[item.approver.username, short_moment(item.created_at), mono(item.plan_digest)] for item in approvals],
-        empty="None." if row.approvals_needed else "This environment wants none.",
+        empty="No approvals yet." if row.approvals_needed else "No approval is required in this environment.",
     )
 
 
 def requester_name(requester: OperatorRow | None, token: ServiceToken | None) -> str:
-    """Who asked: a person, or a service with the token that it asked with."""
+    """Name the requester: a person, or a service and its token."""
     if token is not None:
         return f"service {token}"
-    return "nobody" if requester is None else requester.username
+    return "none" if requester is None else requester.username
 
 
 def break_glass_warning(account: Account) -> str:
-    """What is to be said before a key is shown to a person; nothing in sandbox."""
+    """Warn before a production key is shown to a person; empty in sandbox."""
     if account.environment != Environment.PRODUCTION:
         return ""
     return (
-        "This is break-glass. A production key is not meant to be seen by a person: showing it to you is recorded "
-        "under your name and stays in sight until a second person has reviewed it."
+        "This is break-glass access. People should not see production keys: the access is recorded under your name "
+        "and stays on the front page until a second person has reviewed it."
     )

@@ -1,6 +1,6 @@
-"""Sessions, forms and log-ins are the console's alone: on the other planes they are not even looked at (D4).
+"""Django's session, login, message and CSRF middleware, limited to the console.
 
-There a cookie opens nothing, costs no query, and no answer varies by it.
+On all other paths a cookie grants nothing, costs no query, and does not change the response.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from django.utils.deprecation import MiddlewareMixin
 
 
 def is_console_path(path: str) -> bool:
-    """Whether Django routes the path, its escapes undone, to the console."""
+    """Whether Django routes the percent-decoded path to the console."""
     return path.startswith("/admin/")
 
 
@@ -23,7 +23,7 @@ def is_console(request: HttpRequest) -> bool:
 
 
 class _ConsoleOnly(MiddlewareMixin):
-    """Goes before one of Django's own middlewares, and skips it elsewhere."""
+    """Base that skips a Django middleware outside the console."""
 
     def __call__(self, request: HttpRequest) -> Any:
         if is_console(request):
@@ -47,7 +47,7 @@ class ConsoleCsrfMiddleware(_ConsoleOnly, CsrfViewMiddleware):
     def process_view(
         self, request: HttpRequest, callback: Any, callback_args: Any, callback_kwargs: Any
     ) -> HttpResponseForbidden | None:
-        """Elsewhere no form proves anything, so that none could be forged."""
+        """Skip the check outside the console, where no session can be abused by a forged form."""
         if not is_console(request):
             return None
         return super().process_view(request, callback, callback_args, callback_kwargs)

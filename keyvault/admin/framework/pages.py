@@ -1,6 +1,6 @@
-"""The console's pages but for the stock lists: one row, one act, something to ask for, a secret, a problem.
+"""Render the console's own pages: row, action, secret and problem.
 
-Nothing here decides. `allowed` links and acts come from whoever asked the decision function.
+This module makes no authorization decision; callers pass only the links and actions that are allowed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from django.contrib.admin import AdminSite
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
-from keyvault.admin.framework.actions import ActForm
+from keyvault.admin.framework.actions import ActionForm
 from keyvault.admin.framework.widgets import FactTable, Link
 from keyvault.domain.errors import ErrorCode, KeyvaultError
 from keyvault.domain.plaintext import Plaintext
@@ -18,14 +18,14 @@ from keyvault.wire.problems import PROBLEM_TYPES
 
 
 def status_of(error: KeyvaultError) -> int:
-    """What HTTP says about it, in the console as on the service plane."""
+    """Return the HTTP status of an error, the same as on the service plane."""
     return PROBLEM_TYPES[error.code].status
 
 
 def page(
     site: AdminSite, request: HttpRequest, name: str, context: Mapping[str, Any], *, status: int = 200
 ) -> HttpResponse:
-    """A page in the console's frame, never to be kept by a cache."""
+    """Render a page in the console's frame, with `Cache-Control: no-store`."""
     response = render(request, f"console/{name}.html", {**site.each_context(request), **context}, status=status)
     response["Cache-Control"] = "no-store"
     return response
@@ -40,15 +40,15 @@ def problem_page(site: AdminSite, request: HttpRequest, code: ErrorCode, detail:
 def form_page(
     site: AdminSite,
     request: HttpRequest,
-    form: ActForm | None,
+    form: ActionForm | None,
     context: Mapping[str, Any],
     *,
     error: KeyvaultError | None = None,
     status: int = 200,
 ) -> HttpResponse:
-    """A form to be sent by POST; without one, why there is none."""
-    said = {"form": form, "error": None if error is None else error.detail}
-    return page(site, request, "act", {**context, **said}, status=status if error is None else status_of(error))
+    """Render an action form, or only the error if there is no form."""
+    outcome = {"form": form, "error": None if error is None else error.detail}
+    return page(site, request, "action", {**context, **outcome}, status=status if error is None else status_of(error))
 
 
 def secret_page(
@@ -65,7 +65,10 @@ def secret_page(
     beside: FactTable | None = None,
     then: Sequence[Link] = (),
 ) -> HttpResponse:
-    """The one page that shows a secret: in the answer's body only, so that no reload and no cache has it again."""
+    """Render the only page that shows a secret.
+
+    The secret is in the response body only, so neither a reload nor a cache can show it again.
+    """
     context = {
         "title": title,
         "secret": secret.reveal(),

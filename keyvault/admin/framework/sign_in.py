@@ -1,4 +1,4 @@
-"""The console's sign-in page: what came with the form goes to `services.sign_in`, which counts, judges and records."""
+"""Sign-in page of the console; `services.sessions.sign_in` verifies, counts and records each attempt."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -19,7 +19,7 @@ TOO_MANY_REQUESTS = 429
 
 
 class SessionBackend(ModelBackend):
-    """Reads the operator of a session. It proves no password: that would go round the count of failures."""
+    """Load the operator of a session. It verifies no password, which would bypass the failure counter."""
 
     def authenticate(
         self, request: HttpRequest | None, username: str | None = None, password: str | None = None, **kwargs: Any
@@ -28,7 +28,10 @@ class SessionBackend(ModelBackend):
 
 
 class SignInForm(AdminAuthenticationForm):
-    """After `is_valid`: `get_user()` and the `device` to remember, or for how many seconds sign-in is locked."""
+    """Sign-in form.
+
+    After `is_valid`, `get_user()` and `device` are set, or `locked_seconds` if sign-in is locked.
+    """
 
     device = ""
     locked_seconds: int | None = None
@@ -77,6 +80,6 @@ class SignInView(LoginView):
 
 
 def _address(request: HttpRequest) -> str | None:
-    """The operator's, as far as the proxies before us are to be believed."""
+    """Return the client address of the operator, as reported by trusted proxies."""
     peer, forwarded = request.META.get("REMOTE_ADDR"), request.headers.get("X-Forwarded-For")
     return client_address(peer, forwarded, settings.TRUSTED_PROXIES)

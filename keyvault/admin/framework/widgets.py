@@ -1,4 +1,4 @@
-"""How one value looks on a page of the console: a state, a time, an id, a link. Everything is escaped here."""
+"""HTML for the values on console pages: states, times, ids and links. This module escapes every value."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ NOTHING = "none"
 
 @dataclass(frozen=True, slots=True)
 class FactTable:
-    """Labels with their values. A value is text, which the template escapes, or one of this module's cells."""
+    """Labels with values. A value is text, which the template escapes, or HTML from this module."""
 
     title: str
     rows: Sequence[tuple[str, Any]]
@@ -23,7 +23,7 @@ class FactTable:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under column heads; `empty` is said when there are none."""
+    """Rows of cells under column headings; `empty` is shown when there are no rows."""
 
     title: str
     columns: Sequence[str]
@@ -39,7 +39,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One state of a timeline; `place` is `done`, `current`, `stopped` or `ahead`."""
+    """A state in a timeline; `place` is `done`, `current`, `stopped` or `ahead`."""
 
     label: str
     place: str
@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """All that one row's page shows, besides its acts. `alarms` and `notes` stand on top of it, in plain words."""
+    """Contents of the page of a row, except its actions. `alarms` and `notes` are plain text at the top."""
 
     title: str
     state: str
@@ -65,15 +65,15 @@ class Detail:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What another noun adds to a row's page."""
+    """Links and sections that another model admin adds to the page of a row."""
 
     links: Sequence[Link] = ()
     sections: Sequence[FactTable | Table] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """One kind of thing that waits for whoever looks; `lines` are the first few, `count` is all of them."""
+class AttentionItem:
+    """Rows that need the operator's attention; `lines` shows the first few, `count` is the total."""
 
     title: str
     url: str
@@ -91,12 +91,12 @@ class Line:
 
 
 def badge(state: str) -> SafeString:
-    """A state's name, coloured by the stylesheet; the text alone says it too."""
+    """Render a state as a badge; the meaning does not depend on the color."""
     return format_html('<span class="badge badge-{}">{}</span>', state, state.replace("_", " "))
 
 
 def moment(at: datetime | None, *, missing: str = NOTHING) -> SafeString:
-    """A time in UTC to the second, with how long ago or how far off that is."""
+    """Render a time in UTC to the second, with the time relative to now."""
     if at is None:
         return format_html('<span class="quiet">{}</span>', missing)
     return format_html(
@@ -108,7 +108,7 @@ def moment(at: datetime | None, *, missing: str = NOTHING) -> SafeString:
 
 
 def short_moment(at: datetime | None, *, missing: str = NOTHING) -> SafeString:
-    """The same for a column: to the minute, with the distance in its title."""
+    """Render a time in UTC to the minute for a column, with the relative time in the title."""
     if at is None:
         return format_html('<span class="quiet">{}</span>', missing)
     text = f"{at:%Y-%m-%d %H:%M}"
@@ -120,12 +120,12 @@ def link(url: str, label: object) -> SafeString:
 
 
 def mono(text: object) -> SafeString:
-    """An id or a digest, in letters that cannot be mistaken for each other."""
+    """Render an id or digest in monospace."""
     return format_html("<code>{}</code>", text)
 
 
 def seconds(count: int | None) -> str:
-    """A period as people say it: the largest units that tell it exactly."""
+    """Format a period in seconds exactly, in the largest units."""
     if count is None:
         return NOTHING
     parts = []

@@ -1,4 +1,4 @@
-"""Credentials in the console: looked at, and restricted to where they may be used from. Never edited."""
+"""Credentials in the console: viewed and restricted to networks; never edited."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +13,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, SeenForm
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, VersionedForm
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -38,20 +38,20 @@ from keyvault.services.keys.credentials import find_delivery_location, restrict_
 
 ORIGIN_HEADER = {
     OriginHeader.REFUSE: "refused: it may come from a browser",
-    OriginHeader.REPORT: "reported only: its backend forwards the header",
+    OriginHeader.REPORT: "reported only: the backend forwards the header",
 }
 
 
-class RestrictForm(SeenForm):
+class RestrictForm(VersionedForm):
     networks = forms.CharField(
         required=False,
         max_length=MOST_NETWORKS * 66,
         widget=forms.Textarea(attrs={"rows": 5, "class": "mono"}),
-        help_text="One CIDR block a line, such as 192.0.2.0/24 or 2001:db8::/32. Empty: good from everywhere.",
+        help_text="One CIDR block per line, such as 192.0.2.0/24 or 2001:db8::/32. Empty: accepted from everywhere.",
     )
     origin_header = forms.ChoiceField(
         label="A private key with an Origin header",
-        choices=[(policy.value, words) for policy, words in ORIGIN_HEADER.items()],
+        choices=[(policy.value, label) for policy, label in ORIGIN_HEADER.items()],
     )
 
     @classmethod
@@ -65,11 +65,11 @@ def _restrict(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionR
         restrict_credential(grant, credential, networks, OriginHeader(cleaned["origin_header"]))
     except RequestInvalidError as error:
         raise RequestInvalidError(error.detail, [_by_line(fault, networks) for fault in error.faults]) from error
-    return ActionResult("Restricted like that, from the next request on.")
+    return ActionResult("Restrictions saved. They apply from the next request.")
 
 
 def _by_line(fault: Fault, networks: list[str]) -> Fault:
-    """The form has one field for all networks: the fault says which of them it is about."""
+    """Name the network in the fault, because the form has one field for all networks."""
     field, _, place = fault.pointer.removeprefix("/").partition("/")
     return fault if not place else Fault(f"/{field}", f"{networks[int(place)][:64]}: {fault.detail}")
 
@@ -77,15 +77,15 @@ def _by_line(fault: Fault, networks: list[str]) -> Fault:
 class CredentialAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Credential", "Credentials"
-    acts: tuple[RowAction, ...] = (
+    row_actions: tuple[RowAction, ...] = (
         RowAction(
             "restrict",
             "Restrict use",
             P.CREDENTIALS_RESTRICT,
             _restrict,
             lambda credential: (
-                "Where the credential's keys may be used from. It holds from the next request on: whoever calls from "
-                "elsewhere, or without a client address while there is a list, is refused with ip_not_allowed."
+                "Restricts the networks from which the credential's keys may be used, from the next request. Other "
+                "addresses are refused with ip_not_allowed, and so are requests without a client address."
             ),
             form=RestrictForm,
         ),
@@ -135,13 +135,13 @@ class CredentialAdmin(ConsoleModelAdmin):
                         ]
                         for key in keys
                     ],
-                    empty="No key was issued yet.",
+                    empty="No keys yet. Keys appear here when they are issued.",
                 ),
             ],
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """An account's page lists its credentials."""
+        """Add the credentials of an account to its page."""
         if not isinstance(row, Account) or not self.has_view_permission(request):
             return None
         rows = self.get_queryset(request).filter(account=row).order_by("-created_at")[:50]
@@ -149,7 +149,7 @@ class CredentialAdmin(ConsoleModelAdmin):
             "Credentials",
             ["credential", "kind", "label", "keys"],
             [[link(self.url_of(item), item), item.kind, item.label, self.key_states(item)] for item in rows],
-            empty="None was issued yet.",
+            empty="No credentials yet. Request a key to create one.",
         )
         return Extras(sections=[table])
 
@@ -172,6 +172,6 @@ def _facts(credential: Credential) -> FactTable:
 
 
 def _restrictions(credential: Credential) -> Iterable[tuple[str, Any]]:
-    yield "Good from", format_html_join(" ", "{}", ((mono(text),) for text in credential.networks)) or "everywhere"
+    yield "Accepted from", format_html_join(" ", "{}", ((mono(text),) for text in credential.networks)) or "everywhere"
     if credential.kind == KeyKind.PRIVATE:
         yield "A private key with an Origin header", ORIGIN_HEADER[OriginHeader(credential.origin_header)]

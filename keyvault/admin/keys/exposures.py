@@ -1,4 +1,4 @@
-"""Suspected exposures: keys that were proved to have stood in a URL, or to have come from a browser."""
+"""Suspected exposures: verified keys that were presented in a URL or from a browser."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -12,23 +12,23 @@ from keyvault.admin.framework.widgets import NOTHING, Table, badge, mono, short_
 from keyvault.models import Key, UseBucket
 from keyvault.models.usage import EXPOSURES
 
-_EXPOSED_FOR_DAYS = 30
-"""As long does a suspected exposure wait for somebody to look at it."""
+_EXPOSURE_DAYS = 30
+"""How long a suspected exposure is shown on the front page, in days."""
 
 
 def exposures() -> QuerySet[UseBucket]:
-    """Of the last days, newest first: proved to be the key's own, but only suspected to be seen by others."""
-    since = datetime.now(UTC) - timedelta(days=_EXPOSED_FOR_DAYS)
+    """Return recent uses that may have exposed the key, newest first. The key itself was verified."""
+    since = datetime.now(UTC) - timedelta(days=_EXPOSURE_DAYS)
     return UseBucket.objects.filter(outcome__in=EXPOSURES, last_at__gte=since).order_by("-last_at")
 
 
 def exposure_tables(key: Key) -> Iterable[Table]:
-    """All that there ever were; none, no table."""
+    """Yield the table of all exposures of the key, or nothing."""
     found = UseBucket.objects.filter(key=key, outcome__in=EXPOSURES).order_by("-last_at")[:20]
     if found:
         yield Table(
             "Suspected exposures",
-            ["how", "source", "user agent", "endpoint", "in that minute", "last seen (UTC)"],
+            ["type", "source", "user agent", "endpoint", "uses in that minute", "last seen (UTC)"],
             [
                 [
                     badge(use.outcome),
@@ -48,7 +48,7 @@ class ExposedFilter(admin.SimpleListFilter):
     parameter_name = "exposed"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("lately", f"in the last {_EXPOSED_FOR_DAYS} days")]
+        return [("lately", f"in the last {_EXPOSURE_DAYS} days")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         return queryset if self.value() is None else queryset.filter(pk__in=exposures().values("key_id"))

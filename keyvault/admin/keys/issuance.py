@@ -1,4 +1,4 @@
-"""Issuance in the console: asked for, approved by a second person, collected once."""
+"""Key issuance in the console: requested, approved by a second person, collected once."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -14,25 +14,25 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import (
-    ActForm,
+    ActionForm,
     ActionResult,
     Cleaned,
     CreateAction,
+    ReasonForm,
     RowAction,
     RowChoice,
     Tone,
-    WhyForm,
 )
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import ApproveForm, approvals_table, break_glass_warning, requester_name
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
+    AttentionItem,
     Detail,
     Extras,
     FactTable,
     Line,
     Link,
-    Waiting,
     badge,
     link,
     moment,
@@ -61,8 +61,8 @@ S = IssuanceState
 
 DELIVERIES = {
     Delivery.SECRET_BACKEND: "secret backend: the merchant's services read it there",
-    Delivery.SHOW_ONCE: "show once: in this console, to whoever asks for it",
-    Delivery.SEALED: "sealed: to the recipient's public key, for the service that asks for it",
+    Delivery.SHOW_ONCE: "show once: in this console, to the requester",
+    Delivery.SEALED: "sealed: encrypted to the recipient's public key, for the requesting service",
 }
 KINDS = {
     KeyKind.PRIVATE: "private: for a trusted backend, in X-Api-Key",
@@ -70,27 +70,31 @@ KINDS = {
 }
 
 
-def _account_words(account: Account) -> str:
+def _account_label(account: Account) -> str:
     return f"{account.merchant.name} ({account.merchant_id}) · {account.environment}"
 
 
 def _delivery_choices() -> list[tuple[str, str]]:
-    """Those that people may ask for: a sealed key goes to the service that asked over REST."""
-    return [(way.value, words) for way, words in DELIVERIES.items() if way is not Delivery.SEALED]
+    """Return the deliveries that a person may request; only a service can request a sealed key, over REST."""
+    return [(delivery.value, label) for delivery, label in DELIVERIES.items() if delivery is not Delivery.SEALED]
 
 
-class RequestForm(ActForm):
+class RequestForm(ActionForm):
     account = RowChoice(
-        Account.objects.select_related("merchant").order_by("merchant_id", "environment"), words=_account_words
+        Account.objects.select_related("merchant").order_by("merchant_id", "environment"), label_for=_account_label
     )
-    kind = forms.ChoiceField(choices=[(kind.value, words) for kind, words in KINDS.items()])
-    label = forms.CharField(max_length=100, help_text="What it is for, such as checkout-backend.")
+    kind = forms.ChoiceField(choices=[(kind.value, label) for kind, label in KINDS.items()])
+    label = forms.CharField(max_length=100, help_text="Purpose of the key, such as checkout-backend.")
     delivery = forms.ChoiceField(
         choices=_delivery_choices,
-        help_text="Showing a production key to a person is break-glass: recorded, and reviewed by a second person.",
+        help_text="Showing a production key to a person is break-glass access: it is recorded and must be reviewed.",
     )
     expires_in_days = forms.IntegerField(
-        required=False, min_value=1, max_value=3650, label="Expires in days", help_text="Empty: it does not expire."
+        required=False,
+        min_value=1,
+        max_value=3650,
+        label="Expires in days",
+        help_text="Empty: the key does not expire.",
     )
 
 
@@ -104,65 +108,67 @@ def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
         expires_in_days=cleaned["expires_in_days"],
     )
     if request.state == S.PENDING:
-        return ActionResult("Asked. It now waits for the approval of a second person.", row=request)
-    return ActionResult("Asked. This environment wants no second person: the worker issues it now.", row=request)
+        return ActionResult("Request submitted. A second person must approve it.", row=request)
+    return ActionResult(
+        "Request submitted. No approval is required in this environment; the worker issues the key now.", row=request
+    )
 
 
 def _approve(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
     approve_issuance(grant, request, cleaned["plan_digest"])
     if request.state == S.APPROVED:
-        return ActionResult("Approved. The worker issues the key now; you will not see it.")
-    return ActionResult("Your approval is noted; it takes another person's too.")
+        return ActionResult("Approved. The worker issues the key now. Only the requester can collect it.")
+    return ActionResult("Approval recorded. Another person must approve too.")
 
 
 def _reject(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
     reject_issuance(grant, request, cleaned["why"])
-    return ActionResult("Rejected.")
+    return ActionResult("Request rejected.")
 
 
 def _withdraw(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
     withdraw_issuance(grant, request)
-    return ActionResult("Withdrawn.")
+    return ActionResult("Request withdrawn.")
 
 
 def _collect(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
     return ActionResult("The new key", secret=collect_key(grant, request))
 
 
-def _what_collecting_does(request: IssuanceRequest) -> str:
+def _explain_collection(request: IssuanceRequest) -> str:
     if request.delivery == Delivery.SHOW_ONCE and request.kind == KeyKind.PRIVATE:
         return (
-            "The key is shown on the next page, this once, and its copy here is destroyed afterwards. "
-            "Have the place ready where it will be kept."
+            "The next page shows the key once, and the copy stored here is then destroyed. "
+            "Prepare the place where you will store it."
         )
-    return "The key is shown on the next page, this once. The secret backend keeps its copy for the merchant."
+    return "The next page shows the key once. The secret backend keeps its copy for the merchant."
 
 
 class IssuanceRequestAdmin(ConsoleModelAdmin):
     view_permissions = (P.ISSUANCE_READ,)
     section, singular, plural = "Keys", "Issuance request", "Issuance requests"
-    asks = (
+    create_actions = (
         CreateAction(
             "request",
             "Request a key",
             P.ISSUANCE_REQUEST,
             RequestForm,
             _request,
-            "A new credential with its first key. In production a second person approves it before it is made.",
-            "Ask for it",
+            "Creates a credential with its first key. In production a second person must approve the request first.",
+            "Submit request",
             account_of=lambda cleaned: cleaned["account"],
             preset=lambda query: {"account": query.get("account")},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "approve",
             "Approve",
             P.ISSUANCE_APPROVE,
             _approve,
-            lambda request: "You approve exactly what stands here. The key will be made by the worker, unseen by you.",
+            lambda request: "You approve exactly the request below. The worker creates the key; you will not see it.",
             form=ApproveForm,
-            fits=lambda request: request.state == S.PENDING,
+            is_available=lambda request: request.state == S.PENDING,
             tone=Tone.GOOD,
         ),
         RowAction(
@@ -170,9 +176,9 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             "Reject",
             P.ISSUANCE_REJECT,
             _reject,
-            lambda request: "Nothing is issued. Whoever asked reads why.",
-            form=WhyForm,
-            fits=lambda request: can_transition_issuance(S(request.state), S.REJECTED),
+            lambda request: "No key is issued. The requester sees the reason.",
+            form=ReasonForm,
+            is_available=lambda request: can_transition_issuance(S(request.state), S.REJECTED),
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -180,24 +186,24 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             "Withdraw",
             P.ISSUANCE_WITHDRAW,
             _withdraw,
-            lambda request: "Nothing is issued. Only whoever asked can withdraw.",
-            fits=lambda request: can_transition_issuance(S(request.state), S.WITHDRAWN),
+            lambda request: "No key is issued. Only the requester can withdraw a request.",
+            is_available=lambda request: can_transition_issuance(S(request.state), S.WITHDRAWN),
             for_requester=True,
         ),
         RowAction(
             "collect",
-            "Collect the key",
+            "Collect key",
             P.ISSUANCE_COLLECT,
             _collect,
-            _what_collecting_does,
-            fits=lambda request: request.state == S.ISSUED and request.requested_via is None,
+            _explain_collection,
+            is_available=lambda request: request.state == S.ISSUED and request.requested_via is None,
             for_requester=True,
             warn=lambda request: break_glass_warning(request.account),
             tone=Tone.GOOD,
         ),
     )
 
-    list_display = ("request_id", "state_badge", "account", "kind", "label", "asked_by", "created")
+    list_display = ("request_id", "state_badge", "account", "kind", "label", "requested_by", "created")
     list_filter = ("state", "account__environment", "kind", "delivery")
     search_fields = ("=request_id", "=key__key_id", "=credential__credential_id", "account__merchant__merchant_id")
     search_help_text = "By request id, key id, credential id or merchant."
@@ -217,11 +223,11 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
     def state_badge(self, row: IssuanceRequest) -> SafeString:
         return badge(row.state)
 
-    @admin.display(description="asked by", ordering="requester__username")
-    def asked_by(self, row: IssuanceRequest) -> str:
+    @admin.display(description="requested by", ordering="requester__username")
+    def requested_by(self, row: IssuanceRequest) -> str:
         return requester_name(row.requester, row.requested_via)
 
-    @admin.display(description="asked (UTC)", ordering="created_at")
+    @admin.display(description="requested (UTC)", ordering="created_at")
     def created(self, row: IssuanceRequest) -> SafeString:
         return short_moment(row.created_at)
 
@@ -235,11 +241,11 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         return row.requester_person
 
     def summary(self, row: IssuanceRequest) -> FactTable:
-        """Exactly what is asked, field by field as its digest covers it."""
+        """Return every field that the digest of the request covers."""
         plan = row.plan()
         recipient = [("Recipient's public key (X25519)", mono(plan.recipient_public_key))]
         return FactTable(
-            "Exactly what is asked",
+            "Request",
             [
                 ("Merchant", f"{row.account.merchant.name} ({plan.merchant_id})"),
                 ("Environment", badge(plan.environment)),
@@ -247,9 +253,9 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
                 ("Label", plan.label),
                 ("Delivery", DELIVERIES[plan.delivery]),
                 *(recipient if plan.recipient_public_key else []),
-                ("Expires in days", plan.expires_in_days or "it does not expire"),
-                ("Digest of all this (SHA-256)", mono(plan.digest())),
-                ("Asked by", requester_name(row.requester, row.requested_via)),
+                ("Expires in days", plan.expires_in_days or "does not expire"),
+                ("Digest of the request (SHA-256)", mono(plan.digest())),
+                ("Requested by", requester_name(row.requester, row.requested_via)),
             ],
         )
 
@@ -257,20 +263,20 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         account = row.account
         outcome: list[tuple[str, Any]] = [
             ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
-            ("Asked", moment(row.created_at)),
+            ("Requested", moment(row.created_at)),
             ("Decided", moment(row.decided_at, missing="not yet")),
             ("Issued", moment(row.issued_at, missing="not yet")),
             ("Collected", moment(row.collected_at, missing="never" if row.state == S.BURNED else "not yet")),
         ]
         if row.state == S.PENDING:
-            outcome.append(("Falls due unapproved", moment(row.expires_at)))
+            outcome.append(("Expires if not approved", moment(row.expires_at)))
         if (
             row.state == S.ISSUED
             and row.issued_at is not None
             and row.delivery in COLLECTED_DELIVERIES
             and row.kind == KeyKind.PRIVATE
         ):
-            outcome.append(("Burned if not collected", moment(row.issued_at + COLLECT_WITHIN)))
+            outcome.append(("Discarded if not collected", moment(row.issued_at + COLLECT_WITHIN)))
         if row.credential is not None:
             url = reverse("admin:keyvault_credential_change", args=[row.credential_id])
             outcome.append(("Credential", link(url, row.credential)))
@@ -283,7 +289,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             refresh_seconds=3 if row.state == S.APPROVED else None,
             sections=[
                 self.summary(row),
-                FactTable("What became of it", outcome),
+                FactTable("Progress", outcome),
                 approvals_table(row),
             ],
         )
@@ -291,45 +297,45 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
     def _notes(self, request: HttpRequest, row: IssuanceRequest) -> Iterable[str]:
         mine = row.requester_person == operator_of(request).person
         if row.state == S.PENDING and mine:
-            yield "You asked for this: it takes a second person to approve it."
+            yield "You requested this. A second person must approve it."
         elif row.state == S.PENDING:
-            yield "It waits for approval."
+            yield "Awaiting approval."
         elif row.state == S.APPROVED:
-            yield "Approved. The worker issues it in a moment; this page looks again by itself."
+            yield "Approved. The worker is issuing the key; this page refreshes automatically."
         elif row.state == S.ISSUED and row.requested_via is not None:
-            yield "Issued. Only the service that asked for it may collect it."
+            yield "Issued. Only the requesting service can collect the key."
         elif row.state == S.ISSUED and mine:
-            yield "Issued. You asked for it, so it is you who may collect it, once."
+            yield "Issued. You requested the key, so only you can collect it, once."
         elif row.state == S.ISSUED:
-            yield "Issued. Only whoever asked for it may collect it."
+            yield "Issued. Only the requester can collect the key."
         elif row.state == S.COLLECTED:
-            yield "The key was collected already; nobody can see it again."
+            yield "The key was collected. It cannot be shown again."
         elif row.state == S.BURNED:
-            yield "Nobody collected the key in time, so it was ended and its copy destroyed. Ask for another one."
+            yield "The key was not collected in time. It was revoked and its copy destroyed; request another key."
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         rows = self.get_queryset(request).order_by("created_at")
         now, me = datetime.now(UTC), operator_of(request).person
         pending = rows.filter(state=S.PENDING, expires_at__gt=now)
         where = f"?state__exact={S.PENDING}"
         if may(request, P.ISSUANCE_APPROVE):
-            others = self.for_me(request, P.ISSUANCE_APPROVE, pending.exclude(approvals__person=me))
-            yield self.waits("Keys that you may approve", others, where, "act")
+            others = self.decidable_rows(request, P.ISSUANCE_APPROVE, pending.exclude(approvals__person=me))
+            yield self.attention_item("Key requests to approve", others, where, "action")
         if may(request, P.ISSUANCE_REQUEST):
-            yield self.waits("Asked for by you, not approved yet", pending.filter(requester_person=me), where)
+            yield self.attention_item("Your key requests awaiting approval", pending.filter(requester_person=me), where)
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(requester_person=me, requested_via=None)
             issued = mine.filter(state=S.ISSUED, delivery=Delivery.SHOW_ONCE)
-            yield self.waits("Keys for you to collect", issued, f"?state__exact={S.ISSUED}", "act")
+            yield self.attention_item("Keys to collect", issued, f"?state__exact={S.ISSUED}", "action")
         approved = rows.filter(state=S.APPROVED)
-        yield self.waits("Approved, not issued yet", approved, f"?state__exact={S.APPROVED}")
+        yield self.attention_item("Approved keys being issued", approved, f"?state__exact={S.APPROVED}")
 
     def line_of(self, row: IssuanceRequest) -> Line:
-        asked = f"{row.kind}, asked for by {requester_name(row.requester, row.requested_via)}"
-        return Line(self.url_of(row), self.name_of(row), asked, row.created_at)
+        detail = f"{row.kind}, requested by {requester_name(row.requester, row.requested_via)}"
+        return Line(self.url_of(row), self.name_of(row), detail, row.created_at)
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """An account's page offers to ask for a key of it."""
+        """Add a link to request a key to the page of an account."""
         if not isinstance(row, Account) or not may(request, P.ISSUANCE_REQUEST, row):
             return None
         url = reverse("admin:keyvault_issuancerequest_request")

@@ -1,4 +1,4 @@
-"""Keys in the console: looked at, suspended, resumed, ended. Never edited."""
+"""Keys in the console: viewed, suspended, resumed and revoked; never edited."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -13,16 +13,24 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, RowAction, SecretView, SeenForm, Tone
+from keyvault.admin.framework.actions import (
+    ActionForm,
+    ActionResult,
+    Cleaned,
+    RowAction,
+    SecretView,
+    Tone,
+    VersionedForm,
+)
 from keyvault.admin.framework.enforcement import may
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import (
+    AttentionItem,
     Detail,
     FactTable,
     Line,
     Link,
-    Waiting,
     badge,
     link,
     moment,
@@ -41,33 +49,33 @@ from keyvault.services.keys.lifecycle import report_compromise, resume_key, revo
 from keyvault.services.secrets.stored_copies import read_public_string
 
 REASONS = {
-    RevocationReason.SUPERSEDED: "superseded: another key took its place",
-    RevocationReason.CESSATION_OF_OPERATION: "cessation of operation: it is no longer needed",
-    RevocationReason.AFFILIATION_CHANGED: "affiliation changed: its holder works for somebody else now",
-    RevocationReason.PRIVILEGE_WITHDRAWN: "privilege withdrawn: its holder may no longer do this",
-    RevocationReason.KEY_COMPROMISE: "key compromise: known or suspected to be in wrong hands",
+    RevocationReason.SUPERSEDED: "superseded: replaced by another key",
+    RevocationReason.CESSATION_OF_OPERATION: "cessation of operation: no longer needed",
+    RevocationReason.AFFILIATION_CHANGED: "affiliation changed: the holder changed employer",
+    RevocationReason.PRIVILEGE_WITHDRAWN: "privilege withdrawn: the holder lost the permission",
+    RevocationReason.KEY_COMPROMISE: "key compromise: known or suspected exposure",
     RevocationReason.UNSPECIFIED: "unspecified",
 }
-"""The reasons of RFC 5280, section 5.3.1, in words."""
+"""Labels of the revocation reasons of RFC 5280, section 5.3.1."""
 
 
-WHAT_REPORTING_DOES = (
-    "For what is known or suspected to be in wrong hands. It is refused at once and for ever, by every verifier, even "
-    "while the secret backend and the broker are down; nothing brings it back, no rotation either. "
-    "One person is enough."
+REPORT_EXPLANATION = (
+    "For keys that are known or suspected to be exposed. Every verifier refuses them immediately and permanently, even "
+    "while the secret backend and the broker are down. This cannot be undone, not even by a rotation. "
+    "No approval is required."
 )
 
 
-class RevokeForm(ActForm):
+class RevokeForm(ActionForm):
     reason = forms.ChoiceField(
         label="Reason (RFC 5280)",
-        choices=[("", "Choose one"), *((reason.value, words) for reason, words in REASONS.items())],
+        choices=[("", "Choose one"), *((reason.value, label) for reason, label in REASONS.items())],
     )
 
 
 def _suspend(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     suspend_key(grant, key)
-    return ActionResult(f"Key {key} is suspended: refused until it is resumed.")
+    return ActionResult(f"Key {key} is suspended and refused until it is resumed.")
 
 
 def _resume(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
@@ -77,12 +85,14 @@ def _resume(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
 
 def _revoke(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     record = revoke_key(grant, key, RevocationReason(cleaned["reason"]))
-    return ActionResult(f"Key {key} is revoked: refused for ever.", url=receipt_url(key, record.sequence))
+    return ActionResult(f"Key {key} is revoked and permanently refused.", url=receipt_url(key, record.sequence))
 
 
 def _report(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     record = report_compromise(grant, key)
-    return ActionResult(f"Key {key} is reported compromised: refused for ever.", url=receipt_url(key, record.sequence))
+    return ActionResult(
+        f"Key {key} is reported compromised and permanently refused.", url=receipt_url(key, record.sequence)
+    )
 
 
 def _can_become(state: KeyState) -> Any:
@@ -90,64 +100,64 @@ def _can_become(state: KeyState) -> Any:
 
 
 def is_last(key: Key) -> bool:
-    """Whether its credential has no other key that is good."""
+    """Whether the key is the only usable key of its credential."""
     usable = set(usable_keys(key.credential_id, datetime.now(UTC)).values_list("pk", flat=True))
     return usable == {key.pk}
 
 
-def warn_of_last(key: Key) -> str:
-    """What taking this key away would mean for its holder."""
+def warn_if_last_key(key: Key) -> str:
+    """Warn if the key is the only usable key of its credential; empty otherwise."""
     if not is_last(key):
         return ""
-    return "This is the credential's only active key. Whoever uses it is refused from this moment on."
+    return "This is the only active key of the credential. Its users are refused immediately."
 
 
-def _warn_before_revoking(key: Key) -> str:
-    warning = warn_of_last(key)
-    return f"{warning} Rotate it instead, and its replacement is in use before it ends." if warning else ""
+def _warn_before_revocation(key: Key) -> str:
+    warning = warn_if_last_key(key)
+    return f"{warning} Rotate it instead to have a replacement in use first." if warning else ""
 
 
-def _what_revoking_does(key: Key) -> str:
+def _explain_revocation(key: Key) -> str:
     at = use_of(key, "last_at")
-    used = "It was never used." if at is None else f"It was last used at {at:%Y-%m-%d %H:%M} UTC."
+    used = "The key was never used." if at is None else f"The key was last used at {at:%Y-%m-%d %H:%M} UTC."
     return (
-        "The key is refused at once and for ever, by every verifier, even while the secret backend and the broker are "
-        "down; its copy in the backend is destroyed later. There is no way back; a new key can be issued. "
-        f"The merchant is told. {used}"
+        "Every verifier refuses the key immediately and permanently, even while the secret backend and the broker are "
+        "down; the copy in the backend is destroyed later. This cannot be undone, but a new key can be issued. "
+        f"The merchant is notified. {used}"
     )
 
 
 class KeyAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Key", "Keys"
-    looks = (
+    secret_views = (
         SecretView(
             "show",
             "Show",
             P.KEYS_READ,
             read_public_string,
-            "A public key stands in browsers and apps; it may be shown again at any time.",
-            fits=lambda key: key.credential.kind == KeyKind.PUBLIC and key.state not in DEAD_STATES,
+            "A public key is visible in browsers and apps, so it can be shown again at any time.",
+            is_available=lambda key: key.credential.kind == KeyKind.PUBLIC and key.state not in DEAD_STATES,
         ),
     )
-    acts: tuple[RowAction, ...] = (
+    row_actions: tuple[RowAction, ...] = (
         RowAction(
             "suspend",
             "Suspend",
             P.KEYS_SUSPEND,
             _suspend,
-            lambda key: "The key is refused from now on, until somebody resumes it. An open rotation stalls.",
-            fits=_can_become(KeyState.SUSPENDED),
-            warn=warn_of_last,
+            lambda key: "The key is refused until an operator resumes it. An open rotation stalls.",
+            is_available=_can_become(KeyState.SUSPENDED),
+            warn=warn_if_last_key,
         ),
         RowAction(
             "resume",
             "Resume",
             P.KEYS_RESUME,
             _resume,
-            lambda key: "The key is good again, for everybody who holds it.",
-            form=SeenForm,
-            fits=lambda key: key.state == KeyState.SUSPENDED,
+            lambda key: "The key works again for everyone who holds it.",
+            form=VersionedForm,
+            is_available=lambda key: key.state == KeyState.SUSPENDED,
             tone=Tone.GOOD,
         ),
         RowAction(
@@ -155,10 +165,10 @@ class KeyAdmin(ConsoleModelAdmin):
             "Revoke",
             P.KEYS_REVOKE,
             _revoke,
-            _what_revoking_does,
+            _explain_revocation,
             form=RevokeForm,
-            fits=lambda key: key.state not in DEAD_STATES,
-            warn=_warn_before_revoking,
+            is_available=lambda key: key.state not in DEAD_STATES,
+            warn=_warn_before_revocation,
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -166,8 +176,8 @@ class KeyAdmin(ConsoleModelAdmin):
             "Report compromise",
             P.KEYS_REPORT_COMPROMISE,
             _report,
-            lambda key: WHAT_REPORTING_DOES,
-            fits=_can_become(KeyState.COMPROMISED),
+            lambda key: REPORT_EXPLANATION,
+            is_available=_can_become(KeyState.COMPROMISED),
             tone=Tone.DANGER,
         ),
     )
@@ -191,11 +201,15 @@ class KeyAdmin(ConsoleModelAdmin):
         ]
 
     def _receipt_view(self, request: HttpRequest, object_id: str, sequence: int) -> HttpResponse:
-        """Who has confirmed a change of the key. Raises NotFoundError on a change of anything else."""
-        key = self.fresh(request, object_id)
+        """Show which verifiers confirmed a change of the key.
+
+        Raises:
+            NotFoundError: the change concerns something else.
+        """
+        key = self.find_row(request, object_id)
         receipt = find_receipt(sequence)
         if receipt is None or receipt.subject != key.alters():
-            raise NotFoundError("The key has no such change.")
+            raise NotFoundError("The key has no change with this sequence number.")
         detail = receipt_detail(receipt, key_link(key), str(key.credential.account))
         crumbs = [*self._crumbs(), Link(self.name_of(key), self.url_of(key))]
         context = {"title": detail.title, "detail": detail, "sections": detail.sections, "crumbs": crumbs}
@@ -228,13 +242,13 @@ class KeyAdmin(ConsoleModelAdmin):
     def account_of(self, row: Key) -> Account:
         return row.credential.account
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
-        """Keys that are still good and may have been seen by others, for whoever may end them."""
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+        """Return living keys with a suspected exposure, for operators who may revoke keys."""
         if not may(request, P.KEYS_REVOKE):
             return
         living = self.get_queryset(request).exclude(state__in=DEAD_STATES)
         exposed = living.filter(pk__in=exposures().values("key_id"))
-        yield self.waits("Suspected exposures", exposed, "?exposed=lately", "alarm")
+        yield self.attention_item("Suspected exposures", exposed, "?exposed=lately", "alarm")
 
     def line_of(self, row: Key) -> Line:
         last = exposures().filter(key=row).first()
@@ -274,10 +288,10 @@ class KeyAdmin(ConsoleModelAdmin):
                         ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
                         ("Kind", f"{credential.kind} API key"),
                         ("Label", credential.label),
-                        ("String in the secret backend", row.get_material_display()),
+                        ("Copy in the secret backend", row.get_material_display()),
                     ],
                 ),
-                FactTable("Life", list(_life(row))),
+                FactTable("Lifecycle", list(_life(row))),
                 *exposure_tables(row),
                 *use_tables(row),
             ],
@@ -289,11 +303,11 @@ def key_link(key: Key) -> SafeString:
 
 
 def _life(key: Key) -> Iterable[tuple[str, Any]]:
-    """The times that NIST SP 800-57 wants recorded, and those of its use."""
+    """Yield the times that NIST SP 800-57 requires to be recorded, and the times of use."""
     yield "Created", moment(key.created_at)
     for label, at in (
         ("Activated", key.activated_at),
-        ("Suspended last", key.suspended_at),
+        ("Last suspended", key.suspended_at),
         ("Deactivated", key.deactivated_at),
         ("Compromised", key.compromised_at),
         ("Destroyed", key.destroyed_at),
@@ -305,7 +319,7 @@ def _life(key: Key) -> Iterable[tuple[str, Any]]:
     if key.reason:
         yield "Reason", REASONS[RevocationReason(key.reason)]
     if key.state in DEAD_STATES:
-        yield "End confirmed by", receipt_cell(key)
+        yield "Revocation confirmed by", receipt_cell(key)
     yield "Expires", moment(key.expires_at, missing="never")
     yield from use_facts(key)
 
@@ -313,14 +327,14 @@ def _life(key: Key) -> Iterable[tuple[str, Any]]:
 def _notes(key: Key) -> Iterable[str]:
     account = key.credential.account
     if key.state == KeyState.ACTIVE and key.expires_at is not None and key.expires_at <= datetime.now(UTC):
-        yield "It has expired and is refused; the record of that follows in a moment."
+        yield "The key has expired and is refused. Its state is updated shortly."
     if key.state == KeyState.ACTIVE and account.status != "active":
-        yield "Its account is suspended: the key is refused."
+        yield "The account is suspended, so the key is refused."
     elif key.state == KeyState.ACTIVE and account.merchant.status != "active":
-        yield "Its merchant is suspended: the key is refused."
+        yield "The merchant is suspended, so the key is refused."
 
 
 def use_of(key: Key, name: str) -> Any:
-    """A fact of the key's use. A key that was never used has no such row."""
+    """Return a field of the key's use row, or None if the key was never used."""
     use: KeyUse | None = getattr(key, "use", None)
     return None if use is None else getattr(use, name)

@@ -1,4 +1,4 @@
-"""The pepper versions in the console: what `manage.py pepper_status` tells. Made and retired on the host only."""
+"""Pepper versions in the console, as shown by `manage.py pepper_status`. Only the host creates and retires them."""
 
 from datetime import UTC, datetime
 from itertools import islice
@@ -18,12 +18,12 @@ from keyvault.models import PepperVersion
 from keyvault.services.pepper_rotation.status import DORMANT_DAYS, PepperState, describe_version, list_dormant_keys
 from keyvault.services.peppers.ring import list_served_sets
 
-_MOST_DORMANT = 100
+_MAX_DORMANT = 100
 _NOTE = (
-    "A key moves to the newest version when it is used. manage.py retire_pepper ends a version that nothing leans on: "
-    "rotate or revoke the keys that are not used."
+    "A key moves to the newest version when it is used. manage.py retire_pepper retires a version that no key depends "
+    "on; rotate or revoke unused keys first."
 )
-_STORED = {True: "yes", False: "no", None: "it does not answer"}
+_STORED = {True: "yes", False: "no", None: "the secret backend does not respond"}
 
 
 class PepperVersionAdmin(ConsoleModelAdmin):
@@ -36,7 +36,7 @@ class PepperVersionAdmin(ConsoleModelAdmin):
     ordering = ("pepper_set", "-number")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[PepperVersion]:
-        """Of the sets that this process serves: of no other one it may read anything."""
+        """Return only the sets that this process serves; it may not read any other."""
         rows: QuerySet[PepperVersion] = super().get_queryset(request)
         return rows.filter(pepper_set__in=list_served_sets())
 
@@ -48,11 +48,11 @@ class PepperVersionAdmin(ConsoleModelAdmin):
     def stage(self, row: PepperVersion) -> SafeString:
         return badge(_stage(row))
 
-    @admin.display(description="makes digests from (UTC)", ordering="hashes_from_at")
+    @admin.display(description="used for digests from (UTC)", ordering="hashes_from_at")
     def since(self, row: PepperVersion) -> SafeString:
         return short_moment(row.hashes_from_at, missing=_missing(row.number))
 
-    @admin.display(description="made (UTC)", ordering="created_at")
+    @admin.display(description="created (UTC)", ordering="created_at")
     def made_at(self, row: PepperVersion) -> SafeString:
         return short_moment(row.created_at)
 
@@ -62,7 +62,7 @@ class PepperVersionAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: PepperVersion) -> Detail:
         now = datetime.now(UTC)
         state = describe_version(row, now)
-        sections: list[Any] = [_times(state), _leaning(state), _whereabouts(state)]
+        sections: list[Any] = [_times(state), _usage_facts(state), _location_facts(state)]
         if state.dormant:
             sections.append(_dormant(row, now))
         return Detail(
@@ -83,49 +83,49 @@ def _stage(row: PepperVersion) -> str:
 
 
 def _missing(number: int) -> str:
-    return "the beginning" if number == 1 else "not yet"
+    return "the start" if number == 1 else "not yet"
 
 
 def _times(state: PepperState) -> FactTable:
     return FactTable(
-        "Life",
+        "Lifecycle",
         [
-            ("Made", moment(state.created_at)),
-            ("Makes digests from", moment(state.hashes_from_at, missing=_missing(state.number))),
-            ("Processes that have not loaded it yet", ", ".join(state.lagging) or "none"),
-            ("Makes the digests now", "yes" if state.is_hashing else "no"),
+            ("Created", moment(state.created_at)),
+            ("Used for digests from", moment(state.hashes_from_at, missing=_missing(state.number))),
+            ("Processes that have not loaded it", ", ".join(state.lagging) or "none"),
+            ("Used for digests now", "yes" if state.is_hashing else "no"),
             ("Retired", moment(state.retired_at)),
-            ("Material may be destroyed from", moment(state.destroyable_from)),
+            ("Material can be destroyed from", moment(state.destroyable_from)),
             ("Material destroyed", moment(state.destroyed_at)),
         ],
     )
 
 
-def _leaning(state: PepperState) -> FactTable:
-    noun = "service tokens" if state.pepper_set is PepperSet.SERVICE else "keys"
+def _usage_facts(state: PepperState) -> FactTable:
+    subject = "service tokens" if state.pepper_set is PepperSet.SERVICE else "keys"
     return FactTable(
-        "Who leans on it",
+        "Usage",
         [
-            (f"Living {noun}", state.living),
-            (f"Of them not used for {DORMANT_DAYS} days", state.dormant),
-            (f"Dead {noun}", state.dead),
-            ("In the way of its retirement", state.leaning or "nothing"),
+            (f"Living {subject}", state.living),
+            (f"Living, not used for {DORMANT_DAYS} days", state.dormant),
+            (f"Dead {subject}", state.dead),
+            ("Blocks retirement", state.leaning or "nothing"),
         ],
     )
 
 
-def _whereabouts(state: PepperState) -> FactTable:
+def _location_facts(state: PepperState) -> FactTable:
     return FactTable(
-        "Where it is",
+        "Location",
         [
-            ("In this process, check value right", "yes" if state.is_loaded else "no"),
+            ("Loaded in this process, check value correct", "yes" if state.is_loaded else "no"),
             ("In the secret backend", _STORED[state.stored]),
         ],
     )
 
 
 def _dormant(row: PepperVersion, now: datetime) -> Table:
-    keys = islice(list_dormant_keys(PepperSet(row.pepper_set), row.number, now, DORMANT_DAYS), _MOST_DORMANT)
+    keys = islice(list_dormant_keys(PepperSet(row.pepper_set), row.number, now, DORMANT_DAYS), _MAX_DORMANT)
     return Table(
         f"Keys not used for {DORMANT_DAYS} days",
         ["Key", "Merchant", "Credential", "Last used (UTC)"],

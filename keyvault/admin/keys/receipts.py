@@ -1,4 +1,4 @@
-"""The receipt of a key's change in the console: which verifiers have confirmed it, when, and who is waited for."""
+"""Receipt of a key change in the console: which verifiers confirmed it, and when."""
 
 from collections.abc import Iterable
 from datetime import datetime
@@ -14,23 +14,24 @@ from keyvault.services.change_feed.receipts import Receipt, VerifierProgress, Ve
 from keyvault.services.keys.lifecycle import last_sequence
 
 _REFRESH_SECONDS = 1
+"""Refresh interval of an incomplete receipt, in seconds."""
 
 
 def receipt_url(key: Key, sequence: int | None = None) -> str:
-    """Of that change of the key, or of the one with which it ended."""
+    """Return the URL of the receipt of a change; by default the last change of the key."""
     return reverse("admin:keyvault_key_receipt", args=[key.key_id, sequence or last_sequence(key)])
 
 
 def receipt_cell(key: Key) -> SafeString:
-    """How the verifiers stand to the key's end, leading to its receipt."""
+    """Render how many verifiers confirmed the end of the key, linked to the receipt."""
     receipt = find_receipt(last_sequence(key))
     if receipt is None:
         return format_html('<span class="quiet">{}</span>', NOTHING)
-    return link(receipt_url(key), _in_short(receipt))
+    return link(receipt_url(key), _summarize(receipt))
 
 
 def receipt_detail(receipt: Receipt, about: SafeString, account: str) -> Detail:
-    """The page of it, which renews itself until nobody is waited for."""
+    """Return the receipt page, which refreshes until every verifier has confirmed."""
     return Detail(
         title=f"Receipt of change {receipt.sequence}",
         state="complete" if receipt.is_complete else "waiting",
@@ -43,34 +44,34 @@ def receipt_detail(receipt: Receipt, about: SafeString, account: str) -> Detail:
                     ("Account", account),
                     ("Sequence", receipt.sequence),
                     ("Changed", moment(receipt.changed_at)),
-                    ("Confirmed by", _in_short(receipt)),
+                    ("Confirmed by", _summarize(receipt)),
                 ],
             ),
             Table(
                 "Verifiers",
-                ("Verifier", "Door", "State", "Confirmed (UTC)", "After", "Heard of last (UTC)"),
+                ("Verifier", "Entry point", "State", "Confirmed (UTC)", "After", "Last report (UTC)"),
                 [_row(receipt, verifier) for verifier in receipt.verifiers],
-                empty="None is known: every verdict is made from the database.",
+                empty="No verifiers. Verifiers with cached keys appear here; without them, verdicts use the database.",
             ),
         ],
         refresh_seconds=None if receipt.is_complete else _REFRESH_SECONDS,
     )
 
 
-def _in_short(receipt: Receipt) -> str:
+def _summarize(receipt: Receipt) -> str:
     confirmed, waiting = len(receipt.of(VerifierProgress.CONFIRMED)), len(receipt.of(VerifierProgress.WAITING))
     if not confirmed + waiting:
-        return "no verifier: none is live"
+        return "no live verifiers"
     return f"{confirmed} of {confirmed + waiting} verifiers"
 
 
 def _notes(receipt: Receipt) -> Iterable[str]:
     if not receipt.is_complete:
-        yield "Waits for the verifiers that have not confirmed yet; this page looks again by itself."
+        yield "Some verifiers have not confirmed yet. This page refreshes automatically."
     if receipt.of(VerifierProgress.EXPIRED):
         yield (
-            "An expired verifier was silent for longer than its staleness bound: it answers from memory no longer, "
-            "and is not waited for."
+            "An expired verifier has not reported for longer than its staleness bound. It no longer uses cached "
+            "verdicts, so its confirmation is not required."
         )
 
 
@@ -79,9 +80,9 @@ def _row(receipt: Receipt, verifier: VerifierStanding) -> list[Any]:
         mono(verifier.verifier_id),
         verifier.door,
         badge(verifier.standing),
-        _to_the_millisecond(verifier.confirmed_at),
+        _format_milliseconds(verifier.confirmed_at),
         _after(receipt, verifier),
-        _to_the_millisecond(verifier.seen_at),
+        _format_milliseconds(verifier.seen_at),
     ]
 
 
@@ -90,11 +91,11 @@ def _after(receipt: Receipt, verifier: VerifierStanding) -> SafeString | str:
     if seconds is None or receipt.changed_at is None:
         return ""
     if verifier.started_at > receipt.changed_at:
-        return format_html('<span class="quiet">{}</span>', "as it started")
+        return format_html('<span class="quiet">{}</span>', "at startup")
     return f"{seconds * 1000:,.0f} ms"
 
 
-def _to_the_millisecond(at: datetime | None) -> SafeString:
+def _format_milliseconds(at: datetime | None) -> SafeString:
     if at is None:
         return format_html('<span class="quiet">{}</span>', "not yet")
     text = f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03}"

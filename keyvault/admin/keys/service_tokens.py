@@ -1,4 +1,4 @@
-"""Service tokens in the console: made, shown once, rotated, revoked."""
+"""Service tokens in the console: created, shown once, rotated and revoked."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -6,14 +6,15 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
+from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Detail, FactTable, badge, moment, mono, short_moment
 from keyvault.domain.keystring import StringScope
@@ -34,41 +35,41 @@ SCOPES = {
 }
 
 
-class TokenForm(ActForm):
-    name = forms.CharField(max_length=100, help_text="Which service will hold it.")
-    scope = forms.ChoiceField(label="Environments", choices=[(scope.value, words) for scope, words in SCOPES.items()])
+class TokenForm(ActionForm):
+    name = forms.CharField(max_length=100, help_text="Service that will use the token.")
+    scope = forms.ChoiceField(label="Environments", choices=[(scope.value, label) for scope, label in SCOPES.items()])
     permissions = forms.MultipleChoiceField(
         choices=[(permission.value, permission.value) for permission in sorted(SERVICE_PERMISSIONS)],
         widget=forms.CheckboxSelectMultiple,
-        help_text="A service never approves anything: that is for people.",
+        help_text="A service cannot approve anything; only people can.",
     )
     merchants = forms.ModelMultipleChoiceField(
         queryset=Merchant.objects.order_by("merchant_id"), required=False, widget=forms.CheckboxSelectMultiple
     )
-    all_merchants = forms.BooleanField(required=False, label="All merchants, those of the future too")
+    all_merchants = forms.BooleanField(required=False, label="All merchants, including future ones")
     lifetime_days = forms.IntegerField(
         label="Lifetime in days", min_value=1, max_value=LONGEST_DAYS, initial=DEFAULT_DAYS
     )
     is_probe = forms.BooleanField(
         required=False,
-        label="For test calls of our own",
-        help_text="What it verifies is shown as a probe, and counts as no use of a key: no rotation goes by it.",
+        label="For probes",
+        help_text="Verifications with this token are recorded as probes and do not count as key use or as proof.",
     )
 
     def clean(self) -> dict[str, Any]:
         cleaned: dict[str, Any] = super().clean() or self.cleaned_data
         if bool(cleaned.get("merchants")) == bool(cleaned.get("all_merchants")):
-            self.add_error("merchants", "Choose merchants, or all of them; not both, not neither.")
+            self.add_error("merchants", "Choose either merchants or all merchants.")
         return cleaned
 
 
-class RotateForm(ActForm):
+class RotateTokenForm(ActionForm):
     overlap_hours = forms.IntegerField(
         label="Overlap in hours",
         min_value=0,
         max_value=LONGEST_OVERLAP_HOURS,
         initial=24,
-        help_text="So long the old token stays good beside the new one, but never longer than it was to be anyway.",
+        help_text="How long the old token stays valid beside the new one, but not beyond its expiry.",
     )
 
 
@@ -95,65 +96,57 @@ def _revoke(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> ActionResult
     return ActionResult(f"{token} is revoked.")
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [(state, state) for state in ("active", "expired", "revoked")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+class TokenStateFilter(StateFilter):
+    def conditions(self) -> dict[str, Q]:
         now = datetime.now(UTC)
-        if self.value() == "revoked":
-            return queryset.filter(revoked_at__isnull=False)
-        if self.value() == "expired":
-            return queryset.filter(revoked_at__isnull=True, expires_at__lte=now)
-        if self.value() == "active":
-            return queryset.filter(revoked_at__isnull=True, expires_at__gt=now)
-        return queryset
+        return {
+            "active": Q(revoked_at__isnull=True, expires_at__gt=now),
+            "expired": Q(revoked_at__isnull=True, expires_at__lte=now),
+            "revoked": Q(revoked_at__isnull=False),
+        }
 
 
 class ServiceTokenAdmin(ConsoleModelAdmin):
     view_permissions = (P.TOKENS_READ,)
     section, singular, plural = "Access", "Service token", "Service tokens"
-    asks = (
+    create_actions = (
         CreateAction(
             "create",
             "Create service token",
             P.TOKENS_WRITE,
             TokenForm,
             _create,
-            "A backend service proves itself with it on /v1. You answer for what it asks: whoever made a token "
-            "cannot approve what is asked with it.",
-            "Create and show once",
+            "A backend service authenticates to /v1 with the token. You are accountable for its requests and cannot "
+            "approve them. The next page shows the token once.",
+            "Create service token",
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "rotate",
             "Rotate token",
             P.TOKENS_WRITE,
             _rotate,
             lambda token: (
-                "A new token with the same rights is shown on the next page, this once, and the old one ends "
-                "after the overlap. From now on you answer for what the new one asks."
+                "The next page shows a new token with the same permissions once. The old token ends after the overlap. "
+                "You are accountable for the requests of the new token."
             ),
-            form=RotateForm,
-            fits=lambda token: token_state(token) == "active",
+            form=RotateTokenForm,
+            is_available=lambda token: token_state(token) == "active",
         ),
         RowAction(
             "revoke",
             "Revoke token",
             P.TOKENS_WRITE,
             _revoke,
-            lambda token: "The service that holds it is refused at once and for ever.",
-            fits=lambda token: token.revoked_at is None,
+            lambda token: "The service that uses the token is refused immediately and permanently.",
+            is_available=lambda token: token.revoked_at is None,
             tone=Tone.DANGER,
         ),
     )
 
     list_display = ("token_id", "name", "state_badge", "environments_text", "merchants_text", "expires", "creator_name")
-    list_filter = (StateFilter,)
+    list_filter = (TokenStateFilter,)
     search_fields = ("=token_id", "name")
     ordering = ("-created_at",)
 
@@ -176,9 +169,9 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
     def expires(self, token: ServiceToken) -> SafeString:
         return short_moment(token.expires_at)
 
-    @admin.display(description="made by", ordering="creator__username")
+    @admin.display(description="created by", ordering="creator__username")
     def creator_name(self, token: ServiceToken) -> str:
-        return "the host's command line" if token.creator is None else token.creator.username
+        return "command line on the host" if token.creator is None else token.creator.username
 
     def summary(self, row: ServiceToken) -> FactTable:
         return FactTable("Service token", list(self._facts(row)))
@@ -187,7 +180,9 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
         life: list[tuple[str, Any]] = [("Created", moment(row.created_at)), ("Expires", moment(row.expires_at))]
         if row.revoked_at is not None:
             life.append(("Revoked", moment(row.revoked_at)))
-        return Detail(title=row.name, state=token_state(row), sections=[self.summary(row), FactTable("Life", life)])
+        return Detail(
+            title=row.name, state=token_state(row), sections=[self.summary(row), FactTable("Lifecycle", life)]
+        )
 
     def _facts(self, token: ServiceToken) -> Iterable[tuple[str, Any]]:
         yield "Token id", mono(token.token_id)
@@ -196,8 +191,8 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
         yield "Permissions", ", ".join(token.permissions)
         yield "Merchants", self.merchants_text(token)
         if token.is_probe:
-            yield "Use", "probes: test calls of our own, which count as no use of a key"
-        yield "Made by", self.creator_name(token)
+            yield "Use", "probes, which do not count as key use"
+        yield "Created by", self.creator_name(token)
 
 
 def token_state(token: ServiceToken) -> str:

@@ -1,4 +1,4 @@
-"""Who uses a key, in the console: what rotation waits for, and what whoever ends a key should have seen."""
+"""Use of a key in the console, as evidence for rotation and revocation."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -10,34 +10,34 @@ from keyvault.services.usage.reports import describe_use, find_users, list_netwo
 
 T = TypeVar("T")
 
-_MOST_ROWS = 20
+_MAX_ROWS = 20
 
 
 def use_facts(key: Key) -> Iterable[tuple[str, Any]]:
-    """Real use in total; and when it was last presented otherwise, where it ever was."""
+    """Yield the total real use, and the times of the last refused, suspended and probe attempts."""
     use = describe_use(key)
     yield "First used", moment(use.first_at, missing="never")
     yield "Last used", moment(use.last_at, missing="never")
     yield "Uses", use.count
     for label, at in (
-        ("Last denied for another reason", use.denied_at),
-        ("Last tried while suspended", use.tried_at),
-        ("Last probed by us", use.probed_at),
+        ("Last refused for another reason", use.denied_at),
+        ("Last attempt while suspended", use.tried_at),
+        ("Last probe", use.probed_at),
     ):
         if at is not None:
             yield label, moment(at)
 
 
 def use_tables(key: Key) -> Iterable[Table]:
-    """Of a public key its shops and app versions come first; where nothing was seen there is one empty table."""
+    """Yield the tables of users and networks; for a public key, shops and app versions come first."""
     if key.credential.kind == KeyKind.PUBLIC:
         yield from _versions(key)
-    title, users = _latest("Who uses it", find_users(key.key_id, limit=_MOST_ROWS + 1))
+    title, users = _latest("Users", find_users(key.key_id, limit=_MAX_ROWS + 1))
     has_pages = any(user.origin for user in users)
     yield Table(
         title,
         [
-            *("source", "user agent", *(["origin"] if has_pages else []), "endpoint", "outcome", "times"),
+            *("source", "user agent", *(["origin"] if has_pages else []), "endpoint", "outcome", "uses"),
             *("first seen (UTC)", "last seen (UTC)"),
         ],
         [
@@ -53,22 +53,22 @@ def use_tables(key: Key) -> Iterable[Table]:
             ]
             for user in users
         ],
-        empty="Nobody has used it.",
+        empty="No use recorded yet. Sources that present the key appear here.",
     )
     yield from _networks(key)
 
 
 def _latest(title: str, found: list[T]) -> tuple[str, list[T]]:
-    """What fits, under a title that says so where there is more."""
-    return (f"{title}: the latest {_MOST_ROWS}" if len(found) > _MOST_ROWS else title), found[:_MOST_ROWS]
+    """Truncate the rows, and note it in the title."""
+    return (f"{title}: latest {_MAX_ROWS}" if len(found) > _MAX_ROWS else title), found[:_MAX_ROWS]
 
 
 def _versions(key: Key) -> Iterable[Table]:
-    title, versions = _latest("Shops and app versions", list_versions(key.key_id, limit=_MOST_ROWS + 1))
+    title, versions = _latest("Shops and app versions", list_versions(key.key_id, limit=_MAX_ROWS + 1))
     if versions:
         yield Table(
             title,
-            ["origin", "user agent", "sources", "times", "first seen (UTC)", "last seen (UTC)"],
+            ["origin", "user agent", "sources", "uses", "first seen (UTC)", "last seen (UTC)"],
             [
                 [
                     version.origin or NOTHING,
@@ -84,11 +84,11 @@ def _versions(key: Key) -> Iterable[Table]:
 
 
 def _networks(key: Key) -> Iterable[Table]:
-    title, networks = _latest("From which networks", list_networks(key.key_id, limit=_MOST_ROWS + 1))
+    title, networks = _latest("Networks", list_networks(key.key_id, limit=_MAX_ROWS + 1))
     if networks:
         yield Table(
             title,
-            ["network", "sources", "times", "first seen (UTC)", "last seen (UTC)"],
+            ["network", "sources", "uses", "first seen (UTC)", "last seen (UTC)"],
             [
                 [
                     mono(network.network),

@@ -1,4 +1,4 @@
-"""What an account gives to browsers and apps, as acts on the account's page in the console."""
+"""Actions on an account for browsers and apps: client configuration, allowed origins, customer token lifetime."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from django import forms
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, SeenForm
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, VersionedForm
 from keyvault.admin.framework.widgets import seconds
 from keyvault.models import Account
 from keyvault.services.merchants.client_configuration import (
@@ -19,11 +19,11 @@ from keyvault.services.merchants.client_configuration import (
 )
 
 
-class ConfigurationForm(SeenForm):
+class ConfigurationForm(VersionedForm):
     configuration = forms.CharField(
         label="Client configuration",
         widget=forms.Textarea(attrs={"rows": 16, "class": "mono"}),
-        help_text="A JSON object, at most 16 KiB, in place of the present one. Whoever has a public key can read it.",
+        help_text="A JSON object of at most 16 KiB. It replaces the current one. Anyone with a public key can read it.",
     )
 
     @classmethod
@@ -36,15 +36,15 @@ class ConfigurationForm(SeenForm):
             return json.loads(self.cleaned_data["configuration"], object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
             where = f" Line {error.lineno}, column {error.colno}." if isinstance(error, json.JSONDecodeError) else ""
-            raise forms.ValidationError(f"This is not JSON, or a name appears twice.{where}") from None
+            raise forms.ValidationError(f"Invalid JSON, or a duplicate member name.{where}") from None
 
 
-class OriginsForm(SeenForm):
+class OriginsForm(VersionedForm):
     origins = forms.CharField(
         label="Allowed origins",
         required=False,
         widget=forms.Textarea(attrs={"rows": 8, "class": "mono"}),
-        help_text="One a line, such as https://shop.example. Empty: no browser reads an answer of this account.",
+        help_text="One per line, such as https://shop.example. Empty: no browser can read responses for this account.",
     )
 
     @classmethod
@@ -52,9 +52,9 @@ class OriginsForm(SeenForm):
         return {**super().initial_for(row), "origins": "\n".join(row.allowed_origins)}
 
 
-class TokenBoundForm(SeenForm):
+class TokenBoundForm(VersionedForm):
     seconds = forms.IntegerField(
-        label="Longest lifetime in seconds", help_text=f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}."
+        label="Maximum lifetime in seconds", help_text=f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}."
     )
 
     @classmethod
@@ -65,34 +65,32 @@ class TokenBoundForm(SeenForm):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise ValueError("a name appears twice")
+        raise ValueError("duplicate member name")
     return value
 
 
 def _configure(grant: Grant, account: Account, cleaned: Cleaned) -> ActionResult:
     set_client_configuration(grant, account, cleaned["configuration"])
-    return ActionResult(f"{account} has a new client configuration.")
+    return ActionResult(f"Changed the client configuration of {account}.")
 
 
 def _list_origins(grant: Grant, account: Account, cleaned: Cleaned) -> ActionResult:
     set_allowed_origins(grant, account, cleaned["origins"].split())
-    return ActionResult(f"{account} is used from {len(account.allowed_origins)} origins.")
+    return ActionResult(f"Saved {len(account.allowed_origins)} allowed origins of {account}.")
 
 
 def _bound_tokens(grant: Grant, account: Account, cleaned: Cleaned) -> ActionResult:
     set_customer_token_bound(grant, account, cleaned["seconds"])
-    return ActionResult(
-        f"Customer access tokens of {account} live {seconds(account.customer_token_seconds)} at the longest."
-    )
+    return ActionResult(f"Customer access tokens of {account} live at most {seconds(account.customer_token_seconds)}.")
 
 
-BROWSER_ACTS = (
+BROWSER_ACTIONS = (
     RowAction(
         "configure",
         "Change client configuration",
         P.MERCHANTS_WRITE,
         _configure,
-        lambda account: "What client.configuration answers from now on. It must hold no secret.",
+        lambda account: "The endpoint client.configuration returns it from now on. It must not contain secrets.",
         form=ConfigurationForm,
     ),
     RowAction(
@@ -101,8 +99,8 @@ BROWSER_ACTS = (
         P.MERCHANTS_WRITE,
         _list_origins,
         lambda account: (
-            "Browsers at these origins may read what this account's public keys are answered (CORS). This is no "
-            "authorization: whoever has a public key can use it without a browser."
+            "Browsers at these origins may read responses to this account's public keys (CORS). This is not "
+            "authorization: anyone with a public key can use it outside a browser."
         ),
         form=OriginsForm,
     ),
@@ -111,7 +109,7 @@ BROWSER_ACTS = (
         "Change customer token lifetime",
         P.MERCHANTS_WRITE,
         _bound_tokens,
-        lambda account: "The longest that a merchant may ask for. Tokens that were issued keep theirs.",
+        lambda account: "Maximum lifetime that the merchant can request. Issued tokens keep their lifetime.",
         form=TokenBoundForm,
     ),
 )

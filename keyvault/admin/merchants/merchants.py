@@ -15,14 +15,14 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import (
-    ActForm,
+    ActionForm,
     ActionResult,
     Cleaned,
     CreateAction,
+    ReasonForm,
     RowAction,
-    SeenForm,
     Tone,
-    WhyForm,
+    VersionedForm,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
@@ -37,7 +37,7 @@ from keyvault.admin.framework.widgets import (
     seconds,
     short_moment,
 )
-from keyvault.admin.merchants.client_configuration import BROWSER_ACTS
+from keyvault.admin.merchants.client_configuration import BROWSER_ACTIONS
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.models import Account, Merchant, MerchantStatus
@@ -54,25 +54,25 @@ from keyvault.services.merchants.merchants import (
 from keyvault.services.offboarding import MerchantAssets, count_assets, offboard_merchant
 
 
-class MerchantForm(ActForm):
+class MerchantForm(ActionForm):
     merchant_id = forms.CharField(
-        label="Merchant id", max_length=64, help_text="a-z, 0-9 and inner hyphens. It never changes."
+        label="Merchant id", max_length=64, help_text="a-z, 0-9 and inner hyphens. The id cannot be changed later."
     )
     name = forms.CharField(label="Name", max_length=200)
 
 
-class OffboardForm(WhyForm):
+class OffboardForm(ReasonForm):
     merchant_id = forms.CharField(
-        label="The merchant's id, typed once more",
+        label="Merchant id, typed again",
         max_length=64,
         widget=forms.TextInput(attrs={"autocomplete": "off", "class": "mono"}),
-        help_text="There is no way back: this is to be sure that it is the right one.",
+        help_text="Offboarding cannot be undone. Type the id to confirm the merchant.",
     )
 
 
 def _create(grant: Grant, cleaned: Cleaned) -> ActionResult:
     merchant = create_merchant(grant, **cleaned)
-    return ActionResult(f"{merchant} exists, with an account in sandbox and one in production.", row=merchant)
+    return ActionResult(f"Created {merchant} with accounts in sandbox and production.", row=merchant)
 
 
 def _suspend_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResult:
@@ -88,14 +88,14 @@ def _resume_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Acti
 def _offboard(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResult:
     if cleaned["merchant_id"].strip() != merchant.merchant_id:
         raise RequestInvalidError(
-            "Nothing was ended.", [Fault("/merchant_id", f"This is not the id of {merchant.name}.")]
+            "Nothing was revoked.", [Fault("/merchant_id", f"This is not the id of {merchant.name}.")]
         )
-    done = offboard_merchant(grant, merchant, cleaned["why"])
-    left = f"Left, offboard it again: {done.left.format_counts()}." if done.left else "Nothing is left."
-    return ActionResult(f"{merchant} has left. Ended in {done.ended.format_counts()}. {left}")
+    result = offboard_merchant(grant, merchant, cleaned["why"])
+    left = f"Not finished, offboard again: {result.left.format_counts()}." if result.left else "Nothing remains."
+    return ActionResult(f"Offboarded {merchant}. Revoked in {result.ended.format_counts()}. {left}")
 
 
-def _belongings(merchant: Merchant) -> MerchantAssets:
+def _count_assets(merchant: Merchant) -> MerchantAssets:
     return count_assets(merchant, datetime.now(UTC))
 
 
@@ -110,10 +110,10 @@ def _resume_account(grant: Grant, account: Account, cleaned: Cleaned) -> ActionR
 
 
 def _limit(account: Account) -> str:
-    """The account's own, or what it has by default."""
+    """Return the account's own limit, or the default of its environment."""
     own = limit_of(account.limit_count, account.limit_seconds)
     limit = own or default_limit(Environment(account.environment))
-    return f"{limit.count} per {seconds(limit.seconds)}" + ("" if own else " (the environment's default)")
+    return f"{limit.count} per {seconds(limit.seconds)}" + ("" if own else " (default of the environment)")
 
 
 def _is_active(row: Merchant | Account) -> bool:
@@ -124,21 +124,23 @@ def _is_suspended(row: Merchant | Account) -> bool:
     return MerchantStatus(row.status) is MerchantStatus.SUSPENDED
 
 
-def _has_left(merchant: Merchant) -> bool:
+def _is_offboarded(merchant: Merchant) -> bool:
     return MerchantStatus(merchant.status) is MerchantStatus.OFFBOARDED
 
 
 class MerchantAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Merchant", "Merchants"
-    acts = (
+    row_actions = (
         RowAction(
             "suspend",
             "Suspend merchant",
             P.MERCHANTS_WRITE,
             _suspend_merchant,
-            lambda merchant: "Every key of the merchant is refused, in sandbox and in production, until it is resumed.",
-            fits=_is_active,
+            lambda merchant: (
+                "Every key of the merchant is refused in sandbox and production until the merchant is resumed."
+            ),
+            is_available=_is_active,
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -146,9 +148,9 @@ class MerchantAdmin(ConsoleModelAdmin):
             "Resume merchant",
             P.MERCHANTS_WRITE,
             _resume_merchant,
-            lambda merchant: "The merchant's active keys are good again, where the account is not suspended by itself.",
-            form=SeenForm,
-            fits=_is_suspended,
+            lambda merchant: "The merchant's active keys work again, except in accounts that are suspended themselves.",
+            form=VersionedForm,
+            is_available=_is_suspended,
             tone=Tone.GOOD,
         ),
         RowAction(
@@ -157,24 +159,24 @@ class MerchantAdmin(ConsoleModelAdmin):
             P.MERCHANTS_OFFBOARD,
             _offboard,
             lambda merchant: (
-                "The merchant leaves: all that is counted here is revoked, at once and for ever, in sandbox and in "
-                "production, even while the secret backend and the broker are down. Open rotations end, and copies in "
-                "the secret backend are destroyed, as soon as the workers can. The merchant stays listed with its "
-                "history, and never becomes active again. If this is interrupted, do it again."
+                "Everything counted below is revoked immediately and permanently in sandbox and production, even "
+                "while the secret backend and the broker are down. The workers then end open rotations and destroy "
+                "the copies in the secret backend. The merchant stays listed with its history and cannot become "
+                "active again. If this is interrupted, repeat it."
             ),
             form=OffboardForm,
-            fits=lambda merchant: not _has_left(merchant) or bool(_belongings(merchant)),
+            is_available=lambda merchant: not _is_offboarded(merchant) or bool(_count_assets(merchant)),
             tone=Tone.DANGER,
         ),
     )
-    asks = (
+    create_actions = (
         CreateAction(
             "create",
             "Create merchant",
             P.MERCHANTS_WRITE,
             MerchantForm,
             _create,
-            "A merchant gets an account in each environment, and each account an audit chain of its own.",
+            "Creates the merchant with an account in each environment; each account has its own audit chain.",
             "Create merchant",
         ),
     )
@@ -193,15 +195,15 @@ class MerchantAdmin(ConsoleModelAdmin):
         return short_moment(merchant.created_at)
 
     def summary(self, row: Merchant) -> FactTable:
-        has = _belongings(row)
+        has = _count_assets(row)
         return FactTable(
             "Merchant",
             [
                 ("Merchant id", mono(row)),
                 ("Name", row.name),
                 ("Status", badge(row.status)),
-                *((f"Has in {environment}", held.format_counts()) for environment, held in has.accounts.items()),
-                ("Service tokens for it alone", has.service_tokens),
+                *((f"Assets in {environment}", held.format_counts()) for environment, held in has.accounts.items()),
+                ("Service tokens of this merchant only", has.service_tokens),
             ],
         )
 
@@ -219,7 +221,7 @@ class MerchantAdmin(ConsoleModelAdmin):
                     [
                         [
                             link(reverse("admin:keyvault_account_change", args=[account.pk]), account.environment),
-                            badge(row.status if _has_left(row) else account.status),
+                            badge(row.status if _is_offboarded(row) else account.status),
                             mono(BASE_URLS[Environment(account.environment)]),
                             account.count,
                         ]
@@ -230,30 +232,32 @@ class MerchantAdmin(ConsoleModelAdmin):
         )
 
 
-def _refused_as_a_whole(merchant: Merchant) -> str:
-    if _has_left(merchant):
-        return "The merchant has left: no key is good here, nor will be."
-    return "The merchant as a whole is suspended: no key is good here."
+def _merchant_note(merchant: Merchant) -> str:
+    if _is_offboarded(merchant):
+        return "The merchant was offboarded. All keys of this account are refused permanently."
+    return "The merchant is suspended, so all keys of this account are refused."
 
 
 def _notes(merchant: Merchant) -> Iterable[str]:
-    if _has_left(merchant):
-        yield "It has left, and does not come back. No key of it is good."
-        if left := _belongings(merchant):
-            yield f"Not all of it is ended yet: offboard it again. Left in {left.format_counts()}."
+    if _is_offboarded(merchant):
+        yield "The merchant was offboarded. All its keys are refused permanently."
+        if left := _count_assets(merchant):
+            yield f"Offboarding is not finished; offboard the merchant again. Remaining in {left.format_counts()}."
 
 
 class AccountAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Account", "Accounts"
-    acts = (
+    row_actions = (
         RowAction(
             "suspend",
             "Suspend account",
             P.MERCHANTS_WRITE,
             _suspend_account,
-            lambda account: f"Every key of the merchant is refused in {account.environment} until it is resumed.",
-            fits=lambda account: _is_active(account) and not _has_left(account.merchant),
+            lambda account: (
+                f"Every key of the merchant is refused in {account.environment} until the account is resumed."
+            ),
+            is_available=lambda account: _is_active(account) and not _is_offboarded(account.merchant),
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -261,12 +265,12 @@ class AccountAdmin(ConsoleModelAdmin):
             "Resume account",
             P.MERCHANTS_WRITE,
             _resume_account,
-            lambda account: f"The merchant's active keys are good again in {account.environment}.",
-            form=SeenForm,
-            fits=lambda account: _is_suspended(account) and not _has_left(account.merchant),
+            lambda account: f"The merchant's active keys work again in {account.environment}.",
+            form=VersionedForm,
+            is_available=lambda account: _is_suspended(account) and not _is_offboarded(account.merchant),
             tone=Tone.GOOD,
         ),
-        *BROWSER_ACTS,
+        *BROWSER_ACTIONS,
     )
 
     list_display = ("account", "name", "environment_badge", "status_badge", "merchant_badge")
@@ -294,7 +298,7 @@ class AccountAdmin(ConsoleModelAdmin):
     def status_badge(self, account: Account) -> SafeString:
         return badge(account.status)
 
-    @admin.display(description="the merchant's status", ordering="merchant__status")
+    @admin.display(description="merchant status", ordering="merchant__status")
     def merchant_badge(self, account: Account) -> SafeString:
         return badge(account.merchant.status)
 
@@ -316,7 +320,7 @@ class AccountAdmin(ConsoleModelAdmin):
         return Detail(
             title=str(row),
             state=row.status,
-            notes=[] if _is_active(row.merchant) else [_refused_as_a_whole(row.merchant)],
+            notes=[] if _is_active(row.merchant) else [_merchant_note(row.merchant)],
             sections=[
                 FactTable(
                     "Account",
@@ -333,7 +337,7 @@ class AccountAdmin(ConsoleModelAdmin):
                     [
                         ("Client configuration", mono(json.dumps(row.client_configuration, sort_keys=True))),
                         ("Allowed origins", mono(" ".join(row.allowed_origins)) if row.allowed_origins else NOTHING),
-                        ("Customer tokens live at most", seconds(row.customer_token_seconds)),
+                        ("Maximum customer token lifetime", seconds(row.customer_token_seconds)),
                     ],
                 ),
             ],

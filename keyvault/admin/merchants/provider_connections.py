@@ -1,19 +1,28 @@
-"""Provider connections in the console: set, replaced and removed; what is stored is never shown."""
+"""Provider connections in the console: set, replaced and removed. Stored credentials are never shown."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model, QuerySet
+from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, SeenForm, Tone
+from keyvault.admin.framework.actions import (
+    ActionForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    Tone,
+    VersionedForm,
+)
 from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -44,7 +53,7 @@ from keyvault.services.secrets.provider_connections import (
 
 
 class ConcealedText(forms.Textarea):
-    """Shows dots for what is typed, and never what was sent: a form that comes back with a fault comes back empty."""
+    """Text area that masks input and is empty when the form is shown again with an error."""
 
     def __init__(self) -> None:
         attrs = {"rows": 5, "class": "mono concealed", "autocomplete": "off", "spellcheck": "false"}
@@ -55,7 +64,7 @@ class ConcealedText(forms.Textarea):
 
 
 class SecretField(forms.CharField):
-    """Text that is a `Plaintext` from here on, in the cleaned data too."""
+    """Text field whose cleaned value is a `Plaintext`."""
 
     widget = ConcealedText
 
@@ -63,27 +72,27 @@ class SecretField(forms.CharField):
         return Plaintext(super().clean(value))
 
 
-class CredentialsForm(ActForm):
+class CredentialsForm(ActionForm):
     credentials = SecretField(
         label="Credentials",
         max_length=2 * MAX_BYTES,
-        help_text=f"One secret text, or a flat JSON object of texts; at most {MAX_BYTES} bytes. Never shown again.",
+        help_text=f"A secret string or a flat JSON object of strings; at most {MAX_BYTES} bytes. Never shown again.",
     )
 
 
 class ConnectionForm(CredentialsForm):
-    merchant = forms.CharField(max_length=64, help_text="The merchant's id.")
+    merchant = forms.CharField(max_length=64, help_text="Merchant id.")
     environment = forms.ChoiceField(
         choices=[(env.value, env.value) for env in Environment],
-        help_text="Test mode in sandbox, live mode in production: it follows from this.",
+        help_text="Sandbox uses test mode, production uses live mode.",
     )
     provider = forms.CharField(max_length=64, help_text="a-z, 0-9 and inner hyphens, such as stripe.")
 
     field_order = ("merchant", "environment", "provider", "credentials")
 
 
-class ReplaceForm(SeenForm, CredentialsForm):
-    """Both."""
+class ReplaceForm(VersionedForm, CredentialsForm):
+    """Form with the version of the row and the new credentials."""
 
 
 def _account(cleaned: Cleaned) -> Account:
@@ -93,65 +102,56 @@ def _account(cleaned: Cleaned) -> Account:
 def _set(grant: Grant, cleaned: Cleaned) -> ActionResult:
     account = _account(cleaned)
     connection = set_connection(grant, account, cleaned["provider"], cleaned["credentials"])
-    return ActionResult(f"Stored: {connection} of {account}.", row=connection)
+    return ActionResult(f"Stored {connection} of {account}.", row=connection)
 
 
 def _replace(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> ActionResult:
     replace_connection(grant, connection, cleaned["credentials"])
-    return ActionResult("Replaced. What was stored before is destroyed by a worker.")
+    return ActionResult("Credentials replaced. A worker destroys the previous ones.")
 
 
 def _remove(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> ActionResult:
     remove_connection(grant, connection)
-    return ActionResult("Removed. What was stored is erased by a worker.")
+    return ActionResult("Connection removed. A worker erases the credentials.")
 
 
-def _is_there(connection: ProviderConnection) -> bool:
+def _is_present(connection: ProviderConnection) -> bool:
     return connection.removed_at is None
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("enabled", "enabled"), ("removed", "removed")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() is None:
-            return queryset
-        return queryset.filter(removed_at__isnull=self.value() == "enabled")
+class ConnectionStateFilter(StateFilter):
+    states = {"enabled": Q(removed_at__isnull=True), "removed": Q(removed_at__isnull=False)}
 
 
 class ProviderConnectionAdmin(ConsoleModelAdmin):
     view_permissions = (P.CONNECTIONS_READ,)
     section, singular, plural = "Merchants", "Provider connection", "Provider connections"
-    asks = (
+    create_actions = (
         CreateAction(
             "set",
             "Set provider connection",
             P.CONNECTIONS_WRITE,
             ConnectionForm,
             _set,
-            "The credentials go to the secret backend, where the merchant's own backend reads them as it reads its "
-            "private keys, and in place of those that the account has for this provider. No page shows them again.",
-            "Store",
+            "Stores the credentials in the secret backend, where the merchant's backend reads them like its private "
+            "keys. They replace the account's credentials for this provider and are never shown again.",
+            "Store credentials",
             account_of=_account,
             preset=lambda query: {name: query.get(name) for name in ("merchant", "environment")},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "replace",
             "Replace credentials",
             P.CONNECTIONS_WRITE,
             _replace,
             lambda connection: (
-                "Whoever reads the connection gets the new credentials from this moment on; those that are stored now "
-                f"are destroyed. They are in {connection.mode} mode, as the environment is."
+                "Readers of the connection get the new credentials immediately; the stored ones are destroyed. "
+                f"The environment requires credentials in {connection.mode} mode."
             ),
             form=ReplaceForm,
-            fits=_is_there,
+            is_available=_is_present,
         ),
         RowAction(
             "remove",
@@ -159,16 +159,16 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
             P.CONNECTIONS_WRITE,
             _remove,
             lambda connection: (
-                "The credentials are erased from the secret backend, for ever. Whoever pays with them has to stop "
-                "first; at the provider they are good until they are revoked there."
+                "The credentials are permanently erased from the secret backend. Stop using them first. "
+                "At the provider they stay valid until they are revoked there."
             ),
-            fits=_is_there,
+            is_available=_is_present,
             tone=Tone.DANGER,
         ),
     )
 
     list_display = ("provider", "merchant", "environment_badge", "mode", "state_badge", "stored")
-    list_filter = (StateFilter, "account__environment", "mode")
+    list_filter = (ConnectionStateFilter, "account__environment", "mode")
     search_fields = ("provider", "account__merchant__merchant_id")
     ordering = ("account__merchant_id", "account__environment", "provider", "created_at")
 
@@ -225,7 +225,7 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """An account's page lists those that it has."""
+        """Add the provider connections of an account to its page."""
         if not isinstance(row, Account) or not self.has_view_permission(request):
             return None
         links = []
@@ -244,12 +244,12 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
 
 
 def place_rows(place: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Where a merchant's backend reads something, as rows of a page; none where it does not."""
-    words = {"backend_mount": "The merchant reads it in the mount", "backend_path": "At the path"}
-    return [(words[name], mono(text)) for name, text in place.items()]
+    """Return rows that state where the merchant's backend reads the secret; empty if it reads none."""
+    labels = {"backend_mount": "Mount that the merchant reads", "backend_path": "Path that the merchant reads"}
+    return [(labels[name], mono(text)) for name, text in place.items()]
 
 
 def _state(connection: ProviderConnection) -> str:
-    if not _is_there(connection):
+    if not _is_present(connection):
         return "removed"
     return "pending" if connection.stored_at is None else "enabled"

@@ -1,11 +1,11 @@
-"""Webhook endpoints in the console: where an account is told of what happens, whether it arrives, and its secrets."""
+"""Webhook endpoints in the console: addresses, deliveries and signing secrets."""
 
 from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model, QuerySet
+from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
@@ -13,16 +13,17 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import (
-    ActForm,
+    ActionForm,
     ActionResult,
     Cleaned,
     CreateAction,
+    ReasonForm,
     RowAction,
-    SeenForm,
     Tone,
-    WhyForm,
+    VersionedForm,
 )
 from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.filters import StateFilter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -53,27 +54,27 @@ from keyvault.services.webhooks.endpoints import (
 from keyvault.wire.destinations import LONGEST_URL
 from keyvault.wire.webhooks import MOST_ATTEMPTS
 
-_LAST_DELIVERIES = 25
+_MAX_DELIVERIES = 25
 
 
-class EndpointForm(ActForm):
-    merchant = forms.CharField(max_length=64, help_text="The merchant's id.")
+class EndpointForm(ActionForm):
+    merchant = forms.CharField(max_length=64, help_text="Merchant id.")
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
     url = forms.CharField(
-        label="Address",
+        label="URL",
         max_length=LONGEST_URL,
-        help_text="https, such as https://acme.example/hooks/keys. Nothing is sent before something happens; "
-        "a test can be sent from its page.",
+        help_text="An https URL such as https://acme.example/hooks/keys. Messages are sent when events occur; "
+        "a test message can be sent from the page of the endpoint.",
     )
 
 
-class RotateForm(ActForm):
+class RotateSecretForm(ActionForm):
     overlap_hours = forms.IntegerField(
         label="Overlap in hours",
         min_value=0,
         max_value=LONGEST_OVERLAP_HOURS,
         initial=DEFAULT_OVERLAP_HOURS,
-        help_text="So long both secrets sign each message, so that the merchant can change over in between.",
+        help_text="How long both secrets sign each message while the merchant switches.",
     )
 
 
@@ -93,72 +94,63 @@ def _rotate(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Action
 
 def _disable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
     disable_endpoint(grant, endpoint, cleaned["why"])
-    return ActionResult("Disabled: nothing is sent there any more.")
+    return ActionResult("Endpoint disabled. No more messages are sent to it.")
 
 
 def _enable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
-    again = enable_endpoint(grant, endpoint)
-    return ActionResult(f"Enabled. Messages that had been given up and are sent again: {again}.")
+    resent = enable_endpoint(grant, endpoint)
+    return ActionResult(f"Endpoint enabled. Abandoned messages sent again: {resent}.")
 
 
 def _test(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
     send_test(grant, endpoint)
-    return ActionResult("The test is on its way: in a moment it stands first among the deliveries.")
+    return ActionResult("Test message queued. It appears first in the list of deliveries.")
 
 
 def _is_enabled(endpoint: WebhookEndpoint) -> bool:
     return endpoint.disabled_at is None
 
 
-class StateFilter(admin.SimpleListFilter):
-    title = "state"
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("enabled", "enabled"), ("disabled", "disabled")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() is None:
-            return queryset
-        return queryset.filter(disabled_at__isnull=self.value() == "enabled")
+class WebhookStateFilter(StateFilter):
+    states = {"enabled": Q(disabled_at__isnull=True), "disabled": Q(disabled_at__isnull=False)}
 
 
 class WebhookEndpointAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Webhook endpoint", "Webhook endpoints"
-    asks = (
+    create_actions = (
         CreateAction(
             "add",
             "Add webhook endpoint",
             P.WEBHOOKS_WRITE,
             EndpointForm,
             _add,
-            "The account is told there of what happens to its keys, in the Standard Webhooks format. Its signing "
-            "secret is shown on the next page, this once: the merchant proves each message with it.",
-            "Add and show the secret once",
+            "Notifies the account of changes to its keys, in the Standard Webhooks format. The next page shows the "
+            "signing secret once; the merchant verifies each message with it.",
+            "Add endpoint",
             account_of=_account,
             preset=lambda query: {name: query.get(name) for name in ("merchant", "environment")},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "test",
-            "Send a test",
+            "Send test",
             P.WEBHOOKS_WRITE,
             _test,
-            lambda endpoint: "A message of the type webhook.test, signed as every other, and tried once.",
-            fits=_is_enabled,
+            lambda endpoint: "Sends a signed message of type webhook.test. It is not retried.",
+            is_available=_is_enabled,
         ),
         RowAction(
             "rotate",
             "Rotate secret",
             P.WEBHOOKS_WRITE,
             _rotate,
-            lambda endpoint: "A new signing secret is shown on the next page, this once.",
-            form=RotateForm,
+            lambda endpoint: "The next page shows a new signing secret once.",
+            form=RotateSecretForm,
             warn=lambda endpoint: (
-                "The overlap of the last rotation goes on: the secret before that one ends at once."
-                if _overlap_goes_on(endpoint)
+                "The overlap of the last rotation is not over. The older secret ends immediately."
+                if _is_in_overlap(endpoint)
                 else ""
             ),
         ),
@@ -167,9 +159,9 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             "Enable",
             P.WEBHOOKS_WRITE,
             _enable,
-            lambda endpoint: "Messages go there again, and first those of the last 7 days that were given up.",
-            form=SeenForm,
-            fits=lambda endpoint: not _is_enabled(endpoint),
+            lambda endpoint: "Messages are sent again, starting with those abandoned in the last 7 days.",
+            form=VersionedForm,
+            is_available=lambda endpoint: not _is_enabled(endpoint),
             tone=Tone.GOOD,
         ),
         RowAction(
@@ -177,15 +169,15 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             "Disable",
             P.WEBHOOKS_WRITE,
             _disable,
-            lambda endpoint: "Nothing is sent there any more, and what is on its way is given up.",
-            form=WhyForm,
-            fits=_is_enabled,
+            lambda endpoint: "No more messages are sent, and pending messages are abandoned.",
+            form=ReasonForm,
+            is_available=_is_enabled,
             tone=Tone.DANGER,
         ),
     )
 
     list_display = ("url", "merchant", "environment_badge", "state_badge", "created")
-    list_filter = (StateFilter, "account__environment")
+    list_filter = (WebhookStateFilter, "account__environment")
     search_fields = ("url", "account__merchant__merchant_id")
     ordering = ("account__merchant_id", "account__environment", "created_at")
 
@@ -219,7 +211,7 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
         return FactTable(
             "Webhook endpoint",
             [
-                ("Address", mono(row.url)),
+                ("URL", mono(row.url)),
                 ("Account", link(reverse("admin:keyvault_account_change", args=[row.account_id]), row.account)),
                 ("Environment", badge(row.account.environment)),
             ],
@@ -227,14 +219,14 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: WebhookEndpoint) -> Detail:
         life: list[tuple[str, Any]] = [("Created", moment(row.created_at))]
-        if _overlap_goes_on(row):
-            life.append(("The secret before signs too until", moment(row.previous_until)))
+        if _is_in_overlap(row):
+            life.append(("Previous secret signs until", moment(row.previous_until)))
         if row.disabled_at is not None:
-            life += [("Disabled", moment(row.disabled_at)), ("Why", row.disabled_why)]
+            life += [("Disabled", moment(row.disabled_at)), ("Reason", row.disabled_why)]
         return Detail(
             title=host_of(row),
             state=_state(row),
-            sections=[self.summary(row), FactTable("Life", life), _deliveries(request, row)],
+            sections=[self.summary(row), FactTable("Lifecycle", life), _deliveries(request, row)],
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
@@ -247,7 +239,7 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
         endpoints = row.webhook_endpoints.order_by("created_at")
         table = Table(
             "Webhook endpoints",
-            ["address", "state", "created (UTC)"],
+            ["URL", "state", "created (UTC)"],
             [
                 [link(self.url_of(each), each.url), badge(_state(each)), short_moment(each.created_at)]
                 for each in endpoints
@@ -260,16 +252,16 @@ def _state(endpoint: WebhookEndpoint) -> str:
     return "enabled" if _is_enabled(endpoint) else "disabled"
 
 
-def _overlap_goes_on(endpoint: WebhookEndpoint) -> bool:
+def _is_in_overlap(endpoint: WebhookEndpoint) -> bool:
     return endpoint.previous_until is not None and endpoint.previous_until > datetime.now(UTC)
 
 
 def _deliveries(request: HttpRequest, endpoint: WebhookEndpoint) -> Table:
-    rows = WebhookDelivery.objects.filter(endpoint=endpoint).select_related("notice").order_by("-pk")[:_LAST_DELIVERIES]
+    rows = WebhookDelivery.objects.filter(endpoint=endpoint).select_related("notice").order_by("-pk")[:_MAX_DELIVERIES]
     is_linked = may(request, P.NOTICES_READ)
     return Table(
         "Last deliveries",
-        ["what", "announced (UTC)", "state", "attempts", "last answer", "delivered, or next attempt (UTC)"],
+        ["event", "created (UTC)", "state", "attempts", "last response", "delivered or next attempt (UTC)"],
         [
             [
                 link(reverse("admin:keyvault_notice_change", args=[row.notice_id]), row.notice.kind)
@@ -283,7 +275,7 @@ def _deliveries(request: HttpRequest, endpoint: WebhookEndpoint) -> Table:
             ]
             for row in rows
         ],
-        empty="Nothing was sent there yet.",
+        empty="No deliveries yet. Messages sent to the endpoint appear here.",
     )
 
 

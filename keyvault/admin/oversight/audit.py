@@ -1,6 +1,6 @@
-"""The audit chains in the console: read, filtered, searched, with the newest signed checkpoint of each scope.
+"""Audit chains in the console: filter and search entries, and show the newest signed checkpoint of each scope.
 
-Nothing here is ever written.
+Read-only.
 """
 
 import json
@@ -46,14 +46,14 @@ PAGES = {
     "credential_id": "keyvault_credential",
     "merchant_id": "keyvault_merchant",
 }
-"""Where an id in an entry's details leads to, by the name of its field; the most telling ones first."""
+"""Admin page for each id field of an entry's details, most specific first."""
 
-_MOST_CHAINS = 40
+_MAX_CHAINS = 40
 _ACCOUNT = "account:"
 
 
 class BytesPosition(Func):
-    """Where bytes stand in other bytes, from 1 on; 0: nowhere. No collation, no index."""
+    """One-based position of bytes in other bytes; 0 if absent. Uses no collation and no index."""
 
     output_field = models.IntegerField()
     function = "INSTR"
@@ -62,19 +62,22 @@ class BytesPosition(Func):
         self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **more: Any
     ) -> tuple[str, list[Any]]:
         within, sought = self.get_source_expressions()
-        turned = Func(sought, within, function="POSITION", arg_joiner=" IN ", output_field=models.IntegerField())
-        sql, params = turned.as_sql(compiler, connection, **more)
+        position = Func(sought, within, function="POSITION", arg_joiner=" IN ", output_field=models.IntegerField())
+        sql, params = position.as_sql(compiler, connection, **more)
         return sql, list(params)
 
 
 class ChainFilter(admin.SimpleListFilter):
-    """The platform's chain and the first accounts'; any other by its account's page, or by the address."""
+    """Filter by chain: lists the platform's chain and the first accounts.
+
+    Other chains are reached from the page of their account or by query string.
+    """
 
     title = "chain"
     parameter_name = "chain"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        names = list(AuditChain.objects.order_by("name").values_list("name", flat=True)[:_MOST_CHAINS])
+        names = list(AuditChain.objects.order_by("name").values_list("name", flat=True)[:_MAX_CHAINS])
         chosen = request.GET.get(self.parameter_name)
         names.sort(key=lambda name: (name.startswith(_ACCOUNT), name))
         if chosen and chosen not in names:
@@ -87,7 +90,7 @@ class ChainFilter(admin.SimpleListFilter):
 
 
 class WhenFilter(admin.DateFieldListFilter):
-    """The stock one, under a name that says what it is about."""
+    """Django's date filter with the title `time`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -102,7 +105,7 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     list_display = ("when", "chain_name", "sequence_number", "event", "actor", "about")
     list_display_links = ("when",)
     list_filter = (ChainFilter, ("at", WhenFilter), ("event", admin.AllValuesFieldListFilter))
-    search_fields = ("event",)  # what is searched stands in get_search_results; this shows the box
+    search_fields = ("event",)  # shows the search box; get_search_results defines the search
     search_help_text = "By any id or name in an entry: key id, credential id, request id, operator."
     ordering = ("-at", "-id")
 
@@ -131,7 +134,10 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Entries whose bytes hold the text; those about a known key in its account's chain only."""
+        """Return entries whose bytes contain the text.
+
+        The id of an existing key searches only the chain of its account.
+        """
         term = search_term.strip()
         if not term:
             return queryset, False
@@ -161,21 +167,21 @@ class AuditEntryAdmin(ConsoleModelAdmin):
                 ),
                 FactTable("Details", [(name, _detail_cell(name, value)) for name, value in body["details"].items()]),
                 FactTable(
-                    "Place in the chain",
+                    "Position in the chain",
                     [
                         ("Chain", mono(row.chain_id)),
                         ("Sequence", row.sequence),
-                        ("Hash of the entry before it", mono(bytes(row.previous).hex())),
-                        ("Its own hash", mono(bytes(row.hash).hex())),
+                        ("Hash of the previous entry", mono(bytes(row.previous).hex())),
+                        ("Hash of this entry", mono(bytes(row.hash).hex())),
                         ("Stored bytes", mono(bytes(row.body).decode())),
                     ],
                 ),
             ],
-            notes=["manage.py audit_verify walks every chain and checkpoint and names the first that does not hold."],
+            notes=["manage.py audit_verify verifies every chain and checkpoint and reports the first invalid one."],
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """Every other page leads to what the audit log says of its row."""
+        """Add a link to the audit entries of a row to its page."""
         if isinstance(row, AuditEntry) or not self.has_view_permission(request):
             return None
         if isinstance(row, Account):
@@ -188,34 +194,34 @@ class AuditEntryAdmin(ConsoleModelAdmin):
 
 
 def _checkpoints() -> Table:
-    columns = ("scope", "newest", "signed (UTC)", "signer", "entries after it", "against the log")
+    columns = ("scope", "newest", "signed (UTC)", "signer", "unsigned entries", "verification")
     rows = [
         (
-            badge(standing.scope),
-            "none yet" if standing.newest is None else standing.newest.number,
-            NOTHING if standing.newest is None else moment(standing.newest.at),
-            NOTHING if standing.newest is None else _signer(standing),
-            standing.unsigned,
-            _holds(standing),
+            badge(status.scope),
+            "none yet" if status.newest is None else status.newest.number,
+            NOTHING if status.newest is None else moment(status.newest.at),
+            NOTHING if status.newest is None else _signer(status),
+            status.unsigned,
+            _holds(status),
         )
-        for standing in list_checkpoint_status()
+        for status in list_checkpoint_status()
     ]
     return Table("Signed checkpoints", columns, rows)
 
 
-def _signer(standing: CheckpointStatus) -> SafeString:
-    signed = standing.newest
+def _signer(status: CheckpointStatus) -> SafeString:
+    signed = status.newest
     return format_html("{} version {}", mono(signed.signer), signed.key_version) if signed else mono(NOTHING)
 
 
-def _holds(standing: CheckpointStatus) -> SafeString:
-    """Of the newest checkpoint alone: its signature, and the entries that it names."""
-    if standing.newest is None:
+def _holds(status: CheckpointStatus) -> SafeString:
+    """Render whether the newest checkpoint's signature and entries verify."""
+    if status.newest is None:
         return badge("pending")
-    if standing.fault is not None:
-        return format_html("{} {}", badge("broken"), standing.fault)
-    if standing.unchecked is not None:
-        return format_html("{} the signer does not say its public key", badge("not_checked"))
+    if status.fault is not None:
+        return format_html("{} {}", badge("broken"), status.fault)
+    if status.unchecked is not None:
+        return format_html("{} the public key of the signer is unavailable", badge("not_checked"))
     return badge("holds")
 
 

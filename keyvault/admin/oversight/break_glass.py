@@ -1,4 +1,4 @@
-"""Acts under break-glass in the console: in sight until a second person has reviewed them."""
+"""Break-glass actions in the console, shown until a second person has reviewed them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,15 +11,15 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, SeenForm, Tone
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, Tone, VersionedForm
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
+    AttentionItem,
     Detail,
     FactTable,
     Line,
-    Waiting,
     badge,
     link,
     moment,
@@ -30,12 +30,12 @@ from keyvault.models import BreakGlass, Operator
 from keyvault.services.approvals.break_glass import review_break_glass
 
 PAGES = {"req_": "keyvault_issuancerequest", "rot_": "rotation_rotation"}
-"""Where the subject of an act leads to, by the prefix of its id."""
+"""Admin page of the subject of a break-glass action, by the prefix of its id."""
 
 
-def _review(grant: Grant, act: BreakGlass, cleaned: Cleaned) -> ActionResult:
-    review_break_glass(grant, act)
-    return ActionResult("Marked as reviewed, under your name.")
+def _review(grant: Grant, action: BreakGlass, cleaned: Cleaned) -> ActionResult:
+    review_break_glass(grant, action)
+    return ActionResult("Marked as reviewed under your name.")
 
 
 class ReviewedFilter(admin.SimpleListFilter):
@@ -53,19 +53,19 @@ class ReviewedFilter(admin.SimpleListFilter):
 
 class BreakGlassAdmin(ConsoleModelAdmin):
     view_permissions = (P.BREAK_GLASS_REVIEW, P.AUDIT_READ)
-    section, singular, plural = "Oversight", "Break-glass act", "Break-glass acts"
-    acts = (
+    section, singular, plural = "Oversight", "Break-glass action", "Break-glass actions"
+    row_actions = (
         RowAction(
             "review",
-            "Mark reviewed",
+            "Mark as reviewed",
             P.BREAK_GLASS_REVIEW,
             _review,
-            lambda act: (
-                "You say that you have looked at why this was done, and by whom. "
-                "It takes another person than the one who did it, and than the one who asked for it."
+            lambda action: (
+                "You confirm that you have checked who did this and why. "
+                "The reviewer must be neither the person who did it nor the requester."
             ),
-            form=SeenForm,
-            fits=lambda act: act.reviewed_at is None,
+            form=VersionedForm,
+            is_available=lambda action: action.reviewed_at is None,
             tone=Tone.GOOD,
         ),
     )
@@ -79,30 +79,30 @@ class BreakGlassAdmin(ConsoleModelAdmin):
         return super().get_queryset(request).select_related("operator", "reviewer")
 
     @admin.display(description="by", ordering="operator__username")
-    def operator_name(self, act: BreakGlass) -> str:
-        return act.operator.username
+    def operator_name(self, action: BreakGlass) -> str:
+        return action.operator.username
 
     @admin.display(description="when (UTC)", ordering="created_at")
-    def when(self, act: BreakGlass) -> SafeString:
-        return short_moment(act.created_at)
+    def when(self, action: BreakGlass) -> SafeString:
+        return short_moment(action.created_at)
 
     @admin.display(description="review", ordering="reviewed_at")
-    def review_badge(self, act: BreakGlass) -> SafeString:
-        return badge(_state(act))
+    def review_badge(self, action: BreakGlass) -> SafeString:
+        return badge(_state(action))
 
     def requester_person_of(self, row: BreakGlass) -> str:
         return row.person
 
     def summary(self, row: BreakGlass) -> FactTable:
         return FactTable(
-            "What was done",
+            "Action",
             [
                 ("Event", mono(row.event)),
-                ("About", _subject(row)),
+                ("Subject", _subject(row)),
                 ("By", row.operator.username),
-                ("Asked for by", _names(row.requester_person)),
-                ("User of the host", row.host_user or NOTHING),
-                ("Why it counts as break-glass", row.why),
+                ("Requested by", _names(row.requester_person)),
+                ("Host user", row.host_user or NOTHING),
+                ("Reason for break-glass", row.why),
                 ("When", moment(row.created_at)),
             ],
         )
@@ -117,40 +117,44 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             notes=list(_notes(operator_of(request).person, row)),
         )
 
-    def _is_open(self, request: HttpRequest, act: RowAction, row: BreakGlass) -> bool:
-        return super()._is_open(request, act, row) and operator_of(request).person != row.requester_person
+    def _is_available(self, request: HttpRequest, action: RowAction, row: BreakGlass) -> bool:
+        return super()._is_available(request, action, row) and operator_of(request).person != row.requester_person
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
-        """For whoever may review: those of others. For whoever only looks: all of them."""
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+        """Return the unreviewed actions of others for reviewers, and all of them for auditors."""
         rows = self.get_queryset(request).filter(reviewed_at__isnull=True).order_by("created_at")
         if may(request, P.BREAK_GLASS_REVIEW):
             of_others = rows.exclude(requester_person=operator_of(request).person)
-            others = self.for_me(request, P.BREAK_GLASS_REVIEW, of_others)
-            yield self.waits("Break-glass acts to review", others, "?review=open", "act")
+            others = self.decidable_rows(request, P.BREAK_GLASS_REVIEW, of_others)
+            yield self.attention_item("Break-glass actions to review", others, "?review=open", "action")
         else:
-            yield self.waits("Break-glass acts that nobody has reviewed", rows, "?review=open")
+            yield self.attention_item("Break-glass actions not reviewed yet", rows, "?review=open")
 
     def line_of(self, row: BreakGlass) -> Line:
         return Line(self.url_of(row), str(row), f"by {row.operator.username}", row.created_at)
 
 
-def _notes(person: str, act: BreakGlass) -> Iterable[str]:
-    """Why there is no button to review it."""
-    if act.reviewed_at is None and person == act.person:
-        yield "This was done in your name, so you cannot review it: it takes another person."
-    elif act.reviewed_at is None and person == act.requester_person:
-        yield "You asked for this, so you cannot review it: it takes another person."
+def _notes(person: str, action: BreakGlass) -> Iterable[str]:
+    """Explain why the review button is missing."""
+    if action.reviewed_at is None and person == action.person:
+        yield "This was done under your name, so another person must review it."
+    elif action.reviewed_at is None and person == action.requester_person:
+        yield "You requested this, so another person must review it."
 
 
 def _names(person: str) -> str:
-    """The log-ins of that person. A token that was made on the host in nobody's name has none."""
+    """Return the user names of a person; the person id for a token created on the host without an operator."""
     return ", ".join(Operator.objects.filter(person=person).values_list("username", flat=True)) or person
 
 
-def _subject(act: BreakGlass) -> SafeString:
-    page = PAGES.get(act.subject[:4])
-    return mono(act.subject) if page is None else link(reverse(f"admin:{page}_change", args=[act.subject]), act.subject)
+def _subject(action: BreakGlass) -> SafeString:
+    page = PAGES.get(action.subject[:4])
+    return (
+        mono(action.subject)
+        if page is None
+        else link(reverse(f"admin:{page}_change", args=[action.subject]), action.subject)
+    )
 
 
-def _state(act: BreakGlass) -> str:
-    return "not_reviewed" if act.reviewed_at is None else "reviewed"
+def _state(action: BreakGlass) -> str:
+    return "not_reviewed" if action.reviewed_at is None else "reviewed"

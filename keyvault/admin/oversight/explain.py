@@ -1,6 +1,6 @@
-"""Why was this refused? By a request id, or for a request that somebody describes; no secret is asked for or taken.
+"""Explain why a request was refused, by request id or by description. No secret is requested or accepted.
 
-Reads only: whatever is described is judged as if the key's secret had been shown, and spends nothing.
+Read-only: a described request is evaluated as if the key's secret had been presented, and spends no limit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,125 +34,128 @@ from keyvault.services.verification.refusals import find_refusal
 from keyvault.wire.problems import PROBLEM_TYPES
 
 _WHOLE_KEY = (
-    "A whole key or token was pasted. It was neither looked up nor kept; paste the key id, which is the 16 characters "
-    "after the third underscore. Have a key that was pasted where it does not belong rotated."
+    "The input contains a whole key or token. It was neither looked up nor stored. Enter the key id: the 16 characters "
+    "after the third underscore. Rotate a key that was pasted in a wrong place."
 )
 _NOT_KEPT = (
-    "No refusal of this id is kept: the request was allowed, was a dry run, is older than 30 days, was not about an "
-    "endpoint, or came with many others that proved nothing. Describe it below instead."
+    "No refusal with this id is stored. The request was allowed, was a dry run, is older than 30 days, had no "
+    "endpoint, or was one of many unauthenticated requests. Describe the request below instead."
 )
 _CHECKS = {
-    ErrorCode.CREDENTIAL_IN_URL: "no credential stands in the URL",
-    ErrorCode.CREDENTIAL_AMBIGUOUS: "each credential header came once",
-    ErrorCode.CREDENTIAL_MISSING: "there is an API key",
-    ErrorCode.CREDENTIAL_INVALID: "the key's possession is proved",
-    ErrorCode.ENVIRONMENT_MISMATCH: "the key is of this environment",
-    ErrorCode.KEY_NOT_ACTIVE: "the key is neither suspended nor waiting to become active",
+    ErrorCode.CREDENTIAL_IN_URL: "the URL contains no credential",
+    ErrorCode.CREDENTIAL_AMBIGUOUS: "each credential header occurs once",
+    ErrorCode.CREDENTIAL_MISSING: "an API key is present",
+    ErrorCode.CREDENTIAL_INVALID: "possession of the key is proved",
+    ErrorCode.ENVIRONMENT_MISMATCH: "the key belongs to this environment",
+    ErrorCode.KEY_NOT_ACTIVE: "the key is neither suspended nor awaiting activation",
     ErrorCode.KEY_EXPIRED: "the key has not expired",
     ErrorCode.KEY_REVOKED: "the key was not revoked",
-    ErrorCode.MERCHANT_MISMATCH: "the merchant named is the key's",
-    ErrorCode.MERCHANT_SUSPENDED: "merchant and account are not suspended",
+    ErrorCode.MERCHANT_MISMATCH: "the merchant named owns the key",
+    ErrorCode.MERCHANT_SUSPENDED: "neither merchant nor account is suspended",
     ErrorCode.ENDPOINT_UNKNOWN: "the endpoint is in the catalog, with this method",
-    ErrorCode.METHOD_NOT_ALLOWED: "the path has this method",
-    ErrorCode.METHOD_NOT_SUPPORTED: "the endpoint takes this kind of key",
-    ErrorCode.BEARER_NOT_SUPPORTED: "no Bearer, or the endpoint takes one",
-    ErrorCode.PRIVATE_KEY_IN_BROWSER: "no private key came with an Origin",
+    ErrorCode.METHOD_NOT_ALLOWED: "the path supports this method",
+    ErrorCode.METHOD_NOT_SUPPORTED: "the endpoint accepts this kind of key",
+    ErrorCode.BEARER_NOT_SUPPORTED: "no Bearer, or the endpoint accepts one",
+    ErrorCode.PRIVATE_KEY_IN_BROWSER: "no private key was sent with an Origin",
     ErrorCode.IP_NOT_ALLOWED: "the client's address is in the credential's networks",
-    ErrorCode.CONTEXT_MISSING: "the context that the endpoint needs is there",
-    ErrorCode.CUSTOMER_TOKEN_MISSING: "there is a Bearer where one is required",
-    ErrorCode.CUSTOMER_TOKEN_INVALID: "the Bearer is a good token of this merchant and environment",
+    ErrorCode.CONTEXT_MISSING: "the context that the endpoint requires is present",
+    ErrorCode.CUSTOMER_TOKEN_MISSING: "a required Bearer is present",
+    ErrorCode.CUSTOMER_TOKEN_INVALID: "the Bearer is a valid token of this merchant and environment",
     ErrorCode.CUSTOMER_TOKEN_EXPIRED: "the Bearer has not expired",
     ErrorCode.CUSTOMER_TOKEN_REVOKED: "the Bearer was not revoked",
-    ErrorCode.RATE_LIMITED: "the limits of account and endpoint have room",
-    ErrorCode.VERIFIER_STALE: "the key could be looked up",
+    ErrorCode.RATE_LIMITED: "the limits of account and endpoint are not exhausted",
+    ErrorCode.VERIFIER_STALE: "the key can be looked up",
 }
-_BEFORE_RETRYING = {
+_RETRY_CHECKS = {
     1: "the credential is in the documented header",
     2: "the key belongs to the requested environment and merchant",
     3: "the endpoint supports the authorization method that was sent",
     4: "the key or customer token has not expired or been revoked",
     5: "any required merchant, store or customer context is present",
 }
-"""What the client goes through before it tries again, by the `check` of its answer (D23)."""
+"""Checks for the client before it retries, by the `check` member of the response."""
 
 _ID_FIELDS = ("request_id", "key_id", "customer_token_id")
-_LONGEST_ID = 32
+_MAX_ID_LENGTH = 32
 
 
 class RequestIdForm(forms.Form):
-    request_id = forms.CharField(label="Request id", max_length=32, help_text="From the answer's request_id.")
+    request_id = forms.CharField(label="Request id", max_length=32, help_text="The request_id of the response.")
 
 
 class DescribedForm(forms.Form):
-    """A request in words. Nothing of it is proved, and nothing has to be secret."""
+    """Description of a request. No field is verified, and no field is secret."""
 
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
     endpoint = forms.CharField(
-        required=False, max_length=100, help_text="Its name in the catalog; or method and path instead."
+        required=False, max_length=100, help_text="Name in the catalog. Alternatively, enter method and path."
     )
     method = forms.ChoiceField(required=False, choices=[("", "-"), *((method, method) for method in METHODS)])
     path = forms.CharField(required=False, max_length=2000)
     key_id = forms.CharField(
-        label="Key id", required=False, max_length=16, help_text="Never the whole key. Empty: it came without one."
+        label="Key id", required=False, max_length=16, help_text="Never the whole key. Empty: no key was sent."
     )
     merchant = forms.CharField(
-        label="Merchant named", required=False, max_length=64, help_text="Whom the caller, a header or the path named."
+        label="Merchant named",
+        required=False,
+        max_length=64,
+        help_text="Merchant named by the caller, a header or the path.",
     )
     store = forms.CharField(label="Store context", required=False, max_length=200)
     has_bearer = forms.BooleanField(label="With a Bearer", required=False)
     customer_token_id = forms.CharField(
-        label="Customer token id", required=False, max_length=16, help_text="Of the Bearer; empty: an unknown one."
+        label="Customer token id", required=False, max_length=16, help_text="Token id of the Bearer. Empty: unknown."
     )
-    has_origin = forms.BooleanField(label="With an Origin", required=False, help_text="As browsers send it.")
+    has_origin = forms.BooleanField(label="With an Origin", required=False, help_text="Browsers send this header.")
     client_address = forms.GenericIPAddressField(label="Client address", required=False)
 
     def clean(self) -> dict[str, Any]:
         cleaned: dict[str, Any] = super().clean() or self.cleaned_data
         if bool(cleaned.get("endpoint")) == bool(cleaned.get("method") and cleaned.get("path")):
-            self.add_error("endpoint", "An endpoint's name, or method and path; not both, not neither.")
+            self.add_error("endpoint", "Enter either an endpoint name, or method and path.")
         return cleaned
 
 
 def explain_view(
     site: AdminSite, request: HttpRequest, crumbs: Sequence[Link], url_of: Callable[[Refusal], str]
 ) -> HttpResponse:
-    """Both forms; the answer to the one that was sent. `url_of` is the page of a stored refusal."""
-    asked = RequestIdForm()
-    described = DescribedForm()
+    """Show both forms and the result of the submitted one. `url_of` returns the page of a stored refusal."""
+    by_id = RequestIdForm()
+    by_description = DescribedForm()
     context: dict[str, Any] = {"title": "Why was this refused?", "crumbs": crumbs}
     status = 200
     if request.method == "POST":
         if _holds_secret(request.POST):
-            # Nothing of what was sent is shown again, not even beside the mistake.
+            # Echo none of the input: it contains a secret.
             context["error"], status = _WHOLE_KEY, 400
         elif "request_id" in request.POST:
-            asked = RequestIdForm(request.POST)
-            found = find_refusal(asked.cleaned_data["request_id"].strip()) if asked.is_valid() else None
+            by_id = RequestIdForm(request.POST)
+            found = find_refusal(by_id.cleaned_data["request_id"].strip()) if by_id.is_valid() else None
             if found is not None:
                 return HttpResponseRedirect(url_of(found))
-            status = 404 if asked.is_valid() else 400
-            context["error"] = _NOT_KEPT if asked.is_valid() else ""
+            status = 404 if by_id.is_valid() else 400
+            context["error"] = _NOT_KEPT if by_id.is_valid() else ""
         else:
-            described = DescribedForm(request.POST)
-            if described.is_valid():
-                context["sections"] = _explained(described.cleaned_data)
+            by_description = DescribedForm(request.POST)
+            if by_description.is_valid():
+                context["sections"] = _explanation(by_description.cleaned_data)
             else:
                 status = 400
-    return page(site, request, "explain", {**context, "asked": asked, "described": described}, status=status)
+    return page(site, request, "explain", {**context, "by_id": by_id, "by_description": by_description}, status=status)
 
 
 def verdict_facts(code: ErrorCode, detail: str, internal: str) -> FactTable:
-    """What the caller was told, what it means, and what only operators are told."""
+    """Return the response, its meaning, and the details for operators only."""
     kind = PROBLEM_TYPES[code]
     rows: list[tuple[str, Any]] = [
-        ("Answer", f"{kind.status} {kind.title}"),
+        ("Response", f"{kind.status} {kind.title}"),
         ("Code", mono(code)),
-        ("Told to the caller", detail),
+        ("Detail sent to the caller", detail),
         ("Cause", kind.cause),
-        ("Cure", kind.cure),
+        ("Remedy", kind.cure),
     ]
     if kind.check is not None:
-        rows.append(("Check before trying again", f"{kind.check}: {_BEFORE_RETRYING[kind.check]}"))
+        rows.append(("Check before retrying", f"{kind.check}: {_RETRY_CHECKS[kind.check]}"))
     if internal:
         rows.append(("For operators only", internal))
     return FactTable("Verdict", rows)
@@ -161,7 +164,7 @@ def verdict_facts(code: ErrorCode, detail: str, internal: str) -> FactTable:
 def trace_table(trace: Sequence[tuple[ErrorCode, bool]]) -> Table:
     return Table(
         "Rules applied, in order",
-        ["rule", "outcome", "what is checked"],
+        ["rule", "outcome", "requirement"],
         [
             [mono(code), badge("passed" if passed else "refused"), _CHECKS.get(code, PROBLEM_TYPES[code].title)]
             for code, passed in trace
@@ -170,24 +173,24 @@ def trace_table(trace: Sequence[tuple[ErrorCode, bool]]) -> Table:
 
 
 def _holds_secret(sent: QueryDict) -> bool:
-    """Whether something like a whole key stands anywhere, or something longer than any id where an id belongs."""
+    """Whether any field contains a whole key, or an id field contains more than an id."""
     texts = [text for _, values in sent.lists() for text in map(str, values)]
     ids = [text for name in _ID_FIELDS for text in map(str, sent.getlist(name))]
-    return any(find_exposed(text) is not None for text in texts) or any(len(text) > _LONGEST_ID for text in ids)
+    return any(find_exposed(text) is not None for text in texts) or any(len(text) > _MAX_ID_LENGTH for text in ids)
 
 
-def _explained(cleaned: Cleaned) -> list[FactTable | Table]:
+def _explanation(cleaned: Cleaned) -> list[FactTable | Table]:
     environment = Environment(cleaned["environment"])
     endpoint = _endpoint(cleaned, environment)
-    judgement = _judged(cleaned, environment, endpoint)
+    judgement = _judge(cleaned, environment, endpoint)
     sections: list[FactTable | Table] = []
     verdict = judgement.verdict
     if isinstance(verdict, Denial):
         sections.append(verdict_facts(verdict.code, verdict.detail, verdict.internal))
     else:
-        sections.append(FactTable("Verdict", [("Answer", "200 Allowed"), *_limits(judgement, endpoint)]))
+        sections.append(FactTable("Verdict", [("Response", "200 Allowed"), *_limits(judgement, endpoint)]))
     sections.append(trace_table([(check.rule, check.passed) for check in judgement.trace]))
-    sections.append(FactTable("Assumed", list(_assumed(cleaned, judgement))))
+    sections.append(FactTable("Assumptions", list(_assumptions(cleaned, judgement))))
     if isinstance(endpoint, Endpoint):
         sections.append(FactTable(f"Authorization of {endpoint.name}", authorization_panel(endpoint)))
     return sections
@@ -199,7 +202,7 @@ def _endpoint(cleaned: Cleaned, environment: Environment) -> Endpoint | NoMatchi
     return match_endpoint(cleaned["method"], cleaned["path"], urlsplit(BASE_URLS[environment]).path)
 
 
-def _judged(cleaned: Cleaned, environment: Environment, endpoint: Endpoint | NoMatchingEndpoint) -> Judgement:
+def _judge(cleaned: Cleaned, environment: Environment, endpoint: Endpoint | NoMatchingEndpoint) -> Judgement:
     merchant, store = cleaned["merchant"] or None, cleaned["store"] or None
     if isinstance(endpoint, Endpoint):
         merchant, store = endpoint.read_contexts(cleaned["path"] or None, {}, merchant, store)
@@ -228,26 +231,26 @@ def _limits(judgement: Judgement, endpoint: Endpoint | NoMatchingEndpoint) -> It
     if isinstance(endpoint, NoMatchingEndpoint) or holder is None:
         return
     if not endpoint.spends:
-        yield "Limits", "none holds back a request for this endpoint"
+        yield "Limits", "no limit applies to this endpoint"
         return
     account = find_account(holder.merchant_id, holder.environment)
     of_account = account_limit_in_force(account)
     of_endpoint = endpoint_limit_in_force(holder.environment, endpoint.name, account)
     yield "Limit of the account", f"{format_limit(of_account.limit)} ({of_account.source})"
     yield "Limit of the endpoint", f"{format_limit(of_endpoint.limit)} ({of_endpoint.source})"
-    yield "Not answered here", "whether these limits have room at this moment: an explanation spends nothing"
+    yield "Not checked", "whether these limits are exhausted now: an explanation spends no requests"
 
 
-def _assumed(cleaned: Cleaned, judgement: Judgement) -> Iterator[tuple[str, Any]]:
+def _assumptions(cleaned: Cleaned, judgement: Judgement) -> Iterator[tuple[str, Any]]:
     key_id = cleaned["key_id"]
     if not key_id:
         yield "Key", "none"
     elif judgement.record is None and judgement.verdict == INVALID:
-        yield "Key", "there is no key of this id"
+        yield "Key", "no key with this id exists"
     else:
         yield "Key", link(reverse("admin:keyvault_key_change", args=[key_id]), mono(key_id))
-        yield "Secret", "taken for shown: nobody needs it here"
+        yield "Secret", "assumed to be correct; never enter it here"
     if cleaned["has_bearer"]:
-        yield "Bearer", cleaned["customer_token_id"] or "one that proves nothing"
+        yield "Bearer", cleaned["customer_token_id"] or "invalid token"
     yield "Origin", "sent" if cleaned["has_origin"] else "not sent"
     yield "Client address", cleaned["client_address"] or "not given"

@@ -1,4 +1,4 @@
-"""The inbox: what happened, alarms that nobody has seen first, each with the way to what it is about."""
+"""Inbox in the console: notices, unseen alarms first, each linked to its subject."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -13,16 +13,16 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction
+from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
+    AttentionItem,
     Detail,
     FactTable,
     Line,
     Link,
     Table,
-    Waiting,
     badge,
     link,
     moment,
@@ -39,14 +39,14 @@ _PAGES = {
     "crd_": "keyvault_credential_change",
     "req_": "keyvault_issuancerequest_change",
 }
-"""Where what a subject names is shown; rotation's own pages by name only, since it is not known here."""
+"""Admin page of a subject, by the prefix of its id. Rotation's pages are named only: keyvault does not import it."""
 
 
 _NUMBERED = {"webhook": "webhook endpoint", "schedule": "schedule"}
-"""What the subject of such a notice is the number of."""
+"""Noun for notices whose subject is a row number, by the first part of the kind."""
 
 
-class AllSeenForm(ActForm):
+class AllSeenForm(ActionForm):
     until = forms.DateTimeField(widget=forms.HiddenInput)
 
 
@@ -56,19 +56,19 @@ def _seen(grant: Grant, notice: Notice, cleaned: Cleaned) -> ActionResult:
 
 
 def _all_seen(grant: Grant, cleaned: Cleaned) -> ActionResult:
-    return ActionResult(f"Marked as seen: {mark_all_seen(grant, cleaned['until'])}.")
+    return ActionResult(f"Alarms marked as seen: {mark_all_seen(grant, cleaned['until'])}.")
 
 
 def _is_unseen(notice: Notice) -> bool:
     return notice.is_alarm and notice.seen_at is None
 
 
-class StateFilter(admin.SimpleListFilter):
+class AlarmFilter(admin.SimpleListFilter):
     title = "what"
     parameter_name = "what"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("unseen", "alarms to be seen"), ("alarms", "all alarms")]
+        return [("unseen", "unseen alarms"), ("alarms", "all alarms")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         if self.value() == "unseen":
@@ -79,31 +79,31 @@ class StateFilter(admin.SimpleListFilter):
 class NoticeAdmin(ConsoleModelAdmin):
     view_permissions = (P.NOTICES_READ,)
     section, singular, plural = "Oversight", "Notice", "Inbox"
-    asks = (
+    create_actions = (
         CreateAction(
             "all_seen",
             "Mark all as seen",
             P.NOTICES_MARK,
             AllSeenForm,
             _all_seen,
-            "Every alarm that had come when this page was opened. Who marked it is kept with each.",
+            "Marks every alarm that existed when this page was opened, under your name.",
             "Mark all as seen",
             preset=lambda query: {"until": datetime.now(UTC).isoformat()},
         ),
     )
-    acts = (
+    row_actions = (
         RowAction(
             "seen",
             "Mark as seen",
             P.NOTICES_MARK,
             _seen,
-            lambda notice: "It leaves the alarms that wait, and stays in the inbox with your name.",
-            fits=_is_unseen,
+            lambda notice: "The alarm leaves the front page and stays in the inbox with your name.",
+            is_available=_is_unseen,
         ),
     )
 
     list_display = ("kind", "state_badge", "merchant", "environment_badge", "about", "created")
-    list_filter = (StateFilter, "account__environment", "kind")
+    list_filter = (AlarmFilter, "account__environment", "kind")
     search_fields = ("=subject", "=notice_id", "=account__merchant__merchant_id")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
@@ -136,15 +136,15 @@ class NoticeAdmin(ConsoleModelAdmin):
         account: Account | None = row.account
         return account
 
-    def ask_links(self, request: HttpRequest) -> list[Link]:
-        """Not from the front page: who marks alarms as seen is to look at them first."""
+    def create_links(self, request: HttpRequest) -> list[Link]:
+        """Return nothing: an operator must open the inbox before marking alarms as seen."""
         return []
 
-    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         unseen = list_unseen().select_related("account__merchant").order_by("-created_at")
-        yield self.waits("Alarms that nobody has seen", unseen, "?what=unseen", "alarm")
+        yield self.attention_item("Unseen alarms", unseen, "?what=unseen", "alarm")
 
-    def count_of_waiting(self, request: HttpRequest) -> int:
+    def attention_count(self, request: HttpRequest) -> int:
         return count_unseen()
 
     def line_of(self, row: Notice) -> Line:
@@ -156,16 +156,16 @@ class NoticeAdmin(ConsoleModelAdmin):
         return FactTable(
             "Notice",
             [
-                ("What", mono(row.kind)),
-                ("About", _subject(row)),
+                ("Event", mono(row.kind)),
+                ("Subject", _subject(row)),
                 ("Account", _account(row)),
                 ("When", moment(row.created_at)),
             ],
         )
 
     def detail(self, request: HttpRequest, row: Notice) -> Detail:
-        told = [(name.replace("_", " "), _plain(value)) for name, value in sorted(row.payload.items())]
-        sections: list[FactTable | Table] = [self.summary(row), FactTable("Told with it", told)]
+        payload = [(name.replace("_", " "), _plain(value)) for name, value in sorted(row.payload.items())]
+        sections: list[FactTable | Table] = [self.summary(row), FactTable("Payload", payload)]
         if row.seen_at is not None:
             seen_by = "" if row.seen_by is None else row.seen_by.get_username()
             sections.append(FactTable("Seen", [("By", seen_by), ("When", moment(row.seen_at))]))
@@ -181,12 +181,12 @@ def _state(notice: Notice) -> str:
 
 def _account(notice: Notice) -> SafeString | str:
     if notice.account is None:
-        return "none: this concerns the installation"
+        return "none; concerns the installation"
     return link(reverse("admin:keyvault_account_change", args=[notice.account_id]), notice.account)
 
 
 def _subject(notice: Notice) -> SafeString:
-    """The id of what it is about, as a link where there is a page."""
+    """Render the id of the subject, linked to its page if there is one."""
     text, label = notice.subject, _about(notice)
     if notice.account is None:
         return mono(label)  # a name, which may look like an id
@@ -205,9 +205,9 @@ def _subject(notice: Notice) -> SafeString:
 
 
 def _about(notice: Notice) -> str:
-    """Ids speak for themselves, but for the numbers of endpoints and schedules."""
-    what = _NUMBERED.get(notice.kind.partition(".")[0])
-    return str(notice.subject) if what is None else f"{what} {notice.subject}"
+    """Return the label of the subject; a row number is prefixed with its noun."""
+    noun_text = _NUMBERED.get(notice.kind.partition(".")[0])
+    return str(notice.subject) if noun_text is None else f"{noun_text} {notice.subject}"
 
 
 def _plain(value: object) -> str:
@@ -219,8 +219,8 @@ def _plain(value: object) -> str:
 def _deliveries(notice: Notice) -> Table:
     rows = notice.deliveries.select_related("endpoint").order_by("pk")
     return Table(
-        "To the merchant's endpoints",
-        ["endpoint", "state", "attempts", "last answer", "delivered (UTC)"],
+        "Webhook deliveries",
+        ["endpoint", "state", "attempts", "last response", "delivered (UTC)"],
         [
             [
                 link(reverse("admin:keyvault_webhookendpoint_change", args=[row.endpoint_id]), row.endpoint.url),
@@ -231,5 +231,5 @@ def _deliveries(notice: Notice) -> Table:
             ]
             for row in rows
         ],
-        empty="None: the account had no enabled endpoint then, or this is for operators alone.",
+        empty="No deliveries: the account had no enabled endpoint, or the notice is for operators only.",
     )

@@ -1,4 +1,4 @@
-"""What was refused lately, in the console: by its request id, and rule by rule."""
+"""Recent refusals in the console, by request id and with each rule applied."""
 
 from django.contrib import admin
 from django.http import HttpRequest, HttpResponse
@@ -32,11 +32,11 @@ class RefusalAdmin(ConsoleModelAdmin):
     list_display = ("request_id", "when", "code", "endpoint", "key")
     list_filter = ("environment", "code", "door")
     search_fields = ("=request_id", "=key_id", "=merchant_id")
-    search_help_text = "By request id, key id or merchant id. Kept for 30 days."
+    search_help_text = "By request id, key id or merchant id. Refusals are stored for 30 days."
     ordering = ("-at",)
 
     def get_urls(self) -> list[URLPattern]:
-        """No request is called `explain`: a request id is longer."""
+        """Add the explanation page. A request id is longer than `explain`, so no request has that id."""
         explain = self.guarded(self.view_permissions, ("GET", "HEAD", "POST"), self._explain_view)
         return [path("explain/", explain, name="keyvault_refusal_explain"), *super().get_urls()]
 
@@ -44,10 +44,10 @@ class RefusalAdmin(ConsoleModelAdmin):
         return explain_view(self.admin_site, request, self._crumbs(), self.url_of)
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
-        context = {"title": self.plural, "plural": self.plural, "looks": [self._explain_link()]}
+        context = {"title": self.plural, "plural": self.plural, "page_links": [self._explain_link()]}
         return self.changelist_view(request, extra_context=context)
 
-    def ask_links(self, request: HttpRequest) -> list[Link]:
+    def create_links(self, request: HttpRequest) -> list[Link]:
         return [self._explain_link()] if self.has_view_permission(request) else []
 
     def _explain_link(self) -> Link:
@@ -67,9 +67,9 @@ class RefusalAdmin(ConsoleModelAdmin):
             [
                 ("Request id", mono(row.request_id)),
                 ("When", moment(row.at)),
-                ("Door", row.door),
+                ("Entry point", row.door),
                 ("Environment", badge(row.environment)),
-                ("Endpoint", row.endpoint or "none of the catalog"),
+                ("Endpoint", row.endpoint or "not in the catalog"),
                 ("Key", _key(row)),
                 ("Merchant", row.merchant_id or "not proved"),
                 ("Client", mono(row.source) if row.source else NOTHING),
@@ -90,7 +90,7 @@ class RefusalAdmin(ConsoleModelAdmin):
 
 
 def _key(row: Refusal) -> SafeString | str:
-    """Only where possession was proved."""
+    """Link the key only if possession was proved."""
     return (
         link(reverse("admin:keyvault_key_change", args=[row.key_id]), mono(row.key_id)) if row.key_id else "not proved"
     )

@@ -1,6 +1,6 @@
 "use strict";
 
-// No validator badge: it would send the page to somebody else's server.
+// Disable the validator badge: it would send the schema to a third-party server.
 SwaggerUIBundle({
   url: document.getElementById("docs").dataset.page,
   dom_id: "#docs",

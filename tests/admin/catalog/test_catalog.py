@@ -34,7 +34,7 @@ def post_add(desk: Desk, **changed: Any) -> Any:
 
 def test_endpoint_added_in_the_console_is_in_the_catalog_at_once(desk: Desk) -> None:
     answer = post_add(desk)
-    assert "verify and the gateways know it from now on" in text_of(answer)
+    assert "Verify and the gateways accept it from now on" in text_of(answer)
     found = find_endpoint("refunds.create")
     assert isinstance(found, Endpoint)
     assert (found.method, found.path, found.bearer, found.on_limiter_loss) == (
@@ -68,7 +68,7 @@ def test_endpoint_changed_from_its_page_keeps_what_was_not_touched(desk: Desk) -
     assert 'value="/refunds/&lt;refund_id&gt;"' in text
     changed = {**WISH, "version": hidden(form, "version"), "method": "PUT"}
     answer = client.post(address("keyvault_catalogendpoint_edit", row.pk), changed, follow=True)
-    assert "is changed" in text_of(answer)
+    assert "Changed endpoint" in text_of(answer)
     found = find_endpoint("refunds.create")
     assert isinstance(found, Endpoint)
     assert found.method == "PUT"

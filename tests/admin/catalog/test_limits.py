@@ -35,7 +35,7 @@ def test_limit_form_left_empty_changes_nothing_and_keeps_the_form(desk: Desk, wh
     entries = AuditEntry.objects.count()
     answer = post_set(desk, **whose, requests="", in_seconds="")
     assert answer.status_code == 400
-    assert "Nothing was changed. Give both numbers, or tick" in text_of(answer)
+    assert "Nothing was changed. Enter both numbers, or select" in text_of(answer)
     assert 'name="requests"' in text_of(answer)
     assert AuditEntry.objects.count() == entries
     if whose.get("endpoint"):
@@ -66,9 +66,9 @@ def test_limit_of_an_endpoint_and_of_a_pair_are_set_and_cleared(desk: Desk) -> N
     ("changed", "status", "words"),
     [
         ({"merchant": "nobody"}, 404, "There is no merchant nobody"),
-        ({"merchant": ""}, 400, "A merchant, an endpoint, or both."),
-        ({"in_seconds": ""}, 400, "Give both numbers, or tick"),
-        ({"default": "on"}, 400, "Either two numbers or the default, not both."),
+        ({"merchant": ""}, 400, "Enter a merchant, an endpoint, or both."),
+        ({"in_seconds": ""}, 400, "Enter both numbers, or select"),
+        ({"default": "on"}, 400, "Enter two numbers or choose the default, not both."),
         ({"requests": "0"}, 400, "greater than or equal to 1"),
         ({"requests": "1000001"}, 400, "less than or equal to 1000000"),
         ({"endpoint": "no.such"}, 400, "Select a valid choice"),

@@ -200,7 +200,7 @@ def test_issuance_asked_by_a_service_is_collected_by_nobody_here(desk: Desk) -> 
     page = address("keyvault_issuancerequest_collect", row.pk)
     text = text_of(client.get(address("keyvault_issuancerequest_change", row.pk)))
     assert page not in text
-    assert "Only the service that asked" in text
+    assert "Only the requesting service" in text
     answer = client.post(page)
     assert answer.status_code == 409
     assert not SHAPED.search(text_of(answer))
@@ -213,7 +213,7 @@ def test_issuance_burned_says_so(desk: Desk) -> None:
     discard_due()
     text = text_of(browser(desk.auditor).get(address("keyvault_issuancerequest_change", row.pk)))
     assert "badge-burned" in text
-    assert "Nobody collected the key in time" in text
+    assert "The key was not collected in time" in text
 
 
 # ------------------------------------------------------------------------------------------------- collecting
@@ -268,7 +268,7 @@ def test_issuance_collected_in_production_is_break_glass(desk: Desk) -> None:
     browser(desk.tam).post(address("keyvault_issuancerequest_collect", row.pk))
     act = BreakGlass.objects.get()
     assert (act.subject, act.operator.username, act.reviewed_at) == (row.pk, "tam", None)
-    assert "Break-glass acts to review" in text_of(browser(desk.approver).get("/admin/"))
+    assert "Break-glass actions to review" in text_of(browser(desk.approver).get("/admin/"))
 
 
 def test_issuance_collected_before_it_is_issued_is_a_conflict(desk: Desk) -> None:

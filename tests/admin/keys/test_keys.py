@@ -94,7 +94,7 @@ def test_key_resumed_from_a_page_of_yesterday_is_a_conflict(desk: Desk) -> None:
     suspend_key(grant(desk.responder, P.KEYS_SUSPEND, desk.sandbox), fresh(key))
     answer = client.post(address("keyvault_key_resume", key.pk), {"version": seen})
     assert answer.status_code == 409
-    assert "changed this meanwhile" in text_of(answer)
+    assert "changed by another operator" in text_of(answer)
     assert fresh(key).state == KeyState.SUSPENDED
 
 
@@ -164,7 +164,7 @@ def test_key_ended_leads_to_its_receipt_which_renews_itself_until_it_is_complete
     sequence = last_sequence(fresh(key))
     page = address("keyvault_key_receipt", key.pk, sequence)
     assert answer.redirect_chain == [(page, 302)]
-    assert "for ever" in text_of(answer)
+    assert "permanently refused" in text_of(answer)
     confirm(first, sequence)
     text = text_of(client.get(page))
     assert 'http-equiv="refresh"' in text
@@ -184,7 +184,7 @@ def test_key_page_links_the_receipt_of_its_end(desk: Desk) -> None:
     page = address("keyvault_key_change", key.pk)
     assert "/receipt/" not in text_of(client.get(page))
     client.post(address("keyvault_key_revoke", key.pk), {"reason": "superseded"})
-    assert "none is live" in text_of(client.get(page))
+    assert "no live verifiers" in text_of(client.get(page))
     make_verifier()
     text = text_of(client.get(page))
     assert address("keyvault_key_receipt", key.pk, last_sequence(fresh(key))) in text

@@ -35,8 +35,8 @@ def test_pepper_pages_say_what_leans_on_each_version(desk: Desk) -> None:
     rotate()
     assert "1 keys" in shown(desk, 1)
     page = shown(desk, 2)
-    assert "Makes the digests now yes" in page
-    assert "In the way of its retirement nothing" in page
+    assert "Used for digests now yes" in page
+    assert "Blocks retirement nothing" in page
     listed = text_of(browser(desk.admin).get(address("keyvault_pepperversion_changelist")))
     assert "sandbox 2" in listed
     assert "service 1" in listed

@@ -67,7 +67,7 @@ def test_token_created_for_probes_says_so_on_its_page(desk: Desk) -> None:
     for token in ServiceToken.objects.all():
         assert token.is_probe is (token.name == "probe")
         page = text_of(client.get(address("keyvault_servicetoken_change", token.pk)))
-        assert ("count as no use of a key" in page) is token.is_probe
+        assert ("do not count as key use" in page) is token.is_probe
 
 
 def test_token_form_offers_what_a_service_may_hold(desk: Desk) -> None:

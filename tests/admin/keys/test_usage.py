@@ -37,15 +37,15 @@ def test_key_page_names_its_users_and_marks_probes(desk: Desk) -> None:
     assert "192.0.2.0/24" in text
     assert "198.51.100.0/24" not in text, "a probe of ours is no network that uses the key"
     assert "Shops and app versions" not in text
-    assert "Last probed by us" in text
-    assert "Last denied" not in text
+    assert "Last probe" in text
+    assert "Last refused" not in text
 
 
 def test_key_page_of_a_public_key_tells_shops_and_app_versions(desk: Desk) -> None:
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
     use(key, "192.0.2.1", UseOutcome.ALLOWED, user_agent="app/1.2", origin="https://shop.example")
     text = page(desk, key)
-    assert text.index("Shops and app versions") < text.index("Who uses it")
+    assert text.index("Shops and app versions") < text.index("Users")
     assert "https://shop.example" in text
     assert "app/1.2" in text
 
@@ -55,11 +55,11 @@ def test_key_page_says_that_there_are_more_users_than_it_shows(desk: Desk) -> No
     for number in range(20):
         use(key, f"10.0.{number}.1", UseOutcome.ALLOWED)
     text = page(desk, key)
-    assert "the latest" not in text
+    assert "latest 20" not in text
     use(key, "10.0.99.1", UseOutcome.ALLOWED)
     text = page(desk, key)
-    assert "Who uses it: the latest 20" in text
-    assert "From which networks: the latest 20" in text
+    assert "Users: latest 20" in text
+    assert "Networks: latest 20" in text
     assert "10.0.99.1" not in text, "of equals the last by name is left out"
 
 
@@ -67,15 +67,15 @@ def test_key_page_says_that_there_are_more_users_than_it_shows(desk: Desk) -> No
 def test_key_page_tells_each_users_page_where_there_is_one(desk: Desk, origin: str) -> None:
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
     use(key, "192.0.2.1", UseOutcome.ALLOWED, origin=origin)
-    users = page(desk, key).partition("Who uses it")[2].partition("From which networks")[0]
+    users = page(desk, key).partition("Users")[2].partition("Networks")[0]
     assert (">origin<" in users.lower(), "https://shop.example" in users) == (bool(origin), bool(origin))
 
 
 def test_key_page_of_an_unused_key_says_so(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     text = page(desk, key)
-    assert "Nobody has used it." in text
-    assert "From which networks" not in text
+    assert "No use recorded yet." in text
+    assert "Networks" not in text
 
 
 def test_key_page_shows_what_a_client_says_as_text(desk: Desk) -> None:

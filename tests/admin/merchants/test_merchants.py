@@ -65,7 +65,7 @@ def test_account_page_offers_to_ask_for_its_key(desk: Desk) -> None:
 def test_account_page_shows_its_base_url_and_the_limit_in_force(desk: Desk) -> None:
     page = text_of(browser(desk.auditor).get(address("keyvault_account_change", desk.sandbox.pk)))
     assert "/sandbox</code>" in page
-    assert "25 per 1 second (the environment&#x27;s default)" in page
+    assert "25 per 1 second (default of the environment)" in page
     assert "1 hour" in page
 
 
@@ -107,11 +107,11 @@ def test_account_is_changed_for_browsers_by_those_who_may(desk: Desk, act: str) 
 @pytest.mark.parametrize(
     ("act", "said", "words"),
     [
-        ("configure", {"configuration": "{"}, "not JSON"),
-        ("configure", {"configuration": '{"a": 1, "a": 2}'}, "twice"),
+        ("configure", {"configuration": "{"}, "Invalid JSON"),
+        ("configure", {"configuration": '{"a": 1, "a": 2}'}, "duplicate member name"),
         ("configure", {"configuration": "[]"}, "a JSON object"),
         ("configure", {"configuration": '{"a": NaN}'}, "whole numbers"),
-        ("configure", {"configuration": "[" * 50_000}, "not JSON"),
+        ("configure", {"configuration": "[" * 50_000}, "Invalid JSON"),
         ("configure", {"configuration": f'{{"key": "{mint()}"}}'}, "secret"),
         ("configure", {"configuration": ""}, "required"),
         ("origins", {"origins": "https://shop.example\nhttps://*.example"}, "line 2"),
@@ -143,8 +143,8 @@ def test_merchant_offboarded_in_the_console_counts_before_and_after(desk: Desk) 
     assert "1 key, 1 issuance request" in before
     answer = client.post(page, {"why": "contract ended", "merchant_id": "acme"}, follow=True)
     shown = text_of(answer)
-    assert "Ended in production: 1 key, 1 issuance request; sandbox: 1 key. Nothing is left." in shown
-    assert "It has left, and does not come back" in shown
+    assert "Revoked in production: 1 key, 1 issuance request; sandbox: 1 key. Nothing remains." in shown
+    assert "The merchant was offboarded" in shown
     assert Merchant.objects.get().status == "offboarded"
     assert set(Key.objects.values_list("state", flat=True)) == {"deactivated"}
 
@@ -181,15 +181,15 @@ def test_merchant_offboarded_is_offered_nothing_but_to_go_on(desk: Desk, monkeyp
         interrupted.setattr(offboarding, "_end_account", die)
         assert client.post(page, {"why": "x", "merchant_id": "acme"}).status_code == 409
     detail = text_of(client.get(address("keyvault_merchant_change", "acme")))
-    assert "Not all of it is ended yet" in detail
+    assert "Offboarding is not finished" in detail
     assert "sandbox: 1 key" in detail
     assert page in detail
     client.post(page, {"why": "x", "merchant_id": "acme"})
     detail = text_of(client.get(address("keyvault_merchant_change", "acme")))
-    assert "Not all of it" not in detail
+    assert "Offboarding is not finished" not in detail
     for act in ("offboard", "suspend", "resume"):
         assert address(f"keyvault_merchant_{act}", "acme") not in detail
         assert client.post(address(f"keyvault_merchant_{act}", "acme"), {"version": 2}).status_code in {400, 409}
     account_page = text_of(client.get(address("keyvault_account_change", desk.sandbox.pk)))
-    assert "The merchant has left" in account_page
+    assert "The merchant was offboarded" in account_page
     assert address("keyvault_account_suspend", desk.sandbox.pk) not in account_page

@@ -110,8 +110,8 @@ def test_secret_rotated_is_shown_once_and_the_page_tells_the_overlap(desk: Desk)
     secret = shown_once(client.post(page, {"overlap_hours": "24"}), client)
     endpoint.refresh_from_db()
     assert signing_secrets(endpoint, now())[0].reveal() == secret
-    assert "signs too until" in text_of(client.get(address("keyvault_webhookendpoint_change", endpoint.pk)))
-    assert "ends at once" in text_of(client.get(page))
+    assert "Previous secret signs until" in text_of(client.get(address("keyvault_webhookendpoint_change", endpoint.pk)))
+    assert "ends immediately" in text_of(client.get(page))
 
 
 def test_endpoint_is_turned_off_and_on(desk: Desk) -> None:
@@ -123,7 +123,7 @@ def test_endpoint_is_turned_off_and_on(desk: Desk) -> None:
     assert client.post(disable, {"why": "they moved"}).status_code == 409
     text = text_of(client.get(address("keyvault_webhookendpoint_change", endpoint.pk)))
     assert "they moved" in text
-    assert "Send a test" not in text
+    assert "Send test" not in text
     endpoint.refresh_from_db()
     assert client.post(enable, {"version": str(endpoint.version - 1)}).status_code == 409
     assert client.post(enable, {"version": str(endpoint.version)}).status_code == 302

@@ -53,15 +53,15 @@ def test_break_glass_reviewed_by_whoever_asked_for_it_is_refused_and_says_why(de
     client, page = browser(desk.admin), address("keyvault_breakglass_review", act.pk)
     shown = text_of(client.get(address("keyvault_breakglass_change", act.pk)))
     assert page not in shown
-    assert "You asked for this, so you cannot review it" in shown
-    assert "Break-glass acts to review" not in text_of(client.get("/admin/"))
+    assert "You requested this, so another person must review it" in shown
+    assert "Break-glass actions to review" not in text_of(client.get("/admin/"))
     assert client.get(page).status_code == 409
     assert client.post(page, {"version": act.version}).status_code == 409
     act.refresh_from_db()
     assert act.reviewed_at is None
     claimed = text_of(browser(desk.approver).get(address("keyvault_breakglass_change", act.pk)))
     assert page not in claimed
-    assert "This was done in your name, so you cannot review it" in claimed
+    assert "This was done under your name, so another person must review it" in claimed
 
 
 def test_break_glass_list_is_open_to_auditors_who_cannot_review(desk: Desk, act: BreakGlass) -> None:

@@ -47,11 +47,11 @@ def test_inbox_filters_by_what_waits(desk: Desk, what: str | None, count: int) -
 def test_inbox_counts_unseen_alarms_on_every_page_and_on_the_front(desk: Desk) -> None:
     """An alarm is seen by whoever opens the console, wherever in it they are."""
     client = browser(desk.approver)
-    assert "Nothing of:" in text_of(client.get("/admin/"))
+    assert "No items:" in text_of(client.get("/admin/"))
     assert '<span class="count">' not in text_of(client.get("/admin/keyvault/key/"))
     notice = tell(desk)
     front = text_of(client.get("/admin/"))
-    assert "Alarms that nobody has seen" in front
+    assert "Unseen alarms" in front
     assert address("keyvault_notice_change", notice.pk) in front
     assert '<span class="count">1</span>' in text_of(client.get("/admin/keyvault/key/"))
 

@@ -111,10 +111,10 @@ def test_campaign_in_production_is_approved_by_a_second_person_as_shown(desk: De
     """The page of the approval carries the digest of what it shows; whoever asked gets no such page."""
     many(2, clock, PRODUCTION)
     row = asked(clock, environment=PRODUCTION, by=desk.admin)
-    assert "it takes a second person to approve it" in page_of(desk.admin, row)
+    assert "A second person must approve it" in page_of(desk.admin, row)
     assert do(desk.admin, "approve", row).status_code == 409
     waiting = text_of(browser(desk.approver).get("/admin/"))
-    assert "Campaigns that you may approve" in waiting
+    assert "Campaigns to approve" in waiting
     assert do(desk.approver, "approve", row, plan_digest="0" * 64).status_code == 409
     assert do(desk.approver, "approve", row).status_code == 302
     assert get_campaign(row.pk).state == C.RUNNING
@@ -137,7 +137,10 @@ def test_campaign_page_shows_bars_and_members_with_those_in_trouble_first(desk: 
     page = page_of(desk.auditor, row)
     assert '<progress class="bar" max="5" value="1"></progress> <span class="bar-text">1 of 5 (20 %)</span>' in page
     rows = (
-        page.split("Credentials, those in trouble first")[1].split("<tbody>")[1].split("</table>")[0].split("<tr>")[1:]
+        page.split("Credentials, failed and stalled first")[1]
+        .split("<tbody>")[1]
+        .split("</table>")[0]
+        .split("<tr>")[1:]
     )
     assert stalled.rotation_id in rows[0]
     assert address("rotation_rotation_change", stalled.pk) in rows[0]
@@ -168,10 +171,10 @@ def test_campaign_paused_and_cancelled_by_a_responder_at_once(desk: Desk, clock:
     row = asked(clock, pace=Pace(per_minute=12))
     tick(clock.tick(5))
     assert do(desk.responder, "pause", row).status_code == 302
-    assert "Paused. No more rotations begin until somebody resumes it." in page_of(desk.responder, row)
+    assert "Paused. No more rotations start until an operator resumes it." in page_of(desk.responder, row)
     assert do(desk.responder, "cancel", row).status_code == 302
     page = page_of(desk.responder, row)
-    assert "2 credentials will not begin any more; those under way go on." in page
+    assert "2 credentials will not be rotated; rotations in progress continue." in page
     assert "not begun" in page
 
 

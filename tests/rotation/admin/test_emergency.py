@@ -58,7 +58,7 @@ def test_credential_reported_ends_all_its_keys_and_asks_once(desk: Desk) -> None
     client, page = browser(desk.responder), address("keyvault_credential_compromised", key.credential_id)
     assert page in text_of(client.get(address("keyvault_credential_change", key.credential_id)))
     shown = text_of(client.post(page, ON, follow=True))
-    assert "1 key is revoked: refused for ever." in shown
+    assert "1 key is revoked and permanently refused." in shown
     assert fresh(key).state == KeyState.COMPROMISED
     assert Rotation.objects.get().state == S.EMERGENCY
     assert client.post(page, ON).status_code == 400, "there is nothing left to end"
@@ -71,7 +71,7 @@ def test_leaked_keys_pasted_end_and_their_strings_are_shown_nowhere(desk: Desk) 
     assert page in text_of(client.get("/admin/"))
     pasted = "\r\n".join([made[0][1].reveal(), made[1][0].key_id, "0" * 16, "nonsense"])
     shown = text_of(client.post(page, {"key_ids": pasted, **ON}, follow=True))
-    assert "2 keys are revoked: refused for ever." in shown
+    assert "2 keys are revoked and permanently refused." in shown
     assert f"NOT revoked, 2: {'0' * 16}: There is no such key; no. 4: This is no key id" in shown
     assert made[0][1].reveal() not in shown
     assert {fresh(key).state for key, _ in made} == {KeyState.COMPROMISED}
@@ -117,7 +117,7 @@ def test_leak_report_of_which_a_part_is_not_recognized_is_a_warning(desk: Desk) 
     key, _ = issue(desk.sandbox)
     pasted = f"{key.key_id} nonsense"
     shown = text_of(browser(desk.responder).post(address("keyvault_key_leak"), {"key_ids": pasted}, follow=True))
-    assert "1 key is revoked: refused for ever. NOT revoked, 1:" in shown
+    assert "1 key is revoked and permanently refused. NOT revoked, 1:" in shown
     assert 'class="warning"' in shown
     assert 'class="success"' not in shown
 
@@ -140,7 +140,7 @@ def test_credential_without_a_usable_key_is_reissued_in_two_clicks(desk: Desk) -
     assert client.post(page, {"reason": ""}).status_code == 400
     shown = text_of(client.post(page, {"reason": "the last one\nleaked"}, follow=True))
     rotation = Rotation.objects.get()
-    assert f"Rotation {rotation} is asked for" in shown
+    assert f"Requested rotation {rotation}" in shown
     assert (rotation.state, rotation.approvals_needed, rotation.approved_plan.reason) == (
         S.EMERGENCY,
         1,
@@ -165,7 +165,7 @@ UNTRUE_OF_A_DEAD_KEY = (
     "both keys stay",
     "both keys verify",
     "old key stays",
-    "the key stays as it is",
+    "the key stays unchanged",
     "shop",
 )
 
@@ -187,11 +187,18 @@ def test_emergency_plan_says_nothing_that_is_untrue_of_a_dead_key(desk: Desk, ho
     ):
         shown = text_of(client.get(url))
         for label in (
-            *("Deadline", "When the deadline passes", "Proof", "Traffic that proves it", "Quiet period", "Quarantine"),
-            *("Nobody had used the old key when this was asked", "Used in quarantine, the old key is"),
+            *(
+                "Deadline",
+                "When the deadline passes",
+                "Proof",
+                "Traffic required as proof",
+                "Quiet period",
+                "Quarantine",
+            ),
+            *("Old key unused at request", "Old key used in quarantine"),
         ):
             row = fact(shown, label)
-            assert row.endswith("without effect: the old key has ended"), (url, label, row)
+            assert row.endswith("no effect: the old key has ended"), (url, label, row)
         for words in UNTRUE_OF_A_DEAD_KEY:
             assert words not in without_plan(shown).lower(), (url, words)
 
@@ -199,7 +206,7 @@ def test_emergency_plan_says_nothing_that_is_untrue_of_a_dead_key(desk: Desk, ho
 def test_emergency_plan_still_shows_every_field_that_the_digest_covers(desk: Desk) -> None:
     rotation = ended(desk, "revoked")
     shown = text_of(browser(desk.approver).get(address("rotation_rotation_approve", rotation.pk)))
-    assert "it stalls" in fact(shown, "When the deadline passes")
+    assert "stall: both keys stay" in fact(shown, "When the deadline passes")
     assert rotation.plan_digest in shown
 
 
@@ -207,11 +214,11 @@ def test_emergency_that_is_aborted_says_what_becomes_of_the_credential(desk: Des
     rotation = ended(desk, "compromised")
     client, url = browser(desk.tam), address("rotation_rotation_abort", rotation.pk)
     page = text_of(client.get(url))
-    assert "The credential stays without a key that is good." in page
-    assert "The old key stays as it is" not in page
+    assert "The credential has no usable key." in page
+    assert "The old key stays unchanged" not in page
     form = {"version": rotation.version, "why": "not needed"}
     shown = text_of(client.post(url, form, follow=True))
-    assert "Aborted. The credential stays without a key that is good." in shown
+    assert "Rotation aborted. The credential has no usable key." in shown
 
 
 def fact(shown: str, label: str) -> str:
@@ -223,7 +230,7 @@ def fact(shown: str, label: str) -> str:
 
 def without_plan(shown: str) -> str:
     """The page less the rows of the plan, which are each said to be without effect."""
-    return re.sub(r"<dd>[^<]*(<[^>]*>[^<]*)*?without effect: the old key has ended\s*</dd>", "", shown)
+    return re.sub(r"<dd>[^<]*(<[^>]*>[^<]*)*?no effect: the old key has ended\s*</dd>", "", shown)
 
 
 def test_credential_reissue_is_not_offered_to_who_may_not_ask(desk: Desk) -> None:
@@ -240,7 +247,7 @@ def test_key_revoked_page_says_what_happens(desk: Desk) -> None:
     """Before the button: whom it hits, that nothing holds it up, and what would be gentler."""
     key, _ = issue(desk.sandbox)
     form = text_of(browser(desk.responder).get(address("keyvault_key_revoke", key.pk)))
-    for words in ("refused at once and for ever", "no way back", "It was never used.", "Rotate it instead"):
+    for words in ("immediately and permanently", "cannot be undone", "The key was never used.", "Rotate it instead"):
         assert words in form
     assert PRODUCTION not in form
     assert RevocationReason.SUPERSEDED in form

@@ -51,12 +51,12 @@ def test_date_is_asked_for_and_counts_once_a_second_person_has_approved_it(desk:
     assert get_rotation(row.pk).retire_at is None
     assert page(asked) in text_of(client.get(address("rotation_rotation_change", row.pk)))
     approver = browser(desk.approver)
-    assert "Retirement dates that you may approve" in text_of(approver.get("/admin/"))
+    assert "Retirement dates to approve" in text_of(approver.get("/admin/"))
     version = hidden(approver.get(page(asked, "approve")), "version")
     assert approver.post(page(asked, "approve"), {"version": version}).status_code == 302
     assert get_rotation(row.pk).retire_at == in_days(90)
     shown = text_of(approver.get(address("rotation_rotation_change", row.pk)))
-    assert "The old key is retired at" in shown
+    assert "Old key retired at" in shown
     assert approver.get(page(asked, "approve")).status_code == 409
 
 
@@ -82,7 +82,7 @@ def test_date_approved_by_whoever_asked_is_refused(desk: Desk) -> None:
     row = rotated(desk, desk.production)
     asked = ask_retirement(grant(desk.admin, P.ROTATIONS_WRITE, desk.production), row, in_days(90))
     client = browser(desk.admin)
-    assert "it takes a second person" in text_of(client.get(page(asked)))
+    assert "A second person must approve it" in text_of(client.get(page(asked)))
     assert page(asked, "approve") not in text_of(client.get(page(asked)))
     assert client.get(page(asked, "approve")).status_code == 409
     assert client.post(page(asked, "approve"), {"version": asked.version}).status_code == 409
@@ -95,7 +95,7 @@ def test_date_that_was_overtaken_by_a_later_one_cannot_be_approved(desk: Desk) -
     client = browser(desk.approver)
     assert client.get(page(first, "approve")).status_code == 409
     assert client.post(page(first, "approve"), {"version": first.version}).status_code == 409
-    assert "a later date was asked for" in text_of(client.get(page(first)))
+    assert "a later date was requested" in text_of(client.get(page(first)))
     assert client.post(page(second, "approve"), {"version": second.version}).status_code == 302
 
 
@@ -122,7 +122,7 @@ def test_date_is_never_asked_for_a_private_key(desk: Desk) -> None:
     assert client.get(url).status_code == 409
     sent = {"version": row.version, "retire_at": f"{in_days(90):%Y-%m-%dT%H:%M}"}
     assert client.post(url, sent).status_code == 409
-    assert "Dates asked for" not in text_of(client.get(address("rotation_rotation_change", row.pk)))
+    assert "Requested retirement dates" not in text_of(client.get(address("rotation_rotation_change", row.pk)))
 
 
 def test_list_of_dates_opens(desk: Desk) -> None:

@@ -12,7 +12,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.webhooks.endpoints import add_endpoint
-from rotation.admin.rotation_forms import RotateForm
+from rotation.admin.rotation_forms import RotationForm
 from rotation.domain.events import RotationState as S
 from rotation.domain.policy import DEFAULTS, AtDeadline, DeliveryChannel, Plan, Proof, Reinstatement
 from rotation.domain.windows import Window
@@ -115,7 +115,7 @@ def test_form_takes_a_public_key_which_is_confirmed_and_has_no_deadline(desk: De
     plan = plan_of(desk, key, retire_at=as_sent(retire_at))
     assert (plan.proof, plan.deadline, plan.retire_at) == (Proof.CONFIRMATION, None, retire_at)
     page = text_of(client.get(address("rotation_rotation_change", Rotation.objects.get().pk)))
-    assert "once, for a source that used it before · without effect for a public key" in page
+    assert "once, for a source that used it before · no effect for a public key" in page
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_form_opens_the_group_that_holds_a_mistake_and_folds_the_others(desk: De
 def test_form_shows_every_field_once(desk: Desk) -> None:
     text = text_of(browser(desk.tam).get(address("rotation_rotation_request")))
     names = re.findall(r'<(?:input|select|textarea)[^>]* name="(\w+)"', text)
-    once = set(RotateForm.base_fields) - {"weekdays"}
+    once = set(RotationForm.base_fields) - {"weekdays"}
     assert {name: names.count(name) for name in once} == dict.fromkeys(once, 1)
     assert names.count("weekdays") == 7
 

@@ -165,8 +165,8 @@ def test_rotation_approval_page_shows_the_whole_plan(desk: Desk) -> None:
 def test_rotation_waits_on_the_front_page_of_whoever_may_approve(desk: Desk) -> None:
     key, _ = issue(desk.production, label="live-checkout")
     asked(desk, key)
-    assert "Rotations that you may approve" in text_of(browser(desk.approver).get("/admin/"))
-    assert "Rotations that you may approve" not in text_of(browser(desk.tam).get("/admin/"))
+    assert "Rotations to approve" in text_of(browser(desk.approver).get("/admin/"))
+    assert "Rotations to approve" not in text_of(browser(desk.tam).get("/admin/"))
 
 
 def test_rotation_page_tells_what_it_waits_for_and_who_uses_the_old_key(desk: Desk) -> None:
@@ -177,7 +177,7 @@ def test_rotation_page_tells_what_it_waits_for_and_who_uses_the_old_key(desk: De
     text = text_of(browser(desk.auditor).get(page))
     assert "It waits for the merchant to acknowledge with the replacement, or an operator" in text
     assert 'class="step step-current" aria-current="step"' in text
-    assert "Who still uses the old key" in text
+    assert "Users of the old key" in text
     assert "stored as version" in text
 
 
@@ -239,7 +239,7 @@ def test_rotation_aborted_after_delivery_is_a_conflict(desk: Desk) -> None:
     assert client.get(page).status_code == 409
     answer = client.post(page, {"version": fresh(row).version, "why": "too late"})
     assert answer.status_code == 409
-    assert "roll back instead" in text_of(answer)
+    assert "Roll back instead" in text_of(answer)
     assert fresh(row).state == S.AWAITING_PROOF
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
-from keyvault.admin.framework.widgets import Waiting
+from keyvault.admin.framework.widgets import AttentionItem
 from keyvault.backends.base import BackendDeniedError, Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.errors import StateConflictError
@@ -23,7 +23,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.webhooks.endpoints import add_endpoint
-from rotation.admin.rotation_actions import ACTS
+from rotation.admin.rotation_actions import ROW_ACTIONS
 from rotation.domain.events import RotationState as S
 from rotation.domain.policy import DeliveryChannel
 from rotation.domain.runbook import REMEDY_LABELS, STALLS, Case, Remedy, fitted
@@ -200,7 +200,7 @@ def test_rotation_whose_webhook_endpoint_refuses_says_so_and_leads_to_the_accoun
     assert "webhook endpoint does not accept the message" in told
     assert address("keyvault_account_change", place.pk) in told
     assert address("rotation_rotation_roll-back", rotation.pk) in told
-    assert "Told: the merchant&#x27;s webhook endpoint took the news" in text
+    assert "Notified: the merchant&#x27;s webhook endpoint accepted the notification" in text
 
 
 def test_rotation_whose_backend_is_away_shows_the_last_error(clock: Clock, verifier: UsageLog) -> None:
@@ -212,7 +212,7 @@ def test_rotation_whose_backend_is_away_shows_the_last_error(clock: Clock, verif
     with mock.patch.object(LocalKeystore, "put", scene.unavailable):
         rotation = advance(rotation, clock)
     assert rotation.state == S.PUBLISHING
-    assert "Rotations held up by a failing step" in text_of(client.get("/admin/")).split("Nothing of:")[0]
+    assert "Rotations blocked by a failing step" in text_of(client.get("/admin/")).split("No items:")[0]
     assert page in text_of(client.get(f"{address('rotation_rotation_changelist')}?held=up"))
     text = text_of(client.get(page))
     assert "a step that needs the secret backend fails" in cure_of(text)
@@ -240,7 +240,7 @@ def test_rotation_that_waits_for_the_merchant_says_where_the_replacement_is(
 
 
 def test_runbook_names_acts_that_exist() -> None:
-    acts = {act.name: act.label for act in ACTS}
+    acts = {act.name: act.label for act in ROW_ACTIONS}
     pages = {Remedy.PREDECESSOR, Remedy.REPLACEMENT, Remedy.ACCOUNT, Remedy.ASK_AGAIN}
     assert {remedy.value: REMEDY_LABELS[remedy] for remedy in set(Remedy) - pages} == acts
 
@@ -248,7 +248,7 @@ def test_runbook_names_acts_that_exist() -> None:
 def test_front_page_shows_alarms_first(clock: Clock, verifier: UsageLog) -> None:
     late(clock, verifier)
     response = browser(scene.tam()).get("/admin/")
-    waiting: list[Waiting] = response.context["waiting"]
+    waiting: list[AttentionItem] = response.context["attention_items"]
     tones = [item.tone == "alarm" for item in waiting]
     assert tones == sorted(tones, reverse=True)
     assert True in tones

@@ -77,8 +77,8 @@ def test_schedule_of_one_credential_or_all_of_an_environment(desk: Desk) -> None
         ({"jitter_days": 90}, "less than the cryptoperiod"),
         ({"lead_days": 90}, "less than the cryptoperiod minus the jitter"),
         ({"weekdays": ["7"]}, "not one of the available choices"),
-        ({"opens": "25:00"}, "A time of day"),
-        ({"opens": "22:00"}, "the weekdays on which these hours apply"),
+        ({"opens": "25:00"}, "Invalid time of day"),
+        ({"opens": "22:00"}, "the days on which it has these hours"),
         ({**NIGHTS, "time_zone": "Europe/Atlantis"}, "IANA time zone"),
         ({**NIGHTS, "closes": "22:00"}, "a time other than opens"),
         ({**NIGHTS, "cryptoperiod_days": 1}, "longer than the cryptoperiod"),
@@ -251,7 +251,7 @@ def test_calendar_page_shows_months_and_leads_to_what_it_shows(desk: Desk) -> No
     assert address("rotation_rotation_change", Rotation.objects.get().pk) in page
     assert "awaiting approval" in page
     assert "backend" not in text_of(client.get(where, {"environment": "sandbox"}))
-    assert "No key on a schedule" in text_of(client.get(where, {"merchant": "<nobody>", "days": "30"}))
+    assert "No scheduled rotations in this period" in text_of(client.get(where, {"merchant": "<nobody>", "days": "30"}))
     assert where in text_of(client.get(address(LIST)))
     policy = client.get(where)["Content-Security-Policy"]
     assert "unsafe" not in policy
@@ -269,7 +269,7 @@ def test_credential_page_says_when_its_key_is_replaced_next(desk: Desk) -> None:
     key, _ = issue(desk.sandbox, at=now() - 80 * DAY)
     client = browser(desk.tam)
     where = address("keyvault_credential_change", key.credential_id)
-    assert "it is on no schedule" in text_of(client.get(where))
+    assert "not on a schedule" in text_of(client.get(where))
     save(Environment.SANDBOX, now())
     page = text_of(client.get(where))
     assert "Next scheduled rotation" in page
