@@ -110,7 +110,7 @@ def make_operator(
     person: str | None = None,
     channel: Channel = Channel.CONSOLE,
     host_user: str | None = None,
-) -> principals.Operator:
+) -> principals.OperatorPrincipal:
     """A new log-in with PASSWORD, as the principal that the console makes of it; `person` of an earlier one."""
     with mock.patch.object(PBKDF2PasswordHasher, "iterations", 1):
         row = create_operator(
@@ -123,7 +123,7 @@ def make_operator(
     return operator_principal(row, channel, host_user)
 
 
-def the_operator(username: str, *roles: Role) -> principals.Operator:
+def the_operator(username: str, *roles: Role) -> principals.OperatorPrincipal:
     """The operator of that name, made with these roles at the first call."""
     row = Operator.objects.filter(username=username).first()
     return make_operator(username, *roles) if row is None else operator_principal(row)
@@ -151,7 +151,7 @@ def request_key(
     delivery: Delivery = Delivery.SECRET_BACKEND,
     recipient_public_key: str = "",
     expires_in_days: int | None = None,
-    by: principals.Operator | principals.Service | None = None,
+    by: principals.OperatorPrincipal | principals.Service | None = None,
     at: datetime | None = None,
 ) -> IssuanceRequest:
     """A request: approved at once in sandbox, pending in production. `by` is the operator `tam` unless given."""
@@ -168,7 +168,7 @@ def request_key(
 
 
 def approve(
-    request: IssuanceRequest, *, by: principals.Operator | None = None, at: datetime | None = None
+    request: IssuanceRequest, *, by: principals.OperatorPrincipal | None = None, at: datetime | None = None
 ) -> IssuanceRequest:
     """One yes to it, of the operator `approver` unless given."""
     approving = by or the_operator("approver", Role.APPROVER)
@@ -195,7 +195,7 @@ def issue(
     delivery: Delivery = Delivery.SECRET_BACKEND,
     recipient_public_key: str = "",
     expires_in_days: int | None = None,
-    by: principals.Operator | principals.Service | None = None,
+    by: principals.OperatorPrincipal | principals.Service | None = None,
     at: datetime | None = None,
 ) -> tuple[Key, Plaintext]:
     """An active key of a new credential, asked for by `tam` and, in production, approved by `approver`.

@@ -10,7 +10,7 @@ from datetime import datetime
 from keyvault.access.catalog import Bearer, Endpoint, NoMatchingEndpoint
 from keyvault.access.customers import Customer, CustomerFault
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import KeyHolder, Operator, Principal, Service, System
+from keyvault.access.principals import KeyHolder, OperatorPrincipal, Principal, Service, System
 from keyvault.access.rules import EndpointRequest, EndpointRule, OperationRule, Rule, Target
 from keyvault.domain.errors import ABSENT
 from keyvault.domain.errors import ErrorCode as Code
@@ -118,7 +118,7 @@ def _within_environment(rule: OperationRule, principal: Principal, target: Targe
 
 
 def _within_merchants(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
-    if isinstance(principal, Operator | System) or target.merchant_id is None:
+    if isinstance(principal, OperatorPrincipal | System) or target.merchant_id is None:
         return None
     merchants = principal.merchants if isinstance(principal, Service) else frozenset({principal.merchant_id})
     if merchants is None or target.merchant_id in merchants:
@@ -133,7 +133,7 @@ def _within_merchants(rule: OperationRule, principal: Principal, target: Target)
 def _by_second_person(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
     if not rule.second_person:
         return None
-    if isinstance(principal, Operator) and principal.person != target.requester_person:
+    if isinstance(principal, OperatorPrincipal) and principal.person != target.requester_person:
         return None
     return Denial(
         Code.STATE_CONFLICT,

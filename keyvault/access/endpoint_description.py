@@ -22,6 +22,10 @@ def format_limit(limit: Limit | None) -> str:
     return "none" if limit is None else f"{limit.count} per {limit.seconds} s"
 
 
+EXEMPT = "none, and exempt from the account's"
+"""The `Limit` of an endpoint that spends from no limit."""
+
+
 def authorization_panel(endpoint: Endpoint) -> list[tuple[str, str]]:
     """Return pairs of label and value, always the same labels in the same order."""
     context = [
@@ -43,7 +47,7 @@ def authorization_panel(endpoint: Endpoint) -> list[tuple[str, str]]:
 
 def _limit(endpoint: Endpoint) -> str:
     if not endpoint.spends:
-        return "none, and exempt from the account's"
+        return EXEMPT
     return (
         "the account's" if endpoint.limit is None else f"{format_limit(endpoint.limit)}, in addition to the account's"
     )

@@ -23,7 +23,7 @@ class Channel(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class OperatorPrincipal:
     """A person with a console session, or one whom a user of the host named on the command line."""
 
     username: str
@@ -113,4 +113,4 @@ HOST = System(
 )
 """The host's command line for setup; a shell on the host includes the database. It can neither approve nor read."""
 
-Principal = Operator | Service | KeyHolder | System
+Principal = OperatorPrincipal | Service | KeyHolder | System

@@ -13,6 +13,7 @@ from django.conf import settings
 from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_schema
 from rest_framework import serializers
 
+from keyvault.access.endpoint_description import EXEMPT
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode as Code
 from keyvault.wire.headers import PREFERENCE_APPLIED
@@ -258,7 +259,7 @@ def _add_headers(operation: dict[str, Any]) -> None:
     responses = operation["responses"]
     replays = any(parameter["name"] == IDEMPOTENCY_KEY for parameter in operation.get("parameters", ()))
     waits = any(parameter["name"] == PREFER_WAIT.name for parameter in operation.get("parameters", ()))
-    is_limited = "429" in responses and "x-authorization" in operation
+    is_limited = operation.get("x-authorization", {}).get("Limit", EXEMPT) != EXEMPT
     for status, response in responses.items():
         needed, possible = ["X-Request-Id", "Cache-Control", *_NEEDED.get(status, ())], [*_POSSIBLE.get(status, ())]
         if status < "300":

@@ -48,7 +48,7 @@ class Reply:
     retry_after: str | None
 
 
-class Deadline:
+class RequestDeadline:
     """The end of a time limit."""
 
     def __init__(self, seconds: float) -> None:
@@ -82,7 +82,7 @@ def post(
     `own_networks`: allowed networks besides the public addresses, also over plain http. `trust`: the trusted CAs, by
     default those of the host.
     """
-    deadline = Deadline(within_seconds)
+    deadline = RequestDeadline(within_seconds)
     try:
         addresses = _require_allowed(destination, own_networks, _resolve_in_time(destination, resolve, deadline))
         with _connect(addresses, deadline) as plain:
@@ -101,7 +101,7 @@ def _system_trust() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _resolve_in_time(destination: Destination, resolve: Resolve, deadline: Deadline) -> Sequence[Address]:
+def _resolve_in_time(destination: Destination, resolve: Resolve, deadline: RequestDeadline) -> Sequence[Address]:
     """Resolve in a separate thread, since the resolver's own timeouts are long."""
     found: list[Sequence[Address]] = []
     faults: list[OSError] = []
@@ -134,9 +134,9 @@ def _require_allowed(
     return addresses
 
 
-def _connect(addresses: Sequence[Address], deadline: Deadline) -> socket.socket:
+def _connect(addresses: Sequence[Address], deadline: RequestDeadline) -> socket.socket:
     """Connect to the first address that accepts; all addresses share the connection timeout."""
-    connecting = Deadline(deadline.left(CONNECT_SECONDS))
+    connecting = RequestDeadline(deadline.left(CONNECT_SECONDS))
     fault: OSError = OSError("the name has no address")
     for address in addresses:
         connection = socket.socket(socket.AF_INET6 if len(address) == 4 else socket.AF_INET)
@@ -154,7 +154,11 @@ def _connect(addresses: Sequence[Address], deadline: Deadline) -> socket.socket:
 
 
 def _exchange(
-    connection: socket.socket, destination: Destination, headers: Mapping[str, str], body: bytes, deadline: Deadline
+    connection: socket.socket,
+    destination: Destination,
+    headers: Mapping[str, str],
+    body: bytes,
+    deadline: RequestDeadline,
 ) -> Reply:
     bounded = _Bounded(connection, deadline)
     client = HTTPConnection(destination.host, destination.port)
@@ -171,7 +175,7 @@ def _exchange(
     response.begin()
     reply = Reply(response.status, response.headers.get("Retry-After"))
     with suppress(OSError, HTTPException):
-        bounded.deadline = Deadline(deadline.left(_DRAIN_SECONDS))
+        bounded.deadline = RequestDeadline(deadline.left(_DRAIN_SECONDS))
         while response.read1():
             pass
     response.close()
@@ -181,7 +185,7 @@ def _exchange(
 class _Bounded(io.RawIOBase):
     """A connection for `http.client` that limits the total time and the reply's bytes."""
 
-    def __init__(self, connection: socket.socket, deadline: Deadline) -> None:
+    def __init__(self, connection: socket.socket, deadline: RequestDeadline) -> None:
         self.deadline = deadline
         self._connection, self._left = connection, MOST_BYTES
 

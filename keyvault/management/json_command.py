@@ -15,7 +15,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import OperationalError, ProgrammingError
 
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.errors import KeyvaultError, RequestInvalidError
 from keyvault.domain.redaction import redact
 from keyvault.models import Account
@@ -59,12 +59,12 @@ class JsonCommand(BaseCommand):
         """Warn on standard error that the new token was not printed and is stored nowhere."""
         self.stderr.write("Created without --reveal: this token can never be read.")
 
-    def operator(self, username: str) -> Operator:
+    def operator(self, username: str) -> OperatorPrincipal:
         return find_operator(username, host_user=getpass.getuser())
 
     def grant(
         self,
-        operator: Operator,
+        operator: OperatorPrincipal,
         permission: Permission,
         account: Account | None = None,
         requester_person: str | None = None,

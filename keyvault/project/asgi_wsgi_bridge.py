@@ -40,7 +40,7 @@ from keyvault.hotpath.http1.framing import refusal
 from keyvault.hotpath.http1.protocol import Bounds
 from keyvault.hotpath.messages.questions import VERIFY
 from keyvault.hotpath.messages.responses import HttpResponse
-from keyvault.project.deadline import Deadline
+from keyvault.project.deadline import BodyDeadline
 from keyvault.project.engine_view import serves_host
 from keyvault.project.request_pool import ClientGoneError, QueueFullError, RequestPool
 from keyvault.wire.headers import join_headers
@@ -127,7 +127,7 @@ class Bridge:
         self._pool = RequestPool("request", self._capacity.threads, self._capacity.queue)
         self._console_pool = RequestPool("console", self._capacity.console_threads, self._capacity.console_queue)
         self._probe_pool = RequestPool("probe", 1, self._capacity.probe_queue)
-        self._body_deadline = Deadline(self._capacity.body_seconds)
+        self._body_deadline = BodyDeadline(self._capacity.body_seconds)
         self._in_progress = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

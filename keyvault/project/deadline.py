@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Deadline:
+class BodyDeadline:
     """The same timeout for many awaitables, with one timer for all of them.
 
     `asyncio.timeout` sets a timer for each, which would slow the fast path of verify.

@@ -5,7 +5,7 @@ from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.actions import ActionForm, Cleaned, Group, ReasonForm, RowChoice, VersionedForm
+from keyvault.admin.framework.actions import ActionForm, ActionGroup, Cleaned, ReasonForm, RowChoice, VersionedForm
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
@@ -107,21 +107,23 @@ class RotationForm(ActionForm):
     """Form with every field of a plan; an empty field takes the default of the environment."""
 
     groups = (
-        Group(
+        ActionGroup(
             "Proof",
             ("proof", "proof_count", "proof_sources", "soak_seconds"),
             "how use of the replacement is proven",
         ),
-        Group(
+        ActionGroup(
             "Retiring the old key",
             ("quiet_seconds", "quarantine_seconds", "reinstatement", "retire_at"),
             "quiet period, quarantine, and the date for a public key",
         ),
-        Group("Timing", ("not_before", "deadline", "at_deadline", "predecessor_may_expire"), "start and deadline"),
-        Group(
+        ActionGroup(
+            "Timing", ("not_before", "deadline", "at_deadline", "predecessor_may_expire"), "start and deadline"
+        ),
+        ActionGroup(
             "Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which the rotation may start"
         ),
-        Group("Replacement", ("expires_in_days", "webhook"), "expiry and notification"),
+        ActionGroup("Replacement", ("expires_in_days", "webhook"), "expiry and notification"),
     )
 
     credential_id = RowChoice(

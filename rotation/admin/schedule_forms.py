@@ -6,7 +6,7 @@ from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.actions import ActionForm, Cleaned, Group, RowChoice, VersionedForm
+from keyvault.admin.framework.actions import ActionForm, ActionGroup, Cleaned, RowChoice, VersionedForm
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.models import Credential
@@ -26,8 +26,10 @@ class TermsForm(ActionForm):
     """Form with the terms of a schedule; an empty field takes its default."""
 
     groups = (
-        Group("Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which rotations may start"),
-        Group(
+        ActionGroup(
+            "Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which rotations may start"
+        ),
+        ActionGroup(
             "Plan",
             ("proof", "quiet_seconds", "quarantine_seconds", "expires_in_days", "reason"),
             "changes to the default plan",

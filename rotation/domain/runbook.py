@@ -69,7 +69,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RotationGroup:
     """The rotations that a sentence applies to; `name` is the README's name for them."""
 
     name: str
@@ -80,20 +80,20 @@ def _delivered_by(*deliveries: Delivery) -> Callable[[Case], bool]:
     return lambda case: case.kind is KeyKind.PRIVATE and case.delivery in deliveries
 
 
-PUBLIC = Group("Public key", lambda case: case.kind is KeyKind.PUBLIC)
-PRIVATE = Group("Private key", lambda case: case.kind is KeyKind.PRIVATE)
-BACKEND = Group("Secret backend", _delivered_by(Delivery.SECRET_BACKEND))
-SHOWN_ONCE = Group("Shown once", _delivered_by(Delivery.SHOW_ONCE))
-SEALED = Group("Sealed", _delivered_by(Delivery.SEALED))
-OLD_KEY_GOOD = Group("Old key still good", lambda case: case.has_old_key)
-OLD_KEY_ENDED = Group("Old key ended", lambda case: not case.has_old_key)
+PUBLIC = RotationGroup("Public key", lambda case: case.kind is KeyKind.PUBLIC)
+PRIVATE = RotationGroup("Private key", lambda case: case.kind is KeyKind.PRIVATE)
+BACKEND = RotationGroup("Secret backend", _delivered_by(Delivery.SECRET_BACKEND))
+SHOWN_ONCE = RotationGroup("Shown once", _delivered_by(Delivery.SHOW_ONCE))
+SEALED = RotationGroup("Sealed", _delivered_by(Delivery.SEALED))
+OLD_KEY_GOOD = RotationGroup("Old key still good", lambda case: case.has_old_key)
+OLD_KEY_ENDED = RotationGroup("Old key ended", lambda case: not case.has_old_key)
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
     """A sentence that applies to one group of rotations."""
 
-    group: Group
+    group: RotationGroup
     text: str
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from keyvault.access.decision import Check, Denial, Grant, decide
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import HOST, WORKER, Channel, KeyHolder, Operator, Principal, Service, System
+from keyvault.access.principals import HOST, WORKER, Channel, KeyHolder, OperatorPrincipal, Principal, Service, System
 from keyvault.access.roles import Role
 from keyvault.access.rules import PLATFORM, Target, operation
 from keyvault.domain.environments import Environment
@@ -89,8 +89,8 @@ CELLS = {
 }
 
 
-def operator(*roles: Role, person: str = "per_anna", username: str = "anna") -> Operator:
-    return Operator(username, person, frozenset(roles))
+def operator(*roles: Role, person: str = "per_anna", username: str = "anna") -> OperatorPrincipal:
+    return OperatorPrincipal(username, person, frozenset(roles))
 
 
 def service(

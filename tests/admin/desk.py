@@ -38,11 +38,11 @@ class Desk:
 
     sandbox: Account
     production: Account
-    tam: principals.Operator
-    approver: principals.Operator
-    admin: principals.Operator
-    auditor: principals.Operator
-    responder: principals.Operator
+    tam: principals.OperatorPrincipal
+    approver: principals.OperatorPrincipal
+    admin: principals.OperatorPrincipal
+    auditor: principals.OperatorPrincipal
+    responder: principals.OperatorPrincipal
 
 
 def set_up_desk() -> Desk:
@@ -84,7 +84,7 @@ def make_refusal(request_id: str = "R" * 22, **told: Any) -> Refusal:
     return Refusal.objects.create(request_id=request_id, at=now(), **{**columns, **told})
 
 
-def browser(operator: principals.Operator, **options: Any) -> Client:
+def browser(operator: principals.OperatorPrincipal, **options: Any) -> Client:
     """Logged in as them. A fault of ours is an answer with status 500, as for everybody else."""
     client = Client(raise_request_exception=False, **options)
     client.force_login(Operator.objects.get(username=operator.username))

@@ -1,6 +1,8 @@
 """Names that tell where a line belongs, and the two calls that must stay countable."""
 
+import ast
 import re
+from collections import defaultdict
 
 from tests.architecture.checkout import CODE, calls, python_files, relative
 
@@ -43,6 +45,16 @@ REVEALS: dict[str, str] = {
 def test_names_no_module_is_a_drawer_for_everything() -> None:
     found = {part for path in python_files(*CODE, "tests") for part in (path.with_suffix(""), path.parent)}
     assert sorted(relative(path) for path in found if SHAPELESS.fullmatch(path.name)) == []
+
+
+def test_names_no_two_classes_share_one() -> None:
+    """One name, one thing. Django names `Meta` and `Command`."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in python_files(*CODE):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name not in {"Meta", "Command"}:
+                places[node.name].append(relative(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_names_a_grant_is_made_in_exactly_one_place() -> None:

@@ -65,9 +65,9 @@ class World:
     `tam` asks for everything and has a second log-in, `tam_too`; `approver` approves.
     """
 
-    tam: principals.Operator
-    tam_too: principals.Operator
-    approver: principals.Operator
+    tam: principals.OperatorPrincipal
+    tam_too: principals.OperatorPrincipal
+    approver: principals.OperatorPrincipal
     sandbox: Account
     production: Account
     key: Key
@@ -137,19 +137,19 @@ def world(db: None) -> World:
     )
 
 
-def _rotation(tam: principals.Operator, key: Key) -> Rotation:
+def _rotation(tam: principals.OperatorPrincipal, key: Key) -> Rotation:
     allowed = grant(tam, Permission.ROTATIONS_WRITE, key.credential.account)
     return request_rotation(allowed, key.credential, PlanOverrides(predecessor_may_expire=True))
 
 
-def _retirement(tam: principals.Operator, place: Account) -> Retirement:
+def _retirement(tam: principals.OperatorPrincipal, place: Account) -> Retirement:
     """Of a public key's rotation; nobody has approved it."""
     key, _ = issue(place, kind=KeyKind.PUBLIC)
     rotation = _rotation(tam, key)
     return ask_retirement(grant(tam, Permission.ROTATIONS_WRITE, place), rotation, now() + timedelta(days=90))
 
 
-def _campaign(tam: principals.Operator, approver: principals.Operator, place: Account) -> Campaign:
+def _campaign(tam: principals.OperatorPrincipal, approver: principals.OperatorPrincipal, place: Account) -> Campaign:
     """One that waits for its approval, beside one that had it; and a schedule with its calendar."""
     made = []
     for _ in range(2):

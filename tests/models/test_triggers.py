@@ -409,7 +409,7 @@ def _note_act(**changes: Any) -> None:
     insert_copy("keyvault_breakglass", {"act_id": fresh_id(), **changes})
 
 
-def _review_act(operator: principals.Operator, **changes: Any) -> None:
+def _review_act(operator: principals.OperatorPrincipal, **changes: Any) -> None:
     row = read_row("keyvault_operator", username=operator.username)
     review = {"reviewed_at": row["date_joined"], "reviewer_id": row["id"], "reviewer_person": operator.person}
     update("keyvault_breakglass", {**review, **changes})

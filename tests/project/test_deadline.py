@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keyvault.project.deadline import Deadline
+from keyvault.project.deadline import BodyDeadline
 
 
 class Clock:
@@ -40,7 +40,7 @@ async def forever() -> None:
 
 def test_deadline_each_task_has_the_whole_time() -> None:
     async def scenario(clock: Clock) -> None:
-        deadline = Deadline(10)
+        deadline = BodyDeadline(10)
         first = asyncio.ensure_future(deadline.bound(forever()))
         await clock.set(0)
         await clock.set(6)
@@ -67,7 +67,7 @@ def test_deadline_each_task_has_the_whole_time() -> None:
 
 def test_deadline_leaves_what_ends_in_time_alone() -> None:
     async def scenario(clock: Clock) -> None:
-        deadline = Deadline(10)
+        deadline = BodyDeadline(10)
         assert await deadline.bound(asyncio.sleep(0, "done")) == "done"
         await clock.set(100)
 
@@ -83,7 +83,7 @@ def test_deadline_leaves_what_ends_in_time_alone() -> None:
 
 def test_deadline_passes_on_a_cancellation_that_is_not_its_own() -> None:
     async def scenario(clock: Clock) -> None:
-        deadline = Deadline(10)
+        deadline = BodyDeadline(10)
         canceled, both = (asyncio.ensure_future(deadline.bound(forever())) for _ in range(2))
         await turn_the_loop()
         canceled.cancel()

@@ -8,7 +8,7 @@ from django.db import models
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.environments import Environment
 from keyvault.models import AuditEntry, Key
 from keyvault.services.recording.authorization import authorize
@@ -27,7 +27,7 @@ def issued(clock: Clock, count: int, environment: Environment = Environment.SAND
     return [issue(account(f"merchant-{number}", environment), clock.now)[0] for number in range(count)]
 
 
-def on_platform(operator: Operator, permission: P, clock: Clock, requester_person: str | None = None) -> Grant:
+def on_platform(operator: OperatorPrincipal, permission: P, clock: Clock, requester_person: str | None = None) -> Grant:
     return authorize(operator, permission, now=clock.now, requester_person=requester_person)
 
 
@@ -40,7 +40,7 @@ def asked(
     wish: PlanOverrides | None = None,
     pace: Pace | None = None,
     reason: str = "yearly",
-    by: Operator | None = None,
+    by: OperatorPrincipal | None = None,
 ) -> Campaign:
     """By `tam`; acknowledgement and the shortest periods of the environment, unless told otherwise."""
     short = {"quiet_seconds": 5, "quarantine_seconds": 5} if environment is Environment.SANDBOX else {}
@@ -56,7 +56,7 @@ def asked(
     )
 
 
-def approved(clock: Clock, campaign: Campaign, by: Operator | None = None) -> Campaign:
+def approved(clock: Clock, campaign: Campaign, by: OperatorPrincipal | None = None) -> Campaign:
     """By `approver` unless told otherwise."""
     grant = on_platform(by or approver(), P.ROTATIONS_APPROVE, clock, campaign.requester_person)
     return approve_campaign(grant, campaign, campaign.plan_digest)

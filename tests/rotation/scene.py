@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import KeyHolder, Operator
+from keyvault.access.principals import KeyHolder, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.backends.base import BackendUnavailableError
 from keyvault.domain.environments import Environment
@@ -47,15 +47,15 @@ def later(now: datetime, seconds: float) -> datetime:
     return now + timedelta(seconds=seconds)
 
 
-def tam() -> Operator:
+def tam() -> OperatorPrincipal:
     return the_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
 
 
-def approver() -> Operator:
+def approver() -> OperatorPrincipal:
     return the_operator("approver", Role.APPROVER)
 
 
-def admin() -> Operator:
+def admin() -> OperatorPrincipal:
     return the_operator("admin", Role.KEY_ADMINISTRATOR)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.models import Account, Merchant
 from tests.factories import PRODUCTION, SANDBOX, account, have_peppers, make_merchant, make_operator
@@ -17,10 +17,10 @@ class Scene:
     merchant: Merchant
     sandbox: Account
     production: Account
-    tam: Operator
-    approver: Operator
-    admin: Operator
-    responder: Operator
+    tam: OperatorPrincipal
+    approver: OperatorPrincipal
+    admin: OperatorPrincipal
+    responder: OperatorPrincipal
 
 
 @pytest.fixture

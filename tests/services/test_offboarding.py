@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER, Operator
+from keyvault.access.principals import WORKER, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.backends.base import BackendUnavailableError
 from keyvault.backends.local import LocalKeystore
@@ -54,7 +54,7 @@ from .rows import dump_tables, events_of, last_body
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-def offboard(scene: Scene, by: Operator | None = None) -> Offboarding:
+def offboard(scene: Scene, by: OperatorPrincipal | None = None) -> Offboarding:
     return offboard_merchant(grant(by or scene.responder, P.MERCHANTS_OFFBOARD), scene.merchant, "contract ended")
 
 

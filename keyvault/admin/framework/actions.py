@@ -58,7 +58,7 @@ class ActionResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ActionGroup:
     """A titled group of form fields, collapsed unless a field has an error."""
 
     title: str
@@ -70,7 +70,7 @@ class Group:
 class FilledGroup:
     """A group with its bound fields, as the template renders it."""
 
-    group: Group
+    group: ActionGroup
     fields: list[BoundField]
     is_open: bool
 
@@ -82,7 +82,7 @@ class ActionForm(forms.Form):
     """
 
     required_css_class = "required"
-    groups: tuple[Group, ...] = ()
+    groups: tuple[ActionGroup, ...] = ()
 
     def ungrouped(self) -> list[BoundField]:
         grouped = {name for group in self.groups for name in group.names}

@@ -16,7 +16,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.errors import PermissionMissingError
 from keyvault.models import Account
 from keyvault.models import Operator as OperatorRow
@@ -30,13 +30,13 @@ else:
 View = Callable[..., HttpResponse]
 
 
-def operator_of(request: HttpRequest) -> Operator:
+def operator_of(request: HttpRequest) -> OperatorPrincipal:
     """Return the signed-in operator, read once per request.
 
     Raises:
         PermissionMissingError: no operator is signed in.
     """
-    known: Operator | None = getattr(request, "console_operator", None)
+    known: OperatorPrincipal | None = getattr(request, "console_operator", None)
     if known is None:
         if not isinstance(request.user, OperatorRow):
             raise PermissionMissingError("Not signed in. Sign in to the console.")

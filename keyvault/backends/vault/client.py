@@ -93,7 +93,7 @@ def open_client(
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldToken:
     """The current token. `renew_at`, `ends_at` in seconds of the client's clock; None: never."""
 
     token: Token
@@ -110,7 +110,7 @@ class VaultClient:
     name: str
     breaker: Breaker
     clock: Callable[[], float] = time.monotonic
-    _held: _Held | None = None
+    _held: _HeldToken | None = None
     _refused_until: float | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _local: threading.local = field(default_factory=threading.local)
@@ -165,7 +165,7 @@ class VaultClient:
             self._end(held.token.text)
         return token.text
 
-    def _renew(self, held: _Held) -> Plaintext:
+    def _renew(self, held: _HeldToken) -> Plaintext:
         try:
             answer = self._ask(lambda client: client.auth.token.renew_self(), held.token.text)
             with understanding("renewal"):
@@ -196,7 +196,7 @@ class VaultClient:
             ends_at = now + lease
             jitter = secrets.randbelow(100) / 1000
             renew_at = now + lease * (RENEW_AFTER - jitter) if token.is_renewable else None
-        self._held = _Held(token, renew_at, ends_at)
+        self._held = _HeldToken(token, renew_at, ends_at)
         meters.note_lease(self.name, None if ends_at is None else lease)
 
     # --- one call -------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import secrets
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
@@ -19,7 +19,7 @@ def note_break_glass(grant: Grant, *, event: str, subject: str, requester_person
     `requester_person`: the person who requested the subject.
     """
     operator = grant.principal
-    if not isinstance(operator, Operator):
+    if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only an operator can use break-glass")
     BreakGlass(
         act_id=mint_id("brk", secrets.token_bytes),
@@ -42,7 +42,7 @@ def review_break_glass(grant: Grant, act: BreakGlass) -> None:
     if act.reviewed_at is not None:
         raise StateConflictError("This action is already reviewed.")
     operator = grant.principal
-    if not isinstance(operator, Operator):
+    if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only an operator can review")
     if operator.person == act.person:
         raise StateConflictError("This requires a second person: the operator who acted cannot review it.")

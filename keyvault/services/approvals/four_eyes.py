@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from keyvault.access.decision import Grant
-from keyvault.access.principals import Channel, Operator
+from keyvault.access.principals import Channel, OperatorPrincipal
 from keyvault.access.rules import Target
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
@@ -22,14 +22,14 @@ class _Approvals(Protocol):
 
 def approving_operator(
     grant: Grant, approvals: _Approvals, *, shown_digest: str, stored_digest: str, requester_person: str
-) -> Operator:
+) -> OperatorPrincipal:
     """Return the approving operator.
 
     Raises StateConflictError when the operator made the request, was shown another version of it, or has already
     approved it.
     """
     operator = grant.principal
-    if not isinstance(operator, Operator):
+    if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only an operator can approve")
     if operator.person == requester_person:
         raise StateConflictError("This requires a second person: the requester cannot approve it.")
@@ -50,7 +50,7 @@ def note_command_line_approval(
     of the approval.
     """
     operator = grant.principal
-    if not isinstance(operator, Operator) or environment != Environment.PRODUCTION:
+    if not isinstance(operator, OperatorPrincipal) or environment != Environment.PRODUCTION:
         return
     why = None
     if operator.channel is Channel.COMMAND_LINE:

@@ -7,7 +7,7 @@ from django.db.models import BooleanField, Case, Q, QuerySet, Value, When
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
 from keyvault.models import Notice
 from keyvault.services.merchants.operators import operator_row
@@ -59,7 +59,7 @@ def mark_all_seen(grant: Grant, until: datetime) -> int:
 
 
 def _mark(grant: Grant, notices: Iterable[Notice]) -> None:
-    if not isinstance(grant.principal, Operator):
+    if not isinstance(grant.principal, OperatorPrincipal):
         raise PermissionMissingError("Only an operator can mark an alarm as seen.")
     seen_by = operator_row(grant.principal)
     for notice in notices:

@@ -9,7 +9,7 @@ from django.db.models import Q, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER, Operator, Service
+from keyvault.access.principals import WORKER, OperatorPrincipal, Service
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
@@ -79,7 +79,7 @@ def request_issuance(
     this process does not serve the environment.
     """
     principal = grant.principal
-    if not isinstance(principal, Operator | Service):
+    if not isinstance(principal, OperatorPrincipal | Service):
         raise TypeError("only operators and services can request credentials")
     environment = Environment(account.environment)
     require_served(environment)
@@ -97,7 +97,7 @@ def request_issuance(
         plan_digest=plan.digest(),
         approvals_needed=needed,
         state=IssuanceState.PENDING if needed else IssuanceState.APPROVED,
-        requester=operator_row(principal) if isinstance(principal, Operator) else None,
+        requester=operator_row(principal) if isinstance(principal, OperatorPrincipal) else None,
         requested_via=ServiceToken.objects.get(pk=principal.token_id) if isinstance(principal, Service) else None,
         requester_person=principal.person,
         created_at=grant.at,
@@ -176,7 +176,7 @@ def reject_issuance(grant: Grant, request: IssuanceRequest, why: str) -> Issuanc
 def withdraw_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:
     """Withdraw a request before anything is issued. Only the person who requested it may do this."""
     operator = grant.principal
-    if not isinstance(operator, Operator) or operator.person != request.requester_person:
+    if not isinstance(operator, OperatorPrincipal) or operator.person != request.requester_person:
         raise StateConflictError("Only the person who made the request can withdraw it. You can reject it instead.")
     return _close(grant, P.ISSUANCE_WITHDRAW, request, IssuanceState.WITHDRAWN, "issuance.withdrawn")
 
@@ -272,7 +272,7 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
     Raises StateConflictError on a second attempt, and NotFoundError if this process does not serve the environment.
     """
     operator = grant.principal
-    if not isinstance(operator, Operator) or operator.person != request.requester_person:
+    if not isinstance(operator, OperatorPrincipal) or operator.person != request.requester_person:
         raise StateConflictError("Only the person who requested the key can collect it.")
     if request.requested_via is not None:
         raise StateConflictError("A service requested the key and must collect it over REST.")
@@ -424,7 +424,7 @@ def _require_pending(request: IssuanceRequest, now: datetime) -> None:
         raise StateConflictError("The request has expired. Make a new one.")
 
 
-def _refuse_faults(plan: IssuancePlan, principal: Operator | Service) -> None:
+def _refuse_faults(plan: IssuancePlan, principal: OperatorPrincipal | Service) -> None:
     faults = []
     if (fault := find_text_fault(plan.label, 100)) is not None:
         faults.append(Fault("/label", fault))
@@ -435,13 +435,13 @@ def _refuse_faults(plan: IssuancePlan, principal: Operator | Service) -> None:
         raise RequestInvalidError("Invalid issuance request. Correct the listed fields.", faults)
 
 
-def _find_delivery_faults(plan: IssuancePlan, principal: Operator | Service) -> Iterator[Fault]:
+def _find_delivery_faults(plan: IssuancePlan, principal: OperatorPrincipal | Service) -> Iterator[Fault]:
     """Yield the faults of a delivery.
 
     Sealed delivery needs a recipient. Only an operator under break-glass may be shown a production key.
     """
     is_sealed = plan.delivery is Delivery.SEALED
-    if isinstance(principal, Operator) and is_sealed:
+    if isinstance(principal, OperatorPrincipal) and is_sealed:
         yield Fault("/delivery", "sealed delivery is only for services that request and collect keys over REST")
     elif is_sealed and not plan.recipient_public_key:
         yield Fault("/recipient_public_key", "sealed delivery needs the recipient's public key")

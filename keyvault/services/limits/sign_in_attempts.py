@@ -27,7 +27,7 @@ _MAX_KEYS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class CountedAttempt:
     """A counted attempt: its number in the current series, and the rest of a lock in seconds.
 
     A series ends 30 minutes after its latest counted attempt.
@@ -59,18 +59,18 @@ class LocalAttempts:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def take(self, key: str) -> Attempt:
+    def take(self, key: str) -> CountedAttempt:
         with self._lock:
             now = self._monotonic()
             count, ends_at = self._counts.get(key, (0, 0.0))
             if ends_at <= now:
                 count = 0
             if count >= SIGN_IN_FAILURES:
-                return Attempt(count + 1, math.ceil(ends_at - now))
+                return CountedAttempt(count + 1, math.ceil(ends_at - now))
             self._counts[key] = (count + 1, now + SIGN_IN_LOCK_SECONDS)
             if len(self._counts) > self._capacity:
                 self._evict()
-        return Attempt(count + 1, SIGN_IN_LOCK_SECONDS)
+        return CountedAttempt(count + 1, SIGN_IN_LOCK_SECONDS)
 
     def give_back(self, key: str) -> None:
         with self._lock:
@@ -110,9 +110,9 @@ class RedisAttempts:
         self._take = client.register_script(_TAKE)
         self._give_back = client.register_script(_GIVE_BACK)
 
-    def take(self, key: str) -> Attempt:
+    def take(self, key: str) -> CountedAttempt:
         count, milliseconds = self._run(self._take, key, SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS * 1000)
-        return Attempt(int(count), max(1, math.ceil(int(milliseconds) / 1000)))
+        return CountedAttempt(int(count), max(1, math.ceil(int(milliseconds) / 1000)))
 
     def give_back(self, key: str) -> None:
         self._run(self._give_back, key)
@@ -125,7 +125,7 @@ class RedisAttempts:
             raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
 
 
-class Attempts:
+class AttemptCounter:
     """The shared counts, or this process's own while Redis is lost or not configured."""
 
     def __init__(self, local: LocalAttempts, shared: RedisAttempts | None, watch: StoreWatch) -> None:
@@ -133,7 +133,7 @@ class Attempts:
         self._shared = shared
         self._watch = watch
 
-    def take(self, key: str) -> Attempt:
+    def take(self, key: str) -> CountedAttempt:
         if self._shared is not None:
             with suppress(LimitStoreLostError), self._watch.guard():
                 return self._shared.take(key)
@@ -148,7 +148,7 @@ class Attempts:
 
 
 @cache
-def attempts() -> Attempts:
+def attempts() -> AttemptCounter:
     """Return this process's attempt counter. Raises ValueError for an invalid Redis URL."""
     shared = RedisAttempts(settings.REDIS_URL) if settings.REDIS_URL else None
-    return Attempts(LocalAttempts(), shared, limiter().watch)
+    return AttemptCounter(LocalAttempts(), shared, limiter().watch)

@@ -9,8 +9,7 @@ from django.db.models import QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import Channel
-from keyvault.access.principals import Operator as OperatorPrincipal
+from keyvault.access.principals import Channel, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError

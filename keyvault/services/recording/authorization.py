@@ -4,7 +4,7 @@ from datetime import datetime
 
 from keyvault.access.decision import Denial, Grant, decide
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import Channel, Operator, Principal
+from keyvault.access.principals import Channel, OperatorPrincipal, Principal
 from keyvault.access.rules import PLATFORM, Target, operation
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError, PermissionMissingError, StateConflictError
@@ -50,10 +50,12 @@ def is_allowed(
     return isinstance(verdict, Grant)
 
 
-def operator_principal(row: OperatorRow, channel: Channel = Channel.CONSOLE, host_user: str | None = None) -> Operator:
+def operator_principal(
+    row: OperatorRow, channel: Channel = Channel.CONSOLE, host_user: str | None = None
+) -> OperatorPrincipal:
     """Return the principal of an operator; a disabled operator has no roles."""
     roles = row.roles if row.is_active else frozenset()
-    return Operator(row.username, row.person, roles, channel, host_user)
+    return OperatorPrincipal(row.username, row.person, roles, channel, host_user)
 
 
 def _error(denial: Denial) -> NotFoundError | PermissionMissingError | StateConflictError:

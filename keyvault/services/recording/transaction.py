@@ -24,7 +24,7 @@ from django.db import transaction
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import Channel, Operator, Principal
+from keyvault.access.principals import Channel, OperatorPrincipal, Principal
 from keyvault.access.rules import OperationRule, Target
 from keyvault.domain.audit import PLATFORM_CHAIN, account_chain
 from keyvault.domain.canonical import JsonValue
@@ -138,7 +138,7 @@ def _redacted(value: JsonValue) -> JsonValue:
 
 def _host_user(principal: Principal) -> str | None:
     """Return the host user of a command-line action: an operator's is in its principal, else this process's."""
-    if isinstance(principal, Operator):
+    if isinstance(principal, OperatorPrincipal):
         return principal.host_user
     if principal.channel is not Channel.COMMAND_LINE:
         return None

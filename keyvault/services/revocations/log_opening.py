@@ -6,7 +6,7 @@ from django.conf import settings
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.notifications import NoticeKind
@@ -47,7 +47,7 @@ def adopt_journal(now: datetime) -> None:
     append_lines([Opened(installation_id(), now)])
 
 
-def accept_loss(grant: Grant, operator: Operator, reason: str) -> None:
+def accept_loss(grant: Grant, operator: OperatorPrincipal, reason: str) -> None:
     """Create a new journal in place of a lost one, with an audit entry and an alarm. The grant is for the platform.
 
     Raises RequestInvalidError without a reason, StateConflictError if no journal is lost, OSError if the journal cannot

@@ -8,7 +8,7 @@ from django.conf import settings
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import find_text_fault
@@ -147,7 +147,7 @@ def _mint(
     minted = mint_keystring(settings.KEY_PREFIX, StringKind.SERVICE_TOKEN, scope, secrets.token_bytes)
     refresh_peppers(PepperSet.SERVICE)
     digest, pepper_version = load_peppers(PepperSet.SERVICE).digest(minted.text)
-    creator = grant.principal if isinstance(grant.principal, Operator) else None
+    creator = grant.principal if isinstance(grant.principal, OperatorPrincipal) else None
     token = ServiceToken(
         token_id=minted.key_id,
         lineage=lineage or minted.key_id,

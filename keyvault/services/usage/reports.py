@@ -81,7 +81,7 @@ class VersionUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class UseAttempt:
     """Attempts to use a suspended key from one source. `is_known`: the source had really used the key before."""
 
     source: str
@@ -91,7 +91,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempts:
+class UseAttempts:
     """The last attempt since a key was suspended, and the last one from a source that had used it before."""
 
     last_at: datetime | None = None
@@ -205,7 +205,7 @@ def find_last(key_id: str, outcomes: Iterable[UseOutcome] = SIGNS_OF_LIFE) -> da
     return max(found, default=None)
 
 
-def list_attempts(key_id: str, since: datetime) -> list[Attempt]:
+def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
     """Return attempts to use a suspended key by source, the latest first. The service's own probes are excluded."""
     rows = (
         _attempts_since(key_id, since)
@@ -213,16 +213,16 @@ def list_attempts(key_id: str, since: datetime) -> list[Attempt]:
         .annotate(total=Sum("count"), last=Max("last_at"), is_known=_is_known(key_id, since))
         .order_by("-last", "source")[:50]
     )
-    return [Attempt(row["source"], row["total"], row["last"], row["is_known"]) for row in rows]
+    return [UseAttempt(row["source"], row["total"], row["last"], row["is_known"]) for row in rows]
 
 
-def find_attempts(key_id: str, since: datetime) -> Attempts:
+def find_attempts(key_id: str, since: datetime) -> UseAttempts:
     """Return what a tripwire needs about the time since suspension, independent of the number of sources."""
     attempts = _attempts_since(key_id, since)
     last_at = attempts.aggregate(at=Max("last_at"))["at"]
     if last_at is None:
-        return Attempts()
-    return Attempts(last_at, attempts.filter(_is_known(key_id, since)).aggregate(at=Max("last_at"))["at"])
+        return UseAttempts()
+    return UseAttempts(last_at, attempts.filter(_is_known(key_id, since)).aggregate(at=Max("last_at"))["at"])
 
 
 def _attempts_since(key_id: str, since: datetime) -> QuerySet[UseBucket]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.canonical import JsonValue, canonical_digest
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
@@ -52,7 +52,7 @@ def request_campaign(
     may not change.
     """
     operator = grant.principal
-    if not isinstance(operator, Operator):
+    if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only operators request campaigns")
     wish = replace(wish, reason=clean_text(reason.strip(), 300))
     selection = Selection(environment, None if merchants is None else tuple(sorted(set(merchants))), older_than_days)

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import KeyHolder, Operator
+from keyvault.access.principals import KeyHolder, OperatorPrincipal
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
@@ -264,7 +264,7 @@ def ask_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Ret
     if faults:
         raise RequestInvalidError("The retirement date is invalid.", faults)
     operator = grant.principal
-    if not isinstance(operator, Operator):
+    if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only operators request a retirement")
     account = rotation.credential.account
     retirement = Retirement(
@@ -296,7 +296,7 @@ def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
     Raises StateConflictError for one's own request, and for a date that is decided, past or superseded.
     """
     operator = grant.principal
-    if not isinstance(operator, Operator):
+    if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only operators approve")
     if operator.person == retirement.requester_person:
         raise StateConflictError("This takes a second person: the requester cannot approve it.")
@@ -374,7 +374,7 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
     """
     operator = grant.principal
     key = rotation.replacement
-    if not isinstance(operator, Operator) or not may_collect(rotation, operator.person):
+    if not isinstance(operator, OperatorPrincipal) or not may_collect(rotation, operator.person):
         raise StateConflictError("Only the rotation's requester can collect its key.")
     if rotation.credential.delivery == Delivery.SEALED:
         raise StateConflictError(

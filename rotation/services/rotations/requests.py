@@ -7,7 +7,7 @@ from django.db import IntegrityError as DatabaseIntegrityError
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Operator, Service
+from keyvault.access.principals import OperatorPrincipal, Service
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.ids import mint_id
@@ -95,7 +95,7 @@ def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
 
 def _requester_of(grant: Grant, credential: Credential) -> _Requester:
     principal, needed = grant.principal, approvals_needed(credential.environment)
-    if isinstance(principal, Operator):
+    if isinstance(principal, OperatorPrincipal):
         return _Requester(principal.person, needed, operator=operator_row(principal))
     if isinstance(principal, Service):
         # A service's request needs an operator's approval even where an operator's own request needs none.

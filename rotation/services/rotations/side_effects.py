@@ -45,7 +45,7 @@ S = RotationState
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldKey:
     """A replacement's string before its delivery; `after`: the backend's version that it is written on top of."""
 
     key_id: str
@@ -59,7 +59,7 @@ class Effects:
     def __init__(self, lease: Lease, clock: Callable[[], datetime]) -> None:
         self.lease = lease
         self.clock = clock
-        self._held: _Held | None = None
+        self._held: _HeldKey | None = None
 
     def act(self, grant: Grant, rotation: Rotation) -> None:
         """Perform the side effect of the rotation's current state."""
@@ -98,7 +98,7 @@ class Effects:
             # Active before delivery: the merchant may use it immediately.
             activate_key(grant, key)
             rotation.compare_and_swap(state=S.STAGED, replacement=key, entered_at=grant.at, accepted_at=None)
-        self._held = _Held(key.key_id, text, newest)
+        self._held = _HeldKey(key.key_id, text, newest)
 
     def _newest_version(self, rotation: Rotation) -> int | None:
         """Return the backend's newest version; None: it is down, but the replacement can be sealed to its recipient."""
@@ -145,7 +145,7 @@ class Effects:
             announce_replacement(grant, rotation)
         self._finish(entry, f"stored as version {version}" if version is not None else "sealed to its recipient")
 
-    def _deploy(self, rotation: Rotation, key: Key, held: _Held | None) -> int | None:
+    def _deploy(self, rotation: Rotation, key: Key, held: _HeldKey | None) -> int | None:
         """Return the backend's version that holds the key; None: its string is lost, and it was never delivered."""
         if held is not None:
             return store_string(key, held.text, purpose=rotation.rotation_id, after=held.after)

@@ -10,7 +10,7 @@ from django.db import IntegrityError
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
@@ -338,7 +338,7 @@ def _columns(grant: Grant, draft: ScheduleDraft) -> dict[str, Any]:
 def _author(grant: Grant) -> dict[str, Any]:
     """Return the author's columns. The author is the requester of the rotations, and cannot approve them."""
     operator = grant.principal
-    if not isinstance(operator, Operator):
+    if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only operators make schedules")
     return {"author": operator_row(operator), "author_person": operator.person}
 

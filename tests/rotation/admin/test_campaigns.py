@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.environments import Environment
 from keyvault.models import Account
 from rotation.domain.events import RotationState as S
@@ -59,11 +59,11 @@ def many(count: int, clock: Clock, environment: Environment = SANDBOX) -> list[A
     return accounts
 
 
-def page_of(operator: Operator, row: Campaign) -> str:
+def page_of(operator: OperatorPrincipal, row: Campaign) -> str:
     return text_of(browser(operator).get(address("rotation_campaign_change", row.pk)))
 
 
-def do(operator: Operator, act: str, row: Campaign, **fields: str) -> Any:
+def do(operator: OperatorPrincipal, act: str, row: Campaign, **fields: str) -> Any:
     """The act as its page offers it, with what that carries unseen."""
     client, where = browser(operator), address(f"rotation_campaign_{act}", row.pk)
     shown = client.get(where)

@@ -12,7 +12,7 @@ from django.test import override_settings
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER, Channel, Operator
+from keyvault.access.principals import WORKER, Channel, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.backends.base import (
     BackendConflictError,
@@ -387,7 +387,7 @@ def test_issuance_each_role_gets_the_grants_of_its_row(scene: Scene, role: Role,
     assert {permission for permission in asked if _may(operator, permission, scene.production)} == may
 
 
-def _may(operator: Operator, permission: P, place: Account) -> bool:
+def _may(operator: OperatorPrincipal, permission: P, place: Account) -> bool:
     try:
         grant(operator, permission, place, "per_other")
     except PermissionMissingError:

@@ -13,7 +13,7 @@ from django.db import connection, transaction
 from django.test import override_settings
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER, Operator
+from keyvault.access.principals import WORKER, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.backends.base import Mount
 from keyvault.domain.environments import Environment
@@ -133,7 +133,7 @@ def test_race_of_one_person_s_two_log_ins_counts_once(busy: Scene) -> None:
         assert copy_of(request).state == "pending"
 
 
-def _approval(request: IssuanceRequest, operator: Operator) -> Callable[[], object]:
+def _approval(request: IssuanceRequest, operator: OperatorPrincipal) -> Callable[[], object]:
     copy = copy_of(request)
     return lambda: approve(copy, by=operator)
 

@@ -9,7 +9,7 @@ from redis import Redis
 
 from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
 from keyvault.services.limits.limiter import StoreWatch, limiter
-from keyvault.services.limits.sign_in_attempts import Attempts, LocalAttempts, RedisAttempts, attempts
+from keyvault.services.limits.sign_in_attempts import AttemptCounter, LocalAttempts, RedisAttempts, attempts
 from tests.servers.throwaway import free_port
 from tests.services.racing import PATIENCE_SECONDS, race
 
@@ -98,7 +98,7 @@ def test_attempts_in_process_are_bounded_and_locks_are_kept_longest() -> None:
 def test_attempts_without_redis_are_counted_in_the_process(give_back: bool) -> None:
     """A lost Redis never means unlimited guesses."""
     lost = RedisAttempts(f"redis://127.0.0.1:{free_port()}/0")
-    counted = Attempts(LocalAttempts(), lost, StoreWatch())
+    counted = AttemptCounter(LocalAttempts(), lost, StoreWatch())
     for _ in range(SIGN_IN_FAILURES):
         assert not counted.take(KEY).is_locked
     if give_back:

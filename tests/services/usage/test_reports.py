@@ -14,7 +14,7 @@ from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.usage.reports import (
     TRACES,
-    Attempts,
+    UseAttempts,
     describe_use,
     find_attempts,
     find_last,
@@ -235,12 +235,12 @@ def test_source_is_known_when_it_really_used_the_key_before(key: Key, outcome: U
 
 def test_attempts_tell_known_sources_from_strangers(key: Key) -> None:
     since = NOON + HOUR
-    assert find_attempts(key.key_id, since) == Attempts()
+    assert find_attempts(key.key_id, since) == UseAttempts()
     use(key, "192.0.2.1", at=NOON)
     use(key, "192.0.2.1", outcome=REFUSED, at=since)
     use(key, "198.51.100.1", outcome=REFUSED, at=since + HOUR)
     use(key, "198.51.100.2", at=since, outcome=PROBED)
-    assert find_attempts(key.key_id, since) == Attempts(last_at=since + HOUR, last_known_at=since)
+    assert find_attempts(key.key_id, since) == UseAttempts(last_at=since + HOUR, last_known_at=since)
     told = [(each.source, each.is_known) for each in list_attempts(key.key_id, since)]
     assert told == [("198.51.100.1", False), ("192.0.2.1", True)]
 

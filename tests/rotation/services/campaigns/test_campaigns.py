@@ -8,7 +8,7 @@ import pytest
 from django.db import models
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Channel, Operator, Service
+from keyvault.access.principals import Channel, OperatorPrincipal, Service
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, StateConflictError
@@ -143,7 +143,7 @@ def test_request_of_an_operator_barred_from_an_account_of_it_is_refused(
     issued(clock, 2)
     asked_about: list[str] = []
 
-    def barred(principal: Operator, permission: P, place: Any = None, **more: Any) -> Any:
+    def barred(principal: OperatorPrincipal, permission: P, place: Any = None, **more: Any) -> Any:
         asked_about.append(f"{principal.username} {permission} {place}")
         raise PermissionMissingError("not yours")
 

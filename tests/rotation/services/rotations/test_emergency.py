@@ -9,7 +9,7 @@ import pytest
 from django.db import OperationalError, transaction
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER, Operator
+from keyvault.access.principals import WORKER, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
@@ -37,16 +37,16 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 PRODUCTION = Environment.PRODUCTION
 
 
-def responder() -> Operator:
+def responder() -> OperatorPrincipal:
     return the_operator("responder", Role.INCIDENT_RESPONDER)
 
 
-def report(key: Key, clock: Clock, *, replace: bool = True, by: Operator | None = None) -> Response:
+def report(key: Key, clock: Clock, *, replace: bool = True, by: OperatorPrincipal | None = None) -> Response:
     grant = authorize(by or responder(), P.KEYS_REPORT_COMPROMISE, key.credential.account, now=clock())
     return respond_to_compromise(grant, key, reason="seen in a\npublic gist", replace=replace)
 
 
-def leaked(clock: Clock, *presented: str, replace: bool = False, by: Operator | None = None) -> list[Response]:
+def leaked(clock: Clock, *presented: str, replace: bool = False, by: OperatorPrincipal | None = None) -> list[Response]:
     return respond_to_leak(by or responder(), presented, reason="a dump", replace=replace, now=clock())
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER, Operator
+from keyvault.access.principals import WORKER, OperatorPrincipal
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import DEAD_STATES
 from keyvault.domain.revocation import RevocationReason
@@ -56,14 +56,14 @@ def in_turns(number: int, *calls: Callable[[], object]) -> list[object]:
     return race(*calls[::step])[::step]
 
 
-def revoke(by: Operator, key: Key) -> object:
+def revoke(by: OperatorPrincipal, key: Key) -> object:
     """As somebody does who has just looked at it."""
     found = lifecycle.get_key(key.pk)
     assert found is not None
     return lifecycle.revoke_key(grant(by, P.KEYS_REVOKE, found.credential.account), found, RevocationReason.SUPERSEDED)
 
 
-def report(by: Operator, key: Key) -> Response:
+def report(by: OperatorPrincipal, key: Key) -> Response:
     found = lifecycle.get_key(key.pk)
     assert found is not None
     allowed = grant(by, P.KEYS_REPORT_COMPROMISE, found.credential.account)

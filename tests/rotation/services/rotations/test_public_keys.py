@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyKind
@@ -49,7 +49,7 @@ def confirm(rotation: Rotation, clock: Clock) -> Rotation:
     return confirm_rotation(grant, rotation, "Ada of Acme, by telephone: app 4.2 is out with it")
 
 
-def retire(rotation: Rotation, clock: Clock, seconds: float, who: Operator | None = None) -> Retirement:
+def retire(rotation: Rotation, clock: Clock, seconds: float, who: OperatorPrincipal | None = None) -> Retirement:
     grant = authorize(who or scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
     return ask_retirement(grant, rotation, scene.later(clock(), seconds))
 

@@ -4,7 +4,7 @@ import pytest
 from django.db import IntegrityError, connection, transaction
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Operator, Service
+from keyvault.access.principals import OperatorPrincipal, Service
 from keyvault.access.roles import Role
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
@@ -37,7 +37,7 @@ def in_production(clock: Clock) -> Rotation:
     return scene.rotate(key.credential, clock(), quiet_seconds=3_600, quarantine_seconds=600)
 
 
-def approve(rotation: Rotation, who: Operator, clock: Clock, digest: str | None = None) -> None:
+def approve(rotation: Rotation, who: OperatorPrincipal, clock: Clock, digest: str | None = None) -> None:
     grant = authorize(
         who,
         P.ROTATIONS_APPROVE,

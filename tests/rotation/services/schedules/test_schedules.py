@@ -11,7 +11,7 @@ from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Operator
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, StateConflictError
@@ -56,7 +56,7 @@ NIGHTS = Window("Europe/Berlin", (0, 1, 2, 3, 4), 1_320, 240)
 
 
 def save(
-    scope: Scope | Account | Credential | Environment, now: datetime, by: Operator | None = None, **wished: Any
+    scope: Scope | Account | Credential | Environment, now: datetime, by: OperatorPrincipal | None = None, **wished: Any
 ) -> RotationSchedule:
     """By the technical account manager, every 90 days unless told otherwise."""
     if isinstance(scope, Account):
