@@ -72,7 +72,7 @@ def test_leaked_keys_pasted_end_and_their_strings_are_shown_nowhere(desk: Desk) 
     pasted = "\r\n".join([made[0][1].reveal(), made[1][0].key_id, "0" * 16, "nonsense"])
     shown = text_of(client.post(page, {"key_ids": pasted, **ON}, follow=True))
     assert "2 keys are revoked and permanently refused." in shown
-    assert f"NOT revoked, 2: {'0' * 16}: There is no such key; no. 4: This is no key id" in shown
+    assert f"NOT revoked, 2: {'0' * 16}: There is no such key; no. 4: This is neither a key id" in shown
     assert made[0][1].reveal() not in shown
     assert {fresh(key).state for key, _ in made} == {KeyState.COMPROMISED}
     assert Rotation.objects.count() == 2
@@ -82,7 +82,7 @@ def test_leak_of_too_many_keys_is_refused_in_words(desk: Desk) -> None:
     many = "\n".join(f"{number:016}" for number in range(501))
     answer = browser(desk.responder).post(address("keyvault_key_leak"), {"key_ids": many})
     assert answer.status_code == 400
-    assert "1 to 500 of them" in text_of(answer)
+    assert "1 to 500 keys" in text_of(answer)
 
 
 def test_leak_report_that_recognizes_nothing_is_an_error_that_keeps_the_form(desk: Desk) -> None:

@@ -128,7 +128,7 @@ def test_rotation_resumed_past_its_deadline_is_refused(clock: Clock, verifier: U
     rotation = wait(rotation, clock, verifier, 120)
     assert rotation.state == S.STALLED
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
-    with pytest.raises(StateConflictError, match="new one"):
+    with pytest.raises(StateConflictError, match="Extend it to resume"):
         resume_rotation(grant, rotation)
 
 
