@@ -57,7 +57,7 @@ def test_limit_of_an_endpoint_and_of_a_pair_are_set_and_cleared(desk: Desk) -> N
     assert endpoint_limit_in_force(SANDBOX, "orders.create", acme).limit == Limit(9, 1)
     pair = LimitOverride.objects.get(account=acme)
     client = browser(desk.tam)
-    assert "Cleared" in text_of(client.post(address("keyvault_limitoverride_clear", pair.pk), follow=True))
+    assert "Limit cleared" in text_of(client.post(address("keyvault_limitoverride_clear", pair.pk), follow=True))
     assert endpoint_limit_in_force(SANDBOX, "orders.create", acme).limit == Limit(5, 1)
     assert client.get(address("keyvault_limitoverride_clear", pair.pk)).status_code == 409
 

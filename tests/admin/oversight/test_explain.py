@@ -57,7 +57,7 @@ def test_explain_by_request_id_shows_the_refusal_rule_by_rule(desk: Desk) -> Non
         "key_revoked",
         "The key was revoked.",
         "the key is deactivated",
-        "Cure",
+        "Remedy",
         "192.0.2.7",
     ):
         assert words in page

@@ -124,7 +124,7 @@ def test_campaign_rejected_tells_whoever_asked_why(desk: Desk, clock: Clock) -> 
     many(1, clock, PRODUCTION)
     row = asked(clock, environment=PRODUCTION, by=desk.tam)
     assert do(desk.approver, "reject", row, why="not this week").status_code == 302
-    assert "Closed (not this week). 1 credential will not begin any more" in page_of(desk.tam, row)
+    assert "Closed (not this week). 1 credential will not be rotated" in page_of(desk.tam, row)
 
 
 def test_campaign_page_shows_bars_and_members_with_those_in_trouble_first(desk: Desk, clock: Clock) -> None:
@@ -156,7 +156,7 @@ def test_campaign_halted_says_what_to_do_and_goes_on_with_a_reason(desk: Desk, c
     become(oldest(row), S.STALLED, clock)
     tick(clock.tick(5))
     page = page_of(desk.tam, row)
-    assert "Halted: a rotation stalled. No more rotations begin" in page
+    assert "Halted: a rotation stalled. No more rotations start" in page
     assert "Halted campaigns" in text_of(browser(desk.tam).get("/admin/"))
     refused = do(desk.tam, "resume", row, why="")
     assert refused.status_code >= 400

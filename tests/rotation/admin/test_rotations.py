@@ -175,7 +175,7 @@ def test_rotation_page_tells_what_it_waits_for_and_who_uses_the_old_key(desk: De
     page = address("rotation_rotation_change", row.pk)
     advance_rotation(row.pk)
     text = text_of(browser(desk.auditor).get(page))
-    assert "It waits for the merchant to acknowledge with the replacement, or an operator" in text
+    assert "Waiting for the merchant to acknowledge with the replacement, or an operator" in text
     assert 'class="step step-current" aria-current="step"' in text
     assert "Users of the old key" in text
     assert "stored as version" in text
