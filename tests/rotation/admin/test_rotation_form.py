@@ -170,8 +170,4 @@ def test_form_waits_for_its_window(desk: Desk) -> None:
     row = Rotation.objects.get()
     assert row.state == S.SCHEDULED
     text = text_of(browser(desk.tam).get(address("rotation_rotation_change", row.pk)))
-<<<<<<< HEAD
-    assert re.search(r"It waits for its start time, \d{4}-\d{2}-\d{2} 03:00:00 UTC", text)
-=======
-    assert re.search(r"Waiting for its time, \d{4}-\d{2}-\d{2} 03:00:00 UTC", text)
->>>>>>> l6
+    assert re.search(r"Waiting for its start time, \d{4}-\d{2}-\d{2} 03:00:00 UTC", text)
