@@ -31,7 +31,7 @@ def run(*words: str, output: io.StringIO | None = None) -> Any:
 
 
 def test_offboard_merchant_without_yes_tells_what_it_would_end(db: None) -> None:
-    with pytest.raises(CommandError, match="sandbox: 1 key. This is irreversible"):
+    with pytest.raises(CommandError, match=r"sandbox: 1 key\. This is irreversible"):
         run("acme", "--by", "responder")
     assert Merchant.objects.get().status == "active"
     assert Key.objects.get().state == "active"
@@ -58,7 +58,7 @@ def test_offboard_merchant_that_leaves_something_says_so_and_fails(db: None, mon
 
     monkeypatch.setattr(offboarding, "revoke_key", in_use)
     output = io.StringIO()
-    with pytest.raises(CommandError, match="run it again: production: nothing; sandbox: 1 key"):
+    with pytest.raises(CommandError, match="run it again; remaining: production: nothing; sandbox: 1 key"):
         run("acme", "--by", "responder", "--yes", output=output)
     assert json.loads(output.getvalue())["left"]["sandbox"]["keys"] == 1
 
