@@ -125,8 +125,8 @@ def test_supervisor_program_that_keeps_dying_is_started_at_growing_pauses(
             service.wait(10)
             service.restart_ended()
     assert ["exit 3" in line for line in said] == [True, True]
-    assert "starts again in 1 s" in said[0]
-    assert "starts again in 2 s" in said[1]
+    assert "it restarts in 1 s" in said[0]
+    assert "it restarts in 2 s" in said[1]
 
 
 def test_supervisor_what_a_dead_program_left_behind_is_killed(
