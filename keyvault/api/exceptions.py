@@ -47,7 +47,7 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response |
     view_methods = [method for method in view.allowed_methods if method != "OPTIONS"]
     found = _problem(error, request_id, view_methods)
     if found is None:
-        _log.error("unhandled exception", exc_info=error, extra={"request_id": request_id})
+        _log.error("unhandled", exc_info=error, extra={"request_id": request_id})
         found = problem(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.", request_id)
     # REST framework overwrites the response's headers with the view's, so these are set on the view.
     allow = {"Allow": ", ".join(view_methods)} if view_methods else {}

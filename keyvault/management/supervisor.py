@@ -136,7 +136,7 @@ class Supervisor:
     logs: Path
     report: Callable[[str], None] = _write_line
     stops_together: bool = False
-    """Stop all programs at once: for independent programs that need time to stop."""
+    """Stop all programs simultaneously: for independent programs that need time to stop."""
     _children: list[_Child] = field(default_factory=list)
 
     def __enter__(self) -> Self:

@@ -58,7 +58,7 @@ def test_offboard_merchant_that_leaves_something_says_so_and_fails(db: None, mon
 
     monkeypatch.setattr(offboarding, "revoke_key", in_use)
     output = io.StringIO()
-    with pytest.raises(CommandError, match="run it again: production: nothing; sandbox: 1 key"):
+    with pytest.raises(CommandError, match="run it again; remaining: production: nothing; sandbox: 1 key"):
         run("acme", "--by", "responder", "--yes", output=output)
     assert json.loads(output.getvalue())["left"]["sandbox"]["keys"] == 1
 

@@ -65,7 +65,7 @@ def test_vault_doctor_of_a_good_installation_finds_nothing(vault_service: Instal
 def test_vault_doctor_in_words_says_that_all_is_well(vault_service: InstalledVault) -> None:
     output = io.StringIO()
     call_command("vault_doctor", stdout=output)
-    assert output.getvalue().endswith(": all is well.\n")
+    assert output.getvalue().endswith(": no problems.\n")
 
 
 def test_vault_doctor_leaves_no_token_behind(vault_service: InstalledVault) -> None:

@@ -108,7 +108,7 @@ def test_verifier_serves_from_every_process_mends_itself_and_stops_on_sigterm(da
     killed = min(workers)
     os.kill(killed, signal.SIGKILL)
     eventually(lambda: len(descendants(on_port.process.pid) - {killed}) == 2, seconds=60)
-    assert "has ended (killed by SIGKILL) and starts again" in on_port.stderr
+    assert "has exited (killed by SIGKILL); it restarts" in on_port.stderr
 
     started = descendants(on_port.process.pid)
     on_port.process.send_signal(signal.SIGTERM)
@@ -230,5 +230,5 @@ def test_verifier_that_cannot_serve_says_why_and_leaves_no_process(tmp_path: Pat
     assert process.communicate(timeout=START_SECONDS)[0] == b""
     assert process.returncode == 1
     said = (tmp_path / "stderr").read_text()
-    assert "verifier-1 has ended." in said
+    assert "verifier-1 has exited." in said
     assert "no such table" in said  # the end of its log

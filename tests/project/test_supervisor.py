@@ -108,7 +108,7 @@ def test_supervisor_program_killed_is_started_again_and_said(
         service.wait(10)  # which ends at once
         service.restart_ended()
         assert len(said) == 1
-        assert "one has ended (killed by SIGKILL) and starts again" in said[0]
+        assert "one has exited (killed by SIGKILL); it restarts" in said[0]
         while not service.is_running("one"):
             service.wait(10)
             service.restart_ended()
@@ -125,8 +125,8 @@ def test_supervisor_program_that_keeps_dying_is_started_at_growing_pauses(
             service.wait(10)
             service.restart_ended()
     assert ["exit 3" in line for line in said] == [True, True]
-    assert "starts again in 1 s" in said[0]
-    assert "starts again in 2 s" in said[1]
+    assert "it restarts in 1 s" in said[0]
+    assert "it restarts in 2 s" in said[1]
 
 
 def test_supervisor_what_a_dead_program_left_behind_is_killed(
@@ -216,7 +216,7 @@ def test_port_with_a_listener_that_shares_it_is_refused(address: str) -> None:
         listener.bind((address, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(ServiceError, match=f"Port {port} on 127.0.0.1 is taken"):
+        with pytest.raises(ServiceError, match=f"Port {port} on 127.0.0.1 is in use"):
             require_free_port(port)
 
 
@@ -326,7 +326,7 @@ def test_run_serves_what_it_prints_mends_itself_and_stops_on_sigterm(running: Ru
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
     eventually(lambda: worker_of(running) not in {None, killed}, seconds=60)
-    assert "worker has ended (killed by SIGKILL) and starts again" in running.stderr
+    assert "worker has exited (killed by SIGKILL); it restarts" in running.stderr
 
     started = descendants(running.process.pid)
     assert len(started) >= 4  # the server and its worker process, the Celery worker, the beat
@@ -371,7 +371,7 @@ def test_run_server_process_killed_is_replaced_and_not_doubled(running: Running)
             return False
 
     eventually(answers, seconds=60)
-    assert "server has ended (killed by SIGKILL)" in running.stderr
+    assert "server has exited (killed by SIGKILL)" in running.stderr
 
 
 def test_run_port_taken_is_refused_before_anything_is_started(tmp_path: Path) -> None:
@@ -384,6 +384,6 @@ def test_run_port_taken_is_refused_before_anything_is_started(tmp_path: Path) ->
         output, _ = running.process.communicate(timeout=60)
     assert running.process.returncode == 1
     assert output == b""
-    assert re.fullmatch(r"CommandError: Port \d+ on 127\.0\.0\.1 is taken\. .*PORT=\d+\n", running.stderr)
+    assert re.fullmatch(r"CommandError: Port \d+ on 127\.0\.0\.1 is in use\. .*PORT=\d+\n", running.stderr)
     assert (running.folder / "keyvault.sqlite3").stat().st_size == 0
     assert not (running.folder / "logs").exists()

@@ -65,7 +65,7 @@ class Command(JsonCommand):
         return answer
 
     def _approve(self, request: Any, approver_name: str | None) -> None:
-        """Approve the request. When that is refused, withdraw it, so that nobody approves it by mistake."""
+        """Approve the request. When that is refused, withdraw it, so that no operator approves it by mistake."""
         try:
             if approver_name is None:
                 raise StateConflictError("This needs a second person. Name one with --approved-by.")
