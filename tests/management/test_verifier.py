@@ -231,4 +231,4 @@ def test_verifier_that_cannot_serve_says_why_and_leaves_no_process(tmp_path: Pat
     assert process.returncode == 1
     said = (tmp_path / "stderr").read_text()
     assert "verifier-1 has exited." in said
-    assert "no such table" in said  # the end of its log
+    assert "the database is not set up; run: manage.py setup" in said  # the end of its log

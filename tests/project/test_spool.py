@@ -365,7 +365,7 @@ def test_root_others_may_write_there_is_refused(home: Home) -> None:
     """Guarantee: a spool in a folder where another user could plant messages is not used."""
     home.spool.mkdir()
     home.spool.chmod(0o770)
-    with home.connect() as connection, pytest.raises(PermissionError, match="nobody else may write"):
+    with home.connect() as connection, pytest.raises(PermissionError, match="writable by no other user"):
         publish(connection, "x")
 
 

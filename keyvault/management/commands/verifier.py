@@ -64,8 +64,8 @@ class Command(BaseCommand):
     def _serve(self, place: dict[str, str], options: dict[str, Any], listener: socket.socket | None = None) -> None:
         if not settings.REDIS_URL:
             self.stderr.write(
-                "Without KEYVAULT_REDIS_URL each process counts limits separately: "
-                f"{options['workers']} processes and the ordinary server each allow the whole of every limit."
+                "Without KEYVAULT_REDIS_URL each process counts limits separately: each of the "
+                f"{options['workers']} workers, and the ordinary server, allows the whole of every limit."
             )
         connections.close_all()
         logs = settings.DATA_DIR / "logs"

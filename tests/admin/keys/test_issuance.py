@@ -135,7 +135,7 @@ def test_issuance_approved_after_a_rejection_is_a_conflict(desk: Desk) -> None:
     reject_issuance(grant(desk.admin, P.ISSUANCE_REJECT, desk.production), fresh(row), "not now")
     answer = client.post(address("keyvault_issuancerequest_approve", row.pk), {"plan_digest": digest})
     assert answer.status_code == 409
-    assert "rejected already" in text_of(answer)
+    assert "already rejected" in text_of(answer)
     assert fresh(row).state == S.REJECTED
 
 

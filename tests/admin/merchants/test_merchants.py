@@ -110,7 +110,7 @@ def test_account_is_changed_for_browsers_by_those_who_may(desk: Desk, act: str) 
         ("configure", {"configuration": "{"}, "Invalid JSON"),
         ("configure", {"configuration": '{"a": 1, "a": 2}'}, "duplicate member name"),
         ("configure", {"configuration": "[]"}, "a JSON object"),
-        ("configure", {"configuration": '{"a": NaN}'}, "whole numbers"),
+        ("configure", {"configuration": '{"a": NaN}'}, "strings, integers"),
         ("configure", {"configuration": "[" * 50_000}, "Invalid JSON"),
         ("configure", {"configuration": f'{{"key": "{mint()}"}}'}, "secret"),
         ("configure", {"configuration": ""}, "required"),
