@@ -282,7 +282,7 @@ STALLS = (
     ),
     RunbookEntry(
         "The secret backend holds an unknown version",
-        ("The secret backend holds something at this credential's place that Keyvault did not write",),
+        ("The secret backend holds a value at this credential's path that Keyvault did not write",),
         "Another writer wrote to the credential's path. That version is never overwritten: the merchant may use it.",
         (
             "Find out in the backend's own log who wrote the newest version at the credential's path.",

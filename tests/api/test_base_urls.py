@@ -88,8 +88,8 @@ def test_host_of_an_environment_serves_nothing_else(settings: Any) -> None:
             {"SANDBOX_BASE_URL": "https://a.example/x", "PRODUCTION_BASE_URL": "https://a.example:8443/x"},
             "another host",
         ),
-        ({"SANDBOX_BASE_URL": "https://keys.example"}, "a path of its own"),
-        ({"PRODUCTION_BASE_URL": "https://keys.example/v1/keys"}, "a path of its own"),
+        ({"SANDBOX_BASE_URL": "https://keys.example"}, "its own path"),
+        ({"PRODUCTION_BASE_URL": "https://keys.example/v1/keys"}, "its own path"),
     ],
 )
 def test_base_urls_that_cannot_be_told_apart_stop_the_start(environ: dict[str, str], words: str) -> None:

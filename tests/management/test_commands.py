@@ -84,9 +84,9 @@ def test_issue_key_reveals_only_when_asked(seeded: Any) -> None:
 def test_issue_key_in_production_wants_two_names(seeded: Any) -> None:
     """The same name twice is refused, and leaves nothing behind that somebody could approve by mistake."""
     words = ["issue_key", "--merchant", "acme", "--environment", "production", "--kind", "private"]
-    with pytest.raises(CommandError, match="person who requested"):
+    with pytest.raises(CommandError, match="second person"):
         run(*words, "--requested-by", "admin", "--approved-by", "admin")
-    with pytest.raises(CommandError, match="person who requested"):
+    with pytest.raises(CommandError, match="second person"):
         run(*words, "--requested-by", "tam")
     with pytest.raises(CommandError, match="permission_missing"):
         run(*words, "--requested-by", "tam", "--approved-by", "auditor")
@@ -129,7 +129,7 @@ def test_rotation_is_begun_shown_and_collected_once(seeded: Any) -> None:
 def test_rotate_key_whose_approval_is_refused_leaves_no_open_rotation(seeded: Any) -> None:
     issued = issue("production")
     words = ["--credential", issued["credential_id"], "--requested-by", "admin"]
-    with pytest.raises(CommandError, match="person who requested"):
+    with pytest.raises(CommandError, match="second person"):
         run("rotate_key", *words, "--approved-by", "admin")
     assert run("rotate_key", *words, "--approved-by", "approver")["state"] == "scheduled"
 

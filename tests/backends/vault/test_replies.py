@@ -298,7 +298,7 @@ def test_health_says_what_the_server_is(fake: FakeVault) -> None:
     fake.is_sealed = True
     assert (read_health(server).ready, read_health(server).detail) == (False, "the secrets manager is sealed")
     fake.is_sealed = False
-    for status, word in [(429, "standby"), (472, "recovery"), (473, "performance"), (501, "initialised"), (418, "418")]:
+    for status, word in [(429, "standby"), (472, "recovery"), (473, "performance"), (501, "initialized"), (418, "418")]:
         fake.fail(Fault(status, b"{}"), "sys/health")
         health = read_health(server)
         assert not health.ready

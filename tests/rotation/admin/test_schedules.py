@@ -78,7 +78,7 @@ def test_schedule_of_one_credential_or_all_of_an_environment(desk: Desk) -> None
         ({"lead_days": 90}, "less than the cryptoperiod minus the jitter"),
         ({"weekdays": ["7"]}, "not one of the available choices"),
         ({"opens": "25:00"}, "Invalid time of day"),
-        ({"opens": "22:00"}, "the days on which it has these hours"),
+        ({"opens": "22:00"}, "the weekdays on which these hours apply"),
         ({**NIGHTS, "time_zone": "Europe/Atlantis"}, "IANA time zone"),
         ({**NIGHTS, "closes": "22:00"}, "a time other than opens"),
         ({**NIGHTS, "cryptoperiod_days": 1}, "longer than the cryptoperiod"),

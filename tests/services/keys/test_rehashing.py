@@ -176,7 +176,7 @@ def test_rehash_twice_at_two_processes_is_done_once(scene: Scene) -> None:
 
 
 def test_rehash_queue_that_is_full_drops_and_never_grows(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehashing, "_MOST_PENDING", 2)
+    monkeypatch.setattr(rehashing, "_MAX_PENDING", 2)
     texts = [issue(scene.sandbox, label=str(number))[1] for number in range(3)]
     rotate()
     for _ in range(2):

@@ -79,15 +79,15 @@ def test_merchant_suspended_leaves_the_others_alone(scene: Scene) -> None:
 
 def test_merchant_and_account_are_not_suspended_or_resumed_twice(scene: Scene) -> None:
     platform, place = grant(HOST, P.MERCHANTS_WRITE), grant(HOST, P.MERCHANTS_WRITE, scene.sandbox)
-    with pytest.raises(StateConflictError, match="active already"):
+    with pytest.raises(StateConflictError, match="already active"):
         merchants.resume_merchant(platform, scene.merchant)
-    with pytest.raises(StateConflictError, match="active already"):
+    with pytest.raises(StateConflictError, match="already active"):
         merchants.resume_account(place, scene.sandbox)
     merchants.suspend_merchant(platform, scene.merchant)
     merchants.suspend_account(place, scene.sandbox)
-    with pytest.raises(StateConflictError, match="suspended already"):
+    with pytest.raises(StateConflictError, match="already suspended"):
         merchants.suspend_merchant(platform, scene.merchant)
-    with pytest.raises(StateConflictError, match="suspended already"):
+    with pytest.raises(StateConflictError, match="already suspended"):
         merchants.suspend_account(place, scene.sandbox)
 
 

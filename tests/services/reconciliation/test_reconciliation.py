@@ -789,7 +789,7 @@ def test_reconcile_backend_not_finished_exits_with_an_error(scene: Scene, monkey
         raise BackendUnavailableError("sealed")
 
     monkeypatch.setattr(LocalKeystore, "list_paths", away)
-    with pytest.raises(CommandError, match="run it again: sandbox, production"):
+    with pytest.raises(CommandError, match="run again: sandbox, production"):
         run()
 
 

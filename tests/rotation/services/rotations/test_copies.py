@@ -364,7 +364,7 @@ def test_step_killed_anywhere_is_done_by_the_next_one(
 
     with monkeypatch.context() as patch:
         if when == "commit":
-            patch.setattr(stored_copies, "_note", die)
+            patch.setattr(stored_copies, "_record_material", die)
         else:
             patch.setattr(LocalKeystore, call, die)
         with pytest.raises(KilledError):

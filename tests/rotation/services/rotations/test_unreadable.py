@@ -63,7 +63,7 @@ def test_rotation_before_approval_with_an_unreadable_plan_raises_one_alarm(clock
     assert alarms(broken) == ["rotation.blocked"]
     client = browser(scene.approver())
     page = text_of(client.get(address("rotation_rotation_change", broken.pk)))
-    assert "It waits for a release that can read its plan." in page
+    assert "Waiting for a release that can read its plan." in page
     approve = address("rotation_rotation_approve", broken.pk)
     assert approve not in page
     assert client.get(approve).status_code == 409
