@@ -65,8 +65,8 @@ class Capacity:
     console_queue: int = 16
     """Maximum number of requests that wait for the console. Short, because a sign-in takes long."""
     probe_queue: int = 16
-    """Maximum number of probes that wait for the one thread that they have to themselves: a full queue elsewhere must
-    not look like a dead process."""
+    """Maximum number of probes that wait for their own thread. No other bound refuses them: an overloaded process must
+    not look like a dead one."""
     requests: int = 512
     """Maximum number of requests in progress, with those whose body is still arriving. It equals the `--backpressure`
     that Granian is started with, and also holds without that option."""
@@ -152,7 +152,7 @@ class Bridge:
 
     async def _admit(self, scope: Scope, receive: Receive) -> WsgiResponse | None:
         """Answer the request unless too many are in progress; None when the client is gone."""
-        if self._in_progress >= self._capacity.requests:
+        if self._in_progress >= self._capacity.requests and _path_info(scope) not in PROBES:
             return _refuse_as_busy(scope)
         self._in_progress += 1
         try:

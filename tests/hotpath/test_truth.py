@@ -40,14 +40,14 @@ from .priming import Primed, Still, decision, encode, prime, unnumbered
 pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("usage")]
 
 MOVED = {
-    "endpoint": "endpoints.withdraw_endpoint",
-    "limit": "limit_overrides.set_endpoint_limit",
-    "account": "merchants.suspend_account",
-    "merchant": "merchants.suspend_merchant",
-    "credential": "credentials.restrict_credential",
-    "key": "keys.revoke_key",
-    "customer_token": "customer_tokens.revoke_customer_token",
-    "service_token": "tokens.revoke_service_token",
+    "endpoint": "catalog.endpoints.withdraw_endpoint",
+    "limit": "limits.overrides.set_endpoint_limit",
+    "account": "merchants.merchants.suspend_account",
+    "merchant": "merchants.merchants.suspend_merchant",
+    "credential": "keys.credentials.restrict_credential",
+    "key": "keys.lifecycle.revoke_key",
+    "customer_token": "tokens.customer_tokens.revoke_customer_token",
+    "service_token": "tokens.service_tokens.revoke_service_token",
 }
 """Of each kind of subject an act that must change an answer here: else this file would prove nothing of the kind."""
 

@@ -299,7 +299,7 @@ class Held:
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> list[bytes]:
         self.ran.append(environ["PATH_INFO"])
-        if not environ["PATH_INFO"].endswith("/echo"):
+        if not environ["PATH_INFO"].endswith(("/echo", "/healthz")):
             self._arrived.release()
             assert self._let_go.wait(60)
         start_response("200 OK", [])
@@ -546,6 +546,7 @@ def test_bridge_requests_in_progress_are_bounded_with_those_whose_body_arrives()
             await turn_the_loop()
             refused_one = Client(bridge, b"/echo", (b"content-length", b"2"))
             assert ((await refused_one.answer())[0], refused_one.received) == (503, 0)
+            assert (await Client(bridge, b"/healthz").answer())[0] == 200, "a busy process must not look dead"
             await slow.events.put(chunk(b"b"))
             assert (await slow.answer())[0] == 200
             assert (await Client(bridge, b"/echo").answer())[0] == 200

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from django.core.management import call_command
+from django.core.management.base import CommandError
 from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
 
@@ -22,7 +23,7 @@ class Command(JsonCommand):
             call_command("migrate", interactive=False, verbosity=0)
         ensure_peppers(self.now)
         if not open_journal(self.now):
-            self.stderr.write(f"The service will not start: {format_journal_loss()}")
+            raise CommandError(f"The database is set up, but the service will not start: {format_journal_loss()}")
         return {"database": connection.vendor, "ready": True}
 
     def _needs_migration(self) -> bool:

@@ -123,11 +123,11 @@ def test_services_act_has_told_the_host_when_it_returns(
 
 
 ENDS = [
-    "keys.revoke_key",
-    "keys.report_compromise",
-    "keys.revoke_own_key",
-    "customer_tokens.revoke_customer_token",
-    "tokens.revoke_service_token",
+    "keys.lifecycle.revoke_key",
+    "keys.lifecycle.report_compromise",
+    "keys.lifecycle.revoke_own_key",
+    "tokens.customer_tokens.revoke_customer_token",
+    "tokens.service_tokens.revoke_service_token",
 ]
 
 

@@ -99,9 +99,8 @@ def test_setup_makes_the_journal_so_that_what_is_issued_before_the_first_start_i
     make_token()
     require_current()
     path.unlink()
-    errors = io.StringIO()
-    call_command("setup", stdout=io.StringIO(), stderr=errors)
-    assert "--accept-loss" in errors.getvalue()
+    with pytest.raises(CommandError, match=r"will not start: .*--accept-loss"):
+        call_command("setup", stdout=io.StringIO())
     assert not path.exists(), "a set-up is no acceptance"
 
 
