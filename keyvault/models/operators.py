@@ -59,7 +59,7 @@ class Operator(RecordedModel, AbstractUser):
         return salted_hmac("keyvault.models.Operator.session", bound, algorithm="sha256").hexdigest()
 
     def check_password(self, raw_password: str | None) -> bool:
-        """Check the password without a write. `services.sign_in` upgrades the hash in its own transaction."""
+        """Check the password without a write. `services.sessions.sign_in` upgrades the hash in its own transaction."""
         return raw_password is not None and check_password(raw_password, self.password)
 
 

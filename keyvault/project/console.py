@@ -7,7 +7,7 @@ from django.contrib.auth.signals import user_logged_in
 
 class OperatorsConfig(AuthConfig):
     def ready(self) -> None:
-        """Disconnect Django's own write to the user: `services.sign_in` records the time of a sign-in."""
+        """Disconnect Django's own write to the user: `services.sessions.sign_in` records the time of a sign-in."""
         super().ready()
         user_logged_in.disconnect(dispatch_uid="update_last_login")
 

@@ -125,10 +125,12 @@ def _require_active(operator: Operator) -> None:
 def _require_another_administrator(operator: Operator) -> None:
     """Require another active key administrator, inside the `recorded` block.
 
-    Locks all administrators, so that two that disable each other are serialized.
+    Locks all active operators, so that concurrent removals of the last administrators are serialized.
     """
-    active = Operator.objects.select_for_update(of=("self",)).filter(is_active=True, groups__name=_ADMINISTRATOR)
-    if not any(other.pk != operator.pk for other in active.order_by("pk")):
+    active = Operator.objects.filter(is_active=True)
+    list(active.select_for_update(no_key=True).order_by("pk").values_list("pk"))
+    # After a lock wait PostgreSQL re-reads only the locked rows, not their groups: that takes a second query.
+    if not active.filter(groups__name=_ADMINISTRATOR).exclude(pk=operator.pk).exists():
         raise StateConflictError(
             f"Operator {operator.username} is the last active one with the role {_ADMINISTRATOR}. "
             f"Create another first: manage.py create_operator NAME --role {_ADMINISTRATOR}"

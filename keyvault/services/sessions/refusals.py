@@ -1,7 +1,8 @@
 """Count refused sign-ins in memory and write them to the audit log once a minute.
 
-Anyone can cause refusals, so their number is bounded. A name is kept only if an operator has it: users sometimes type a
-password into the name field. A process that is killed loses the counts of its last minute.
+Anyone can cause refusals and locks of addresses, so their entries per minute and process are bounded. A name is kept
+only if an operator has it: users sometimes type a password into the name field. A process that is killed loses the
+counts of its last minute.
 """
 
 import logging
@@ -13,6 +14,7 @@ from multiprocessing.util import Finalize
 
 from django.db import DatabaseError, connections
 
+from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import CONSOLE
 from keyvault.services.recording.authorization import authorize
@@ -26,6 +28,9 @@ FLUSH_SECONDS = 60.0
 
 MAX_PAIRS = 20
 """Maximum pairs of name and address per minute. Further addresses are counted together for each name."""
+
+MAX_ADDRESS_LOCKS = 20
+"""Maximum locked addresses per minute with an audit entry each. Further ones are counted together."""
 
 UNKNOWN = "unknown"
 OTHERS = "others"
@@ -42,6 +47,14 @@ class _Count:
     locked: int = 0
 
 
+@dataclass(slots=True)
+class _OtherLocks:
+    """Number of address locks that share one audit entry."""
+
+    since: datetime
+    count: int = 0
+
+
 class SignInRefusals:
     """Unwritten sign-in refusals of this process."""
 
@@ -51,6 +64,8 @@ class SignInRefusals:
     def forget(self) -> None:
         """Reset, for example in a forked child. The parent writes its own pending counts."""
         self._counts: dict[_Pair, _Count] = {}
+        self._address_locks = 0
+        self._other_locks: _OtherLocks | None = None
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._is_finalized = False
@@ -66,11 +81,32 @@ class SignInRefusals:
             count.locked += is_locked
             self._start()
 
+    def note_address_lock(self, now: datetime) -> bool:
+        """Return whether the lock gets its own audit entry. If not, count it. Performs no I/O."""
+        with self._lock:
+            self._start()
+            self._address_locks += 1
+            if self._address_locks <= MAX_ADDRESS_LOCKS:
+                return True
+            self._add_other_locks(_OtherLocks(now, 1))
+            return False
+
     def flush(self) -> None:
-        """Write one audit entry for each pair. After a database failure the rest is kept."""
+        """Write one audit entry for each pair, and one for all further address locks.
+
+        After a database failure the rest is kept. The next minute starts with no address locks counted.
+        """
         with self._lock:
             pending, self._counts = self._counts, {}
+            others, self._other_locks = self._other_locks, None
+            self._address_locks = 0
             self._timer = None
+        if others is not None:
+            try:
+                _write_other_locks(others)
+            except DatabaseError:
+                self._take_back(pending, others)
+                raise
         while pending:
             pair, count = next(iter(pending.items()))
             try:
@@ -110,8 +146,16 @@ class SignInRefusals:
         finally:
             connections.close_all()  # this thread's own
 
-    def _take_back(self, pending: dict[_Pair, _Count]) -> None:
+    def _add_other_locks(self, locks: _OtherLocks) -> None:
+        if self._other_locks is None:
+            self._other_locks = _OtherLocks(locks.since)
+        self._other_locks.since = min(self._other_locks.since, locks.since)
+        self._other_locks.count += locks.count
+
+    def _take_back(self, pending: dict[_Pair, _Count], others: _OtherLocks | None = None) -> None:
         with self._lock:
+            if others is not None:
+                self._add_other_locks(others)
             for pair, count in pending.items():
                 known = pair in self._counts or len(self._counts) < MAX_PAIRS
                 kept = self._counts.setdefault(pair if known else (pair[0], OTHERS), _Count(count.since))
@@ -133,6 +177,21 @@ def _write(pair: _Pair, count: _Count) -> None:
         count=count.refused,
         locked=count.locked,
         since=count.since.isoformat(timespec="seconds"),
+    ):
+        pass
+
+
+def _write_other_locks(locks: _OtherLocks) -> None:
+    grant = authorize(CONSOLE, Permission.SESSIONS_WRITE, now=datetime.now(UTC))
+    with recorded(
+        grant,
+        Permission.SESSIONS_WRITE,
+        "address.locked",
+        address=OTHERS,
+        count=locks.count,
+        failures=SIGN_IN_FAILURES,
+        seconds=SIGN_IN_LOCK_SECONDS,
+        since=locks.since.isoformat(timespec="seconds"),
     ):
         pass
 

@@ -193,14 +193,18 @@ def _record_sign_in(
 def _record_lock(counter: _Counter, row: Operator | None, address: str | None, now: datetime) -> None:
     """Audit a lock and raise an alarm: one per operator, and one for all addresses, until an operator marks it as seen.
 
-    The lock of an unknown name leaves no entry of its own, because anyone can cause any number of those.
+    Anyone can lock any number of unknown names and addresses. An unknown name gets no entry. Addresses above
+    MAX_ADDRESS_LOCKS per minute share one entry, except an address that raises the alarm.
     """
     grant = authorize(CONSOLE, Permission.SESSIONS_WRITE, now=now)
     seen: dict[str, Any] = {"address": address or "unknown", "failures": SIGN_IN_FAILURES}
     seen |= {"seconds": SIGN_IN_LOCK_SECONDS}
     if counter.kind == "address":
-        if not _is_alarm_unseen(NoticeKind.ADDRESS_LOCKED, _ADDRESSES):
-            with recorded(grant, Permission.SESSIONS_WRITE, "address.locked", **seen):
+        is_repeated = _is_alarm_unseen(NoticeKind.ADDRESS_LOCKED, _ADDRESSES)
+        if is_repeated and not sign_in_refusals.note_address_lock(now):
+            return
+        with recorded(grant, Permission.SESSIONS_WRITE, "address.locked", **seen):
+            if not is_repeated:
                 announce(grant, NoticeKind.ADDRESS_LOCKED, None, _ADDRESSES, **seen)
     elif row is not None:
         with recorded(

@@ -60,11 +60,6 @@ def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]
     }
 
 
-def list_campaigns() -> list[str]:
-    """List the ids, the newest first."""
-    return list(Campaign.objects.order_by("-created_at").values_list("campaign_id", flat=True))
-
-
 def list_troubled_first(campaign: Campaign, most: int) -> list[CampaignMember]:
     """List at most `most` members: stalled and failed first, then skipped, unproved, proved and waiting ones."""
     rows = CampaignMember.objects.filter(campaign=campaign).select_related("credential__account", "rotation")

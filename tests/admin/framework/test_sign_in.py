@@ -11,6 +11,7 @@ import pytest
 from django.contrib.auth import authenticate, hashers
 from django.contrib.auth.hashers import PBKDF2PasswordHasher
 from django.contrib.sessions.models import Session
+from django.db import DatabaseError
 from django.test import Client, override_settings
 
 from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
@@ -20,6 +21,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Notice, Operator
 from keyvault.services.limits.sign_in_attempts import attempts
 from keyvault.services.merchants.operators import disable_operator, reset_password
+from keyvault.services.sessions import refusals
 from keyvault.services.sessions.refusals import MAX_PAIRS, sign_in_refusals
 from tests.admin.desk import Desk, browser, dump, text_of
 from tests.factories import PASSWORD, grant, make_operator
@@ -335,13 +337,61 @@ def test_sign_in_lock_is_audited_and_raises_one_alarm(desk: Desk, clock: Clock) 
     assert (alarm.kind, alarm.subject, alarm.is_alarm, alarm.account) == ("operator.locked", "tam", True, None)
 
 
-def test_sign_in_lock_of_an_address_raises_one_alarm_for_all_of_them(desk: Desk) -> None:
-    for network in ("192.0.2", "198.51.100"):
-        for number in range(10):
-            sign_in(f"guessed-{number}", WRONG, address=f"{network}.1")
+def lock_addresses(*addresses: str) -> None:
+    for address in addresses:
+        for number in range(SIGN_IN_FAILURES):
+            sign_in(f"guessed-{number}-at-{address}", WRONG, address=address)
+
+
+def test_sign_in_lock_of_an_address_is_audited_each_time_and_raises_one_alarm(desk: Desk) -> None:
+    """An unseen alarm suppresses further alarms, but no audit entry."""
+    lock_addresses("192.0.2.1", "198.51.100.1")
     alarm = Notice.objects.get()
     assert (alarm.kind, alarm.payload["address"]) == ("address.locked", "192.0.2.1")
-    assert len(events("address.locked")) == 1
+    assert [entry["details"]["address"] for entry in events("address.locked")] == ["192.0.2.1", "198.51.100.1"]
+
+
+def test_sign_in_locks_of_many_addresses_are_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit of one minute, the locks of addresses share one audit entry. The next minute starts anew."""
+    monkeypatch.setattr(refusals, "MAX_ADDRESS_LOCKS", 2)
+    lock_addresses(*(f"192.0.2.{host}" for host in range(5)))
+    assert len(events("address.locked")) == 3  # the one that raised the alarm, and two more
+    sign_in_refusals.flush()
+    *_, others = [entry["details"] for entry in events("address.locked")]
+    assert (others["address"], others["count"]) == ("others", 2)
+    sign_in_refusals.flush()
+    assert len(events("address.locked")) == 4
+    lock_addresses("192.0.2.9")
+    assert events("address.locked")[-1]["details"]["address"] == "192.0.2.9"
+    assert Notice.objects.count() == 1
+
+
+def test_sign_in_lock_of_an_address_above_the_limit_still_raises_an_alarm(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit on audit entries does not suppress an alarm after an operator has seen the previous one."""
+    monkeypatch.setattr(refusals, "MAX_ADDRESS_LOCKS", 0)
+    lock_addresses("192.0.2.1", "192.0.2.2")
+    assert browser(desk.admin).post(f"/admin/keyvault/notice/{Notice.objects.get().pk}/seen/").status_code == 302
+    lock_addresses("192.0.2.3")
+    assert sorted(alarm.payload["address"] for alarm in Notice.objects.all()) == ["192.0.2.1", "192.0.2.3"]
+    assert [entry["details"]["address"] for entry in events("address.locked")] == ["192.0.2.1", "192.0.2.3"]
+
+
+def test_sign_in_locks_of_addresses_are_kept_after_a_database_failure(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "MAX_ADDRESS_LOCKS", 0)
+    lock_addresses("192.0.2.1", "192.0.2.2", "192.0.2.3")
+    with (
+        mock.patch("keyvault.services.sessions.refusals.recorded", side_effect=DatabaseError),
+        pytest.raises(DatabaseError),
+    ):
+        sign_in_refusals.flush()
+    lock_addresses("192.0.2.4")
+    sign_in_refusals.flush()
+    others = events("address.locked")[-1]["details"]
+    assert (others["address"], others["count"]) == ("others", 3)
 
 
 def test_sign_in_alarm_is_shown_and_marked_in_the_inbox(desk: Desk) -> None:

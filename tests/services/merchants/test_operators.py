@@ -1,5 +1,6 @@
 """Operators: made on the host, with the roles that they were given and no more."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from keyvault.services.merchants.operators import (
     find_operator,
     operator_row,
     reset_password,
+    set_roles,
 )
 from keyvault.services.recording.authorization import is_allowed, operator_principal
 from tests.factories import PASSWORD, grant, make_operator, now
@@ -113,20 +115,32 @@ def test_operator_password_reset_ends_sessions_and_keeps_no_text(db: None) -> No
     assert "another long pass phrase" not in tables
 
 
+def _disable(row: Operator) -> None:
+    disable_operator(grant(HOST, P.OPERATORS_WRITE), row)
+
+
+def _demote(row: Operator) -> None:
+    set_roles(grant(HOST, P.OPERATORS_WRITE), row, [Role.AUDITOR])
+
+
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-def test_operators_two_administrators_who_are_ended_at_once_leave_one() -> None:
-    """Of two administrators disabled at the same moment one stays: nobody is locked out of the installation."""
+@pytest.mark.parametrize("second", [_disable, _demote])
+@pytest.mark.parametrize("first", [_disable, _demote])
+def test_operators_two_administrators_removed_concurrently_leave_one(
+    first: Callable[[Operator], None], second: Callable[[Operator], None]
+) -> None:
+    """Disable or demote both key administrators concurrently: the second change is refused."""
     for name in ("one", "two"):
         make_operator(name, Role.KEY_ADMINISTRATOR)
-    rows = [Operator.objects.get(username=name) for name in ("one", "two")]
-    first, second = (partial(disable_operator, grant(HOST, P.OPERATORS_WRITE), row) for row in rows)
-    with held_open(first):
-        slower = start(second)
+    one, two = (Operator.objects.get(username=name) for name in ("one", "two"))
+    with held_open(partial(first, one)):
+        slower = start(partial(second, two))
         wait_until_blocked(slower)
     with pytest.raises(StateConflictError, match="the last active one"):
         slower.result(PATIENCE_SECONDS)
-    assert Operator.objects.filter(is_active=True).count() == 1
+    remaining = Operator.objects.filter(is_active=True, groups__name=Role.KEY_ADMINISTRATOR)
+    assert [row.username for row in remaining] == ["two"]
 
 
 def test_operators_are_made_on_the_host_only(scene: Scene) -> None:
