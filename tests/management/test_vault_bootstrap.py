@@ -83,7 +83,7 @@ def test_vault_bootstrap_takes_no_token_from_the_environment(
         run(*BOTH, "--token-file", str(tmp_path / "other.token"))
 
 
-@pytest.mark.parametrize(("host", "count"), [("web", 4 * 2 + 1), ("worker", 9 * 2 + 2), ("setup", 2 * 3), ("all", 23)])
+@pytest.mark.parametrize(("host", "count"), [("web", 3 * 2 + 1), ("worker", 8 * 2 + 2), ("setup", 2 * 3), ("all", 21)])
 def test_vault_bootstrap_makes_the_logins_of_a_kind_of_host(
     fresh: Layout, token_file: Path, tmp_path: Path, host: str, count: int
 ) -> None:

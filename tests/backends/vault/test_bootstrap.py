@@ -80,7 +80,7 @@ def test_bootstrap_dry_run_says_what_a_run_then_changes(installed_vault: Install
     told = changes(fresh, is_dry_run=True)
     assert snapshot(installed_vault) == before
     assert changes(fresh) == told
-    assert len(told) == 2 * 5 + 3 * 2 + 2 + 2 * 23  # KV mounts and their options, signing, merchants, logins
+    assert len(told) == 2 * 5 + 3 * 2 + 2 + 2 * 21  # KV mounts and their options, signing, merchants, logins
 
 
 def test_bootstrap_of_one_environment_leaves_the_other_out(installed_vault: InstalledVault) -> None:
@@ -242,7 +242,7 @@ def test_make_logins_of_somebody_elses_name_is_refused(installed_vault: Installe
 def test_bootstrap_binds_logins_to_networks_and_keeps_them_bound(installed_vault: InstalledVault) -> None:
     """A stolen login is no good elsewhere; and a later run that names no network does not open it again."""
     elsewhere = BootstrapOptions(networks=("192.0.2.7/32",))
-    assert len(changes(installed_vault, elsewhere)) == 23
+    assert len(changes(installed_vault, elsewhere)) == 21
     assert changes(installed_vault, elsewhere) == []
     assert changes(installed_vault) == []
     with pytest.raises(BackendInvalidError, match="does not accept"):
@@ -258,7 +258,7 @@ def test_bootstrap_for_kubernetes_binds_each_role_to_the_hosts_that_need_it(inst
         changes(installed_vault, wishes)
     admin.sys.enable_auth_method("kubernetes")
     try:
-        assert len(changes(installed_vault, wishes)) == 23
+        assert len(changes(installed_vault, wishes)) == 21
         assert changes(installed_vault, wishes) == []
         destroyer = read_path(admin, f"auth/kubernetes/role/{prefix}-destroyer-production")
         lookup = read_path(admin, f"auth/kubernetes/role/{prefix}-lookup-service")
