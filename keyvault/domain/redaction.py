@@ -5,8 +5,8 @@ secret. Ids, types, counts and dates stay readable, also under a name such as `k
 `idempotency_key`, `public_key` or `order_token`.
 
 Each pattern matches a `head`, which stays, and enough of the secret to be certain. The rest of the secret follows at
-any length. Only key strings are matched across lines. A pattern that ends at a quote never consumes the quote of a
-JSON string, so that a redacted JSON line stays valid JSON.
+any length. Only key strings, PEM private keys and name-value objects are matched across lines. A pattern that ends at a
+quote never consumes the quote of a JSON string, so that a redacted JSON line stays valid JSON.
 """
 
 import re
@@ -62,22 +62,29 @@ def _secret(
 
 _BLANKS = r"[ \t]{0,64}"
 _QUOTE = r"b?\\{0,16}[\"']"
+_IS_A = rf"{_BLANKS}(?:=>|[:=]){_BLANKS}"
 _HEADER = r"(?:authorization|x[-_]api[-_]key|x[-_]service[-_]token|cookie)"
 _HEADER_NEEDLES = ("authorization", "api-key", "api_key", "service-token", "service_token", "cookie")
-_SECRET_KEYS = ("api", "private", "secret", "access", "signing", "encryption", "master")
+_SECRET_KEYS = ("api", "private", "secret", "access", "signing", "encryption", "master", "session")
 # The end of a secret member's, parameter's or variable's name. Order tokens and page tokens are not secret.
 _MEMBER = (
-    r"(?:passw(?:or)?d|passphrase|pwd|secret|credential|session(?:[-_]?id)?"
+    r"(?:passw(?:or)?d(?:[0-9]|[-_]?(?:confirm(?:ation)?|hash))?|passphrase|pwd|secret(?:[-_]?value)?|credential"
+    r"|session(?:[-_]?id)?|__secure-device"
     r"|(?<!order)(?<!order[-_])(?<!page)(?<!page[-_])token"
     rf"|(?:{'|'.join(_SECRET_KEYS)})[-_.]?key)"
 )
 _MEMBER_NEEDLES = (
-    *("passw", "passphrase", "pwd", "secret", "credential", "session", "token"),
+    *("passw", "passphrase", "pwd", "secret", "credential", "session", "token", "__secure-device"),
     *(f"{kind}{between}key" for kind in _SECRET_KEYS for between in ("", "-", "_", ".")),
 )
 _NAMED = rf"[\w.-]{{0,32}}(?:{_HEADER}|{_MEMBER})"
+# Names whose strings are secret and whose numbers are counts. A list of credentials holds kinds or ids.
+_COLLECTIVE = rf"(?:passwords|credentials(?!\\{{0,16}}[\"']\]?{_IS_A}\[))"
+_NAMED_STRING = rf"[\w.-]{{0,32}}(?:{_HEADER}|{_MEMBER}|{_COLLECTIVE})"
+# The name of the device cookie without HTTPS. Elsewhere than in a cookie it is an ordinary word.
+_DEVICE = r"(?<![\w.-])device"
 _NAMED_NEEDLES = (*_MEMBER_NEEDLES, "authorization", "cookie")
-_IS = rf"{_BLANKS}(?:=>|[:=]){_BLANKS}\[?{_BLANKS}"
+_IS = rf"{_IS_A}\[?{_BLANKS}"
 _NO_VALUE = r"(?!-?(?:null|none|true|false|nan|infinity)(?![^\s\"'\\&;,:[\]{}()]))"
 _UNDERSCORE = r"(?:_|%(?:25){0,8}5[Ff])"
 # An authentication scheme stays readable, and so does the public part of a secret, already masked or not.
@@ -85,19 +92,40 @@ _HANDLE = rf"(?:(?:[a-z0-9]{{0,16}}{SHAPED_HEAD}|whsec{_UNDERSCORE}|hv[sbr]\.|se
 _FIRST = rf"(?:(?:bearer|basic|apikey|digest|token)[ \t]{{1,64}})?{_HANDLE}"
 
 
-def _quoted(depth: int) -> _Secret:
-    """Match a JSON member and its string inside `depth` levels of JSON strings.
+def _json_string(depth: int) -> tuple[str, str]:
+    """Return the quote of a string inside `depth` levels of JSON strings, and one piece of its content.
 
     A backslash of the innermost JSON appears as `escapes` backslashes, and its quote follows one fewer.
     """
     escapes = 2**depth
     quote = rf"\\{{{escapes - 1}}}\"" if depth else '"'
     piece = rf"[^\"\\\r\n]|\\{{{2 * escapes}}}|\\{{{2 * escapes - 1}}}\"|\\{{{escapes}}}[^\"\\\r\n]"
+    return quote, piece
+
+
+def _quoted(depth: int) -> _Secret:
+    """Match a JSON member and its string inside `depth` levels of JSON strings."""
+    quote, piece = _json_string(depth)
     return _secret(
-        rf"(?P<head>(?<!\\){quote}{_NAMED}{quote}\]?{_IS}b?{quote}{_FIRST})(?:{piece})",
+        rf"(?P<head>(?<!\\){quote}{_NAMED_STRING}{quote}\]?{_IS}b?{quote}{_FIRST})(?:{piece})",
         piece,
         _NAMED_NEEDLES,
         any_case=True,
+    )
+
+
+def _named_value(depth: int) -> _Secret:
+    """Match `"name": "password", "value": "…"`, as in a HAR file, inside `depth` levels of JSON strings."""
+    quote, piece = _json_string(depth)
+    line_end = r"(?:\\{1,16}r)?(?:\\{1,16}n(?:\\{1,16}t){0,16})?" if depth else r"(?:\r?\n)?"
+    is_string = rf"{quote}{_BLANKS}:{_BLANKS}{quote}"
+    name = rf"(?<!\\){quote}name{is_string}(?:{_NAMED_STRING}|device){quote}{_BLANKS},{_BLANKS}"
+    return _secret(
+        rf"(?P<head>{name}{line_end}{_BLANKS}{quote}value{is_string}{_FIRST})(?:{piece})",
+        piece,
+        (*_NAMED_NEEDLES, "device"),
+        any_case=True,
+        unfinished=None if depth else re.compile(rf"{name}\r?\n[^\n]*+\Z", re.ASCII | re.IGNORECASE),
     )
 
 
@@ -155,6 +183,13 @@ _SECRETS = (
         mask=_mask_broken,
         unfinished=_unfinished_key(),
     ),
+    # A PEM private key (RFC 7468), also with escapes of JSON. Before the patterns that end with the line. A hyphen
+    # inside belongs to a header (RFC 1421); five of them end the key.
+    _secret(
+        r"(?P<head>-----BEGIN (?:[A-Z0-9]{1,16} ){0,3}PRIVATE KEY-----)",
+        r"[A-Za-z0-9+/=:,.*> \t\r\n]|-(?=[A-Za-z0-9])|\\{1,16}(?:[nrt/]|u00[0-9A-Fa-f]{2})",
+        ("private key",),
+    ),
     # Webhook secrets; the prefix `whsec_` is public.
     _secret(
         rf"(?P<head>(?<![A-Za-z0-9])whsec{_UNDERSCORE})(?:[A-Za-z0-9+/=_%-]|\\{{1,16}}/){{8}}",
@@ -170,16 +205,18 @@ _SECRETS = (
     ),
     # In JSON, a list of strings: all of it.
     _secret(
-        rf"(?P<head>(?<!\\)\"{_NAMED}\"{_BLANKS}:{_BLANKS}\[{_BLANKS}\"{_FIRST})(?:[^\"\\\r\n]|\\[^\r\n])",
+        rf"(?P<head>(?<!\\)\"{_NAMED_STRING}\"{_BLANKS}:{_BLANKS}\[{_BLANKS}\"{_FIRST})(?:[^\"\\\r\n]|\\[^\r\n])",
         rf"[^\"\\\r\n]|\\[^\r\n]|\"{_BLANKS},{_BLANKS}\"",
         _NAMED_NEEDLES,
         any_case=True,
     ),
     # In JSON, in JSON within JSON: the quoted string, with its escapes.
     *map(_quoted, range(4)),
+    # In JSON, an object with a name and a value.
+    *map(_named_value, range(4)),
     # In a Python repr, a WSGI environ.
     _secret(
-        rf"(?P<head>(?<!\\)'{_NAMED}'\]?{_IS}b?'{_FIRST})(?:[^'\"\\\r\n]|\\[^\r\n])",
+        rf"(?P<head>(?<!\\)'{_NAMED_STRING}'\]?{_IS}b?'{_FIRST})(?:[^'\"\\\r\n]|\\[^\r\n])",
         r"[^'\"\\\r\n]|\\[^\r\n]",
         _NAMED_NEEDLES,
         any_case=True,
@@ -222,6 +259,13 @@ _SECRETS = (
         rf"(?P<head>{_MEMBER}[ \t]{{0,4}}=[ \t]{{0,4}}{_NO_VALUE}{_FIRST})[^\s\"'\\&;,:=<>[\]{{}}()]",
         r"[^\s\"'\\&;,]",
         _MEMBER_NEEDLES,
+        any_case=True,
+    ),
+    # The device cookie without HTTPS.
+    _secret(
+        rf"(?P<head>{_DEVICE}={_NO_VALUE})[^\s\"'\\&;,:=<>[\]{{}}()]",
+        r"[^\s\"'\\&;,]",
+        ("device=",),
         any_case=True,
     ),
     # A line of YAML: quoted, or all of it.
@@ -346,7 +390,7 @@ class _StreamMask:
         return certain if found is None else min(certain, found.start())
 
 
-_ENDS = re.compile(r"[\\\"', \t]*+\Z")
+_ENDS = re.compile(r"[\\\"', \t-]*+(?:u[0-9A-Fa-f]{0,3}+)?+\Z")
 
 
 def _is_undecided(text: str, at: int) -> bool:

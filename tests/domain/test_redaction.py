@@ -263,6 +263,9 @@ COOKIES = f"sessionid={OPAQUE}; csrftoken=Zu8tYq; other=choc0late"
         ("sent session=eyJhbG and more", "sent session=*** and more"),
         ("__Host-session=eyJhbG; csrftoken=Zu8tYq", "__Host-session=***; csrftoken=***"),
         (json.dumps({"sessionid": OPAQUE, "csrftoken": OPAQUE}), '{"sessionid": "***", "csrftoken": "***"}'),
+        ("sent __Secure-device=eyJhbG:1:x; a=b", "sent __Secure-device=***; a=b"),
+        ("sent device=eyJhbG:1:x; a=b", "sent device=***; a=b"),
+        (json.dumps({"__Secure-device": OPAQUE, "a": 1}), '{"__Secure-device": "***", "a": 1}'),
     ],
 )
 def test_redact_cookies_are_masked(text: str, clean: str) -> None:
@@ -278,12 +281,17 @@ SECRET_NAMES = [
     *("secret", "clientSecret", "client_secret", "CLIENT_SECRET", "webhook-secret", "secretKey", "signing_key"),
     *("token", "access_token", "accessToken", "refresh_token", "id-token", "csrfmiddlewaretoken", "X-Vault-Token"),
     *("api_key", "apikey", "apiKey", "api-key", "stripe.api_key", "private_key", "privateKey", "PRIVATE-KEY"),
-    *("master_key", "credential", "authorization", "cookie", "x-api-key", "sessionid"),
+    *("master_key", "credential", "authorization", "cookie", "x-api-key", "sessionid", "session_key", "sessionKey"),
+    *("new_password1", "password2", "password_confirm", "passwordConfirmation", "password_hash", "passwordHash"),
+    *("secret_value", "secretValue", "__Secure-device"),
 ]
+COLLECTIVE_NAMES = ["passwords", "oldPasswords", "credentials", "db_credentials"]
+COOKIE_NAMES = ["__Host-session", "__Secure-device", "device", "csrftoken", "sessionid"]
 READABLE_NAMES = [
     *("key_id", "token_id", "tokenId", "credential_id", "secret_name", "secret_version", "idempotency_key"),
     *("public_key", "recipient_public_key", "token_type", "order_token", "orderToken", "next_page_token", "key"),
     *("password_changed_at", "api_keys_issued", "tokens", "secretary", "cookies_accepted", "authorization_url"),
+    *("device", "device_id", "password_hash_algorithm", "secret_values_seen"),
 ]
 VALUES = [OPAQUE, 'a"b\\c', "ends in \\", "two\nlines", "café", "x", "***", "a, 'b' & {c}", '\\\\"\\"']
 
@@ -328,6 +336,82 @@ def test_redact_json_number_named_like_a_secret_becomes_the_mask(value: float, d
 def test_redact_json_member_that_holds_no_secret_stays(value: object, depth: int) -> None:
     """That a secret is there, or is not, is what support has to see."""
     text = nested({"password": value, "b": 1}, depth)
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize("name", COLLECTIVE_NAMES)
+def test_redact_json_strings_under_a_collective_name_are_masked(name: str) -> None:
+    """Strings are secrets; numbers are counts, and objects have names of their own."""
+    kinds = ["private", "public"]  # An endpoint's accepted kinds are a list named `credentials`.
+    for value, masked in ((OPAQUE, MASK), (kinds, kinds if "credentials" in name else [MASK])):
+        clean = redact(json.dumps({"a": 1, name: value, "b": "c"}))
+        assert json.loads(clean) == {"a": 1, name: masked, "b": "c"}
+        assert redact(clean) == clean
+    for readable in (3, [{"id": "cred_1"}], [1, 2], None):
+        text = json.dumps({name: readable, "tokens": 3})
+        assert redact(text) == text
+    assert redact(f"{name}=3 tokens=3") == f"{name}=3 tokens=3"
+
+
+@pytest.mark.parametrize("name", [*SECRET_NAMES, *COOKIE_NAMES, *COLLECTIVE_NAMES, "Set-Cookie"])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_redact_value_next_to_the_name_of_a_secret_is_masked(name: str, depth: int) -> None:
+    """HAR files list headers, cookies and form fields as objects with a name and a value."""
+    for value in (OPAQUE, 'a"b\\c', "__Host-session=hunter2; __Secure-device=hunter2", "***"):
+        pairs = [{"name": "Accept", "value": "x"}, {"name": name, "value": value, "path": "/"}]
+        masked = [pairs[0], {**pairs[1], "value": MASK}]
+        for layout in ({}, {"separators": (",", ":")}, {"indent": 2}, {"indent": "\t"}):
+            text = json.dumps(pairs, **layout)  # type: ignore[arg-type]  # of its many types
+            text = nested(text, depth - 1) if depth else text
+            clean = redact(text)
+            inner = unnested(clean, depth - 1) if depth else clean
+            assert json.loads(inner) == masked
+            assert redact(clean) == clean
+            assert "".join(redact_stream(text)) == clean
+    text = json.dumps({"name": name, "value": OPAQUE}, indent=2).replace("\n", "\r\n")
+    assert json.loads(redact(text)) == {"name": name, "value": MASK}
+    assert "".join(redact_stream(text)) == redact(text)
+
+
+@pytest.mark.parametrize("name", ["key_id", "Accept", "tokens", "user_device", "password_changed_at"])
+def test_redact_value_next_to_another_name_stays(name: str) -> None:
+    for indent in (None, 2):
+        text = json.dumps([{"name": name, "value": OPAQUE}, {"name": "password", "value": ""}], indent=indent)
+        assert redact(text) == text
+
+
+PEM_BODY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSj/gEAAoIBAQ+7\n" * 4 + "q1w2E3r4T5y6==\n"
+
+
+@pytest.mark.parametrize("kind", ["", "RSA ", "EC ", "ENCRYPTED ", "OPENSSH "])
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\n> ", " ", "\n    "])
+@pytest.mark.parametrize("depth", [None, 0, 1, 2])
+def test_redact_pem_private_key_is_masked(kind: str, newline: str, depth: int | None) -> None:
+    begin, end = f"-----BEGIN {kind}PRIVATE KEY-----", f"-----END {kind}PRIVATE KEY-----"
+    for headers in ("", "Proc-Type: 4,ENCRYPTED\nDEK-Info: AES-256-CBC,0A1B2C\n\n"):
+        pem, masked = f"{begin}\n{headers}{PEM_BODY}{end}".replace("\n", newline), f"{begin}{MASK}{end}"
+        text = f"got {pem}\nnext" if depth is None else nested({"a": f"got {pem}", "b": 1}, depth)
+        if depth:
+            text = text.replace("+", "\\u002b" if depth == 1 else "+")
+        clean = redact(text)
+        assert clean == (f"got {masked}\nnext" if depth is None else nested({"a": f"got {masked}", "b": 1}, depth))
+        assert redact(clean) == clean
+        assert "".join(redact_stream(text)) == clean
+
+
+@pytest.mark.parametrize("before", ["private_key: ", "  private_key: |\n  ", "PRIVATE_KEY=", 'PRIVATE_KEY="', ""])
+def test_redact_pem_private_key_under_a_name_or_cut_short_leaks_nothing(before: str) -> None:
+    pem = f"{before}-----BEGIN PRIVATE KEY-----\n{PEM_BODY}"
+    for text in (pem, pem[:-40], pem + "-----END PRIVATE KEY-----\n"):
+        clean = redact(text)
+        assert not leaks(PEM_BODY.replace("\n", ""), clean)
+        assert redact(clean) == clean
+
+
+def test_redact_pem_public_key_and_certificate_stay() -> None:
+    text = "".join(
+        f"-----BEGIN {kind}-----\n{PEM_BODY}-----END {kind}-----\n" for kind in ("PUBLIC KEY", "CERTIFICATE")
+    )
     assert redact(text) == text
 
 
@@ -476,6 +560,8 @@ FRAGMENTS = [
     *("whsec_", WEBHOOK_SECRET, "1234", "-1.5e9", '\\\\\\"', "=\\n", "=\n> ", KEY[:40], KEY[40:], "&", ";"),
     *('"', "'", "\\", '\\"', "b'", ": ", "=", " => ", "[", "]", "(", ")", "{", "}", ", ", "\n", "\r\n", "\\n", " "),
     *("Bearer ", "Basic ", MASK, "***", HANDLE, KEY, JWT, OPAQUE, "://a:", "@", "/", "sealed.", "hvs.", "s.", "é"),
+    *('"name": "', '"value": "', '"name":"Cookie",\n', '","value":"', "device", "__Secure-device=", "passwords"),
+    *("-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----", "-----", "-", "\\u002b", "\\\\u00"),
     *("\ud800", "null", ">", "kv_", "_prv_", "sbx_", "%5F", "A" * 40, "0a0a0a0a0a0a0a0a0a0a0a0a"),
 ]
 tangles = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
@@ -652,6 +738,12 @@ HOSTILE = {
     "webhook secrets": "whsec_",
     "curl": " -b a",
     "digits": "A1",
+    "pairs": '"name":"token","value":"',
+    "names of pairs": '"name":"token",\n',
+    "names of pairs in JSON": '\\\\"name\\\\":\\\\"token\\\\",',
+    "private keys": "-----BEGIN RSA PRIVATE KEY-----a-",
+    "hyphens": "-",
+    "devices": "__secure-device",
 }
 
 
