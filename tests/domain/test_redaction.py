@@ -361,7 +361,7 @@ def test_redact_value_next_to_the_name_of_a_secret_is_masked(name: str, depth: i
         pairs = [{"name": "Accept", "value": "x"}, {"name": name, "value": value, "path": "/"}]
         masked = [pairs[0], {**pairs[1], "value": MASK}]
         for layout in ({}, {"separators": (",", ":")}, {"indent": 2}, {"indent": "\t"}):
-            text = json.dumps(pairs, **layout)  # type: ignore[arg-type]  # of its many types
+            text = json.dumps(pairs, **layout)
             text = nested(text, depth - 1) if depth else text
             clean = redact(text)
             inner = unnested(clean, depth - 1) if depth else clean
