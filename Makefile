@@ -24,12 +24,11 @@ run: ready-to-run ## the service in the foreground with demo data (PORT=8000)
 test: ready-to-test ## the suite, on SQLite and on PostgreSQL (ARGS='-k rotate -x': options for pytest)
 	@exec $(BIN)/python -m tests $(SELECTION) $(ARGS)
 
-# The linters say the same on every Python, PostgreSQL's answers do not depend on it, and what is asked through the
-# doors was asked of the same code below them. What is left is what leans on Python itself: the pure rooms, sockets and
-# TLS, processes and signals.
+# Linters and PostgreSQL do not depend on the Python version, and entry points run the code of the packages below them.
+# The tests that remain depend on Python itself: pure packages, sockets and TLS, processes and signals.
 NEXT_LEAVES_OUT = architecture entry_points demo admin api management rotation models services vault_faults \
     hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/engine/test_engine.py hotpath/test_denied_again.py
-test-next: ## the lowest rooms on SQLite again, on Python 3.13, where that is installed
+test-next: ## the pure packages on SQLite again, on Python 3.13, where that is installed
 	@for python in python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3.13; do \
 	    if "$$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
 	        export KEYVAULT_TEST_DATABASE=sqlite; \
