@@ -103,6 +103,3 @@ class ApprovalColumns(RecordedModel):
 
     class Meta:
         abstract = True
-
-    def alters(self) -> None:
-        return None

@@ -101,3 +101,6 @@ class IssuanceApproval(ApprovalColumns):
 
     def __str__(self) -> str:
         return f"{self.approver_id} on {self.request_id}"
+
+    def alters(self) -> None:
+        return None

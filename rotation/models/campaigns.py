@@ -67,6 +67,9 @@ class CampaignApproval(ApprovalColumns):
     def __str__(self) -> str:
         return f"{self.approver_id} on {self.campaign_id}"
 
+    def alters(self) -> None:
+        return None
+
 
 class CampaignMember(models.Model):
     """A credential of a campaign and its rotation, whose state is the member's outcome.

@@ -139,3 +139,6 @@ class RotationApproval(ApprovalColumns):
 
     def __str__(self) -> str:
         return f"{self.approver_id} on {self.rotation_id}"
+
+    def alters(self) -> None:
+        return None
