@@ -4,7 +4,7 @@
 the services derive from it, so that every entry point has the same bounds and the same refusals.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -474,25 +474,20 @@ def with_defaults(overrides: PlanOverrides, environment: Environment) -> dict[st
     }
 
 
-def find_value_faults(values: object, environment: Environment, now: datetime) -> Iterator[Fault]:
-    """Yield a fault for each value out of its bounds. `values`: a plan or its overrides."""
+def find_value_faults(
+    values: object, environment: Environment, now: datetime, types: Container[FieldType] = frozenset(FieldType)
+) -> Iterator[Fault]:
+    """Yield a fault for each value of these types out of its bounds. `values`: a plan or its overrides."""
     for name, each in FIELDS.items():
-        detail = each.find_fault(getattr(values, name), environment, now)
+        detail = each.find_fault(getattr(values, name), environment, now) if each.type in types else None
         if detail is not None:
             yield Fault(f"/{name}", detail)
 
 
-def can_compute(values: object, now: datetime) -> bool:
-    """Whether time arithmetic with these values cannot overflow: no period is too long, and no time too far away."""
-    for name, each in FIELDS.items():
-        value = getattr(values, name)
-        if value is None:
-            continue
-        if each.type in NUMBERS and value > each.most:
-            return False
-        if each.type is FieldType.INSTANT and find_far_fault(value, now) is not None:
-            return False
-    return True
+def has_excess(values: object) -> bool:
+    """Whether a number is above its maximum, so that time arithmetic could overflow."""
+    numbers = [(each.most, getattr(values, name)) for name, each in FIELDS.items() if each.type in NUMBERS]
+    return any(value is not None and value > most for most, value in numbers)
 
 
 def to_json(value: Any) -> JsonValue:

@@ -12,12 +12,13 @@ from rotation.domain.plan_fields import (
     LONGEST_SECONDS,
     AtDeadline,
     DeliveryChannel,
+    FieldType,
     Proof,
     Reinstatement,
-    can_compute,
     default_of,
     find_far_fault,
     find_value_faults,
+    has_excess,
     read_json,
     to_json,
 )
@@ -128,8 +129,9 @@ def find_faults(
 ) -> Iterator[Fault]:
     """Yield each reason why this plan cannot be met."""
     yield from _kind_faults(plan, kind, now)
-    yield from find_value_faults(plan, environment, now)
-    if not can_compute(plan, now):
+    # The default deadline may be later than the latest that can be chosen; chosen times are checked before.
+    yield from find_value_faults(plan, environment, now, frozenset(FieldType) - {FieldType.INSTANT})
+    if has_excess(plan):
         return
     begins_at = max(now, plan.not_before)
     opens_at = begins_at if plan.window is None else plan.window.next_opening(begins_at)
