@@ -109,7 +109,8 @@ def has_own_default(field: PlanField) -> bool:
 def _help(field: PlanField) -> str:
     if has_own_default(field):
         return field.help
-    return f"{field.help} Empty: {field.describe_omitted(_show_number(field))}."
+    example = " Enter a period such as 30m, 2h or 7d." if field.type is FieldType.SECONDS else ""
+    return f"{field.help}{example} Empty: {field.describe_omitted(_show_number(field))}."
 
 
 def _show_number(field: PlanField) -> Any:

@@ -74,7 +74,7 @@ class Plan:
         omitted = {
             each.name
             for each in fields(self)
-            if each.name not in _VERSION_1 and getattr(self, each.name) == each.default
+            if each.name not in _ALWAYS_STORED and getattr(self, each.name) == each.default
         }
         return {name: value for name, value in shown.items() if name not in omitted}
 
@@ -87,11 +87,8 @@ class Plan:
         return canonical_digest({"what": "rotation", **self.as_json()})
 
 
-_VERSION_1 = frozenset(
-    {"credential_id", "predecessor_key_id", "reason", "not_before", "deadline", "proof", "proof_count", "proof_sources"}
-    | {"soak_seconds", "quiet_seconds", "quarantine_seconds", "expires_in_days", "predecessor_may_expire"}
-)
-"""Fields of version 1, which are always stored."""
+_ALWAYS_STORED = frozenset({"expires_in_days", "predecessor_may_expire"})
+"""Fields of version 1 that have a default."""
 
 APPROVAL_LIFETIME = timedelta(days=7)
 

@@ -213,7 +213,7 @@ def test_plan_field_out_of_bounds_says_what_was_wrong_and_what_is_accepted(
 def test_plan_field_below_the_minimum_of_production_is_refused_there(name: str) -> None:
     at = now()
     key, _ = issue(account(environment=PRODUCTION), at)
-    value = FIELDS[name].least[PRODUCTION] - 1
+    value: Any = FIELDS[name].least[PRODUCTION] - 1
     with pytest.raises(RequestInvalidError) as caught:
         plan_rotation(key.credential, PlanOverrides(**{name: value}), at)
     sentence = FIELDS[name].find_fault(value, PRODUCTION, at)
