@@ -138,8 +138,8 @@ class PlanField:
     def describe_omitted(
         self, show: Callable[[int], str] | None = None, environments: Iterable[Environment] = tuple(Environment)
     ) -> str:
-        """Return what an omitted value means. `show` formats a default; without one it has its unit."""
-        show = show or self._with_unit
+        """Return what an omitted value means. `show` formats a default; without it, periods are in seconds."""
+        show = show or self._show_default
         among = list(environments)
         shown = []
         for each in among:
@@ -148,8 +148,8 @@ class PlanField:
             shown.append(f"{show(self.defaults[each])}{where}{rule}" if self.defaults else "")
         return self.omitted.format("; ".join(shown))
 
-    def _with_unit(self, number: int) -> str:
-        return f"{number} {self.unit or 'seconds'}"
+    def _show_default(self, number: int) -> str:
+        return str(number) if self.type is FieldType.COUNT else f"{number} seconds"
 
     def find_fault(self, value: Any, environment: Environment, now: datetime) -> str | None:
         """Return what is wrong with the value, and what is accepted; None: nothing is."""
@@ -314,7 +314,7 @@ class PlanOverrides:
         metadata=_plan(
             FieldType.COUNT,
             label="Sources",
-            help="Distinct sources of these. A source is a client address, else a calling token.",
+            help="Distinct sources of these authentications. A source is a client address, else a calling token.",
             unit="sources",
             least=_each(1, 1),
             most=10_000,
@@ -329,7 +329,7 @@ class PlanOverrides:
         metadata=_plan(
             FieldType.SECONDS,
             label="Soak time",
-            help="Minimum age of the first of these.",
+            help="Minimum age of the first authentication that counts.",
             unit="seconds",
             most=LONGEST_SECONDS,
             defaults=_each(0, 600),
@@ -412,7 +412,7 @@ class PlanOverrides:
         metadata=_plan(
             FieldType.DAYS,
             label="Replacement lifetime in days",
-            help="The replacement expires so long after it was made.",
+            help="Lifetime of the replacement.",
             unit="days",
             least=_each(1, 1),
             most=3_650,
