@@ -130,10 +130,21 @@ class RowChoice(_ModelChoiceField):
         return self.label_for(obj)
 
 
-class ReasonForm(ActionForm):
-    why = forms.CharField(
-        label="Why", max_length=300, widget=forms.Textarea(attrs={"rows": 3}), help_text="Recorded in the audit log."
+def reason_field(
+    label: str = "Why", *, required: bool = True, rows: int = 3, help_text: str = "Recorded in the audit log."
+) -> forms.CharField:
+    """Return the field for a reason in a person's own words."""
+    return forms.CharField(
+        label=label,
+        required=required,
+        max_length=300,
+        widget=forms.Textarea(attrs={"rows": rows}),
+        help_text=help_text,
     )
+
+
+class ReasonForm(ActionForm):
+    why = reason_field()
 
 
 class VersionedReasonForm(VersionedForm, ReasonForm):
@@ -203,6 +214,116 @@ class CreateAction:
     button: str
     account_of: Callable[[Cleaned], Account | None] = lambda cleaned: None
     preset: Callable[[Mapping[str, str]], dict[str, Any]] = lambda query: {}
+
+
+Text = str | Callable[[Any], str]
+"""A text, or a function that writes it for a row."""
+
+
+def format_text(text: Text, row: Any) -> str:
+    return text if isinstance(text, str) else text(row)
+
+
+def service_action(
+    name: str,
+    label: str,
+    permission: Permission,
+    service: Callable[..., object],
+    *,
+    explain: Text,
+    done: Text,
+    form: type[ActionForm] = ActionForm,
+    is_available: Callable[[Any], bool] = _always,
+    warn: Callable[[Any], str] = _silent,
+    tone: Tone = Tone.PLAIN,
+    for_requester: bool = False,
+) -> RowAction:
+    """Return an action that calls one service and reports what it did.
+
+    Args:
+        service: called with the grant and the row, and with the reason if the form has the field `why`.
+        done: message for the row as the service left it.
+
+    The other arguments are those of `RowAction`.
+    """
+
+    def run(grant: Grant, row: Any, cleaned: Cleaned) -> ActionResult:
+        service(grant, row, *([cleaned["why"]] if "why" in cleaned else []))
+        return ActionResult(format_text(done, row))
+
+    return RowAction(
+        name,
+        label,
+        permission,
+        run,
+        lambda row: format_text(explain, row),
+        form=form,
+        is_available=is_available,
+        warn=warn,
+        tone=tone,
+        for_requester=for_requester,
+    )
+
+
+def pause_action(
+    name: str,
+    label: str,
+    permission: Permission,
+    service: Callable[..., object],
+    *,
+    explain: Text,
+    done: Text,
+    is_available: Callable[[Any], bool],
+    form: type[ActionForm] = ActionForm,
+    warn: Callable[[Any], str] = _silent,
+    tone: Tone = Tone.DANGER,
+) -> RowAction:
+    """Return an action that stops something until a `resume_action` restores it. See `service_action`.
+
+    Its form has no version, because a concurrent change must not delay it.
+    """
+    return service_action(
+        name,
+        label,
+        permission,
+        service,
+        explain=explain,
+        done=done,
+        form=form,
+        is_available=is_available,
+        warn=warn,
+        tone=tone,
+    )
+
+
+def resume_action(
+    name: str,
+    label: str,
+    permission: Permission,
+    service: Callable[..., object],
+    *,
+    explain: Text,
+    done: Text,
+    is_available: Callable[[Any], bool],
+    form: type[VersionedForm] = VersionedForm,
+) -> RowAction:
+    """Return an action that restores what was stopped, for the version that the page showed. See `service_action`."""
+    return service_action(
+        name,
+        label,
+        permission,
+        service,
+        explain=explain,
+        done=done,
+        form=form,
+        is_available=is_available,
+        tone=Tone.GOOD,
+    )
+
+
+def from_query(*names: str) -> Callable[[Mapping[str, str]], dict[str, Any]]:
+    """Return the preset of a form whose fields have the names of the parameters in the query string."""
+    return lambda query: {name: query.get(name) for name in names}
 
 
 def require_version(row: Any, cleaned: Cleaned) -> None:

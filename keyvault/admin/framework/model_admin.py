@@ -104,6 +104,11 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the line of a row on the front page."""
         return Line(self.url_of(row), self.name_of(row), "")
 
+    def list_context(self, request: HttpRequest) -> dict[str, Any]:
+        """Return what the template of the list shows beside the rows."""
+        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
+        return {"title": self.plural, "plural": self.plural, "create_links": links}
+
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         """Return what this model admin adds to the page of another model's row."""
         return None
@@ -149,9 +154,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     # --- views --------------------------------------------------------------------------------------------
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
-        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
-        context = {"title": self.plural, "plural": self.plural, "create_links": links, "section": self.section}
-        return self.changelist_view(request, extra_context=context)
+        return self.changelist_view(request, extra_context=self.list_context(request))
 
     def _detail_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.find_row(request, object_id)
