@@ -12,7 +12,7 @@ from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Tone, VersionedForm, service_action
+from keyvault.admin.framework.actions import RowAction, Tone, VersionedForm, run_service
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may
 from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, is_requester
@@ -56,14 +56,18 @@ class RetirementAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Retirement", "Retirements"
     row_actions = (
-        service_action(
+        RowAction(
             "approve",
             "Approve date",
             P.ROTATIONS_APPROVE,
-            approve_retirement,
-            explain="The old public key is refused from this date, first in quarantine and then permanently. Shops and "
-            "apps that still use it fail. Traffic does not reinstate it.",
-            done=lambda retirement: f"Approved. The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.",
+            run_service(
+                approve_retirement,
+                lambda retirement: f"Approved. The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.",
+            ),
+            (
+                "The old public key is refused from this date, first in quarantine and then permanently. Shops and "
+                "apps that still use it fail. Traffic does not reinstate it."
+            ),
             form=VersionedForm,
             is_available=_is_awaiting_approval,
             tone=Tone.GOOD,

@@ -12,7 +12,7 @@ from keyvault.admin.framework.actions import (
     Tone,
     VersionedReasonForm,
     resume_action,
-    service_action,
+    run_service,
 )
 from keyvault.admin.framework.four_eyes import approve_action, break_glass_warning, reject_action, submitted
 from keyvault.domain.errors import StateConflictError
@@ -224,7 +224,6 @@ ROW_ACTIONS = (
     approve_action(
         P.ROTATIONS_APPROVE,
         approve_rotation,
-        label=REMEDY_LABELS[Remedy.APPROVE],
         explain=_explain_approval,
         approved="Approved. The worker starts the rotation as planned.",
         is_undecided=is_undecided,
@@ -233,30 +232,26 @@ ROW_ACTIONS = (
     ),
     reject_action(
         P.ROTATIONS_APPROVE,
-        reject_rotation,
-        label=REMEDY_LABELS[Remedy.REJECT],
-        explain=lambda rotation: (
+        run_service(reject_rotation, "Rotation rejected."),
+        lambda rotation: (
             f"No replacement is created. {_describe_remaining_key(rotation)} The requester sees the reason."
         ),
-        done="Rotation rejected.",
         is_available=_waits_for_approval,
     ),
     resume_action(
         "resume",
         REMEDY_LABELS[Remedy.RESUME],
         P.ROTATIONS_WRITE,
-        resume_rotation,
-        explain=lambda rotation: f"Resumes the rotation from {rotation.get_stalled_from_display()} with new timers.",
-        done="Rotation resumed where it stalled, with new timers.",
+        run_service(resume_rotation, "Rotation resumed where it stalled, with new timers."),
+        lambda rotation: f"Resumes the rotation from {rotation.get_stalled_from_display()} with new timers.",
         is_available=_may_be_resumed,
     ),
-    service_action(
+    RowAction(
         "confirm",
         REMEDY_LABELS[Remedy.CONFIRM],
         P.ROTATIONS_WRITE,
-        confirm_rotation,
-        explain=_explain_confirmation,
-        done="Confirmed under your name. The worker continues the rotation.",
+        run_service(confirm_rotation, "Confirmed under your name. The worker continues the rotation."),
+        _explain_confirmation,
         form=ConfirmForm,
         is_available=may_be_confirmed,
         tone=Tone.GOOD,
@@ -300,7 +295,7 @@ ROW_ACTIONS = (
         REMEDY_LABELS[Remedy.BYPASS],
         P.ROTATIONS_BYPASS,
         _bypass,
-        lambda rotation: "The plan starts without the approval of a second person.",
+        "The plan starts without the approval of a second person.",
         form=BypassForm,
         is_available=_may_be_approved,
         warn=_warn_of_bypass,

@@ -21,6 +21,7 @@ from keyvault.admin.framework.actions import (
     from_query,
     pause_action,
     resume_action,
+    run_service,
 )
 from keyvault.admin.framework.columns import badge_column
 from keyvault.admin.framework.enforcement import may
@@ -115,25 +116,23 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             "Edit",
             P.SCHEDULES_WRITE,
             _edit,
-            lambda row: "Rotations already requested stay unchanged.",
+            "Rotations already requested stay unchanged.",
             form=EditForm,
         ),
         pause_action(
             "disable",
             "Disable",
             P.SCHEDULES_WRITE,
-            disable_schedule,
-            explain="The schedule requests no more rotations. Rotations already requested continue.",
-            done="Schedule disabled. The next broader schedule applies, if there is one.",
+            run_service(disable_schedule, "Schedule disabled. The next broader schedule applies, if there is one."),
+            "The schedule requests no more rotations. Rotations already requested continue.",
             is_available=lambda row: row.is_enabled,
         ),
         resume_action(
             "enable",
             "Enable",
             P.SCHEDULES_WRITE,
-            enable_schedule,
-            explain="The schedule requests due rotations again, in your name.",
-            done="Schedule enabled. Its rotations are requested in your name from now on.",
+            run_service(enable_schedule, "Schedule enabled. Its rotations are requested in your name from now on."),
+            "The schedule requests due rotations again, in your name.",
             is_available=lambda row: not row.is_enabled,
         ),
     )

@@ -30,6 +30,7 @@ from keyvault.admin.framework.actions import (
     VersionedForm,
     pause_action,
     resume_action,
+    run_service,
 )
 from keyvault.admin.framework.columns import badge_column
 from keyvault.admin.framework.filters import state_filter
@@ -166,7 +167,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             "Change",
             P.CATALOG_WRITE,
             _change,
-            lambda row: "The new rule applies from the next request.",
+            "The new rule applies from the next request.",
             form=ChangeForm,
             is_available=_is_live,
         ),
@@ -174,18 +175,18 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             "withdraw",
             "Withdraw",
             P.CATALOG_WRITE,
-            withdraw_endpoint,
-            explain="Requests are refused with endpoint_unknown until the endpoint is restored.",
-            done=lambda row: f"Withdrew endpoint {row}. Requests are refused with endpoint_unknown.",
+            run_service(
+                withdraw_endpoint, lambda row: f"Withdrew endpoint {row}. Requests are refused with endpoint_unknown."
+            ),
+            "Requests are refused with endpoint_unknown until the endpoint is restored.",
             is_available=_is_live,
         ),
         resume_action(
             "restore",
             "Restore",
             P.CATALOG_WRITE,
-            restore_endpoint,
-            explain="The endpoint is active again with its previous rule.",
-            done=lambda row: f"Restored endpoint {row}.",
+            run_service(restore_endpoint, lambda row: f"Restored endpoint {row}."),
+            "The endpoint is active again with its previous rule.",
             is_available=lambda row: not _is_live(row),
         ),
     )

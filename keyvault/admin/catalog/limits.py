@@ -141,7 +141,7 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
             "Clear",
             P.LIMITS_WRITE,
             _clear,
-            lambda row: "The next broader limit of the endpoint applies, if there is one.",
+            "The next broader limit of the endpoint applies, if there is one.",
             is_available=_is_set,
         ),
     )

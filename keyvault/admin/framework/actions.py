@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django import forms
@@ -151,6 +152,18 @@ class VersionedReasonForm(VersionedForm, ReasonForm):
     """Form with the version of the row and a required reason."""
 
 
+Text = str | Callable[[Any], str]
+"""A text, or a function that writes it for a row."""
+
+
+def format_text(text: Text, row: Any) -> str:
+    return text if isinstance(text, str) else text(row)
+
+
+Run = Callable[[Grant, Any, Cleaned], ActionResult]
+"""Function that carries out an action on a row, with the values of its form."""
+
+
 def _always(row: Any) -> bool:
     return True
 
@@ -175,8 +188,8 @@ class RowAction:
     name: str
     label: str
     permission: Permission
-    run: Callable[[Grant, Any, Cleaned], ActionResult]
-    explain: Callable[[Any], str]
+    run: Run
+    explain: Text
     form: type[ActionForm] = ActionForm
     is_available: Callable[[Any], bool] = _always
     warn: Callable[[Any], str] = _silent
@@ -216,109 +229,26 @@ class CreateAction:
     preset: Callable[[Mapping[str, str]], dict[str, Any]] = lambda query: {}
 
 
-Text = str | Callable[[Any], str]
-"""A text, or a function that writes it for a row."""
-
-
-def format_text(text: Text, row: Any) -> str:
-    return text if isinstance(text, str) else text(row)
-
-
-def service_action(
-    name: str,
-    label: str,
-    permission: Permission,
-    service: Callable[..., object],
-    *,
-    explain: Text,
-    done: Text,
-    form: type[ActionForm] = ActionForm,
-    is_available: Callable[[Any], bool] = _always,
-    warn: Callable[[Any], str] = _silent,
-    tone: Tone = Tone.PLAIN,
-    for_requester: bool = False,
-) -> RowAction:
-    """Return an action that calls one service and reports what it did.
+def run_service(service: Callable[..., object], done: Text) -> Run:
+    """Return the `run` of an action that calls one service and reports what it did.
 
     Args:
         service: called with the grant and the row, and with the reason if the form has the field `why`.
         done: message for the row as the service left it.
-
-    The other arguments are those of `RowAction`.
     """
 
     def run(grant: Grant, row: Any, cleaned: Cleaned) -> ActionResult:
         service(grant, row, *([cleaned["why"]] if "why" in cleaned else []))
         return ActionResult(format_text(done, row))
 
-    return RowAction(
-        name,
-        label,
-        permission,
-        run,
-        lambda row: format_text(explain, row),
-        form=form,
-        is_available=is_available,
-        warn=warn,
-        tone=tone,
-        for_requester=for_requester,
-    )
+    return run
 
 
-def pause_action(
-    name: str,
-    label: str,
-    permission: Permission,
-    service: Callable[..., object],
-    *,
-    explain: Text,
-    done: Text,
-    is_available: Callable[[Any], bool],
-    form: type[ActionForm] = ActionForm,
-    warn: Callable[[Any], str] = _silent,
-    tone: Tone = Tone.DANGER,
-) -> RowAction:
-    """Return an action that stops something until a `resume_action` restores it. See `service_action`.
+pause_action = partial(RowAction, tone=Tone.DANGER)
+"""Stops something until a `resume_action` restores it. Carries no version: a concurrent change must not delay it."""
 
-    Its form has no version, because a concurrent change must not delay it.
-    """
-    return service_action(
-        name,
-        label,
-        permission,
-        service,
-        explain=explain,
-        done=done,
-        form=form,
-        is_available=is_available,
-        warn=warn,
-        tone=tone,
-    )
-
-
-def resume_action(
-    name: str,
-    label: str,
-    permission: Permission,
-    service: Callable[..., object],
-    *,
-    explain: Text,
-    done: Text,
-    is_available: Callable[[Any], bool],
-    form: type[VersionedForm] = VersionedForm,
-) -> RowAction:
-    """Return an action that restores what was stopped, for the version that the page showed. See `service_action`."""
-    return service_action(
-        name,
-        label,
-        permission,
-        service,
-        explain=explain,
-        done=done,
-        form=form,
-        is_available=is_available,
-        tone=Tone.GOOD,
-    )
+resume_action = partial(RowAction, form=VersionedForm, tone=Tone.GOOD)
+"""Restores what was stopped, for the version of the row that the page showed."""
 
 
 def from_query(*names: str) -> Callable[[Mapping[str, str]], dict[str, Any]]:

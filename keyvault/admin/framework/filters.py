@@ -19,8 +19,11 @@ class StateFilter(admin.SimpleListFilter):
 
     title = "state"
     parameter_name = "state"
-    read_conditions: ClassVar[Callable[[], Conditions]]
     labels: ClassVar[Mapping[str, str]] = {}
+
+    @staticmethod
+    def read_conditions() -> Conditions:
+        return {}
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
         return [(state, self.labels.get(state, state)) for state in self.read_conditions()]

@@ -1,6 +1,7 @@
 """Shared parts of the pages that require approval by a second person."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from django import forms
@@ -17,8 +18,6 @@ from keyvault.admin.framework.actions import (
     RowAction,
     Text,
     Tone,
-    format_text,
-    service_action,
 )
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.widgets import Table, mono, short_moment
@@ -47,10 +46,9 @@ class ApproveForm(ActionForm):
 def approve_action(
     permission: Permission,
     approve: Callable[[Grant, Any, str], object],
-    *,
     explain: Text,
+    *,
     approved: str,
-    label: str = "Approve",
     is_undecided: Callable[[Any], bool],
     is_available: Callable[[Any], bool] | None = None,
     form: type[ApproveForm] = ApproveForm,
@@ -70,37 +68,18 @@ def approve_action(
 
     return RowAction(
         "approve",
-        label,
+        "Approve",
         permission,
         run,
-        lambda row: format_text(explain, row),
+        explain,
         form=form,
         is_available=is_available or is_undecided,
         tone=Tone.GOOD,
     )
 
 
-def reject_action(
-    permission: Permission,
-    reject: Callable[[Grant, Any, str], object],
-    *,
-    explain: Text,
-    done: str,
-    is_available: Callable[[Any], bool],
-    label: str = "Reject",
-) -> RowAction:
-    """Return the action that rejects a request with a reason. See `service_action`."""
-    return service_action(
-        "reject",
-        label,
-        permission,
-        reject,
-        explain=explain,
-        done=done,
-        form=ReasonForm,
-        is_available=is_available,
-        tone=Tone.DANGER,
-    )
+reject_action = partial(RowAction, "reject", "Reject", form=ReasonForm, tone=Tone.DANGER)
+"""Rejects a request with a reason."""
 
 
 def submitted(row: Model, *, is_undecided: bool, next_step: str, request: str = "Request") -> ActionResult:

@@ -17,7 +17,15 @@ from django.urls import URLPattern, path, reverse
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.admin.framework.actions import ActionResult, CreateAction, RowAction, SecretView, Tone, require_version
+from keyvault.admin.framework.actions import (
+    ActionResult,
+    CreateAction,
+    RowAction,
+    SecretView,
+    Tone,
+    format_text,
+    require_version,
+)
 from keyvault.admin.framework.enforcement import Guarded, grant_for, may, operator_of
 from keyvault.admin.framework.pages import form_page, page, secret_page
 from keyvault.admin.framework.widgets import AttentionItem, Detail, Extras, FactTable, Line, Link
@@ -340,7 +348,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return {
             "title": f"{action.label}: {self.name_of(row)}",
             "summary": self.summary(row),
-            "explain": action.explain(row),
+            "explain": format_text(action.explain, row),
             "warning": warning,
             "button": action.label,
             "tone": Tone.DANGER if warning else action.tone,

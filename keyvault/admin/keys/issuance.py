@@ -22,7 +22,7 @@ from keyvault.admin.framework.actions import (
     RowChoice,
     Tone,
     from_query,
-    service_action,
+    run_service,
 )
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
@@ -163,18 +163,16 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         ),
         reject_action(
             P.ISSUANCE_REJECT,
-            reject_issuance,
-            explain="No key is issued. The requester sees the reason.",
-            done="Request rejected.",
+            run_service(reject_issuance, "Request rejected."),
+            "No key is issued. The requester sees the reason.",
             is_available=lambda request: can_transition_issuance(S(request.state), S.REJECTED),
         ),
-        service_action(
+        RowAction(
             "withdraw",
             "Withdraw",
             P.ISSUANCE_WITHDRAW,
-            withdraw_issuance,
-            explain="No key is issued. Only the requester can withdraw a request.",
-            done="Request withdrawn.",
+            run_service(withdraw_issuance, "Request withdrawn."),
+            "No key is issued. Only the requester can withdraw a request.",
             is_available=lambda request: can_transition_issuance(S(request.state), S.WITHDRAWN),
             for_requester=True,
         ),

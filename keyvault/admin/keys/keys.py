@@ -23,6 +23,7 @@ from keyvault.admin.framework.actions import (
     Tone,
     pause_action,
     resume_action,
+    run_service,
 )
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may
@@ -137,9 +138,8 @@ class KeyAdmin(ConsoleModelAdmin):
             "suspend",
             "Suspend",
             P.KEYS_SUSPEND,
-            suspend_key,
-            explain="The key is refused until an operator resumes it. An open rotation stalls.",
-            done=lambda key: f"Key {key} is suspended and refused until it is resumed.",
+            run_service(suspend_key, lambda key: f"Key {key} is suspended and refused until it is resumed."),
+            "The key is refused until an operator resumes it. An open rotation stalls.",
             is_available=_can_become(KeyState.SUSPENDED),
             warn=warn_if_last_key,
             tone=Tone.PLAIN,
@@ -148,9 +148,8 @@ class KeyAdmin(ConsoleModelAdmin):
             "resume",
             "Resume",
             P.KEYS_RESUME,
-            resume_key,
-            explain="The key works again for everyone who holds it.",
-            done=lambda key: f"Key {key} is active again.",
+            run_service(resume_key, lambda key: f"Key {key} is active again."),
+            "The key works again for everyone who holds it.",
             is_available=lambda key: key.state == KeyState.SUSPENDED,
         ),
         RowAction(

@@ -19,7 +19,7 @@ from keyvault.admin.framework.actions import (
     CreateAction,
     RowAction,
     Tone,
-    service_action,
+    run_service,
 )
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.filters import state_filter
@@ -142,13 +142,12 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
             form=RotateTokenForm,
             is_available=lambda token: token_state(token) == "active",
         ),
-        service_action(
+        RowAction(
             "revoke",
             "Revoke token",
             P.TOKENS_WRITE,
-            revoke_service_token,
-            explain="The service that uses the token is refused immediately and permanently.",
-            done=lambda token: f"{token} is revoked.",
+            run_service(revoke_service_token, lambda token: f"{token} is revoked."),
+            "The service that uses the token is refused immediately and permanently.",
             is_available=lambda token: token.revoked_at is None,
             tone=Tone.DANGER,
         ),

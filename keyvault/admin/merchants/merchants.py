@@ -23,6 +23,7 @@ from keyvault.admin.framework.actions import (
     Tone,
     pause_action,
     resume_action,
+    run_service,
 )
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
@@ -116,18 +117,16 @@ class MerchantAdmin(ConsoleModelAdmin):
             "suspend",
             "Suspend merchant",
             P.MERCHANTS_WRITE,
-            suspend_merchant,
-            explain="Every key of the merchant is refused in sandbox and production until the merchant is resumed.",
-            done=lambda merchant: f"{merchant} is suspended in both environments.",
+            run_service(suspend_merchant, lambda merchant: f"{merchant} is suspended in both environments."),
+            "Every key of the merchant is refused in sandbox and production until the merchant is resumed.",
             is_available=_is_active,
         ),
         resume_action(
             "resume",
             "Resume merchant",
             P.MERCHANTS_WRITE,
-            resume_merchant,
-            explain="The merchant's active keys work again, except in accounts that are suspended themselves.",
-            done=lambda merchant: f"{merchant} is active again.",
+            run_service(resume_merchant, lambda merchant: f"{merchant} is active again."),
+            "The merchant's active keys work again, except in accounts that are suspended themselves.",
             is_available=_is_suspended,
         ),
         RowAction(
@@ -225,20 +224,18 @@ class AccountAdmin(ConsoleModelAdmin):
             "suspend",
             "Suspend account",
             P.MERCHANTS_WRITE,
-            suspend_account,
-            explain=lambda account: (
+            run_service(suspend_account, lambda account: f"{account} is suspended."),
+            lambda account: (
                 f"Every key of the merchant is refused in {account.environment} until the account is resumed."
             ),
-            done=lambda account: f"{account} is suspended.",
             is_available=lambda account: _is_active(account) and not _is_offboarded(account.merchant),
         ),
         resume_action(
             "resume",
             "Resume account",
             P.MERCHANTS_WRITE,
-            resume_account,
-            explain=lambda account: f"The merchant's active keys work again in {account.environment}.",
-            done=lambda account: f"{account} is active again.",
+            run_service(resume_account, lambda account: f"{account} is active again."),
+            lambda account: f"The merchant's active keys work again in {account.environment}.",
             is_available=lambda account: _is_suspended(account) and not _is_offboarded(account.merchant),
         ),
         *BROWSER_ACTIONS,

@@ -27,7 +27,7 @@ from keyvault.admin.framework.actions import (
     Tone,
     VersionedForm,
     from_query,
-    service_action,
+    run_service,
 )
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may
@@ -148,14 +148,15 @@ class ProviderConnectionAdmin(AccountRowAdmin):
             form=ReplaceForm,
             is_available=_is_present,
         ),
-        service_action(
+        RowAction(
             "remove",
             "Remove",
             P.CONNECTIONS_WRITE,
-            remove_connection,
-            explain="The credentials are permanently erased from the secret backend. Stop using them first. "
-            "At the provider they stay valid until they are revoked there.",
-            done="Connection removed. A worker erases the credentials.",
+            run_service(remove_connection, "Connection removed. A worker erases the credentials."),
+            (
+                "The credentials are permanently erased from the secret backend. Stop using them first. "
+                "At the provider they stay valid until they are revoked there."
+            ),
             is_available=_is_present,
             tone=Tone.DANGER,
         ),

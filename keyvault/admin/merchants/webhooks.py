@@ -25,11 +25,10 @@ from keyvault.admin.framework.actions import (
     CreateAction,
     ReasonForm,
     RowAction,
-    Tone,
-    VersionedForm,
     from_query,
     pause_action,
-    service_action,
+    resume_action,
+    run_service,
 )
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may
@@ -124,13 +123,12 @@ class WebhookEndpointAdmin(AccountRowAdmin):
         ),
     )
     row_actions = (
-        service_action(
+        RowAction(
             "test",
             "Send test",
             P.WEBHOOKS_WRITE,
-            send_test,
-            explain="Sends a signed message of type webhook.test. It is not retried.",
-            done="Test message queued. It appears first in the list of deliveries.",
+            run_service(send_test, "Test message queued. It appears first in the list of deliveries."),
+            "Sends a signed message of type webhook.test. It is not retried.",
             is_available=_is_enabled,
         ),
         RowAction(
@@ -138,7 +136,7 @@ class WebhookEndpointAdmin(AccountRowAdmin):
             "Rotate secret",
             P.WEBHOOKS_WRITE,
             _rotate,
-            lambda endpoint: "The next page shows a new signing secret once.",
+            "The next page shows a new signing secret once.",
             form=RotateSecretForm,
             warn=lambda endpoint: (
                 "The overlap of the last rotation is not over. The older secret ends immediately."
@@ -146,23 +144,20 @@ class WebhookEndpointAdmin(AccountRowAdmin):
                 else ""
             ),
         ),
-        RowAction(
+        resume_action(
             "enable",
             "Enable",
             P.WEBHOOKS_WRITE,
             _enable,
-            lambda endpoint: "Messages are sent again, starting with those abandoned in the last 7 days.",
-            form=VersionedForm,
+            "Messages are sent again, starting with those abandoned in the last 7 days.",
             is_available=lambda endpoint: not _is_enabled(endpoint),
-            tone=Tone.GOOD,
         ),
         pause_action(
             "disable",
             "Disable",
             P.WEBHOOKS_WRITE,
-            disable_endpoint,
-            explain="No more messages are sent, and pending messages are abandoned.",
-            done="Endpoint disabled. No more messages are sent to it.",
+            run_service(disable_endpoint, "Endpoint disabled. No more messages are sent to it."),
+            "No more messages are sent, and pending messages are abandoned.",
             is_available=_is_enabled,
             form=ReasonForm,
         ),

@@ -10,7 +10,7 @@ from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import RowAction, Tone, VersionedForm, service_action
+from keyvault.admin.framework.actions import RowAction, Tone, VersionedForm, run_service
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
@@ -48,14 +48,15 @@ class BreakGlassAdmin(ConsoleModelAdmin):
     view_permissions = (P.BREAK_GLASS_REVIEW, P.AUDIT_READ)
     section, singular, plural = "Oversight", "Break-glass action", "Break-glass actions"
     row_actions = (
-        service_action(
+        RowAction(
             "review",
             "Mark as reviewed",
             P.BREAK_GLASS_REVIEW,
-            review_break_glass,
-            explain="You confirm that you have checked who did this and why. "
-            "The reviewer must be neither the person who did it nor the requester.",
-            done="Marked as reviewed under your name.",
+            run_service(review_break_glass, "Marked as reviewed under your name."),
+            (
+                "You confirm that you have checked who did this and why. "
+                "The reviewer must be neither the person who did it nor the requester."
+            ),
             form=VersionedForm,
             is_available=lambda action: action.reviewed_at is None,
             tone=Tone.GOOD,

@@ -19,7 +19,8 @@ from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
     CreateAction,
-    service_action,
+    RowAction,
+    run_service,
 )
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.filters import state_filter
@@ -97,13 +98,12 @@ class NoticeAdmin(ConsoleModelAdmin):
         ),
     )
     row_actions = (
-        service_action(
+        RowAction(
             "seen",
             "Mark as seen",
             P.NOTICES_MARK,
-            mark_seen,
-            explain="The alarm leaves the front page and stays in the inbox with your name.",
-            done="Marked as seen.",
+            run_service(mark_seen, "Marked as seen."),
+            "The alarm leaves the front page and stays in the inbox with your name.",
             is_available=_is_unseen,
         ),
     )

@@ -65,7 +65,7 @@ def collected(desk: Desk) -> Any:
     return BreakGlass.objects.get()
 
 
-ROWS = {
+ROWS: dict[str, dict[Any, str | None]] = {
     "keyvault_issuancerequest_approve": {issuance: "approved"},
     "rotation_rotation_approve": {rotation: "scheduled", emergency: "emergency"},
     "rotation_campaign_approve": {campaign: "running"},
