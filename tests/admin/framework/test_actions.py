@@ -17,9 +17,9 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account
 from keyvault.services.keys.lifecycle import revoke_key
 from rotation.domain.events import RotationState
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import request_rotation
 from tests.admin.desk import Desk, address, browser, dump, text_of

@@ -17,8 +17,8 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.models import BreakGlass
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.lifecycle import revoke_key
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.rotations.interventions import ask_retirement
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import reissue_key, request_rotation
 from tests.admin.desk import Desk, address, browser, dump, hidden, text_of
 from tests.factories import approve, grant, issue, issue_request, make_operator, now, request_key
