@@ -35,7 +35,7 @@ def run_upkeep() -> None:
     A failed step does not stop the others. Raises the first error at the end.
     """
     errors = []
-    ends = (maintenance.expire_due, maintenance.discard_due, maintenance.backfill_journal)
+    ends = (maintenance.expire_due, maintenance.discard_due, maintenance.backfill_revocation_log)
     copies = (
         maintenance.destroy_due,
         maintenance.settle_due,

@@ -26,10 +26,10 @@ class NoticeKind(StrEnum):
     WEBHOOK_TEST = "webhook.test"
     BACKEND_STRANGER = "backend.stranger"
     BACKEND_DENIED = "backend.denied"
-    JOURNAL_FAILED = "journal.failed"
+    REVOCATION_LOG_FAILED = "journal.failed"
     OPERATOR_LOCKED = "operator.locked"
     ADDRESS_LOCKED = "address.locked"
-    JOURNAL_LOSS_ACCEPTED = "journal.loss_accepted"
+    REVOCATION_LOG_LOSS_ACCEPTED = "journal.loss_accepted"
 
 
 ALARMS = frozenset(
@@ -45,10 +45,10 @@ ALARMS = frozenset(
         NoticeKind.WEBHOOK_FAILED,
         NoticeKind.BACKEND_STRANGER,
         NoticeKind.BACKEND_DENIED,
-        NoticeKind.JOURNAL_FAILED,
+        NoticeKind.REVOCATION_LOG_FAILED,
         NoticeKind.OPERATOR_LOCKED,
         NoticeKind.ADDRESS_LOCKED,
-        NoticeKind.JOURNAL_LOSS_ACCEPTED,
+        NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED,
     }
 )
 """Events that require an operator's attention."""
@@ -60,7 +60,7 @@ INTERNAL = frozenset(
     {NoticeKind.ROTATION_BYPASSED, NoticeKind.ROTATION_BLOCKED, NoticeKind.SCHEDULE_STALLED}
     | {NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
     | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED}
-    | {NoticeKind.JOURNAL_FAILED, NoticeKind.JOURNAL_LOSS_ACCEPTED}
+    | {NoticeKind.REVOCATION_LOG_FAILED, NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED}
     | WITHOUT_ACCOUNT
 )
 """Events that only operators receive."""

@@ -281,9 +281,9 @@ SETTINGS: tuple[Setting, ...] = (
         _count(1),
     ),
     Setting(
-        "KEYVAULT_JOURNAL",
-        "revocations.journal",
-        "File of the revocation journal, outside the database and not restored with it. Relative to the data folder.",
+        "KEYVAULT_REVOCATION_LOG",
+        "revocations.log",
+        "File of the revocation log, outside the database and not restored with it. Relative to the data folder.",
     ),
     Setting(
         "KEYVAULT_WEBHOOK_NETWORKS",

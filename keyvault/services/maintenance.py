@@ -143,8 +143,8 @@ def forget_due() -> None:
     sign_in.forget_expired_sessions(now)
 
 
-def backfill_journal() -> None:
-    """Append missing revocations to this host's journal, a bounded number at a time."""
+def backfill_revocation_log() -> None:
+    """Append missing revocations to this host's revocation log, a bounded number at a time."""
     log_backfill.backfill_log(datetime.now(UTC))
 
 
