@@ -29,7 +29,7 @@ def sign_checkpoints() -> None:
 
 
 @shared_task(name="keyvault.tasks.upkeep", expires=30)
-def run_upkeep() -> None:
+def run_maintenance() -> None:
     """Run every maintenance step, those that end keys first.
 
     A failed step does not stop the others. Raises the first error at the end.

@@ -24,7 +24,7 @@ class NoticeKind(StrEnum):
     CREDENTIAL_WITHOUT_KEY = "credential.without_key"
     WEBHOOK_FAILED = "webhook.failed"
     WEBHOOK_TEST = "webhook.test"
-    BACKEND_STRANGER = "backend.stranger"
+    BACKEND_UNATTRIBUTED = "backend.stranger"
     BACKEND_DENIED = "backend.denied"
     REVOCATION_LOG_FAILED = "journal.failed"
     OPERATOR_LOCKED = "operator.locked"
@@ -43,7 +43,7 @@ ALARMS = frozenset(
         NoticeKind.CAMPAIGN_HALTED,
         NoticeKind.CREDENTIAL_WITHOUT_KEY,
         NoticeKind.WEBHOOK_FAILED,
-        NoticeKind.BACKEND_STRANGER,
+        NoticeKind.BACKEND_UNATTRIBUTED,
         NoticeKind.BACKEND_DENIED,
         NoticeKind.REVOCATION_LOG_FAILED,
         NoticeKind.OPERATOR_LOCKED,
@@ -59,7 +59,7 @@ WITHOUT_ACCOUNT = frozenset({NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCK
 INTERNAL = frozenset(
     {NoticeKind.ROTATION_BYPASSED, NoticeKind.ROTATION_BLOCKED, NoticeKind.SCHEDULE_STALLED}
     | {NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
-    | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED}
+    | {NoticeKind.BACKEND_UNATTRIBUTED, NoticeKind.BACKEND_DENIED}
     | {NoticeKind.REVOCATION_LOG_FAILED, NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED}
     | WITHOUT_ACCOUNT
 )

@@ -4,7 +4,7 @@ from django.db import models
 from django.db.models import Q
 
 from keyvault.access.catalog import Bearer, LimiterFailurePolicy
-from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS
+from keyvault.access.limits import MAX_COUNT, MAX_SECONDS
 from keyvault.domain.environments import Environment
 from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.merchants import Account
@@ -18,9 +18,9 @@ def _limit_check(name: str) -> models.CheckConstraint:
         condition=Q(limit_count__isnull=True, limit_seconds__isnull=True)
         | Q(
             limit_count__isnull=False,
-            limit_count__range=(1, LARGEST_COUNT),
+            limit_count__range=(1, MAX_COUNT),
             limit_seconds__isnull=False,
-            limit_seconds__range=(1, LONGEST_SECONDS),
+            limit_seconds__range=(1, MAX_SECONDS),
         ),
     )
 

@@ -115,7 +115,7 @@ class EditForm(VersionedForm, TermsForm):
     @classmethod
     def initial_for(cls, row: RotationSchedule) -> dict[str, Any]:
         saved = find_draft(row) or readable_draft(row)
-        window, overrides = saved.window, saved.wish
+        window, overrides = saved.window, saved.overrides
         hours = {} if window is None else {name: clock_text(getattr(window, name)) for name in ("opens", "closes")}
         unchanged = ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")
         return {

@@ -497,7 +497,7 @@ def find_wait(waiting_for: str, *, is_failing: bool) -> RunbookEntry | None:
     return None if entry is not None and entry.only_failing and not is_failing else entry
 
 
-def fitted(entry: RunbookEntry, case: Case) -> Advice:
+def fit_advice(entry: RunbookEntry, case: Case) -> Advice:
     """Reduce the entry to what applies to such a rotation."""
     besides = (each.text for each in entry.besides if each.group.includes(case))
     steps = (_text_for(step, case) for step in entry.steps)

@@ -285,13 +285,13 @@ def _when_staged(facts: Facts, now: datetime) -> Wait | Move:
     return Move(S.PUBLISHING, "every verifier accepts the replacement")
 
 
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 
 
 def _named(waited_for: tuple[str, ...]) -> str:
     """Name the first three, after a colon."""
-    more = f" and {len(waited_for) - _MOST_NAMED} more" if len(waited_for) > _MOST_NAMED else ""
-    return f": {', '.join(waited_for[:_MOST_NAMED])}{more}" if waited_for else ""
+    more = f" and {len(waited_for) - _MAX_NAMED} more" if len(waited_for) > _MAX_NAMED else ""
+    return f": {', '.join(waited_for[:_MAX_NAMED])}{more}" if waited_for else ""
 
 
 def _when_publishing(facts: Facts, now: datetime) -> Wait | RotationAction | Move:

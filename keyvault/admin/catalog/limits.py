@@ -11,7 +11,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.endpoint_description import format_limit
-from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Limit
+from keyvault.access.limits import MAX_COUNT, MAX_SECONDS, Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction
 from keyvault.admin.framework.enforcement import may
@@ -52,11 +52,11 @@ class LimitForm(ActionForm):
         help_text="Merchant id. Empty: every merchant without its own limit for the endpoint.",
     )
     endpoint = forms.ChoiceField(required=False, choices=_endpoint_choices)
-    requests = forms.IntegerField(required=False, min_value=1, max_value=LARGEST_COUNT)
+    requests = forms.IntegerField(required=False, min_value=1, max_value=MAX_COUNT)
     in_seconds = forms.IntegerField(
         required=False,
         min_value=1,
-        max_value=LONGEST_SECONDS,
+        max_value=MAX_SECONDS,
         help_text="Period of the limit, in seconds. The burst size equals the number of requests.",
     )
     default = forms.BooleanField(

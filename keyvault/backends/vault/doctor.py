@@ -46,7 +46,7 @@ ENDING_DAYS: Final = 14
 
 
 @dataclass(slots=True)
-class Examination:
+class Diagnosis:
     """The examination of one host and one server.
 
     `folder` None: no login files are needed (Kubernetes). `check_values`: from the database, by pepper set that this

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from keyvault.access.limits import LARGEST_COUNT
+from keyvault.access.limits import MAX_COUNT
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.redaction import redact
@@ -43,7 +43,7 @@ class VerifyRequest(Struct, forbid_unknown_fields=True, gc=False):
     client_ip: str | UnsetType | None = UNSET
     origin: Annotated[str, Meta(max_length=500)] | UnsetType | None = UNSET
     user_agent: Annotated[str, Meta(max_length=8192)] | UnsetType | None = UNSET
-    cost: Annotated[int, Meta(ge=1, le=LARGEST_COUNT)] | UnsetType = UNSET
+    cost: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | UnsetType = UNSET
     dry_run: bool | UnsetType = UNSET
 
     def __repr__(self) -> str:
@@ -247,14 +247,14 @@ def _raw_text(value: object) -> str | None:
     return None if isinstance(value, str) else "Not a string."
 
 
-def _text(longest: int, *, may_be_blank: bool = False) -> Callable[[object], str | None]:
+def _text(length: int, *, may_be_blank: bool = False) -> Callable[[object], str | None]:
     def find_fault(value: object) -> str | None:
         if not isinstance(value, str):
             return "Not a string."
         if value == "" and not may_be_blank:
             return "This field may not be blank."
-        if len(value) > longest:
-            return f"Ensure this field has no more than {longest} characters."
+        if len(value) > length:
+            return f"Ensure this field has no more than {length} characters."
         if "\x00" in value:
             return "Null characters are not allowed."
         if any("\ud800" <= character <= "\udfff" for character in value):
@@ -295,7 +295,7 @@ def _cost(value: object) -> str | None:
         return "Not an integer."
     if value < 1:
         return "Ensure this value is greater than or equal to 1."
-    return None if value <= LARGEST_COUNT else f"Ensure this value is less than or equal to {LARGEST_COUNT}."
+    return None if value <= MAX_COUNT else f"Ensure this value is less than or equal to {MAX_COUNT}."
 
 
 def _boolean(value: object) -> str | None:

@@ -61,7 +61,7 @@ class LogBackfill:
     _noted_position: int = 0
     _file: tuple[int, int] | None = None
     _offset: int = 0
-    _standing: ConfirmedLines = field(default_factory=ConfirmedLines)
+    _confirmed: ConfirmedLines = field(default_factory=ConfirmedLines)
     _known: dict[Subject, Ended] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -92,9 +92,9 @@ class LogBackfill:
         found = list(changes.order_by("sequence")[:_BATCH])
         end = found[-1].sequence if len(found) == _BATCH else last
         missing = describe_ended(self._list_missing(found), end, now)
-        looked = [] if self._standing.list_unconfirmed(boot_id()) else [CaughtUp(end)]
-        if missing or (looked and end - self._noted_position >= _PROGRESS_INTERVAL):
-            append_lines([*missing, *looked], is_synced=bool(missing))
+        progress_line = [] if self._confirmed.list_unconfirmed(boot_id()) else [CaughtUp(end)]
+        if missing or (progress_line and end - self._noted_position >= _PROGRESS_INTERVAL):
+            append_lines([*missing, *progress_line], is_synced=bool(missing))
         self._advance(end)
         return len(missing)
 
@@ -104,7 +104,7 @@ class LogBackfill:
         Lines beyond the sequence counter stay: the database was set back, and what is alive in it may have been
         revoked.
         """
-        waiting = self._standing.list_unconfirmed(boot_id())
+        waiting = self._confirmed.list_unconfirmed(boot_id())
         due = [unit for unit in waiting if unit[0].at + _SETTLED_AFTER <= now]
         if due and connection.vendor == "postgresql":  # SQLite reuses the sequence of a failed transaction
             counter = read_counter()
@@ -128,19 +128,19 @@ class LogBackfill:
         if file != self._file or size < self._offset:
             self.position = self._noted_position = 0
             self._offset = find_progress_line()
-            self._standing, self._known, self._file = ConfirmedLines(), {}, file
+            self._confirmed, self._known, self._file = ConfirmedLines(), {}, file
             self._catch_up()
 
     def _catch_up(self) -> None:
         """Read what any process of this host has appended since."""
         for offset, line in read_lines(self._offset):
             self._offset = offset
-            for stands in () if line is None else self._standing.add(line):
-                if isinstance(stands, CaughtUp):
-                    self._noted_position = max(self._noted_position, stands.sequence)
-                    self._advance(stands.sequence)
+            for confirmed_line in () if line is None else self._confirmed.add(line):
+                if isinstance(confirmed_line, CaughtUp):
+                    self._noted_position = max(self._noted_position, confirmed_line.sequence)
+                    self._advance(confirmed_line.sequence)
                 else:
-                    self._known[stands.kind, stands.id] = stands
+                    self._known[confirmed_line.kind, confirmed_line.id] = confirmed_line
 
     def _advance(self, sequence: int) -> None:
         self.position = max(self.position, sequence)

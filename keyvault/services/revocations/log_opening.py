@@ -71,9 +71,9 @@ def accept_loss(grant: Grant, operator: OperatorPrincipal, reason: str) -> None:
     path = str(settings.REVOCATION_LOG)
     if not is_lost():
         raise StateConflictError(
-            f"The revocation log {path} is not lost: it has lines, or nothing was issued and the next start creates "
-            "it. Run manage.py replay_revocations without --accept-loss. Move a log that is damaged or belongs to another "
-            "installation away first."
+            f"The revocation log {path} is not lost: it has lines, or nothing was issued and the next start "
+            "creates it. Run manage.py replay_revocations without --accept-loss. Move a log that is damaged or belongs "
+            "to another installation away first."
         )
     why = clean_text(reason, 300)
     with recorded(

@@ -134,9 +134,9 @@ def _move_counter(sequence: int) -> None:
 
 def _batches(found: Comparison, now: datetime) -> Iterator[list[Ended]]:
     """Yield the logged revocations in file order. Record line counts, damage and installations in `found`."""
-    standing = ConfirmedLines()
+    confirmed = ConfirmedLines()
     batch: list[Ended] = []
-    for line in _standing(standing, found):
+    for line in _confirmed_lines(confirmed, found):
         found.highest = max(found.highest, line.sequence)
         if isinstance(line, Ended) and not line.has_expired(now):
             batch.append(line)
@@ -146,7 +146,7 @@ def _batches(found: Comparison, now: datetime) -> Iterator[list[Ended]]:
     yield batch
 
 
-def _standing(standing: ConfirmedLines, found: Comparison) -> Iterator[Ended | CaughtUp]:
+def _confirmed_lines(confirmed: ConfirmedLines, found: Comparison) -> Iterator[Ended | CaughtUp]:
     for number, (_, line) in enumerate(read_lines(), 1):
         found.lines = number
         if line is None:
@@ -154,8 +154,8 @@ def _standing(standing: ConfirmedLines, found: Comparison) -> Iterator[Ended | C
         else:
             if isinstance(line, Opened):
                 found.installations.add(line.installation)
-            yield from standing.add(line)
-    yield from standing.list_unfinished(boot_id())
+            yield from confirmed.add(line)
+    yield from confirmed.list_unfinished(boot_id())
 
 
 def _compare_batch(batch: Sequence[Ended], found: Comparison) -> None:

@@ -172,8 +172,8 @@ def format_log_loss() -> str:
     """Explain why nothing starts without the revocation log, and what to do."""
     return (
         f"the revocation log {settings.REVOCATION_LOG} is missing or empty, and this database has issued keys or "
-        "tokens: those revoked since a backup was made could be valid again. Restore the log from its own backup, or on a "
-        "new host copy another host's, and run: manage.py replay_revocations; if it is permanently lost, run: "
+        "tokens: those revoked since a backup was made could be valid again. Restore the log from its own backup, or "
+        "on a new host copy another host's, and run: manage.py replay_revocations; if it is permanently lost, run: "
         "manage.py replay_revocations --accept-loss --by NAME --reason WHY"
     )
 

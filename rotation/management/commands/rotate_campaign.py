@@ -49,7 +49,7 @@ class Command(WatchingCommand):
             environment=Environment(options["environment"]),
             merchants=options["merchant"],
             older_than_days=options["older_than_days"],
-            wish=_overrides(options),
+            overrides=_overrides(options),
             pace=Pace(
                 per_minute=options["per_minute"],
                 concurrency=options["concurrency"],

@@ -61,7 +61,7 @@ class ScheduleDraft:
     lead_days: int = 0
     window: Window | None = None
     calendar: BlackoutCalendar | None = None
-    wish: PlanOverrides = field(default_factory=PlanOverrides)
+    overrides: PlanOverrides = field(default_factory=PlanOverrides)
 
 
 def save_schedule(
@@ -178,7 +178,7 @@ def draft_of(schedule: RotationSchedule) -> ScheduleDraft:
     except Exception as error:
         # Content of a newer release or a damaged row can fail to parse in any way.
         raise UnreadableScheduleError(f"{_UNREADABLE}: {explain_unreadable(error)}.") from error
-    return replace(readable_draft(schedule), window=window, wish=overrides)
+    return replace(readable_draft(schedule), window=window, overrides=overrides)
 
 
 def readable_draft(schedule: RotationSchedule) -> ScheduleDraft:
@@ -199,7 +199,7 @@ def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, Pla
     """Return the schedule's current terms and plan overrides. Raises UnreadableScheduleError."""
     draft = draft_of(schedule)
     try:
-        return terms_of(draft, now), draft.wish
+        return terms_of(draft, now), draft.overrides
     except RequestInvalidError as error:
         why = f"{_UNREADABLE}: calendar {schedule.calendar}, {explain_unreadable(error)}."
         raise UnreadableScheduleError(why) from error
@@ -280,7 +280,7 @@ def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime)
     terms = terms_of(draft, now)
     faults = list(find_term_faults(terms, now))
     yield from faults
-    overrides = draft.wish
+    overrides = draft.overrides
     for name in _SET_BY_SCHEDULE:
         if getattr(overrides, name) is not None:
             yield Fault(f"/wish/{name}", "the schedule sets it")
@@ -329,7 +329,7 @@ def _columns(grant: Grant, draft: ScheduleDraft) -> dict[str, Any]:
         "lead_days": draft.lead_days,
         "window": None if draft.window is None else draft.window.as_json(),
         "calendar": draft.calendar,
-        "wish": draft.wish.as_json(),
+        "wish": draft.overrides.as_json(),
         "is_enabled": True,
         **_author(grant),
     }
@@ -350,7 +350,7 @@ def _audit_details(draft: ScheduleDraft) -> Mapping[str, JsonValue]:
         "lead_days": draft.lead_days,
         "window": None if draft.window is None else draft.window.as_json(),
         "calendar": None if draft.calendar is None else draft.calendar.name,
-        "wish": draft.wish.as_json(),
+        "wish": draft.overrides.as_json(),
     }
 
 

@@ -22,7 +22,7 @@ from keyvault.hotpath.frontends import asyncio_frontend
 from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend, AsyncStore, KeysCallback
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.callback_future import CallbackFuture
-from keyvault.hotpath.messages.questions import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, PendingRequest
+from keyvault.hotpath.messages.pending_requests import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, PendingRequest
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.services.catalog.endpoints import add_endpoint, withdraw_endpoint
 from keyvault.services.keys.lifecycle import get_key, suspend_key

@@ -26,7 +26,7 @@ from keyvault.services.webhooks.endpoints import add_endpoint
 from rotation.admin.rotation_actions import ROW_ACTIONS
 from rotation.domain.events import RotationState as S
 from rotation.domain.policy import DeliveryChannel
-from rotation.domain.runbook import REMEDY_LABELS, STALLS, Case, Remedy, fitted
+from rotation.domain.runbook import REMEDY_LABELS, STALLS, Case, Remedy, fit_advice
 from rotation.domain.windows import Window
 from rotation.models import Rotation
 from rotation.services.rotations.engine import MAX_ATTEMPTS
@@ -162,7 +162,7 @@ def test_stall_is_two_clicks_from_the_act_that_mends_it(title: str, clock: Clock
     entry = next(entry for entry in STALLS if entry.title == title)
     assert entry.title.lower() in told.lower()
     case = Case(Delivery.SECRET_BACKEND, KeyKind.PRIVATE, has_old_key=True)
-    advice = fitted(entry, case)
+    advice = fit_advice(entry, case)
     assert all(step in told for step in (advice.happened, *advice.steps))
     links = dict(re.findall(r'<a href="([^"]*)">([^<]*)</a>', told))
     assert set(links.values()) == {REMEDY_LABELS[remedy] for remedy in expected}

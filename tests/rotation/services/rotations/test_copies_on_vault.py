@@ -120,11 +120,11 @@ def test_vault_reconciler_destroys_what_is_ours_and_leaves_strangers(
 
     report = reconcile(Environment.SANDBOX)
     assert report.is_complete
-    assert (report.destroyed, report.strangers, report.failed, report.missing) == (1, 2, 0, 0)
+    assert (report.destroyed, report.unattributed, report.failed, report.missing) == (1, 2, 0, 0)
     assert versions_of(rotation.predecessor) == ["destroyed", "live", "destroyed", "live"]
     assert read_as_root(vault_service, credential, 4) == {"password": "somebody's"}
     assert "team/notes/today" in paths()
-    assert Notice.objects.get(kind=NoticeKind.BACKEND_STRANGER).subject == credential.credential_id
+    assert Notice.objects.get(kind=NoticeKind.BACKEND_UNATTRIBUTED).subject == credential.credential_id
 
     offboard_merchant(
         authorize(scene.admin(), P.MERCHANTS_OFFBOARD, now=clock()), credential.account.merchant, "contract ended"

@@ -100,7 +100,7 @@ def test_calendar_says_what_is_in_the_way(clock: Clock) -> None:
     scene.issue(stopped, clock(), label="suspended")
     suspend_account(authorize(scene.admin(), P.MERCHANTS_WRITE, stopped, now=clock()), stopped)
     scene.issue(scene.account(), clock() - 91 * DAY, label="missed")
-    save(SANDBOX, clock(), wish=PlanOverrides(quiet_seconds=3 * 86_400))
+    save(SANDBOX, clock(), overrides=PlanOverrides(quiet_seconds=3 * 86_400))
     found = dates(clock(), DAY)
     assert found["suspended"].state is found["expires"].state is DateState.NOT_SCHEDULABLE
     assert found["suspended"].why == "the account is suspended"
@@ -172,7 +172,7 @@ def test_command_prints_the_calendar_or_one_json_object() -> None:
     now = datetime.now(UTC)
     key, _ = scene.issue(scene.account(), now - 80 * DAY, label="till")
     scene.issue(scene.account("globex"), now - 100 * DAY, label="late")
-    save(SANDBOX, now, wish=PlanOverrides(proof=Proof.ACK))
+    save(SANDBOX, now, overrides=PlanOverrides(proof=Proof.ACK))
     text = told("--days", "30")
     (line,) = (line for line in text.splitlines() if key.credential_id in line)
     assert line.split()[2:] == ["acme/sandbox", key.credential_id, "till", "planned"]
