@@ -20,7 +20,7 @@ def clean_text(text: str, max_length: int) -> str:
 
 
 def find_text_fault(text: str, max_length: int) -> str | None:
-    """Return what a chosen name must satisfy and does not, or None. Never quotes the text."""
+    """Return the requirement that a chosen name fails, or None. Never quotes the text."""
     if not 1 <= len(text) <= max_length or not text.isprintable():
         return f"1 to {max_length} printable characters"
     if SHAPED.search(text) is not None:

@@ -150,7 +150,7 @@ def backfill_revocation_log() -> None:
 
 def destroy_due() -> None:
     """Destroy the backend's copies of keys that are dead, were handed over, or never reached anyone."""
-    _burn_withdrawn(datetime.now(UTC))
+    _discard_withdrawn(datetime.now(UTC))
     due = stored_copies.list_to_destroy()
     for environment in map(Environment, settings.ENVIRONMENTS):
         if own := [key for key in due if key.credential.environment is environment]:
@@ -310,7 +310,7 @@ def _forget_path(row: Credential, lease: Lease, now: datetime) -> datetime | Non
     return None if is_forgotten else now + _UNATTRIBUTED_RETRY
 
 
-def _burn_withdrawn(now: datetime) -> None:
+def _discard_withdrawn(now: datetime) -> None:
     """Discard keys of withdrawn requests, under the issuance lease so that no worker is issuing them."""
     for request in issuance.list_withdrawn():
         lease = leases.claim(f"issuance:{request.request_id}", now, now_or_never=True)

@@ -251,7 +251,7 @@ def _reinstates(facts: Facts) -> bool:
 # --- progress -----------------------------------------------------------------------------------------------
 
 
-def _when_asked(facts: Facts, now: datetime) -> Wait | Move:
+def _when_requested(facts: Facts, now: datetime) -> Wait | Move:
     if facts.has_approval:
         return Move(S.SCHEDULED, "approved")
     return _no_approval(facts, now)
@@ -421,8 +421,8 @@ def _silence(facts: Facts, last_at: datetime | None, period_seconds: int, whose:
 
 
 _FORWARD = {
-    S.REQUESTED: _when_asked,
-    S.AWAITING_APPROVAL: _when_asked,
+    S.REQUESTED: _when_requested,
+    S.AWAITING_APPROVAL: _when_requested,
     S.SCHEDULED: _when_scheduled,
     S.EMERGENCY: _in_emergency,
     S.STAGED: _when_staged,

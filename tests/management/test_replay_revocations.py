@@ -199,7 +199,7 @@ def test_replay_of_a_damaged_revocation_log_ends_what_it_can_and_exits_1(scene: 
     key, _ = issue(scene.sandbox)
     append_lines([told("key", key.key_id, "deactivated", "superseded"), CaughtUp(1)])
     path.write_bytes(path.read_bytes() + b"garbage\n")
-    with pytest.raises(ImproperlyConfigured, match=r"line 4 is not as it was written.*replay_revocations"):
+    with pytest.raises(ImproperlyConfigured, match=r"line 4 fails its checksum.*replay_revocations"):
         require_current()
     code, answer = replay()
     assert (code, answer["damaged"], len(answer["replayed"])) == (1, [4], 1)

@@ -158,7 +158,7 @@ def read_verify(body: bytes) -> VerifyRequest:
     faults: list[Fault] = []
     request = _read_one(_read_object(body), "", faults)
     if request is None:
-        raise RequestInvalidError("The request does not fit.", faults)
+        raise RequestInvalidError("The request is invalid.", faults)
     return request
 
 
@@ -167,7 +167,7 @@ def read_batch(body: bytes) -> list[VerifyRequest]:
     value = _read_object(body)
     faults = [Fault(f"/{_escaped(name)}", _UNKNOWN) for name in sorted(value) if name != "requests"]
     if faults:
-        raise RequestInvalidError("The request does not fit.", faults)
+        raise RequestInvalidError("The request is invalid.", faults)
     request: list[VerifyRequest | None] = []
     match value.get("requests", UNSET):
         case [*each] if 1 <= len(each) <= MAX_BATCH_REQUESTS:
@@ -179,7 +179,7 @@ def read_batch(body: bytes) -> list[VerifyRequest]:
         case other:
             faults.append(Fault("/requests", _absence(other) or "Not a list."))
     if faults:
-        raise RequestInvalidError("The request does not fit.", faults)
+        raise RequestInvalidError("The request is invalid.", faults)
     return [one for one in request if one is not None]
 
 

@@ -467,7 +467,7 @@ def _refuse_cost(judgement: Judgement) -> None:
     """Reject a cost above every burst as the caller's own error, not as a denial of its client."""
     verdict = judgement.verdict
     if isinstance(verdict, Denial) and verdict.code is ErrorCode.REQUEST_INVALID:
-        raise RequestInvalidError("The request does not fit.", [Fault("/cost", verdict.detail)])
+        raise RequestInvalidError("The request is invalid.", [Fault("/cost", verdict.detail)])
 
 
 def _error_problem(error: KeyvaultError, request_id: str) -> Problem:

@@ -36,7 +36,7 @@ def approving_operator(
     if shown_digest != stored_digest:
         raise StateConflictError("This is not what you were shown. Review it again.")
     if approvals.filter(person=operator.person).exists():
-        raise StateConflictError("You have already approved this. It takes another person.")
+        raise StateConflictError("You have already approved this. Another person must approve it too.")
     return operator
 
 

@@ -45,7 +45,7 @@ def mark_seen(grant: Grant, notice: Notice) -> None:
 
 
 def mark_all_seen(grant: Grant, until: datetime) -> int:
-    """Mark the oldest alarms up to a time, at most MOST_AT_ONCE of them; return how many.
+    """Mark the oldest alarms up to a time, at most MAX_MARKED of them; return how many.
 
     `until`: when the operator loaded the list. Raises StateConflictError when there is none.
     """

@@ -86,7 +86,7 @@ def list_pepper_states(now: datetime, dormant_days: int = DORMANT_DAYS) -> list[
 
 
 def list_unrecorded() -> list[UnrecordedVersion]:
-    """Return rowless versions of the served sets. A set whose backend does not answer yields none."""
+    """Return the served sets' versions without a database row; none of a set whose backend does not answer."""
     found = []
     for pepper_set in list_served_sets():
         known = set(PepperVersion.objects.filter(pepper_set=pepper_set).values_list("number", flat=True))

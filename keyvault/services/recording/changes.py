@@ -126,7 +126,7 @@ class ChangeBatch:
     """Result of one poll.
 
     `drawn`: the last sequence drawn when the poll began. `holders`: transactions that may have drawn it or a lower
-    one. `rows`: the rows visible after that, or the first MOST_ROWS + 1 of them.
+    one. `rows`: the rows visible after that, or the first MAX_ROWS + 1 of them.
     """
 
     drawn: int

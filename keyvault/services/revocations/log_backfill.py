@@ -84,7 +84,7 @@ class LogBackfill:
         self._settle(now)
         last = _last_settled()
         if last < self.position:
-            # Either the database went back, or no verifier follows it and nothing is known to be settled.
+            # Either the database was set back, or no verifier follows it and nothing is known to be settled.
             self._notice_return(read_counter())
         if last <= self.position:
             return 0
@@ -114,9 +114,9 @@ class LogBackfill:
             self._catch_up()
 
     def _notice_return(self, counter: int) -> None:
-        """Detect a database that went back. Startup refuses one, but this process is already running."""
+        """Detect a database that was set back. Startup refuses one, but this process is already running."""
         if counter < self.position:
-            _log.error("the database went back; stop all processes, and run: manage.py replay_revocations")
+            _log.error("the database was set back; stop all processes, and run: manage.py replay_revocations")
             self.position = counter
 
     def _open(self) -> None:

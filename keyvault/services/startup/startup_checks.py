@@ -182,6 +182,6 @@ def format_log_damage(lines: Sequence[int]) -> str:
     """Explain which lines are damaged, and the manual repair."""
     numbers = ", ".join(map(str, lines[:5])) + (" and others" if len(lines) > 5 else "")
     return (
-        f"line {numbers} is not as it was written. Run: manage.py replay_revocations, which applies the intact "
+        f"line {numbers} fails its checksum. Run: manage.py replay_revocations, which applies the intact "
         "lines. Then check manually what the damaged lines named, keep a copy of the file, and remove those lines"
     )

@@ -36,7 +36,7 @@ class DemoContext:
     token: Plaintext | None = None
 
     def until(self, what: str, poll: Callable[[], T | None], *, seconds: float, program: str = WORKER) -> T:
-        """Call `poll` until it returns a value other than None, and return that. Raises StoryError after `seconds`."""
+        """Call `poll` until it returns a value other than None, and return that. Raises DemoError after `seconds`."""
         deadline = time.monotonic() + seconds
         with self.report.waiting(f"waiting for {what} …"):
             while True:

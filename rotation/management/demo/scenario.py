@@ -55,7 +55,7 @@ class DemoResult:
 
 
 def run_demo(report: DemoReport, port: int) -> None:
-    """Run the demo. Raises StoryError or ServiceError, with an explanation, at the first failed expectation.
+    """Run the demo. Raises DemoError or ServiceError, with an explanation, at the first failed expectation.
 
     Runs in a data folder of its own, with a policy that requires a second person in the sandbox, too.
     """

@@ -2,7 +2,7 @@
 
 Outcomes are read from the rotations themselves, so none is counted twice or missed. A member's rotation and the link
 to it are written in one transaction, under the campaign's lease and with its row locked. Thus a killed worker leaves
-no half-begun member, two workers never begin the same one, and none begins after a pause has returned.
+no half-begun member, two workers never begin the same one, and none begins after the request to pause has returned.
 """
 
 import logging

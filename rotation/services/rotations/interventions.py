@@ -299,7 +299,7 @@ def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
     if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only operators approve")
     if operator.person == retirement.requester_person:
-        raise StateConflictError("This takes a second person: the requester cannot approve it.")
+        raise StateConflictError("This requires a second person: the requester cannot approve it.")
     if retirement.approved_at is not None or retirement.retire_at <= grant.at:
         raise StateConflictError("This date is approved already, or past. Request another one.")
     rotation = get_rotation(retirement.rotation_id)

@@ -67,7 +67,9 @@ class ScheduleDraft:
 def save_schedule(
     grant: Grant, scope: Scope, draft: ScheduleDraft, *, known: RotationSchedule | None = None
 ) -> RotationSchedule:
-    """Create the scope's schedule, or change `known`, and enable it. The saving operator requests what it begins.
+    """Create the scope's schedule, or change `known`, and enable it.
+
+    The saving operator is the requester of each rotation that the schedule begins.
 
     Raises RequestInvalidError with every reason why it cannot be met. Raises StateConflictError when the scope has a
     schedule that the caller did not load, so that creating one never overwrites another.
@@ -215,7 +217,7 @@ def find_unreadable(schedule: RotationSchedule, now: datetime) -> str:
 
 
 def terms_of(draft: ScheduleDraft, now: datetime) -> Terms:
-    """With the calendar's blackouts as they are now, those that are over apart."""
+    """Return the window with the calendar's current blackouts, except those that are over."""
     window = draft.window
     if draft.calendar is not None:
         blackouts = tuple(
@@ -249,7 +251,7 @@ def _require_kept(schedules: Iterable[RotationSchedule], now: datetime) -> None:
     for schedule in schedules:
         draft = find_draft(schedule)
         if draft is None:
-            continue  # It begins nothing already, and an alarm was raised.
+            continue  # It already begins nothing, and an alarm was raised.
         faults = list(_draft_faults(Environment(schedule.environment), draft, now))
         if faults:
             broken.append(f"{scope_of(schedule)} ({faults[0].detail})")
@@ -339,7 +341,7 @@ def _author(grant: Grant) -> dict[str, Any]:
     """Return the author's columns. The author is the requester of the rotations, and cannot approve them."""
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
-        raise TypeError("only operators make schedules")
+        raise TypeError("only operators save schedules")
     return {"author": operator_row(operator), "author_person": operator.person}
 
 

@@ -40,7 +40,7 @@ S = RotationState
 
 _log = logging.getLogger(__name__)
 
-ASK_AGAIN = timedelta(days=7)
+RETRY_DELAY = timedelta(days=7)
 """Pause after a scheduled rotation that ended without replacing the key; none if its approval expired."""
 
 MAX_BEGUN = 100
@@ -193,7 +193,7 @@ def _with_rotations(found: list[tuple[Any, StartOrder]]) -> Iterator[Candidate]:
             date,
             open_now.get(credential.pk),
             obstacle,
-            None if ended_at is None else ended_at + ASK_AGAIN,
+            None if ended_at is None else ended_at + RETRY_DELAY,
         )
 
 

@@ -132,7 +132,7 @@ CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
     "The secret backend denies access": (backend_refuses, {Remedy.RESUME, Remedy.ABORT}),
     "The secret backend holds an unknown version": (foreign_writer, {Remedy.RESUME, Remedy.ABORT}),
     "This release cannot read the plan": (plan_of_a_newer_release, {Remedy.RESUME, Remedy.ABORT}),
-    "The window has no further opening": (window_closed, {Remedy.ABORT, Remedy.ASK_AGAIN}),
+    "The window has no further opening": (window_closed, {Remedy.ABORT, Remedy.REQUEST_AGAIN}),
 }
 """For each entry of the runbook: how it comes to that, and what the page then offers."""
 
@@ -241,7 +241,7 @@ def test_rotation_that_waits_for_the_merchant_says_where_the_replacement_is(
 
 def test_runbook_names_acts_that_exist() -> None:
     acts = {act.name: act.label for act in ROW_ACTIONS}
-    pages = {Remedy.PREDECESSOR, Remedy.REPLACEMENT, Remedy.ACCOUNT, Remedy.ASK_AGAIN}
+    pages = {Remedy.PREDECESSOR, Remedy.REPLACEMENT, Remedy.ACCOUNT, Remedy.REQUEST_AGAIN}
     assert {remedy.value: REMEDY_LABELS[remedy] for remedy in set(Remedy) - pages} == acts
 
 

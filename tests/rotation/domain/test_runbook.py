@@ -186,7 +186,7 @@ def test_runbook_entry_says_what_to_do() -> None:
 
 def test_runbook_of_every_stall_names_what_mends_it_and_what_ends_it() -> None:
     for entry in (*STALLS, UNKNOWN):
-        assert {Remedy.RESUME, Remedy.EXTEND, Remedy.ASK_AGAIN} & set(entry.remedies)
+        assert {Remedy.RESUME, Remedy.EXTEND, Remedy.REQUEST_AGAIN} & set(entry.remedies)
         assert {Remedy.ABORT, Remedy.ROLL_BACK} & set(entry.remedies)
 
 

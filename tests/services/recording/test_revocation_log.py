@@ -326,7 +326,7 @@ def test_healing_of_a_database_that_went_back_says_so_and_goes_on_from_there(
     settle()
     backfill = LogBackfill()
     assert (backfill.run(now()), backfill.position) == (0, read_counter())
-    assert "the database went back" in caplog.text
+    assert "the database was set back" in caplog.text
     caplog.clear()
     revoke(scene)
     settle()

@@ -22,7 +22,7 @@ from rotation.models import Rotation
 from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import reject_rotation
 from rotation.services.schedules.calendar import DateState, ScheduledDate, list_next
-from rotation.services.schedules.starting import ASK_AGAIN, begin_due
+from rotation.services.schedules.starting import RETRY_DELAY, begin_due
 from tests.rotation import scene
 from tests.rotation.scene import Clock
 from tests.rotation.services.schedules.test_schedules import NIGHTS, calendar, damage, save
@@ -146,7 +146,7 @@ def test_calendar_of_what_was_turned_down_says_when_it_is_asked_for_again(clock:
     grant = authorize(scene.approver(), P.ROTATIONS_APPROVE, place, now=clock(), requester_person=row.requester_person)
     reject_rotation(grant, row, "not now")
     date = dates(clock())["a"]
-    assert (date.state, date.ask_at) == (DateState.PLANNED, clock() + ASK_AGAIN)
+    assert (date.state, date.ask_at) == (DateState.PLANNED, clock() + RETRY_DELAY)
     assert "rejected" in date.why
 
 

@@ -42,7 +42,7 @@ from rotation.services.schedules.schedules import (
     save_calendar,
     save_schedule,
 )
-from rotation.services.schedules.starting import ASK_AGAIN, begin_due
+from rotation.services.schedules.starting import RETRY_DELAY, begin_due
 from tests.factories import make_operator
 from tests.rotation import scene
 from tests.rotation.scene import Clock
@@ -375,8 +375,8 @@ def test_begin_due_after_somebody_said_no_asks_again_in_a_week(clock: Clock) -> 
         rotation,
         "not now",
     )
-    assert begin_due(clock() + ASK_AGAIN - timedelta(seconds=1)) == []
-    (again,) = begun(clock() + ASK_AGAIN)
+    assert begin_due(clock() + RETRY_DELAY - timedelta(seconds=1)) == []
+    (again,) = begun(clock() + RETRY_DELAY)
     assert again.predecessor_id == key.key_id
     # What nobody decided about expires, and is asked for again at once.
     clock.tick(15 * 86_400)
@@ -395,7 +395,7 @@ def test_begin_due_after_an_abort_asks_again_in_a_week(clock: Clock) -> None:
         authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock()), rotation, "later"
     )
     assert begin_due(clock() + DAY) == []
-    assert len(begin_due(clock() + ASK_AGAIN)) == 1
+    assert len(begin_due(clock() + RETRY_DELAY)) == 1
 
 
 def test_begin_due_of_what_cannot_be_begun_is_told_once_and_holds_nothing_up(
