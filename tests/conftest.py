@@ -253,7 +253,7 @@ def fresh_revocation_log(data_dir: Path) -> None:
     """What an earlier test has ended is no end of this one's database."""
     from .factories import renew_revocation_log
 
-    renew_revocation_log(data_dir / "revocations.log")
+    renew_revocation_log(data_dir / "revocation_log")
 
 
 # ----------------------------------------------------------------------------------------------------- limits

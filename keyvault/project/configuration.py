@@ -282,7 +282,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "KEYVAULT_REVOCATION_LOG",
-        "revocations.log",
+        "revocation_log",
         "File of the revocation log, outside the database and not restored with it. Relative to the data folder.",
     ),
     Setting(

@@ -149,7 +149,7 @@ def test_denied_again_spends_nothing(ended: Stage, monkeypatch: pytest.MonkeyPat
     spent: list[str] = []
     monkeypatch.setattr(Limiter, "spend", noting(spent, "spend", Limiter.spend))
     make_spender = LocalStore.spender
-    monkeypatch.setattr(LocalStore, "payer", lambda *given: noting(spent, "pay", make_spender(*given)))
+    monkeypatch.setattr(LocalStore, "spender", lambda *given: noting(spent, "pay", make_spender(*given)))
     _, good = issue(account(), label="good")
     primed = prime()
     learn(primed, ended)

@@ -23,8 +23,8 @@ def data(tmp_path: Path) -> Iterator[Path]:
     """A data folder of the test's own: generation, revocation log and keystore of others tell of other databases."""
     folder = tmp_path / "here"
     folder.mkdir(mode=0o700)
-    renew_revocation_log(folder / "revocations.log")
-    with own_keystore(folder), override_settings(REVOCATION_LOG=folder / "revocations.log"):
+    renew_revocation_log(folder / "revocation_log")
+    with own_keystore(folder), override_settings(REVOCATION_LOG=folder / "revocation_log"):
         generation.cache_clear()
         try:
             yield folder

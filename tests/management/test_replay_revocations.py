@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 @pytest.fixture(autouse=True)
 def path(tmp_path: Path, settings: Any) -> Path:
-    settings.REVOCATION_LOG = tmp_path / "revocations.log"
+    settings.REVOCATION_LOG = tmp_path / "revocation_log"
     renew_revocation_log(settings.REVOCATION_LOG)
     return Path(settings.REVOCATION_LOG)
 

@@ -266,7 +266,7 @@ def _text(length: int, *, may_be_blank: bool = False) -> Callable[[object], str 
 
 def _method(value: object) -> str | None:
     fault = _text(16)(value)
-    return fault if not isinstance(value, str) or _METHOD.fullmatch(value) else "Not of the form that is asked for."
+    return fault if not isinstance(value, str) or _METHOD.fullmatch(value) else "Does not have the required form."
 
 
 def _address(value: object) -> str | None:
@@ -275,7 +275,7 @@ def _address(value: object) -> str | None:
         return fault
     if _canonical_address(value) is not None:
         return None
-    return "A zone means something on one machine only." if "%" in value else "Not an IP address."
+    return "A zone index is valid on one machine only." if "%" in value else "Not an IP address."
 
 
 @lru_cache(maxsize=16_384)

@@ -927,7 +927,7 @@ def test_engine_ways_that_are_learned_again_and_again_take_no_more_room(
 ) -> None:
     """Budgets that are spent elsewhere send every question the whole way, which learns from each."""
     primed = prime()
-    monkeypatch.setattr(primed.engine.ports.budgets, "payer", lambda buckets: lambda cost: None)
+    monkeypatch.setattr(primed.engine.ports.budgets, "spender", lambda buckets: lambda cost: None)
     asked = {**stage.asked, "store": "shop-1"}
     for _ in range(20):
         assert decision(primed.ask(stage.token, asked)) == ALLOWED

@@ -395,7 +395,7 @@ def test_look_up_that_fails_gives_its_place_back(proofs: FailedProofs) -> None:
 def test_failed_proofs_flooded_with_addresses_remember_a_bounded_number(
     proofs: FailedProofs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "_MOST_ADDRESSES", 10)
+    monkeypatch.setattr(limits, "_MAX_ADDRESSES", 10)
     for number in range(40):
         for _ in range(101):
             proofs.note(f"192.0.2.{number}")

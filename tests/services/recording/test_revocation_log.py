@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def path(tmp_path: Path, settings: Any) -> Path:
-    settings.REVOCATION_LOG = tmp_path / "own" / "revocations.log"
+    settings.REVOCATION_LOG = tmp_path / "own" / "revocation_log"
     settings.REVOCATION_LOG.parent.mkdir()
     renew_revocation_log(settings.REVOCATION_LOG)
     return Path(settings.REVOCATION_LOG)

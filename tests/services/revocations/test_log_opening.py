@@ -40,7 +40,7 @@ OPENED = Opened(INSTALLATION, now())
 @pytest.fixture(autouse=True)
 def path(tmp_path: Path, settings: Any) -> Path:
     """There is none."""
-    settings.REVOCATION_LOG = tmp_path / "revocations.log"
+    settings.REVOCATION_LOG = tmp_path / "revocation_log"
     return Path(settings.REVOCATION_LOG)
 
 
@@ -89,7 +89,7 @@ def test_first_start_before_the_setup_says_so() -> None:
 def test_first_start_where_the_revocation_log_cannot_be_written_says_so(path: Path, settings: Any) -> None:
     have_peppers()
     path.touch()
-    settings.REVOCATION_LOG = path / "revocations.log"
+    settings.REVOCATION_LOG = path / "revocation_log"
     with pytest.raises(ImproperlyConfigured, match=r"revocation log .* cannot be .*: Not a directory"):
         require_current()
 
@@ -128,7 +128,7 @@ def test_start_without_the_revocation_log_of_what_was_issued_is_refused(
     made(scene)
     if left is not None:
         path.write_bytes(left)
-    wanted = r"revocation log .*revocations.log is missing or empty.*copy another host's.*--accept-loss --by NAME"
+    wanted = r"revocation log .*revocation_log is missing or empty.*copy another host's.*--accept-loss --by NAME"
     with pytest.raises(ImproperlyConfigured, match=wanted) as refused:
         require_current()
     assert "\n" not in str(refused.value)

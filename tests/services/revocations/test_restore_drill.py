@@ -231,7 +231,7 @@ PROGRAMS = {
 
 def drill_without_log(folder: Path, database: Database) -> None:
     host = Host(folder, database)
-    log = folder / "data" / "revocations.log"
+    log = folder / "data" / "revocation_log"
     made = host.answer("-c", MAKE)
     database.back_up()
     host.answer("-c", END, json.dumps(made))
