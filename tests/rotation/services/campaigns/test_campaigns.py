@@ -264,7 +264,7 @@ def test_approve_where_two_are_wanted_begins_at_the_second(clock: Clock, setting
     settings.APPROVALS_NEEDED = {**settings.APPROVALS_NEEDED, PRODUCTION: 2}
     campaign = approved(clock, asked(clock, environment=PRODUCTION))
     assert campaign.state == C.AWAITING_APPROVAL
-    with pytest.raises(StateConflictError, match="another person"):
+    with pytest.raises(StateConflictError, match="Another person"):
         approved(clock, campaign)
     assert approved(clock, campaign, by=admin()).state == C.RUNNING
 
