@@ -29,13 +29,13 @@ def sign_checkpoints() -> None:
 
 
 @shared_task(name="keyvault.tasks.upkeep", expires=30)
-def run_upkeep() -> None:
+def run_maintenance() -> None:
     """Run every maintenance step, those that end keys first.
 
     A failed step does not stop the others. Raises the first error at the end.
     """
     errors = []
-    ends = (maintenance.expire_due, maintenance.discard_due, maintenance.backfill_journal)
+    ends = (maintenance.expire_due, maintenance.discard_due, maintenance.backfill_revocation_log)
     copies = (
         maintenance.destroy_due,
         maintenance.settle_due,

@@ -249,11 +249,11 @@ def vault_service(installed_vault: "InstalledVault", db: None) -> "Iterator[Inst
 
 
 @pytest.fixture(autouse=True)
-def fresh_journal(data_dir: Path) -> None:
+def fresh_revocation_log(data_dir: Path) -> None:
     """What an earlier test has ended is no end of this one's database."""
-    from .factories import renew_journal
+    from .factories import renew_revocation_log
 
-    renew_journal(data_dir / "revocations.journal")
+    renew_revocation_log(data_dir / "revocation_log")
 
 
 # ----------------------------------------------------------------------------------------------------- limits

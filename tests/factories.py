@@ -58,8 +58,8 @@ def now() -> datetime:
 INSTALLATION = "installation-of-the-tests"
 
 
-def renew_journal(path: Path) -> None:
-    """An empty journal of this host, as the first start of the tests' installation makes it."""
+def renew_revocation_log(path: Path) -> None:
+    """An empty log of this host, as the first start of the tests' installation makes it."""
     path.write_bytes(line_bytes(Opened(INSTALLATION, now())))
 
 

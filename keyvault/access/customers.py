@@ -54,7 +54,7 @@ class Customer:
 
 
 def find_customer_id_fault(text: str) -> str | None:
-    """Return what a customer id must satisfy and does not, or None. Never quotes the text."""
+    """Return the requirement that a customer id fails, or None. Never quotes the text."""
     if _CUSTOMER_ID.fullmatch(text) is None:
         return "1 to 128 of A-Z, a-z, 0-9 and ._~!$&'()*+,=:@-, and neither . nor .."
     if SHAPED.search(text) is not None:

@@ -24,8 +24,8 @@ from keyvault.domain.keys import KeyKind
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
-LONGEST_NAME, LONGEST_PATH, LONGEST_SUMMARY, LONGEST_HEADER = 100, 300, 200, 64
-MOST_SEGMENTS = 20
+MAX_NAME_LENGTH, MAX_PATH_LENGTH, MAX_SUMMARY_LENGTH, MAX_HEADER_LENGTH = 100, 300, 200, 64
+MAX_SEGMENTS = 20
 
 RESERVED = frozenset({"v1", "admin", "static", "healthz", "readyz", "metrics", "sandbox", "production"})
 """First path segments of the service's own routes. Those of the base URLs are reserved as well."""
@@ -72,7 +72,7 @@ def read_endpoint(
     ]
     if draft.method not in METHODS:
         faults.append(Fault("/method", f"one of {', '.join(METHODS)}"))
-    if draft.summary and (fault := find_text_fault(draft.summary, LONGEST_SUMMARY)) is not None:
+    if draft.summary and (fault := find_text_fault(draft.summary, MAX_SUMMARY_LENGTH)) is not None:
         faults.append(Fault("/summary", fault))
     if faults:
         return tuple(faults)
@@ -107,14 +107,16 @@ def _overlaps(endpoint: Endpoint, others: Iterable[Endpoint]) -> Iterator[Fault]
 
 
 def _name_faults(name: str) -> Iterator[Fault]:
-    if len(name) > LONGEST_NAME or _NAME.fullmatch(name) is None:
-        yield Fault("/name", f"words of a-z, 0-9 and _ joined by dots, such as refunds.create; up to {LONGEST_NAME}")
+    if len(name) > MAX_NAME_LENGTH or _NAME.fullmatch(name) is None:
+        yield Fault("/name", f"words of a-z, 0-9 and _ joined by dots, such as refunds.create; up to {MAX_NAME_LENGTH}")
 
 
 def _path_faults(path: str, base_segments: frozenset[str]) -> Iterator[Fault]:
     segments = path.split("/")[1:]
-    if not path.startswith("/") or len(path) > LONGEST_PATH or len(segments) > MOST_SEGMENTS:
-        yield Fault("/path", f"must start with /, with at most {MOST_SEGMENTS} segments and {LONGEST_PATH} characters")
+    if not path.startswith("/") or len(path) > MAX_PATH_LENGTH or len(segments) > MAX_SEGMENTS:
+        yield Fault(
+            "/path", f"must start with /, with at most {MAX_SEGMENTS} segments and {MAX_PATH_LENGTH} characters"
+        )
         return
     if not all(_is_segment(segment) for segment in segments):
         yield Fault("/path", "each segment must be plain (no %, ;, .., // or trailing slash) or a <variable>")
@@ -159,8 +161,8 @@ def _context_faults(pointer: str, text: str, path: str) -> Iterator[Fault]:
 def _source_fault(source: ContextSource, path: str) -> str | None:
     if source.place is ContextPlace.PATH:
         return None if source.name in _variables(path) else f"the path has no variable <{source.name}>"
-    if len(source.name) > LONGEST_HEADER or _HEADER.fullmatch(source.name) is None:
-        return f"a header's name has at most {LONGEST_HEADER} letters, digits and hyphens"
+    if len(source.name) > MAX_HEADER_LENGTH or _HEADER.fullmatch(source.name) is None:
+        return f"a header's name has at most {MAX_HEADER_LENGTH} letters, digits and hyphens"
     if source.name.lower() in _NO_CONTEXT:
         return f"{source.name} has another purpose"
     return None

@@ -7,7 +7,7 @@ Each token advances it by seconds/count. A request passes if the result is at mo
 stored in whole microseconds and a fraction in units of 1/count microseconds, so there is no rounding: any w seconds
 allow at most count + w*count/seconds tokens, and no token is lost.
 
-Redis runs the same arithmetic, and so do the payers of `LocalStore` for the usual case, see
+Redis runs the same arithmetic, and so do the functions of `LocalStore.spender` for the usual case, see
 `services.limits.stores`. Change all of them together.
 """
 
@@ -18,18 +18,18 @@ from typing import NamedTuple
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, KeyvaultError
 
-LARGEST_COUNT = 1_000_000
-LONGEST_SECONDS = 86_400
+MAX_COUNT = 1_000_000
+MAX_SECONDS = 86_400
 
 _SECOND_US = 1_000_000
 
 
 def find_limit_fault(count: int, seconds: int) -> str | None:
     """Return why the numbers are no valid limit, or None."""
-    if not 1 <= count <= LARGEST_COUNT:
-        return f"A limit allows 1 to {LARGEST_COUNT} requests, not {count}."
-    if not 1 <= seconds <= LONGEST_SECONDS:
-        return f"A limit covers 1 to {LONGEST_SECONDS} seconds, not {seconds}."
+    if not 1 <= count <= MAX_COUNT:
+        return f"A limit allows 1 to {MAX_COUNT} requests, not {count}."
+    if not 1 <= seconds <= MAX_SECONDS:
+        return f"A limit covers 1 to {MAX_SECONDS} seconds, not {seconds}."
     return None
 
 

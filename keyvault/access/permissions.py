@@ -52,7 +52,7 @@ class Permission(StrEnum):
     PEPPERS_WRITE = "peppers:write"
     KEYS_REHASH = "keys:rehash"
     BACKEND_RECONCILE = "backend:reconcile"
-    JOURNAL_KEEP = "journal:keep"
+    REVOCATION_LOG_APPEND = "revocation_log:append"
     REVOCATIONS_REPLAY = "revocations:replay"
     BREAK_GLASS_REVIEW = "break_glass:review"
 

@@ -27,7 +27,7 @@ from keyvault.domain.keystring import (
 INVALID = Denial(Code.CREDENTIAL_INVALID, "The API key is not valid.")
 """One denial for every string that proves nothing, so that it discloses nothing."""
 
-_MOST_ESCAPES = 4
+_MAX_ESCAPES = 4
 """Maximum levels of percent-encoding to decode: each proxy on the way may have added one."""
 
 _API_KEYS = frozenset({StringKind.PUBLIC, StringKind.PRIVATE})
@@ -48,7 +48,7 @@ def read_exposed(url: str, brand: str) -> KeyString | None:
 def _unescaped(url: str) -> Iterator[str]:
     """Yield the URL as received, and then after each level of percent-decoding."""
     yield url
-    for _ in range(_MOST_ESCAPES):
+    for _ in range(_MAX_ESCAPES):
         if "%" not in url:
             return
         url = unquote(url)

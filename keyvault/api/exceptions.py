@@ -16,6 +16,7 @@ from keyvault.access.decision import Denial
 from keyvault.access.limits import RateLimitedError
 from keyvault.api.middleware import request_id_of
 from keyvault.domain.errors import (
+    ABSENT,
     DependencyUnavailableError,
     ErrorCode,
     Fault,
@@ -80,7 +81,7 @@ def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> 
             )
         case drf.ValidationError():
             faults = list(_faults(error.detail, ""))
-            return problem(ErrorCode.REQUEST_INVALID, "The request does not fit.", request_id, faults=faults)
+            return problem(ErrorCode.REQUEST_INVALID, "The request is invalid.", request_id, faults=faults)
         case drf.ParseError():
             return _invalid(str(error.detail), request_id)
         case drf.MethodNotAllowed():
@@ -89,7 +90,7 @@ def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> 
             detail = "The body must be application/json."
             return problem(ErrorCode.MEDIA_TYPE_UNSUPPORTED, detail, request_id)
         case drf.NotFound() | Http404():
-            return problem(ErrorCode.NOT_FOUND, "There is no such thing, or it is not yours to see.", request_id)
+            return problem(ErrorCode.NOT_FOUND, ABSENT, request_id)
         case OperationalError() | InterfaceError():
             _log.error("database unavailable", exc_info=error, extra={"request_id": request_id})
             return problem(

@@ -239,4 +239,4 @@ def read_json(request: Request) -> dict[str, Any]:
 def _refuse_body(request: Request) -> None:
     """Reject a body, since ignoring it would hide the client's mistake. Raises RequestInvalidError."""
     if request._request.body.strip() not in {b"", b"{}"}:
-        raise RequestInvalidError("The request does not fit.", [Fault("", "This endpoint accepts no body. Send none.")])
+        raise RequestInvalidError("The request is invalid.", [Fault("", "This endpoint accepts no body. Send none.")])

@@ -9,12 +9,12 @@ from keyvault.access.customers import CUSTOMER_ID
 from keyvault.api.serializers import StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyState
-from keyvault.services.merchants.client_configuration import LONGEST_SECONDS
-from keyvault.services.merchants.orders import CURRENCY, LARGEST_AMOUNT
+from keyvault.services.merchants.client_configuration import MAX_SECONDS
+from keyvault.services.merchants.orders import CURRENCY, MAX_AMOUNT_MINOR
 
 
 class OrderRequest(StrictSerializer):
-    amount_minor = StrictInteger(min_value=1, max_value=LARGEST_AMOUNT)
+    amount_minor = StrictInteger(min_value=1, max_value=MAX_AMOUNT_MINOR)
     currency = StrictText(
         min_length=3, max_length=3, validators=[RegexValidator(CURRENCY, "Three capital letters (ISO 4217).")]
     )
@@ -29,7 +29,7 @@ class OrderRequest(StrictSerializer):
 class CustomerTokenRequest(StrictSerializer):
     """The account may set a lower maximum than this field's."""
 
-    ttl_seconds = StrictInteger(required=False, min_value=1, max_value=LONGEST_SECONDS)
+    ttl_seconds = StrictInteger(required=False, min_value=1, max_value=MAX_SECONDS)
 
 
 class OrderBody(serializers.Serializer[Any]):

@@ -57,7 +57,7 @@ SECURITY_SCHEMES = {
     },
 }
 SERVICE_TOKEN: Auth = (("serviceToken",),)
-NOBODY: Auth = ()
+NO_CREDENTIAL: Auth = ()
 
 PUBLIC_CODES = (
     Code.CREDENTIAL_IN_URL,
@@ -169,12 +169,12 @@ def documented(
     description: str = "",
     tag: str = "service plane",
     panel: Mapping[str, str] | None = None,
-    travels_as: Callable[[int], int] = lambda status: status,
+    sent_as: Callable[[int], int] = lambda status: status,
 ) -> Documenter:
     """Document a view's method.
 
     `answers` has the bodies by status, or by status and media type where it is not JSON. `codes` are added to the
-    plane's. `travels_as` maps a problem's status to the one sent.
+    plane's. `sent_as` maps a problem's status to the one sent.
     """
     every = [*plane, *codes, *(_BODY_CODES if takes is not None else ())]
     every += () if idempotency_key is None else _IDEMPOTENCY_CODES
@@ -186,7 +186,7 @@ def documented(
         request=takes,
         responses={
             **{status: OpenApiResponse(body, description="Success.") for status, body in answers.items()},
-            **_problems(every, travels_as),
+            **_problems(every, sent_as),
         },
         auth=[{name: [] for name in schemes} for schemes in auth],  # type: ignore[misc]  # as the specification has it; spectacular passes it through
         parameters=[*parameters, *([] if idempotency_key is None else [idempotency_key])],
@@ -198,11 +198,11 @@ def in_path(name: str, pattern: str) -> OpenApiParameter:
     return OpenApiParameter(name, {"type": "string", "pattern": pattern}, OpenApiParameter.PATH, required=True)
 
 
-def _problems(codes: Iterable[Code], travels_as: Callable[[int], int]) -> dict[tuple[int, str], OpenApiResponse]:
+def _problems(codes: Iterable[Code], sent_as: Callable[[int], int]) -> dict[tuple[int, str], OpenApiResponse]:
     """Return one response per status, with exactly the codes that it may carry."""
     by_status: dict[int, list[Code]] = defaultdict(list)
     for code in dict.fromkeys(codes):
-        by_status[travels_as(PROBLEM_TYPES[code].status)].append(code)
+        by_status[sent_as(PROBLEM_TYPES[code].status)].append(code)
     return {
         (status, CONTENT_TYPE): OpenApiResponse(
             {

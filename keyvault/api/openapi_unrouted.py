@@ -213,7 +213,7 @@ def _gateway(dialect: Dialect, parameters: Iterable[OpenApiParameter]) -> Docume
         auth=_CLIENTS_OWN,
         parameters=[*parameters, *headers],
         tag="forward-auth",
-        travels_as=nginx_status if is_nginx else int,
+        sent_as=nginx_status if is_nginx else int,
     )
 
 

@@ -89,7 +89,7 @@ class StrictText(serializers.CharField):
         if not isinstance(data, str):
             raise serializers.ValidationError("Not a string.")
         if self.pattern is not None and re.fullmatch(self.pattern, data) is None:
-            raise serializers.ValidationError("Not of the form that is asked for.")
+            raise serializers.ValidationError("Does not have the required form.")
         return super().to_internal_value(data)
 
 
@@ -103,7 +103,7 @@ class ClientAddress(StrictText):
         except ValueError:
             raise serializers.ValidationError("Not an IP address.") from None
         if "%" in text:
-            raise serializers.ValidationError("A zone means something on one machine only.")
+            raise serializers.ValidationError("A zone index is valid on one machine only.")
         mapped = getattr(address, "ipv4_mapped", None)
         return str(mapped or address)
 

@@ -26,7 +26,7 @@ from keyvault.wire.destinations import Destination, may_connect
 
 CONNECT_SECONDS = 2.0
 OVERALL_SECONDS = 10.0
-MOST_BYTES = 65_536
+MAX_BODY_BYTES = 65_536
 """Maximum size of a reply with its headers, in bytes; the rest is not read."""
 _DRAIN_SECONDS = 1.0
 """Maximum time to read the body after the status, in seconds, so that the server logs no broken connection."""
@@ -187,7 +187,7 @@ class _Bounded(io.RawIOBase):
 
     def __init__(self, connection: socket.socket, deadline: RequestDeadline) -> None:
         self.deadline = deadline
-        self._connection, self._left = connection, MOST_BYTES
+        self._connection, self._left = connection, MAX_BODY_BYTES
 
     def sendall(self, data: bytes) -> None:
         left = memoryview(data)

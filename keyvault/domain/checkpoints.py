@@ -211,7 +211,7 @@ class CheckpointWalk:
                 continue
             found = find_hash(chain, head.sequence)
             if found is None:
-                return f"entry {head.sequence} of chain {chain}, which it signs, is not there"
+                return f"entry {head.sequence} of chain {chain}, which it signs, is missing"
             if found != head.hash:
-                return f"entry {head.sequence} of chain {chain} is another one than it signs"
+                return f"entry {head.sequence} of chain {chain} differs from the one that it signs"
         return None

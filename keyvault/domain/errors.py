@@ -89,7 +89,7 @@ class RequestInvalidError(KeyvaultError):
         self.faults = tuple(faults)
 
 
-ABSENT = "There is no such thing, or it is not yours to see."
+ABSENT = "The object does not exist, or you have no access to it."
 """Detail of every 404. One text, so that a caller cannot tell absence from missing access."""
 
 

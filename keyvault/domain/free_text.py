@@ -14,15 +14,15 @@ MAX_STORED_LENGTH = 120
 """Maximum stored length of a user agent or an origin, in characters."""
 
 
-def clean_text(text: str, longest: int) -> str:
-    """Mask the secrets in a text and truncate it to `longest` characters. Idempotent."""
-    return redact(text)[:longest]
+def clean_text(text: str, max_length: int) -> str:
+    """Mask the secrets in a text and truncate it to `max_length` characters. Idempotent."""
+    return redact(text)[:max_length]
 
 
-def find_text_fault(text: str, longest: int) -> str | None:
-    """Return what a chosen name must satisfy and does not, or None. Never quotes the text."""
-    if not 1 <= len(text) <= longest or not text.isprintable():
-        return f"1 to {longest} printable characters"
+def find_text_fault(text: str, max_length: int) -> str | None:
+    """Return the requirement that a chosen name fails, or None. Never quotes the text."""
+    if not 1 <= len(text) <= max_length or not text.isprintable():
+        return f"1 to {max_length} printable characters"
     if SHAPED.search(text) is not None:
         return "must not contain a key string, because it is stored and shown"
     return None

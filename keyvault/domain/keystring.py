@@ -21,7 +21,7 @@ from keyvault.domain.plaintext import Plaintext
 SECRET_DIGITS = 43
 CHECKSUM_DIGITS = 6
 _DIGITS = KEY_ID_DIGITS + SECRET_DIGITS + CHECKSUM_DIGITS
-LONGEST = 128
+MAX_LENGTH = 128
 """Maximum length of a text that is parsed, in characters. A brand has at most 16."""
 
 KEY_ID_PLACE = slice(-_DIGITS, KEY_ID_DIGITS - _DIGITS)
@@ -104,7 +104,7 @@ def parse_keystring(text: str, brand: str) -> KeyString | None:
 
     Does no look-up and accepts any text: over-long, non-ASCII and empty texts return None.
     """
-    if len(text) > LONGEST:
+    if len(text) > MAX_LENGTH:
         return None
     found, digits = _prefixes(brand).get(text[:-_DIGITS]), text[-_DIGITS:]
     if found is None or len(digits) != _DIGITS or not (digits.isascii() and digits.isalnum()):

@@ -6,7 +6,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 
 IPNetwork = IPv4Network | IPv6Network
 
-MOST_NETWORKS = 64
+MAX_NETWORKS = 64
 
 
 def parse_network(text: str) -> IPNetwork:

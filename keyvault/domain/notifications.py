@@ -24,12 +24,12 @@ class NoticeKind(StrEnum):
     CREDENTIAL_WITHOUT_KEY = "credential.without_key"
     WEBHOOK_FAILED = "webhook.failed"
     WEBHOOK_TEST = "webhook.test"
-    BACKEND_STRANGER = "backend.stranger"
+    BACKEND_UNATTRIBUTED = "backend.stranger"
     BACKEND_DENIED = "backend.denied"
-    JOURNAL_FAILED = "journal.failed"
+    REVOCATION_LOG_FAILED = "journal.failed"
     OPERATOR_LOCKED = "operator.locked"
     ADDRESS_LOCKED = "address.locked"
-    JOURNAL_LOSS_ACCEPTED = "journal.loss_accepted"
+    REVOCATION_LOG_LOSS_ACCEPTED = "journal.loss_accepted"
 
 
 ALARMS = frozenset(
@@ -43,12 +43,12 @@ ALARMS = frozenset(
         NoticeKind.CAMPAIGN_HALTED,
         NoticeKind.CREDENTIAL_WITHOUT_KEY,
         NoticeKind.WEBHOOK_FAILED,
-        NoticeKind.BACKEND_STRANGER,
+        NoticeKind.BACKEND_UNATTRIBUTED,
         NoticeKind.BACKEND_DENIED,
-        NoticeKind.JOURNAL_FAILED,
+        NoticeKind.REVOCATION_LOG_FAILED,
         NoticeKind.OPERATOR_LOCKED,
         NoticeKind.ADDRESS_LOCKED,
-        NoticeKind.JOURNAL_LOSS_ACCEPTED,
+        NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED,
     }
 )
 """Events that require an operator's attention."""
@@ -59,8 +59,8 @@ WITHOUT_ACCOUNT = frozenset({NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCK
 INTERNAL = frozenset(
     {NoticeKind.ROTATION_BYPASSED, NoticeKind.ROTATION_BLOCKED, NoticeKind.SCHEDULE_STALLED}
     | {NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
-    | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED}
-    | {NoticeKind.JOURNAL_FAILED, NoticeKind.JOURNAL_LOSS_ACCEPTED}
+    | {NoticeKind.BACKEND_UNATTRIBUTED, NoticeKind.BACKEND_DENIED}
+    | {NoticeKind.REVOCATION_LOG_FAILED, NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED}
     | WITHOUT_ACCOUNT
 )
 """Events that only operators receive."""

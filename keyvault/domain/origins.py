@@ -6,7 +6,7 @@ _HOST = r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z0-9](?:[a-z0-9-]{0,61}[
 _ORIGIN = re.compile(
     rf"(?P<scheme>https?)://(?P<host>{_HOST}|\[[0-9a-f:]{{2,39}}\])(?::(?P<port>[1-9][0-9]{{0,4}}))?", re.ASCII
 )
-_LONGEST = 300
+_MAX_LENGTH = 300
 _DEFAULT_PORT = {"http": "80", "https": "443"}
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -16,7 +16,7 @@ def is_origin(text: str) -> bool:
 
     `null` is rejected, because every sandboxed document sends it.
     """
-    match = _ORIGIN.fullmatch(text) if len(text) <= _LONGEST else None
+    match = _ORIGIN.fullmatch(text) if len(text) <= _MAX_LENGTH else None
     if match is None:
         return False
     port = match["port"]

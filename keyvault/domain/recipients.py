@@ -34,7 +34,7 @@ class Sealed:
 
 
 def find_recipient_fault(text: str) -> str | None:
-    """Return what a recipient's public key must satisfy and does not, or None.
+    """Return the requirement that a recipient's public key fails, or None.
 
     Anybody could decrypt a message to a point of low order. No recipient could decrypt one to a non-canonical encoding.
     """

@@ -17,10 +17,10 @@ from keyvault.domain.ids import KEY_ID_DIGITS
 from keyvault.domain.keystring import CHECKSUM_DIGITS, SECRET_DIGITS, SHAPED, SHAPED_HEAD, StringKind, StringScope
 from keyvault.domain.plaintext import MASK
 
-_FARTHEST = 4096
+_MAX_LOOKBACK = 4096
 """Maximum length that a pattern needs to be certain of a match, in characters."""
 
-_LONGEST_PIECE = 160
+_MAX_PIECE_LENGTH = 160
 """Maximum length of one piece of a secret's continuation, in characters."""
 
 
@@ -137,7 +137,7 @@ def _mask_number(match: re.Match[str]) -> str:
 # --- key strings over more than one line --------------------------------------------------------------------
 
 # A soft line break (quoted-printable, shell), a line end (plain or escaped in JSON), the marks of a quoted mail, an
-# indentation. Bounded, so that a whole key fits within `_FARTHEST`.
+# indentation. Bounded, so that a whole key fits within `_MAX_LOOKBACK`.
 _BREAK = r"[ \t]{0,8}(?:=|\\{1,4})?[ \t]{0,2}(?:\r\n|\n|\r|(?:\\{1,4}r)?\\{1,4}n)(?:[ \t]{0,2}>){0,4}[ \t]{0,16}"
 _MAY_BREAK = f"(?:{_BREAK})?+"
 _DIGIT = "[0-9A-Za-z]"
@@ -385,8 +385,8 @@ class _StreamMask:
 
     def _certain(self, text: str, at: int) -> int:
         """Return the offset from which a secret may still begin. Complete lines are final, except in a key string."""
-        certain, unfinished = max(text.rfind("\n") + 1, len(text) - _FARTHEST), self._secret.unfinished
-        found = None if unfinished is None else unfinished.search(text, max(at, len(text) - _FARTHEST))
+        certain, unfinished = max(text.rfind("\n") + 1, len(text) - _MAX_LOOKBACK), self._secret.unfinished
+        found = None if unfinished is None else unfinished.search(text, max(at, len(text) - _MAX_LOOKBACK))
         return certain if found is None else min(certain, found.start())
 
 
@@ -395,4 +395,4 @@ _ENDS = re.compile(r"[\\\"', \t-]*+(?:u[0-9A-Fa-f]{0,3}+)?+\Z")
 
 def _is_undecided(text: str, at: int) -> bool:
     """Return whether a chunk boundary may split the next piece of the secret: an escape, or a separator."""
-    return len(text) - at < _LONGEST_PIECE and _ENDS.match(text, at) is not None
+    return len(text) - at < _MAX_PIECE_LENGTH and _ENDS.match(text, at) is not None

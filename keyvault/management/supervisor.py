@@ -25,7 +25,7 @@ STOP_SECONDS = 15.0
 """Maximum time for all programs to stop, in seconds; the remaining ones are then killed."""
 
 FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 5.0
+MAX_PAUSE_SECONDS = 5.0
 STEADY_SECONDS = 30.0
 """Minimum uptime, in seconds, after which the restart pause is FIRST_PAUSE_SECONDS again."""
 
@@ -177,7 +177,7 @@ class Supervisor:
             if child.process is not None and child.has_ended():
                 now = time.monotonic()
                 pause = FIRST_PAUSE_SECONDS if now - child.started_at > STEADY_SECONDS else child.next_pause
-                child.next_pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                child.next_pause = min(2 * pause, MAX_PAUSE_SECONDS)
                 child.due_at = now + pause
                 exit_status = _format_status(child.reap())
                 self.report(

@@ -1,4 +1,4 @@
-"""Audit chains, the change feed and break-glass acts, append-only by triggers (see `triggers`)."""
+"""Audit chains, the change feed and break-glass actions, append-only by triggers (see `triggers`)."""
 
 from django.conf import settings
 from django.db import models
@@ -83,7 +83,7 @@ class Change(models.Model):
 
 
 class BreakGlass(RecordedModel):
-    """A break-glass act: a rule was bypassed on purpose. It stays listed until a second person has reviewed it.
+    """A break-glass action: a rule was bypassed on purpose. It stays listed until a second person has reviewed it.
 
     `person` acted, or was named on the command line. `requester_person` requested the subject. Neither may review it.
     """

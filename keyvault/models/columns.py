@@ -7,7 +7,7 @@ from django.conf import settings
 from django.db import models
 from django.db.models import Q
 
-from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS
+from keyvault.access.limits import MAX_COUNT, MAX_SECONDS
 from keyvault.domain.digests import DIGEST_BYTES
 from keyvault.models.recording import RecordedModel
 
@@ -39,9 +39,9 @@ def limit_check(name: str) -> models.CheckConstraint:
         condition=Q(limit_count__isnull=True, limit_seconds__isnull=True)
         | Q(
             limit_count__isnull=False,
-            limit_count__range=(1, LARGEST_COUNT),
+            limit_count__range=(1, MAX_COUNT),
             limit_seconds__isnull=False,
-            limit_seconds__range=(1, LONGEST_SECONDS),
+            limit_seconds__range=(1, MAX_SECONDS),
         ),
     )
 

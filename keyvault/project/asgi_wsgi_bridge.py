@@ -38,7 +38,7 @@ from keyvault.api.middleware import RAW_PATH
 from keyvault.domain.errors import ErrorCode, Fault
 from keyvault.hotpath.http1.framing import refusal
 from keyvault.hotpath.http1.protocol import Bounds
-from keyvault.hotpath.messages.questions import VERIFY
+from keyvault.hotpath.messages.pending_requests import VERIFY
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.project.deadline import BodyDeadline
 from keyvault.project.engine_view import serves_host

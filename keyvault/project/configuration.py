@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from django.core.exceptions import ImproperlyConfigured
 
-from keyvault.access.limits import DEFAULT_LIMITS, LARGEST_COUNT, LONGEST_SECONDS, find_limit_fault
+from keyvault.access.limits import DEFAULT_LIMITS, MAX_COUNT, MAX_SECONDS, find_limit_fault
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import BRAND
 from keyvault.domain.networks import IPNetwork, parse_network
@@ -32,10 +32,10 @@ class Setting:
     read: Callable[[str], Any] = str
 
 
-def _count(least: int) -> Callable[[str], int]:
+def _count(minimum: int) -> Callable[[str], int]:
     def read(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-            raise ValueError(f"a whole number, {least} or more")
+        if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < minimum:
+            raise ValueError(f"a whole number, {minimum} or more")
         return int(text)
 
     return read
@@ -94,7 +94,7 @@ def _limit(text: str) -> tuple[int, int]:
     """Return the two numbers of `<requests>/<seconds>`."""
     count, slash, seconds = text.partition("/")
     if not slash or not count.isdecimal() or not seconds.isdecimal() or find_limit_fault(int(count), int(seconds)):
-        raise ValueError(f"requests/seconds such as 25/1, up to {LARGEST_COUNT} in up to {LONGEST_SECONDS} seconds")
+        raise ValueError(f"requests/seconds such as 25/1, up to {MAX_COUNT} in up to {MAX_SECONDS} seconds")
     return int(count), int(seconds)
 
 
@@ -281,9 +281,9 @@ SETTINGS: tuple[Setting, ...] = (
         _count(1),
     ),
     Setting(
-        "KEYVAULT_JOURNAL",
-        "revocations.journal",
-        "File of the revocation journal, outside the database and not restored with it. Relative to the data folder.",
+        "KEYVAULT_REVOCATION_LOG",
+        "revocation_log",
+        "File of the revocation log, outside the database and not restored with it. Relative to the data folder.",
     ),
     Setting(
         "KEYVAULT_WEBHOOK_NETWORKS",

@@ -9,7 +9,7 @@ from django.http.request import split_domain_port, validate_host
 
 from keyvault.api.middleware import FORWARDED_HOST, raw_path, split_base_url
 from keyvault.hotpath.adapters.assembly import load_blocking
-from keyvault.hotpath.messages.questions import Headers
+from keyvault.hotpath.messages.pending_requests import Headers
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@ from django.urls import include, path, re_path
 from keyvault.api.integration import IntegrationView, require_whole
 from keyvault.api.servers import SERVERS
 from keyvault.domain.environments import Environment
-from keyvault.hotpath.messages.questions import BATCH, ENVOY, GATEWAYS, VERIFY
+from keyvault.hotpath.messages.pending_requests import BATCH, ENVOY, GATEWAYS, VERIFY
 from keyvault.project.engine_view import verifying_view
 from rotation.api.rotations import SERVERS as ROTATION_SERVERS
 

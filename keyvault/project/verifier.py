@@ -30,11 +30,11 @@ def main() -> None:
 
     start_or_exit("verifier")
 
-    def tell_ready() -> None:
+    def report_ready() -> None:
         os.write(options.ready, f"{os.getpid()}\n".encode())
 
     listening = socket.socket(fileno=options.listener) if options.port is None else listen(options.host, options.port)
-    run(load_async, listening, tell_ready)
+    run(load_async, listening, report_ready)
 
 
 if __name__ == "__main__":

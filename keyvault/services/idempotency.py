@@ -151,7 +151,7 @@ def _refuse_for_now() -> NoReturn:
     """Raise a retryable error. An attempt takes milliseconds, so the delay is shorter than a dead one's hold."""
     raise IdempotencyError(
         ErrorCode.IDEMPOTENCY_IN_PROGRESS,
-        "The first request with this Idempotency-Key is still at work.",
+        "The first request with this Idempotency-Key is still in progress.",
         retry_after_seconds=1,
     )
 

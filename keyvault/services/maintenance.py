@@ -143,14 +143,14 @@ def forget_due() -> None:
     sign_in.forget_expired_sessions(now)
 
 
-def backfill_journal() -> None:
-    """Append missing revocations to this host's journal, a bounded number at a time."""
+def backfill_revocation_log() -> None:
+    """Append missing revocations to this host's revocation log, a bounded number at a time."""
     log_backfill.backfill_log(datetime.now(UTC))
 
 
 def destroy_due() -> None:
     """Destroy the backend's copies of keys that are dead, were handed over, or never reached anyone."""
-    _burn_withdrawn(datetime.now(UTC))
+    _discard_withdrawn(datetime.now(UTC))
     due = stored_copies.list_to_destroy()
     for environment in map(Environment, settings.ENVIRONMENTS):
         if own := [key for key in due if key.credential.environment is environment]:
@@ -310,7 +310,7 @@ def _forget_path(row: Credential, lease: Lease, now: datetime) -> datetime | Non
     return None if is_forgotten else now + _UNATTRIBUTED_RETRY
 
 
-def _burn_withdrawn(now: datetime) -> None:
+def _discard_withdrawn(now: datetime) -> None:
     """Discard keys of withdrawn requests, under the issuance lease so that no worker is issuing them."""
     for request in issuance.list_withdrawn():
         lease = leases.claim(f"issuance:{request.request_id}", now, now_or_never=True)

@@ -261,8 +261,8 @@ def _end_account(grant: Grant, account: Account) -> StoredAssets:
 
 def _end_each(rows: QuerySet[Any], end: Callable[[Any], object]) -> int:
     """End rows until none is left. Return how many. Rows with concurrent writers are retried for some rounds."""
-    ended = fruitless = 0
-    while fruitless < _ROUNDS and (found := list(rows.order_by("pk")[:_BATCH])):
+    ended = rounds_without_progress = 0
+    while rounds_without_progress < _ROUNDS and (found := list(rows.order_by("pk")[:_BATCH])):
         before = ended
         for row in found:
             try:
@@ -270,7 +270,7 @@ def _end_each(rows: QuerySet[Any], end: Callable[[Any], object]) -> int:
             except StateConflictError:
                 continue
             ended += 1
-        fruitless += ended == before
+        rounds_without_progress += ended == before
     return ended
 
 

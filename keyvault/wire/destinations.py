@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from keyvault.domain.networks import IPNetwork, is_within
 
-LONGEST_URL = 500
+MAX_URL_LENGTH = 500
 _PLAIN = re.compile(r"[!-\[\]-~]+")
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _NAME = re.compile(rf"(?:{_LABEL}\.)*(?=[a-z]){_LABEL}")
@@ -55,8 +55,8 @@ def parse_url(text: str, own_networks: Sequence[IPNetwork] = ()) -> Destination:
     Only https to public addresses is accepted. `own_networks`, which the host's owner configures, also allows their
     private addresses, and plain http. Names are not resolved here: `may_connect` checks the address at connect time.
     """
-    if len(text) > LONGEST_URL or _PLAIN.fullmatch(text) is None:
-        raise ValueError(f"at most {LONGEST_URL} printable ASCII characters, without spaces and backslashes")
+    if len(text) > MAX_URL_LENGTH or _PLAIN.fullmatch(text) is None:
+        raise ValueError(f"at most {MAX_URL_LENGTH} printable ASCII characters, without spaces and backslashes")
     try:
         parts = urlsplit(text)
         port = parts.port

@@ -14,7 +14,7 @@ REQUEST_ID = "X-Request-Id"
 API_KEY = "X-Api-Key"
 PREFERENCE_APPLIED = "Preference-Applied"
 
-_LONGEST_CLIENT_ID = 64
+_MAX_CLIENT_ID_LENGTH = 64
 
 
 def mint_request_id(random_bytes: RandomBytes) -> str:
@@ -24,7 +24,7 @@ def mint_request_id(random_bytes: RandomBytes) -> str:
 
 def clean_client_request_id(value: str | None) -> str | None:
     """Return the client's own id if it is short and plain enough for a log line, else None."""
-    if value is None or not 1 <= len(value) <= _LONGEST_CLIENT_ID:
+    if value is None or not 1 <= len(value) <= _MAX_CLIENT_ID_LENGTH:
         return None
     if not value.isascii() or not all(char.isalnum() or char in "._-" for char in value):
         return None

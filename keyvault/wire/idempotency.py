@@ -28,5 +28,5 @@ def read_idempotency_key(value: str | None) -> str:
         )
     if _KEY.fullmatch(text) is None:
         fault = Fault("", f"The header {IDEMPOTENCY_KEY} must have 1 to 255 printable ASCII characters.")
-        raise RequestInvalidError("The request does not fit.", [fault])
+        raise RequestInvalidError("The request is invalid.", [fault])
     return text

@@ -1,6 +1,6 @@
 """HTTP mapping of error codes: status, title and body (RFC 9457), and the challenge of a 401 (RFC 9110, 11.6.1).
 
-`check` is the number of the checklist item in ERRORS.md that a client works through before a retry.
+`check` is the number of the checklist item in docs/errors.md that a client checks before a retry.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ CONTENT_TYPE = "application/problem+json"
 
 @dataclass(frozen=True, slots=True)
 class ProblemType:
-    """The description of one error code. `cure`: what the client does about it; `check`, `challenge`: see above."""
+    """The description of one error code. `cure`: what the client should do; `check`, `challenge`: see above."""
 
     status: int
     title: str
@@ -328,7 +328,7 @@ def problem(
 
 
 def problems_page() -> str:
-    """Return ERRORS.md: all codes, in the order in which a request is checked."""
+    """Return docs/errors.md: all codes, in the order in which a request is checked."""
     lines = [
         "# Errors",
         "",

@@ -20,17 +20,17 @@ from keyvault.domain.plaintext import Plaintext
 ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER = "webhook-id", "webhook-timestamp", "webhook-signature"
 
 TOLERANCE = timedelta(minutes=5)
-LONGEST_RETRY_AFTER = timedelta(hours=24)
+MAX_RETRY_AFTER = timedelta(hours=24)
 
 _SECRET_PREFIX = "whsec_"  # noqa: S105  how each secret begins, no secret
 _SECRET_BYTES = 32
-_FEWEST_BYTES, _MOST_BYTES = 24, 64
+_MIN_BYTES, _MAX_BYTES = 24, 64
 
 _PAUSES = tuple(
     timedelta(seconds=seconds) for seconds in (5, 300, 1_800, 7_200, 18_000, 36_000, 50_400, 72_000, 86_400)
 )
 """Delay after each attempt except the last; 75 hours and 35 minutes in total, as the standard proposes."""
-MOST_ATTEMPTS = len(_PAUSES) + 1
+MAX_ATTEMPTS = len(_PAUSES) + 1
 _JITTER = 0.1
 
 
@@ -92,8 +92,8 @@ def _key(secret: str) -> bytes:
         key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
     except (Base64Error, ValueError) as error:
         raise SecretInvalidError("the text after whsec_ is not base64") from error
-    if not secret.startswith(_SECRET_PREFIX) or not _FEWEST_BYTES <= len(key) <= _MOST_BYTES:
-        raise SecretInvalidError(f"a secret is whsec_ and the base64 of {_FEWEST_BYTES} to {_MOST_BYTES} bytes")
+    if not secret.startswith(_SECRET_PREFIX) or not _MIN_BYTES <= len(key) <= _MAX_BYTES:
+        raise SecretInvalidError(f"a secret is whsec_ and the base64 of {_MIN_BYTES} to {_MAX_BYTES} bytes")
     return key
 
 
@@ -123,7 +123,7 @@ def judge_response(status: int, retry_after: str | None, now: datetime) -> Deliv
     if status == 410:
         return DeliveryAssessment(DeliveryOutcome.GONE)
     if status in {429, 503} and retry_after is not None:
-        return DeliveryAssessment(DeliveryOutcome.RETRY, min(_read_retry_after(retry_after, now), LONGEST_RETRY_AFTER))
+        return DeliveryAssessment(DeliveryOutcome.RETRY, min(_read_retry_after(retry_after, now), MAX_RETRY_AFTER))
     return DeliveryAssessment(DeliveryOutcome.RETRY)
 
 
@@ -132,7 +132,7 @@ def next_attempt(attempts: int, random: Callable[[], float]) -> timedelta | None
 
     `random` returns a number in [0, 1).
     """
-    if attempts >= MOST_ATTEMPTS:
+    if attempts >= MAX_ATTEMPTS:
         return None
     return _PAUSES[max(attempts, 1) - 1] * (1 - _JITTER + 2 * _JITTER * random())
 

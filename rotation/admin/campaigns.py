@@ -67,7 +67,7 @@ from rotation.services.campaigns.campaigns import (
     request_campaign,
     resume_campaign,
 )
-from rotation.services.campaigns.reports import describe_campaign, list_troubled_first
+from rotation.services.campaigns.reports import describe_campaign, list_failed_first
 
 C = CampaignState
 
@@ -151,7 +151,7 @@ def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
         environment=Environment(cleaned["environment"]),
         merchants=cleaned["merchants"] or None,
         older_than_days=cleaned["older_than_days"],
-        wish=overrides_in(cleaned, SHARED_FIELDS),
+        overrides=overrides_in(cleaned, SHARED_FIELDS),
         pace=Pace(
             per_minute=cleaned["per_minute"],
             concurrency=cleaned["concurrency"],
@@ -308,7 +308,7 @@ class CampaignAdmin(ConsoleModelAdmin):
         asked = rows.filter(state=C.AWAITING_APPROVAL, approval_expires_at__gt=datetime.now(UTC))
         where = f"?state__exact={C.AWAITING_APPROVAL}"
         if may(request, P.ROTATIONS_APPROVE):
-            others = self.decidable_rows(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
+            others = self.list_decidable(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
             yield self.attention_item("Campaigns to approve", others, where, "action")
         yield self.attention_item("Halted campaigns", rows.filter(state=C.HALTED), f"?state__exact={C.HALTED}", "alarm")
         yield self.attention_item("Campaigns in progress", rows.filter(state=C.RUNNING), f"?state__exact={C.RUNNING}")
@@ -394,7 +394,7 @@ def _bar(done: int, total: int) -> SafeString:
 def _members(row: Campaign) -> Table:
     """Return the credentials, failed and stalled ones first."""
     total = row.members.count()
-    found = list_troubled_first(row, _MAX_MEMBERS)
+    found = list_failed_first(row, _MAX_MEMBERS)
     more = "" if total <= len(found) else f", first {len(found)} of {total}"
     return Table(
         f"Credentials, failed and stalled first{more}",

@@ -29,7 +29,7 @@ from keyvault.domain.redaction import redact
 from keyvault.models import Credential, Key, MerchantStatus
 from keyvault.services.keys.lifecycle import usable_keys
 from rotation.services.rotations.emergency import (
-    MOST_KEYS,
+    MAX_KEYS,
     Response,
     find_open_rotation,
     respond_to_compromise,
@@ -67,10 +67,10 @@ class LeakedKeysField(forms.CharField):
 class LeakForm(CompromiseForm):
     key_ids = LeakedKeysField(
         label="Keys",
-        max_length=MOST_KEYS * 120,
+        max_length=MAX_KEYS * 120,
         strip=True,
         widget=forms.Textarea(attrs={"rows": 8, "class": "mono", "autocomplete": "off", "spellcheck": "false"}),
-        help_text=f"Key ids or whole leaked keys, one per line, at most {MOST_KEYS}. Only the key id of a whole key is "
+        help_text=f"Key ids or whole leaked keys, one per line, at most {MAX_KEYS}. Only the key id of a whole key is "
         "used.",
     )
     field_order = ("key_ids", "reason", "replace")
@@ -147,8 +147,8 @@ def _can_be_reissued(credential: Credential) -> bool:
     """Whether the credential had a key, has no usable key and no open rotation."""
     if credential.account.merchant.status == MerchantStatus.OFFBOARDED or find_open_rotation(credential) is not None:
         return False
-    had_one = credential.keys.exclude(state=KeyState.PRE_ACTIVATION).exists()
-    return had_one and not usable_keys(credential.credential_id, datetime.now(UTC)).exists()
+    has_had_key = credential.keys.exclude(state=KeyState.PRE_ACTIVATION).exists()
+    return has_had_key and not usable_keys(credential.credential_id, datetime.now(UTC)).exists()
 
 
 def _has_living_key(credential: Credential) -> bool:

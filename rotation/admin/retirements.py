@@ -150,7 +150,7 @@ class RetirementAdmin(ConsoleModelAdmin):
         asked = self.get_queryset(request).filter(approved_at__isnull=True, retire_at__gt=datetime.now(UTC))
         mine = [
             row
-            for row in self.decidable_rows(request, P.ROTATIONS_APPROVE, asked.order_by("retire_at"))
+            for row in self.list_decidable(request, P.ROTATIONS_APPROVE, asked.order_by("retire_at"))
             if _is_awaiting_approval(row)
         ]
         yield self.attention_item("Retirement dates to approve", mine, "", "action")

@@ -209,7 +209,7 @@ def _explain_collection(rotation: Rotation) -> str:
 
 REQUEST = CreateAction(
     "request",
-    REMEDY_LABELS[Remedy.ASK_AGAIN],
+    REMEDY_LABELS[Remedy.REQUEST_AGAIN],
     P.ROTATIONS_WRITE,
     RotationForm,
     _request,

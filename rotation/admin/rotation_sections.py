@@ -277,7 +277,7 @@ def _remedies(row: Rotation, advice: Advice, offered: set[str]) -> Iterator[Safe
     pages = {
         Remedy.PREDECESSOR: reverse("admin:keyvault_key_change", args=[row.predecessor_id]),
         Remedy.ACCOUNT: reverse("admin:keyvault_account_change", args=[row.credential.account_id]),
-        Remedy.ASK_AGAIN: f"{reverse('admin:rotation_rotation_request')}?credential={row.credential_id}",
+        Remedy.REQUEST_AGAIN: f"{reverse('admin:rotation_rotation_request')}?credential={row.credential_id}",
     }
     if row.replacement_id is not None:
         pages[Remedy.REPLACEMENT] = reverse("admin:keyvault_key_change", args=[row.replacement_id])

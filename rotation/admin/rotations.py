@@ -48,7 +48,7 @@ from rotation.admin.rotation_sections import (
 )
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import Proof
-from rotation.domain.runbook import Case, find_stall, find_wait, fitted
+from rotation.domain.runbook import Case, find_stall, find_wait, fit_advice
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import may_collect
@@ -179,7 +179,7 @@ class RotationAdmin(ConsoleModelAdmin):
         if entry is not None:
             case = Case(Delivery(row.credential.delivery), KeyKind(row.credential.kind), has_old_key(row))
             offered = [action.name for action in self.row_actions if self._is_offered(request, action, row)]
-            yield runbook_facts(row, fitted(entry, case), offered)
+            yield runbook_facts(row, fit_advice(entry, case), offered)
 
     def _alarms(self, request: HttpRequest, row: Any) -> Iterable[str]:
         if row.state == S.STALLED:
@@ -226,9 +226,9 @@ class RotationAdmin(ConsoleModelAdmin):
         for_emergency, where = f"?state__exact={S.EMERGENCY}", f"?state__exact={S.AWAITING_APPROVAL}"
         if may(request, P.ROTATIONS_APPROVE):
             # Filtering by `approvals__person` here would add a join and multiply the count above.
-            urgent = self.decidable_rows(request, P.ROTATIONS_APPROVE, emergencies.exclude(approvals__person=me))
+            urgent = self.list_decidable(request, P.ROTATIONS_APPROVE, emergencies.exclude(approvals__person=me))
             yield self.attention_item("Emergency rotations to approve", urgent, for_emergency, "alarm")
-            others = self.decidable_rows(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
+            others = self.list_decidable(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
             yield self.attention_item("Rotations to approve", others, where, "action")
         else:
             yield self.attention_item("Emergency rotations awaiting approval", emergencies, for_emergency, "alarm")

@@ -89,7 +89,7 @@ class EditForm(VersionedForm, TermsForm):
     @classmethod
     def initial_for(cls, row: RotationSchedule) -> dict[str, Any]:
         saved = find_draft(row) or readable_draft(row)
-        window, overrides = saved.window, saved.wish
+        window, overrides = saved.window, saved.overrides
         hours = {} if window is None else {name: clock_text(getattr(window, name)) for name in ("opens", "closes")}
         chosen = {field.name: to_json(getattr(overrides, field.name)) for field in SHARED_FIELDS}
         return {

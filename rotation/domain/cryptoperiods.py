@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from keyvault.domain.errors import Fault
 from rotation.domain.windows import LOOK_AHEAD, Window
 
-LONGEST_DAYS = 3_650
+MAX_DAYS = 3_650
 _DAY = timedelta(days=1)
 
 
@@ -83,8 +83,8 @@ def _fit(window: Window | None, due_at: datetime, ends_at: datetime, earliest_at
 
 def find_term_faults(terms: Terms, now: datetime) -> Iterator[Fault]:
     """Yield each reason why a schedule cannot be met. `windows` checks the window's shape before."""
-    if not 1 <= terms.cryptoperiod_days <= LONGEST_DAYS:
-        yield Fault("/cryptoperiod_days", f"1 to {LONGEST_DAYS}")
+    if not 1 <= terms.cryptoperiod_days <= MAX_DAYS:
+        yield Fault("/cryptoperiod_days", f"1 to {MAX_DAYS}")
         return
     if not 0 <= terms.jitter_days < terms.cryptoperiod_days:
         yield Fault("/jitter_days", "0 or more, and less than the cryptoperiod")

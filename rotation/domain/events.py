@@ -61,11 +61,11 @@ STAYS, REFUSED = Stays.STAYS, Stays.REFUSED
 
 Outcome = RotationState | Stays
 
-_ASKED = (S.REQUESTED, S.AWAITING_APPROVAL)
+_REQUESTED = (S.REQUESTED, S.AWAITING_APPROVAL)
 _UNDELIVERED = (S.STAGED, S.PUBLISHING)
 _DELIVERED = (S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE)
 
-OPEN = (*_ASKED, S.SCHEDULED, S.EMERGENCY, *_UNDELIVERED, *_DELIVERED, S.REVOKING, S.ROLLING_BACK)
+OPEN = (*_REQUESTED, S.SCHEDULED, S.EMERGENCY, *_UNDELIVERED, *_DELIVERED, S.REVOKING, S.ROLLING_BACK)
 """Every state that is not final. `stalled` is absent: the state that the rotation stalled in stands for it."""
 
 
@@ -81,7 +81,7 @@ _REPLACEMENT_ENDED = _row((_UNDELIVERED, S.CANCELLED), (_DELIVERED, S.CANCELLED)
 
 # The predecessor ended unplanned, so the requested replacement is the merchant's only key.
 _PREDECESSOR_LOST = _row(
-    (_ASKED, S.EMERGENCY),
+    (_REQUESTED, S.EMERGENCY),
     ((S.SCHEDULED,), S.EMERGENCY),
     (_DELIVERED, S.COMPLETED),
     # The backend holds the predecessor by now: the replacement is written there again.
@@ -95,9 +95,9 @@ OUTCOMES: Mapping[Event, Mapping[RotationState, Outcome]] = MappingProxyType(
         Event.REPLACEMENT_EXPIRED: _REPLACEMENT_ENDED,
         Event.PREDECESSOR_COMPROMISED: _PREDECESSOR_LOST,
         Event.PREDECESSOR_EXPIRED: _PREDECESSOR_LOST,
-        # Revoked on purpose before there was a replacement: the credential is not wanted any more.
+        # Revoked on purpose before there was a replacement: the credential is no longer needed.
         Event.PREDECESSOR_REVOKED: _row(
-            (_ASKED, S.CANCELLED),
+            (_REQUESTED, S.CANCELLED),
             ((S.SCHEDULED,), S.CANCELLED),
             (_DELIVERED, S.COMPLETED),
             ((S.ROLLING_BACK,), S.PUBLISHING),
@@ -124,7 +124,7 @@ OUTCOMES: Mapping[Event, Mapping[RotationState, Outcome]] = MappingProxyType(
             ((S.ROLLING_BACK,), S.STALLED),
         ),
         Event.ABORTED: _row(
-            (_ASKED, S.CANCELLED),
+            (_REQUESTED, S.CANCELLED),
             ((S.SCHEDULED, S.EMERGENCY), S.CANCELLED),
             (_UNDELIVERED, S.CANCELLED),
             (_DELIVERED, S.ROLLING_BACK),

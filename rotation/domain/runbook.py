@@ -32,7 +32,7 @@ class Remedy(StrEnum):
     PREDECESSOR = "predecessor"
     REPLACEMENT = "replacement"
     ACCOUNT = "account"
-    ASK_AGAIN = "request"
+    REQUEST_AGAIN = "request"
 
 
 R = Remedy
@@ -51,7 +51,7 @@ REMEDY_LABELS = {
     R.PREDECESSOR: "Old key",
     R.REPLACEMENT: "Replacement",
     R.ACCOUNT: "Account and webhook endpoints",
-    R.ASK_AGAIN: "Rotate a key",
+    R.REQUEST_AGAIN: "Rotate a key",
 }
 """Console label of each remedy."""
 
@@ -314,7 +314,7 @@ STALLS = (
             "Abort it. An approved plan is never changed.",
             "Request another one, with a window that opens.",
         ),
-        (R.ABORT, R.ASK_AGAIN),
+        (R.ABORT, R.REQUEST_AGAIN),
     ),
 )
 """An entry for every reason to stall."""
@@ -441,7 +441,7 @@ WAITS = (
                 "During the quarantine, attempts by a known source reinstate the old key once, if the plan says so; "
                 "those by an unknown source raise an alarm.",
             ),
-            Only(PUBLIC, "Traffic never brings back a public key whose date has come: its clients have to switch."),
+            Only(PUBLIC, "Traffic never reinstates a public key after its retirement date: its clients must switch."),
         ),
         (R.EXTEND, R.ROLL_BACK),
     ),
@@ -497,7 +497,7 @@ def find_wait(waiting_for: str, *, is_failing: bool) -> RunbookEntry | None:
     return None if entry is not None and entry.only_failing and not is_failing else entry
 
 
-def fitted(entry: RunbookEntry, case: Case) -> Advice:
+def fit_advice(entry: RunbookEntry, case: Case) -> Advice:
     """Reduce the entry to what applies to such a rotation."""
     besides = (each.text for each in entry.besides if each.group.includes(case))
     steps = (_text_for(step, case) for step in entry.steps)

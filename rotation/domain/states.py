@@ -252,7 +252,7 @@ def _reinstates(facts: Facts) -> bool:
 # --- progress -----------------------------------------------------------------------------------------------
 
 
-def _when_asked(facts: Facts, now: datetime) -> Wait | Move:
+def _when_requested(facts: Facts, now: datetime) -> Wait | Move:
     if facts.has_approval:
         return Move(S.SCHEDULED, "approved")
     return _no_approval(facts, now)
@@ -286,13 +286,13 @@ def _when_staged(facts: Facts, now: datetime) -> Wait | Move:
     return Move(S.PUBLISHING, "every verifier accepts the replacement")
 
 
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 
 
 def _named(waited_for: tuple[str, ...]) -> str:
     """Name the first three, after a colon."""
-    more = f" and {len(waited_for) - _MOST_NAMED} more" if len(waited_for) > _MOST_NAMED else ""
-    return f": {', '.join(waited_for[:_MOST_NAMED])}{more}" if waited_for else ""
+    more = f" and {len(waited_for) - _MAX_NAMED} more" if len(waited_for) > _MAX_NAMED else ""
+    return f": {', '.join(waited_for[:_MAX_NAMED])}{more}" if waited_for else ""
 
 
 def _when_publishing(facts: Facts, now: datetime) -> Wait | RotationAction | Move:
@@ -422,8 +422,8 @@ def _silence(facts: Facts, last_at: datetime | None, period_seconds: int, whose:
 
 
 _FORWARD = {
-    S.REQUESTED: _when_asked,
-    S.AWAITING_APPROVAL: _when_asked,
+    S.REQUESTED: _when_requested,
+    S.AWAITING_APPROVAL: _when_requested,
     S.SCHEDULED: _when_scheduled,
     S.EMERGENCY: _in_emergency,
     S.STAGED: _when_staged,

@@ -60,7 +60,7 @@ def watch_campaign(campaign_id: str, console: Console, pause: Callable[[], None]
             count = described["progress"]
             done = count["completed"] + count["failed"] + count["stalled"] + count["skipped"]
             bars.update(proved, total=count["members"], completed=count["proved"], note=described["state"])
-            bars.update(ended, total=count["members"], completed=done, note=_trouble(count))
+            bars.update(ended, total=count["members"], completed=done, note=_format_failures(count))
             if described["state"] in STOPPED:
                 return described
             try:
@@ -76,6 +76,6 @@ def format_exit(described: dict[str, Any]) -> str | None:
     return f"the campaign is {described['state']}{': ' + described['why'] if described['why'] else ''}"
 
 
-def _trouble(count: dict[str, int]) -> str:
+def _format_failures(count: dict[str, int]) -> str:
     found = [f"{count[name]} {name}" for name in ("stalled", "failed", "skipped") if count[name]]
     return ", ".join(found)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from keyvault.access.limits import (
     DEFAULT_LIMITS,
     FAILED_PROOF_LIMIT,
-    LARGEST_COUNT,
-    LONGEST_SECONDS,
+    MAX_COUNT,
+    MAX_SECONDS,
     Bucket,
     BucketState,
     BucketStatus,
@@ -35,8 +35,8 @@ Request = tuple[int, int]
 
 limits = st.builds(
     Limit,
-    st.integers(1, 12) | st.sampled_from([3_000, 999_983, LARGEST_COUNT]),
-    st.integers(1, 7) | st.sampled_from([60, LONGEST_SECONDS]),
+    st.integers(1, 12) | st.sampled_from([3_000, 999_983, MAX_COUNT]),
+    st.integers(1, 7) | st.sampled_from([60, MAX_SECONDS]),
 )
 
 
@@ -156,7 +156,7 @@ def test_spend_with_a_clock_that_steps_back_locks_out_for_one_window_at_most(
         assert refused.retry_after_seconds == limit.seconds
 
 
-@given(st.builds(Limit, st.integers(1, 300), st.integers(1, LONGEST_SECONDS)))
+@given(st.builds(Limit, st.integers(1, 300), st.integers(1, MAX_SECONDS)))
 def test_spend_at_one_moment_admits_the_burst_and_no_more(limit: Limit) -> None:
     state, outcomes = None, []
     for _ in range(limit.count + 3):
@@ -247,7 +247,7 @@ def test_binding_of_an_allowed_request_is_the_bucket_with_the_least_left() -> No
 
 def test_binding_of_a_refused_request_is_the_bucket_that_refuses_longest() -> None:
     """The one with less left may be one that does not refuse, or that is ready again before."""
-    short, long = Limit(2, 2), Limit(100, LONGEST_SECONDS)
+    short, long = Limit(2, 2), Limit(100, MAX_SECONDS)
     used_up = [BucketState(NOW_US + short.window_us, 0), BucketState(NOW_US + long.window_us - 864 * SECOND_US, 0)]
     outcome, _ = spend(used_up, [bucket(short), bucket(long, "endpoint")], 2, NOW_US)
     assert [status.remaining for status in outcome.statuses] == [0, 1]
@@ -264,7 +264,7 @@ def test_spend_of_what_no_burst_holds_is_an_error(cost: int) -> None:
 
 @pytest.mark.parametrize(
     ("count", "seconds", "word"),
-    [(0, 1, "0"), (-1, 1, "-1"), (LARGEST_COUNT + 1, 1, "1000001"), (1, 0, "0"), (1, LONGEST_SECONDS + 1, "86401")],
+    [(0, 1, "0"), (-1, 1, "-1"), (MAX_COUNT + 1, 1, "1000001"), (1, 0, "0"), (1, MAX_SECONDS + 1, "86401")],
 )
 def test_limit_out_of_bounds_is_refused_with_the_number_that_is_wrong(count: int, seconds: int, word: str) -> None:
     assert f"not {word}." in (find_limit_fault(count, seconds) or "")
@@ -272,7 +272,7 @@ def test_limit_out_of_bounds_is_refused_with_the_number_that_is_wrong(count: int
         Limit(count, seconds)
 
 
-@pytest.mark.parametrize(("count", "seconds"), [(1, 1), (LARGEST_COUNT, LONGEST_SECONDS)])
+@pytest.mark.parametrize(("count", "seconds"), [(1, 1), (MAX_COUNT, MAX_SECONDS)])
 def test_limit_at_its_bounds_is_a_limit(count: int, seconds: int) -> None:
     assert find_limit_fault(count, seconds) is None
     assert Limit(count, seconds).window_us == seconds * SECOND_US

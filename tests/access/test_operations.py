@@ -71,7 +71,7 @@ peppers:read             x - - x -
 peppers:write            - - - - -
 keys:rehash              - - - - -
 backend:reconcile        - - - - -
-journal:keep             - - - - -
+revocation_log:append    - - - - -
 revocations:replay       - - - - -
 break_glass:review       2 - 2 - -
 """
@@ -257,7 +257,7 @@ def test_key_holder_acts_in_its_own_account_only(permission: P) -> None:
 def test_systems_may_what_they_are_for(permission: P) -> None:
     """The worker carries out, the host sets up; neither approves, reads or revokes by that."""
     worker = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER}
-    worker |= {P.AUDIT_SIGN, P.KEYS_REHASH, P.BACKEND_RECONCILE, P.JOURNAL_KEEP}
+    worker |= {P.AUDIT_SIGN, P.KEYS_REHASH, P.BACKEND_RECONCILE, P.REVOCATION_LOG_APPEND}
     host = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.PEPPERS_READ, P.PEPPERS_WRITE}
     host |= {P.REVOCATIONS_REPLAY}
     assert (asked(WORKER, permission) == "allowed") == (permission in worker)

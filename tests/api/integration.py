@@ -16,7 +16,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.hotpath.adapters.stores import DatabaseStore
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
-from keyvault.hotpath.messages.questions import RULES, Found
+from keyvault.hotpath.messages.pending_requests import RULES, Found
 from keyvault.models import Account, Key
 from keyvault.services.recording.transaction import recorded
 from tests.factories import SANDBOX, account, grant, issue

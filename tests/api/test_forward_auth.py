@@ -16,7 +16,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.hotpath.adapters import assembly
 from keyvault.hotpath.adapters.stores import DatabaseStore
-from keyvault.hotpath.messages.questions import KEY, RULES, TOKEN
+from keyvault.hotpath.messages.pending_requests import KEY, RULES, TOKEN
 from keyvault.hotpath.slow_path import slow_path
 from keyvault.models import KeyUse, Operator, UseBucket
 from keyvault.models.keys import OriginHeader

@@ -17,7 +17,7 @@ from keyvault.api.integration import IntegrationView
 from keyvault.api.views.docs import CONTENT_SECURITY_POLICY, openapi_page
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
-from keyvault.hotpath.messages.questions import BATCH, GATEWAYS, VERIFY
+from keyvault.hotpath.messages.pending_requests import BATCH, GATEWAYS, VERIFY
 from keyvault.project.engine_view import verifying_view
 
 OPERATION_IDS = """

@@ -14,7 +14,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.revocation import RevocationReason
-from keyvault.hotpath.messages.questions import KEY
+from keyvault.hotpath.messages.pending_requests import KEY
 from keyvault.models import Key, KeyUse, Merchant, UseBucket
 from keyvault.models.keys import OriginHeader
 from keyvault.services.catalog.endpoints import add_endpoint

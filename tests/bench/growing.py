@@ -129,7 +129,7 @@ class _Reading:
 
     async def look_up(self, key_ids: Sequence[str]) -> list[float]:
         """Microseconds of each. One after the other, by a query of its own: what one miss waits for."""
-        from keyvault.hotpath.messages.questions import KEY
+        from keyvault.hotpath.messages.pending_requests import KEY
 
         took = []
         for key_id in key_ids:

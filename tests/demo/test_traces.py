@@ -8,7 +8,7 @@ import pytest
 from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.plaintext import Plaintext
 from rotation.management.demo.report import DemoReport
-from rotation.management.demo.traces import find_secrets, find_trouble
+from rotation.management.demo.traces import find_logged_errors, find_secrets
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def test_traces_key_string_that_nobody_named_is_found(tmp_path: Path, secret: Pl
 
 def test_traces_trouble_in_a_log_is_found(tmp_path: Path) -> None:
     (tmp_path / "server.log").write_text('{"level": "INFO"}\n{"level": "WARNING"}\n')
-    assert list(find_trouble(tmp_path)) == []
+    assert list(find_logged_errors(tmp_path)) == []
     (tmp_path / "worker.log").write_text('Traceback (most recent call last):\n{"level": "ERROR", "message": "no"}\n')
-    assert [line.partition(":")[0] for line in find_trouble(tmp_path)] == ["worker.log", "worker.log"]
+    assert [line.partition(":")[0] for line in find_logged_errors(tmp_path)] == ["worker.log", "worker.log"]
 
 
 def test_report_shows_no_secret(secret: Plaintext, capsys: pytest.CaptureFixture[str]) -> None:

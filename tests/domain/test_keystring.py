@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from keyvault.domain import keystring
 from keyvault.domain.keystring import (
     BRAND,
-    LONGEST,
+    MAX_LENGTH,
     SHAPED,
     StringKind,
     StringScope,
@@ -231,7 +231,7 @@ def test_keystring_over_long_text_is_refused_unread(monkeypatch: pytest.MonkeyPa
     longest = mint(brand="a" * 16)
     assert parse_keystring(longest, "a" * 16) is not None
     monkeypatch.setattr(keystring, "_prefixes", None)
-    assert parse_keystring(longest + "A" * (LONGEST + 1 - len(longest)), "a" * 16) is None
+    assert parse_keystring(longest + "A" * (MAX_LENGTH + 1 - len(longest)), "a" * 16) is None
     assert parse_keystring(EXAMPLE + "A" * 1_000_000, "kv") is None
 
 

@@ -645,7 +645,7 @@ def test_redact_stream_of_a_long_line_cut_at_every_sort_of_place_is_redact_of_th
     name: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of an escape, of a word, of a key; what stood before the cut is remembered as far as it matters."""
-    monkeypatch.setattr(redaction, "_FARTHEST", 512)  # Enough for these, and many more cuts.
+    monkeypatch.setattr(redaction, "_MAX_LOOKBACK", 512)  # Enough for these, and many more cuts.
     text = LONG[name]
     clean = "".join(redact_stream(text[at : at + size] for at in range(0, len(text), size)))
     assert clean == redact(text)

@@ -1,4 +1,4 @@
-"""Lines of the revocation journal: what was written is read back, and nothing else is taken for a line."""
+"""Lines of the revocation log: what was written is read back, and nothing else is taken for a line."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta

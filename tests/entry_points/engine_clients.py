@@ -25,7 +25,7 @@ from keyvault.hotpath.engine.freshness import Freshness
 from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend, AsyncStore
 from keyvault.hotpath.frontends.threaded_frontend import ThreadedFrontend
 from keyvault.hotpath.frontends.wsgi import RAW_PATH, mounted
-from keyvault.hotpath.messages.questions import Found
+from keyvault.hotpath.messages.pending_requests import Found
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.project.engine_view import serves_host
 from keyvault.services.limits.budgets import LocalBudgets

@@ -18,7 +18,7 @@ from keyvault.domain.keystring import StringScope
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import IssuanceRequest
 from keyvault.services.keys.lifecycle import last_sequence
-from keyvault.services.merchants.client_configuration import LONGEST_SECONDS
+from keyvault.services.merchants.client_configuration import MAX_SECONDS
 from tests.api.integration import change_account
 from tests.environment import ROOT
 from tests.factories import account, issue, issue_request, make_merchant, make_token
@@ -41,7 +41,7 @@ def test_live_server_does_what_the_openapi_page_says(tmp_path: Path) -> None:
     # The service token may end keys, so it sees none of those that are asked with.
     _, service = make_token(*SERVICE_PERMISSIONS, scope=StringScope.ALL, merchants=["globex"])
     _, gateway = make_token(Permission.KEYS_VERIFY, scope=StringScope.SANDBOX)
-    change_account("acme", customer_token_seconds=LONGEST_SECONDS)
+    change_account("acme", customer_token_seconds=MAX_SECONDS)
     theirs = [issue(account("globex"), label=f"number {number}")[0] for number in range(3)]
     with serving(tmp_path, **UNLIMITED) as port:
         key, bearer = {"X-Api-Key": private.reveal()}, {"Authorization": f"Bearer {service.reveal()}"}

@@ -32,7 +32,7 @@ MINUTES = 20.0
 PATIENCE = 4
 """So many times longer than it should take, and an experiment is ended and counted as a violation."""
 
-TIDY_SECONDS = 60
+CLEANUP_SECONDS = 60
 
 COLUMNS = {
     "requests": "requests",
@@ -150,7 +150,7 @@ class _Trial:
             return self._process.returncode
         self._process.terminate()
         try:
-            return self._process.wait(TIDY_SECONDS)
+            return self._process.wait(CLEANUP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()

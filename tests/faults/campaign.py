@@ -28,7 +28,9 @@ def begin_campaign() -> Campaign:
         environment=Environment.SANDBOX,
         merchants=None,
         older_than_days=None,
-        wish=PlanOverrides(proof=Proof.TRAFFIC, proof_count=2, proof_sources=1, quiet_seconds=2, quarantine_seconds=1),
+        overrides=PlanOverrides(
+            proof=Proof.TRAFFIC, proof_count=2, proof_sources=1, quiet_seconds=2, quarantine_seconds=1
+        ),
         pace=Pace(per_minute=MAX_PER_MINUTE, concurrency=MAX_CONCURRENCY),
         reason="an experiment",
     )

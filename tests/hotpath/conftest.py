@@ -12,7 +12,7 @@ from keyvault.access.roles import Role
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.revocation import RevocationReason
 from keyvault.hotpath.adapters.stores import DatabaseStore
-from keyvault.hotpath.messages.questions import Found
+from keyvault.hotpath.messages.pending_requests import Found
 from keyvault.models import Key
 from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.usage.recorder import UsageLog

@@ -19,7 +19,7 @@ from keyvault.hotpath.engine.freshness import Freshness
 from keyvault.hotpath.engine.memory import Subject
 from keyvault.hotpath.engine.ports import Ports
 from keyvault.hotpath.frontends.threaded_frontend import ThreadedFrontend
-from keyvault.hotpath.messages.questions import VERIFY, Headers
+from keyvault.hotpath.messages.pending_requests import VERIFY, Headers
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.services.limits.budgets import LocalBudgets
 from keyvault.services.limits.limiter import Limiter, failed_proofs

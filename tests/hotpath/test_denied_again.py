@@ -28,7 +28,7 @@ from keyvault.hotpath.adapters.stores import DatabaseStore
 from keyvault.hotpath.engine.memory import Memory, Subject
 from keyvault.hotpath.engine.ports import EngineVerdict
 from keyvault.hotpath.messages import rendering
-from keyvault.hotpath.messages.questions import BATCH, KEY, VERIFY
+from keyvault.hotpath.messages.pending_requests import BATCH, KEY, VERIFY
 from keyvault.models import Key, KeyUse, Refusal, ServiceToken, UseBucket
 from keyvault.services.keys.lifecycle import discard_key, expire_key, report_compromise, stage_key, suspend_key
 from keyvault.services.limits.limiter import Limiter
@@ -148,8 +148,8 @@ def test_denied_again_is_told_while_others_go_on(ended: Stage) -> None:
 def test_denied_again_spends_nothing(ended: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     spent: list[str] = []
     monkeypatch.setattr(Limiter, "spend", noting(spent, "spend", Limiter.spend))
-    make_payer = LocalStore.payer
-    monkeypatch.setattr(LocalStore, "payer", lambda *given: noting(spent, "pay", make_payer(*given)))
+    make_spender = LocalStore.spender
+    monkeypatch.setattr(LocalStore, "spender", lambda *given: noting(spent, "pay", make_spender(*given)))
     _, good = issue(account(), label="good")
     primed = prime()
     learn(primed, ended)

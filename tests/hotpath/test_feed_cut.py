@@ -8,7 +8,7 @@ import pytest
 from django.test import override_settings
 
 from keyvault.services.recording.changes import generation
-from tests.factories import own_keystore, renew_journal
+from tests.factories import own_keystore, renew_revocation_log
 from tests.faults import feed_cuts
 from tests.faults.feed import VICTIMS_OF_A_CUT, perform, staged
 from tests.faults.results import Result
@@ -20,11 +20,11 @@ CUTS = (feed_cuts.kill_listeners, feed_cuts.freeze, feed_cuts.step_clock)
 
 @pytest.fixture
 def data(tmp_path: Path) -> Iterator[Path]:
-    """A data folder of the test's own: generation, journal and keystore of others tell of other databases."""
+    """A data folder of the test's own: generation, revocation log and keystore of others tell of other databases."""
     folder = tmp_path / "here"
     folder.mkdir(mode=0o700)
-    renew_journal(folder / "revocations.journal")
-    with own_keystore(folder), override_settings(JOURNAL=folder / "revocations.journal"):
+    renew_revocation_log(folder / "revocation_log")
+    with own_keystore(folder), override_settings(REVOCATION_LOG=folder / "revocation_log"):
         generation.cache_clear()
         try:
             yield folder

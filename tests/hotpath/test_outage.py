@@ -8,7 +8,7 @@ from django.db import OperationalError
 from keyvault.hotpath.adapters import stores
 from keyvault.hotpath.adapters.stores import DatabaseStore
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
-from keyvault.hotpath.messages.questions import KEY
+from keyvault.hotpath.messages.pending_requests import KEY
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
 

@@ -19,7 +19,7 @@ from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
-from keyvault.hotpath.messages.questions import BATCH
+from keyvault.hotpath.messages.pending_requests import BATCH
 from keyvault.services.limits.overrides import set_endpoint_limit
 from keyvault.services.recording.transaction import recorded
 from tests.entry_points.golden import ADDRESS, BEARERS, ENDPOINTS, STORED, UNPROVED, Row

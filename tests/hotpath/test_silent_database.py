@@ -12,7 +12,7 @@ from django.db.models import QuerySet
 from keyvault.hotpath.adapters import stores
 from keyvault.hotpath.adapters.stores import PostgresStore, Reader, ShortTimeoutThread
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
-from keyvault.hotpath.messages.questions import KEY, TOKEN, Found
+from keyvault.hotpath.messages.pending_requests import KEY, TOKEN, Found
 from keyvault.models import Account, Credential
 from keyvault.services.keys.records import find_keys
 from tests.factories import account, issue, make_merchant

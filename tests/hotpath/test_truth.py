@@ -20,7 +20,7 @@ from keyvault.access.principals import WORKER
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import STRING_SCOPE, KeyString, StringKind, StringScope, mint_keystring
 from keyvault.hotpath.adapters.assembly import make_follower
-from keyvault.hotpath.messages.questions import BATCH
+from keyvault.hotpath.messages.pending_requests import BATCH
 from keyvault.hotpath.messages.requests import MAX_BATCH_REQUESTS
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.models import Change

@@ -11,7 +11,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.domain.keys import KeyKind
 from keyvault.hotpath.adapters.assembly import uses_of
 from keyvault.hotpath.engine import engine as engine_module
-from keyvault.hotpath.messages.questions import BATCH
+from keyvault.hotpath.messages.pending_requests import BATCH
 from keyvault.models import Key, KeyUse, UseBucket
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog, Uses

@@ -23,10 +23,10 @@ from keyvault.services.keys import lifecycle
 from keyvault.services.recording.audit_chain import verify_audit
 from keyvault.services.recording.revocation_log import append_lines, describe_ended
 from keyvault.services.revocations import replay as revocation_replays
-from keyvault.services.revocations.replay import compare_journal, read_counter
+from keyvault.services.revocations.replay import compare_revocation_log, read_counter
 from keyvault.services.startup.startup_checks import require_current, require_ready
 from keyvault.services.tokens import service_tokens
-from tests.factories import grant, have_peppers, issue, make_merchant, make_token, now, renew_journal
+from tests.factories import grant, have_peppers, issue, make_merchant, make_token, now, renew_revocation_log
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
 from tests.services.rows import dump_tables, last_body
@@ -37,9 +37,9 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 @pytest.fixture(autouse=True)
 def path(tmp_path: Path, settings: Any) -> Path:
-    settings.JOURNAL = tmp_path / "revocations.journal"
-    renew_journal(settings.JOURNAL)
-    return Path(settings.JOURNAL)
+    settings.REVOCATION_LOG = tmp_path / "revocation_log"
+    renew_revocation_log(settings.REVOCATION_LOG)
+    return Path(settings.REVOCATION_LOG)
 
 
 @pytest.fixture
@@ -136,10 +136,10 @@ def test_replay_passes_over_customer_tokens_that_have_expired(scene: Scene, djan
     line = told("customer_token", token.token_id)
     append_lines([replace(line, sequence=read_counter(), expires_at=now())])
     with django_assert_num_queries(1):  # the sequence of changes
-        found = compare_journal()
+        found = compare_revocation_log()
     assert (found.lost, found.highest) == ({}, read_counter())
     append_lines([replace(line, expires_at=now() + timedelta(seconds=60))])
-    assert list(compare_journal().lost) == [("customer_token", token.token_id)]
+    assert list(compare_revocation_log().lost) == [("customer_token", token.token_id)]
     assert replay()[0] == 0
     assert CustomerToken.objects.get(pk=token.pk).revoked_at is not None
 
@@ -170,10 +170,10 @@ def test_replay_lists_what_the_database_does_not_know() -> None:
 
 
 def test_replay_moves_the_sequence_on_so_that_no_receipt_goes_back(scene: Scene) -> None:
-    """Start is refused while the database ends before the journal, though nothing that it knows was lost."""
+    """Start is refused while the database ends before the log, though nothing that it knows was lost."""
     highest = read_counter() + 1000
     append_lines([CaughtUp(highest)])
-    with pytest.raises(ImproperlyConfigured, match=f"the journal's is {highest}.*manage.py replay_revocations"):
+    with pytest.raises(ImproperlyConfigured, match=f"the log's is {highest}.*manage.py replay_revocations"):
         require_current()
     code, answer = replay()
     assert (code, answer["sequence_before"], answer["sequence"]) == (0, highest - 1000, highest)
@@ -184,22 +184,22 @@ def test_replay_moves_the_sequence_on_so_that_no_receipt_goes_back(scene: Scene)
 
 
 def test_replay_moves_the_sequence_of_a_database_that_has_drawn_none() -> None:
-    """A database made anew beside an old journal, which is how a wrong data folder looks too."""
+    """A database made anew beside an old log, which is how a wrong data folder looks too."""
     if connection.vendor == "sqlite":
         with connection.cursor() as cursor:
             cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'keyvault_change'")
         assert read_counter() == 0
     append_lines([CaughtUp(read_counter() + 77)])
-    expected = compare_journal().highest
+    expected = compare_revocation_log().highest
     assert (replay()[0], read_counter()) == (0, expected)
 
 
-def test_replay_of_a_damaged_journal_ends_what_it_can_and_exits_1(scene: Scene, path: Path) -> None:
+def test_replay_of_a_damaged_revocation_log_ends_what_it_can_and_exits_1(scene: Scene, path: Path) -> None:
     """A line that went bad is told by its number, with what to do; the others are heeded all the same."""
     key, _ = issue(scene.sandbox)
     append_lines([told("key", key.key_id, "deactivated", "superseded"), CaughtUp(1)])
     path.write_bytes(path.read_bytes() + b"garbage\n")
-    with pytest.raises(ImproperlyConfigured, match=r"line 4 is not as it was written.*replay_revocations"):
+    with pytest.raises(ImproperlyConfigured, match=r"line 4 fails its checksum.*replay_revocations"):
         require_current()
     code, answer = replay()
     assert (code, answer["damaged"], len(answer["replayed"])) == (1, [4], 1)
@@ -251,7 +251,7 @@ def test_replay_of_an_installation_that_has_issued_nothing_has_nothing_to_do(pat
     require_current()
 
 
-def test_replay_of_a_journal_that_cannot_be_read_says_so(path: Path) -> None:
+def test_replay_of_a_revocation_log_that_cannot_be_read_says_so(path: Path) -> None:
     path.unlink()
     path.mkdir()
     with pytest.raises(CommandError, match="cannot be used: Is a directory"):
@@ -269,17 +269,17 @@ def test_replay_in_words_says_what_was_done(scene: Scene) -> None:
         assert text in output.getvalue()
 
 
-def test_replay_reads_a_long_journal_in_batches(scene: Scene, django_assert_max_num_queries: Any) -> None:
+def test_replay_reads_a_long_revocation_log_in_batches(scene: Scene, django_assert_max_num_queries: Any) -> None:
     """Start looks at every line: so many ids at a time, and never one by one."""
     key, _ = issue(scene.sandbox)
     append_lines([told("key", f"Unknown{number}", "deactivated", "superseded") for number in range(5_000)])
     append_lines([told("key", key.key_id, "deactivated", "superseded")])
     with django_assert_max_num_queries(20):
-        found = compare_journal()
+        found = compare_revocation_log()
     assert (list(found.lost), len(found.unknown)) == ([("key", key.key_id)], 5_000)
 
 
-def test_what_ends_by_itself_agrees_with_the_journal(scene: Scene) -> None:
+def test_what_ends_by_itself_agrees_with_the_revocation_log(scene: Scene) -> None:
     """Whatever the service has ended and noted, the database has too: a start after an ordinary day is not refused."""
     ends = [issue(scene.sandbox, label=str(reason))[0] for reason in RevocationReason]
     for key, reason in zip(ends, RevocationReason, strict=True):
@@ -297,5 +297,5 @@ def test_start_is_refused_while_the_database_is_behind() -> None:
     """What the server and the workers make sure of before they serve."""
     make_scene()
     append_lines([CaughtUp(read_counter() + 1)])
-    with pytest.raises(ImproperlyConfigured, match="the database is behind the revocation journal"):
+    with pytest.raises(ImproperlyConfigured, match="the database is behind the revocation log"):
         require_ready()

@@ -160,7 +160,7 @@ def _campaign(tam: principals.OperatorPrincipal, approver: principals.OperatorPr
                 environment=PRODUCTION,
                 merchants=["acme"],
                 older_than_days=None,
-                wish=PlanOverrides(),
+                overrides=PlanOverrides(),
                 pace=Pace(),
                 reason="yearly",
             )

@@ -36,7 +36,7 @@ def asked(
     environment: Environment = Environment.SANDBOX,
     merchants: Sequence[str] | None = None,
     older_than_days: int | None = None,
-    wish: PlanOverrides | None = None,
+    overrides: PlanOverrides | None = None,
     pace: Pace | None = None,
     reason: str = "yearly",
     by: OperatorPrincipal | None = None,
@@ -49,7 +49,7 @@ def asked(
         environment=environment,
         merchants=merchants,
         older_than_days=older_than_days,
-        wish=wish or PlanOverrides(**chosen),
+        overrides=overrides or PlanOverrides(**chosen),
         pace=pace or Pace(per_minute=600, concurrency=100),
         reason=reason,
     )

@@ -230,9 +230,9 @@ def test_plan_field_past_its_bounds_is_refused_for_schedules_and_campaigns_too(n
         sentence = FIELDS[name].find_fault(value, SANDBOX, at)
         wish = PlanOverrides(**{name: value})
         with pytest.raises(RequestInvalidError) as campaign:
-            asked(Clock(at), wish=wish)
+            asked(Clock(at), overrides=wish)
         assert sentence in [fault.detail for fault in campaign.value.faults]
         grant = authorize(tam(), P.SCHEDULES_WRITE, now=at)
         with pytest.raises(RequestInvalidError) as schedule:
-            save_schedule(grant, Scope(SANDBOX), ScheduleDraft(cryptoperiod_days=90, wish=wish))
+            save_schedule(grant, Scope(SANDBOX), ScheduleDraft(cryptoperiod_days=90, overrides=wish))
         assert (f"/wish/{name}", sentence) in [(fault.pointer, fault.detail) for fault in schedule.value.faults]

@@ -25,7 +25,7 @@ from keyvault.services.secrets import stored_copies
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.verification import refusals
 from keyvault.services.work import leases
-from keyvault.tasks import issue_approved, run_upkeep, watch_backend
+from keyvault.tasks import issue_approved, run_maintenance, watch_backend
 from tests.factories import PRODUCTION, SANDBOX, account, approve, grant, issue, issue_request, now, request_key
 from tests.services.conftest import Scene, make_scene
 from tests.services.rows import last_ids, written_since
@@ -108,7 +108,7 @@ def test_upkeep_tells_the_log_that_the_backend_is_not_ready(
 def test_upkeep_expires_requests_past_their_time_and_no_others(scene: Scene) -> None:
     old = request_key(scene.production, at=now() - REQUEST_LIFETIME)
     young = request_key(scene.production, at=now() - REQUEST_LIFETIME + timedelta(minutes=1))
-    run_upkeep()
+    run_maintenance()
     assert IssuanceRequest.objects.get(pk=old.pk).state == "expired"
     assert IssuanceRequest.objects.get(pk=young.pk).state == "pending"
 
@@ -135,14 +135,14 @@ def test_upkeep_expires_keys_past_their_time_and_no_others(scene: Scene) -> None
 def test_upkeep_destroys_the_copies_of_dead_keys_and_no_others(scene: Scene) -> None:
     """A dead key's string is readable nowhere any more; a living one's stays."""
     dead, (alive, _) = revoked(scene), issue(scene.sandbox)
-    run_upkeep()
+    run_maintenance()
     row = Key.objects.get(pk=dead.pk)
     assert row.material == Material.DESTROYED
     versions = secret_backend().versions(Mount.SANDBOX, row.credential.backend_path)
     assert [version.state for version in versions] == ["destroyed"]
     assert Key.objects.get(pk=alive.pk).material == Material.HELD
     before = last_ids()
-    run_upkeep()
+    run_maintenance()
     assert written_since(before) == ([], [])
 
 
@@ -232,7 +232,7 @@ def test_upkeep_of_a_pinned_process_keeps_to_its_environment(scene: Scene, envir
             request_key(place)
     with override_settings(ENVIRONMENTS=(environment,)):
         issue_approved()
-        run_upkeep()
+        run_maintenance()
     served = IssuanceRequest.objects.filter(account__environment=environment)
     others = IssuanceRequest.objects.exclude(account__environment=environment)
     assert not served.filter(state__in=["approved", "pending"]).exists()
@@ -255,7 +255,7 @@ def test_upkeep_forgets_what_is_kept_for_a_while_only(scene: Scene, monkeypatch:
     idempotency.run_once(**asked | {"key": "older"}, now=now() - idempotency.KEEP, prepare=lambda: lambda: answer)
     forgotten: list[datetime] = []
     monkeypatch.setattr(refusals, "forget_old", forgotten.append)
-    run_upkeep()
+    run_maintenance()
     assert IdempotentRequest.objects.get().sealed is None
     assert len(forgotten) == 1
 
@@ -278,7 +278,7 @@ def test_upkeep_step_that_fails_keeps_no_other_from_its_turn(
     for name in STEPS:
         monkeypatch.setattr(maintenance, name, partial(step, name))
     with pytest.raises(ZeroDivisionError, match=broken):
-        run_upkeep()
+        run_maintenance()
     assert done == STEPS
     assert "Traceback" in caplog.text
     assert f"ZeroDivisionError: {broken}" in caplog.text
@@ -293,7 +293,7 @@ def test_upkeep_whose_steps_all_fail_tells_of_each_and_raises_the_first(
     for name in STEPS:
         monkeypatch.setattr(maintenance, name, partial(fail, name))
     with pytest.raises(ZeroDivisionError, match="expire_due"):
-        run_upkeep()
+        run_maintenance()
     assert [name for name in STEPS if f"ZeroDivisionError: {name}" in caplog.text] == STEPS
 
 
@@ -308,7 +308,7 @@ def test_upkeep_outside_of_any_transaction_does_all_of_its_steps() -> None:
     asked: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}
     answer = idempotency.StoredResponse(201, {"key": None}, "key", Plaintext("shown once"), burned.key_id)
     idempotency.run_once(**asked, now=now() - idempotency.SEALED_FOR, prepare=lambda: lambda: answer)
-    run_upkeep()
+    run_maintenance()
     for key in (expiring, burned):
         row = Key.objects.get(pk=key.pk)
         assert (row.state, row.material) == ("deactivated", Material.DESTROYED)

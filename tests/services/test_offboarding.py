@@ -274,11 +274,11 @@ def test_offboarded_merchant_never_becomes_active_again(scene: Scene) -> None:
     offboard(scene)
     allowed = grant(scene.admin, P.MERCHANTS_WRITE)
     for act in (merchants.resume_merchant, merchants.suspend_merchant):
-        with pytest.raises(StateConflictError, match="has left"):
+        with pytest.raises(StateConflictError, match="was offboarded"):
             act(allowed, scene.merchant)
     place = account("acme")
     for change in (merchants.resume_account, merchants.suspend_account):
-        with pytest.raises(StateConflictError, match="has left"):
+        with pytest.raises(StateConflictError, match="was offboarded"):
             change(grant(scene.admin, P.MERCHANTS_WRITE, place), place)
     assert Merchant.objects.get().status == "offboarded"
 
@@ -297,13 +297,13 @@ def test_offboarded_merchant_is_given_no_key(scene: Scene) -> None:
         killed.setattr(offboarding, "_end_account", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             offboard(scene)
-    with pytest.raises(StateConflictError, match="has left"):
+    with pytest.raises(StateConflictError, match="was offboarded"):
         request_key(scene.sandbox)
-    with pytest.raises(StateConflictError, match="has left"):
+    with pytest.raises(StateConflictError, match="was offboarded"):
         issue_request(as_it_was)
-    with pytest.raises(StateConflictError, match="has left"):
+    with pytest.raises(StateConflictError, match="was offboarded"):
         lifecycle.activate_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), staged)
-    with pytest.raises(StateConflictError, match="has left"):
+    with pytest.raises(StateConflictError, match="was offboarded"):
         lifecycle.resume_key(grant(scene.admin, P.KEYS_RESUME, scene.sandbox), suspended)
     assert not offboard(scene).left
 

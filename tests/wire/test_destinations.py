@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyvault.wire.destinations import LONGEST_URL, Destination, may_connect, parse_url
+from keyvault.wire.destinations import MAX_URL_LENGTH, Destination, may_connect, parse_url
 
 OWN = (ip_network("10.1.0.0/16"), ip_network("fd00:1::/64"))
 
@@ -77,7 +77,7 @@ def test_url_taken_is_written_in_one_way(text: str, url: str) -> None:
         "https://[fe80::1%25eth0]/",
         "https://[v1.x]/",
         "https://[::1/",
-        "https://acme.example/" + "x" * LONGEST_URL,
+        "https://acme.example/" + "x" * MAX_URL_LENGTH,
         "https://" + "a" * 64 + ".example/",
     ],
 )

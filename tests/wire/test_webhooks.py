@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from keyvault.domain.plaintext import Plaintext
 from keyvault.wire.webhooks import (
-    LONGEST_RETRY_AFTER,
-    MOST_ATTEMPTS,
+    MAX_ATTEMPTS,
+    MAX_RETRY_AFTER,
     TOLERANCE,
     DeliveryAssessment,
     DeliveryOutcome,
@@ -186,11 +186,11 @@ def test_answer_of_anything_else_is_a_failure(status: int) -> None:
         ("120", timedelta(seconds=120)),
         (" 120 ", timedelta(seconds=120)),
         ("0", timedelta()),
-        ("999999999", LONGEST_RETRY_AFTER),
+        ("999999999", MAX_RETRY_AFTER),
         (format_datetime(AT + timedelta(hours=1), usegmt=True), timedelta(hours=1)),
         (format_datetime(AT - timedelta(hours=1), usegmt=True), timedelta()),
-        (format_datetime(AT + timedelta(days=400), usegmt=True), LONGEST_RETRY_AFTER),
-        ("Mon, 01 Mar 2021 00:00:00 -0000", LONGEST_RETRY_AFTER),
+        (format_datetime(AT + timedelta(days=400), usegmt=True), MAX_RETRY_AFTER),
+        ("Mon, 01 Mar 2021 00:00:00 -0000", MAX_RETRY_AFTER),
         ("soon", timedelta()),
         ("", timedelta()),
         ("-5", timedelta()),
@@ -211,22 +211,22 @@ def test_answer_with_any_pause_at_all_is_judged(status: int, retry_after: str) -
     """An endpoint writes what it likes there: it never stops the worker, and never buys more than a day."""
     judgement = judge_response(status, retry_after, AT)
     assert judgement.verdict is DeliveryOutcome.RETRY
-    assert timedelta() <= judgement.wait <= LONGEST_RETRY_AFTER
+    assert timedelta() <= judgement.wait <= MAX_RETRY_AFTER
 
 
 # --- attempts --------------------------------------------------------------------------------------------------
 
 
 def test_attempts_go_on_for_about_75_hours() -> None:
-    pauses = [next_attempt(attempts, lambda: 0.5) for attempts in range(1, MOST_ATTEMPTS + 1)]
+    pauses = [next_attempt(attempts, lambda: 0.5) for attempts in range(1, MAX_ATTEMPTS + 1)]
     assert pauses[-1] is None
     told = [pause for pause in pauses if pause is not None]
-    assert len(told) == MOST_ATTEMPTS - 1
+    assert len(told) == MAX_ATTEMPTS - 1
     assert sum(told, timedelta()) == timedelta(hours=75, minutes=35, seconds=5)
     assert told == sorted(told)
 
 
-@given(st.integers(1, MOST_ATTEMPTS - 1), st.floats(0, 1, exclude_max=True))
+@given(st.integers(1, MAX_ATTEMPTS - 1), st.floats(0, 1, exclude_max=True))
 def test_attempts_come_a_tenth_earlier_or_later(attempts: int, random: float) -> None:
     """Endpoints that failed together are not all asked again at the same moment."""
     middle, pause = next_attempt(attempts, lambda: 0.5), next_attempt(attempts, lambda: random)
@@ -235,6 +235,6 @@ def test_attempts_come_a_tenth_earlier_or_later(attempts: int, random: float) ->
     assert middle * 0.899 <= pause <= middle * 1.101
 
 
-@given(st.integers(MOST_ATTEMPTS, 10_000))
+@given(st.integers(MAX_ATTEMPTS, 10_000))
 def test_attempts_end(attempts: int) -> None:
     assert next_attempt(attempts, lambda: 0.0) is None

@@ -13,13 +13,13 @@ from keyvault.access.catalog import BUILT_IN, Bearer, Endpoint, LimiterFailurePo
 from keyvault.access.decision import Grant
 from keyvault.access.endpoint_description import authorization_panel, format_limit
 from keyvault.access.endpoints import (
-    LONGEST_NAME,
-    LONGEST_PATH,
-    LONGEST_SUMMARY,
+    MAX_NAME_LENGTH,
+    MAX_PATH_LENGTH,
+    MAX_SUMMARY_LENGTH,
     METHODS,
     EndpointDraft,
 )
-from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS
+from keyvault.access.limits import MAX_COUNT, MAX_SECONDS
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import (
     ActionForm,
@@ -65,7 +65,7 @@ class RuleForm(ActionForm):
 
     method = forms.ChoiceField(choices=[(method, method) for method in METHODS])
     path = forms.CharField(
-        max_length=LONGEST_PATH,
+        max_length=MAX_PATH_LENGTH,
         help_text="Relative to the base URL of the environment. <variable> matches one segment: /refunds/<refund_id>",
     )
     credentials = forms.MultipleChoiceField(
@@ -85,22 +85,20 @@ class RuleForm(ActionForm):
         label="Limit: requests",
         required=False,
         min_value=1,
-        max_value=LARGEST_COUNT,
+        max_value=MAX_COUNT,
         help_text="Per account, in addition to the limit of the account. Empty: no limit.",
     )
-    limit_seconds = forms.IntegerField(
-        label="Limit: in seconds", required=False, min_value=1, max_value=LONGEST_SECONDS
-    )
+    limit_seconds = forms.IntegerField(label="Limit: in seconds", required=False, min_value=1, max_value=MAX_SECONDS)
     on_limiter_loss = forms.ChoiceField(
         label="When the limiter is unavailable",
         choices=[(policy.value, label) for policy, label in _LIMITER_FAILURE.items()],
     )
-    summary = forms.CharField(required=False, max_length=LONGEST_SUMMARY)
+    summary = forms.CharField(required=False, max_length=MAX_SUMMARY_LENGTH)
 
 
 class AddForm(RuleForm):
     name = forms.CharField(
-        max_length=LONGEST_NAME,
+        max_length=MAX_NAME_LENGTH,
         help_text="Words joined by dots, such as refunds.create. The name cannot be changed later.",
     )
     field_order = ("name",)

@@ -10,7 +10,7 @@ from django.urls import reverse
 
 from keyvault.access.decision import Grant
 from keyvault.access.endpoint_description import format_limit
-from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Limit
+from keyvault.access.limits import MAX_COUNT, MAX_SECONDS, Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.accounts import account_link, account_query, environment_field
 from keyvault.admin.framework.actions import (
@@ -60,11 +60,11 @@ class LimitForm(ActionForm):
         help_text="Merchant id. Empty: every merchant without its own limit for the endpoint.",
     )
     endpoint = forms.ChoiceField(required=False, choices=_endpoint_choices)
-    requests = forms.IntegerField(required=False, min_value=1, max_value=LARGEST_COUNT)
+    requests = forms.IntegerField(required=False, min_value=1, max_value=MAX_COUNT)
     in_seconds = forms.IntegerField(
         required=False,
         min_value=1,
-        max_value=LONGEST_SECONDS,
+        max_value=MAX_SECONDS,
         help_text="Period of the limit, in seconds. The burst size equals the number of requests.",
     )
     default = forms.BooleanField(

@@ -316,7 +316,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def _create_link(self, action: CreateAction) -> Link:
         return Link(action.label, reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_{action.name}"))
 
-    def decidable_rows(self, request: HttpRequest, permission: Permission, rows: QuerySet[Any]) -> list[Any]:
+    def list_decidable(self, request: HttpRequest, permission: Permission, rows: QuerySet[Any]) -> list[Any]:
         """Return the first rows that the operator may decide on, as second person where one is required."""
         return [
             row

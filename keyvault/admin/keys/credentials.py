@@ -32,7 +32,7 @@ from keyvault.admin.keys.keys import key_link, use_of
 from keyvault.admin.merchants.provider_connections import place_rows
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.keys import KeyKind
-from keyvault.domain.networks import MOST_NETWORKS
+from keyvault.domain.networks import MAX_NETWORKS
 from keyvault.models import Account, Credential
 from keyvault.models.keys import OriginHeader
 from keyvault.services.keys.credentials import find_delivery_location, restrict_credential
@@ -46,7 +46,7 @@ ORIGIN_HEADER = {
 class RestrictForm(VersionedForm):
     networks = forms.CharField(
         required=False,
-        max_length=MOST_NETWORKS * 66,
+        max_length=MAX_NETWORKS * 66,
         widget=forms.Textarea(attrs={"rows": 5, "class": "mono"}),
         help_text="One CIDR block per line, such as 192.0.2.0/24 or 2001:db8::/32. Empty: accepted from everywhere.",
     )

@@ -299,7 +299,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         pending = rows.filter(state=S.PENDING, expires_at__gt=now)
         where = f"?state__exact={S.PENDING}"
         if may(request, P.ISSUANCE_APPROVE):
-            others = self.decidable_rows(request, P.ISSUANCE_APPROVE, pending.exclude(approvals__person=me))
+            others = self.list_decidable(request, P.ISSUANCE_APPROVE, pending.exclude(approvals__person=me))
             yield self.attention_item("Key requests to approve", others, where, "action")
         if may(request, P.ISSUANCE_REQUEST):
             yield self.attention_item("Your key requests awaiting approval", pending.filter(requester_person=me), where)

@@ -10,7 +10,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, moment, mono
 from keyvault.models import Key
-from keyvault.services.change_feed.receipts import Receipt, VerifierProgress, VerifierStanding, find_receipt
+from keyvault.services.change_feed.receipts import Receipt, VerifierProgress, VerifierReceipt, find_receipt
 from keyvault.services.keys.lifecycle import last_sequence
 
 _REFRESH_SECONDS = 1
@@ -75,18 +75,18 @@ def _notes(receipt: Receipt) -> Iterable[str]:
         )
 
 
-def _row(receipt: Receipt, verifier: VerifierStanding) -> list[Any]:
+def _row(receipt: Receipt, verifier: VerifierReceipt) -> list[Any]:
     return [
         mono(verifier.verifier_id),
         verifier.door,
-        badge(verifier.standing),
+        badge(verifier.progress),
         _format_milliseconds(verifier.confirmed_at),
         _after(receipt, verifier),
         _format_milliseconds(verifier.seen_at),
     ]
 
 
-def _after(receipt: Receipt, verifier: VerifierStanding) -> SafeString | str:
+def _after(receipt: Receipt, verifier: VerifierReceipt) -> SafeString | str:
     seconds = receipt.seconds_until(verifier)
     if seconds is None or receipt.changed_at is None:
         return ""

@@ -29,8 +29,8 @@ from keyvault.domain.keystring import StringScope
 from keyvault.models import Merchant, ServiceToken
 from keyvault.services.tokens.service_tokens import (
     DEFAULT_DAYS,
-    LONGEST_DAYS,
-    LONGEST_OVERLAP_HOURS,
+    MAX_DAYS,
+    MAX_OVERLAP_HOURS,
     create_service_token,
     revoke_service_token,
     rotate_service_token,
@@ -55,9 +55,7 @@ class TokenForm(ActionForm):
         queryset=Merchant.objects.order_by("merchant_id"), required=False, widget=forms.CheckboxSelectMultiple
     )
     all_merchants = forms.BooleanField(required=False, label="All merchants, including future ones")
-    lifetime_days = forms.IntegerField(
-        label="Lifetime in days", min_value=1, max_value=LONGEST_DAYS, initial=DEFAULT_DAYS
-    )
+    lifetime_days = forms.IntegerField(label="Lifetime in days", min_value=1, max_value=MAX_DAYS, initial=DEFAULT_DAYS)
     is_probe = forms.BooleanField(
         required=False,
         label="For probes",
@@ -75,7 +73,7 @@ class RotateTokenForm(ActionForm):
     overlap_hours = forms.IntegerField(
         label="Overlap in hours",
         min_value=0,
-        max_value=LONGEST_OVERLAP_HOURS,
+        max_value=MAX_OVERLAP_HOURS,
         initial=24,
         help_text="How long the old token stays valid beside the new one, but not beyond its expiry.",
     )

@@ -11,8 +11,8 @@ from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, V
 from keyvault.admin.framework.widgets import seconds
 from keyvault.models import Account
 from keyvault.services.merchants.client_configuration import (
-    LONGEST_SECONDS,
-    SHORTEST_SECONDS,
+    MAX_SECONDS,
+    MIN_SECONDS,
     set_allowed_origins,
     set_client_configuration,
     set_customer_token_bound,
@@ -53,9 +53,7 @@ class OriginsForm(VersionedForm):
 
 
 class TokenBoundForm(VersionedForm):
-    seconds = forms.IntegerField(
-        label="Maximum lifetime in seconds", help_text=f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}."
-    )
+    seconds = forms.IntegerField(label="Maximum lifetime in seconds", help_text=f"{MIN_SECONDS} to {MAX_SECONDS}.")
 
     @classmethod
     def initial_for(cls, row: Account) -> Cleaned:

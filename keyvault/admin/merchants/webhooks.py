@@ -49,7 +49,7 @@ from keyvault.admin.framework.widgets import (
 from keyvault.models import Account, DeliveryState, WebhookDelivery, WebhookEndpoint
 from keyvault.services.webhooks.endpoints import (
     DEFAULT_OVERLAP_HOURS,
-    LONGEST_OVERLAP_HOURS,
+    MAX_OVERLAP_HOURS,
     add_endpoint,
     disable_endpoint,
     enable_endpoint,
@@ -57,8 +57,8 @@ from keyvault.services.webhooks.endpoints import (
     rotate_secret,
     send_test,
 )
-from keyvault.wire.destinations import LONGEST_URL
-from keyvault.wire.webhooks import MOST_ATTEMPTS
+from keyvault.wire.destinations import MAX_URL_LENGTH
+from keyvault.wire.webhooks import MAX_ATTEMPTS
 
 _MAX_DELIVERIES = 25
 
@@ -66,7 +66,7 @@ _MAX_DELIVERIES = 25
 class EndpointForm(AccountForm):
     url = forms.CharField(
         label="URL",
-        max_length=LONGEST_URL,
+        max_length=MAX_URL_LENGTH,
         help_text="An https URL such as https://acme.example/hooks/keys. Messages are sent when events occur; "
         "a test message can be sent from the page of the endpoint.",
     )
@@ -76,7 +76,7 @@ class RotateSecretForm(ActionForm):
     overlap_hours = forms.IntegerField(
         label="Overlap in hours",
         min_value=0,
-        max_value=LONGEST_OVERLAP_HOURS,
+        max_value=MAX_OVERLAP_HOURS,
         initial=DEFAULT_OVERLAP_HOURS,
         help_text="How long both secrets sign each message while the merchant switches.",
     )
@@ -235,7 +235,7 @@ def _deliveries(request: HttpRequest, endpoint: WebhookEndpoint) -> Table:
                 else row.notice.kind,
                 short_moment(row.notice.created_at),
                 badge(row.state),
-                f"{row.attempts} of {MOST_ATTEMPTS}",
+                f"{row.attempts} of {MAX_ATTEMPTS}",
                 row.last_error or row.last_status or NOTHING,
                 _when(row),
             ]

@@ -29,7 +29,6 @@ from keyvault.admin.framework.widgets import (
 from keyvault.models import BreakGlass, Operator
 from keyvault.services.approvals.break_glass import review_break_glass
 
-
 REVIEW_FILTER = state_filter(
     {"open": Q(reviewed_at__isnull=True), "done": Q(reviewed_at__isnull=False)},
     name="review",
@@ -111,7 +110,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
         rows = self.get_queryset(request).filter(reviewed_at__isnull=True).order_by("created_at")
         if may(request, P.BREAK_GLASS_REVIEW):
             of_others = rows.exclude(requester_person=operator_of(request).person)
-            others = self.decidable_rows(request, P.BREAK_GLASS_REVIEW, of_others)
+            others = self.list_decidable(request, P.BREAK_GLASS_REVIEW, of_others)
             yield self.attention_item("Break-glass actions to review", others, "?review=open", "action")
         else:
             yield self.attention_item("Break-glass actions not reviewed yet", rows, "?review=open")

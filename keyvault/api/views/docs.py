@@ -10,7 +10,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from keyvault.api import openapi_fields  # noqa: F401  drf-spectacular finds what is loaded
-from keyvault.api.openapi import NOBODY, PUBLIC_CODES, documented
+from keyvault.api.openapi import NO_CREDENTIAL, PUBLIC_CODES, documented
 from keyvault.api.public import PublicView
 
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -41,7 +41,7 @@ class OpenAPIView(PublicView):
         summary="This OpenAPI page.",
         answers={200: dict},
         plane=PUBLIC_CODES,
-        auth=NOBODY,
+        auth=NO_CREDENTIAL,
         tag="operations",
     )
     def get(self, request: Request) -> Response:
@@ -54,7 +54,7 @@ class DocsView(PublicView):
         summary="This OpenAPI page in Swagger UI.",
         answers={(200, "text/html"): str},
         plane=PUBLIC_CODES,
-        auth=NOBODY,
+        auth=NO_CREDENTIAL,
         tag="operations",
     )
     def get(self, request: Request) -> HttpResponse:

@@ -3,7 +3,7 @@
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from keyvault.api.openapi import NOBODY, PUBLIC_CODES, documented
+from keyvault.api.openapi import NO_CREDENTIAL, PUBLIC_CODES, documented
 from keyvault.api.public import PublicView
 from keyvault.api.schemas import HealthBody, ReadinessBody
 from keyvault.services.startup.readiness import find_readiness, readiness_body
@@ -17,7 +17,7 @@ class HealthView(PublicView):
         summary="Liveness of the process.",
         answers={200: HealthBody},
         plane=PUBLIC_CODES,
-        auth=NOBODY,
+        auth=NO_CREDENTIAL,
         tag="operations",
     )
     def get(self, request: Request) -> Response:
@@ -36,7 +36,7 @@ class ReadinessView(PublicView):
         summary="Readiness of the process, with each dependency by name.",
         answers={200: ReadinessBody, 503: ReadinessBody},
         plane=PUBLIC_CODES,
-        auth=NOBODY,
+        auth=NO_CREDENTIAL,
         tag="operations",
     )
     def get(self, request: Request) -> Response:

@@ -3,7 +3,7 @@
 from django.http import HttpResponse
 from rest_framework.request import Request
 
-from keyvault.api.openapi import NOBODY, PUBLIC_CODES, documented
+from keyvault.api.openapi import NO_CREDENTIAL, PUBLIC_CODES, documented
 from keyvault.api.public import PublicView
 from keyvault.services.startup.metrics import CONTENT_TYPE, expose_meters
 
@@ -16,7 +16,7 @@ class MetricsView(PublicView):
         summary="Counters and gauges in Prometheus' text format.",
         answers={(200, "text/plain"): str},
         plane=PUBLIC_CODES,
-        auth=NOBODY,
+        auth=NO_CREDENTIAL,
         tag="operations",
     )
     def get(self, request: Request) -> HttpResponse:

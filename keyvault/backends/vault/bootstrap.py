@@ -247,12 +247,12 @@ class _BootstrapRun:
             )
         return True
 
-    def _when_upgraded(self, ask: Callable[[], T]) -> T:
+    def _when_upgraded(self, request: Callable[[], T]) -> T:
         """Retry while a new KV mount of version 2 still answers 400."""
         deadline = time.monotonic() + UPGRADE_SECONDS
         while True:
             try:
-                return ask()
+                return request()
             except BackendInvalidError as error:
                 if "pgrading" not in error.internal or time.monotonic() > deadline:
                     raise

@@ -1,7 +1,7 @@
 """A circuit breaker: after repeated failures, calls fail immediately for a pause instead of waiting for a timeout.
 
 The breaker starts closed. After `trips_after` consecutive failures it opens for a pause that doubles up to
-`longest_seconds`. Then it allows one trial call, whose outcome decides; without an outcome, another trial follows after
+`max_seconds`. Then it allows one trial call, whose outcome decides; without an outcome, another trial follows after
 `TRIAL_SECONDS`. Thread-safe.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 TRIPS_AFTER = 5
 FIRST_SECONDS = 1.0
-LONGEST_SECONDS = 15.0
+MAX_SECONDS = 15.0
 TRIAL_SECONDS = 8.0
 """Time after which a trial without an outcome is ignored, in seconds; longer than the timeouts of a call."""
 
@@ -24,7 +24,7 @@ class Breaker:
 
     clock: Callable[[], float] = time.monotonic
     trips_after: int = TRIPS_AFTER
-    longest_seconds: float = LONGEST_SECONDS
+    max_seconds: float = MAX_SECONDS
     _failures: int = 0
     _pause: float = FIRST_SECONDS
     _open_until: float = 0.0
@@ -52,7 +52,7 @@ class Breaker:
             if self._failures >= self.trips_after:
                 jitter = 1 + secrets.randbelow(250) / 1000
                 self._open_until = self.clock() + self._pause * jitter
-                self._pause = min(2 * self._pause, self.longest_seconds)
+                self._pause = min(2 * self._pause, self.max_seconds)
 
     @property
     def is_open(self) -> bool:

@@ -115,18 +115,18 @@ class VaultClient:
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _local: threading.local = field(default_factory=threading.local)
 
-    def call(self, ask: Callable[[hvac.Client], T]) -> T:
-        """Return the result of `ask`. Raises errors of `backends.base` only, none of hvac or requests."""
+    def call(self, request: Callable[[hvac.Client], T]) -> T:
+        """Return the result of `request`. Raises errors of `backends.base` only, none of hvac or requests."""
         token = self._fresh_token()
         try:
-            return self._ask(ask, token)
+            return self._request(request, token)
         except BackendDeniedError as error:
             if error.status not in {401, 403} or self._was_refused_just_now():
                 raise
         # The token was revoked or has expired by the server's clock; with a wrong policy the retry fails, too.
         fresh = self._log_in(instead_of=token)
         try:
-            return self._ask(ask, fresh)
+            return self._request(request, fresh)
         except BackendDeniedError:
             self._refused_until = self.clock() + REFUSED_SECONDS
             raise
@@ -159,7 +159,7 @@ class VaultClient:
             if instead_of is not None and held is not None and held.token.text.reveal() != instead_of.reveal():
                 return held.token.text
             self._held = None
-            token = self._ask(self.login.log_in, None)
+            token = self._request(self.login.log_in, None)
             self._hold(token)
         if instead_of is not None and held is not None and held.token.lease_seconds:
             self._end(held.token.text)
@@ -167,7 +167,7 @@ class VaultClient:
 
     def _renew(self, held: _HeldToken) -> Plaintext:
         try:
-            answer = self._ask(lambda client: client.auth.token.renew_self(), held.token.text)
+            answer = self._request(lambda client: client.auth.token.renew_self(), held.token.text)
             with understanding("renewal"):
                 auth = answer["auth"]
                 renewed = Token(held.token.text, int(auth["lease_duration"]), bool(auth["renewable"]))
@@ -187,7 +187,7 @@ class VaultClient:
     def _end(self, token: Plaintext) -> None:
         """Revoke a replaced token, which would stay valid for its whole period."""
         with suppress(BackendError):
-            self._ask(lambda client: client.auth.token.revoke_self(), token)
+            self._request(lambda client: client.auth.token.revoke_self(), token)
 
     def _hold(self, token: Token) -> None:
         now, lease = self.clock(), token.lease_seconds
@@ -201,7 +201,7 @@ class VaultClient:
 
     # --- one call -------------------------------------------------------------------------------------------
 
-    def _ask(self, ask: Callable[[hvac.Client], T], token: Plaintext | None) -> T:
+    def _request(self, request: Callable[[hvac.Client], T], token: Plaintext | None) -> T:
         left = self.breaker.seconds_left()
         if left > 0:
             meters.note_call(self.name, "not_asked")
@@ -213,7 +213,7 @@ class VaultClient:
         client = self._client()
         client.token = "" if token is None else token.reveal()
         try:
-            answer = ask(client)
+            answer = request(client)
         except BackendUnavailableError:
             self.breaker.failed()
             raise

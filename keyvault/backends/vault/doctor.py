@@ -46,8 +46,8 @@ ENDING_DAYS: Final = 14
 
 
 @dataclass(slots=True)
-class Examination:
-    """The examination of one host and one server.
+class Diagnosis:
+    """The diagnosis of one host and one server.
 
     `folder` None: no login files are needed (Kubernetes). `check_values`: from the database, by pepper set that this
     host loads and version; empty: not compared.

@@ -32,7 +32,7 @@ def login_advice(options: str = "") -> str:
 
 
 def read_unreachable(error: BackendError) -> tuple[str, str]:
-    """Return the problem and the cure of a server that cannot be reached."""
+    """Return the problem of, and the remedy for, a server that cannot be reached."""
     reason = error.internal or error.detail
     if reason.startswith("TLS"):
         return (
@@ -53,7 +53,7 @@ def read_unreachable(error: BackendError) -> tuple[str, str]:
 
 
 def read_unready(status: int) -> tuple[str, str]:
-    """Return the problem and the cure for the status of the health check."""
+    """Return the problem and the remedy for the status of the health check."""
     known = {
         429: ("The node is a standby.", "Set VAULT_ADDR to the active node; a balancer finds it by /v1/sys/health."),
         472: ("The node is a recovery standby.", "Set VAULT_ADDR to the active node of the primary cluster."),
@@ -65,7 +65,7 @@ def read_unready(status: int) -> tuple[str, str]:
 
 
 def read_refused(name: str, error: BackendError) -> tuple[str, str]:
-    """Return the problem and the cure of a login that failed."""
+    """Return the problem of, and the remedy for, a login that failed."""
     reason, role = error.internal or error.detail, name.rpartition("-")[0].rpartition("-")[2]
     if isinstance(error, TakenLoginError):
         return reason, (

@@ -25,8 +25,8 @@ from keyvault.backends.base import (
 CONNECT_SECONDS: Final = 2.0
 READ_SECONDS: Final = 5.0
 
-_LONGEST_TEXT: Final = 200
-_LEAST_SECRET: Final = 6
+_MAX_TEXT_LENGTH: Final = 200
+_MIN_SECRET_LENGTH: Final = 6
 """Minimum length of a masked text, in characters: shorter texts are no secrets and appear in ordinary sentences."""
 _CONFLICT: Final = "check-and-set parameter did not match"
 _NO_SUCH_LOGIN: Final = re.compile(r"invalid (role|secret)[ _]?id|invalid role or secret|role.*not found", re.I)
@@ -64,7 +64,7 @@ class PlainAdapter(JSONAdapter):
         except (requests.exceptions.RequestException, OSError) as error:
             # The text of such an exception may contain the address, never a header or a body.
             raise BackendUnavailableError(
-                "The secrets manager is unavailable.", internal=f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+                "The secrets manager is unavailable.", internal=f"{type(error).__name__}: {error}"[:_MAX_TEXT_LENGTH]
             ) from None
         if isinstance(answer, requests.Response) and 300 <= answer.status_code < 400:
             # hvac treats a 307 to another node as a success. The token is not sent to the other node.
@@ -110,7 +110,7 @@ def outcome_of(error: BackendError) -> str:
 def read_failure(method: str, url: str, response: requests.Response) -> BackendError:
     """Return the error for a status of 400 or more."""
     status, said = response.status_code, _errors(response)
-    internal = f"{method.upper()} {_path(url)}: {status} {said}"[:_LONGEST_TEXT].strip()
+    internal = f"{method.upper()} {_path(url)}: {status} {said}"[:_MAX_TEXT_LENGTH].strip()
     if status == 400:
         if _CONFLICT in said:
             return BackendConflictError("Another writer changed the secret meanwhile.", internal=internal, status=400)
@@ -159,7 +159,7 @@ def _request_texts(request: requests.PreparedRequest) -> list[str]:
             bodies += body
         elif isinstance(body, str):
             texts.append(body)
-    return sorted((text for text in texts if len(text) >= _LEAST_SECRET), key=len, reverse=True)
+    return sorted((text for text in texts if len(text) >= _MIN_SECRET_LENGTH), key=len, reverse=True)
 
 
 def _path(url: str) -> str:

@@ -31,7 +31,7 @@ from keyvault.hotpath.engine.ports import EngineVerdict, Ports
 from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError, ThreadedFrontend
 from keyvault.hotpath.http1.protocol import Shortcut
-from keyvault.hotpath.messages.questions import VERIFY, is_engine_path
+from keyvault.hotpath.messages.pending_requests import VERIFY, is_engine_path
 from keyvault.hotpath.messages.rendering import denial_problem, encode, problem_answer
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.models import Key, ServiceToken

@@ -20,7 +20,7 @@ from psycopg.types.string import ByteaBinaryLoader
 from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.hotpath.frontends.asyncio_frontend import AsyncStore, KeysCallback
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
-from keyvault.hotpath.messages.questions import CUSTOMER, KEY, TOKEN, Found
+from keyvault.hotpath.messages.pending_requests import CUSTOMER, KEY, TOKEN, Found
 from keyvault.services.catalog.policy_snapshot import read_rules
 from keyvault.services.keys.records import find_customers, find_keys, find_tokens, key_rows, keys_of_raw
 from keyvault.services.limits.limiter import failed_proofs

@@ -6,7 +6,7 @@ from msgspec import Struct, UnsetType
 
 from keyvault.access.catalog import Endpoint
 from keyvault.access.judgement import Judgement
-from keyvault.access.limits import LARGEST_COUNT, Bucket, Limit
+from keyvault.access.limits import MAX_COUNT, Bucket, Limit
 from keyvault.access.permissions import Permission
 from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.access.principals import Service
@@ -40,7 +40,7 @@ class Caller:
 
 
 class GrantTemplate:
-    """A grant, rendered once for all plain keys that send the same question. It holds nothing specific to one key."""
+    """A grant, rendered once for all plain keys that send the same request. It holds nothing specific to one key."""
 
     __slots__ = ("_judgement", "_templates", "endpoint", "name", "rules")
 
@@ -63,22 +63,24 @@ class GrantTemplate:
 
 
 class SpendPlan:
-    """Limits that a plain key of one account spends for one `GrantTemplate`, with the response. `most` is the largest
-    cost that one request may have."""
+    """Limits that a plain key of one account spends for one `GrantTemplate`, with the response.
 
-    __slots__ = ("is_single", "most", "name", "pay", "rules", "template", "text")
+    `max_cost`: maximum cost of one request.
+    """
+
+    __slots__ = ("is_single", "max_cost", "name", "rules", "spend", "template", "text")
 
     def __init__(self, grant_template: GrantTemplate, buckets: tuple[Bucket, ...], budgets: EngineBudgets) -> None:
-        self.pay = budgets.payer(buckets) if buckets else _pay_nothing
+        self.spend = budgets.spender(buckets) if buckets else _spend_nothing
         self.is_single = len(buckets) == 1
-        self.most = min((bucket.limit.count for bucket in buckets), default=LARGEST_COUNT)
+        self.max_cost = min((bucket.limit.count for bucket in buckets), default=MAX_COUNT)
         self.name = grant_template.name
         self.rules = grant_template.rules
         self.template = grant_template.template(buckets)
         self.text = self.template.text
 
 
-def _pay_nothing(cost: int) -> tuple[int, ...]:
+def _spend_nothing(cost: int) -> tuple[int, ...]:
     return ()
 
 

@@ -63,7 +63,7 @@ _ENVIRONMENTS: Final = {environment.value: environment for environment in Enviro
 
 
 CacheTarget = tuple[CacheEntry[TokenRecord], bytes]
-"""Where a grant is cached: entry of the proved token, and tag of the question (`Engine.question_tags`)."""
+"""Where a grant is cached: entry of the proved token, and tag of the request (`Engine.request_tags`)."""
 
 
 class Engine:
@@ -318,9 +318,9 @@ class Engine:
                 return None
             if is_plain:
                 eligible.spend_plans.by_name[name] = spend_plan
-        if cost > spend_plan.most:
+        if cost > spend_plan.max_cost:
             return None
-        balances = spend_plan.pay(cost)
+        balances = spend_plan.spend(cost)
         if balances is None:
             return None
         clean_agent = self._clean_text(agent) if agent and clean_agent is None else clean_agent or ""
@@ -335,7 +335,7 @@ class Engine:
                 self.memory.cache_grant(tag, CachedGrant(token, entry, spend_plan, cost, use))
         return spend_plan.template.fill(balances, request_id, eligible.identity)
 
-    def question_tags(self, authorization: bytes, bodies: Iterable[bytes | Raw]) -> list[bytes]:
+    def request_tags(self, authorization: bytes, bodies: Iterable[bytes | Raw]) -> list[bytes]:
         """Return the tag of each body as sent by this caller. A header has no line break, so tags of different callers
         differ."""
         keyed = self._new_tag()
@@ -369,7 +369,7 @@ class Engine:
         entry, spend_plan = cached.entry, cached.spend_plan
         if wall >= entry.deadline or wall >= cached.token.deadline or spend_plan.rules is not self.rules:
             return None
-        balances = spend_plan.pay(cached.cost)
+        balances = spend_plan.spend(cached.cost)
         if balances is None:
             return None
         entry.is_referenced = True
@@ -553,7 +553,7 @@ class Engine:
         context = f"{verdict.user_agent} {verdict.source} {verdict.origin}"
         if self._key_prefix in context or SHAPED.search(context) is not None:
             return  # a text that may contain a key is stored masked only
-        (tag,) = self.question_tags(authorization, [body])
+        (tag,) = self.request_tags(authorization, [body])
         self.memory.cache_denial(tag, CachedDenial(token, entry, rules, verdict))
 
     def _template_key(

@@ -39,7 +39,7 @@ class Freshness:
     def mark_lost(self) -> None:
         """Record that the feed went back: neither memory nor the database can justify a grant any more.
 
-        Only a restart ends this state. The restart is refused while the revocation journal has an entry that the
+        Only a restart ends this state. The restart is refused while the revocation log has an entry that the
         database lacks.
         """
         self.is_lost = True

@@ -18,7 +18,15 @@ from keyvault.hotpath.engine.cached_verdicts import CacheMiss
 from keyvault.hotpath.engine.engine import Engine
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError, record_failure, with_absent
 from keyvault.hotpath.messages.callback_future import CallbackFuture
-from keyvault.hotpath.messages.questions import KEY, RULES, VERIFY, DataRequirements, Found, Headers, PendingRequest
+from keyvault.hotpath.messages.pending_requests import (
+    KEY,
+    RULES,
+    VERIFY,
+    DataRequirements,
+    Found,
+    Headers,
+    PendingRequest,
+)
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.hotpath.slow_path.slow_path import SlowPath
 from keyvault.wire.headers import join_headers
@@ -134,12 +142,12 @@ class AsyncioFrontend:
             return future
         return self._begin(self._open_plain(authorization, body))
 
-    def _begin(self, question: PendingRequest) -> HttpResponse | Awaitable[HttpResponse]:
-        found = self._step(question)
+    def _begin(self, pending: PendingRequest) -> HttpResponse | Awaitable[HttpResponse]:
+        found = self._step(pending)
         if isinstance(found, HttpResponse):
             return found
         future = CallbackFuture()
-        self._wait(question, found, future)
+        self._wait(pending, found, future)
         return future
 
     def _open_plain(self, authorization: bytes, body: bytes) -> PendingRequest:
@@ -153,15 +161,15 @@ class AsyncioFrontend:
             method.decode("latin-1"), target.decode("latin-1"), Headers(join_headers(headers)), body
         )
 
-    def _step(self, question: PendingRequest) -> HttpResponse | DataRequirements:
+    def _step(self, pending: PendingRequest) -> HttpResponse | DataRequirements:
         try:
-            return self._slow_path.step(question)
+            return self._slow_path.step(pending)
         except Exception:  # noqa: BLE001  any error is logged and never shown to the client
-            return self._slow_path.answer_failure(question)
+            return self._slow_path.answer_failure(pending)
 
-    def _wait(self, question: PendingRequest, needs: DataRequirements, future: CallbackFuture) -> None:
+    def _wait(self, pending: PendingRequest, needs: DataRequirements, future: CallbackFuture) -> None:
         queue = self._throttled if self._is_throttled(needs.address) else self._queued
-        queue.append((question, needs, future))
+        queue.append((pending, needs, future))
         self._schedule_read()
 
     def _schedule_read(self, *, may_delay: bool = True) -> None:
@@ -220,22 +228,22 @@ class AsyncioFrontend:
                 await self._read(batch)
             finally:
                 self._end_read()
-            for question, _, future in batch:
-                self._resume(question, future)
+            for pending, _, future in batch:
+                self._resume(pending, future)
         except Exception:  # noqa: BLE001  a bug: the waiting requests get an error; later reads continue
-            for question, _, future in batch:
-                self._answer_failure(question, future)
+            for pending, _, future in batch:
+                self._answer_failure(pending, future)
 
-    def _answer_failure(self, question: PendingRequest, future: CallbackFuture) -> None:
+    def _answer_failure(self, pending: PendingRequest, future: CallbackFuture) -> None:
         if future.is_open:
-            future.set_result(self._slow_path.answer_failure(question))
+            future.set_result(self._slow_path.answer_failure(pending))
 
-    def _resume(self, question: PendingRequest, future: CallbackFuture) -> None:
+    def _resume(self, pending: PendingRequest, future: CallbackFuture) -> None:
         if not future.is_open:
             return  # canceled
-        found = self._step(question)
+        found = self._step(pending)
         if isinstance(found, DataRequirements):
-            self._wait(question, found, future)
+            self._wait(pending, found, future)
         else:
             future.set_result(found)
 
@@ -259,12 +267,12 @@ class AsyncioFrontend:
                 if answer is not None:
                     future.set_result(answer)
                     continue
-                question = self._open_plain(authorization, body)
+                pending = self._open_plain(authorization, body)
                 if not isinstance(found, Exception):
                     # Read after the request arrived: valid for its response, even if it may not be cached.
                     key_id = miss.keystring.key_id
-                    question.found[KEY, key_id] = found.get(key_id)
-                self._resume(question, future)
+                    pending.found[KEY, key_id] = found.get(key_id)
+                self._resume(pending, future)
         except Exception:  # noqa: BLE001  a bug: the waiting requests get an error
             for _, authorization, body, future in misses:
                 if future.is_open:
@@ -285,39 +293,39 @@ class AsyncioFrontend:
                 if kind == RULES:
                     rules = await self._store.read_rules(self._engine.rules)
                     self._slow_path.admit_rules(rules, stamp)
-                    for question, needs, _ in batch:
+                    for pending, needs, _ in batch:
                         if kind in needs.ids:
-                            question.rules = rules
+                            pending.rules = rules
                 else:
                     found = with_absent(ids, await self._store.find(kind, ids))
                     self._slow_path.admit(kind, found, stamp)
-                    for question, needs, _ in batch:
+                    for pending, needs, _ in batch:
                         for identity in needs.ids.get(kind, ()):
-                            question.found[kind, identity] = found[identity]
+                            pending.found[kind, identity] = found[identity]
             except StoreUnavailableError as error:
                 unavailable = error
-                for question, needs, _ in batch:
-                    record_failure(question, kind, needs.ids.get(kind, frozenset()), error)
-        await self._pay(batch)
+                for pending, needs, _ in batch:
+                    record_failure(pending, kind, needs.ids.get(kind, frozenset()), error)
+        await self._spend_all(batch)
 
-    async def _pay(self, batch: list[QueuedRequest]) -> None:
+    async def _spend_all(self, batch: list[QueuedRequest]) -> None:
         due = [
-            (question, payment)
-            for question, needs, future in batch
+            (pending, spend)
+            for pending, needs, future in batch
             if future.is_open  # not canceled
-            for payment in needs.payments
+            for spend in needs.spends
         ]
         if not due:
             return
-        spends = (
-            self._budgets.spend_async(payment.buckets, payment.cost, refuse_on_loss=payment.refuse_on_loss)
-            for _, payment in due
+        calls = (
+            self._budgets.spend_async(spend.buckets, spend.cost, refuse_on_loss=spend.refuse_on_loss)
+            for _, spend in due
         )
-        for (question, payment), spend in zip(due, await asyncio.gather(*spends, return_exceptions=True), strict=True):
-            if isinstance(spend, Spend | DependencyUnavailableError):
-                question.paid[payment.number] = spend
-            elif isinstance(spend, BaseException):
-                raise spend
+        for (pending, spend), result in zip(due, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(result, Spend | DependencyUnavailableError):
+                pending.spent[spend.number] = result
+            elif isinstance(result, BaseException):
+                raise result
 
 
 _VERIFY: Final = VERIFY.encode()

@@ -7,7 +7,15 @@ from keyvault.access.limits import Bucket, Spend
 from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.hotpath.engine.engine import Engine
-from keyvault.hotpath.messages.questions import KEY, RULES, DataRequirements, Found, Headers, Payment, PendingRequest
+from keyvault.hotpath.messages.pending_requests import (
+    KEY,
+    RULES,
+    DataRequirements,
+    Found,
+    Headers,
+    PendingRequest,
+    PendingSpend,
+)
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.hotpath.slow_path.slow_path import SlowPath
 
@@ -43,33 +51,33 @@ class ThreadedFrontend:
 
     def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> HttpResponse:
         """Answer by the slow path. Never raises. `target` is path and query as sent."""
-        question = self._slow_path.open_request(method, target, headers, body)
+        pending = self._slow_path.open_request(method, target, headers, body)
         try:
-            while isinstance(found := self._slow_path.step(question), DataRequirements):
-                self._read(question, found)
+            while isinstance(found := self._slow_path.step(pending), DataRequirements):
+                self._read(pending, found)
         except Exception:  # noqa: BLE001  any error is logged and never shown to the client
-            return self._slow_path.answer_failure(question)
+            return self._slow_path.answer_failure(pending)
         return found
 
-    def _read(self, question: PendingRequest, needs: DataRequirements) -> None:
+    def _read(self, pending: PendingRequest, needs: DataRequirements) -> None:
         for kind, ids in needs.ids.items():
             stamp = self._slow_path.stamp()
             try:
                 if kind == RULES:
-                    question.rules = self._store.read_rules(self._engine.rules)
-                    self._slow_path.admit_rules(question.rules, stamp)
+                    pending.rules = self._store.read_rules(self._engine.rules)
+                    self._slow_path.admit_rules(pending.rules, stamp)
                 else:
                     found = with_absent(ids, self._store.find(kind, ids, needs.address if kind == KEY else None))
                     self._slow_path.admit(kind, found, stamp)
-                    question.found |= {(kind, identity): record for identity, record in found.items()}
+                    pending.found |= {(kind, identity): record for identity, record in found.items()}
             except StoreUnavailableError as error:
-                record_failure(question, kind, ids, error)
-        for payment in needs.payments:
-            question.paid[payment.number] = self._pay(payment)
+                record_failure(pending, kind, ids, error)
+        for spend in needs.spends:
+            pending.spent[spend.number] = self._spend(spend)
 
-    def _pay(self, payment: Payment) -> Spend | Exception:
+    def _spend(self, spend: PendingSpend) -> Spend | Exception:
         try:
-            return self._budgets.spend(payment.buckets, payment.cost, refuse_on_loss=payment.refuse_on_loss)
+            return self._budgets.spend(spend.buckets, spend.cost, refuse_on_loss=spend.refuse_on_loss)
         except DependencyUnavailableError as error:
             return error
 
@@ -79,9 +87,9 @@ def with_absent(ids: frozenset[str], found: Mapping[str, Found]) -> dict[str, Fo
     return {identity: found.get(identity) for identity in ids}
 
 
-def record_failure(question: PendingRequest, kind: str, ids: frozenset[str], error: Exception) -> None:
+def record_failure(pending: PendingRequest, kind: str, ids: frozenset[str], error: Exception) -> None:
     """Record that these could not be read."""
     if kind == RULES:
-        question.rules = error
+        pending.rules = error
     else:
-        question.found |= dict.fromkeys(((kind, identity) for identity in ids), error)
+        pending.found |= dict.fromkeys(((kind, identity) for identity in ids), error)

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any, Final, Protocol
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from keyvault.hotpath.messages.questions import ENVOY, VERIFY, Headers, is_engine_path
+from keyvault.hotpath.messages.pending_requests import ENVOY, VERIFY, Headers, is_engine_path
 from keyvault.hotpath.messages.responses import JSON, HttpResponse
 from keyvault.wire.headers import REQUEST_ID
 
@@ -21,7 +21,7 @@ RAW_PATH: Final = "keyvault.raw_path"
 _FEW_DIGITS: Final = 5
 """A Content-Length with fewer digits is below BODY_BYTES."""
 
-_MOST_DIGITS: Final = 20
+_MAX_DIGITS: Final = 20
 """Maximum number of digits in a Content-Length. Python refuses to parse thousands of digits."""
 
 _STATUS: Final = {200: "200 OK"}
@@ -124,7 +124,7 @@ def _header_name(name: str) -> str:
 def _body(environ: WSGIEnvironment) -> bytes | None:
     """Return the body; None, unread, when it is too large."""
     length: Any = environ.get("CONTENT_LENGTH") or "0"
-    if not length.isdecimal() or len(length) > _MOST_DIGITS or (size := int(length)) > BODY_BYTES:
+    if not length.isdecimal() or len(length) > _MAX_DIGITS or (size := int(length)) > BODY_BYTES:
         return None
     body: bytes = environ["wsgi.input"].read(size) if size else b""
     return body

@@ -17,8 +17,8 @@ from keyvault.hotpath.engine.freshness import SWITCH_SECONDS
 from keyvault.hotpath.http1.protocol import Bounds, Connection, Handler, Shared, Shortcut
 
 BACKLOG = 2048
-LONGEST_TICK_SECONDS = 0.25
-SHORTEST_TICK_SECONDS = 0.02
+MAX_TICK_SECONDS = 0.25
+MIN_TICK_SECONDS = 0.02
 
 DRAIN_SECONDS = 5.0
 """Maximum time for responses in progress after a shutdown request, in seconds. Recorded data is written after it,
@@ -63,7 +63,7 @@ class Http1Server:
         shortest = min(
             bounds.head_seconds, bounds.body_seconds, bounds.idle_seconds, bounds.write_seconds, bounds.linger_seconds
         )
-        self._tick_seconds = max(SHORTEST_TICK_SECONDS, min(LONGEST_TICK_SECONDS, shortest / 4))
+        self._tick_seconds = max(MIN_TICK_SECONDS, min(MAX_TICK_SECONDS, shortest / 4))
         self._tick()
         for listening in sockets:
             self._listeners.append(
@@ -90,7 +90,7 @@ class Http1Server:
                 is_idle_closed = True
                 for connection in list(shared.connections):
                     connection.close_idle()
-            await asyncio.sleep(SHORTEST_TICK_SECONDS)
+            await asyncio.sleep(MIN_TICK_SECONDS)
         awaited = {each.awaited for each in shared.connections if each.awaited is not None} | shared.orphans
         for connection in list(shared.connections):
             connection.abort()
@@ -123,12 +123,12 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def run(load: Callable[[], RequestHandler], listening: socket.socket, tell_ready: Callable[[], None]) -> None:
+def run(load: Callable[[], RequestHandler], listening: socket.socket, report_ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Call it in the main thread; it returns when all is answered."""
     sys.setswitchinterval(SWITCH_SECONDS)
     bounds = Bounds()
     bounds = replace(bounds, connections=_fit_connections(bounds.connections))
-    uvloop.run(_serve(load(), listening, bounds, tell_ready))
+    uvloop.run(_serve(load(), listening, bounds, report_ready))
 
 
 def _fit_connections(wanted: int) -> int:
@@ -142,7 +142,7 @@ def _fit_connections(wanted: int) -> int:
 
 
 async def _serve(
-    engine: RequestHandler, listening: socket.socket, bounds: Bounds, tell_ready: Callable[[], None]
+    engine: RequestHandler, listening: socket.socket, bounds: Bounds, report_ready: Callable[[], None]
 ) -> None:
     loop = asyncio.get_running_loop()
     stop_requested = asyncio.Event()
@@ -155,7 +155,7 @@ async def _serve(
         # Exempt existing objects from garbage collection during requests.
         gc.collect()
         gc.freeze()
-        tell_ready()
+        report_ready()
         await stop_requested.wait()
         await server.stop()
     finally:

@@ -138,14 +138,14 @@ class Template:
         spend = Spend(True, statuses, 0) if statuses else None
         body = decision(replace(judgement, spend=spend), _REQUEST_ID)
         # Replace the identity first: an endpoint name must not be taken for a placeholder.
-        holes = [(identity_text(holder), b"%b"), (_REQUEST_ID.encode(), b"%b")]
-        holes += [(str(_NUMBER + index).encode(), b"%d") for index in range(2 * len(statuses))]
+        placeholders = [(identity_text(holder), b"%b"), (_REQUEST_ID.encode(), b"%b")]
+        placeholders += [(str(_NUMBER + index).encode(), b"%d") for index in range(2 * len(statuses))]
         if len(statuses) > 1:
             body["limit"]["policy"] = _POLICY
-            holes.append((_POLICY.encode(), b"%b"))
+            placeholders.append((_POLICY.encode(), b"%b"))
         text = encode(body).replace(b"%", b"%%")
-        for mark, hole in holes:
-            text = text.replace(mark.replace(b"%", b"%%"), hole)
+        for mark, placeholder in placeholders:
+            text = text.replace(mark.replace(b"%", b"%%"), placeholder)
         self.text = text
         """Format string. Under one limit its arguments are remaining, reset_seconds, request id, identity, remaining,
         reset_seconds."""
@@ -154,7 +154,7 @@ class Template:
         """Return the response.
 
         Args:
-            balances: Remaining requests and reset in seconds of each limit, as a payer of `budgets` returns them.
+            balances: Remaining requests and reset in seconds of each limit, as `EngineBudgets.spender` returns them.
             identity: The result of `identity_text`.
         """
         if not balances:

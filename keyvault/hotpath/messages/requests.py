@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from keyvault.access.limits import LARGEST_COUNT
+from keyvault.access.limits import MAX_COUNT
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.redaction import redact
@@ -43,7 +43,7 @@ class VerifyRequest(Struct, forbid_unknown_fields=True, gc=False):
     client_ip: str | UnsetType | None = UNSET
     origin: Annotated[str, Meta(max_length=500)] | UnsetType | None = UNSET
     user_agent: Annotated[str, Meta(max_length=8192)] | UnsetType | None = UNSET
-    cost: Annotated[int, Meta(ge=1, le=LARGEST_COUNT)] | UnsetType = UNSET
+    cost: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | UnsetType = UNSET
     dry_run: bool | UnsetType = UNSET
 
     def __repr__(self) -> str:
@@ -158,7 +158,7 @@ def read_verify(body: bytes) -> VerifyRequest:
     faults: list[Fault] = []
     request = _read_one(_read_object(body), "", faults)
     if request is None:
-        raise RequestInvalidError("The request does not fit.", faults)
+        raise RequestInvalidError("The request is invalid.", faults)
     return request
 
 
@@ -167,7 +167,7 @@ def read_batch(body: bytes) -> list[VerifyRequest]:
     value = _read_object(body)
     faults = [Fault(f"/{_escaped(name)}", _UNKNOWN) for name in sorted(value) if name != "requests"]
     if faults:
-        raise RequestInvalidError("The request does not fit.", faults)
+        raise RequestInvalidError("The request is invalid.", faults)
     request: list[VerifyRequest | None] = []
     match value.get("requests", UNSET):
         case [*each] if 1 <= len(each) <= MAX_BATCH_REQUESTS:
@@ -179,7 +179,7 @@ def read_batch(body: bytes) -> list[VerifyRequest]:
         case other:
             faults.append(Fault("/requests", _absence(other) or "Not a list."))
     if faults:
-        raise RequestInvalidError("The request does not fit.", faults)
+        raise RequestInvalidError("The request is invalid.", faults)
     return [one for one in request if one is not None]
 
 
@@ -247,14 +247,14 @@ def _raw_text(value: object) -> str | None:
     return None if isinstance(value, str) else "Not a string."
 
 
-def _text(longest: int, *, may_be_blank: bool = False) -> Callable[[object], str | None]:
+def _text(length: int, *, may_be_blank: bool = False) -> Callable[[object], str | None]:
     def find_fault(value: object) -> str | None:
         if not isinstance(value, str):
             return "Not a string."
         if value == "" and not may_be_blank:
             return "This field may not be blank."
-        if len(value) > longest:
-            return f"Ensure this field has no more than {longest} characters."
+        if len(value) > length:
+            return f"Ensure this field has no more than {length} characters."
         if "\x00" in value:
             return "Null characters are not allowed."
         if any("\ud800" <= character <= "\udfff" for character in value):
@@ -266,7 +266,7 @@ def _text(longest: int, *, may_be_blank: bool = False) -> Callable[[object], str
 
 def _method(value: object) -> str | None:
     fault = _text(16)(value)
-    return fault if not isinstance(value, str) or _METHOD.fullmatch(value) else "Not of the form that is asked for."
+    return fault if not isinstance(value, str) or _METHOD.fullmatch(value) else "Does not have the required form."
 
 
 def _address(value: object) -> str | None:
@@ -275,7 +275,7 @@ def _address(value: object) -> str | None:
         return fault
     if _canonical_address(value) is not None:
         return None
-    return "A zone means something on one machine only." if "%" in value else "Not an IP address."
+    return "A zone index is valid on one machine only." if "%" in value else "Not an IP address."
 
 
 @lru_cache(maxsize=16_384)
@@ -295,7 +295,7 @@ def _cost(value: object) -> str | None:
         return "Not an integer."
     if value < 1:
         return "Ensure this value is greater than or equal to 1."
-    return None if value <= LARGEST_COUNT else f"Ensure this value is less than or equal to {LARGEST_COUNT}."
+    return None if value <= MAX_COUNT else f"Ensure this value is less than or equal to {MAX_COUNT}."
 
 
 def _boolean(value: object) -> str | None:

@@ -1,8 +1,8 @@
 """The slow path: every request for verify, its batch and forward-auth, with every possible refusal.
 
-    question = slow_path.open_request(method, target, headers, body)
-    while isinstance(found := slow_path.step(question), DataRequirements):
-        ...  # read them into the question, and call `slow_path.admit`
+    pending = slow_path.open_request(method, target, headers, body)
+    while isinstance(found := slow_path.step(pending), DataRequirements):
+        ...  # read them into `pending`, and call `slow_path.admit`
 
 A step uses memory and the data read for this request; while memory is not fresh, that data alone. It reports all
 missing data together.
@@ -39,7 +39,7 @@ from keyvault.domain.keys import KeyRecord
 from keyvault.domain.redaction import redact
 from keyvault.hotpath.engine.engine import Engine
 from keyvault.hotpath.engine.ports import EngineVerdict
-from keyvault.hotpath.messages.questions import (
+from keyvault.hotpath.messages.pending_requests import (
     BATCH,
     VERIFY,
     DataRequirements,
@@ -99,75 +99,75 @@ class SlowPath:
         """Return the request to step through. `body` is None when it was larger than 64 KiB and not read."""
         return PendingRequest(method, target, headers, body, self._engine.ports.random_bytes)
 
-    def step(self, question: PendingRequest) -> HttpResponse | DataRequirements:
+    def step(self, pending: PendingRequest) -> HttpResponse | DataRequirements:
         engine = self._engine
         with engine.lock:
             engine.catch_up()
             may_remember = engine.may_remember()
-        question.at = datetime.fromtimestamp(engine.ports.wall(), UTC)
-        path = question.target.partition("?")[0]
-        dialect = find_dialect(question)
+        pending.at = datetime.fromtimestamp(engine.ports.wall(), UTC)
+        path = pending.target.partition("?")[0]
+        dialect = find_dialect(pending)
         try:
             if dialect is not None:
-                return self._authorize(question, dialect, CachedSources(engine, question, may_remember))
-            return self._verify(question, path == BATCH, CachedSources(engine, question, may_remember))
+                return self._authorize(pending, dialect, CachedSources(engine, pending, may_remember))
+            return self._verify(pending, path == BATCH, CachedSources(engine, pending, may_remember))
         except MissingDataError as missing:
             return merge_requirements([missing])
         except SeveralMissingDataError as several:
             return merge_requirements(several.each)
         except (VerificationDeniedError, KeyvaultError) as error:
-            return self._refuse(question, dialect, error)
+            return self._refuse(pending, dialect, error)
 
-    def answer_failure(self, question: PendingRequest) -> HttpResponse:
+    def answer_failure(self, pending: PendingRequest) -> HttpResponse:
         """Log the current exception and return the response for an internal error."""
-        _log.exception("unhandled", extra={"request_id": question.request_id})
-        return self._refuse(question, find_dialect(question), _FaultError("Something went wrong on our side."))
+        _log.exception("unhandled", extra={"request_id": pending.request_id})
+        return self._refuse(pending, find_dialect(pending), _FaultError("Something went wrong on our side."))
 
     # --- verify ---------------------------------------------------------------------------------------------
 
-    def _verify(self, question: PendingRequest, is_batch: bool, sources: CachedSources) -> HttpResponse:
-        _refuse_exposed(question.target)
-        service = self._service(sources, read_bearer(question.headers.get("authorization")), _NO_TOKEN)
-        if question.method != "POST":
+    def _verify(self, pending: PendingRequest, is_batch: bool, sources: CachedSources) -> HttpResponse:
+        _refuse_exposed(pending.target)
+        service = self._service(sources, read_bearer(pending.headers.get("authorization")), _NO_TOKEN)
+        if pending.method != "POST":
             raise _MethodError(("POST",))
-        body = read_json_body(question)
+        body = read_json_body(pending)
         if is_batch:
-            tags = self._decide_cached(question, body) if sources.may_remember else []
-            if tags and len(question.decided) == len(tags):
-                return _batch_answer(question)
+            tags = self._decide_cached(pending, body) if sources.may_remember else []
+            if tags and len(pending.decided) == len(tags):
+                return _batch_answer(pending)
             batch = decode_batch(body) or read_batch(body)
             for environment in dict.fromkeys(request.environment for request in batch):
-                _require_served(environment, service, question.at)
-            return self._decide_batch(question, batch, service, sources, tags)
+                _require_served(environment, service, pending.at)
+            return self._decide_batch(pending, batch, service, sources, tags)
         request = decode_verify(body) or read_verify(body)
-        _require_served(request.environment, service, question.at)
+        _require_served(request.environment, service, pending.at)
         if sources.may_remember:
-            self._decide_known(question, [request], service)
-        text = question.decided.get(0) or self._decide(question, 0, request, service, sources, question.request_id)
-        self._bind_token(question, sources)
-        return HttpResponse(200, text, question.request_id)
+            self._decide_known(pending, [request], service)
+        text = pending.decided.get(0) or self._decide(pending, 0, request, service, sources, pending.request_id)
+        self._bind_token(pending, sources)
+        return HttpResponse(200, text, pending.request_id)
 
-    def _decide_cached(self, question: PendingRequest, body: bytes) -> list[bytes]:
+    def _decide_cached(self, pending: PendingRequest, body: bytes) -> list[bytes]:
         """Decide a batch whose requests were all granted before. Returns the tags under which grants can be cached."""
-        authorization, pieces = _authorization(question), split_batch(body)
+        authorization, pieces = _authorization(pending), split_batch(body)
         if pieces is None or authorization is None:
             return []
         engine = self._engine
-        tags = engine.question_tags(authorization, pieces)
-        if not question.decided:
+        tags = engine.request_tags(authorization, pieces)
+        if not pending.decided:
             with engine.lock:
                 engine.catch_up()
                 if engine.may_remember():
-                    wall, request_id = engine.ports.wall(), question.request_id.encode()
-                    question.decided |= engine.decide_cached(tags, wall, request_id)
+                    wall, request_id = engine.ports.wall(), pending.request_id.encode()
+                    pending.decided |= engine.decide_cached(tags, wall, request_id)
         return tags
 
     def _decide_known(
-        self, question: PendingRequest, batch: list[VerifyRequest], service: Service, tags: Sequence[bytes] = ()
+        self, pending: PendingRequest, batch: list[VerifyRequest], service: Service, tags: Sequence[bytes] = ()
     ) -> None:
         """Decide plain grants from memory and from the data read for this request. `tags`: where to cache them."""
-        engine, decided, own_id = self._engine, question.decided, question.request_id.encode()
-        is_single = _is_single(question)
+        engine, decided, own_id = self._engine, pending.decided, pending.request_id.encode()
+        is_single = _is_single(pending)
         caller = engine.caller(service)
         with engine.lock:
             engine.catch_up()
@@ -179,7 +179,7 @@ class SlowPath:
             for number, request in enumerate(batch):
                 if number in decided:
                     continue
-                record = read_for(question, request.key) if question.found else None
+                record = read_for(pending, request.key) if pending.found else None
                 request_id = own_id if is_single else b"%b-%d" % (own_id, number)
                 cache_target = None if token is None else (token, tags[number])
                 text = engine.decide_known(request, caller, wall, request_id, record, cache_target=cache_target)
@@ -189,7 +189,7 @@ class SlowPath:
 
     def _decide_batch(
         self,
-        question: PendingRequest,
+        pending: PendingRequest,
         batch: list[VerifyRequest],
         service: Service,
         sources: CachedSources,
@@ -197,24 +197,24 @@ class SlowPath:
     ) -> HttpResponse:
         """Decide each request once: nothing is spent twice while data for others is read."""
         if sources.may_remember:
-            self._decide_known(question, batch, service, tags)
+            self._decide_known(pending, batch, service, tags)
         missing: list[MissingDataError] = []
         for number, request in enumerate(batch):
-            if number in question.decided:
+            if number in pending.decided:
                 continue
-            request_id = f"{question.request_id}-{number}"
+            request_id = f"{pending.request_id}-{number}"
             try:
-                question.decided[number] = self._decide(question, number, request, service, sources, request_id)
+                pending.decided[number] = self._decide(pending, number, request, service, sources, request_id)
             except MissingDataError as missing_data:
                 missing.append(missing_data)
         if missing:
             raise SeveralMissingDataError(missing)
-        self._bind_token(question, sources)
-        return _batch_answer(question)
+        self._bind_token(pending, sources)
+        return _batch_answer(pending)
 
     def _decide(
         self,
-        question: PendingRequest,
+        pending: PendingRequest,
         number: int,
         request: VerifyRequest,
         service: Service,
@@ -230,7 +230,7 @@ class SlowPath:
         endpoint = _endpoint(request, rules, engine.base_paths[environment])
         presented = _verification_request(request, environment, endpoint, service)
         sources.number = number
-        judgement = _judge(presented, sources, question.at)
+        judgement = _judge(presented, sources, pending.at)
         if not presented.is_dry:
             verdict = EngineVerdict(
                 judgement,
@@ -242,18 +242,18 @@ class SlowPath:
                 (request.user_agent or "")[:MAX_REDACTED_LENGTH],
                 presented.origin,
                 service.is_probe,
-                question.at,
+                pending.at,
             )
             engine.ports.note_verdict(verdict)
             if sources.may_remember:
-                self._learn(question, request, verdict, endpoint, rules, sources.token)
-        if _is_single(question):
+                self._learn(pending, request, verdict, endpoint, rules, sources.token)
+        if _is_single(pending):
             _refuse_cost(judgement)
         return encode(decision(judgement, request_id, has_trace=presented.is_dry))
 
     def _learn(
         self,
-        question: PendingRequest,
+        pending: PendingRequest,
         request: VerifyRequest,
         verdict: EngineVerdict,
         endpoint: Endpoint | NoMatchingEndpoint,
@@ -267,13 +267,13 @@ class SlowPath:
                 if isinstance(endpoint, Endpoint):
                     engine.learn(request, judgement, endpoint, rules)
                 return
-            authorization = _authorization(question)
-            if authorization is not None and token is not None and _is_single(question):
-                engine.learn_denial(verdict, authorization, question.body or b"", token, rules)
+            authorization = _authorization(pending)
+            if authorization is not None and token is not None and _is_single(pending):
+                engine.learn_denial(verdict, authorization, pending.body or b"", token, rules)
 
-    def _bind_token(self, question: PendingRequest, sources: CachedSources) -> None:
+    def _bind_token(self, pending: PendingRequest, sources: CachedSources) -> None:
         """Cache the proved token, so that the caller's next request takes the fast path."""
-        authorization, token = _authorization(question), sources.token
+        authorization, token = _authorization(pending), sources.token
         if token is None or authorization is None or not sources.may_remember:
             return
         engine = self._engine
@@ -286,13 +286,13 @@ class SlowPath:
 
     # --- forward-auth ---------------------------------------------------------------------------------------
 
-    def _authorize(self, question: PendingRequest, dialect: Dialect, sources: CachedSources) -> HttpResponse:
+    def _authorize(self, pending: PendingRequest, dialect: Dialect, sources: CachedSources) -> HttpResponse:
         # Envoy's URL is the client's; the judgement attributes a key in it.
         if dialect is not Dialect.ENVOY:
-            _refuse_exposed(question.target)
-        headers = question.headers
+            _refuse_exposed(pending.target)
+        headers = pending.headers
         service = self._service(sources, headers.get(SERVICE_TOKEN), _NO_GATEWAY)
-        forwarded = read_forwarded_request(question, dialect)
+        forwarded = read_forwarded_request(pending, dialect)
         environment = _environment_of(service, forwarded, self._engine.ports.base_urls)
         if environment not in self._engine.ports.environments:
             raise NotFoundError(f"This process does not serve {environment}.")
@@ -315,11 +315,11 @@ class SlowPath:
             client_address=forwarded.address,
             scope=service.merchants,
         )
-        judgement = _judge(presented, sources, question.at)
+        judgement = _judge(presented, sources, pending.at)
         self._engine.ports.note_verdict(
             EngineVerdict(
                 judgement,
-                question.request_id,
+                pending.request_id,
                 dialect,
                 environment,
                 name,
@@ -327,7 +327,7 @@ class SlowPath:
                 (headers.get("user-agent") or "")[:MAX_REDACTED_LENGTH],
                 presented.origin,
                 service.is_probe,
-                question.at,
+                pending.at,
             )
         )
         limits = limit_headers(judgement.spend)
@@ -336,9 +336,9 @@ class SlowPath:
             raise VerificationDeniedError(verdict, limits)
         if holder is None:
             raise TypeError("a grant needs a proved key")
-        identity = identity_headers(holder, judgement.customer, question.request_id)
+        identity = identity_headers(holder, judgement.customer, pending.request_id)
         identity.pop(REQUEST_ID)  # every response has it
-        return HttpResponse(200, b"", question.request_id, (_NO_STORE, *identity.items(), *limits.items()))
+        return HttpResponse(200, b"", pending.request_id, (_NO_STORE, *identity.items(), *limits.items()))
 
     # --- data read for a request ----------------------------------------------------------------------------
 
@@ -388,9 +388,9 @@ class SlowPath:
         return service
 
     def _refuse(
-        self, question: PendingRequest, dialect: Dialect | None, error: VerificationDeniedError | KeyvaultError
+        self, pending: PendingRequest, dialect: Dialect | None, error: VerificationDeniedError | KeyvaultError
     ) -> HttpResponse:
-        request_id = question.request_id
+        request_id = pending.request_id
         headers: dict[str, str] = {}
         if isinstance(error, VerificationDeniedError):
             found, headers = denial_problem(error.denial, request_id), error.headers
@@ -409,10 +409,10 @@ class SlowPath:
             "refused",
             extra={
                 "request_id": request_id,
-                "client_request_id": clean_client_request_id(question.headers.get(REQUEST_ID)) or "",
-                "method": question.method,
+                "client_request_id": clean_client_request_id(pending.headers.get(REQUEST_ID)) or "",
+                "method": pending.method,
                 # Redact before truncating: half a key would no longer be recognized.
-                "path": redact(question.target.partition("?")[0])[:300],
+                "path": redact(pending.target.partition("?")[0])[:300],
                 "status": answer.status,
                 "code": str(found.body["code"]),
                 "internal": internal,
@@ -433,19 +433,19 @@ class _MethodError(KeyvaultError):
         self.allowed = allowed
 
 
-def _is_single(question: PendingRequest) -> bool:
-    return question.target.partition("?")[0] == VERIFY
+def _is_single(pending: PendingRequest) -> bool:
+    return pending.target.partition("?")[0] == VERIFY
 
 
-def _authorization(question: PendingRequest) -> bytes | None:
+def _authorization(pending: PendingRequest) -> bytes | None:
     """Return the header as sent, to be tagged; None when it is missing or cannot hold a token."""
-    text = question.headers.get("authorization")
+    text = pending.headers.get("authorization")
     return text.encode() if text is not None and text.isascii() else None
 
 
-def _batch_answer(question: PendingRequest) -> HttpResponse:
-    texts = [question.decided[number] for number in range(len(question.decided))]
-    return HttpResponse(200, b'{"decisions":[%b]}' % b",".join(texts), question.request_id)
+def _batch_answer(pending: PendingRequest) -> HttpResponse:
+    texts = [pending.decided[number] for number in range(len(pending.decided))]
+    return HttpResponse(200, b'{"decisions":[%b]}' % b",".join(texts), pending.request_id)
 
 
 def _judge(presented: VerificationRequest, sources: CachedSources, now: datetime) -> Judgement:
@@ -467,7 +467,7 @@ def _refuse_cost(judgement: Judgement) -> None:
     """Reject a cost above every burst as the caller's own error, not as a denial of its client."""
     verdict = judgement.verdict
     if isinstance(verdict, Denial) and verdict.code is ErrorCode.REQUEST_INVALID:
-        raise RequestInvalidError("The request does not fit.", [Fault("/cost", verdict.detail)])
+        raise RequestInvalidError("The request is invalid.", [Fault("/cost", verdict.detail)])
 
 
 def _error_problem(error: KeyvaultError, request_id: str) -> Problem:

@@ -15,30 +15,30 @@ from keyvault.domain.keys import KeyRecord
 from keyvault.domain.keystring import KEY_ID_PLACE, KeyString
 from keyvault.hotpath.engine.engine import Engine
 from keyvault.hotpath.engine.memory import CacheEntry
-from keyvault.hotpath.messages.questions import (
+from keyvault.hotpath.messages.pending_requests import (
     CUSTOMER,
     KEY,
     RULES,
     TOKEN,
     Found,
     MissingDataError,
-    Payment,
     PendingRequest,
+    PendingSpend,
 )
 
 
 class CachedSources:
     """Sources of one judgement: memory while it is fresh, and the data read for this request."""
 
-    def __init__(self, engine: Engine, question: PendingRequest, may_remember: bool) -> None:
+    def __init__(self, engine: Engine, pending: PendingRequest, may_remember: bool) -> None:
         self.brand = engine.ports.brand
         self.base_urls = engine.ports.base_urls
         self.may_remember = may_remember
-        self.now = question.at
+        self.now = pending.at
         self.number = 0
         self.token: TokenRecord | None = None
         self._engine = engine
-        self._question = question
+        self._pending = pending
 
     def peppers(self, environment: Environment) -> Peppers:
         return self._engine.ports.peppers(PEPPER_SET[environment])
@@ -72,7 +72,7 @@ class CachedSources:
 
     def rules(self) -> PolicySnapshot:
         """Return the policy snapshot. Raises MissingDataError, or VerifierStaleError when it could not be read."""
-        read, remembered = self._question.rules, self._engine.rules
+        read, remembered = self._pending.rules, self._engine.rules
         if isinstance(read, Exception):
             raise VerifierStaleError("The rules cannot be read right now. Try again.")
         if read is not None:
@@ -87,14 +87,14 @@ class CachedSources:
 
     def spend(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend:
         budgets = self._engine.ports.budgets
-        paid = self._question.paid.get(self.number)
-        if isinstance(paid, Spend):
-            return paid
-        if isinstance(paid, Exception):
-            raise paid
+        spent = self._pending.spent.get(self.number)
+        if isinstance(spent, Spend):
+            return spent
+        if isinstance(spent, Exception):
+            raise spent
         if budgets.is_local:
             return budgets.spend(buckets, cost, refuse_on_loss=refuse_on_loss)
-        raise MissingDataError("payment", payment=Payment(self.number, buckets, cost, refuse_on_loss))
+        raise MissingDataError("spend", spend=PendingSpend(self.number, buckets, cost, refuse_on_loss))
 
     def note_failed_proof(self, address: str | None) -> int | None:
         return self._engine.ports.note_failed_proof(address)
@@ -116,8 +116,8 @@ class CachedSources:
                 "It verifies no key until it is restarted.",
                 internal="the change feed went back",
             )
-        if (kind, identity) in self._question.found:
-            found = self._question.found[kind, identity]
+        if (kind, identity) in self._pending.found:
+            found = self._pending.found[kind, identity]
             if isinstance(found, Exception):
                 raise VerifierStaleError(
                     "The service token cannot be looked up right now."
@@ -135,9 +135,9 @@ class CachedSources:
         raise MissingDataError(kind, identity, address=address)
 
 
-def read_for(question: PendingRequest, text: str | None) -> KeyRecord | None:
+def read_for(pending: PendingRequest, text: str | None) -> KeyRecord | None:
     """Return the record read for this request of the key that `text` names."""
-    if text is None or not question.found:
+    if text is None or not pending.found:
         return None
-    found = question.found.get((KEY, text[KEY_ID_PLACE]))
+    found = pending.found.get((KEY, text[KEY_ID_PLACE]))
     return found if isinstance(found, KeyRecord) else None

@@ -30,9 +30,9 @@ class Command(JsonCommand):
             raise NotFoundError(f"There is no merchant {options['merchant_id']}.")
         grant = self.grant(self.operator(options["by"]), Permission.MERCHANTS_OFFBOARD)
         if not options["yes"]:
-            belongings = count_assets(merchant, self.now)
+            assets = count_assets(merchant, self.now)
             raise StateConflictError(
-                f"This would revoke {belongings.format_counts()}. This is irreversible. Run it again with --yes."
+                f"This would revoke {assets.format_counts()}. This is irreversible. Run it again with --yes."
             )
         done = offboard_merchant(grant, merchant, options["why"])
         self.left = done.left.format_counts() if done.left else ""

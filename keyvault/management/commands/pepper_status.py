@@ -15,7 +15,7 @@ from keyvault.services.pepper_rotation.status import (
     DormantKey,
     list_dormant_keys,
     list_pepper_states,
-    list_rowless,
+    list_unrecorded,
 )
 from keyvault.services.recording.authorization import authorize
 
@@ -32,12 +32,12 @@ class Command(JsonCommand):
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         authorize(HOST, Permission.PEPPERS_READ, now=self.now)
         states = list_pepper_states(self.now, options["dormant_days"])
-        rowless = list_rowless()
-        self.is_faulty = any(state.fault for state in states) or any(each.fault for each in rowless)
+        unrecorded = list_unrecorded()
+        self.is_faulty = any(state.fault for state in states) or any(each.fault for each in unrecorded)
         answer: dict[str, Any] = {
             "ok": not self.is_faulty,
             "versions": [asdict(state) for state in states],
-            "rowless": [asdict(each) for each in rowless],
+            "rowless": [asdict(each) for each in unrecorded],
         }
         if options["list"]:
             answer["dormant"] = [

@@ -13,8 +13,8 @@ from keyvault.management.json_command import JsonCommand
 from keyvault.models.recording import Subject
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.revocations.log_opening import accept_loss, is_lost
-from keyvault.services.revocations.replay import Replay, compare_journal, replay_revocations
-from keyvault.services.startup.startup_checks import format_journal_damage, format_journal_loss
+from keyvault.services.revocations.replay import Replay, compare_revocation_log, replay_revocations
+from keyvault.services.startup.startup_checks import format_log_damage, format_log_loss
 
 
 class Command(JsonCommand):
@@ -41,20 +41,22 @@ class Command(JsonCommand):
             if is_accepting:
                 accept_loss(grant, self.operator(options["by"]), options["reason"])
             if is_lost():
-                raise CommandError(format_journal_loss())
+                raise CommandError(format_log_loss())
             if options["dry_run"]:
-                found = compare_journal()
+                found = compare_revocation_log()
                 replay = Replay(found, [], list(found.lost), found.counter)
             else:
                 replay = replay_revocations(grant)
         except OSError as error:
-            raise CommandError(f"the revocation log {settings.JOURNAL} cannot be used: {error.strerror}") from error
+            raise CommandError(
+                f"the revocation log {settings.REVOCATION_LOG} cannot be used: {error.strerror}"
+            ) from error
         found = replay.found
         self.is_repaired = not (replay.left or found.damaged or replay.counter < found.highest)
         return {
             "ok": self.is_repaired,
             "accepted": is_accepting,
-            "journal": str(settings.JOURNAL),
+            "journal": str(settings.REVOCATION_LOG),
             "lines": found.lines,
             "replayed": _named(replay.replayed),
             "left": _named(replay.left),
@@ -73,7 +75,7 @@ class Command(JsonCommand):
         if answer["unknown"]:
             lines.append(f"{len(answer['unknown'])} are not in the database, so they are not valid (--json lists them)")
         if answer["damaged"]:
-            lines.append(f"DAMAGED: {format_journal_damage(answer['damaged'])}")
+            lines.append(f"DAMAGED: {format_log_damage(answer['damaged'])}")
         before, now = answer["sequence_before"], answer["sequence"]
         lines.append(f"the sequence of changes is {now}" + (f", it was {before}" if now != before else ""))
         done = "the database is not behind the log" if answer["ok"] else "the database is BEHIND the log"

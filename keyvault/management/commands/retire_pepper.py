@@ -22,7 +22,7 @@ from keyvault.services.pepper_rotation.rotation import (
 from keyvault.services.pepper_rotation.status import list_dormant_keys
 from keyvault.services.recording.authorization import authorize
 
-_MOST_LISTED = 100
+_MAX_LISTED = 100
 
 
 class Command(JsonCommand):
@@ -77,6 +77,6 @@ class Command(JsonCommand):
             raise PepperInUseError(error.detail + self._listed(pepper_set, number)) from error
 
     def _listed(self, pepper_set: PepperSet, number: int) -> str:
-        """List the keys that prevent the retirement, at most _MOST_LISTED."""
-        keys = islice(list_dormant_keys(pepper_set, number, self.now, dormant_days=0), _MOST_LISTED)
+        """List the keys that prevent the retirement, at most _MAX_LISTED."""
+        keys = islice(list_dormant_keys(pepper_set, number, self.now, dormant_days=0), _MAX_LISTED)
         return "".join(f"\n  {key.format_line()}" for key in keys)

@@ -10,7 +10,7 @@ from keyvault.access.principals import HOST
 from keyvault.domain.errors import NotFoundError
 from keyvault.management.json_command import JsonCommand
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.tokens.service_tokens import LONGEST_OVERLAP_HOURS, get_service_token, rotate_service_token
+from keyvault.services.tokens.service_tokens import MAX_OVERLAP_HOURS, get_service_token, rotate_service_token
 
 
 class Command(JsonCommand):
@@ -22,7 +22,7 @@ class Command(JsonCommand):
             "--overlap-hours",
             type=int,
             required=True,
-            help=f"hours for which both tokens are valid (0 to {LONGEST_OVERLAP_HOURS})",
+            help=f"hours for which both tokens are valid (0 to {MAX_OVERLAP_HOURS})",
         )
         parser.add_argument("--by", metavar="OPERATOR", help="acting operator (default: the host's owner)")
         parser.add_argument("--reveal", action="store_true", help="print the token once")

@@ -16,7 +16,7 @@ from keyvault.management.json_command import JsonCommand
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.secrets.provider_connections import describe_connection, set_connection
 
-_MOST_READ = 2 * MAX_BYTES
+_MAX_READ = 2 * MAX_BYTES
 """Maximum size read, in bytes: room for surrounding whitespace. Longer credentials are refused for their size."""
 
 
@@ -49,10 +49,10 @@ def _read(name: str) -> Plaintext:
     """Read the credentials from the file or from standard input. Raises RequestInvalidError."""
     try:
         if name == "-":
-            content = sys.stdin.buffer.read(_MOST_READ)
+            content = sys.stdin.buffer.read(_MAX_READ)
         else:
             with Path(name).open("rb") as file:
-                content = file.read(_MOST_READ)
+                content = file.read(_MAX_READ)
     except OSError as error:
         fault = f"cannot be read: {error.strerror}"
     else:

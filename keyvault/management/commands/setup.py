@@ -11,8 +11,8 @@ from django.db.migrations.executor import MigrationExecutor
 from keyvault.management.json_command import JsonCommand
 from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers.ring import ensure_peppers
-from keyvault.services.revocations.log_opening import open_journal
-from keyvault.services.startup.startup_checks import format_journal_loss
+from keyvault.services.revocations.log_opening import open_revocation_log
+from keyvault.services.startup.startup_checks import format_log_loss
 
 
 class Command(JsonCommand):
@@ -22,8 +22,8 @@ class Command(JsonCommand):
         if self._needs_migration():
             call_command("migrate", interactive=False, verbosity=0)
         ensure_peppers(self.now)
-        if not open_journal(self.now):
-            raise CommandError(f"The database is set up, but the service will not start: {format_journal_loss()}")
+        if not open_revocation_log(self.now):
+            raise CommandError(f"The database is set up, but the service will not start: {format_log_loss()}")
         return {"database": connection.vendor, "ready": True}
 
     def _needs_migration(self) -> bool:

@@ -28,7 +28,7 @@ from keyvault.management.json_command import JsonCommand
 from keyvault.services.secrets.backend import vault_layout, vault_server
 
 WRAP_SECONDS = 86_400
-_LONGEST_TOKEN = 4096
+_MAX_TOKEN_LENGTH = 4096
 
 
 class Command(JsonCommand):
@@ -136,7 +136,7 @@ def _read_options(options: Mapping[str, Any]) -> BootstrapOptions:
 def _read_token(name: str) -> Plaintext:
     """Read the administrator's token. Raises RequestInvalidError."""
     try:
-        text = sys.stdin.read(_LONGEST_TOKEN) if name == "-" else Path(name).read_text(encoding="ascii")
+        text = sys.stdin.read(_MAX_TOKEN_LENGTH) if name == "-" else Path(name).read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestInvalidError(
             "No administrator token.", [Fault("/token_file", f"cannot be read: {type(error).__name__}")]

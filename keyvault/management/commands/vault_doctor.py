@@ -11,7 +11,7 @@ from django.db import OperationalError, ProgrammingError
 
 from keyvault.backends.vault.bootstrap import list_logins, list_scopes
 from keyvault.backends.vault.capabilities import ROLES_OF_HOST
-from keyvault.backends.vault.doctor import Examination
+from keyvault.backends.vault.doctor import Diagnosis
 from keyvault.backends.vault.remediation import Finding
 from keyvault.management.json_command import JsonCommand
 from keyvault.models import PepperVersion
@@ -38,7 +38,7 @@ class Command(JsonCommand):
             raise CommandError("VAULT_ADDR is not set. Set it to the address of the Vault.", returncode=2)
         roles = ROLES_OF_HOST[options["host"]]
         needed = [each for each in list_logins(list_scopes(settings.ENVIRONMENTS)) if each[0] in roles]
-        examination = Examination(
+        diagnosis = Diagnosis(
             server=vault_server(),
             layout=vault_layout(),
             login=choose_login,
@@ -49,17 +49,17 @@ class Command(JsonCommand):
         )
         if settings.IS_VAULT:
             try:
-                examination.check_values = _find_check_values()
+                diagnosis.check_values = _find_check_values()
             except (OperationalError, ProgrammingError) as error:
                 problem = f"It is unavailable or not set up ({error})."
-                examination.findings.append(Finding("database", problem, "Check that it is up. Run manage.py setup."))
-        examination.run()
-        self.healthy = not examination.findings
+                diagnosis.findings.append(Finding("database", problem, "Check that it is up. Run manage.py setup."))
+        diagnosis.run()
+        self.healthy = not diagnosis.findings
         return {
             "healthy": self.healthy,
             "in_use": settings.IS_VAULT,
-            "checked": examination.checked,
-            "findings": [asdict(finding) for finding in examination.findings],
+            "checked": diagnosis.checked,
+            "findings": [asdict(finding) for finding in diagnosis.findings],
         }
 
     def format_text(self, answer: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from keyvault.management.commands.run import port_number
 from keyvault.management.service import CHECKOUT, READY_SECONDS, ServiceError
 from keyvault.management.supervisor import Program, StopRequestedError, Supervisor, stopping_on_signals
 
-MOST_WORKERS = 256
+MAX_WORKERS = 256
 BACKLOG = 2048
 
 
@@ -95,8 +95,8 @@ class Command(BaseCommand):
 
 
 def worker_count(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= MOST_WORKERS:
-        raise ArgumentTypeError(f"{text[:40]!r} is not a number of workers. Use 1 to {MOST_WORKERS}.")
+    if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= MAX_WORKERS:
+        raise ArgumentTypeError(f"{text[:40]!r} is not a number of workers. Use 1 to {MAX_WORKERS}.")
     return int(text)
 
 

@@ -41,7 +41,7 @@ def approving_operator(grant: Grant, row: _Approvable, shown_digest: str) -> Ope
     if shown_digest != row.plan_digest:
         raise StateConflictError("This is not what you were shown. Review it again.")
     if row.approvals.filter(person=operator.person).exists():
-        raise StateConflictError("You have already approved this. It takes another person.")
+        raise StateConflictError("You have already approved this. Another person must approve it too.")
     return operator
 
 

@@ -13,7 +13,7 @@ from keyvault.models import Notice
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.transaction import recorded
 
-MOST_AT_ONCE = 500
+MAX_MARKED = 500
 
 UNSEEN = Q(is_alarm=True, seen_at__isnull=True)
 
@@ -45,12 +45,12 @@ def mark_seen(grant: Grant, notice: Notice) -> None:
 
 
 def mark_all_seen(grant: Grant, until: datetime) -> int:
-    """Mark the oldest alarms up to a time, at most MOST_AT_ONCE of them; return how many.
+    """Mark the oldest alarms up to a time, at most MAX_MARKED of them; return how many.
 
     `until`: when the operator loaded the list. Raises StateConflictError when there is none.
     """
     with recorded(grant, Permission.NOTICES_MARK, "notice.all_seen", until=until.isoformat()) as record:
-        notices = list(list_unseen().filter(created_at__lte=until).select_for_update()[:MOST_AT_ONCE])
+        notices = list(list_unseen().filter(created_at__lte=until).select_for_update()[:MAX_MARKED])
         if not notices:
             raise StateConflictError("There are no unseen alarms.")
         record.details["count"] = len(notices)

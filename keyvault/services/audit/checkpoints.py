@@ -163,7 +163,7 @@ def _find_mismatch(checkpoint: Checkpoint, heads: dict[str, Head]) -> str | None
         if now is None or now.sequence < head.sequence:
             return f"chain {chain} ends before entry {head.sequence}, which it signs"
         if now != head and find_entry_hash(chain, head.sequence) != head.hash:
-            return f"entry {head.sequence} of chain {chain} is another one than it signs"
+            return f"entry {head.sequence} of chain {chain} differs from the one that it signs"
     return None
 
 

@@ -40,13 +40,13 @@ MAX_WAIT_SECONDS = 10
 MAX_WAITERS = 2
 """Maximum concurrent waits of one process. Each holds a thread that verdicts need."""
 
-LARGEST_SEQUENCE = 2**63 - 1
+MAX_SEQUENCE = 2**63 - 1
 
 _LISTED_WITHIN = timedelta(hours=1)
 """Maximum silence before a change, after which an unconfirmed verifier is not listed."""
 
 _FIRST_POLL_SECONDS = 0.002
-_LONGEST_PAUSE_SECONDS = 0.05
+_MAX_PAUSE_SECONDS = 0.05
 
 _waiters = threading.BoundedSemaphore(MAX_WAITERS)
 
@@ -60,12 +60,12 @@ class VerifierProgress(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class VerifierStanding:
+class VerifierReceipt:
     """One verifier's progress. `confirmed_at` is also None if the confirmation is no longer kept."""
 
     verifier_id: str
     door: str
-    standing: VerifierProgress
+    progress: VerifierProgress
     confirmed_at: datetime | None
     started_at: datetime
     seen_at: datetime
@@ -82,12 +82,12 @@ class Receipt:
     is_complete: bool
     subject: Subject | None = None
     changed_at: datetime | None = None
-    verifiers: tuple[VerifierStanding, ...] = ()
+    verifiers: tuple[VerifierReceipt, ...] = ()
 
-    def of(self, standing: VerifierProgress) -> list[VerifierStanding]:
-        return [verifier for verifier in self.verifiers if verifier.standing is standing]
+    def of(self, progress: VerifierProgress) -> list[VerifierReceipt]:
+        return [verifier for verifier in self.verifiers if verifier.progress is progress]
 
-    def seconds_until(self, verifier: VerifierStanding) -> float | None:
+    def seconds_until(self, verifier: VerifierReceipt) -> float | None:
         """Seconds from the change to the confirmation. Two clocks apply if the database runs on another host."""
         if self.changed_at is None or verifier.confirmed_at is None:
             return None
@@ -96,7 +96,7 @@ class Receipt:
 
 def find_receipt(sequence: int) -> Receipt | None:
     """Return the receipt of a change, or None for an unknown sequence."""
-    if not 0 < sequence <= LARGEST_SEQUENCE or not Change.objects.filter(sequence=sequence).exists():
+    if not 0 < sequence <= MAX_SEQUENCE or not Change.objects.filter(sequence=sequence).exists():
         return None
     return _receipt(sequence)
 
@@ -148,7 +148,7 @@ def describe_receipt(receipt: Receipt) -> dict[str, Any]:
             {
                 "verifier_id": verifier.verifier_id,
                 "door": verifier.door,
-                "state": verifier.standing,
+                "state": verifier.progress,
                 "confirmed_at": verifier.confirmed_at,
                 "seen_at": verifier.seen_at,
             }
@@ -172,7 +172,7 @@ def _wait(sequence: int, seconds: float) -> Receipt:
     pause = _FIRST_POLL_SECONDS
     while not (receipt := _receipt(sequence)).is_complete and (remaining := until - monotonic()) > 0:
         sleep(min(pause, remaining))
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        pause = min(2 * pause, _MAX_PAUSE_SECONDS)
     return receipt
 
 
@@ -180,25 +180,25 @@ def _receipt(sequence: int) -> Receipt:
     change = Change.objects.filter(sequence=sequence).first()
     first = Confirmation.objects.filter(verifier=OuterRef("pk"), sequence__gte=sequence).order_by("sequence")
     rows = Verifier.objects.annotate(now=Now(), first_confirmed_at=Subquery(first.values("at")[:1]))
-    standings = []
+    receipts = []
     for row in rows.order_by("started_at", "verifier_id"):
-        standing = _standing(row, sequence, row.now)
-        if standing is not None and (standing is not VerifierProgress.EXPIRED or _was_active(row, change)):
-            standings.append(
-                VerifierStanding(
-                    row.verifier_id, row.door, standing, row.first_confirmed_at, row.started_at, row.seen_at
+        progress = _progress(row, sequence, row.now)
+        if progress is not None and (progress is not VerifierProgress.EXPIRED or _was_active(row, change)):
+            receipts.append(
+                VerifierReceipt(
+                    row.verifier_id, row.door, progress, row.first_confirmed_at, row.started_at, row.seen_at
                 )
             )
     return Receipt(
         sequence,
-        is_complete=all(verifier.standing is not VerifierProgress.WAITING for verifier in standings),
+        is_complete=all(verifier.progress is not VerifierProgress.WAITING for verifier in receipts),
         subject=None if change is None else (change.subject_kind, change.subject_id),
         changed_at=None if change is None else change.at,
-        verifiers=tuple(standings),
+        verifiers=tuple(receipts),
     )
 
 
-def _standing(row: Verifier, sequence: int, now: datetime) -> VerifierProgress | None:
+def _progress(row: Verifier, sequence: int, now: datetime) -> VerifierProgress | None:
     """Return the progress, or None for a verifier that deregistered before it applied the change."""
     if row.confirmed_sequence >= sequence:
         return VerifierProgress.CONFIRMED

@@ -8,7 +8,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
-from keyvault.domain.networks import MOST_NETWORKS, parse_network
+from keyvault.domain.networks import MAX_NETWORKS, parse_network
 from keyvault.models import Credential
 from keyvault.models.keys import OriginHeader
 from keyvault.services.recording.transaction import recorded
@@ -27,9 +27,9 @@ def restrict_credential(
     """
     faults = []
     kept: list[JsonValue] = []
-    if len(networks) > MOST_NETWORKS:
-        faults.append(Fault("/networks", f"up to {MOST_NETWORKS} networks"))
-    for place, text in enumerate(networks[:MOST_NETWORKS]):
+    if len(networks) > MAX_NETWORKS:
+        faults.append(Fault("/networks", f"up to {MAX_NETWORKS} networks"))
+    for place, text in enumerate(networks[:MAX_NETWORKS]):
         canonical = _canonical(text)
         if canonical is None:
             faults.append(Fault(f"/networks/{place}", "a CIDR block without host bits, such as 192.0.2.0/24"))

@@ -346,7 +346,7 @@ def _material_after_end(key: Key) -> Material:
 
 
 def _is_superseded(key: Key) -> bool:
-    """Whether the credential's newest version is another key's, by our rows."""
+    """Whether the database names another key as the owner of the credential's newest version."""
     others = Key.objects.filter(credential_id=key.credential_id).exclude(pk=key.pk)
     return others.filter(backend_version__gt=key.backend_version).exists()
 
@@ -414,7 +414,7 @@ def _require_room(key: Key) -> None:
     account = rows.get(pk=key.credential_id).account
     # Read after the lock is held; values read together with the lock may be older.
     if Merchant.objects.get(pk=account.merchant_id).status == MerchantStatus.OFFBOARDED:
-        raise StateConflictError("The merchant has left. Its credentials cannot get new keys.")
+        raise StateConflictError("The merchant was offboarded. Its credentials cannot get new keys.")
     verifying = Key.objects.filter(credential_id=key.credential_id, state=KeyState.ACTIVE).exclude(pk=key.pk)
     if verifying.count() >= MAX_VERIFYING:
         raise StateConflictError("Two keys of the credential are already active. Revoke one of them first.")

@@ -1,6 +1,6 @@
 """Rate limit budgets of the verifier, as configured: local buckets, or Redis buckets with leases or strict counting.
 
-    payer(buckets)(cost)               no I/O: (remaining, reset_seconds) of each bucket in turn if all pay, else None
+    spender(buckets)(cost)             no I/O: (remaining, reset_seconds) of each bucket in turn, or None: nothing spent
     spend, await spend_async           the full result, after a None; DependencyUnavailableError as `Limiter.spend`
 
 Bounds on what is admitted in any w seconds. W = count + w * count / seconds is the bound of a strict bucket:
@@ -22,7 +22,7 @@ from django.conf import settings
 
 from keyvault.access.limits import Bucket, Spend
 from keyvault.services.limits.limiter import Limiter, limiter
-from keyvault.services.limits.stores import LimitStoreLostError, LocalStore, Payer, RedisStore, StoreReply
+from keyvault.services.limits.stores import LimitStoreLostError, LocalStore, RedisStore, Spender, StoreReply
 from keyvault.services.limits.token_leases import LeaseRequest, Leases
 
 
@@ -31,7 +31,7 @@ class LimitBudgets(Protocol):
 
     is_local: bool
 
-    def payer(self, buckets: Sequence[Bucket]) -> Payer: ...
+    def spender(self, buckets: Sequence[Bucket]) -> Spender: ...
 
     def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend: ...
 
@@ -47,7 +47,7 @@ class LocalBudgets:
     is_local = True
 
     def __init__(self, limiter: Limiter, store: LocalStore) -> None:
-        self.payer = store.payer
+        self.spender = store.spender
         self.spend = limiter.spend
         self.spend_async = limiter.spend_async
         self.close_async = limiter.close_async
@@ -63,8 +63,8 @@ class StrictBudgets:
         self.spend_async = limiter.spend_async
         self.close_async = limiter.close_async
 
-    def payer(self, buckets: Sequence[Bucket]) -> Payer:
-        """Return a payer that always defers to the store."""
+    def spender(self, buckets: Sequence[Bucket]) -> Spender:
+        """Return a function that always defers to the store."""
         return lambda cost: None
 
 
@@ -77,7 +77,7 @@ class LeasedBudgets:
         self._limiter = limiter
         self._store = store
         self._leases = leases or Leases()
-        self.payer = self._leases.payer
+        self.spender = self._leases.spender
         self.close_async = limiter.close_async
 
     def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:

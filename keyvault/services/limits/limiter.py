@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 RETRY_SECONDS = 1
 """Pause between attempts to reach a lost store, in seconds, so that not every request waits for its timeout."""
 
-_MOST_ADDRESSES = 50_000
+_MAX_ADDRESSES = 50_000
 
 _MAX_SLOW_LOOKUPS = 2
 """Maximum concurrent key lookups of all addresses together that are over their limit."""
@@ -51,7 +51,7 @@ class StoreWatch:
         except LimitStoreLostError as error:
             self._note_lost(error)
             raise
-        self._note_back()
+        self._note_recovered()
 
     def _may_try(self) -> bool:
         """Whether the store is available, or this request is the one that tries it again."""
@@ -73,7 +73,7 @@ class StoreWatch:
         if has_changed:
             _log.warning("limit store lost", extra={"why": str(error)})
 
-    def _note_back(self) -> None:
+    def _note_recovered(self) -> None:
         if self._retry_at is None:
             return
         with self._lock:
@@ -191,7 +191,7 @@ class FailedProofs:
         with self._lock:
             self._over_until.pop(source, None)
             self._over_until[source] = until
-            if len(self._over_until) > _MOST_ADDRESSES:
+            if len(self._over_until) > _MAX_ADDRESSES:
                 del self._over_until[next(iter(self._over_until))]
 
 
@@ -239,7 +239,7 @@ def limiter() -> Limiter:
 @cache
 def failed_proofs() -> FailedProofs:
     """Return the limiter of failed proofs. Its local buckets are separate, so many addresses evict no account's."""
-    local = LocalStore(capacity=_MOST_ADDRESSES)
+    local = LocalStore(capacity=_MAX_ADDRESSES)
     own = Limiter(local, None, fallback_percent=100)
     if not settings.REDIS_URL:
         return FailedProofs(own)

@@ -3,8 +3,8 @@
     plan(buckets, cost)       -> Spend, if the local state decides, or the LeaseRequest to send to the store
     settle(request, reply)    -> Spend, or another LeaseRequest; abandon(request) when there was no reply
 
-A lease is what one lease request pays beyond the cost of its own request. It expires LIFE_US after the request was
-sent, by the clock of this process. Its remaining tokens are then lost: the bucket has paid them, so they are never
+A lease is what one lease request spends beyond the cost of its own request. It expires LIFE_US after the request was
+sent, by the clock of this process. Its remaining tokens are then lost: the bucket has counted them, so they are never
 spent twice. The size of a lease has two bounds:
 
 - At most a twentieth of what is left in the store, so that leases shrink to nothing as the bucket empties. With fewer
@@ -19,7 +19,7 @@ the store would refuse too. A flood of refused requests reaches the store only w
 in case the store was flushed.
 
 Over all processes, in any w seconds a bucket admits at most count + w * count / seconds, as a strict one does, plus
-tokens paid before and spent now: one lease per process, and no more than the refill of LIFE_US.
+tokens leased before and spent now: one lease per process, and no more than the refill of LIFE_US.
 """
 
 import threading
@@ -29,7 +29,7 @@ from functools import partial
 from itertools import islice
 
 from keyvault.access.limits import Bucket, BucketState, BucketStatus, Spend, bucket_status, spend
-from keyvault.services.limits.stores import Payer, StoreReply, monotonic_us
+from keyvault.services.limits.stores import Spender, StoreReply, monotonic_us
 
 LIFE_US = 100_000
 """Lifetime of a lease, in microseconds."""
@@ -41,7 +41,7 @@ _STATE_MAX_AGE_US = 1_000_000
 """Maximum age of a bucket's last known state, in microseconds."""
 
 
-class _Holding:
+class _BucketLease:
     """Local state of a bucket and its current lease; times are in microseconds of this process's clock."""
 
     __slots__ = ("ends_us", "full_at", "is_leasing", "left", "seen_us", "size")
@@ -49,18 +49,18 @@ class _Holding:
     def __init__(self) -> None:
         self.left = 0
         self.ends_us = 0
-        self.size = 0  # tokens that the last lease request paid, including its own cost
-        self.is_leasing = False  # the next lease is requested; until it arrives, other requests pay their cost alone
+        self.size = 0  # tokens that the last lease request spent, including its own cost
+        self.is_leasing = False  # the next lease is requested; until it arrives, other requests spend their cost alone
         self.full_at = 0  # in units of 1/count microseconds, as in LocalStore
         self.seen_us = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _LeasePart:
     """One bucket of a lease request: `size` tokens to spend in the store."""
 
     bucket: Bucket
-    holding: _Holding
+    lease: _BucketLease
     size: int
     is_lease: bool
 
@@ -71,9 +71,9 @@ class LeaseRequest:
 
     request: Sequence[Bucket]
     cost: int
-    parts: tuple[_Part, ...]
-    paid: tuple[tuple[_Holding, int], ...]
-    """The holdings that have already paid for the request, and when each of their leases expires."""
+    parts: tuple[_LeasePart, ...]
+    covered: tuple[tuple[_BucketLease, int], ...]
+    """The leases that have already spent the cost of this request, and when each expires."""
     sent_us: int
 
     @property
@@ -94,14 +94,14 @@ class Leases:
         self._now_us = now_us
         self._life_us = life_us
         self._capacity = capacity
-        self._holdings: dict[str, _Holding] = {}
+        self._leases: dict[str, _BucketLease] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._holdings)
+        return len(self._leases)
 
-    def payer(self, buckets: Sequence[Bucket]) -> Payer:
-        """Return a payer that spends from leases only; see `LocalStore.payer`."""
+    def spender(self, buckets: Sequence[Bucket]) -> Spender:
+        """Return a function that spends from leases only; see `LocalStore.spender`."""
         return partial(self._try_spend, buckets)
 
     def _try_spend(self, buckets: Sequence[Bucket], cost: int) -> tuple[int, ...] | None:
@@ -110,19 +110,19 @@ class Leases:
         statuses: tuple[int, ...] = ()
         with self._lock:
             now_us = self._now_us()
-            paid = []
+            covered = []
             for bucket in buckets:
-                holding = self._holdings.get(bucket.key)
-                if holding is None or holding.left < cost or now_us >= holding.ends_us:
+                lease = self._leases.get(bucket.key)
+                if lease is None or lease.left < cost or now_us >= lease.ends_us:
                     return None
-                paid.append(holding)
+                covered.append(lease)
                 count, window_us, burst, second = bucket.limit.numbers
-                now, full_at = now_us * count, holding.full_at
-                remaining = (now + burst - full_at) // window_us + holding.left - cost
+                now, full_at = now_us * count, lease.full_at
+                remaining = (now + burst - full_at) // window_us + lease.left - cost
                 reset_seconds = -((now - full_at) // second)
                 statuses += (remaining if remaining < count else count, reset_seconds if reset_seconds > 1 else 1)
-            for holding in paid:
-                holding.left -= cost
+            for lease in covered:
+                lease.left -= cost
         return statuses
 
     def plan(self, buckets: Sequence[Bucket], cost: int) -> Spend | LeaseRequest:
@@ -134,70 +134,74 @@ class Leases:
             bucket.limit.advance(cost)
         with self._lock:
             now_us = self._now_us()
-            holdings = [self._holding(bucket.key) for bucket in buckets]
-            unpaid = [
-                (bucket, holding)
-                for bucket, holding in zip(buckets, holdings, strict=True)
-                if holding.left < cost or now_us >= holding.ends_us
+            leases = [self._lease(bucket.key) for bucket in buckets]
+            uncovered = [
+                (bucket, lease)
+                for bucket, lease in zip(buckets, leases, strict=True)
+                if lease.left < cost or now_us >= lease.ends_us
             ]
-            if refusal := _refusal(unpaid, cost, now_us):
-                return self._result(buckets, now_us, refusal, [bucket for bucket, _ in unpaid])
-            unpaid_holdings = [holding for _, holding in unpaid]
-            paid = [holding for holding in holdings if holding not in unpaid_holdings]
-            for holding in paid:
-                holding.left -= cost
-            if not unpaid:
+            if refusal := _refusal(uncovered, cost, now_us):
+                return self._result(buckets, now_us, refusal, [bucket for bucket, _ in uncovered])
+            uncovered_leases = [lease for _, lease in uncovered]
+            covered = [lease for lease in leases if lease not in uncovered_leases]
+            for lease in covered:
+                lease.left -= cost
+            if not uncovered:
                 return self._result(buckets, now_us)
-            parts = tuple(_part(bucket, holding, cost, now_us) for bucket, holding in unpaid)
-            return LeaseRequest(buckets, cost, parts, tuple((holding, holding.ends_us) for holding in paid), now_us)
+            parts = tuple(_lease_part(bucket, lease, cost, now_us) for bucket, lease in uncovered)
+            return LeaseRequest(buckets, cost, parts, tuple((lease, lease.ends_us) for lease in covered), now_us)
 
     def settle(self, lease_request: LeaseRequest, reply: StoreReply) -> Spend | LeaseRequest:
         with self._lock:
             now_us = self._now_us()
-            is_paid = reply.spend.allowed
+            is_spent = reply.spend.allowed
             for part, state in zip(lease_request.parts, reply.states, strict=True):
                 # Relative to the send time, which is before the store read its clock.
                 count, shifted_us = part.bucket.limit.count, state.micros - reply.now_us + lease_request.sent_us
-                part.holding.full_at, part.holding.seen_us = shifted_us * count + state.fraction, lease_request.sent_us
-                if is_paid and part.is_lease:
-                    self._take(part, lease_request, now_us)
-            if not is_paid and any(part.size > lease_request.cost for part in lease_request.parts):
-                parts = tuple(
-                    _Part(part.bucket, part.holding, lease_request.cost, part.is_lease) for part in lease_request.parts
+                part.lease.full_at, part.lease.seen_us = (
+                    shifted_us * count + state.fraction,
+                    lease_request.sent_us,
                 )
-                return LeaseRequest(lease_request.request, lease_request.cost, parts, lease_request.paid, now_us)
+                if is_spent and part.is_lease:
+                    self._take(part, lease_request, now_us)
+            if not is_spent and any(part.size > lease_request.cost for part in lease_request.parts):
+                parts = tuple(
+                    _LeasePart(part.bucket, part.lease, lease_request.cost, part.is_lease)
+                    for part in lease_request.parts
+                )
+                return LeaseRequest(lease_request.request, lease_request.cost, parts, lease_request.covered, now_us)
             self._end_leasing(lease_request)
-            if is_paid:
+            if is_spent:
                 return self._result(lease_request.request, now_us)
             self._refund(lease_request)
             return self._result(lease_request.request, now_us, reply.spend, lease_request.buckets)
 
     def abandon(self, lease_request: LeaseRequest) -> None:
-        """Give up a request whose outcome is unknown. Tokens that the store may have paid are lost."""
+        """Give up a request whose outcome is unknown. Tokens that the store may have spent are lost."""
         with self._lock:
             self._end_leasing(lease_request)
             self._refund(lease_request)
 
-    def _take(self, part: _Part, lease_request: LeaseRequest, now_us: int) -> None:
+    def _take(self, part: _LeasePart, lease_request: LeaseRequest, now_us: int) -> None:
         """Replace the previous lease; only the tokens that this request spends carry over from it."""
-        holding = part.holding
-        before = min(holding.left, lease_request.cost - 1) if now_us < holding.ends_us else 0
-        holding.left = before + part.size - lease_request.cost
-        holding.ends_us = lease_request.sent_us + self._life_us
-        holding.size = part.size
+        lease = part.lease
+        before = min(lease.left, lease_request.cost - 1) if now_us < lease.ends_us else 0
+        lease.left = before + part.size - lease_request.cost
+        lease.ends_us = lease_request.sent_us + self._life_us
+        lease.size = part.size
 
     @staticmethod
     def _end_leasing(lease_request: LeaseRequest) -> None:
         for part in lease_request.parts:
             if part.is_lease:
-                part.holding.is_leasing = False
+                part.lease.is_leasing = False
 
     @staticmethod
     def _refund(lease_request: LeaseRequest) -> None:
         """Return the tokens to the same lease. They are lost if it is replaced or the next one is requested."""
-        for holding, ends_us in lease_request.paid:
-            if holding.ends_us == ends_us and not holding.is_leasing:
-                holding.left += lease_request.cost
+        for lease, ends_us in lease_request.covered:
+            if lease.ends_us == ends_us and not lease.is_leasing:
+                lease.left += lease_request.cost
 
     def _result(
         self,
@@ -212,52 +216,52 @@ class Leases:
             if refusal is None
             else {one.key: statuses for one, statuses in zip(refused_buckets, refusal.statuses, strict=True)}
         )
-        standings = tuple(
-            refused.get(bucket.key) or _status(bucket, self._holding(bucket.key), now_us) for bucket in request
+        statuses = tuple(
+            refused.get(bucket.key) or _status(bucket, self._lease(bucket.key), now_us) for bucket in request
         )
-        return Spend(refusal is None, standings, 0 if refusal is None else refusal.retry_after_seconds)
+        return Spend(refusal is None, statuses, 0 if refusal is None else refusal.retry_after_seconds)
 
-    def _holding(self, key: str) -> _Holding:
-        holding = self._holdings.get(key)
-        if holding is None:
-            if len(self._holdings) >= self._capacity:
-                for oldest in list(islice(self._holdings, self._capacity // 8 + 1)):
-                    del self._holdings[oldest]
-            holding = self._holdings[key] = _Holding()
-        return holding
+    def _lease(self, key: str) -> _BucketLease:
+        lease = self._leases.get(key)
+        if lease is None:
+            if len(self._leases) >= self._capacity:
+                for oldest in list(islice(self._leases, self._capacity // 8 + 1)):
+                    del self._leases[oldest]
+            lease = self._leases[key] = _BucketLease()
+        return lease
 
 
-def _part(bucket: Bucket, holding: _Holding, cost: int, now_us: int) -> _Part:
-    if holding.is_leasing:
-        return _Part(bucket, holding, cost, is_lease=False)
-    holding.is_leasing = True
+def _lease_part(bucket: Bucket, lease: _BucketLease, cost: int, now_us: int) -> _LeasePart:
+    if lease.is_leasing:
+        return _LeasePart(bucket, lease, cost, is_lease=False)
+    lease.is_leasing = True
     size = 0
-    if now_us - holding.seen_us < _STATE_MAX_AGE_US:
-        used = holding.size - holding.left
-        left_there = bucket_status(bucket, _state(bucket, holding), now_us).remaining
-        size = min(2 * used if now_us < holding.ends_us else used, left_there // SHARE)
-    return _Part(bucket, holding, max(cost, size), is_lease=True)
+    if now_us - lease.seen_us < _STATE_MAX_AGE_US:
+        used = lease.size - lease.left
+        left_in_store = bucket_status(bucket, _state(bucket, lease), now_us).remaining
+        size = min(2 * used if now_us < lease.ends_us else used, left_in_store // SHARE)
+    return _LeasePart(bucket, lease, max(cost, size), is_lease=True)
 
 
-def _refusal(unpaid: Sequence[tuple[Bucket, _Holding]], cost: int, now_us: int) -> Spend | None:
+def _refusal(uncovered: Sequence[tuple[Bucket, _BucketLease]], cost: int, now_us: int) -> Spend | None:
     """Return the refusal that the store is certain to give, or None."""
-    if not unpaid:
+    if not uncovered:
         return None
     states = [
-        _state(bucket, holding) if now_us - holding.seen_us < _STATE_MAX_AGE_US else None for bucket, holding in unpaid
+        _state(bucket, lease) if now_us - lease.seen_us < _STATE_MAX_AGE_US else None for bucket, lease in uncovered
     ]
-    outcome, _ = spend(states, [bucket for bucket, _ in unpaid], cost, now_us)
+    outcome, _ = spend(states, [bucket for bucket, _ in uncovered], cost, now_us)
     return None if outcome.allowed else outcome
 
 
-def _state(bucket: Bucket, holding: _Holding) -> BucketState:
-    return BucketState(*divmod(holding.full_at, bucket.limit.count))
+def _state(bucket: Bucket, lease: _BucketLease) -> BucketState:
+    return BucketState(*divmod(lease.full_at, bucket.limit.count))
 
 
-def _status(bucket: Bucket, holding: _Holding, now_us: int) -> BucketStatus:
+def _status(bucket: Bucket, lease: _BucketLease, now_us: int) -> BucketStatus:
     """Return a bucket's status: tokens left in the store and in the lease; the store's time until it is full."""
-    stored = bucket_status(bucket, _state(bucket, holding), now_us)
-    leased = holding.left if now_us < holding.ends_us else 0
+    stored = bucket_status(bucket, _state(bucket, lease), now_us)
+    leased = lease.left if now_us < lease.ends_us else 0
     return BucketStatus(
         stored.policy, stored.limit, min(stored.remaining + leased, stored.limit.count), max(stored.reset_seconds, 1)
     )

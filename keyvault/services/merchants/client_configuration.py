@@ -17,9 +17,9 @@ from keyvault.domain.redaction import redact
 from keyvault.models import Account, MerchantStatus
 from keyvault.services.recording.transaction import recorded
 
-LARGEST_BYTES = 16_384
-MOST_ORIGINS = 50
-SHORTEST_SECONDS, LONGEST_SECONDS = 60, 86_400
+MAX_BYTES = 16_384
+MAX_ORIGINS = 50
+MIN_SECONDS, MAX_SECONDS = 60, 86_400
 
 
 def set_client_configuration(grant: Grant, account: Account, configuration: Mapping[str, Any]) -> None:
@@ -44,8 +44,8 @@ def set_allowed_origins(grant: Grant, account: Account, origins: Sequence[str]) 
         for number, origin in enumerate(wanted, 1)
         if (fault := find_origin_fault(origin)) is not None
     ]
-    if len(wanted) > MOST_ORIGINS:
-        faults = [Fault("/origins", f"at most {MOST_ORIGINS}")]
+    if len(wanted) > MAX_ORIGINS:
+        faults = [Fault("/origins", f"at most {MAX_ORIGINS}")]
     if faults:
         raise RequestInvalidError("The origins are invalid.", faults)
     with recorded(grant, Permission.MERCHANTS_WRITE, "account.origins_set", account=account, origins=wanted):
@@ -54,8 +54,8 @@ def set_allowed_origins(grant: Grant, account: Account, origins: Sequence[str]) 
 
 def set_customer_token_bound(grant: Grant, account: Account, seconds: int) -> None:
     """Set the maximum lifetime of new customer access tokens, in seconds; issued tokens keep theirs."""
-    if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:
-        fault = Fault("/seconds", f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}")
+    if not MIN_SECONDS <= seconds <= MAX_SECONDS:
+        fault = Fault("/seconds", f"{MIN_SECONDS} to {MAX_SECONDS}")
         raise RequestInvalidError("The bound is invalid.", [fault])
     with recorded(
         grant, Permission.MERCHANTS_WRITE, "account.customer_token_bound_set", account=account, seconds=seconds
@@ -96,8 +96,8 @@ def _configuration_fault(configuration: object) -> str | None:
         looks_secret = _looks_secret(configuration)
     except (TypeError, ValueError, RecursionError):
         return "JSON of strings, integers, true, false and null; any other number as a string"
-    if len(text) > LARGEST_BYTES:
-        return f"at most {LARGEST_BYTES} bytes"
+    if len(text) > MAX_BYTES:
+        return f"at most {MAX_BYTES} bytes"
     if b"\\u0000" in text:
         return "no NUL character"
     if looks_secret:

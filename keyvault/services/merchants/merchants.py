@@ -75,7 +75,7 @@ def require_staying(account: Account) -> None:
 
 def _refuse_offboarded(merchant: Merchant) -> None:
     if merchant.status == MerchantStatus.OFFBOARDED:
-        raise StateConflictError("The merchant has left permanently. Create a new one.")
+        raise StateConflictError("The merchant was offboarded, permanently. Create a new one.")
 
 
 def _set_merchant_status(grant: Grant, merchant: Merchant, status: MerchantStatus, event: str) -> None:

@@ -11,7 +11,7 @@ from keyvault.domain.ids import mint_id
 from keyvault.models import Account, Order
 from keyvault.services.recording.transaction import recorded
 
-LARGEST_AMOUNT = 999_999_999_999
+MAX_AMOUNT_MINOR = 999_999_999_999
 """Maximum order amount, in the currency's minor unit."""
 
 CURRENCY = r"^[A-Z]{3}$"
@@ -22,8 +22,8 @@ def create_order(
 ) -> Order:
     """Create an order. Raises RequestInvalidError with faults."""
     faults = []
-    if not 1 <= amount_minor <= LARGEST_AMOUNT:
-        faults.append(Fault("/amount_minor", f"1 to {LARGEST_AMOUNT}"))
+    if not 1 <= amount_minor <= MAX_AMOUNT_MINOR:
+        faults.append(Fault("/amount_minor", f"1 to {MAX_AMOUNT_MINOR}"))
     if re.fullmatch(CURRENCY, currency) is None:
         faults.append(Fault("/currency", "three capital letters (ISO 4217)"))
     if customer_id is not None and (fault := find_customer_id_fault(customer_id)) is not None:
@@ -55,12 +55,12 @@ def create_order(
 def find_order(account: Account, order_token: str, customer: Customer | None = None) -> Order:
     """Return the account's order, hiding other customers' orders from a customer. Raises NotFoundError."""
     order: Order | None = Order.objects.filter(account=account, order_token=order_token).first()
-    is_anothers = (
+    is_foreign = (
         order is not None
         and customer is not None
         and order.customer_id is not None
         and order.customer_id != customer.customer_id
     )
-    if order is None or is_anothers:
+    if order is None or is_foreign:
         raise NotFoundError
     return order

@@ -1,6 +1,6 @@
 """Decide when a new pepper version starts to make digests: once every live process that judges keys has loaded it.
 
-Until then the version only proves existing digests. A process that cannot reach the secret backend delays the switch,
+Until then the version only checks existing digests. A process that cannot reach the secret backend delays the switch,
 and no key fails because of it. A process that starts later loads every version before it serves.
 """
 
@@ -15,7 +15,7 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import live_reporters
 
 PROPAGATION: Final = timedelta(seconds=30)
-"""Minimum time in which a new version only proves. Processes check for new versions every few seconds."""
+"""Minimum time for which a new version only checks digests. Processes look for new versions every few seconds."""
 
 
 def list_staged() -> list[PepperVersion]:

@@ -3,7 +3,7 @@
 rotate_pepper        a new version proves from now on, and makes the digests once every process has it, see
                      `services.pepper_rotation.propagation`
 (re-hash)            each key moves to it when it is next used, see `services.keys.rehashing`
-retire_pepper        refused while anything living depends on the old one
+retire_pepper        refused while anything live depends on the old one
 destroy_pepper       erases its material, manually, once no backup can bring back a database that needs it
 """
 
@@ -147,7 +147,7 @@ class PepperUsage:
 
 
 class PepperInUseError(StateConflictError):
-    """Something living still depends on the version."""
+    """Something live still depends on the version."""
 
 
 def find_pepper_usage(pepper_set: PepperSet, number: int, now: datetime) -> PepperUsage:
@@ -168,7 +168,7 @@ def find_pepper_usage(pepper_set: PepperSet, number: int, now: datetime) -> Pepp
 def retire_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVersion:
     """Retire a version: it proves nothing any more, and its dead keys become `credential_invalid`.
 
-    Repeatable. Raises PepperInUseError, with what to do, while anything living depends on it. Raises StateConflictError
+    Repeatable. Raises PepperInUseError, with what to do, while anything live depends on it. Raises StateConflictError
     for the newest version, and until a newer one has made the digests for long enough. Raises NotFoundError.
     """
     _require_served(pepper_set)
@@ -260,8 +260,8 @@ def _require_unused(row: PepperVersion, now: datetime) -> None:
 def _block_writers() -> None:
     """Block writers inside the transaction, so that the count sees every digest and no new one is written.
 
-    The timeout is shorter than PostgreSQL's deadlock check, so this transaction gives way. SQLite has one writer at a
-    time.
+    The timeout is shorter than PostgreSQL's deadlock check, so this transaction is the one that fails. SQLite has one
+    writer at a time.
     """
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:

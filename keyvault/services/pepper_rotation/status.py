@@ -47,7 +47,7 @@ class PepperState:
 
 
 @dataclass(frozen=True, slots=True)
-class RowlessVersion:
+class UnrecordedVersion:
     """A version that the secret backend has and the database does not.
 
     An interrupted rotation left it, or the database was restored from an earlier backup, or it is another
@@ -85,14 +85,14 @@ def list_pepper_states(now: datetime, dormant_days: int = DORMANT_DAYS) -> list[
     ]
 
 
-def list_rowless() -> list[RowlessVersion]:
-    """Return rowless versions of the served sets. A set whose backend does not answer yields none."""
+def list_unrecorded() -> list[UnrecordedVersion]:
+    """Return the served sets' versions without a database row; none of a set whose backend does not answer."""
     found = []
     for pepper_set in list_served_sets():
         known = set(PepperVersion.objects.filter(pepper_set=pepper_set).values_list("number", flat=True))
         for number, state in (_find_stored(pepper_set) or {}).items():
             if number not in known and state is not VersionState.DESTROYED:
-                found.append(RowlessVersion(pepper_set, number, _find_owner_fault(pepper_set, number)))
+                found.append(UnrecordedVersion(pepper_set, number, _find_owner_fault(pepper_set, number)))
     return found
 
 

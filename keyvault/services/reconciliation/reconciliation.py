@@ -76,8 +76,8 @@ def _renew(lease: Lease) -> None:
 
 
 def next_night(now: datetime) -> datetime:
-    tonight = datetime.combine(now.astimezone(UTC), NIGHT)
-    return tonight if tonight > now else tonight + timedelta(days=1)
+    night = datetime.combine(now.astimezone(UTC), NIGHT)
+    return night if night > now else night + timedelta(days=1)
 
 
 def reconcile(

@@ -86,12 +86,12 @@ class ReconciliationNotice:
     def _announce(self, account: Account, subject: str, path: str, number: int | None, why: str) -> None:
         """Announce a finding unless the same one was announced before."""
         payload: dict[str, JsonValue] = {"path": clean_text(path, 200), "backend_version": number, "why": why}
-        announced = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=subject)
+        announced = Notice.objects.filter(kind=NoticeKind.BACKEND_UNATTRIBUTED, account=account, subject=subject)
         if self.report.is_dry_run or any(row.payload == payload for row in announced):
             return
         grant = self.grant(account)
         with recorded(grant, P.BACKEND_RECONCILE, "backend.stranger_found", account=account, **payload):
-            announce(grant, NoticeKind.BACKEND_STRANGER, account, subject, **payload)
+            announce(grant, NoticeKind.BACKEND_UNATTRIBUTED, account, subject, **payload)
 
     def report_refusal(self, error: BackendDeniedError) -> None:
         account = Account.objects.filter(environment=self.environment).order_by("pk").first()
@@ -102,7 +102,7 @@ class ReconciliationNotice:
         self.report.missing += 1
         self.report.add_finding("missing", key.credential.backend_path, key.backend_version, key_id=key.key_id)
         account = key.credential.account
-        announced = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=key.key_id)
+        announced = Notice.objects.filter(kind=NoticeKind.BACKEND_UNATTRIBUTED, account=account, subject=key.key_id)
         if self.report.is_dry_run or any(
             row.payload.get("backend_version") == key.backend_version for row in announced
         ):

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 CHANNEL = "keyvault_changes"
 """NOTIFY channel that wakes the followers. The payload is the last sequence; it is informative only."""
 
-MOST_ROWS = 10_000
+MAX_ROWS = 10_000
 """Maximum rows of one poll. A follower that is further behind drops its whole cache."""
 
 _OVERLAP = 64
@@ -126,7 +126,7 @@ class ChangeBatch:
     """Result of one poll.
 
     `drawn`: the last sequence drawn when the poll began. `holders`: transactions that may have drawn it or a lower
-    one. `rows`: the rows visible after that, or the first MOST_ROWS + 1 of them.
+    one. `rows`: the rows visible after that, or the first MAX_ROWS + 1 of them.
     """
 
     drawn: int
@@ -136,7 +136,7 @@ class ChangeBatch:
 
 def poll_feed(above: int) -> ChangeBatch:
     """Read the rows above a sequence in one round trip. Raises OperationalError, also on a standby."""
-    rows = _ROWS.format(above=int(above), most=MOST_ROWS + 1)
+    rows = _ROWS.format(above=int(above), most=MAX_ROWS + 1)
     if connection.vendor != "postgresql":
         with connection.cursor() as cursor:
             cursor.execute("SELECT coalesce(max(sequence), 0) FROM keyvault_change")
@@ -183,7 +183,7 @@ class Position:
 
         Raises FeedRewoundError.
         """
-        is_truncated = len(batch.rows) > MOST_ROWS
+        is_truncated = len(batch.rows) > MAX_ROWS
         if batch.drawn < self.confirmed or not (is_truncated or self._applied <= set(batch.rows)):
             raise FeedRewoundError(f"the feed ends at {batch.drawn}, and was followed to {self.confirmed}")
         if not self.is_placed or is_truncated or self._older_holders - batch.holders:
@@ -193,7 +193,7 @@ class Position:
     def advance(self, batch: ChangeBatch) -> bool:
         """Record that the batch is applied; return whether the confirmed sequence moved."""
         self._older_holders &= batch.holders
-        if not self.is_placed or len(batch.rows) > MOST_ROWS:
+        if not self.is_placed or len(batch.rows) > MAX_ROWS:
             self.is_placed, self._applied, self._older_holders = True, set(), batch.holders
             self.floor = max(self.floor, batch.drawn - _OVERLAP)
         self._applied |= {row for row in batch.rows if row.sequence > self.floor}

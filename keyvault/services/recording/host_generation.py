@@ -8,7 +8,7 @@ The file is only a notification. If an announcement is lost (its writer was kill
 feed delivers it a moment later. So no process waits for the file without a limit, and any doubt drops the whole cache.
 
 When the mapped file is deleted or replaced, a process notices it at its next announcement, its next `since`, or the
-next `remap` of its follower. One limit follows. If a process that never mapped the deleted file announces first, it
+next `remap` of its follower. Limitation: if a process that never mapped the deleted file announces first, it
 writes to a new file. The others still read the old one, and learn of that change only from the next poll of the feed.
 """
 

@@ -51,7 +51,7 @@ ENDING: Mapping[str, type[RecordedModel]] = {
 """Models whose rows can be revoked permanently (`has_ended`), by the kind of their subject."""
 
 _BLOCK_BYTES = 4096
-_LOOKED = b'"what":"looked"'
+_CAUGHT_UP_MARKER = b'"what":"looked"'
 
 
 def append_ended(subjects: Mapping[Subject, bool], sequence: int | None, now: datetime) -> None:
@@ -66,7 +66,7 @@ def append_ended(subjects: Mapping[Subject, bool], sequence: int | None, now: da
     try:
         append_lines(describe_ended(ended, sequence, now, unit=unit))
     except OSError as error:
-        _log.exception("the revocation log cannot be written", extra={"path": str(settings.JOURNAL)})
+        _log.exception("the revocation log cannot be written", extra={"path": str(settings.REVOCATION_LOG)})
         _try_alarm(error, now)
     else:
         transaction.on_commit(partial(_note_committed, unit), robust=True)
@@ -97,7 +97,7 @@ def append_lines(lines: Sequence[Line], *, is_synced: bool = True) -> None:
 
     Raises OSError, also when the file is missing or empty: a new file here would hide the loss of the old one.
     """
-    with _open_file(settings.JOURNAL) as descriptor:
+    with _open_file(settings.REVOCATION_LOG) as descriptor:
         with _lock(descriptor):
             _remove_torn_line(descriptor)
             if os.fstat(descriptor).st_size == 0:
@@ -107,9 +107,9 @@ def append_lines(lines: Sequence[Line], *, is_synced: bool = True) -> None:
             os.fsync(descriptor)
 
 
-def make_journal(opened: Opened) -> bool:
+def create_revocation_log(opened: Opened) -> bool:
     """Create the file with its first line; return False when it already has lines. Raises OSError."""
-    path = settings.JOURNAL
+    path = settings.REVOCATION_LOG
     ensure_private_directory(path.parent)
     with _open_file(path, os.O_CREAT) as descriptor:
         with _lock(descriptor):
@@ -123,16 +123,16 @@ def make_journal(opened: Opened) -> bool:
 
 
 def empty_error() -> OSError:
-    return OSError(errno.ENODATA, os.strerror(errno.ENODATA), str(settings.JOURNAL))
+    return OSError(errno.ENODATA, os.strerror(errno.ENODATA), str(settings.REVOCATION_LOG))
 
 
-def read_journal(offset: int = 0) -> Iterator[tuple[int, Line | None]]:
+def read_lines(offset: int = 0) -> Iterator[tuple[int, Line | None]]:
     """Iterate over (offset after the line, line) from an offset, in bytes, up to the current end; None: damaged line.
 
     Yields nothing without a file. Omits a torn last line: its revocation was never acknowledged. Raises OSError.
     """
     try:
-        file = settings.JOURNAL.open("rb")
+        file = settings.REVOCATION_LOG.open("rb")
     except FileNotFoundError:
         return
     with file:
@@ -145,13 +145,13 @@ def read_journal(offset: int = 0) -> Iterator[tuple[int, Line | None]]:
             yield offset, _parsed(text)
 
 
-def find_last_look() -> int:
+def find_progress_line() -> int:
     """Return the byte offset of the last `CaughtUp` line, 0 without one. Searches from the end. Raises OSError."""
-    with settings.JOURNAL.open("rb") as file:
+    with settings.REVOCATION_LOG.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return 0
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            found = text.rfind(_LOOKED)
+            found = text.rfind(_CAUGHT_UP_MARKER)
             return 0 if found < 0 else text.rfind(b"\n", 0, found) + 1
 
 
@@ -167,12 +167,12 @@ def boot_id() -> str:
 def announce_failure(grant: Grant, account: Account, error: OSError) -> None:
     """Raise the alarm inside the caller's transaction. Any account will do, because a host has none."""
     why = os.strerror(error.errno) if error.errno else "the write failed"
-    announce(grant, NoticeKind.JOURNAL_FAILED, account, host_name(), why=why)
+    announce(grant, NoticeKind.REVOCATION_LOG_FAILED, account, host_name(), why=why)
 
 
 def find_account_to_alarm() -> Account | None:
     """Return an account for the alarm, or None while an earlier alarm about this host is unacknowledged."""
-    unseen = Notice.objects.filter(kind=NoticeKind.JOURNAL_FAILED, subject=host_name(), seen_at__isnull=True)
+    unseen = Notice.objects.filter(kind=NoticeKind.REVOCATION_LOG_FAILED, subject=host_name(), seen_at__isnull=True)
     return None if unseen.exists() else any_account()
 
 
@@ -190,7 +190,7 @@ def _try_alarm(error: OSError, now: datetime) -> None:
     try:
         with transaction.atomic(), collect_subjects():
             if (account := find_account_to_alarm()) is not None:
-                announce_failure(authorize(WORKER, Permission.JOURNAL_KEEP, account, now=now), account, error)
+                announce_failure(authorize(WORKER, Permission.REVOCATION_LOG_APPEND, account, now=now), account, error)
     except DatabaseError:
         _log.exception("the alarm about the revocation log cannot be raised")
 
@@ -200,7 +200,7 @@ def _note_committed(unit: str) -> None:
     try:
         append_lines([Committed(unit)], is_synced=False)
     except OSError:
-        _log.exception("the revocation log cannot be written", extra={"path": str(settings.JOURNAL)})
+        _log.exception("the revocation log cannot be written", extra={"path": str(settings.REVOCATION_LOG)})
 
 
 # --- the file ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Append to this host's revocation journal what it lacks: other hosts' revocations and failed writes.
+"""Append to this host's revocation log what it lacks: other hosts' revocations and failed writes.
 
 The change feed supplies the candidates: rows after the newest one checked, up to the last one below which no row can
 still appear. On PostgreSQL that is the newest sequence that any verifier has confirmed. On SQLite, which has one
@@ -33,8 +33,8 @@ from keyvault.services.recording.revocation_log import (
     describe_ended,
     empty_error,
     find_account_to_alarm,
-    find_last_look,
-    read_journal,
+    find_progress_line,
+    read_lines,
 )
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.revocations.replay import have_ended, read_counter
@@ -51,9 +51,9 @@ _SETTLED_AFTER = timedelta(seconds=60)
 
 @dataclass(slots=True)
 class LogBackfill:
-    """This process's progress through the journal and the change feed.
+    """This process's progress through the revocation log and the change feed.
 
-    The journal is read once from its last progress line; later only new lines are read. `_known`: journaled ends of
+    The log is read once from its last progress line; later only new lines are read. `_known`: logged revocations of
     changes that were not checked yet.
     """
 
@@ -61,18 +61,18 @@ class LogBackfill:
     _noted_position: int = 0
     _file: tuple[int, int] | None = None
     _offset: int = 0
-    _standing: ConfirmedLines = field(default_factory=ConfirmedLines)
+    _confirmed: ConfirmedLines = field(default_factory=ConfirmedLines)
     _known: dict[Subject, Ended] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, now: datetime) -> int:
-        """Run one bounded round. Return how many lines it appended. Raise an alarm if the journal is not writable."""
+        """Run one bounded round. Return how many lines it appended. Raise an alarm if the log is not writable."""
         if not self._lock.acquire(blocking=False):
             return 0
         try:
             return self._run(now)
         except OSError as error:
-            _log.exception("the revocation journal cannot be backfilled")
+            _log.exception("the revocation log cannot be backfilled")
             _raise_alarm(error, now)
             return 0
         finally:
@@ -84,7 +84,7 @@ class LogBackfill:
         self._settle(now)
         last = _last_settled()
         if last < self.position:
-            # Either the database went back, or no verifier follows it and nothing is known to be settled.
+            # Either the database was set back, or no verifier follows it and nothing is known to be settled.
             self._notice_return(read_counter())
         if last <= self.position:
             return 0
@@ -92,9 +92,9 @@ class LogBackfill:
         found = list(changes.order_by("sequence")[:_BATCH])
         end = found[-1].sequence if len(found) == _BATCH else last
         missing = describe_ended(self._list_missing(found), end, now)
-        looked = [] if self._standing.list_unconfirmed(boot_id()) else [CaughtUp(end)]
-        if missing or (looked and end - self._noted_position >= _PROGRESS_INTERVAL):
-            append_lines([*missing, *looked], is_synced=bool(missing))
+        progress_line = [] if self._confirmed.list_unconfirmed(boot_id()) else [CaughtUp(end)]
+        if missing or (progress_line and end - self._noted_position >= _PROGRESS_INTERVAL):
+            append_lines([*missing, *progress_line], is_synced=bool(missing))
         self._advance(end)
         return len(missing)
 
@@ -104,7 +104,7 @@ class LogBackfill:
         Lines beyond the sequence counter stay: the database was set back, and what is alive in it may have been
         revoked.
         """
-        waiting = self._standing.list_unconfirmed(boot_id())
+        waiting = self._confirmed.list_unconfirmed(boot_id())
         due = [unit for unit in waiting if unit[0].at + _SETTLED_AFTER <= now]
         if due and connection.vendor == "postgresql":  # SQLite reuses the sequence of a failed transaction
             counter = read_counter()
@@ -114,33 +114,33 @@ class LogBackfill:
             self._catch_up()
 
     def _notice_return(self, counter: int) -> None:
-        """Detect a database that went back. Startup refuses one, but this process is already running."""
+        """Detect a database that was set back. Startup refuses one, but this process is already running."""
         if counter < self.position:
-            _log.error("the database went back; stop all processes, and run: manage.py replay_revocations")
+            _log.error("the database was set back; stop all processes, and run: manage.py replay_revocations")
             self.position = counter
 
     def _open(self) -> None:
-        """Start over if the journal file was restored or replaced. Raises OSError if there is none."""
-        status = os.stat(settings.JOURNAL)
+        """Start over if the log file was restored or replaced. Raises OSError if there is none."""
+        status = os.stat(settings.REVOCATION_LOG)
         file, size = (status.st_dev, status.st_ino), status.st_size
         if size == 0:
             raise empty_error()
         if file != self._file or size < self._offset:
             self.position = self._noted_position = 0
-            self._offset = find_last_look()
-            self._standing, self._known, self._file = ConfirmedLines(), {}, file
+            self._offset = find_progress_line()
+            self._confirmed, self._known, self._file = ConfirmedLines(), {}, file
             self._catch_up()
 
     def _catch_up(self) -> None:
         """Read what any process of this host has appended since."""
-        for offset, line in read_journal(self._offset):
+        for offset, line in read_lines(self._offset):
             self._offset = offset
-            for stands in () if line is None else self._standing.add(line):
-                if isinstance(stands, CaughtUp):
-                    self._noted_position = max(self._noted_position, stands.sequence)
-                    self._advance(stands.sequence)
+            for confirmed_line in () if line is None else self._confirmed.add(line):
+                if isinstance(confirmed_line, CaughtUp):
+                    self._noted_position = max(self._noted_position, confirmed_line.sequence)
+                    self._advance(confirmed_line.sequence)
                 else:
-                    self._known[stands.kind, stands.id] = stands
+                    self._known[confirmed_line.kind, confirmed_line.id] = confirmed_line
 
     def _advance(self, sequence: int) -> None:
         self.position = max(self.position, sequence)
@@ -155,7 +155,7 @@ class LogBackfill:
         return missing
 
     def _has(self, row: RecordedModel) -> bool:
-        """Whether the journal has the row's end. A revoked key may be reported as compromised later."""
+        """Whether the log has the row's end. A revoked key may be reported as compromised later."""
         subject = row.alters()
         line = None if subject is None else self._known.get(subject)
         return line is not None and (not isinstance(row, Key) or line.state == row.state)
@@ -181,6 +181,6 @@ def _last_settled() -> int:
 def _raise_alarm(error: OSError, now: datetime) -> None:
     account = find_account_to_alarm()
     if account is not None:
-        grant = authorize(WORKER, P.JOURNAL_KEEP, account, now=now)
-        with recorded(grant, P.JOURNAL_KEEP, "journal.failed", account=account):
+        grant = authorize(WORKER, P.REVOCATION_LOG_APPEND, account, now=now)
+        with recorded(grant, P.REVOCATION_LOG_APPEND, "journal.failed", account=account):
             announce_failure(grant, account, error)

@@ -1,4 +1,4 @@
-"""Create this host's revocation journal, at the first start or after an operator accepts its loss."""
+"""Create this host's revocation log, at the first start or after an operator accepts its loss."""
 
 from datetime import datetime
 
@@ -14,7 +14,13 @@ from keyvault.domain.revocation_log import Opened
 from keyvault.models import CustomerToken, Key, ServiceToken
 from keyvault.services.peppers.installation import installation_id
 from keyvault.services.recording.notifications import announce
-from keyvault.services.recording.revocation_log import any_account, append_lines, host_name, make_journal, read_journal
+from keyvault.services.recording.revocation_log import (
+    any_account,
+    append_lines,
+    create_revocation_log,
+    host_name,
+    read_lines,
+)
 from keyvault.services.recording.transaction import recorded
 
 _ISSUED = (Key, ServiceToken, CustomerToken)
@@ -27,40 +33,47 @@ def has_issued() -> bool:
 
 
 def is_lost() -> bool:
-    """Whether this host has no journal although the database has issued keys or tokens. Raises OSError."""
-    return next(read_journal(), None) is None and has_issued()
+    """Return whether this host has no revocation log although the database has issued keys or tokens.
+
+    Raises OSError.
+    """
+    return next(read_lines(), None) is None and has_issued()
 
 
-def open_journal(now: datetime) -> bool:
-    """Create the journal if there is none. Return False if it is lost.
+def open_revocation_log(now: datetime) -> bool:
+    """Create the revocation log if there is none. Return False if it is lost.
 
     Raises OSError if it cannot be read or written, IntegrityError before setup.
     """
     if is_lost():
         return False
-    make_journal(Opened(installation_id(), now))
+    create_revocation_log(Opened(installation_id(), now))
     return True
 
 
-def adopt_journal(now: datetime) -> None:
-    """Write the installation id to the journal of an earlier release. Raises OSError."""
+def adopt_revocation_log(now: datetime) -> None:
+    """Write the installation id to the revocation log of an earlier release. Raises OSError."""
     append_lines([Opened(installation_id(), now)])
 
 
 def accept_loss(grant: Grant, operator: OperatorPrincipal, reason: str) -> None:
-    """Create a new journal in place of a lost one, with an audit entry and an alarm. The grant is for the platform.
+    """Create a new revocation log in place of a lost one, with an audit entry and an alarm.
 
-    Raises RequestInvalidError without a reason, StateConflictError if no journal is lost, OSError if the journal cannot
-    be read or written.
+    The grant is for the platform.
+
+    Raises RequestInvalidError without a reason, StateConflictError if no log is lost, OSError if the log cannot be
+    read or written.
     """
     if (fault := find_reason_fault(reason)) is not None:
-        raise RequestInvalidError("Accepting the loss of the journal requires a reason.", [Fault("/reason", fault)])
-    path = str(settings.JOURNAL)
+        raise RequestInvalidError(
+            "Accepting the loss of the revocation log requires a reason.", [Fault("/reason", fault)]
+        )
+    path = str(settings.REVOCATION_LOG)
     if not is_lost():
         raise StateConflictError(
-            f"The journal {path} is not lost: it has lines, or nothing was issued and the next start creates it. Run "
-            "manage.py replay_revocations without --accept-loss. Move a journal that is damaged or belongs to another "
-            "installation away first."
+            f"The revocation log {path} is not lost: it has lines, or nothing was issued and the next start "
+            "creates it. Run manage.py replay_revocations without --accept-loss. Move a log that is damaged or belongs "
+            "to another installation away first."
         )
     why = clean_text(reason, 300)
     with recorded(
@@ -73,6 +86,6 @@ def accept_loss(grant: Grant, operator: OperatorPrincipal, reason: str) -> None:
         journal=path,
     ):
         if (account := any_account()) is not None:
-            announce(grant, NoticeKind.JOURNAL_LOSS_ACCEPTED, account, host_name(), why=why)
-    # After the commit: a journal that exists lets the service start, so the audit entry comes first.
-    make_journal(Opened(installation_id(), grant.at, operator.username, why))
+            announce(grant, NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED, account, host_name(), why=why)
+    # After the commit: a log that exists lets the service start, so the audit entry comes first.
+    create_revocation_log(Opened(installation_id(), grant.at, operator.username, why))

@@ -1,4 +1,4 @@
-"""Compare the database with the revocation journal, and revoke again what a restored backup brought back."""
+"""Compare the database with the revocation log, and revoke again what a restored backup brought back."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from keyvault.models import Account, CustomerToken, Merchant, MerchantStatus, Se
 from keyvault.models.recording import Subject
 from keyvault.services.keys.lifecycle import get_key, reapply_revocation
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.recording.revocation_log import ENDING, boot_id, read_journal
+from keyvault.services.recording.revocation_log import ENDING, boot_id, read_lines
 from keyvault.services.recording.transaction import recorded
 
 _BATCH = 900
@@ -37,11 +37,11 @@ _LIVING: Mapping[str, Q] = {
 
 @dataclass(slots=True)
 class Comparison:
-    """What the journal records and the database does not.
+    """What the revocation log records and the database does not.
 
-    `lost`: revoked in the journal and alive in the database, or no longer known as compromised. `unknown`: revoked and
-    without a row, so it authenticates nothing. `damaged`: line numbers. `highest`: newest change in the journal.
-    `counter`: newest change sequence drawn by the database. `installations`: ids that the journal belongs to; a journal
+    `lost`: revoked in the log and alive in the database, or no longer known as compromised. `unknown`: revoked and
+    without a row, so it authenticates nothing. `damaged`: line numbers. `highest`: newest change in the log.
+    `counter`: newest change sequence drawn by the database. `installations`: ids that the log belongs to; a log
     of an earlier release has none.
     """
 
@@ -64,15 +64,15 @@ class Replay:
     counter: int
 
 
-def compare_journal() -> Comparison:
-    """Read the whole journal and compare it with the database. A million lines take seconds.
+def compare_revocation_log() -> Comparison:
+    """Read the whole revocation log and compare it with the database. A million lines take seconds.
 
-    Expired customer tokens are skipped. Raises OSError if the journal cannot be read.
+    Expired customer tokens are skipped. Raises OSError if the log cannot be read.
     """
     found = Comparison()
     for batch in _batches(found, datetime.now(UTC)):
         _compare_batch(batch, found)
-    # After the journal: other processes may be writing, and a sequence is drawn before its line is written.
+    # After the log: other processes may be writing, and a sequence is drawn before its line is written.
     found.counter = read_counter()
     return found
 
@@ -86,12 +86,12 @@ def have_ended(ends: Sequence[Ended]) -> bool:
 
 
 def replay_revocations(grant: Grant) -> Replay:
-    """Revoke again what the journal records as revoked, each in its own transaction. Safe to kill and run again.
+    """Revoke again what the revocation log records as revoked, each in its own transaction. Safe to kill and run again.
 
-    The change sequence first moves past the newest change in the journal, so that no receipt goes back. The grant is
-    for the platform. Raises OSError if the journal cannot be read.
+    The change sequence first moves past the newest change in the log, so that no receipt goes back. The grant is
+    for the platform. Raises OSError if the log cannot be read.
     """
-    found = compare_journal()
+    found = compare_revocation_log()
     if found.counter < found.highest:
         with recorded(grant, P.REVOCATIONS_REPLAY, "changes.sequence_moved", was=found.counter, to=found.highest):
             _move_counter(found.highest)
@@ -133,10 +133,10 @@ def _move_counter(sequence: int) -> None:
 
 
 def _batches(found: Comparison, now: datetime) -> Iterator[list[Ended]]:
-    """Yield the journaled ends in file order. Collect line counts, damage and installations in `found` on the way."""
-    standing = ConfirmedLines()
+    """Yield the logged revocations in file order. Record line counts, damage and installations in `found`."""
+    confirmed = ConfirmedLines()
     batch: list[Ended] = []
-    for line in _standing(standing, found):
+    for line in _confirmed_lines(confirmed, found):
         found.highest = max(found.highest, line.sequence)
         if isinstance(line, Ended) and not line.has_expired(now):
             batch.append(line)
@@ -146,16 +146,16 @@ def _batches(found: Comparison, now: datetime) -> Iterator[list[Ended]]:
     yield batch
 
 
-def _standing(standing: ConfirmedLines, found: Comparison) -> Iterator[Ended | CaughtUp]:
-    for number, (_, line) in enumerate(read_journal(), 1):
+def _confirmed_lines(confirmed: ConfirmedLines, found: Comparison) -> Iterator[Ended | CaughtUp]:
+    for number, (_, line) in enumerate(read_lines(), 1):
         found.lines = number
         if line is None:
             found.damaged.append(number)
         else:
             if isinstance(line, Opened):
                 found.installations.add(line.installation)
-            yield from standing.add(line)
-    yield from standing.list_unfinished(boot_id())
+            yield from confirmed.add(line)
+    yield from confirmed.list_unfinished(boot_id())
 
 
 def _compare_batch(batch: Sequence[Ended], found: Comparison) -> None:
@@ -251,5 +251,5 @@ def _account_grant(grant: Grant, account: Account) -> Grant:
 
 
 def _line_details(line: Ended) -> dict[str, JsonValue]:
-    """Describe the journal line for the audit log."""
+    """Describe the line of the revocation log for the audit entry."""
     return {"at": line.at.astimezone(UTC).isoformat(), "sequence": line.sequence}

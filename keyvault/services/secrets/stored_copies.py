@@ -229,7 +229,7 @@ def announce_missing(grant: Grant, key: Key) -> None:
     """Raise the alarm, inside a `recorded` block, that a copy is gone which Keyvault did not destroy."""
     announce(
         grant,
-        NoticeKind.BACKEND_STRANGER,
+        NoticeKind.BACKEND_UNATTRIBUTED,
         key.credential.account,
         key.key_id,
         why="a copy that the service did not destroy is gone",

@@ -17,8 +17,8 @@ from keyvault.domain.errors import IntegrityError, KeyvaultError
 from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers.installation import installation_id
 from keyvault.services.peppers.ring import list_served_sets, load_peppers
-from keyvault.services.revocations.log_opening import adopt_journal, open_journal
-from keyvault.services.revocations.replay import compare_journal
+from keyvault.services.revocations.log_opening import adopt_revocation_log, open_revocation_log
+from keyvault.services.revocations.replay import compare_revocation_log
 
 _log = logging.getLogger(__name__)
 
@@ -34,11 +34,12 @@ def start_or_exit(who: str, *, needs_peppers: bool = True) -> None:
 
 
 def require_ready(*, needs_peppers: bool = True) -> None:
-    """Check the schema, load every served pepper, and check the triggers and the revocation journal.
+    """Check the schema, load every served pepper, and check the triggers and the revocation log.
 
     A set that the backend cannot supply now is loaded later (/readyz triggers it). Requests that need it get a 503
-    until then, and the other environment is unaffected. The process refuses a database that is behind its revocation
-    journal, has lost the journal, or has another release's schema. A process that judges no keys needs no peppers.
+    until then, and the other environment is unaffected. The process does not start if the database is behind the
+    revocation log or has another release's schema, or if the log is lost. A process that judges no keys needs no
+    peppers.
 
     Raises ImproperlyConfigured with what is wrong, with which pepper, and what to do.
     """
@@ -118,40 +119,40 @@ def require_triggers() -> None:
 def require_current() -> None:
     """Refuse a database restored from a backup, or failed over to a lagging replica: revoked keys would be valid again.
 
-    Creates the journal of an installation that has issued nothing. Raises ImproperlyConfigured, also if the journal is
-    lost.
+    Creates the revocation log of an installation that has issued nothing. Raises ImproperlyConfigured, also if the log
+    is lost.
     """
-    path = settings.JOURNAL
+    path = settings.REVOCATION_LOG
     try:
-        found = compare_journal()
+        found = compare_revocation_log()
     except OSError as error:
-        raise ImproperlyConfigured(f"the revocation journal {path} cannot be read: {error.strerror}") from error
+        raise ImproperlyConfigured(f"the revocation log {path} cannot be read: {error.strerror}") from error
     if found.damaged:
-        raise ImproperlyConfigured(f"the revocation journal {path} is damaged: {format_journal_damage(found.damaged)}")
+        raise ImproperlyConfigured(f"the revocation log {path} is damaged: {format_log_damage(found.damaged)}")
     _require_own(found.installations)
     if found.lost:
         raise ImproperlyConfigured(
-            f"the database is behind the revocation journal {path}: {len(found.lost)} revoked items are valid again, "
+            f"the database is behind the revocation log {path}: {len(found.lost)} revoked items are valid again, "
             f"such as {' '.join(min(found.lost))}; run: manage.py replay_revocations"
         )
     if found.counter < found.highest:
         raise ImproperlyConfigured(
-            f"the database is behind the revocation journal {path}: its newest change is {found.counter}, the "
-            f"journal's is {found.highest}; run: manage.py replay_revocations"
+            f"the database is behind the revocation log {path}: its newest change is {found.counter}, the "
+            f"log's is {found.highest}; run: manage.py replay_revocations"
         )
     if found.lines and not found.installations:
-        _append(adopt_journal)
+        _append(adopt_revocation_log)
 
 
 def _require_own(installations: set[str]) -> None:
-    """Raise ImproperlyConfigured if the journal is lost or belongs to another installation."""
-    if not _append(open_journal):
-        raise ImproperlyConfigured(format_journal_loss())
+    """Raise ImproperlyConfigured if the revocation log is lost or belongs to another installation."""
+    if not _append(open_revocation_log):
+        raise ImproperlyConfigured(format_log_loss())
     ours = installation_id()
     if theirs := sorted(installations - {ours}):
         raise ImproperlyConfigured(
-            f"the revocation journal {settings.JOURNAL} belongs to installation {theirs[0]}, this database to {ours}: "
-            "set KEYVAULT_JOURNAL (or KEYVAULT_DATA_DIR) to this installation's own"
+            f"the revocation log {settings.REVOCATION_LOG} belongs to installation {theirs[0]}, this database to "
+            f"{ours}: set KEYVAULT_REVOCATION_LOG (or KEYVAULT_DATA_DIR) to this installation's own"
         )
 
 
@@ -161,26 +162,26 @@ def _append(write: Callable[[datetime], T]) -> T:
         return write(datetime.now(UTC))
     except OSError as error:
         raise ImproperlyConfigured(
-            f"the revocation journal {settings.JOURNAL} cannot be written: {error.strerror}"
+            f"the revocation log {settings.REVOCATION_LOG} cannot be written: {error.strerror}"
         ) from error
     except IntegrityError as error:
         raise ImproperlyConfigured("the service was not set up; run: manage.py setup") from error
 
 
-def format_journal_loss() -> str:
-    """Explain why nothing starts without the journal, and what to do."""
+def format_log_loss() -> str:
+    """Explain why nothing starts without the revocation log, and what to do."""
     return (
-        f"the revocation journal {settings.JOURNAL} is missing or empty, and this database has issued keys or tokens: "
-        "those revoked since a backup was made could be valid again. Restore the journal from its own backup, or on a "
-        "new host copy another host's, and run: manage.py replay_revocations; if it is permanently lost, run: "
+        f"the revocation log {settings.REVOCATION_LOG} is missing or empty, and this database has issued keys or "
+        "tokens: those revoked since a backup was made could be valid again. Restore the log from its own backup, or "
+        "on a new host copy another host's, and run: manage.py replay_revocations; if it is permanently lost, run: "
         "manage.py replay_revocations --accept-loss --by NAME --reason WHY"
     )
 
 
-def format_journal_damage(lines: Sequence[int]) -> str:
+def format_log_damage(lines: Sequence[int]) -> str:
     """Explain which lines are damaged, and the manual repair."""
     numbers = ", ".join(map(str, lines[:5])) + (" and others" if len(lines) > 5 else "")
     return (
-        f"line {numbers} is not as it was written. Run: manage.py replay_revocations, which applies the intact "
+        f"line {numbers} fails its checksum. Run: manage.py replay_revocations, which applies the intact "
         "lines. Then check manually what the damaged lines named, keep a copy of the file, and remove those lines"
     )

@@ -30,13 +30,13 @@ def issue_customer_token(
 
     Raises RequestInvalidError for an invalid customer id, or a lifetime above the account's bound.
     """
-    longest = account.customer_token_seconds
-    seconds = min(DEFAULT_SECONDS, longest) if ttl_seconds is None else ttl_seconds
+    max_length = account.customer_token_seconds
+    seconds = min(DEFAULT_SECONDS, max_length) if ttl_seconds is None else ttl_seconds
     faults = []
     if (fault := find_customer_id_fault(customer_id)) is not None:
         faults.append(Fault("", f"The customer id in the path: {fault}."))
-    if not 1 <= seconds <= longest:
-        faults.append(Fault("/ttl_seconds", f"1 to {longest}, the account's bound"))
+    if not 1 <= seconds <= max_length:
+        faults.append(Fault("/ttl_seconds", f"1 to {max_length}, the account's bound"))
     if faults:
         raise RequestInvalidError("The token cannot be issued.", faults)
     environment = Environment(account.environment)

@@ -20,9 +20,9 @@ from keyvault.services.peppers.ring import load_peppers, refresh_peppers
 from keyvault.services.recording.changes import notify_host
 from keyvault.services.recording.transaction import recorded
 
-LONGEST_DAYS = 366
+MAX_DAYS = 366
 DEFAULT_DAYS = 90
-LONGEST_OVERLAP_HOURS = 168
+MAX_OVERLAP_HOURS = 168
 
 
 def create_service_token(
@@ -47,8 +47,8 @@ def create_service_token(
         faults.append(Fault("/name", fault))
     if not wanted:
         faults.append(Fault("/permission", "at least one permission"))
-    if not 1 <= lifetime_days <= LONGEST_DAYS:
-        faults.append(Fault("/lifetime_days", f"1 to {LONGEST_DAYS}"))
+    if not 1 <= lifetime_days <= MAX_DAYS:
+        faults.append(Fault("/lifetime_days", f"1 to {MAX_DAYS}"))
     if chosen is not None:
         known = set(Merchant.objects.filter(merchant_id__in=chosen).values_list("merchant_id", flat=True))
         faults += [Fault("/merchant", f"there is no merchant {unknown}") for unknown in chosen if unknown not in known]
@@ -84,8 +84,8 @@ def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) 
     Both tokens are valid for `overlap_hours` (0 to 168), but the old one never longer than before. Raises
     RequestInvalidError, StateConflictError when the token is no longer valid or is already rotated.
     """
-    if not 0 <= overlap_hours <= LONGEST_OVERLAP_HOURS:
-        fault = Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")
+    if not 0 <= overlap_hours <= MAX_OVERLAP_HOURS:
+        fault = Fault("/overlap_hours", f"0 to {MAX_OVERLAP_HOURS}")
         raise RequestInvalidError("The token cannot be rotated.", [fault])
     if token.revoked_at is not None or grant.at >= token.expires_at:
         raise StateConflictError("The token is revoked or expired. Create a new one.")

@@ -451,8 +451,8 @@ def note_lost(now: datetime) -> None:
     A dead reporter must not block silence forever, and one with a fast clock must not cover time that has not passed. A
     live reporter clears the mark with its next report; it has kept its counts.
     """
-    cannot_vouch = Q(flushed_through_at__lt=now - LOST_AFTER) | Q(flushed_through_at__gt=now + LOST_AFTER)
-    lost = live_reporters().filter(cannot_vouch)
+    is_clock_off = Q(flushed_through_at__lt=now - LOST_AFTER) | Q(flushed_through_at__gt=now + LOST_AFTER)
+    lost = live_reporters().filter(is_clock_off)
     # Check first: an update takes SQLite's only write lock, and usually there is nothing to update.
     if lost.exists() and (count := lost.update(lost_at=now)):
         _log.warning("usage reporters are lost, or their clocks differ", extra={"count": count})

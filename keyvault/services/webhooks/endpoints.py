@@ -33,7 +33,7 @@ from keyvault.wire.webhooks import mint_secret
 
 MAX_ENDPOINTS = 5
 """Maximum enabled endpoints of one account."""
-DEFAULT_OVERLAP_HOURS, LONGEST_OVERLAP_HOURS = 24, 168
+DEFAULT_OVERLAP_HOURS, MAX_OVERLAP_HOURS = 24, 168
 CATCH_UP = timedelta(days=7)
 """Age up to which given-up messages are sent again when the endpoint is enabled."""
 
@@ -80,9 +80,9 @@ def rotate_secret(grant: Grant, endpoint: WebhookEndpoint, overlap_hours: int = 
         raise StateConflictError(
             f"The secret is already being rotated: two secrets sign until {end}. Wait, or set the overlap to 0 hours."
         )
-    if not 0 <= overlap_hours <= LONGEST_OVERLAP_HOURS:
+    if not 0 <= overlap_hours <= MAX_OVERLAP_HOURS:
         raise RequestInvalidError(
-            f"Invalid overlap of {overlap_hours} hours.", [Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")]
+            f"Invalid overlap of {overlap_hours} hours.", [Fault("/overlap_hours", f"0 to {MAX_OVERLAP_HOURS}")]
         )
     refresh_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
     secret = mint_secret(secrets.token_bytes)

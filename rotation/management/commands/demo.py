@@ -16,12 +16,12 @@ from django.core.management.base import BaseCommand, CommandParser
 from keyvault.domain.errors import KeyvaultError
 from keyvault.management.service import CHECKOUT, ServiceError, find_free_port, local_url
 from keyvault.management.supervisor import STOP_SECONDS, StopRequestedError, start_child_process, stopping_on_signals
+from rotation.management.demo.context import DemoError
 from rotation.management.demo.own_vault import own_vault
 from rotation.management.demo.report import DemoReport
-from rotation.management.demo.stage import StoryError
-from rotation.management.demo.story import run_story
+from rotation.management.demo.scenario import run_demo
 
-TIDY_SECONDS = STOP_SECONDS + 5
+CLEANUP_SECONDS = STOP_SECONDS + 5
 
 
 class Command(BaseCommand):
@@ -35,7 +35,7 @@ class Command(BaseCommand):
         parser.add_argument("--inside", type=int, metavar="PORT", help="internal: run in the prepared data folder")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        sys.exit(_run_in_child() if options["inside"] is None else _run_story(options["inside"]))
+        sys.exit(_run_in_child() if options["inside"] is None else _run_demo(options["inside"]))
 
 
 def _run_in_child() -> int:
@@ -79,22 +79,22 @@ def _run_in_child() -> int:
 def _end(process: "subprocess.Popen[bytes]", number: int) -> None:
     process.send_signal(number)
     try:
-        process.wait(TIDY_SECONDS)
+        process.wait(CLEANUP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
 
 
-def _run_story(port: int) -> int:
+def _run_demo(port: int) -> int:
     report = DemoReport()
     report.title("Keyvault: the life cycle of one key")
     try:
         with stopping_on_signals():
-            run_story(report, port)
+            run_demo(report, port)
     except StopRequestedError as stop:
         report.failure(f"Stopped by {stop}. All started processes have ended.")
         return 128 + stop.number
-    except (StoryError, ServiceError) as error:
+    except (DemoError, ServiceError) as error:
         report.failure(f"A check failed.\n{error}")
         return 1
     report.success(f"Every check passed, in {report.elapsed:.0f} s.")

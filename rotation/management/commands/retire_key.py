@@ -41,7 +41,7 @@ class Command(JsonCommand):
     def _approve(self, retirement: Retirement, account: Any, options: Mapping[str, Any]) -> Retirement:
         if not options["approved_by"]:
             raise StateConflictError(
-                "Requested, but this takes a second person: name one with --approved-by, or approve it in the console."
+                "Requested. A second person must approve it: name one with --approved-by, or use the console."
             )
         approver = self.operator(options["approved_by"])
         grant = self.grant(approver, Permission.ROTATIONS_APPROVE, account, retirement.requester_person)

@@ -43,7 +43,7 @@ class Command(WatchingCommand):
             environment=Environment(options["environment"]),
             merchants=options["merchant"],
             older_than_days=options["older_than_days"],
-            wish=read_overrides(options, SHARED_FIELDS),
+            overrides=read_overrides(options, SHARED_FIELDS),
             pace=Pace(
                 per_minute=options["per_minute"],
                 concurrency=options["concurrency"],

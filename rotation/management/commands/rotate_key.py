@@ -51,7 +51,7 @@ class Command(JsonCommand):
                 bypass_rotation(grant, rotation, rotation.plan_digest, options["bypass"])
                 return
             if not options["approved_by"]:
-                raise StateConflictError("This takes a second person: name one with --approved-by.")
+                raise StateConflictError("This requires a second person: name one with --approved-by.")
             approver = self.operator(options["approved_by"])
             grant = self.grant(approver, Permission.ROTATIONS_APPROVE, credential.account, rotation.requester_person)
             approve_rotation(grant, rotation, rotation.plan_digest)

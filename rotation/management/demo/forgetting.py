@@ -10,10 +10,10 @@ from keyvault.services.approvals.inbox import list_unseen
 from keyvault.services.secrets.stored_copies import find_stored
 from rotation.domain.events import RotationState
 from rotation.domain.states import CLOSED
+from rotation.management.demo.context import DemoContext, DemoError
 from rotation.management.demo.fleet import Fleet
 from rotation.management.demo.issuing import Issued
 from rotation.management.demo.rotating import RotationEntry, entries_of, plan_options
-from rotation.management.demo.stage import Stage, StoryError
 from rotation.management.demo.tally import failures_while_good
 
 NAME, CLIENT_IP = "nightly-report", "198.51.100.30"
@@ -29,7 +29,7 @@ PAUSE_SECONDS = 0.5
 class Forgotten:
     """A merchant's job that does not know of the rotation. `refusals`: how often it was refused."""
 
-    stage: Stage
+    context: DemoContext
     key: Issued
     refusals: int = 0
     codes: set[str] = field(default_factory=set)
@@ -38,7 +38,7 @@ class Forgotten:
     def call(self) -> bool:
         """Send one request; return whether it was allowed."""
         self.called_at = time.monotonic()
-        verifier = self.stage.connect()
+        verifier = self.context.connect()
         try:
             decision = verifier.ask(self.key.text, client_ip=CLIENT_IP, user_agent=f"{NAME}/1.0", merchant="acme")
         finally:
@@ -65,12 +65,12 @@ class Reinstated:
     counted: int
 
 
-def rotate_with_a_forgotten_client(stage: Stage, fleet: Fleet, used: Issued) -> Reinstated:
-    report = stage.report
-    report.chapter("An overlooked client")
-    job = Forgotten(stage, used)
+def rotate_with_a_forgotten_client(context: DemoContext, fleet: Fleet, used: Issued) -> Reinstated:
+    report = context.report
+    report.section("An overlooked client")
+    job = Forgotten(context, used)
     if not job.call():
-        raise StoryError(f"{NAME} was refused before the rotation.")
+        raise DemoError(f"{NAME} was refused before the rotation.")
     report.step(f"{NAME} ({CLIENT_IP}) calls occasionally with {used.key_id} and does not know of rotations")
     made = call(
         "rotate_key",
@@ -79,16 +79,16 @@ def rotate_with_a_forgotten_client(stage: Stage, fleet: Fleet, used: Issued) -> 
     )
     rotation_id = made["rotation_id"]
     report.step(f"the key is rotated again, {rotation_id}; the three backends switch to the replacement")
-    stage.until(
+    context.until(
         "the quarantine of the old key",
         lambda: _reached(rotation_id, RotationState.QUARANTINE),
         seconds=ROTATION_SECONDS,
     )
-    _trip(stage, job, rotation_id)
-    entries = stage.until("the rotation to be completed", lambda: _closed(rotation_id), seconds=ROTATION_SECONDS)
+    _trip(context, job, rotation_id)
+    entries = context.until("the rotation to be completed", lambda: _closed(rotation_id), seconds=ROTATION_SECONDS)
     way = tuple(entry.event for entry in entries if entry.event in WAY)
     if way != WAY:
-        raise StoryError(f"The rotation took other states: {', '.join(way)}.", WORKER)
+        raise DemoError(f"The rotation took other states: {', '.join(way)}.", WORKER)
     counted = _counted(call("show_rotation", rotation_id))
     _require_no_others(fleet, job, counted)
     report.step(f"{NAME} has switched, the old key is silent again, and is revoked")
@@ -96,25 +96,25 @@ def rotate_with_a_forgotten_client(stage: Stage, fleet: Fleet, used: Issued) -> 
     return Reinstated(job.key, job.refusals, counted)
 
 
-def _trip(stage: Stage, job: Forgotten, rotation_id: str) -> None:
+def _trip(context: DemoContext, job: Forgotten, rotation_id: str) -> None:
     """Call once more in the quarantine, and again until the key is reinstated."""
-    report, old = stage.report, job.key
+    report, old = context.report, job.key
     if job.call():
-        raise StoryError(f"{NAME} was allowed with a key in quarantine.")
+        raise DemoError(f"{NAME} was allowed with a key in quarantine.")
     report.step(f"the old key is in quarantine, and {NAME} calls once more: 401 {QUARANTINED}")
-    stage.until("the tripwire", job.call_in_time, seconds=REINSTATED_SECONDS)
+    context.until("the tripwire", job.call_in_time, seconds=REINSTATED_SECONDS)
     report.step(f"it is a known source, so the old key is reinstated, once: {NAME} is allowed again")
     alarms = [notice for notice in list_unseen() if notice.subject == rotation_id]
     if [notice.payload.get("is_reinstated") for notice in alarms] != [True]:
-        raise StoryError(f"The inbox should hold one alarm of it, and holds {len(alarms)}.", WORKER)
+        raise DemoError(f"The inbox should hold one alarm of it, and holds {len(alarms)}.", WORKER)
     report.step(f"in the operators' inbox: {alarms[0].kind}, an alarm, until an operator acknowledges it")
     published = find_stored(old.credential)
     if published is None or published.labels["key_id"] == old.key_id:
-        raise StoryError("The secret backend does not hold the replacement.", WORKER)
-    stage.secrets.append(published.secret)
+        raise DemoError("The secret backend does not hold the replacement.", WORKER)
+    context.secrets.append(published.secret)
     job.key = Issued(old.credential, published.labels["key_id"], published.secret)
     if not job.call():
-        raise StoryError(f"{NAME} was refused with the replacement.")
+        raise DemoError(f"{NAME} was refused with the replacement.")
 
 
 def _reached(rotation_id: str, state: RotationState) -> bool | None:
@@ -134,8 +134,8 @@ def _counted(shown: dict[str, Any]) -> int:
 def _require_no_others(fleet: Fleet, job: Forgotten, counted: int) -> None:
     failures = failures_while_good(list(fleet.requests))
     if failures:
-        raise StoryError(f"A backend with a valid key was refused: {failures[0]}")
+        raise DemoError(f"A backend with a valid key was refused: {failures[0]}")
     if job.codes != {QUARANTINED}:
-        raise StoryError(f"{NAME} was refused for another reason: {', '.join(sorted(job.codes))}.")
+        raise DemoError(f"{NAME} was refused for another reason: {', '.join(sorted(job.codes))}.")
     if counted != job.refusals:
-        raise StoryError(f"The quarantine counted {counted} attempts, and there were {job.refusals}.")
+        raise DemoError(f"The quarantine counted {counted} attempts, and there were {job.refusals}.")

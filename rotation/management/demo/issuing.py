@@ -9,8 +9,8 @@ from keyvault.management.json_command import call
 from keyvault.models import Credential, IssuanceRequest
 from keyvault.services.issuance.requests import get_request
 from rotation.management.demo import people
+from rotation.management.demo.context import DemoContext, DemoError
 from rotation.management.demo.people import MERCHANT, refusal_of
-from rotation.management.demo.stage import Stage, StoryError
 
 ISSUE_SECONDS = 60
 RATE_FOR_THE_FLEET = 1000
@@ -25,43 +25,45 @@ class Issued:
     text: Plaintext
 
 
-def issue_under_four_eyes(stage: Stage) -> Issued:
-    report = stage.report
-    report.chapter("Two people, one key")
+def issue_under_four_eyes(context: DemoContext) -> Issued:
+    report = context.report
+    report.section("Two people, one key")
     request = people.ask_for_key("tam")
     report.step(f"tam requests a private sandbox key for {MERCHANT}: {request.request_id} is {request.state}")
-    _must_be_refused(stage, "tam approves it himself", lambda: people.approve("tam", request))
+    _must_be_refused(context, "tam approves it himself", lambda: people.approve("tam", request))
     own = people.ask_for_key("admin")
-    _must_be_refused(stage, "admin, who may approve, approves her own request", lambda: people.approve("admin", own))
+    _must_be_refused(context, "admin, who may approve, approves her own request", lambda: people.approve("admin", own))
     people.withdraw("admin", own)
     people.approve("approver", request)
     report.step(f"approver approves exactly this request (digest {request.plan_digest[:12]}…), without seeing a key")
-    issued = stage.until("the worker to issue the key", lambda: _issued(request.request_id), seconds=ISSUE_SECONDS)
+    issued = context.until("the worker to issue the key", lambda: _issued(request.request_id), seconds=ISSUE_SECONDS)
     if issued.key is None:
-        raise StoryError(f"{issued.request_id} is issued and names no key.")
+        raise DemoError(f"{issued.request_id} is issued and names no key.")
     report.step(f"the worker issues it: key {issued.key.key_id} of credential {issued.key.credential_id}")
     text = people.collect("tam", issued)
-    stage.secrets.append(text)
+    context.secrets.append(text)
     report.step(f"tam collects it, once: {text.reveal()}")
-    _must_be_refused(stage, "tam collects it again", lambda: people.collect("tam", _again(issued)))
+    _must_be_refused(context, "tam collects it again", lambda: people.collect("tam", _again(issued)))
     return Issued(issued.key.credential, issued.key.key_id, text)
 
 
-def verify_as_a_backend(stage: Stage, issued: Issued) -> None:
-    report = stage.report
-    report.chapter("Verification")
+def verify_as_a_backend(context: DemoContext, issued: Issued) -> None:
+    report = context.report
+    report.section("Verification")
     made = call(
         "create_service_token",
         *("orders-service", "--environment", "sandbox", "--permission", "keys:verify", "--days", "1", "--reveal"),
     )
-    stage.token = Plaintext(made["token"])
-    stage.secrets.append(stage.token)
+    context.token = Plaintext(made["token"])
+    context.secrets.append(context.token)
     report.step("orders-service, a backend of the platform, gets a token with one permission: keys:verify in sandbox")
-    decision = stage.expect("the key, presented for orders.retrieve", issued.text, None, dry_run=True)
+    decision = context.expect("the key, presented for orders.retrieve", issued.text, None, dry_run=True)
     report.aside(f"it is {decision['merchant_id']}'s {decision['kind']} key {decision['key_id']}")
-    stage.expect("the same for a public endpoint", issued.text, "method_not_supported", endpoint="client.configuration")
-    stage.expect("the same, presented as globex's", issued.text, "merchant_mismatch", merchant="globex")
-    stage.expect("the same with its last character mistyped", _mistyped(issued.text), "credential_invalid")
+    context.expect(
+        "the same for a public endpoint", issued.text, "method_not_supported", endpoint="client.configuration"
+    )
+    context.expect("the same, presented as globex's", issued.text, "merchant_mismatch", merchant="globex")
+    context.expect("the same with its last character mistyped", _mistyped(issued.text), "credential_invalid")
     call(
         "set_limit",
         *("--merchant", MERCHANT, "--environment", "sandbox", "--by", "admin"),
@@ -70,11 +72,11 @@ def verify_as_a_backend(stage: Stage, issued: Issued) -> None:
     report.step(f"admin raises {MERCHANT}'s limit to {RATE_FOR_THE_FLEET} a second, effective immediately")
 
 
-def _must_be_refused(stage: Stage, what: str, act: Callable[[], object]) -> None:
+def _must_be_refused(context: DemoContext, what: str, act: Callable[[], object]) -> None:
     refusal = refusal_of(act)
     if refusal is None:
-        raise StoryError(f"{what}: that was not refused.")
-    stage.report.step(f"{what}: refused. {refusal}")
+        raise DemoError(f"{what}: that was not refused.")
+    context.report.step(f"{what}: refused. {refusal}")
 
 
 def _issued(request_id: str) -> IssuanceRequest | None:
@@ -86,7 +88,7 @@ def _again(request: IssuanceRequest) -> IssuanceRequest:
     """Reload the request."""
     fresh = get_request(request.request_id)
     if fresh is None:
-        raise StoryError(f"{request.request_id} is gone.")
+        raise DemoError(f"{request.request_id} is gone.")
     return fresh
 
 

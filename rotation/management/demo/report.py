@@ -10,7 +10,7 @@ from rich.text import Text
 
 from keyvault.domain.redaction import redact
 
-STILL_ALIVE_SECONDS = 5.0
+STATUS_INTERVAL_SECONDS = 5.0
 """Interval between status lines of a wait without a terminal, in seconds."""
 
 
@@ -20,16 +20,16 @@ class DemoReport:
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         self._began = time.monotonic()
-        self._chapters = 0
+        self._sections = 0
         self._status: Status | None = None
-        self._said_at = 0.0
+        self._printed_at = 0.0
 
     def title(self, text: str) -> None:
         self._print(text, style="bold")
 
-    def chapter(self, text: str) -> None:
-        self._chapters += 1
-        self._print(f"\n{self._chapters}. {text}", style="bold cyan")
+    def section(self, text: str) -> None:
+        self._sections += 1
+        self._print(f"\n{self._sections}. {text}", style="bold cyan")
 
     def step(self, text: str) -> None:
         """Print something that was done or observed as expected."""
@@ -54,7 +54,7 @@ class DemoReport:
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
         """Show an animated status line during a wait; `now` changes its text."""
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         with self._console.status(Text(redact(text))) as self._status:
             try:
                 yield
@@ -64,8 +64,8 @@ class DemoReport:
     def now(self, text: str) -> None:
         if self._status is not None:
             self._status.update(Text(redact(text)))
-        if not self._console.is_terminal and time.monotonic() - self._said_at > STILL_ALIVE_SECONDS:
-            self._said_at = time.monotonic()
+        if not self._console.is_terminal and time.monotonic() - self._printed_at > STATUS_INTERVAL_SECONDS:
+            self._printed_at = time.monotonic()
             self.aside(f"… {text}")
 
     def _print(self, text: str, style: str | None = None) -> None:

@@ -8,21 +8,21 @@ from keyvault.services.change_feed.receipts import (
     MAX_WAIT_SECONDS,
     Receipt,
     VerifierProgress,
-    VerifierStanding,
+    VerifierReceipt,
     wait_for_receipt,
 )
+from rotation.management.demo.context import DemoContext
 from rotation.management.demo.fleet import Fleet
 from rotation.management.demo.issuing import Issued
-from rotation.management.demo.stage import Stage
 from rotation.management.demo.tally import REVOKED, Revocation
 
 REFUSALS_TO_SEE = 50
 REFUSAL_SECONDS = 20
 
 
-def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocation, Receipt]:
-    report = stage.report
-    report.chapter("Emergency")
+def revoke_at_once(context: DemoContext, fleet: Fleet, leaked: Issued) -> tuple[Revocation, Receipt]:
+    report = context.report
+    report.section("Emergency")
     asked_at = time.monotonic()
     revoked = call("revoke_key", leaked.key_id, "--reason", "key_compromise", "--by", "responder")
     revocation = Revocation(leaked.key_id, asked_at, time.monotonic())
@@ -35,7 +35,7 @@ def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocati
     report.step(f"its receipt, {format_receipt(receipt)}")
     for verifier in receipt.of(VerifierProgress.CONFIRMED):
         report.aside(f"{verifier.door} {verifier.verifier_id}: confirmed {_after(receipt, verifier)}")
-    refused = stage.until(
+    refused = context.until(
         "the traffic to be refused", lambda: _refused_since(fleet, revocation), seconds=REFUSAL_SECONDS, program=SERVER
     )
     report.step(f"{refused} requests later, all of them refused: the traffic stops")
@@ -53,7 +53,7 @@ def format_receipt(receipt: Receipt) -> str:
     return f"{state}: {whom} confirmed, the last {_after(receipt, last)}"
 
 
-def _after(receipt: Receipt, verifier: VerifierStanding) -> str:
+def _after(receipt: Receipt, verifier: VerifierReceipt) -> str:
     seconds = receipt.seconds_until(verifier)
     return "at an unknown time" if seconds is None else f"{seconds * 1000:.0f} ms after the request"
 

@@ -14,10 +14,10 @@ from keyvault.models import AuditEntry
 from keyvault.services.secrets.stored_copies import find_stored
 from rotation.domain.events import RotationState
 from rotation.domain.states import CLOSED
+from rotation.management.demo.context import DemoContext, DemoError
 from rotation.management.demo.fleet import Backend, Fleet
 from rotation.management.demo.issuing import Issued
 from rotation.management.demo.people import MERCHANT
-from rotation.management.demo.stage import Stage, StoryError
 from rotation.management.demo.tally import failures_while_good
 
 RATE = 50.0
@@ -54,18 +54,18 @@ def plan_options(plan: Mapping[str, int]) -> Iterator[str]:
     return (text for name, value in plan.items() for text in (f"--{name}", str(value)))
 
 
-def merchant_fleet(stage: Stage, issued: Issued) -> Fleet:
+def merchant_fleet(context: DemoContext, issued: Issued) -> Fleet:
     """Return the merchant's fleet; entering it starts the traffic."""
-    return Fleet(BACKENDS, stage.connect, lambda: find_stored(issued.credential), RATE)
+    return Fleet(BACKENDS, context.connect, lambda: find_stored(issued.credential), RATE)
 
 
-def watch_traffic(stage: Stage, fleet: Fleet) -> None:
-    report = stage.report
-    report.chapter("The merchant at work")
+def watch_traffic(context: DemoContext, fleet: Fleet) -> None:
+    report = context.report
+    report.section("The merchant at work")
     for backend in BACKENDS:
         when = f"{backend.lag_seconds:.0f} s after it sees it" if backend.lag_seconds else "as soon as it sees it"
         report.step(f"{backend.name} ({backend.client_ip}) presents the key; it switches to a new one {when}")
-    stage.until(
+    context.until(
         "the first requests",
         lambda: len(fleet.requests) if len(fleet.requests) >= WARM_UP_REQUESTS else None,
         seconds=TRAFFIC_SECONDS,
@@ -73,13 +73,13 @@ def watch_traffic(stage: Stage, fleet: Fleet) -> None:
     )
     failures = failures_while_good(fleet.requests)
     if failures:
-        raise StoryError(f"The traffic has failures: {failures[0]}", SERVER)
+        raise DemoError(f"The traffic has failures: {failures[0]}", SERVER)
     report.step(f"about {RATE:.0f} requests a second, over REST, until the end of the demo; {_so_far(fleet)}")
 
 
-def rotate_under_traffic(stage: Stage, fleet: Fleet, issued: Issued) -> Replaced:
-    report = stage.report
-    report.chapter("Rotation under that traffic")
+def rotate_under_traffic(context: DemoContext, fleet: Fleet, issued: Issued) -> Replaced:
+    report = context.report
+    report.section("Rotation under that traffic")
     made = call(
         "rotate_key",
         *("--credential", issued.credential.credential_id, "--requested-by", "tam", "--approved-by", "approver"),
@@ -92,24 +92,24 @@ def rotate_under_traffic(stage: Stage, fleet: Fleet, issued: Issued) -> Replaced
         f"proof by {PLAN['proof-count']} authentications from {PLAN['proof-sources']} sources, "
         f"{PLAN['quiet-seconds']} s of silence on the old key, {PLAN['quarantine-seconds']} s of quarantine"
     )
-    entries = _follow(stage, fleet, issued, rotation_id)
+    entries = _follow(context, fleet, issued, rotation_id)
     shown = call("show_rotation", rotation_id)
     if shown["state"] != RotationState.COMPLETED:
-        raise StoryError(f"The rotation ended as {shown['state']}: {shown['why']}", WORKER)
+        raise DemoError(f"The rotation ended as {shown['state']}: {shown['why']}", WORKER)
     report.step(f"its evidence: {', '.join(evidence['kind'] for evidence in shown['evidence'])}")
     published = find_stored(issued.credential)
     if published is None or published.labels["key_id"] != shown["replacement_key_id"]:
-        raise StoryError("The secret backend does not hold the replacement.", WORKER)
-    stage.secrets.append(published.secret)
+        raise DemoError("The secret backend does not hold the replacement.", WORKER)
+    context.secrets.append(published.secret)
     replacement = Issued(issued.credential, shown["replacement_key_id"], published.secret)
-    stage.expect(f"the old key {issued.key_id}", issued.text, "key_revoked")
-    stage.expect(f"the new key {replacement.key_id}", replacement.text, None)
+    context.expect(f"the old key {issued.key_id}", issued.text, "key_revoked")
+    context.expect(f"the new key {replacement.key_id}", replacement.text, None)
     return Replaced(replacement, entries)
 
 
-def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> list[RotationEntry]:
+def _follow(context: DemoContext, fleet: Fleet, issued: Issued, rotation_id: str) -> list[RotationEntry]:
     """Report each transition and the backends still on the old key, until the rotation is closed."""
-    report, reported = stage.report, 0
+    report, reported = context.report, 0
     using = fleet.using()
     entries: list[RotationEntry] = []
 
@@ -120,7 +120,7 @@ def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> lis
             report.step(f"{entry.event:<15} {entry.why}".rstrip())
             if entry.event == RotationState.QUARANTINE:
                 # A dry run does not count as an attempt; a real one would restart the quarantine, which may be over.
-                stage.expect("the old key, in a dry run", issued.text, "key_not_active", "key_revoked", dry_run=True)
+                context.expect("the old key, in a dry run", issued.text, "key_not_active", "key_revoked", dry_run=True)
         reported = len(entries)
         before, using = using, fleet.using()
         for name, key_id in using.items():
@@ -130,7 +130,7 @@ def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> lis
         report.now(f"{_so_far(fleet)}; on the old key: {', '.join(late) or 'none'}")
         return entries if entries and entries[-1].event in CLOSED | {RotationState.STALLED} else None
 
-    return stage.until("the rotation to be completed", poll, seconds=ROTATION_SECONDS)
+    return context.until("the rotation to be completed", poll, seconds=ROTATION_SECONDS)
 
 
 def entries_of(rotation_id: str) -> Iterator[RotationEntry]:

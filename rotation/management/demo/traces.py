@@ -11,7 +11,7 @@ SECRET_AND_CHECKSUM = 49
 """Length of a key string's secret part with its checksum, in characters."""
 
 _SHAPED = re.compile(SHAPED.pattern.encode())
-_TROUBLE = re.compile(r"Traceback \(most recent call last\)|\"level\": \"(?:ERROR|CRITICAL)\"")
+_LOGGED_ERROR = re.compile(r"Traceback \(most recent call last\)|\"level\": \"(?:ERROR|CRITICAL)\"")
 
 
 def find_secrets(folder: Path, secrets: Sequence[Plaintext]) -> Iterator[str]:
@@ -27,9 +27,9 @@ def find_secrets(folder: Path, secrets: Sequence[Plaintext]) -> Iterator[str]:
             yield f"{path.relative_to(folder)}: {match['head'].decode()}… with its secret part"
 
 
-def find_trouble(logs: Path) -> Iterator[str]:
+def find_logged_errors(logs: Path) -> Iterator[str]:
     """Yield the log lines that report an error."""
     for path in sorted(logs.glob("*.log")):
         for line in path.read_text(errors="replace").splitlines():
-            if _TROUBLE.search(line):
+            if _LOGGED_ERROR.search(line):
                 yield f"{path.name}: {line[:300]}"

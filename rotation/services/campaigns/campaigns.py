@@ -41,7 +41,7 @@ def request_campaign(
     environment: Environment,
     merchants: Sequence[str] | None,
     older_than_days: int | None,
-    wish: PlanOverrides,
+    overrides: PlanOverrides,
     pace: Pace,
     reason: str,
 ) -> Campaign:
@@ -54,27 +54,27 @@ def request_campaign(
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only operators request campaigns")
-    wish = replace(wish, reason=reason.strip())
+    overrides = replace(overrides, reason=reason.strip())
     selection = Selection(environment, None if merchants is None else tuple(sorted(set(merchants))), older_than_days)
     faults = [*_selection_faults(selection), *find_pace_faults(pace)]
-    faults += find_value_faults(wish, environment, grant.at)
-    if not wish.reason:
+    faults += find_value_faults(overrides, environment, grant.at)
+    if not overrides.reason:
         faults.append(Fault("/reason", "a short reason"))
     if faults:
         raise RequestInvalidError("The campaign is invalid.", faults)
-    wish = replace(wish, reason=clean_text(wish.reason, FIELDS["reason"].most))
-    selected = select_credentials(selection, wish, grant.at)
+    overrides = replace(overrides, reason=clean_text(overrides.reason, FIELDS["reason"].most))
+    selected = select_credentials(selection, overrides, grant.at)
     if not selected.credentials:
         raise RequestInvalidError(_nothing_selected(selected.left_out), [Fault("/older_than_days", "select more")])
-    _require_touchable(grant, selected.credentials)
+    _require_not_ended(grant, selected.credentials)
     needed = approvals_needed(environment)
     campaign = Campaign(
         campaign_id=mint_id("cmp", secrets.token_bytes),
         environment=environment,
         state=C.AWAITING_APPROVAL,
-        reason=wish.reason,
+        reason=overrides.reason,
         selection={**selection.as_json(), "left_out": selected.left_out},
-        wish=wish.as_json(),
+        wish=overrides.as_json(),
         pace=pace.as_json(),
         approvals_needed=needed,
         requester=operator_row(operator),
@@ -205,7 +205,7 @@ def _require_state(campaign: Campaign, *states: CampaignState) -> None:
         raise StateConflictError(f"This is not possible while the campaign is {campaign.get_state_display()}.")
 
 
-def _require_touchable(grant: Grant, credentials: Sequence[Credential]) -> None:
+def _require_not_ended(grant: Grant, credentials: Sequence[Credential]) -> None:
     """Require the requester's permission for each account, so that a campaign cannot circumvent it."""
     for account in {credential.account for credential in credentials}:
         authorize(grant.principal, P.ROTATIONS_WRITE, account, now=grant.at)

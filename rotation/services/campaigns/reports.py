@@ -60,8 +60,8 @@ def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]
     }
 
 
-def list_troubled_first(campaign: Campaign, most: int) -> list[CampaignMember]:
-    """List at most `most` members: stalled and failed first, then skipped, unproved, proved and waiting ones."""
+def list_failed_first(campaign: Campaign, limit: int) -> list[CampaignMember]:
+    """List at most `limit` members: stalled and failed first, then skipped, unproved, proved and waiting ones."""
     rows = CampaignMember.objects.filter(campaign=campaign).select_related("credential__account", "rotation")
     states = [{S.STALLED}, FAILED, UNPROVED, PROVED]
     groups = [rows.filter(rotation__state__in=group) for group in states]
@@ -69,7 +69,7 @@ def list_troubled_first(campaign: Campaign, most: int) -> list[CampaignMember]:
     groups.append(list_waiting(campaign).select_related("credential__account"))
     found: list[CampaignMember] = []
     for group in groups:
-        found += group.order_by("pk")[: most - len(found)]
+        found += group.order_by("pk")[: limit - len(found)]
     return found
 
 

@@ -2,7 +2,7 @@
 
 Outcomes are read from the rotations themselves, so none is counted twice or missed. A member's rotation and the link
 to it are written in one transaction, under the campaign's lease and with its row locked. Thus a killed worker leaves
-no half-begun member, two workers never begin the same one, and none begins after a pause has returned.
+no half-begun member, two workers never begin the same one, and none begins after the request to pause has returned.
 """
 
 import logging
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 SKIPPED = "skipped"
 """Outcome of a member that no longer qualified at its turn; any other member's outcome is its rotation's state."""
 
-_MOST_SKIPS = 100
+_MAX_SKIPS = 100
 """Maximum number of members skipped in one turn. Skips do not count towards the pace, but the lease is limited."""
 
 _ALTERED = "the approved campaign was altered"
@@ -124,7 +124,7 @@ def _begin_some(lease: Lease, campaign: Campaign, now: datetime) -> None:
     )
     if not room:
         return
-    members = list_waiting(campaign).values_list("pk", flat=True)[: room + _MOST_SKIPS]
+    members = list_waiting(campaign).values_list("pk", flat=True)[: room + _MAX_SKIPS]
     for member_id in members:
         room -= _begin(lease, campaign, member_id, now)
         if not room:
@@ -180,13 +180,15 @@ def _halt(lease: Lease, campaign: Campaign, why: str, now: datetime) -> None:
     """Halt the campaign until a person resumes it; the alarm belongs to the account of the latest failed rotation."""
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, now=now)
     bad = campaign.rotations.filter(state__in=[*FAILED, S.STALLED]).select_related("credential__account")
-    culprit = bad.order_by("-entered_at", "pk").first()
+    failed_member = bad.order_by("-entered_at", "pk").first()
     with recorded(grant, P.ROTATIONS_BEGIN, "campaign.halted", account=None, **about(campaign), why=why):
         leases.hold(lease)
         campaign.compare_and_swap(state=C.HALTED, why=why)
-        if culprit is not None:
-            payload: dict[str, JsonValue] = {"rotation_id": culprit.rotation_id, "why": why}
-            announce(grant, NoticeKind.CAMPAIGN_HALTED, culprit.credential.account, campaign.campaign_id, **payload)
+        if failed_member is not None:
+            payload: dict[str, JsonValue] = {"rotation_id": failed_member.rotation_id, "why": why}
+            announce(
+                grant, NoticeKind.CAMPAIGN_HALTED, failed_member.credential.account, campaign.campaign_id, **payload
+            )
     _log.error("campaign halted", extra={"campaign_id": campaign.campaign_id, "why": why})
 
 

@@ -34,7 +34,7 @@ from rotation.services.rotations.requests import reissue_key
 
 _log = logging.getLogger(__name__)
 
-MOST_KEYS = 500
+MAX_KEYS = 500
 """Maximum number of keys in one report."""
 
 _REASON = "a key was reported compromised"
@@ -77,8 +77,8 @@ def respond_to_leak(
     the responses are in the order given. Raises RequestInvalidError for none or more than 500.
     """
     wanted = list(dict.fromkeys(text.strip() for text in presented if text.strip()))
-    if not 1 <= len(wanted) <= MOST_KEYS:
-        raise RequestInvalidError("The report is invalid.", [Fault("/key_ids", f"1 to {MOST_KEYS} keys")])
+    if not 1 <= len(wanted) <= MAX_KEYS:
+        raise RequestInvalidError("The report is invalid.", [Fault("/key_ids", f"1 to {MAX_KEYS} keys")])
     why = clean_text(" ".join(reason.split()), 300)
     responses = [_revoke_presented(principal, text, number, why, now) for number, text in enumerate(wanted, 1)]
     if not replace:

@@ -242,12 +242,12 @@ def may_be_confirmed(rotation: Rotation) -> bool:
         return False
     # A credential that was dormant when planned is no longer dormant once its old key is used.
     is_dormant = plan.is_dormant and find_last(rotation.predecessor_id) is None
-    by_word = plan.proof is Proof.CONFIRMATION or is_dormant
+    needs_confirmation = plan.proof is Proof.CONFIRMATION or is_dormant
     if rotation.state == S.ROLLING_BACK:  # Confirms the return to the old key; again after use of the replacement.
         used_at = None if rotation.replacement_id is None else find_last(rotation.replacement_id)
         is_overtaken = rotation.confirmed_at is None or (used_at is not None and used_at > rotation.confirmed_at)
         return rotation.written_back_at is not None and is_overtaken
-    return by_word and rotation.confirmed_at is None and stage_of(rotation) is S.AWAITING_PROOF
+    return needs_confirmation and rotation.confirmed_at is None and stage_of(rotation) is S.AWAITING_PROOF
 
 
 def ask_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Retirement:
@@ -300,7 +300,7 @@ def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
     if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only operators approve")
     if operator.person == retirement.requester_person:
-        raise StateConflictError("This takes a second person: the requester cannot approve it.")
+        raise StateConflictError("This requires a second person: the requester cannot approve it.")
     if retirement.approved_at is not None or retirement.retire_at <= grant.at:
         raise StateConflictError("This date is approved already, or past. Request another one.")
     rotation = get_rotation(retirement.rotation_id)

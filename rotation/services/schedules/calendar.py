@@ -92,8 +92,8 @@ def _next_date(candidate: Candidate, now: datetime) -> ScheduledDate:
             rotation_id=open_rotation.rotation_id,
             why="" if is_undecided else f"its rotation is {open_rotation.state.value.replace('_', ' ')}",
         )
-    if candidate.hindrance or date is None:
-        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why=candidate.hindrance)
+    if candidate.obstacle or date is None:
+        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why=candidate.obstacle)
     begins_at = candidate.begins_at(now)
     if begins_at is None:
         return _date(candidate, DateState.NOT_SCHEDULABLE, None, why="the window has no further opening")

@@ -61,13 +61,15 @@ class ScheduleDraft:
     lead_days: int = 0
     window: Window | None = None
     calendar: BlackoutCalendar | None = None
-    wish: PlanOverrides = field(default_factory=PlanOverrides)
+    overrides: PlanOverrides = field(default_factory=PlanOverrides)
 
 
 def save_schedule(
     grant: Grant, scope: Scope, draft: ScheduleDraft, *, known: RotationSchedule | None = None
 ) -> RotationSchedule:
-    """Create the scope's schedule, or change `known`, and enable it. The saving operator requests what it begins.
+    """Create the scope's schedule, or change `known`, and enable it.
+
+    The saving operator is the requester of each rotation that the schedule begins.
 
     Raises RequestInvalidError with every reason why it cannot be met. Raises StateConflictError when the scope has a
     schedule that the caller did not load, so that creating one never overwrites another.
@@ -178,7 +180,7 @@ def draft_of(schedule: RotationSchedule) -> ScheduleDraft:
     except Exception as error:
         # Content of a newer release or a damaged row can fail to parse in any way.
         raise UnreadableScheduleError(f"{_UNREADABLE}: {explain_unreadable(error)}.") from error
-    return replace(readable_draft(schedule), window=window, wish=overrides)
+    return replace(readable_draft(schedule), window=window, overrides=overrides)
 
 
 def readable_draft(schedule: RotationSchedule) -> ScheduleDraft:
@@ -199,7 +201,7 @@ def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, Pla
     """Return the schedule's current terms and plan overrides. Raises UnreadableScheduleError."""
     draft = draft_of(schedule)
     try:
-        return terms_of(draft, now), draft.wish
+        return terms_of(draft, now), draft.overrides
     except RequestInvalidError as error:
         why = f"{_UNREADABLE}: calendar {schedule.calendar}, {explain_unreadable(error)}."
         raise UnreadableScheduleError(why) from error
@@ -215,7 +217,7 @@ def find_unreadable(schedule: RotationSchedule, now: datetime) -> str:
 
 
 def terms_of(draft: ScheduleDraft, now: datetime) -> Terms:
-    """With the calendar's blackouts as they are now, those that are over apart."""
+    """Return the window with the calendar's current blackouts, except those that are over."""
     window = draft.window
     if draft.calendar is not None:
         blackouts = tuple(
@@ -249,7 +251,7 @@ def _require_kept(schedules: Iterable[RotationSchedule], now: datetime) -> None:
     for schedule in schedules:
         draft = find_draft(schedule)
         if draft is None:
-            continue  # It begins nothing already, and an alarm was raised.
+            continue  # It already begins nothing, and an alarm was raised.
         faults = list(_draft_faults(Environment(schedule.environment), draft, now))
         if faults:
             broken.append(f"{scope_of(schedule)} ({faults[0].detail})")
@@ -280,7 +282,7 @@ def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime)
     terms = terms_of(draft, now)
     faults = list(find_term_faults(terms, now))
     yield from faults
-    overrides = draft.wish
+    overrides = draft.overrides
     for name in _SET_BY_SCHEDULE:
         if getattr(overrides, name) is not None:
             yield Fault(f"/wish/{name}", "the schedule sets it")
@@ -315,7 +317,7 @@ def _columns(grant: Grant, draft: ScheduleDraft) -> dict[str, Any]:
         "lead_days": draft.lead_days,
         "window": None if draft.window is None else draft.window.as_json(),
         "calendar": draft.calendar,
-        "wish": draft.wish.as_json(),
+        "wish": draft.overrides.as_json(),
         "is_enabled": True,
         **_author(grant),
     }
@@ -325,7 +327,7 @@ def _author(grant: Grant) -> dict[str, Any]:
     """Return the author's columns. The author is the requester of the rotations, and cannot approve them."""
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
-        raise TypeError("only operators make schedules")
+        raise TypeError("only operators save schedules")
     return {"author": operator_row(operator), "author_person": operator.person}
 
 
@@ -336,7 +338,7 @@ def _audit_details(draft: ScheduleDraft) -> Mapping[str, JsonValue]:
         "lead_days": draft.lead_days,
         "window": None if draft.window is None else draft.window.as_json(),
         "calendar": None if draft.calendar is None else draft.calendar.name,
-        "wish": draft.wish.as_json(),
+        "wish": draft.overrides.as_json(),
     }
 
 

@@ -40,7 +40,7 @@ S = RotationState
 
 _log = logging.getLogger(__name__)
 
-ASK_AGAIN = timedelta(days=7)
+RETRY_DELAY = timedelta(days=7)
 """Pause after a scheduled rotation that ended without replacing the key; none if its approval expired."""
 
 MAX_BEGUN = 100
@@ -76,20 +76,20 @@ class OpenRotation:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A scheduled credential. `key_id`: its one usable key; `hindrance`: why no rotation can be begun."""
+    """A scheduled credential. `key_id`: its one usable key; `obstacle`: why no rotation can be begun."""
 
     credential: Credential
     order: StartOrder
     key_id: str | None = None
     date: NextDate | None = None
     open_rotation: OpenRotation | None = None
-    hindrance: str = ""
+    obstacle: str = ""
     not_again_before: datetime | None = None
 
     @property
     def ask_at(self) -> datetime | None:
         """When its rotation is requested; None: a person must act, or the open rotation must end, first."""
-        if self.date is None or self.hindrance or self.open_rotation is not None:
+        if self.date is None or self.obstacle or self.open_rotation is not None:
             return None
         return max(self.date.ask_at, self.not_again_before or self.date.ask_at)
 
@@ -181,7 +181,7 @@ def _with_rotations(found: list[tuple[Any, StartOrder]]) -> Iterator[Candidate]:
         .values_list("credential_id", "key_id")
     )
     for credential, order in found:
-        hindrance = order.fault or _hindrance(credential.account, credential.active_keys)
+        obstacle = order.fault or _find_obstacle(credential.account, credential.active_keys)
         key_id = active.get(credential.pk)
         newest_at = credential.newest_at
         date = None if newest_at is None or order.fault else next_date(order.terms, credential.pk, newest_at)
@@ -192,8 +192,8 @@ def _with_rotations(found: list[tuple[Any, StartOrder]]) -> Iterator[Candidate]:
             key_id,
             date,
             open_now.get(credential.pk),
-            hindrance,
-            None if ended_at is None else ended_at + ASK_AGAIN,
+            obstacle,
+            None if ended_at is None else ended_at + RETRY_DELAY,
         )
 
 
@@ -204,7 +204,7 @@ def _read_time(text: object) -> datetime | None:
         return None
 
 
-def _hindrance(account: Account, active_keys: int) -> str:
+def _find_obstacle(account: Account, active_keys: int) -> str:
     if account.merchant.status != MerchantStatus.ACTIVE:
         return f"the merchant is {account.merchant.status}"
     if account.status != MerchantStatus.ACTIVE:
@@ -346,4 +346,4 @@ def _order(schedule: RotationSchedule, now: datetime) -> StartOrder:
     except UnreadableScheduleError as error:
         draft = readable_draft(schedule)
         terms = Terms(draft.cryptoperiod_days, draft.jitter_days, draft.lead_days)
-        return StartOrder(schedule, terms, draft.wish, error.detail)
+        return StartOrder(schedule, terms, draft.overrides, error.detail)

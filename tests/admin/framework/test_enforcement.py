@@ -213,7 +213,7 @@ def every_row(desk: Desk) -> dict[str, Model]:
         environment=PRODUCTION,
         merchants=None,
         older_than_days=None,
-        wish=PlanOverrides(),
+        overrides=PlanOverrides(),
         pace=Pace(),
         reason="yearly",
     )

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyvault.backends.vault.breaker import FIRST_SECONDS, LONGEST_SECONDS, TRIAL_SECONDS, TRIPS_AFTER, Breaker
+from keyvault.backends.vault.breaker import FIRST_SECONDS, MAX_SECONDS, TRIAL_SECONDS, TRIPS_AFTER, Breaker
 
 JITTER = 1.25
 
@@ -58,7 +58,7 @@ def test_breaker_trial_that_fails_doubles_the_pause_up_to_the_longest() -> None:
         time.now += expected * JITTER
         assert breaker.seconds_left() == 0
         breaker.failed()
-        expected = min(2 * expected, LONGEST_SECONDS)
+        expected = min(2 * expected, MAX_SECONDS)
         assert expected <= breaker.seconds_left() <= expected * JITTER
 
 
@@ -83,7 +83,7 @@ def test_breaker_any_history_shuts_nobody_out_for_long(
     for outcome, pause in history:
         time.now += pause
         left = breaker.seconds_left()
-        assert 0 <= left <= LONGEST_SECONDS * JITTER
+        assert 0 <= left <= MAX_SECONDS * JITTER
         assert left == 0 or in_a_row >= TRIPS_AFTER
         if left > 0:
             continue

@@ -22,7 +22,7 @@ from keyvault.hotpath.frontends import asyncio_frontend
 from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend, AsyncStore, KeysCallback
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.callback_future import CallbackFuture
-from keyvault.hotpath.messages.questions import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, PendingRequest
+from keyvault.hotpath.messages.pending_requests import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, PendingRequest
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.services.catalog.endpoints import add_endpoint, withdraw_endpoint
 from keyvault.services.keys.lifecycle import get_key, suspend_key
@@ -927,7 +927,7 @@ def test_engine_ways_that_are_learned_again_and_again_take_no_more_room(
 ) -> None:
     """Budgets that are spent elsewhere send every question the whole way, which learns from each."""
     primed = prime()
-    monkeypatch.setattr(primed.engine.ports.budgets, "payer", lambda buckets: lambda cost: None)
+    monkeypatch.setattr(primed.engine.ports.budgets, "spender", lambda buckets: lambda cost: None)
     asked = {**stage.asked, "store": "shop-1"}
     for _ in range(20):
         assert decision(primed.ask(stage.token, asked)) == ALLOWED

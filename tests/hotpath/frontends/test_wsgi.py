@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from keyvault.hotpath.frontends.wsgi import mounted
-from keyvault.hotpath.messages.questions import VERIFY, Headers
+from keyvault.hotpath.messages.pending_requests import VERIFY, Headers
 from keyvault.hotpath.messages.responses import HttpResponse
 
 KNOWN = b'{"allowed":true}'

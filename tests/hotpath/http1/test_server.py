@@ -12,7 +12,7 @@ import pytest
 
 from keyvault.hotpath.http1.framing import BODY_BYTES, HEAD_BYTES, HEADERS, TARGET_BYTES
 from keyvault.hotpath.http1.protocol import Bounds
-from keyvault.hotpath.http1.server import SHORTEST_TICK_SECONDS, _fit_connections
+from keyvault.hotpath.http1.server import MIN_TICK_SECONDS, _fit_connections
 from keyvault.hotpath.messages.callback_future import CallbackFuture
 from keyvault.hotpath.messages.responses import HttpResponse
 from tests.hotpath.served import REQUEST_ID, SECONDS, Asked, Client, Served, plain, serving
@@ -416,9 +416,7 @@ def test_stop_waits_for_answers_that_nobody_waits_for_any_more() -> None:
             client.wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # to be reset
         stopped = served.stop(SECONDS, 0)
         stopped.add_done_callback(lambda _: order.append("stopped"))
-        served.loop.call_soon_threadsafe(
-            served.loop.call_later, 10 * SHORTEST_TICK_SECONDS, later.set_result, answer(b"")
-        )
+        served.loop.call_soon_threadsafe(served.loop.call_later, 10 * MIN_TICK_SECONDS, later.set_result, answer(b""))
         stopped.result(SECONDS)
     assert order == ["answered", "stopped"]
 

@@ -26,7 +26,7 @@ from keyvault.services.webhooks.endpoints import add_endpoint
 from rotation.admin.rotation_actions import ROW_ACTIONS
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import DeliveryChannel
-from rotation.domain.runbook import REMEDY_LABELS, STALLS, Case, Remedy, fitted
+from rotation.domain.runbook import REMEDY_LABELS, STALLS, Case, Remedy, fit_advice
 from rotation.domain.windows import Window
 from rotation.models import Rotation
 from rotation.services.rotations.engine import MAX_ATTEMPTS
@@ -132,7 +132,7 @@ CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
     "The secret backend denies access": (backend_refuses, {Remedy.RESUME, Remedy.ABORT}),
     "The secret backend holds an unknown version": (foreign_writer, {Remedy.RESUME, Remedy.ABORT}),
     "This release cannot read the plan": (plan_of_a_newer_release, {Remedy.RESUME, Remedy.ABORT}),
-    "The window has no further opening": (window_closed, {Remedy.ABORT, Remedy.ASK_AGAIN}),
+    "The window has no further opening": (window_closed, {Remedy.ABORT, Remedy.REQUEST_AGAIN}),
 }
 """For each entry of the runbook: how it comes to that, and what the page then offers."""
 
@@ -162,7 +162,7 @@ def test_stall_is_two_clicks_from_the_act_that_mends_it(title: str, clock: Clock
     entry = next(entry for entry in STALLS if entry.title == title)
     assert entry.title.lower() in told.lower()
     case = Case(Delivery.SECRET_BACKEND, KeyKind.PRIVATE, has_old_key=True)
-    advice = fitted(entry, case)
+    advice = fit_advice(entry, case)
     assert all(step in told for step in (advice.happened, *advice.steps))
     links = dict(re.findall(r'<a href="([^"]*)">([^<]*)</a>', told))
     assert set(links.values()) == {REMEDY_LABELS[remedy] for remedy in expected}
@@ -241,7 +241,7 @@ def test_rotation_that_waits_for_the_merchant_says_where_the_replacement_is(
 
 def test_runbook_names_acts_that_exist() -> None:
     acts = {act.name: act.label for act in ROW_ACTIONS}
-    pages = {Remedy.PREDECESSOR, Remedy.REPLACEMENT, Remedy.ACCOUNT, Remedy.ASK_AGAIN}
+    pages = {Remedy.PREDECESSOR, Remedy.REPLACEMENT, Remedy.ACCOUNT, Remedy.REQUEST_AGAIN}
     assert {remedy.value: REMEDY_LABELS[remedy] for remedy in set(Remedy) - pages} == acts
 
 

@@ -51,7 +51,7 @@ def test_schedule_saved_has_the_terms_of_the_form(desk: Desk) -> None:
     saved = draft_of(row)
     assert (saved.cryptoperiod_days, saved.jitter_days, saved.lead_days) == (90, 9, 7)
     assert saved.window == Window("Europe/Berlin", (0, 4), 1_320, 240)
-    wish = saved.wish
+    wish = saved.overrides
     assert (wish.proof, wish.quiet_seconds, wish.quarantine_seconds) == (Proof.ACK, 7_200, 90)
     assert (wish.expires_in_days, wish.reason) == (200, "yes")
     text = text_of(client.get(answer["Location"]))
@@ -135,7 +135,7 @@ def test_schedule_edited_keeps_what_was_not_touched_and_is_in_the_editors_name(d
     assert browser(desk.admin).post(where, stale).status_code == 302
     row.refresh_from_db()
     assert (row.cryptoperiod_days, row.author_person, row.account) == (60, desk.admin.person, desk.sandbox)
-    assert draft_of(row).wish.quiet_seconds == 7_200
+    assert draft_of(row).overrides.quiet_seconds == 7_200
     assert client.post(where, stale).status_code == 409
 
 

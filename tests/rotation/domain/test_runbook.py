@@ -23,7 +23,7 @@ from rotation.domain.runbook import (
     RunbookEntry,
     find_stall,
     find_wait,
-    fitted,
+    fit_advice,
     runbook_markdown,
 )
 from rotation.domain.states import WHY, Move, Wait
@@ -132,7 +132,7 @@ def test_runbook_entry_says_nothing_that_is_untrue_of_the_rotation(entry: Runboo
     """Advice for another delivery, or for a key that is still good, costs time that an emergency does not have."""
     if not case.has_old_key and entry in _WITH_OLD_KEY:
         return
-    advice = fitted(entry, case)
+    advice = fit_advice(entry, case)
     told = " ".join((advice.happened, *advice.steps)).lower()
     assert advice.steps
     assert [words for words in untrue_words(case) if words in told] == []
@@ -164,14 +164,14 @@ _WITH_OLD_KEY = [entry for entry in (*STALLS, *WAITS) if entry.title in _NEEDS_T
 def test_runbook_of_a_replacement_that_is_not_taken_up_says_where_it_is(delivery: Delivery, words: str) -> None:
     entry = find_wait("traffic on the replacement: 0 of 5", is_failing=False)
     assert entry is not None
-    advice = fitted(entry, Case(delivery, KeyKind.PRIVATE, has_old_key=True))
+    advice = fit_advice(entry, Case(delivery, KeyKind.PRIVATE, has_old_key=True))
     assert words in " ".join((advice.happened, *advice.steps))
 
 
 def test_runbook_of_a_public_key_that_waits_for_a_word_says_where_it_is() -> None:
     entry = find_wait("an operator to confirm", is_failing=False)
     assert entry is not None
-    told = fitted(entry, Case(Delivery.SECRET_BACKEND, KeyKind.PUBLIC, has_old_key=True))
+    told = fit_advice(entry, Case(Delivery.SECRET_BACKEND, KeyKind.PUBLIC, has_old_key=True))
     assert "own page, where it is shown as often" in told.happened
 
 
@@ -179,14 +179,14 @@ def test_runbook_entry_says_what_to_do() -> None:
     titles = [entry.title for entry in (*STALLS, *WAITS)]
     assert len(set(titles)) == len(titles)
     for entry in (*STALLS, UNKNOWN, *WAITS):
-        advice = fitted(entry, CASES[0])
+        advice = fit_advice(entry, CASES[0])
         assert advice.steps
         assert all(text.endswith(".") for text in (advice.happened, *advice.steps))
 
 
 def test_runbook_of_every_stall_names_what_mends_it_and_what_ends_it() -> None:
     for entry in (*STALLS, UNKNOWN):
-        assert {Remedy.RESUME, Remedy.EXTEND, Remedy.ASK_AGAIN} & set(entry.remedies)
+        assert {Remedy.RESUME, Remedy.EXTEND, Remedy.REQUEST_AGAIN} & set(entry.remedies)
         assert {Remedy.ABORT, Remedy.ROLL_BACK} & set(entry.remedies)
 
 

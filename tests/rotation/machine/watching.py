@@ -164,12 +164,12 @@ class Watcher:
         """1: not even between two transactions of one step. Each one's entries begin with a rotation's."""
         now, delivered = self.world.now, self.world.backend.delivered
         rows = {key_id: row for key_id, row in self.keys.items() if key_id in delivered}
-        had_one = any(_is_good(row, now) for row in rows.values())
+        has_had_key = any(_is_good(row, now) for row in rows.values())
         for event, details in [*entries, ("rotation.", {})]:
             if event.startswith("rotation."):
                 has_one = any(_is_good(row, now) for row in rows.values())
-                self.require(has_one or not had_one, "1: the engine left the merchant without a key")
-                had_one = has_one
+                self.require(has_one or not has_had_key, "1: the engine left the merchant without a key")
+                has_had_key = has_one
             key_id = details.get("key_id")
             if event in STATE_AFTER and key_id in delivered:
                 rows[key_id] = KeyRow(STATE_AFTER[event], keys[key_id].expires_at)

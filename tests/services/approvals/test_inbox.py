@@ -93,7 +93,7 @@ def test_alarms_all_marked_are_those_that_had_come(scene: Scene) -> None:
 
 def test_alarms_all_marked_are_so_many_at_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """One transaction stays short, whatever has happened."""
-    monkeypatch.setattr(inbox, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(inbox, "MAX_MARKED", 2)
     at = now()
     for _ in range(3):
         tell(scene, at=at)

@@ -306,8 +306,8 @@ def _forge() -> None:
 
 
 TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
-    "tail and head set back": (_cut_tail, 3, "entry 5 of chain account:acme/sandbox, which it signs, is not there"),
-    "written anew": (_write_anew, 2, "entry 3 of chain account:acme/sandbox is another one than it signs"),
+    "tail and head set back": (_cut_tail, 3, "entry 5 of chain account:acme/sandbox, which it signs, is missing"),
+    "written anew": (_write_anew, 2, "entry 3 of chain account:acme/sandbox differs from the one that it signs"),
     "first checkpoint deleted": (lambda: _rows(number=1).delete(), 2, "checkpoint 1 is missing; 2 follows"),
     "middle checkpoint deleted": (lambda: _rows(number=2).delete(), 3, "checkpoint 2 is missing; 3 follows"),
     "body made garbage": (lambda: _rows(number=2).update(body=b"\xff"), 2, "its bytes are no checkpoint"),
@@ -322,7 +322,7 @@ TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
     "chain deleted": (
         lambda: (_entries().delete(), AuditChain.objects.filter(name=CHAIN).delete()),
         1,
-        "entry 1 of chain account:acme/sandbox, which it signs, is not there",
+        "entry 1 of chain account:acme/sandbox, which it signs, is missing",
     ),
 }
 
@@ -429,7 +429,7 @@ def test_standings_show_the_newest_and_whether_it_holds(written: Iterator[dateti
     with tampering():
         _write_anew()
     sandbox = next(standing for standing in list_checkpoint_status() if standing.scope == "sandbox")
-    assert sandbox.fault == f"sandbox checkpoint 3: entry 5 of chain {CHAIN} is another one than it signs"
+    assert sandbox.fault == f"sandbox checkpoint 3: entry 5 of chain {CHAIN} differs from the one that it signs"
 
 
 def test_standings_forged_newest_does_not_hold(written: Iterator[datetime]) -> None:

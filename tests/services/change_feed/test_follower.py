@@ -164,7 +164,7 @@ def test_position_whatever_the_order_applies_every_row_and_confirms_none_too_ear
     """Any transactions, any order of drawing, committing and rolling back, and a look that reads its three things with
     any of that in between: what is committed is applied, once; what is confirmed is decided and applied.
     """
-    with mock.patch.object(changes, "MOST_ROWS", most_rows), mock.patch.object(changes, "_OVERLAP", 2):
+    with mock.patch.object(changes, "MAX_ROWS", most_rows), mock.patch.object(changes, "_OVERLAP", 2):
         world, position, covered, told = World(most_rows), Position(), set[int](), list[int]()
 
         def finish(drawn: int, names: frozenset[str], due: set[int]) -> None:
@@ -383,7 +383,7 @@ def test_follower_whose_memory_could_not_be_told_vouches_for_nothing_and_tells_i
 @on_every_database
 def test_follower_too_far_behind_forgets_everything(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an outage in which others changed more than can be read at once."""
-    monkeypatch.setattr(changes, "MOST_ROWS", 3)
+    monkeypatch.setattr(changes, "MAX_ROWS", 3)
     monkeypatch.setattr(changes, "_OVERLAP", 0)
     memory.follower.poll_once()
     change("a", "b", "c", "d", "e")

@@ -13,7 +13,7 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Change, Confirmation, Verifier
 from keyvault.services.change_feed import receipts
 from keyvault.services.change_feed.receipts import (
-    LARGEST_SEQUENCE,
+    MAX_SEQUENCE,
     MAX_WAIT_SECONDS,
     MAX_WAITERS,
     Receipt,
@@ -48,13 +48,13 @@ def receipt_of(sequence: int) -> Receipt:
 
 
 def standings(sequence: int) -> dict[str, str]:
-    return {verifier.verifier_id: verifier.standing.value for verifier in receipt_of(sequence).verifiers}
+    return {verifier.verifier_id: verifier.progress.value for verifier in receipt_of(sequence).verifiers}
 
 
 # --- who stands how ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [-1, 0, 2**40, LARGEST_SEQUENCE, LARGEST_SEQUENCE + 1, 10**19])
+@pytest.mark.parametrize("number", [-1, 0, 2**40, MAX_SEQUENCE, MAX_SEQUENCE + 1, 10**19])
 def test_receipt_of_a_change_that_is_none_is_none(sequence: int, number: int) -> None:
     assert find_receipt(number) is None
 
@@ -115,11 +115,11 @@ def test_receipt_waits_for_a_silent_verifier_up_to_its_bound_to_the_microsecond(
     """As long as it may still answer from memory, it is waited for."""
     verifier = make_verifier()
     bound = verifier.seen_at + STALENESS
-    for now, standing in (
+    for now, progress in (
         (bound, VerifierProgress.WAITING),
         (bound + timedelta(microseconds=1), VerifierProgress.EXPIRED),
     ):
-        assert receipts._standing(verifier, sequence, now) is standing
+        assert receipts._progress(verifier, sequence, now) is progress
 
 
 def test_receipt_compares_by_the_database_clock_alone(sequence: int) -> None:

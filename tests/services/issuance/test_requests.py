@@ -297,7 +297,7 @@ def test_issuance_that_needs_two_counts_each_person_once(scene: Scene) -> None:
     approve(request, by=scene.approver)
     assert request.state == S.PENDING
     for again in (scene.approver, too):
-        with pytest.raises(StateConflictError, match="takes another person"):
+        with pytest.raises(StateConflictError, match="Another person"):
             approve(fresh(request), by=again)
     assert fresh(request).state == S.PENDING
     assert approve(fresh(request), by=scene.admin).state == S.APPROVED

@@ -9,7 +9,7 @@ from keyvault.access.decision import Denial
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.errors import ErrorCode, PermissionMissingError, RequestInvalidError
 from keyvault.domain.keys import KeyKind
-from keyvault.domain.networks import MOST_NETWORKS
+from keyvault.domain.networks import MAX_NETWORKS
 from keyvault.models import AuditEntry, Credential
 from keyvault.models.keys import OriginHeader
 from keyvault.services.catalog.catalog import find_endpoint
@@ -84,7 +84,7 @@ def test_credential_network_that_is_none_is_named(scene: Scene, text: str) -> No
 def test_credential_with_too_many_networks_is_refused(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     with pytest.raises(RequestInvalidError) as refused:
-        restrict(scene, key.credential, *(f"192.0.2.{n}" for n in range(MOST_NETWORKS + 1)))
+        restrict(scene, key.credential, *(f"192.0.2.{n}" for n in range(MAX_NETWORKS + 1)))
     assert [fault.pointer for fault in refused.value.faults] == ["/networks"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from pytest_django import Settings
 from redis import Redis
 
-from keyvault.access.limits import LONGEST_SECONDS, Bucket, Limit, Spend
+from keyvault.access.limits import MAX_SECONDS, Bucket, Limit, Spend
 from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.domain.keys import KeyKind
 from keyvault.services.limits import limiter as limits
@@ -22,7 +22,7 @@ from tests.services.racing import PATIENCE_SECONDS, race
 
 T = TypeVar("T")
 
-A_DAY = LONGEST_SECONDS
+A_DAY = MAX_SECONDS
 ACCOUNT = Limit(500, A_DAY)
 BUCKETS = account_buckets(7, KeyKind.PRIVATE, ACCOUNT, "orders.create", Limit(300, A_DAY))
 ACCOUNT_ONLY = BUCKETS[:1]
@@ -41,7 +41,7 @@ def process(redis_url: str, *, is_strict: bool = False, life_us: int = FOR_EVER_
 
 def spend_one(spending: LimitBudgets, buckets: Sequence[Bucket]) -> bool:
     """As the engine does."""
-    return spending.payer(buckets)(1) is not None or spending.spend(buckets, 1).allowed
+    return spending.spender(buckets)(1) is not None or spending.spend(buckets, 1).allowed
 
 
 def drain(spending: LimitBudgets, buckets: Sequence[Bucket]) -> int:
@@ -52,7 +52,7 @@ def drain_in_asyncio(spending: LimitBudgets, buckets: Sequence[Bucket]) -> int:
     """Eight at a time, until one is refused."""
 
     async def spend_async() -> bool:
-        return spending.payer(buckets)(1) is not None or (await spending.spend_async(buckets, 1)).allowed
+        return spending.spender(buckets)(1) is not None or (await spending.spend_async(buckets, 1)).allowed
 
     async def drain_async() -> int:
         passed = 0
@@ -150,7 +150,7 @@ def test_leased_budgets_tell_what_is_left_like_strict_ones(redis_url: str) -> No
     told: list[int] = []
     spending = process(redis_url)
     for _ in range(100):
-        quick = spending.payer(ACCOUNT_ONLY)(1)
+        quick = spending.spender(ACCOUNT_ONLY)(1)
         told.append(quick[0] if quick else spending.spend(ACCOUNT_ONLY, 1).binding.remaining)
     assert told == list(range(499, 399, -1))
 
@@ -253,7 +253,7 @@ def test_leased_budgets_whose_caller_goes_away_lease_again(redis_url: str) -> No
         with pytest.raises(asyncio.CancelledError):
             await task
         assert (await spending.spend_async(ACCOUNT_ONLY, 1)).allowed
-        assert spending.payer(ACCOUNT_ONLY)(1) is not None
+        assert spending.spender(ACCOUNT_ONLY)(1) is not None
 
     run(spending, go_away)
 

@@ -10,7 +10,7 @@ import pytest
 from pytest_django import Settings
 from redis import Redis
 
-from keyvault.access.limits import LONGEST_SECONDS, Bucket, Limit, Spend
+from keyvault.access.limits import MAX_SECONDS, Bucket, Limit, Spend
 from keyvault.domain.errors import DependencyUnavailableError, ErrorCode
 from keyvault.domain.keys import KeyKind
 from keyvault.services.limits import limiter as limits
@@ -20,8 +20,8 @@ from tests.servers.redis import find_redis, redis_server
 from tests.servers.throwaway import free_port
 from tests.services.racing import PATIENCE_SECONDS, start
 
-ACCOUNT = Limit(40, LONGEST_SECONDS)
-ENDPOINT = Limit(8, LONGEST_SECONDS)
+ACCOUNT = Limit(40, MAX_SECONDS)
+ENDPOINT = Limit(8, MAX_SECONDS)
 BUCKETS = account_buckets(7, KeyKind.PRIVATE, ACCOUNT, "orders.create", ENDPOINT)
 ACCOUNT_ONLY = BUCKETS[:1]
 
@@ -129,7 +129,7 @@ def test_limiter_without_its_store_spends_a_share_of_each_limit(shared: Limiter,
     store.is_there = False
     assert drain(shared, BUCKETS) == 2
     assert drain(shared, ACCOUNT_ONLY) == 8
-    assert shared.spend(BUCKETS, 1).binding.limit == Limit(2, LONGEST_SECONDS)
+    assert shared.spend(BUCKETS, 1).binding.limit == Limit(2, MAX_SECONDS)
 
 
 def test_limiter_without_its_store_takes_all_of_the_share_for_a_larger_cost(shared: Limiter, store: FlakyStore) -> None:
@@ -395,7 +395,7 @@ def test_look_up_that_fails_gives_its_place_back(proofs: FailedProofs) -> None:
 def test_failed_proofs_flooded_with_addresses_remember_a_bounded_number(
     proofs: FailedProofs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "_MOST_ADDRESSES", 10)
+    monkeypatch.setattr(limits, "_MAX_ADDRESSES", 10)
     for number in range(40):
         for _ in range(101):
             proofs.note(f"192.0.2.{number}")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis import Redis
 
-from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Bucket, BucketState, Limit, Spend, spend, spend_each
+from keyvault.access.limits import MAX_COUNT, MAX_SECONDS, Bucket, BucketState, Limit, Spend, spend, spend_each
 from keyvault.services.limits import stores as limit_stores
 from keyvault.services.limits.redis_pipeline import LimitPipeline
 from keyvault.services.limits.stores import LimitStore, LimitStoreLostError, LocalStore, RedisStore
@@ -21,7 +21,7 @@ from tests.servers.throwaway import free_port
 from tests.services.racing import PATIENCE_SECONDS, race
 
 NOW_US = 1_795_262_400_000_000
-A_DAY = LONGEST_SECONDS
+A_DAY = MAX_SECONDS
 """Of a limit this small over a day no token comes back while a test runs."""
 
 
@@ -85,7 +85,7 @@ def test_local_store_agrees_with_the_pure_arithmetic(chosen: list[Limit], visits
 def test_local_store_in_a_hurry_agrees_with_the_pure_arithmetic(
     chosen: list[Limit], visits: list[tuple[int, int, bool]]
 ) -> None:
-    """All that `payer` allows is what `spend` would, to the same effect; what it does not, costs nothing."""
+    """All that `spender` allows is what `spend` would, to the same effect; what it does not, costs nothing."""
     buckets = [bucket(limit, str(number)) for number, limit in enumerate(chosen)]
     clock, pure = [NOW_US], dict[str, BucketState | None].fromkeys(one.key for one in buckets)
     store = LocalStore(lambda: clock[0] * 1000)
@@ -96,7 +96,7 @@ def test_local_store_in_a_hurry_agrees_with_the_pure_arithmetic(
         expected, kept = spend([pure[one.key] for one in request], request, affordable, clock[0])
         has_new = any(pure[one.key] is None for one in request)
         pure.update(zip((one.key for one in request), kept, strict=True))
-        quick = store.payer(request)(affordable)
+        quick = store.spender(request)(affordable)
         assert (quick is not None) == (expected.allowed and not has_new)
         if quick is None:
             assert store.spend(request, affordable) == expected
@@ -109,7 +109,7 @@ def test_local_store_in_a_hurry_with_a_cost_that_no_burst_holds_spends_nothing(c
     """Nothing is paid back by a negative cost."""
     store, one = LocalStore(lambda: NOW_US * 1000), bucket(Limit(9, 1))
     store.spend([one], 1)
-    assert store.payer([one])(cost) is None
+    assert store.spender([one])(cost) is None
     assert store.spend([one], 1).statuses[0].remaining == 7
 
 
@@ -118,7 +118,7 @@ def test_local_store_whose_limit_changed_under_one_key_goes_by_the_same_moment()
     store = LocalStore(lambda: NOW_US * 1000)
     store.spend([bucket(Limit(4, 8))], 2)
     smaller = bucket(Limit(2, 8))
-    assert store.payer([smaller])(1) is None
+    assert store.spender([smaller])(1) is None
     assert store.spend([smaller], 1).statuses[0].remaining == 0
 
 
@@ -142,11 +142,11 @@ def test_local_store_with_threads_in_a_hurry_and_others_admits_exactly_the_limit
     store.spend(buckets, 1)
 
     def hurry() -> int:
-        return sum(store.payer(buckets)(1) is not None for _ in range(100))
+        return sum(store.spender(buckets)(1) is not None for _ in range(100))
 
     assert sum(race(*[hurry, lambda: count_allowed(store, buckets, 100)] * 8)) == 299
     assert store.spend(buckets[:1], 200).allowed
-    assert store.payer(buckets[:1])(1) is None
+    assert store.spender(buckets[:1])(1) is None
 
 
 def test_local_store_by_its_own_clock_gives_tokens_back() -> None:
@@ -259,7 +259,7 @@ def test_redis_store_agrees_with_the_pure_arithmetic(
     assert 100 < allowed < 500
 
 
-@pytest.mark.parametrize("limit", [Limit(1, 1), Limit(7, 60), Limit(999_983, 60), Limit(LARGEST_COUNT, A_DAY)], ids=str)
+@pytest.mark.parametrize("limit", [Limit(1, 1), Limit(7, 60), Limit(999_983, 60), Limit(MAX_COUNT, A_DAY)], ids=str)
 def test_redis_script_at_the_very_edge_agrees_with_the_pure_arithmetic(client: "Redis", limit: Limit) -> None:
     """The last fraction of a microsecond decides alike: the script is given its time here, the rest is as it is."""
     injected = limit_stores._SPEND.replace("redis.call('TIME')", "{ARGV[#ARGV - 1], ARGV[#ARGV]}")
@@ -283,8 +283,8 @@ def test_redis_script_at_the_very_edge_agrees_with_the_pure_arithmetic(client: "
 
 def _any_limit(chance: random.Random) -> Limit:
     return Limit(
-        chance.choice([1, 3, 7, 60, 999_983, LARGEST_COUNT, chance.randint(1, LARGEST_COUNT)]),
-        chance.choice([60, 3_600, LONGEST_SECONDS, chance.randint(60, LONGEST_SECONDS)]),
+        chance.choice([1, 3, 7, 60, 999_983, MAX_COUNT, chance.randint(1, MAX_COUNT)]),
+        chance.choice([60, 3_600, MAX_SECONDS, chance.randint(60, MAX_SECONDS)]),
     )
 
 

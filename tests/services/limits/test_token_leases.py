@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyvault.access.limits import LONGEST_SECONDS, Bucket, BucketState, Limit, Spend, spend, spend_each
+from keyvault.access.limits import MAX_SECONDS, Bucket, BucketState, Limit, Spend, spend, spend_each
 from keyvault.services.limits.stores import StoreReply
 from keyvault.services.limits.token_leases import LIFE_US, SHARE, LeaseRequest, Leases
 
 SECOND_US = 1_000_000
-A_DAY = LONGEST_SECONDS
+A_DAY = MAX_SECONDS
 AHEAD_US = 7_777_777_777
 """The store's clock is another one than that of the processes."""
 
@@ -80,7 +80,7 @@ class Traffic:
 
     def begin(self, process: int, request: Request, cost: int) -> None:
         leases = self.processes[process % len(self.processes)]
-        if leases.payer(request)(cost) is not None:
+        if leases.spender(request)(cost) is not None:
             self._admit(request, cost, self.shared.now_us)
             return
         step = leases.plan(request, cost)
@@ -247,7 +247,7 @@ def test_leases_tell_what_is_left_as_if_each_token_were_counted_in_the_store() -
     shared, one = Shared(), bucket(Limit(300, A_DAY))
     leases, told = shared.leases(), []
     for _ in range(300):
-        quick = leases.payer((one,))(1)
+        quick = leases.spender((one,))(1)
         told.append(quick[0] if quick else spend_at_once(shared, leases, (one,), 1).statuses[0].remaining)
     assert told == list(reversed(range(300)))
     assert shared.asked < 100
@@ -262,9 +262,9 @@ def test_leases_at_their_end_are_lost() -> None:
     for _ in range(1 + 2 + 4 + 1):
         spend_at_once(shared, leases, (one,), 1)
     shared.now_us += LIFE_US - 1
-    assert leases.payer((one,))(1) is not None
+    assert leases.spender((one,))(1) is not None
     shared.now_us += 1
-    assert leases.payer((one,))(1) is None
+    assert leases.spender((one,))(1) is None
     told = spend_at_once(shared, leases, (one,), 1)
     assert told.statuses[0].remaining == 1_000 - (1 + 2 + 4 + 8) - 1
 
@@ -327,7 +327,7 @@ def test_leases_whose_answer_comes_late_have_ended() -> None:
     told = leases.settle(step, answer)
     assert isinstance(told, Spend)
     assert told.allowed
-    assert leases.payer((one,))(1) is None
+    assert leases.spender((one,))(1) is None
 
 
 def test_leases_refused_by_an_answer_that_came_late_do_not_wait_from_then_on() -> None:
@@ -361,7 +361,7 @@ def test_leases_held_by_a_request_that_is_refused_after_their_time_are_lost(is_n
     if is_next_there:
         leases.settle(following, shared.spend_each(following.buckets, following.costs))
     leases.settle(held, shared.spend_each(held.buckets, held.costs))
-    left = [leases.payer((account,))(1) is not None for _ in range(9)]
+    left = [leases.spender((account,))(1) is not None for _ in range(9)]
     assert left == ([True] * 7 + [False] * 2 if is_next_there else [False] * 9)
 
 
@@ -466,7 +466,7 @@ def test_leases_of_what_no_burst_holds_are_an_error(cost: int) -> None:
     shared, one = Shared(), bucket(Limit(5, 1))
     leases = shared.leases()
     spend_at_once(shared, leases, (one,), 1)
-    assert leases.payer((one,))(cost) is None
+    assert leases.spender((one,))(cost) is None
     with pytest.raises(ValueError, match="cost"):
         leases.plan((one,), cost)
 

@@ -8,8 +8,8 @@ from keyvault.access.permissions import Permission as P
 from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.models import Account
 from keyvault.services.merchants.client_configuration import (
-    LARGEST_BYTES,
-    MOST_ORIGINS,
+    MAX_BYTES,
+    MAX_ORIGINS,
     is_listed_by,
     is_listed_by_any_account,
     set_allowed_origins,
@@ -85,7 +85,7 @@ def test_client_configuration_that_does_not_fit_is_refused(scene: Scene, configu
     assert [fault.pointer for fault in refused.value.faults] == ["/configuration"]
     assert mint() not in refused.value.faults[0].detail
     assert account("acme", SANDBOX).client_configuration == {}
-    assert LARGEST_BYTES == 16_384
+    assert MAX_BYTES == 16_384
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_origins_with_one_that_is_none_are_refused(scene: Scene, origin: str) ->
 
 
 def test_origins_are_so_many_at_most(scene: Scene) -> None:
-    list_origins(scene, *(f"https://s{number}.example" for number in range(MOST_ORIGINS)))
+    list_origins(scene, *(f"https://s{number}.example" for number in range(MAX_ORIGINS)))
     with pytest.raises(RequestInvalidError):
-        list_origins(scene, *(f"https://s{number}.example" for number in range(MOST_ORIGINS + 1)))
+        list_origins(scene, *(f"https://s{number}.example" for number in range(MAX_ORIGINS + 1)))
 
 
 def test_origin_is_listed_by_the_account_that_lists_it_in_its_environment(scene: Scene) -> None:

@@ -7,7 +7,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.domain.errors import NotFoundError, PermissionMissingError, RequestInvalidError
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Order
-from keyvault.services.merchants.orders import LARGEST_AMOUNT, create_order, find_order
+from keyvault.services.merchants.orders import MAX_AMOUNT_MINOR, create_order, find_order
 from tests.factories import account, grant, issue, make_merchant, now
 from tests.services.conftest import Scene
 from tests.services.rows import last_body, last_ids, written_since
@@ -29,7 +29,7 @@ def test_order_created_is_one_row_and_one_entry(scene: Scene) -> None:
     made = create_order(
         grant(holder_of(key), P.ORDERS_CREATE, scene.sandbox),
         scene.sandbox,
-        amount_minor=LARGEST_AMOUNT,
+        amount_minor=MAX_AMOUNT_MINOR,
         currency="EUR",
         customer_id="cust-1",
     )
@@ -39,7 +39,7 @@ def test_order_created_is_one_row_and_one_entry(scene: Scene) -> None:
     assert body["actor"] == f"key:{key.key_id}"
     assert body["details"] == {
         "order_token": made.order_token,
-        "amount_minor": LARGEST_AMOUNT,
+        "amount_minor": MAX_AMOUNT_MINOR,
         "currency": "EUR",
         "customer_id": "cust-1",
     }
@@ -49,7 +49,7 @@ def test_order_created_is_one_row_and_one_entry(scene: Scene) -> None:
     ("amount_minor", "currency", "customer_id", "pointers"),
     [
         (0, "EUR", None, ["/amount_minor"]),
-        (LARGEST_AMOUNT + 1, "EUR", None, ["/amount_minor"]),
+        (MAX_AMOUNT_MINOR + 1, "EUR", None, ["/amount_minor"]),
         (1, "eur", None, ["/currency"]),
         (1, "EUR\n", None, ["/currency"]),
         (1, "EUR", "", ["/customer_id"]),

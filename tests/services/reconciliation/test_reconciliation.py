@@ -103,7 +103,7 @@ def found(report: ReconciliationReport) -> dict[str, int]:
 
 
 def alarms() -> list[Notice]:
-    return list(Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, is_alarm=True).order_by("created_at"))
+    return list(Notice.objects.filter(kind=NoticeKind.BACKEND_UNATTRIBUTED, is_alarm=True).order_by("created_at"))
 
 
 # --- ours -----------------------------------------------------------------------------------------------------

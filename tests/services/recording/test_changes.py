@@ -252,8 +252,8 @@ def test_feed_tells_times_apart_to_the_microsecond() -> None:
 
 
 def test_feed_nothing_that_can_fail_comes_before_the_announcement() -> None:
-    """Of the callbacks after a commit the first that fails is the last that runs. The journal's comes after the feed's
-    and its failure is swallowed; whoever adds another one has to see to that too.
+    """Of the callbacks after a commit the first that fails is the last that runs. The revocation log's comes after
+    the feed's and its failure is swallowed; whoever adds another one has to see to that too.
     """
     root = Path(feed.__file__).parents[3]
     callers = {

@@ -1,4 +1,4 @@
-"""The journal of revocations: every end that was answered with a yes is in it, whatever happens to the database."""
+"""The revocation log: every end that was answered with a yes is in it, whatever happens to the database."""
 
 import errno
 import multiprocessing
@@ -28,15 +28,15 @@ from keyvault.services import offboarding
 from keyvault.services.keys import lifecycle
 from keyvault.services.merchants import merchants
 from keyvault.services.recording import revocation_log
-from keyvault.services.recording.revocation_log import ENDING, append_lines, read_journal
+from keyvault.services.recording.revocation_log import ENDING, append_lines, read_lines
 from keyvault.services.revocations import log_backfill, replay
 from keyvault.services.revocations.log_backfill import LogBackfill
-from keyvault.services.revocations.log_opening import open_journal
+from keyvault.services.revocations.log_opening import open_revocation_log
 from keyvault.services.revocations.replay import read_counter
 from keyvault.services.startup.startup_checks import require_current
 from keyvault.services.tokens import service_tokens
 from keyvault.services.tokens.customer_tokens import revoke_customer_token
-from tests.factories import grant, have_peppers, issue, make_token, now, renew_journal
+from tests.factories import grant, have_peppers, issue, make_token, now, renew_revocation_log
 from tests.services.conftest import Scene, make_scene
 from tests.services.tokens.test_customer_tokens import holder_of, token_of
 
@@ -47,10 +47,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def path(tmp_path: Path, settings: Any) -> Path:
-    settings.JOURNAL = tmp_path / "own" / "revocations.journal"
-    settings.JOURNAL.parent.mkdir()
-    renew_journal(settings.JOURNAL)
-    return Path(settings.JOURNAL)
+    settings.REVOCATION_LOG = tmp_path / "own" / "revocation_log"
+    settings.REVOCATION_LOG.parent.mkdir()
+    renew_revocation_log(settings.REVOCATION_LOG)
+    return Path(settings.REVOCATION_LOG)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def scene() -> Scene:
 
 def lines() -> list[Any]:
     """Behind the first one, which names the installation."""
-    return [line for _, line in read_journal() if not isinstance(line, Opened)]
+    return [line for _, line in read_lines() if not isinstance(line, Opened)]
 
 
 def ended() -> list[tuple[str, str, str, str]]:
@@ -74,7 +74,7 @@ def revoke(scene: Scene, reason: RevocationReason = RevocationReason.SUPERSEDED)
 
 
 def fail_to_revoke(scene: Scene) -> Key:
-    """It is in the journal, and its commit fails: the caller gets an error, and the key stays active."""
+    """It is in the log, and its commit fails: the caller gets an error, and the key stays active."""
     key, _ = issue(scene.sandbox)
 
     def lose() -> None:
@@ -102,8 +102,8 @@ def settle() -> None:
 # --- what is written --------------------------------------------------------------------------------------
 
 
-def test_journal_knows_every_model_that_can_end() -> None:
-    """A new kind of row that ends for ever is in the journal, or this test fails."""
+def test_revocation_log_knows_every_model_that_can_end() -> None:
+    """A new kind of row that ends for ever is in the log, or this test fails."""
     recorded_models = {model for model in apps.get_models() if issubclass(model, RecordedModel)}
     ending = {model for model in recorded_models if model.has_ended is not RecordedModel.has_ended}
     assert ending == set(ENDING.values())
@@ -144,7 +144,7 @@ def test_change_that_ends_nothing_does_not_touch_the_disk(scene: Scene, path: Pa
 
 
 def test_end_is_on_the_disk_before_its_transaction_commits(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Synced, and then committed: one that commits and is answered is in the journal, even if the power goes."""
+    """Synced, and then committed: one that commits and is answered is in the log, even if the power goes."""
     key, _ = issue(scene.sandbox)
     synced: list[bool] = []
     real = os.fsync
@@ -173,13 +173,13 @@ def test_customer_token_is_noted_with_its_expiry(scene: Scene) -> None:
     ]
 
 
-def test_journal_is_private(path: Path) -> None:
+def test_revocation_log_is_private(path: Path) -> None:
     """What ended is nobody's business on the host but ours."""
     have_peppers()
     shutil.rmtree(path.parent)
     previous = os.umask(0)
     try:
-        assert open_journal(now())
+        assert open_revocation_log(now())
     finally:
         os.umask(previous)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -191,7 +191,7 @@ def _append_many(name: str, count: int) -> None:
         append_lines([Ended(number, now(), "key", f"{name}{number}"), Committed(name * 500)], is_synced=False)
 
 
-def test_journal_of_many_processes_loses_and_tears_nothing() -> None:
+def test_revocation_log_of_many_processes_loses_and_tears_nothing() -> None:
     """All processes of a host append at once, each its lines in one piece."""
     spawned = multiprocessing.get_context("fork")
     writers = [spawned.Process(target=_append_many, args=(name, 100)) for name in "abcd"]
@@ -250,14 +250,14 @@ def _refuse(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_journal_that_cannot_be_written_stops_no_revocation_and_is_an_alarm(
+def test_revocation_log_that_cannot_be_written_stops_no_revocation_and_is_an_alarm(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A full disk must not keep a leaked key alive. Operators are told, once until they have seen it."""
     monkeypatch.setattr(revocation_log, "append_lines", _refuse)
     first, second = revoke(scene), revoke(scene)
     assert {Key.objects.get(pk=key.pk).state for key in (first, second)} == {"deactivated"}
-    notice = Notice.objects.get(kind=NoticeKind.JOURNAL_FAILED)
+    notice = Notice.objects.get(kind=NoticeKind.REVOCATION_LOG_FAILED)
     assert (notice.is_alarm, notice.deliveries.count()) == (True, 0)
     assert notice.payload == {"why": "No space left on device"}
     assert "the revocation log cannot be written" in caplog.text
@@ -280,13 +280,13 @@ def test_note_of_a_commit_that_cannot_be_written_fails_nothing(
 # --- what heals -------------------------------------------------------------------------------------------
 
 
-def test_healing_appends_what_the_journal_lacks_and_then_nothing(
+def test_healing_appends_what_the_revocation_log_lacks_and_then_nothing(
     scene: Scene, path: Path, django_assert_max_num_queries: Any
 ) -> None:
-    """What another host revoked comes into this one's journal too."""
+    """What another host revoked comes into this one's log too."""
     here = revoke(scene)
     path.rename(path.with_name("kept"))
-    renew_journal(path)
+    renew_revocation_log(path)
     there = revoke(scene, RevocationReason.KEY_COMPROMISE)
     token, _ = make_token()
     service_tokens.revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
@@ -303,12 +303,12 @@ def test_healing_appends_what_the_journal_lacks_and_then_nothing(
     size = path.stat().st_size
     with django_assert_max_num_queries(2):
         assert backfill.run(now()) == 0
-    assert LogBackfill().run(now()) == 0, "another process finds how far it is in the journal"
+    assert LogBackfill().run(now()) == 0, "another process finds how far it is in the log"
     assert path.stat().st_size == size
 
 
 def test_healing_in_a_new_process_reads_from_the_last_note_on(scene: Scene, path: Path) -> None:
-    """A long journal costs a worker nothing; a damaged line before the note is the start's to tell."""
+    """A long log costs a worker nothing; a damaged line before the note is the start's to tell."""
     revoke(scene)
     settle()
     append_lines([CaughtUp(read_counter())])
@@ -327,7 +327,7 @@ def test_healing_of_a_database_that_went_back_says_so_and_goes_on_from_there(
     settle()
     backfill = LogBackfill()
     assert (backfill.run(now()), backfill.position) == (0, read_counter())
-    assert "the database went back" in caplog.text
+    assert "the database was set back" in caplog.text
     caplog.clear()
     revoke(scene)
     settle()
@@ -335,7 +335,7 @@ def test_healing_of_a_database_that_went_back_says_so_and_goes_on_from_there(
 
 
 def test_healing_repeats_an_end_whose_commit_nobody_noted(scene: Scene, path: Path) -> None:
-    """Killed between the commit and its note: whoever asks again is told that it is revoked, so the journal has to."""
+    """Killed between the commit and its note: whoever asks again is told that it is revoked, so the log has to."""
     key = revoke(scene)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     settle()
@@ -366,12 +366,12 @@ def test_healing_sees_what_its_own_host_wrote_meanwhile(scene: Scene) -> None:
     assert len(ended()) == 2
 
 
-def test_healing_begins_again_with_a_journal_that_was_made_anew(scene: Scene, path: Path) -> None:
+def test_healing_begins_again_with_a_revocation_log_that_was_made_anew(scene: Scene, path: Path) -> None:
     key = revoke(scene)
     settle()
     backfill = LogBackfill()
     assert backfill.run(now()) == 0
-    renew_journal(path)
+    renew_revocation_log(path)
     assert backfill.run(now()) == 1
     assert ended() == [("key", key.key_id, "deactivated", "superseded")]
 
@@ -379,7 +379,7 @@ def test_healing_begins_again_with_a_journal_that_was_made_anew(scene: Scene, pa
 def test_healing_goes_so_far_at_a_time(scene: Scene, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keyvault.services.revocations.log_backfill._BATCH", 2)
     revoked = {revoke(scene).key_id for _ in range(3)}
-    renew_journal(path)
+    renew_revocation_log(path)
     settle()
     backfill, rounds = LogBackfill(), 0
     while backfill.position < read_counter():
@@ -393,13 +393,13 @@ def test_healing_that_cannot_write_is_an_alarm_and_goes_on_later(
     scene: Scene, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     revoke(scene)
-    renew_journal(path)
+    renew_revocation_log(path)
     settle()
     backfill = LogBackfill()
     with monkeypatch.context() as full:
         full.setattr("keyvault.services.revocations.log_backfill.append_lines", _refuse)
         assert backfill.run(now()) == backfill.run(now()) == 0
-    assert Notice.objects.filter(kind=NoticeKind.JOURNAL_FAILED, is_alarm=True).count() == 1
+    assert Notice.objects.filter(kind=NoticeKind.REVOCATION_LOG_FAILED, is_alarm=True).count() == 1
     assert AuditEntry.objects.filter(event="journal.failed").count() == 1
     assert backfill.run(now()) == 1
 
@@ -411,7 +411,7 @@ def test_healing_drops_an_end_whose_commit_failed_so_that_no_reboot_revokes(
     key = fail_to_revoke(scene)
     with monkeypatch.context() as early:
         reboot(early)
-        with pytest.raises(ImproperlyConfigured, match="behind the revocation journal"):
+        with pytest.raises(ImproperlyConfigured, match="behind the revocation log"):
             require_current()
     backfill = LogBackfill()
     assert backfill.run(now() + timedelta(seconds=50)) == 0
@@ -437,7 +437,7 @@ def test_healing_marks_an_end_that_committed_without_its_note(scene: Scene, path
 def test_healing_drops_a_failed_report_of_a_key_that_is_merely_revoked(scene: Scene, path: Path) -> None:
     """That the key has ended otherwise does not make the failed commit one that happened."""
     key = revoke(scene)
-    renew_journal(path)
+    renew_revocation_log(path)
     kept = Ended(1, now(), "key", key.key_id, "compromised", "key_compromise", "u", revocation_log.boot_id())
     append_lines([kept])
     LogBackfill().run(now() + timedelta(seconds=61))
@@ -471,7 +471,7 @@ def test_healing_drops_nothing_that_a_restored_database_has_not_drawn(scene: Sce
 def test_healing_waits_for_what_may_still_appear_below(scene: Scene, path: Path) -> None:
     """On PostgreSQL a change may become visible after a higher one: nothing is passed over for good."""
     revoke(scene)
-    renew_journal(path)
+    renew_revocation_log(path)
     backfill = LogBackfill()
     assert (backfill.run(now()), backfill.position) == (0, 0), "no verifier has confirmed anything"
     settle()
@@ -482,14 +482,14 @@ def test_healing_waits_for_what_may_still_appear_below(scene: Scene, path: Path)
 
 
 def test_start_beside_a_service_at_work_is_not_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others revoke while the journal is read is no sign of a database that is behind."""
-    real = read_journal
+    """What others revoke while the log is read is no sign of a database that is behind."""
+    real = read_lines
 
     def read_late() -> Any:
         revoke(scene)
         return real()
 
-    monkeypatch.setattr(replay, "read_journal", read_late)
+    monkeypatch.setattr(replay, "read_lines", read_late)
     require_current()
 
 
@@ -509,7 +509,7 @@ from pathlib import Path
 from django.conf import settings
 
 key_id, place, module, name = sys.argv[1:]
-settings.JOURNAL = Path(place)
+settings.REVOCATION_LOG = Path(place)
 real = getattr(sys.modules[module], name)
 def and_die(*args, **options):
     real(*args, **options)

@@ -79,7 +79,7 @@ from tests.factories import (
     make_merchant,
     make_token,
     now,
-    renew_journal,
+    renew_revocation_log,
     request_key,
 )
 from tests.services.conftest import Scene
@@ -178,14 +178,14 @@ def _end_again(scene: Scene) -> Callable[[], object]:
 
 def _replay(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
-    renew_journal(settings.JOURNAL)
+    renew_revocation_log(settings.REVOCATION_LOG)
     revocation_log.append_lines([Ended(1, now(), "key", key.key_id, "deactivated", "superseded")])
     return lambda: replay.replay_revocations(grant(HOST, P.REVOCATIONS_REPLAY))
 
 
 def _accept_loss(scene: Scene) -> Callable[[], object]:
     issue(scene.sandbox)
-    settings.JOURNAL.unlink()
+    settings.REVOCATION_LOG.unlink()
     return lambda: log_opening.accept_loss(grant(HOST, P.REVOCATIONS_REPLAY), scene.admin, "the disk is gone")
 
 

@@ -1,4 +1,4 @@
-"""A journal that is missing or empty is lost, not new: nothing starts until it is back or somebody answers for it."""
+"""A log that is missing or empty is lost, not new: nothing starts until it is back or somebody answers for it."""
 
 import io
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from keyvault.domain.revocation_log import CaughtUp, Ended, Opened, line_bytes
 from keyvault.models import AuditEntry, Key, Notice
 from keyvault.services.keys import lifecycle
 from keyvault.services.recording import transaction
-from keyvault.services.recording.revocation_log import append_lines, read_journal
+from keyvault.services.recording.revocation_log import append_lines, read_lines
 from keyvault.services.revocations.log_backfill import LogBackfill
-from keyvault.services.revocations.log_opening import accept_loss, has_issued, open_journal
+from keyvault.services.revocations.log_opening import accept_loss, has_issued, open_revocation_log
 from keyvault.services.revocations.replay import read_counter
 from keyvault.services.startup.startup_checks import require_current
-from tests.factories import INSTALLATION, grant, have_peppers, issue, make_token, now, renew_journal
+from tests.factories import INSTALLATION, grant, have_peppers, issue, make_token, now, renew_revocation_log
 from tests.services.conftest import Scene, make_scene
 from tests.services.rows import last_body
 from tests.services.tokens.test_customer_tokens import token_of
@@ -40,8 +40,8 @@ OPENED = Opened(INSTALLATION, now())
 @pytest.fixture(autouse=True)
 def path(tmp_path: Path, settings: Any) -> Path:
     """There is none."""
-    settings.JOURNAL = tmp_path / "revocations.journal"
-    return Path(settings.JOURNAL)
+    settings.REVOCATION_LOG = tmp_path / "revocation_log"
+    return Path(settings.REVOCATION_LOG)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def scene(db: None) -> Scene:
 
 
 def lines() -> list[Any]:
-    return [line for _, line in read_journal()]
+    return [line for _, line in read_lines()]
 
 
 def read(path: Path) -> bytes | None:
@@ -70,7 +70,7 @@ def command(*words: str) -> str:
 # --- the first start --------------------------------------------------------------------------------------
 
 
-def test_first_start_makes_the_journal(scene: Scene, path: Path) -> None:
+def test_first_start_makes_the_revocation_log(scene: Scene, path: Path) -> None:
     """Merchants and operators are there, and nothing that could have been revoked."""
     require_current()
     assert [replace(line, at=OPENED.at) for line in lines()] == [OPENED]
@@ -86,15 +86,15 @@ def test_first_start_before_the_setup_says_so() -> None:
         require_current()
 
 
-def test_first_start_where_the_journal_cannot_be_written_says_so(path: Path, settings: Any) -> None:
+def test_first_start_where_the_revocation_log_cannot_be_written_says_so(path: Path, settings: Any) -> None:
     have_peppers()
     path.touch()
-    settings.JOURNAL = path / "revocations.journal"
-    with pytest.raises(ImproperlyConfigured, match=r"revocation journal .* cannot be .*: Not a directory"):
+    settings.REVOCATION_LOG = path / "revocation_log"
+    with pytest.raises(ImproperlyConfigured, match=r"revocation log .* cannot be .*: Not a directory"):
         require_current()
 
 
-def test_setup_makes_the_journal_so_that_what_is_issued_before_the_first_start_is_no_riddle(path: Path) -> None:
+def test_setup_makes_the_revocation_log_so_that_what_is_issued_before_the_first_start_is_no_riddle(path: Path) -> None:
     call_command("setup", stdout=io.StringIO())
     make_token()
     require_current()
@@ -121,14 +121,14 @@ def _customer_token(scene: Scene) -> None:
 
 @pytest.mark.parametrize("made", [_key, _service_token, _customer_token])
 @pytest.mark.parametrize("left", [None, b"", line_bytes(OPENED)[:20]])
-def test_start_without_the_journal_of_what_was_issued_is_refused(
+def test_start_without_the_revocation_log_of_what_was_issued_is_refused(
     scene: Scene, path: Path, made: Callable[[Scene], None], left: bytes | None
 ) -> None:
     """Missing, empty, or cut within its first line: a key that was revoked after the backup is not good again."""
     made(scene)
     if left is not None:
         path.write_bytes(left)
-    wanted = r"journal .*revocations.journal is missing or empty.*copy another host's.*--accept-loss --by NAME"
+    wanted = r"revocation log .*revocation_log is missing or empty.*copy another host's.*--accept-loss --by NAME"
     with pytest.raises(ImproperlyConfigured, match=wanted) as refused:
         require_current()
     assert "\n" not in str(refused.value)
@@ -145,8 +145,8 @@ def test_start_asks_for_one_row_of_each_kind_and_never_counts(scene: Scene) -> N
     assert all(query["sql"].endswith("LIMIT 1") for query in asked)
 
 
-def test_revocation_without_a_journal_goes_on_is_alarmed_and_makes_none(scene: Scene, path: Path) -> None:
-    """A leaked key ends whatever became of the journal; a file that began with it would pass for the lost one."""
+def test_revocation_without_a_revocation_log_goes_on_is_alarmed_and_makes_none(scene: Scene, path: Path) -> None:
+    """A leaked key ends whatever became of the log; a file that began with it would pass for the lost one."""
     for left in (None, b""):
         if left is not None:
             path.write_bytes(left)
@@ -154,13 +154,13 @@ def test_revocation_without_a_journal_goes_on_is_alarmed_and_makes_none(scene: S
         lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
         assert Key.objects.get(pk=key.pk).state == "deactivated"
         assert read(path) == left
-    assert Notice.objects.get(kind=NoticeKind.JOURNAL_FAILED).payload == {"why": "No such file or directory"}
+    assert Notice.objects.get(kind=NoticeKind.REVOCATION_LOG_FAILED).payload == {"why": "No such file or directory"}
 
 
 @pytest.mark.parametrize("left", [None, b""])
-def test_healing_makes_no_journal_and_alarms(scene: Scene, path: Path, left: bytes | None) -> None:
-    """A worker that runs on while the journal is taken away tells of it, and does not hide it."""
-    renew_journal(path)
+def test_healing_makes_no_revocation_log_and_alarms(scene: Scene, path: Path, left: bytes | None) -> None:
+    """A worker that runs on while the log is taken away tells of it, and does not hide it."""
+    renew_revocation_log(path)
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
     backfill = LogBackfill()
@@ -168,11 +168,11 @@ def test_healing_makes_no_journal_and_alarms(scene: Scene, path: Path, left: byt
     path.unlink() if left is None else path.write_bytes(left)
     assert backfill.run(now()) == LogBackfill().run(now()) == 0
     assert read(path) == left
-    assert Notice.objects.filter(kind=NoticeKind.JOURNAL_FAILED, is_alarm=True).count() == 1
+    assert Notice.objects.filter(kind=NoticeKind.REVOCATION_LOG_FAILED, is_alarm=True).count() == 1
 
 
-def test_start_with_the_journal_of_another_installation_is_refused(scene: Scene, path: Path) -> None:
-    """A path that leads to somebody else's journal says nothing about what was revoked here."""
+def test_start_with_the_revocation_log_of_another_installation_is_refused(scene: Scene, path: Path) -> None:
+    """A path that leads to somebody else's log says nothing about what was revoked here."""
     issue(scene.sandbox)
     path.write_bytes(line_bytes(replace(OPENED, installation="another")))
     before = path.read_bytes()
@@ -181,8 +181,8 @@ def test_start_with_the_journal_of_another_installation_is_refused(scene: Scene,
     assert path.read_bytes() == before
 
 
-def test_start_with_the_journal_of_an_earlier_release_takes_it_for_ours(scene: Scene, path: Path) -> None:
-    """An upgrade needs no act where there is a journal. One that the database is behind is not taken on trust."""
+def test_start_with_the_revocation_log_of_an_earlier_release_takes_it_for_ours(scene: Scene, path: Path) -> None:
+    """An upgrade needs no act where there is a log. One that the database is behind is not taken on trust."""
     issue(scene.sandbox)
     path.write_bytes(line_bytes(CaughtUp(read_counter() + 1)))
     with pytest.raises(ImproperlyConfigured, match="behind"):
@@ -195,10 +195,10 @@ def test_start_with_the_journal_of_an_earlier_release_takes_it_for_ours(scene: S
     assert len(lines()) == 2
 
 
-def test_start_of_a_new_host_with_a_copy_of_anothers_journal(scene: Scene, path: Path) -> None:
+def test_start_of_a_new_host_with_a_copy_of_anothers_revocation_log(scene: Scene, path: Path) -> None:
     """How a second host joins: it refuses what the first one would, and appends what is revoked from then on."""
     other = path.with_name("of-another-host")
-    renew_journal(other)
+    renew_revocation_log(other)
     key, _ = issue(scene.sandbox)
     with pytest.raises(ImproperlyConfigured, match="new host"):
         require_current()
@@ -212,9 +212,9 @@ def test_start_of_a_new_host_with_a_copy_of_anothers_journal(scene: Scene, path:
 # --- what somebody answers for ----------------------------------------------------------------------------
 
 
-def test_accepted_loss_is_audited_alarmed_and_noted_in_the_new_journal(scene: Scene, path: Path) -> None:
-    """Who answers for it, and why, is on record in three places; the worker then fills the journal from the rows."""
-    renew_journal(path)
+def test_accepted_loss_is_audited_alarmed_and_noted_in_the_new_revocation_log(scene: Scene, path: Path) -> None:
+    """Who answers for it, and why, is on record in three places; the worker then fills the log from the rows."""
+    renew_revocation_log(path)
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
     path.unlink()
@@ -228,7 +228,7 @@ def test_accepted_loss_is_audited_alarmed_and_noted_in_the_new_journal(scene: Sc
         "journal": str(path),
     }
     assert body["details"]["host_user"]
-    notice = Notice.objects.get(kind=NoticeKind.JOURNAL_LOSS_ACCEPTED)
+    notice = Notice.objects.get(kind=NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED)
     assert (notice.is_alarm, notice.payload, notice.deliveries.count()) == (
         True,
         {"why": "the disk is gone"},
@@ -247,7 +247,7 @@ def test_accepted_loss_is_audited_alarmed_and_noted_in_the_new_journal(scene: Sc
 def test_loss_whose_audit_entry_cannot_be_written_is_not_accepted(
     scene: Scene, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No journal without the record of who answers for it: with one the service would start."""
+    """No log without the record of who answers for it: with one the service would start."""
     issue(scene.sandbox)
 
     def fail(**_: object) -> None:
@@ -289,15 +289,15 @@ def test_loss_of_what_is_not_lost_is_not_accepted(scene: Scene, path: Path) -> N
 
 
 def test_reason_of_a_loss_keeps_no_secret(scene: Scene, path: Path) -> None:
-    """It is kept for good, in the journal too."""
+    """It is kept for good, in the log too."""
     _, text = issue(scene.sandbox)
     accept(scene.admin, f"lost {text.reveal()}")
     assert text.reveal() not in path.read_text()
-    assert text.reveal() not in str(Notice.objects.get(kind=NoticeKind.JOURNAL_LOSS_ACCEPTED).payload)
+    assert text.reveal() not in str(Notice.objects.get(kind=NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED).payload)
 
 
-def test_journal_made_by_two_first_starts_at_once_has_one_beginning(path: Path) -> None:
+def test_revocation_log_made_by_two_first_starts_at_once_has_one_beginning(path: Path) -> None:
     have_peppers()
-    assert open_journal(now())
-    assert open_journal(now())
+    assert open_revocation_log(now())
+    assert open_revocation_log(now())
     assert len(lines()) == 1

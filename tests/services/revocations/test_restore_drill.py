@@ -184,7 +184,7 @@ def drill(folder: Path, database: Database) -> None:
     worker = host.start("-m", "celery", "-A", "keyvault.project", "worker", "--pool", "threads", "--concurrency", "1")
     for refused in (server, worker):
         assert refused.returncode != 0
-        assert "is behind the revocation journal" in refused.stderr
+        assert "is behind the revocation log" in refused.stderr
         assert "manage.py replay_revocations" in refused.stderr
     assert host.start("manage.py", "replay_revocations", "--dry-run").returncode == 1
     assert host.answer("-c", LOOK) == lost
@@ -229,16 +229,16 @@ PROGRAMS = {
 }
 
 
-def drill_without_journal(folder: Path, database: Database) -> None:
+def drill_without_log(folder: Path, database: Database) -> None:
     host = Host(folder, database)
-    journal = folder / "data" / "revocations.journal"
+    log = folder / "data" / "revocation_log"
     made = host.answer("-c", MAKE)
     database.back_up()
     host.answer("-c", END, json.dumps(made))
-    kept = journal.read_bytes()
+    kept = log.read_bytes()
     database.restore()
 
-    journal.unlink()
+    log.unlink()
     for name, arguments in PROGRAMS.items():
         refused = host.start(*arguments)
         assert refused.returncode != 0, f"the {name} starts, and {made['leaked']} is good again"
@@ -247,15 +247,15 @@ def drill_without_journal(folder: Path, database: Database) -> None:
     replay = host.start("manage.py", "replay_revocations")
     assert (replay.returncode, "--accept-loss" in replay.stderr) == (1, True)
     assert host.answer("manage.py", "revoke_key", made["good"], "--by", "admin", "--reason", "superseded", "--json")
-    assert not journal.exists(), "a revocation makes no journal that passes for the lost one"
+    assert not log.exists(), "a revocation makes no log that passes for the lost one"
     database.restore()
 
-    journal.write_bytes(kept)
-    assert "is behind the revocation journal" in host.start("-c", START).stderr
+    log.write_bytes(kept)
+    assert "is behind the revocation log" in host.start("-c", START).stderr
     assert host.answer("manage.py", "replay_revocations", "--json")["ok"]
-    assert host.start("-c", START).returncode == 0, "the journal came back from its own backup"
+    assert host.start("-c", START).returncode == 0, "the log came back from its own backup"
 
-    journal.unlink()
+    log.unlink()
     database.restore()
     accept = ("manage.py", "replay_revocations", "--accept-loss", "--by", "admin", "--reason", "the disk is gone")
     assert host.answer(*accept, "--json")["accepted"]
@@ -265,14 +265,14 @@ def drill_without_journal(folder: Path, database: Database) -> None:
 
 
 @pytest.mark.timeout(300)  # some twenty processes
-def test_restore_drill_without_the_journal_starts_nothing(tmp_path: Path, copied: Database) -> None:
-    """A backup of before a revocation and no journal beside it: nothing starts until the journal is back, or until
+def test_restore_drill_without_the_revocation_log_starts_nothing(tmp_path: Path, copied: Database) -> None:
+    """A backup of before a revocation and no log beside it: nothing starts until the log is back, or until
     somebody has accepted the loss by name. So no key that was revoked is good again unnoticed."""
-    drill_without_journal(tmp_path, copied)
+    drill_without_log(tmp_path, copied)
 
 
 @pytest.mark.postgres
 @pytest.mark.timeout(300)
-def test_restore_drill_without_the_journal_on_postgresql_starts_nothing(tmp_path: Path, dumped: Database) -> None:
+def test_restore_drill_without_the_log_on_postgresql_starts_nothing(tmp_path: Path, dumped: Database) -> None:
     """The same with `pg_dump` and `pg_restore`."""
-    drill_without_journal(tmp_path, dumped)
+    drill_without_log(tmp_path, dumped)

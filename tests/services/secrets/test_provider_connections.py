@@ -237,9 +237,9 @@ def test_connection_is_not_given_to_a_merchant_that_left(scene: Scene) -> None:
     connection = put(scene, "secret")
     with recorded(grant(scene.admin, P.MERCHANTS_OFFBOARD), P.MERCHANTS_OFFBOARD, "test.left"):
         scene.merchant.compare_and_swap(status="offboarded")
-    with pytest.raises(StateConflictError, match="has left"):
+    with pytest.raises(StateConflictError, match="was offboarded"):
         put(scene, "secret", provider="adyen")
-    with pytest.raises(StateConflictError, match="has left"):
+    with pytest.raises(StateConflictError, match="was offboarded"):
         replace(scene, connection, "secret")
     assert stored(connection) == "secret"
 

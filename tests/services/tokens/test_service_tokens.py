@@ -19,8 +19,8 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import ServiceToken
 from keyvault.services.keys.records import prove_service_token
 from keyvault.services.tokens.service_tokens import (
-    LONGEST_DAYS,
-    LONGEST_OVERLAP_HOURS,
+    MAX_DAYS,
+    MAX_OVERLAP_HOURS,
     create_service_token,
     revoke_service_token,
     rotate_service_token,
@@ -145,7 +145,7 @@ def test_token_whose_permission_was_written_past_the_service_still_approves_noth
     [
         ({"permissions": []}, "/permission"),
         ({"lifetime_days": 0}, "/lifetime_days"),
-        ({"lifetime_days": LONGEST_DAYS + 1}, "/lifetime_days"),
+        ({"lifetime_days": MAX_DAYS + 1}, "/lifetime_days"),
         ({"merchants": ["acme", "nobody"]}, "/merchant"),
         ({"name": ""}, "/name"),
         ({"name": "x" * 101}, "/name"),
@@ -207,7 +207,7 @@ def test_token_rotated_has_a_successor_with_the_same_rights_and_a_life_of_its_ow
     assert third.lineage == token.token_id, "the first of them all"
 
 
-@pytest.mark.parametrize("overlap_hours", [0, 1, LONGEST_OVERLAP_HOURS])
+@pytest.mark.parametrize("overlap_hours", [0, 1, MAX_OVERLAP_HOURS])
 def test_token_rotated_is_good_for_the_overlap_and_no_longer(scene: Scene, overlap_hours: int) -> None:
     """Both tokens work while the new one is put in place; then the old one ends by itself."""
     token, old = make_token(lifetime_days=90)
@@ -224,13 +224,13 @@ def test_token_rotated_late_does_not_live_longer_for_it(scene: Scene) -> None:
     """An overlap never lengthens the old token's life; nor could any other write, past the service."""
     token, _ = make_token(lifetime_days=1)
     end = token.expires_at
-    rotate(scene, token, LONGEST_OVERLAP_HOURS)
+    rotate(scene, token, MAX_OVERLAP_HOURS)
     assert ServiceToken.objects.get(pk=token.pk).expires_at == end
     with pytest.raises(DatabaseError, match="never lives longer"), transaction.atomic():
         QuerySet(ServiceToken).filter(pk=token.pk).update(expires_at=end + timedelta(seconds=1))
 
 
-@pytest.mark.parametrize("overlap_hours", [-1, LONGEST_OVERLAP_HOURS + 1])
+@pytest.mark.parametrize("overlap_hours", [-1, MAX_OVERLAP_HOURS + 1])
 def test_token_rotated_with_an_overlap_out_of_bounds_is_refused(scene: Scene, overlap_hours: int) -> None:
     token, _ = make_token()
     with pytest.raises(RequestInvalidError) as caught:

@@ -33,7 +33,7 @@ from keyvault.services.webhooks.deliveries import (
 from keyvault.services.webhooks.endpoints import add_endpoint, disable_endpoint, rotate_secret, send_test
 from keyvault.services.work import leases
 from keyvault.wire.destinations import Destination
-from keyvault.wire.webhooks import MOST_ATTEMPTS, verify
+from keyvault.wire.webhooks import MAX_ATTEMPTS, verify
 from tests.backends.receivers import LOOPBACK, Receiver, receiver
 from tests.factories import grant, now
 from tests.services.conftest import Scene, make_scene
@@ -243,7 +243,7 @@ def test_message_answered_410_ends_the_endpoint_and_alarms_the_operators(scene: 
 def _try_to_the_end(clock: Clock, send: Send) -> timedelta:
     """How long it took from the first attempt to the last."""
     began = clock()
-    for _ in range(MOST_ATTEMPTS - 1):
+    for _ in range(MAX_ATTEMPTS - 1):
         assert deliver_due(clock, send) == 1
         clock.now = WebhookDelivery.objects.filter(state=DeliveryState.DUE).earliest("due_at").due_at
     assert deliver_due(clock, send) == 1
@@ -255,7 +255,7 @@ def test_message_is_given_up_after_about_75_hours_and_with_it_the_endpoint(scene
     tell(scene)
     assert timedelta(hours=67) < _try_to_the_end(clock, failing) < timedelta(hours=84)
     delivery = the_delivery()
-    assert (delivery.state, delivery.attempts) == (DeliveryState.GIVEN_UP, MOST_ATTEMPTS)
+    assert (delivery.state, delivery.attempts) == (DeliveryState.GIVEN_UP, MAX_ATTEMPTS)
     endpoint.refresh_from_db()
     assert endpoint.disabled_why == "The connection was refused."
     assert Notice.objects.filter(kind=NoticeKind.WEBHOOK_FAILED, is_alarm=True).count() == 1
@@ -277,7 +277,7 @@ def test_message_that_alone_is_refused_ends_alone(scene: Scene, clock: Clock) ->
     tell(scene)
     clock.go(SECOND)
     deliver_due(clock, send)
-    for _ in range(MOST_ATTEMPTS - 1):
+    for _ in range(MAX_ATTEMPTS - 1):
         began.refresh_from_db()
         clock.now = began.due_at
         assert deliver_due(clock, send) == 1

@@ -94,8 +94,8 @@ def test_request_with_a_suspended_key_leaves_the_credential_out(clock: Clock) ->
         ({"older_than_days": 10**9}, ["/older_than_days"]),
         ({"pace": Pace(per_minute=0, concurrency=0)}, ["/per_minute", "/concurrency"]),
         ({"reason": "  "}, ["/reason"]),
-        ({"wish": PlanOverrides(quiet_seconds=0)}, ["/quiet_seconds"]),
-        ({"wish": PlanOverrides(proof=Proof.CONFIRMATION, proof_count=0)}, ["/proof_count"]),
+        ({"overrides": PlanOverrides(quiet_seconds=0)}, ["/quiet_seconds"]),
+        ({"overrides": PlanOverrides(proof=Proof.CONFIRMATION, proof_count=0)}, ["/proof_count"]),
         ({"older_than_days": 1}, ["/older_than_days"]),
     ],
 )
@@ -111,7 +111,7 @@ def test_request_leaves_out_the_one_whose_plan_cannot_be_met(clock: Clock) -> No
     """One key that expires too early for the plan does not hold up the others."""
     issue(account("one"), clock.now)
     issue(account("two"), clock.now, expires_in_days=1)
-    campaign = asked(clock, wish=PlanOverrides(quiet_seconds=3 * 86_400))
+    campaign = asked(clock, overrides=PlanOverrides(quiet_seconds=3 * 86_400))
     assert campaign.members.count() == 1
     assert campaign.selection["left_out"] == {"plan_cannot_be_met": 1}
 
@@ -164,7 +164,7 @@ def test_request_of_a_service_is_a_bug(clock: Clock) -> None:
             environment=SANDBOX,
             merchants=None,
             older_than_days=None,
-            wish=PlanOverrides(),
+            overrides=PlanOverrides(),
             pace=Pace(),
             reason="why",
         )
@@ -264,7 +264,7 @@ def test_approve_where_two_are_wanted_begins_at_the_second(clock: Clock, setting
     settings.APPROVALS_NEEDED = {**settings.APPROVALS_NEEDED, PRODUCTION: 2}
     campaign = approved(clock, asked(clock, environment=PRODUCTION))
     assert campaign.state == C.AWAITING_APPROVAL
-    with pytest.raises(StateConflictError, match="another person"):
+    with pytest.raises(StateConflictError, match="Another person"):
         approved(clock, campaign)
     assert approved(clock, campaign, by=admin()).state == C.RUNNING
 

@@ -25,7 +25,7 @@ from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Campaign, CampaignMember, CampaignState, Rotation
 from rotation.services.campaigns import runner
 from rotation.services.campaigns.campaigns import cancel_campaign, pause_campaign, resume_campaign
-from rotation.services.campaigns.reports import describe_campaign, list_troubled_first
+from rotation.services.campaigns.reports import describe_campaign, list_failed_first
 from rotation.services.campaigns.runner import subject_of, tick
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.requests import begin_rotation
@@ -85,7 +85,7 @@ def test_tick_keeps_to_the_concurrency_until_a_rotation_is_proved(clock: Clock) 
 
 def test_tick_begins_in_the_order_of_the_selection_with_the_approved_plan(clock: Clock) -> None:
     keys = issued(clock, 3)
-    campaign = asked(clock, wish=PlanOverrides(quiet_seconds=77, quarantine_seconds=9), pace=Pace(per_minute=1))
+    campaign = asked(clock, overrides=PlanOverrides(quiet_seconds=77, quarantine_seconds=9), pace=Pace(per_minute=1))
     tick(clock.now)
     rotation = campaign.rotations.get()
     first = CampaignMember.objects.filter(campaign=campaign).order_by("pk")[0]
@@ -155,7 +155,7 @@ def test_tick_skips_a_credential_that_got_a_new_key_since_it_was_selected(clock:
 def test_tick_skips_what_the_plan_no_longer_fits(clock: Clock) -> None:
     """The key expires before the end of the plan by now: the fault is told as it is to whoever asks for one."""
     issue(account("one"), clock.now, expires_in_days=4)
-    campaign = asked(clock, wish=PlanOverrides(quiet_seconds=3 * 86_400))
+    campaign = asked(clock, overrides=PlanOverrides(quiet_seconds=3 * 86_400))
     clock.tick(2 * 86_400)
     tick(clock.now)
     member = campaign.members.get()
@@ -172,19 +172,19 @@ def test_tick_halts_at_the_first_stall_and_raises_an_alarm(clock: Clock) -> None
     campaign = asked(clock, pace=Pace(per_minute=24, concurrency=10))
     ticked(clock)
     assert begun(campaign) == 2
-    culprit = oldest(campaign)
-    become(culprit, S.STALLED, clock)
+    failed_member = oldest(campaign)
+    become(failed_member, S.STALLED, clock)
     ticked(clock)
     ticked(clock)
     campaign = fresh(campaign)
     assert (campaign.state, campaign.why, begun(campaign)) == (C.HALTED, "a rotation stalled", 2)
     alarm = Notice.objects.get(is_alarm=True)
     assert (alarm.account, alarm.subject, alarm.kind) == (
-        culprit.credential.account,
+        failed_member.credential.account,
         campaign.campaign_id,
         NoticeKind.CAMPAIGN_HALTED,
     )
-    assert alarm.payload == {"rotation_id": culprit.rotation_id, "why": "a rotation stalled"}
+    assert alarm.payload == {"rotation_id": failed_member.rotation_id, "why": "a rotation stalled"}
     assert events(campaign) == ["campaign.requested", "campaign.halted"]
 
 
@@ -313,7 +313,7 @@ def test_members_in_trouble_are_listed_first(clock: Clock) -> None:
     become(oldest(campaign), S.OVERLAP, clock)
     become(oldest(campaign), S.CANCELLED, clock)
     become(oldest(campaign), S.STALLED, clock)
-    listed = [member.rotation.state if member.rotation else None for member in list_troubled_first(campaign, 5)]
+    listed = [member.rotation.state if member.rotation else None for member in list_failed_first(campaign, 5)]
     assert listed == [S.STALLED, S.CANCELLED, S.SCHEDULED, S.OVERLAP, None]
 
 

@@ -311,7 +311,7 @@ def test_copy_that_cannot_come_back_is_an_alarm_and_the_key_stays_good(clock: Cl
     secret_backend().destroy(Mount.SANDBOX, key.credential.backend_path, 1)
     keep_up()
     assert (key_states(rotation), copy_of(key)) == (("active", "active"), DESTROYED)
-    notice = Notice.objects.get(kind=NoticeKind.BACKEND_STRANGER)
+    notice = Notice.objects.get(kind=NoticeKind.BACKEND_UNATTRIBUTED)
     assert (notice.subject, notice.is_alarm, notice.payload["backend_version"]) == (key.key_id, True, 1)
 
 

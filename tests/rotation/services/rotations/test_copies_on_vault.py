@@ -124,7 +124,7 @@ def test_vault_reconciler_destroys_what_is_ours_and_leaves_strangers(
     assert versions_of(rotation.predecessor) == ["destroyed", "live", "destroyed", "live"]
     assert read_as_root(vault_service, credential, 4) == {"password": "somebody's"}
     assert "team/notes/today" in paths()
-    assert Notice.objects.get(kind=NoticeKind.BACKEND_STRANGER).subject == credential.credential_id
+    assert Notice.objects.get(kind=NoticeKind.BACKEND_UNATTRIBUTED).subject == credential.credential_id
 
     offboard_merchant(
         authorize(scene.admin(), P.MERCHANTS_OFFBOARD, now=clock()), credential.account.merchant, "contract ended"

@@ -139,7 +139,7 @@ def test_activation_waits_for_an_offboarding_that_is_not_committed_and_is_refuse
     with held_open(lambda: offboard("acme")):
         activation = start(lambda: lifecycle.activate_key(worker, staged))
         wait_until_blocked(activation)
-    with pytest.raises(StateConflictError, match="has left"):
+    with pytest.raises(StateConflictError, match="was offboarded"):
         activation.result(30)
     assert nothing_left("acme")
 

@@ -100,7 +100,7 @@ def test_emergency_of_a_merchant_that_left_is_cancelled(clock: Clock, verifier: 
     offboard_merchant(authorize(scene.admin(), P.MERCHANTS_OFFBOARD, now=clock()), merchant, "they closed")
     rotation = advance(rotation, clock, 3)
     assert (rotation.state, rotation.why) == (S.CANCELLED, "the merchant is offboarded")
-    with pytest.raises(StateConflictError, match="has left"):
+    with pytest.raises(StateConflictError, match="was offboarded"):
         reissue(rotation, clock)
 
 

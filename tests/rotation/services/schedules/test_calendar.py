@@ -21,7 +21,7 @@ from rotation.domain.windows import Window
 from rotation.models import Rotation
 from rotation.services.rotations.requests import reject_rotation
 from rotation.services.schedules.calendar import DateState, ScheduledDate, list_next
-from rotation.services.schedules.starting import ASK_AGAIN, begin_due
+from rotation.services.schedules.starting import RETRY_DELAY, begin_due
 from tests.rotation import scene
 from tests.rotation.scene import Clock
 from tests.rotation.services.schedules.test_schedules import NIGHTS, calendar, damage, save
@@ -99,7 +99,7 @@ def test_calendar_says_what_is_in_the_way(clock: Clock) -> None:
     scene.issue(stopped, clock(), label="suspended")
     suspend_account(authorize(scene.admin(), P.MERCHANTS_WRITE, stopped, now=clock()), stopped)
     scene.issue(scene.account(), clock() - 91 * DAY, label="missed")
-    save(SANDBOX, clock(), wish=PlanOverrides(quiet_seconds=3 * 86_400))
+    save(SANDBOX, clock(), overrides=PlanOverrides(quiet_seconds=3 * 86_400))
     found = dates(clock(), DAY)
     assert found["suspended"].state is found["expires"].state is DateState.NOT_SCHEDULABLE
     assert found["suspended"].why == "the account is suspended"
@@ -145,7 +145,7 @@ def test_calendar_of_what_was_turned_down_says_when_it_is_asked_for_again(clock:
     grant = authorize(scene.approver(), P.ROTATIONS_APPROVE, place, now=clock(), requester_person=row.requester_person)
     reject_rotation(grant, row, "not now")
     date = dates(clock())["a"]
-    assert (date.state, date.ask_at) == (DateState.PLANNED, clock() + ASK_AGAIN)
+    assert (date.state, date.ask_at) == (DateState.PLANNED, clock() + RETRY_DELAY)
     assert "rejected" in date.why
 
 
@@ -171,7 +171,7 @@ def test_command_prints_the_calendar_or_one_json_object() -> None:
     now = datetime.now(UTC)
     key, _ = scene.issue(scene.account(), now - 80 * DAY, label="till")
     scene.issue(scene.account("globex"), now - 100 * DAY, label="late")
-    save(SANDBOX, now, wish=PlanOverrides(proof=Proof.ACK))
+    save(SANDBOX, now, overrides=PlanOverrides(proof=Proof.ACK))
     text = told("--days", "30")
     (line,) = (line for line in text.splitlines() if key.credential_id in line)
     assert line.split()[2:] == ["acme/sandbox", key.credential_id, "till", "planned"]

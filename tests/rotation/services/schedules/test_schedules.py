@@ -41,7 +41,7 @@ from rotation.services.schedules.schedules import (
     save_calendar,
     save_schedule,
 )
-from rotation.services.schedules.starting import ASK_AGAIN, begin_due
+from rotation.services.schedules.starting import RETRY_DELAY, begin_due
 from tests.factories import make_operator
 from tests.rotation import scene
 from tests.rotation.scene import Clock
@@ -91,7 +91,7 @@ def events(prefix: str) -> list[str]:
 
 def test_schedule_saved_again_is_the_same_row_in_the_name_of_whoever_saved_it(clock: Clock) -> None:
     place = scene.account()
-    first = save(place, clock(), window=NIGHTS, wish=PlanOverrides(proof=Proof.ACK))
+    first = save(place, clock(), window=NIGHTS, overrides=PlanOverrides(proof=Proof.ACK))
     again = save(place, clock(), by=scene.admin(), cryptoperiod_days=30)
     assert (again.pk, again.cryptoperiod_days, again.window, again.wish) == (first.pk, 30, None, {})
     assert again.author_person == scene.admin().person != scene.tam().person
@@ -108,14 +108,14 @@ def test_schedule_saved_again_is_the_same_row_in_the_name_of_whoever_saved_it(cl
         ({"jitter_days": 90}, "/jitter_days"),
         ({"lead_days": 90}, "/lead_days"),
         ({"cryptoperiod_days": 2, "window": Window("UTC", (0,), 0, 60)}, "/window"),
-        ({"wish": PlanOverrides(quiet_seconds=0)}, "/wish/quiet_seconds"),
-        ({"wish": PlanOverrides(quiet_seconds=30 * 86_400)}, "/wish/deadline"),
-        ({"wish": PlanOverrides(quiet_seconds=10**9)}, "/wish/quiet_seconds"),
-        ({"wish": PlanOverrides(proof=Proof.CONFIRMATION)}, "/wish/proof"),
-        ({"wish": PlanOverrides(expires_in_days=90)}, "/wish/expires_in_days"),
-        ({"wish": PlanOverrides(reason="\0")}, "/wish/reason"),
-        ({"wish": PlanOverrides(channels=(DeliveryChannel.WEBHOOK,))}, "/wish/channels"),
-        ({"wish": PlanOverrides(window=NIGHTS)}, "/wish/window"),
+        ({"overrides": PlanOverrides(quiet_seconds=0)}, "/wish/quiet_seconds"),
+        ({"overrides": PlanOverrides(quiet_seconds=30 * 86_400)}, "/wish/deadline"),
+        ({"overrides": PlanOverrides(quiet_seconds=10**9)}, "/wish/quiet_seconds"),
+        ({"overrides": PlanOverrides(proof=Proof.CONFIRMATION)}, "/wish/proof"),
+        ({"overrides": PlanOverrides(expires_in_days=90)}, "/wish/expires_in_days"),
+        ({"overrides": PlanOverrides(reason="\0")}, "/wish/reason"),
+        ({"overrides": PlanOverrides(channels=(DeliveryChannel.WEBHOOK,))}, "/wish/channels"),
+        ({"overrides": PlanOverrides(window=NIGHTS)}, "/wish/window"),
     ],
 )
 def test_schedule_that_cannot_be_kept_is_refused_with_the_field(
@@ -130,7 +130,7 @@ def test_schedule_that_cannot_be_kept_is_refused_with_the_field(
 @pytest.mark.parametrize("name", ["not_before", "deadline", "retire_at"])
 def test_schedule_with_a_date_of_its_own_in_its_wish_is_refused(clock: Clock, name: str) -> None:
     with pytest.raises(RequestInvalidError) as refused:
-        save(SANDBOX, clock(), wish=PlanOverrides(**{name: clock() + DAY}))  # type: ignore[arg-type]  # one of three dates
+        save(SANDBOX, clock(), overrides=PlanOverrides(**{name: clock() + DAY}))  # type: ignore[arg-type]  # one of three dates
     assert f"/wish/{name}" in pointers(refused.value)
 
 
@@ -242,7 +242,7 @@ def test_calendar_that_cannot_be_meant_is_refused_with_the_field(
 
 def test_begin_due_asks_when_the_cryptoperiod_is_over_and_once(clock: Clock) -> None:
     key, _ = scene.issue(scene.account(), clock())
-    row = save(SANDBOX, clock(), wish=PlanOverrides(proof=Proof.ACK, quiet_seconds=7))
+    row = save(SANDBOX, clock(), overrides=PlanOverrides(proof=Proof.ACK, quiet_seconds=7))
     assert begin_due(clock() + 90 * DAY - timedelta(seconds=1)) == []
     (rotation,) = begun(clock() + 90 * DAY)
     assert (rotation.credential_id, rotation.predecessor_id) == (key.credential_id, key.key_id)
@@ -338,7 +338,7 @@ def test_begin_due_after_a_rotation_is_done_counts_from_the_new_key(clock: Clock
         SANDBOX,
         clock(),
         cryptoperiod_days=30,
-        wish=PlanOverrides(proof=Proof.ACK, quiet_seconds=5, quarantine_seconds=5),
+        overrides=PlanOverrides(proof=Proof.ACK, quiet_seconds=5, quarantine_seconds=5),
     )
     clock.tick(30 * 86_400)
     (rotation,) = begun(clock())
@@ -374,8 +374,8 @@ def test_begin_due_after_somebody_said_no_asks_again_in_a_week(clock: Clock) -> 
         rotation,
         "not now",
     )
-    assert begin_due(clock() + ASK_AGAIN - timedelta(seconds=1)) == []
-    (again,) = begun(clock() + ASK_AGAIN)
+    assert begin_due(clock() + RETRY_DELAY - timedelta(seconds=1)) == []
+    (again,) = begun(clock() + RETRY_DELAY)
     assert again.predecessor_id == key.key_id
     # What nobody decided about expires, and is asked for again at once.
     clock.tick(15 * 86_400)
@@ -394,7 +394,7 @@ def test_begin_due_after_an_abort_asks_again_in_a_week(clock: Clock) -> None:
         authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock()), rotation, "later"
     )
     assert begin_due(clock() + DAY) == []
-    assert len(begin_due(clock() + ASK_AGAIN)) == 1
+    assert len(begin_due(clock() + RETRY_DELAY)) == 1
 
 
 def test_begin_due_of_what_cannot_be_begun_is_told_once_and_holds_nothing_up(
@@ -404,7 +404,7 @@ def test_begin_due_of_what_cannot_be_begun_is_told_once_and_holds_nothing_up(
     expiring, _ = scene.issue(scene.account(), clock(), label="a", expires_in_days=91)
     scene.issue(scene.account(), clock() + timedelta(seconds=1), label="b")
     save(PRODUCTION, clock())
-    save(SANDBOX, clock(), wish=PlanOverrides(quiet_seconds=2 * 86_400))
+    save(SANDBOX, clock(), overrides=PlanOverrides(quiet_seconds=2 * 86_400))
     with caplog.at_level(logging.WARNING, logger="rotation.services.schedules.starting"):
         assert [r.credential.label for r in begun(clock() + 90 * DAY + timedelta(minutes=1))] == ["b"]
         assert begin_due(clock() + 90 * DAY + timedelta(minutes=2)) == []

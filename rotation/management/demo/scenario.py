@@ -15,65 +15,76 @@ from keyvault.management.supervisor import Supervisor
 from keyvault.services.change_feed.receipts import Receipt, VerifierProgress
 from keyvault.services.recording.audit_chain import AuditReport, verify_audit
 from rotation.domain.events import RotationState as S
+from rotation.management.demo.context import DemoContext, DemoError
 from rotation.management.demo.forgetting import Reinstated, rotate_with_a_forgotten_client
 from rotation.management.demo.issuing import issue_under_four_eyes, verify_as_a_backend
 from rotation.management.demo.report import DemoReport
 from rotation.management.demo.revoking import format_receipt, revoke_at_once
 from rotation.management.demo.rotating import RotationEntry, merchant_fleet, rotate_under_traffic, watch_traffic
-from rotation.management.demo.stage import Stage, StoryError
 from rotation.management.demo.tally import RequestTally, count
-from rotation.management.demo.traces import find_secrets, find_trouble
+from rotation.management.demo.traces import find_logged_errors, find_secrets
 
-HAPPY_PATH = (S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED)
+EXPECTED_STATES = (
+    S.SCHEDULED,
+    S.STAGED,
+    S.PUBLISHING,
+    S.AWAITING_PROOF,
+    S.OVERLAP,
+    S.QUARANTINE,
+    S.REVOKING,
+    S.COMPLETED,
+)
 MAX_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class StoryResult:
+class DemoResult:
     """The results to check after all processes have stopped.
 
-    `way`: the first rotation's audit entries. `reinstated`: the outcome of the second one. `receipt`: the revocation's.
-    `found`: readable secrets. `trouble`: errors in the logs.
+    `audit_entries`: of the first rotation. `reinstated`: the outcome of the second one. `receipt`: of the revocation.
+    `found`: readable secrets. `logged_errors`: log lines that report an error.
     """
 
     tally: RequestTally
-    way: list[RotationEntry]
+    audit_entries: list[RotationEntry]
     reinstated: Reinstated
     receipt: Receipt
     audit: AuditReport
     found: list[str]
-    trouble: list[str]
+    logged_errors: list[str]
 
 
-def run_story(report: DemoReport, port: int) -> None:
-    """Run the demo. Raises StoryError or ServiceError, with an explanation, at the first failed expectation.
+def run_demo(report: DemoReport, port: int) -> None:
+    """Run the demo. Raises DemoError or ServiceError, with an explanation, at the first failed expectation.
 
     Runs in a data folder of its own, with a policy that requires a second person in the sandbox, too.
     """
-    report.chapter("Setup")
+    report.section("Setup")
     _set_up(report)
     with supervise(port) as service:
         service.report = report.aside
-        stage = Stage(report, service, port)
+        context = DemoContext(report, service, port)
         with report.waiting("waiting for the server to be ready …"):
             wait_until_ready(service, port)
         report.step(f"a server, a Celery worker and a beat run; {local_url(port)}/readyz says ready")
         try:
-            tally, way, reinstated, receipt = _live(stage)
-        except (StoryError, CommandError, KeyvaultError) as error:
-            raise StoryError(f"{error}{_tail(service, getattr(error, 'program', WORKER))}") from error
-    report.chapter("Checks")
+            tally, audit_entries, reinstated, receipt = _live(context)
+        except (DemoError, CommandError, KeyvaultError) as error:
+            raise DemoError(f"{error}{_tail(service, getattr(error, 'program', WORKER))}") from error
+    report.section("Checks")
     too = ", the Vault's audit log in it," if settings.IS_VAULT else ""
     report.step(f"server, worker and beat have stopped; the data folder{too} is searched, then deleted")
     audit = verify_audit()
     connection.close()
-    found = sorted(set(find_secrets(settings.DATA_DIR, stage.secrets)))
-    outcome = StoryResult(tally, way, reinstated, receipt, audit, found, list(find_trouble(service.logs)))
-    _show(report, outcome, len(stage.secrets))
+    found = sorted(set(find_secrets(settings.DATA_DIR, context.secrets)))
+    outcome = DemoResult(
+        tally, audit_entries, reinstated, receipt, audit, found, list(find_logged_errors(service.logs))
+    )
+    _show(report, outcome, len(context.secrets))
     wrong = list(_wrong(outcome))
     if wrong:
         more = [f"… and {len(wrong) - MAX_SHOWN} more"] if len(wrong) > MAX_SHOWN else []
-        raise StoryError("\n".join(wrong[:MAX_SHOWN] + more) + _tail(service, SERVER))
+        raise DemoError("\n".join(wrong[:MAX_SHOWN] + more) + _tail(service, SERVER))
 
 
 def _set_up(report: DemoReport) -> None:
@@ -92,20 +103,20 @@ def _set_up(report: DemoReport) -> None:
     report.aside(f"KEYVAULT_SANDBOX_APPROVALS={needed}: here the sandbox requires a second person, as production does")
 
 
-def _live(stage: Stage) -> tuple[RequestTally, list[RotationEntry], Reinstated, Receipt]:
-    issued = issue_under_four_eyes(stage)
-    verify_as_a_backend(stage, issued)
-    with merchant_fleet(stage, issued) as fleet:
-        watch_traffic(stage, fleet)
-        replaced = rotate_under_traffic(stage, fleet, issued)
-        reinstated = rotate_with_a_forgotten_client(stage, fleet, replaced.replacement)
-        revocation, receipt = revoke_at_once(stage, fleet, reinstated.replacement)
+def _live(context: DemoContext) -> tuple[RequestTally, list[RotationEntry], Reinstated, Receipt]:
+    issued = issue_under_four_eyes(context)
+    verify_as_a_backend(context, issued)
+    with merchant_fleet(context, issued) as fleet:
+        watch_traffic(context, fleet)
+        replaced = rotate_under_traffic(context, fleet, issued)
+        reinstated = rotate_with_a_forgotten_client(context, fleet, replaced.replacement)
+        revocation, receipt = revoke_at_once(context, fleet, reinstated.replacement)
     return count(fleet.requests, revocation), replaced.entries, reinstated, receipt
 
 
-def _show(report: DemoReport, outcome: StoryResult, secrets: int) -> None:
+def _show(report: DemoReport, outcome: DemoResult, secrets: int) -> None:
     tally, audit = outcome.tally, outcome.audit
-    report.chapter("The figures")
+    report.section("The figures")
     report.figure("requests", f"{tally.requests}, of which {tally.refusals} rightly refused after the revocation")
     report.figure("failures", f"{len(tally.failures)}")
     report.figure("refused in quarantine", f"{outcome.reinstated.refusals}, and {outcome.reinstated.counted} counted")
@@ -113,11 +124,11 @@ def _show(report: DemoReport, outcome: StoryResult, secrets: int) -> None:
     report.figure("receipt of the revocation", format_receipt(outcome.receipt))
     report.figure("audit log", f"{audit.entries} entries, {'BROKEN' if audit.first_broken else 'intact'}")
     report.figure("secrets found in files", f"{len(outcome.found)}, of {secrets} issued")
-    report.figure("errors in the logs", f"{len(outcome.trouble)}")
-    report.figure("states of the rotation", " → ".join(_timed(outcome.way)))
+    report.figure("errors in the logs", f"{len(outcome.logged_errors)}")
+    report.figure("states of the rotation", " → ".join(_timed(outcome.audit_entries)))
 
 
-def _wrong(outcome: StoryResult) -> Iterator[str]:
+def _wrong(outcome: DemoResult) -> Iterator[str]:
     """Yield a description of each failed expectation."""
     tally, audit = outcome.tally, outcome.audit
     yield from (f"A wrong verdict: {failure}" for failure in tally.failures)
@@ -128,9 +139,9 @@ def _wrong(outcome: StoryResult) -> Iterator[str]:
     if audit.first_broken is not None:
         yield f"The audit log is broken: {audit.first_broken}"
     yield from (f"A secret is readable in {place}" for place in outcome.found)
-    yield from (f"An error in a log: {line}" for line in outcome.trouble)
-    passed = tuple(entry.event for entry in outcome.way if entry.event in HAPPY_PATH)
-    if passed != HAPPY_PATH[1:]:
+    yield from (f"An error in a log: {line}" for line in outcome.logged_errors)
+    passed = tuple(entry.event for entry in outcome.audit_entries if entry.event in EXPECTED_STATES)
+    if passed != EXPECTED_STATES[1:]:
         yield f"The rotation took other states: {', '.join(passed)}"
 
 
@@ -142,9 +153,9 @@ def _first_refusal(tally: RequestTally) -> str:
     return f"{tally.first_refusal_seconds * 1000:.0f} ms after the reply to the revocation"
 
 
-def _timed(way: list[RotationEntry]) -> Iterator[str]:
-    for entry in way:
-        yield f"{entry.event} {(entry.at - way[0].at).total_seconds():.1f} s"
+def _timed(audit_entries: list[RotationEntry]) -> Iterator[str]:
+    for entry in audit_entries:
+        yield f"{entry.event} {(entry.at - audit_entries[0].at).total_seconds():.1f} s"
 
 
 def _tail(service: Supervisor, program: str | None) -> str:

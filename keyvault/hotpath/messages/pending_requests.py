@@ -49,7 +49,7 @@ class Headers(dict[str, str]):
 
 
 @dataclass(frozen=True, slots=True)
-class Payment:
+class PendingSpend:
     """An amount to spend for one request. `number` is the position in a batch."""
 
     number: int
@@ -63,7 +63,7 @@ class DataRequirements:
     """Data that a step requires. `address`: lookups for client addresses with too many failures are throttled."""
 
     ids: Mapping[str, frozenset[str]]
-    payments: tuple[Payment, ...] = ()
+    spends: tuple[PendingSpend, ...] = ()
     address: str | None = None
 
 
@@ -71,12 +71,12 @@ class MissingDataError(Exception):
     """Required data has not been read."""
 
     def __init__(
-        self, kind: str, identity: str = "", payment: Payment | None = None, address: str | None = None
+        self, kind: str, identity: str = "", spend: PendingSpend | None = None, address: str | None = None
     ) -> None:
         super().__init__(kind)
         self.kind = kind
         self.identity = identity
-        self.payment = payment
+        self.spend = spend
         self.address = address
 
 
@@ -90,21 +90,21 @@ class SeveralMissingDataError(Exception):
 
 def merge_requirements(each: Iterable[MissingDataError]) -> DataRequirements:
     ids: dict[str, set[str]] = {}
-    payments = []
+    spends = []
     address = None
     for missing in each:
         address = address or missing.address
-        if missing.payment is not None:
-            payments.append(missing.payment)
+        if missing.spend is not None:
+            spends.append(missing.spend)
         else:
             ids.setdefault(missing.kind, set()).add(missing.identity)
-    return DataRequirements({kind: frozenset(found) for kind, found in ids.items()}, tuple(payments), address)
+    return DataRequirements({kind: frozenset(found) for kind, found in ids.items()}, tuple(spends), address)
 
 
 class PendingRequest:
     """One request with the data read for it so far."""
 
-    __slots__ = ("at", "body", "decided", "found", "headers", "method", "paid", "request_id", "rules", "target")
+    __slots__ = ("at", "body", "decided", "found", "headers", "method", "request_id", "rules", "spent", "target")
 
     def __init__(
         self, method: str, target: str, headers: Headers, body: bytes | None, random_bytes: Callable[[int], bytes]
@@ -116,23 +116,23 @@ class PendingRequest:
         self.request_id = mint_request_id(random_bytes)
         self.found: dict[tuple[str, str], Found | Exception | None] = {}
         self.rules: PolicySnapshot | Exception | None = None
-        self.paid: dict[int, Spend | Exception] = {}
+        self.spent: dict[int, Spend | Exception] = {}
         self.decided: dict[int, bytes] = {}
         self.at = datetime.min.replace(tzinfo=UTC)
 
 
-def find_dialect(question: PendingRequest) -> Dialect | None:
+def find_dialect(pending: PendingRequest) -> Dialect | None:
     """Return the gateway dialect of the path; None for verify and its batch."""
-    path = question.target.partition("?")[0]
+    path = pending.target.partition("?")[0]
     return Dialect.ENVOY if path.startswith(ENVOY) else GATEWAYS.get(path)
 
 
-def read_json_body(question: PendingRequest) -> bytes:
+def read_json_body(pending: PendingRequest) -> bytes:
     """Return the JSON body. Raises KeyvaultError when it is too large or has another media type."""
-    body = question.body
+    body = pending.body
     if body is None:
         raise _BodyError(ErrorCode.PAYLOAD_TOO_LARGE, "The body is larger than 64 KiB.")
-    media_type = (question.headers.get("content-type") or "").partition(";")[0].strip().lower()
+    media_type = (pending.headers.get("content-type") or "").partition(";")[0].strip().lower()
     if body and media_type != "application/json":
         raise _BodyError(ErrorCode.MEDIA_TYPE_UNSUPPORTED, "The body must be application/json.")
     return body or b"{}"
@@ -144,15 +144,15 @@ class _BodyError(KeyvaultError):
         self.code = code
 
 
-def read_forwarded_request(question: PendingRequest, dialect: Dialect) -> Forwarded:
+def read_forwarded_request(pending: PendingRequest, dialect: Dialect) -> Forwarded:
     if dialect is Dialect.ENVOY:
         return Forwarded(
-            method=question.method,
-            uri=question.target.removeprefix(ENVOY.rstrip("/")),
-            host=question.headers.get("host") or "",
-            address=last_address(question.headers.get(ENVOY_ADDRESS)),
+            method=pending.method,
+            uri=pending.target.removeprefix(ENVOY.rstrip("/")),
+            host=pending.headers.get("host") or "",
+            address=last_address(pending.headers.get(ENVOY_ADDRESS)),
         )
-    read = read_forwarded(NAMES[dialect], question.headers)
+    read = read_forwarded(NAMES[dialect], pending.headers)
     if isinstance(read, HeaderFault):
         fault = Fault("", f"{read.header} is missing or malformed.")
         raise RequestInvalidError("The gateway did not identify the request to check.", [fault])

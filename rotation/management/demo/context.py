@@ -17,7 +17,7 @@ POLL_INTERVAL_SECONDS = 0.1
 T = TypeVar("T")
 
 
-class StoryError(Exception):
+class DemoError(Exception):
     """An expectation of the demo failed. `program`: the process whose log may show why."""
 
     def __init__(self, text: str, program: str | None = None) -> None:
@@ -26,7 +26,7 @@ class StoryError(Exception):
 
 
 @dataclass(slots=True)
-class Stage:
+class DemoContext:
     """The running demo. `secrets`: everything issued so far that no file may hold."""
 
     report: DemoReport
@@ -36,7 +36,7 @@ class Stage:
     token: Plaintext | None = None
 
     def until(self, what: str, poll: Callable[[], T | None], *, seconds: float, program: str = WORKER) -> T:
-        """Call `poll` until it returns a value other than None, and return that. Raises StoryError after `seconds`."""
+        """Call `poll` until it returns a value other than None, and return that. Raises DemoError after `seconds`."""
         deadline = time.monotonic() + seconds
         with self.report.waiting(f"waiting for {what} …"):
             while True:
@@ -45,12 +45,12 @@ class Stage:
                 if seen is not None:
                     return seen
                 if time.monotonic() > deadline:
-                    raise StoryError(f"Timed out after {seconds:.0f} s waiting for {what}.", program)
+                    raise DemoError(f"Timed out after {seconds:.0f} s waiting for {what}.", program)
                 self.service.wait(POLL_INTERVAL_SECONDS)
 
     def connect(self) -> DemoVerifier:
         if self.token is None:
-            raise StoryError("There is no service token yet.")
+            raise DemoError("There is no service token yet.")
         return DemoVerifier(ADDRESS, self.port, self.token)
 
     def expect(self, what: str, key: Plaintext, *codes: str | None, **more: Any) -> dict[str, Any]:
@@ -59,12 +59,12 @@ class Stage:
         try:
             decision = verifier.ask(key, **more)
         except (OSError, http.client.HTTPException) as error:
-            raise StoryError(f"{what}: there was no verdict, {error}.", SERVER) from None
+            raise DemoError(f"{what}: there was no verdict, {error}.", SERVER) from None
         finally:
             verifier.close()
         verdict = "allowed" if decision["allowed"] else f"{decision['status']} {decision['code']}"
         if decision["code"] not in codes or decision["allowed"] is not (decision["code"] is None):
             right = " or ".join(code or "allowed" for code in codes)
-            raise StoryError(f"{what}: the verdict was {verdict}, and should have been {right}.", SERVER)
+            raise DemoError(f"{what}: the verdict was {verdict}, and should have been {right}.", SERVER)
         self.report.step(f"{what}: {verdict}")
         return decision
