@@ -12,8 +12,6 @@ from keyvault.domain.plaintext import Plaintext
 MAX_BYTES = 8192
 """Maximum size of the credentials of one connection, in bytes of UTF-8."""
 
-_PATH = re.compile(r"[1-9][0-9]{0,18}/con_[0-9A-Za-z]{20}")
-
 _STRIPE = re.compile(r"[prs]k_(test|live)_[0-9A-Za-z]")
 """Key prefixes that name the mode: `pk_test_`, `rk_test_`, `sk_test_`, and `live` likewise (docs.stripe.com/keys).
 Other providers use the same scheme. A key without such a prefix is accepted in either mode."""
@@ -22,11 +20,6 @@ Other providers use the same scheme. A key without such a prefix is accepted in 
 def connection_path(account: int, connection_id: str) -> str:
     """Return the backend path of a connection's credentials, in the mount of the account's environment."""
     return f"{account}/{connection_id}"
-
-
-def is_connection_path(path: str) -> bool:
-    """Return whether a path of a keys mount has the shape of a connection's, as opposed to a credential's."""
-    return _PATH.fullmatch(path) is not None
 
 
 def read_provider(text: str) -> str:

@@ -41,9 +41,6 @@ TRANSITIONS: dict[IssuanceState, frozenset[IssuanceState]] = {
     IssuanceState.BURNED: frozenset(),
 }
 
-APPROVED_STATES = frozenset({IssuanceState.APPROVED, IssuanceState.ISSUED, IssuanceState.COLLECTED})
-"""States that require all approvals."""
-
 APPROVALS_NEEDED = {Environment.SANDBOX: 0, Environment.PRODUCTION: 1}
 """Default number of approvals, which is also the minimum for an environment's row."""
 

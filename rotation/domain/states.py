@@ -45,11 +45,6 @@ TRANSITIONS: dict[RotationState, frozenset[RotationState]] = {
 }
 
 CLOSED = frozenset(state for state, ways in TRANSITIONS.items() if not ways)
-BEFORE_APPROVAL = frozenset({S.REQUESTED, S.AWAITING_APPROVAL})
-UNPUBLISHED = frozenset({S.SCHEDULED, S.EMERGENCY, S.STAGED, S.PUBLISHING})
-"""States in which the replacement is not known to have been delivered."""
-
-DELIVERED = frozenset({S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING})
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,14 +138,6 @@ class Window:
         return changed
 
 
-def find_window_faults(window: Window, now: datetime) -> Iterator[Fault]:
-    """Yield each fault of a window: an unknown zone, minutes out of range, no opening."""
-    faults = list(_shape_faults(window))
-    yield from faults
-    if not faults and window.next_opening(now) is None:
-        yield Fault("", f"no opening within {LOOK_AHEAD.days} days; change the weekdays, hours or blackouts")
-
-
 def read_blackouts(values: object, pointer: str = "") -> tuple[Blackout, ...]:
     """Read periods from JSON, sorted. Each is {"begins_at", "ends_at", "why"} with times in ISO 8601 with an offset.
 
@@ -188,11 +180,6 @@ def _shape_faults(window: Window) -> Iterator[Fault]:
         yield Fault("/closes", "a time other than opens; the whole day is 00:00 to 24:00")
     if not window.weekdays and (window.opens, window.closes) != (0, _DAY_MINUTES):
         yield Fault("/weekdays", "the weekdays on which these hours apply")
-    if len(window.blackouts) > MAX_BLACKOUTS:
-        yield Fault("/blackouts", f"at most {MAX_BLACKOUTS}")
-    for place, each in enumerate(window.blackouts):
-        if each.ends_at <= each.begins_at:
-            yield Fault(f"/blackouts/{place}/ends_at", "later than begins_at")
 
 
 def _is_zone(name: str) -> bool:

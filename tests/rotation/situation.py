@@ -10,7 +10,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyState
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import Proof
 from rotation.domain.policy import Plan
-from rotation.domain.states import BEFORE_APPROVAL, Facts, KeyFacts, Move, RotationAction, Wait, next_step
+from rotation.domain.states import Facts, KeyFacts, Move, RotationAction, Wait, next_step
 
 S, K = RotationState, KeyState
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -31,6 +31,8 @@ PLAN = Plan(
     quiet_seconds=600,
     quarantine_seconds=300,
 )
+
+BEFORE_APPROVAL = frozenset({S.REQUESTED, S.AWAITING_APPROVAL})
 
 MADE = (S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING, S.ROLLING_BACK)
 """States that have a replacement."""

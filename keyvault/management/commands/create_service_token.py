@@ -6,18 +6,17 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
-from keyvault.access.principals import HOST
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import STRING_SCOPE, StringScope
-from keyvault.management.json_command import JsonCommand
-from keyvault.services.recording.authorization import authorize
+from keyvault.management.mixins import HostOperatorMixin
 from keyvault.services.tokens.service_tokens import DEFAULT_DAYS, create_service_token
 
 
-class Command(JsonCommand):
+class Command(HostOperatorMixin):
     help = "Create a service token. The token itself is printed once, and only with --reveal."
 
     def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
         parser.add_argument("name")
         parser.add_argument(
             "--environment",
@@ -34,14 +33,10 @@ class Command(JsonCommand):
         parser.add_argument(
             "--probe", action="store_true", help="for our own test calls: its verifications are no use of a key"
         )
-        parser.add_argument("--by", metavar="OPERATOR", help="acting operator (default: the host's owner)")
         parser.add_argument("--reveal", action="store_true", help="print the token once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        if options["by"]:
-            grant = self.grant(self.operator(options["by"]), Permission.TOKENS_WRITE)
-        else:
-            grant = authorize(HOST, Permission.TOKENS_WRITE, now=self.now)
+        grant = self.operator_grant(options, Permission.TOKENS_WRITE)
         named = set(options["environment"])
         token, text = create_service_token(
             grant,

@@ -6,28 +6,23 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
-from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, StateConflictError
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
-from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import AccountMixin, ApprovalMixin
 from keyvault.services.issuance import requests
 from keyvault.services.maintenance import issue_one
-from keyvault.services.merchants.merchants import find_account
 
 
-class Command(JsonCommand):
+class Command(AccountMixin, ApprovalMixin):
     help = (
         "Issue a new credential with its first key. If the environment's policy requires a second person, "
         "--approved-by must name one. In production an approval on the command line is break-glass."
     )
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--merchant", required=True)
-        parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
+        super().add_options(parser)
         parser.add_argument("--kind", required=True, choices=[kind.value for kind in KeyKind])
-        parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
-        parser.add_argument("--approved-by", metavar="OPERATOR")
         parser.add_argument("--label", default="command line")
         parser.add_argument(
             "--delivery",
@@ -38,8 +33,8 @@ class Command(JsonCommand):
         parser.add_argument("--reveal", action="store_true", help="collect the key and print it once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        account = find_account(options["merchant"], options["environment"])
-        requester = self.operator(options["requested_by"])
+        account = self.account(options)
+        requester = self.requester(options)
         request = requests.request_issuance(
             self.grant(requester, Permission.ISSUANCE_REQUEST, account),
             account,

@@ -7,20 +7,20 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError, StateConflictError
-from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import OperatorMixin
 from keyvault.models import Merchant
 from keyvault.services.offboarding import count_assets, offboard_merchant
 
 
-class Command(JsonCommand):
+class Command(OperatorMixin):
     help = (
         "Revoke every key, customer token, request and webhook endpoint of a merchant, in both environments, "
         "permanently. Needs neither the secret backend nor the broker. After an interruption, run it again."
     )
 
     def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
         parser.add_argument("merchant_id", metavar="MERCHANT")
-        parser.add_argument("--by", required=True, metavar="OPERATOR")
         parser.add_argument("--why", required=True, help="reason for the audit log")
         parser.add_argument("--yes", action="store_true", help="offboard; without it, only print what would be revoked")
 
@@ -28,7 +28,7 @@ class Command(JsonCommand):
         merchant: Merchant | None = Merchant.objects.filter(merchant_id=options["merchant_id"]).first()
         if merchant is None:
             raise NotFoundError(f"There is no merchant {options['merchant_id']}.")
-        grant = self.grant(self.operator(options["by"]), Permission.MERCHANTS_OFFBOARD)
+        grant = self.operator_grant(options, Permission.MERCHANTS_OFFBOARD)
         if not options["yes"]:
             assets = count_assets(merchant, self.now)
             raise StateConflictError(

@@ -10,18 +10,18 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.revocation import RevocationReason
-from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import OperatorMixin
 from keyvault.services.change_feed.receipts import MAX_WAIT_SECONDS, describe_receipt, wait_for_receipt
 from keyvault.services.keys.lifecycle import get_key, last_sequence, revoke_key
 
 
-class Command(JsonCommand):
+class Command(OperatorMixin):
     help = "Revoke a key. Needs neither the secret backend nor the broker; repeatable."
 
     def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
         parser.add_argument("key_id")
         parser.add_argument("--reason", required=True, choices=[reason.value for reason in RevocationReason])
-        parser.add_argument("--by", required=True, metavar="OPERATOR")
         parser.add_argument(
             "--wait",
             type=_seconds,
@@ -33,7 +33,7 @@ class Command(JsonCommand):
         key = get_key(options["key_id"])
         if key is None:
             raise NotFoundError(f"There is no key {options['key_id']}.")
-        grant = self.grant(self.operator(options["by"]), Permission.KEYS_REVOKE, key.credential.account)
+        grant = self.operator_grant(options, Permission.KEYS_REVOKE, key.credential.account)
         record = revoke_key(grant, key, RevocationReason(options["reason"]))
         sequence = record.sequence or last_sequence(key)
         answer = {"key_id": key.key_id, "state": key.state, "sequence": sequence}

@@ -6,17 +6,16 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import HOST
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.json_command import JsonCommand
-from keyvault.services.recording.authorization import authorize
+from keyvault.management.mixins import HostOperatorMixin
 from keyvault.services.tokens.service_tokens import MAX_OVERLAP_HOURS, get_service_token, rotate_service_token
 
 
-class Command(JsonCommand):
+class Command(HostOperatorMixin):
     help = "Rotate a service token. The new one has the same rights; it is printed once, and only with --reveal."
 
     def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
         parser.add_argument("token_id")
         parser.add_argument(
             "--overlap-hours",
@@ -24,14 +23,10 @@ class Command(JsonCommand):
             required=True,
             help=f"hours for which both tokens are valid (0 to {MAX_OVERLAP_HOURS})",
         )
-        parser.add_argument("--by", metavar="OPERATOR", help="acting operator (default: the host's owner)")
         parser.add_argument("--reveal", action="store_true", help="print the token once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        if options["by"]:
-            grant = self.grant(self.operator(options["by"]), Permission.TOKENS_WRITE)
-        else:
-            grant = authorize(HOST, Permission.TOKENS_WRITE, now=self.now)
+        grant = self.operator_grant(options, Permission.TOKENS_WRITE)
         token = get_service_token(options["token_id"])
         if token is None:
             raise NotFoundError("There is no such service token.")

@@ -9,26 +9,23 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.connections import MAX_BYTES
-from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.json_command import JsonCommand
-from keyvault.services.merchants.merchants import find_account
+from keyvault.management.mixins import AccountMixin, OperatorMixin
 from keyvault.services.secrets.provider_connections import describe_connection, set_connection
 
 _MAX_READ = 2 * MAX_BYTES
 """Maximum size read, in bytes: room for surrounding whitespace. Longer credentials are refused for their size."""
 
 
-class Command(JsonCommand):
+class Command(AccountMixin, OperatorMixin):
     help = (
         "Store a payment provider's credentials in the secret backend and replace the account's earlier ones: test "
         "mode in sandbox, live mode in production. They are never shown again."
     )
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--merchant", required=True)
-        parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
+        super().add_options(parser)
         parser.add_argument("--provider", required=True, help="a-z, 0-9 and inner hyphens, such as stripe")
         parser.add_argument(
             "--secret-file",
@@ -36,11 +33,10 @@ class Command(JsonCommand):
             metavar="PATH",
             help="file with one secret text or a flat JSON object of texts; - for standard input",
         )
-        parser.add_argument("--by", required=True, metavar="OPERATOR")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        account = find_account(options["merchant"], options["environment"])
-        grant = self.grant(self.operator(options["by"]), Permission.CONNECTIONS_WRITE, account)
+        account = self.account(options)
+        grant = self.operator_grant(options, Permission.CONNECTIONS_WRITE, account)
         credentials = _read(options["secret_file"])
         return describe_connection(set_connection(grant, account, options["provider"], credentials))
 

@@ -9,7 +9,7 @@ from keyvault.access.limits import Limit, find_limit_fault
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
-from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import OperatorMixin
 from keyvault.models import Account
 from keyvault.services.limits.overrides import (
     account_limit_in_force,
@@ -20,20 +20,20 @@ from keyvault.services.limits.overrides import (
 from keyvault.services.merchants.merchants import find_account
 
 
-class Command(JsonCommand):
+class Command(OperatorMixin):
     help = (
         "Set the rate limit of an account (--merchant), of an endpoint for all accounts of an environment "
         "(--endpoint), or of an endpoint for one account (both). Running servers apply it before the command returns."
     )
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--merchant")
+        super().add_options(parser)
+        parser.add_argument("--merchant", metavar="ID")
         parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
         parser.add_argument("--endpoint", metavar="NAME")
         parser.add_argument("--rate", type=int, metavar="N", help="maximum requests per period, also as a burst")
         parser.add_argument("--per-seconds", type=int, metavar="S", help="length of the period in seconds")
         parser.add_argument("--clear", action="store_true", help="restore the default")
-        parser.add_argument("--by", required=True, metavar="OPERATOR")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         limit = _parse_limit(options)
@@ -41,7 +41,7 @@ class Command(JsonCommand):
         if options["merchant"] is None and endpoint is None:
             raise CommandError("give --merchant, --endpoint, or both", returncode=2)
         account = find_account(options["merchant"], environment) if options["merchant"] is not None else None
-        grant = self.grant(self.operator(options["by"]), Permission.LIMITS_WRITE, account)
+        grant = self.operator_grant(options, Permission.LIMITS_WRITE, account)
         if endpoint is not None:
             set_endpoint_limit(grant, environment, endpoint, limit, account)
         elif account is not None:

@@ -9,14 +9,12 @@ moment, and must be right.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from multiprocessing.util import Finalize
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 from weakref import WeakSet
 
 import psycopg
@@ -31,6 +29,7 @@ from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS, abort
 from keyvault.services.postgres.raw_queries import execute, wait_for_notice
 from keyvault.services.recording.changes import CHANNEL, FeedRewoundError, Position, generation, poll_feed
 from keyvault.services.usage.recorder import usage_log
+from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ _MAX_DELETED = 5_000
 
 
 @dataclass(eq=False)
-class Follower:
+class Follower(BackgroundThread):
     """Follow the change feed and report how far this process has applied it.
 
     `apply` receives the changed subjects, or None to clear all cached state. `confirm` receives the monotonic and the
@@ -61,7 +60,11 @@ class Follower:
     follower's thread calls all three.
 
     `door`: the entry point that the process serves, shown in receipts.
+
+    Stopping deregisters the process: it answers nothing from memory, and receipts do not wait for it.
     """
+
+    thread_name: ClassVar[str] = "feed"
 
     apply: Callable[[Collection[Subject] | None], None]
     confirm: Callable[[float, float], None]
@@ -75,31 +78,10 @@ class Follower:
     _is_failing: bool = False
     _turn_began_at: float = float("inf")
     _polling: threading.Lock = field(default_factory=threading.Lock)
-    _starting: threading.Lock = field(default_factory=threading.Lock)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
         _followers.add(self)
-
-    def start(self) -> None:
-        """Start following. Repeated calls do nothing."""
-        with self._starting:
-            if self._thread is not None:
-                return
-            self._stop.clear()
-            self._thread = threading.Thread(target=self._follow, name="feed", daemon=True)
-            self._thread.start()
-        # atexit does not run in Granian's forked worker; multiprocessing finalizers run there and everywhere else.
-        Finalize(None, self.stop, exitpriority=0)
-
-    def stop(self) -> None:
-        """Stop following and deregister. The process answers nothing from memory, and receipts do not wait for it."""
-        self._stop.set()
-        with self._starting:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join(timeout=5)
+        forget_at_fork(self)
 
     def forget(self) -> None:
         """Reset in a forked child, which must start its own thread. A lost feed stays lost."""
@@ -110,7 +92,7 @@ class Follower:
     @property
     def is_following(self) -> bool:
         """Whether the thread was started and not stopped."""
-        return self._thread is not None
+        return self._thread is not None and not self._stop.is_set()
 
     @property
     def is_fresh(self) -> bool:
@@ -209,12 +191,13 @@ class Follower:
         }
         execute(sql.SQL(";".join(statements)).format(**values).as_bytes())
 
-    def _follow(self) -> None:
-        wake_up = _WakeUp(self._stop)
+    def _loop(self) -> None:
+        stop = self._stop
+        wake_up = _WakeUp(stop)
         try:
             use_short_timeouts()
             self._watch(wake_up)
-            while not self._stop.is_set() and not self._is_lost:
+            while not stop.is_set() and not self._is_lost:
                 self._turn_began_at = time.monotonic()
                 self._try_poll()
                 close_old_connections()
@@ -225,7 +208,6 @@ class Follower:
         finally:
             self._turn_began_at = float("inf")
             wake_up.close()
-            connections.close_all()  # this thread's own
 
     def _watch(self, wake_up: "_WakeUp") -> None:
         """Watch the follower from another thread and abort its connections when a turn takes too long."""
@@ -340,14 +322,6 @@ def _expires_after_seconds() -> float:
 
 
 _followers: "WeakSet[Follower]" = WeakSet()
-
-
-def _forget_in_child() -> None:
-    for follower in list(_followers):
-        follower.forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_feed_followed() -> bool | None:

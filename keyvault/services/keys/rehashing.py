@@ -5,7 +5,6 @@ the thread that reports usage writes the digest a moment later. A lost digest co
 computes it again. Customer access tokens are not rehashed: none lives longer than a day.
 """
 
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, Key, ServiceToken
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.work.background_thread import forget_at_fork
 
 _MAX_PENDING: Final = 5_000
 _BATCH_SIZE: Final = 100
@@ -90,7 +90,7 @@ class PendingRehashes:
 pending_rehashes = PendingRehashes()
 """The pending rehashes of this process."""
 
-os.register_at_fork(after_in_child=pending_rehashes.forget)
+forget_at_fork(pending_rehashes)
 
 
 def _rehash_keys(rehashes: Mapping[str, Rehash], now: datetime) -> None:

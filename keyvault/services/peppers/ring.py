@@ -8,7 +8,6 @@ before new digests are computed.
 import base64
 import binascii
 import logging
-import os
 import secrets
 import threading
 import time
@@ -34,6 +33,7 @@ from keyvault.services.peppers.installation import LABEL, ensure_installation, i
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.work.background_thread import forget_at_fork
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class PepperRing:
         loaded = {pepper_set: self._loaded.get(pepper_set) for pepper_set in list_served_sets()}
         return {pepper_set.value: 0 if each is None else max(each.versions) for pepper_set, each in loaded.items()}
 
-    def restart(self) -> None:
+    def forget(self) -> None:
         """Reset locks and threads in a forked child; loaded peppers stay."""
         self._refreshing, self._thread = threading.Lock(), None
 
@@ -189,7 +189,7 @@ class PepperRing:
 load_peppers = PepperRing()
 """The pepper ring of this process."""
 
-os.register_at_fork(after_in_child=load_peppers.restart)
+forget_at_fork(load_peppers)
 
 
 def refresh_peppers(pepper_set: PepperSet) -> None:

@@ -6,11 +6,9 @@ counts of its last minute.
 """
 
 import logging
-import os
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from multiprocessing.util import Finalize
 
 from django.db import DatabaseError, connections
 
@@ -20,6 +18,7 @@ from keyvault.access.principals import CONSOLE
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import usage_log
+from keyvault.services.work.background_thread import forget_at_fork, stop_at_exit
 
 _log = logging.getLogger(__name__)
 
@@ -133,8 +132,7 @@ class SignInRefusals:
         self._timer.start()
         if not self._is_finalized:
             self._is_finalized = True
-            # atexit does not run in Granian's forked worker; multiprocessing finalizers run there and everywhere else.
-            Finalize(None, self.stop, exitpriority=0)
+            stop_at_exit(self.stop)
 
     def _try_flush(self) -> None:
         try:
@@ -199,4 +197,4 @@ def _write_other_locks(locks: _OtherLocks) -> None:
 sign_in_refusals = SignInRefusals()
 """This process's sign-in refusals."""
 
-os.register_at_fork(after_in_child=sign_in_refusals.forget)
+forget_at_fork(sign_in_refusals)

@@ -18,12 +18,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import chain, islice
-from multiprocessing.util import Finalize
 from time import sleep
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import msgspec
-from django.db import InterfaceError, OperationalError, close_old_connections, connection, connections, transaction
+from django.db import connection, transaction
 from django.db.models import Max, Min, Q, QuerySet
 
 from keyvault.domain.free_text import MAX_REDACTED_LENGTH, MAX_STORED_LENGTH, clean_text
@@ -33,7 +32,7 @@ from keyvault.services.idempotency import shred_used
 from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.postgres.raw_queries import execute
-from keyvault.services.work.thread_priority import lower_priority
+from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
 
 _log = logging.getLogger(__name__)
 
@@ -82,9 +81,14 @@ class Use(NamedTuple):
     minute: float
 
 
-@dataclass(slots=True)
-class UsageLog:
-    """Unwritten uses of this process. Create one for each process that verifies keys."""
+@dataclass(slots=True, eq=False)
+class UsageLog(BackgroundThread):
+    """Unwritten uses of this process. Create one for each process that verifies keys.
+
+    Start it before the first verdict. Stopping it deregisters the reporter.
+    """
+
+    thread_name: ClassVar[str] = "usage"
 
     now: Callable[[], datetime] = utc_now
     reporter_id: str = field(
@@ -98,8 +102,6 @@ class UsageLog:
     _reports: int = 0
     _unconfirmed: "_Report | None" = None
     """The last report, if its write failed or its outcome is unknown."""
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
 
     def note(
         self, key_id: str, *, source: str, user_agent: str, endpoint: str, outcome: UseOutcome, origin: str = ""
@@ -135,16 +137,9 @@ class UsageLog:
         """
         self._sources.append(take)
 
-    def start(self) -> None:
-        """Start reporting. Call it before the first verdict; repeated calls do nothing."""
+    def _prepare(self) -> None:
         with self._lock:
-            if self._thread is not None:
-                return
             self._register(self.now())
-            self._thread = threading.Thread(target=self._report, name="usage", daemon=True)
-            self._thread.start()
-        # atexit does not run in Granian's forked worker; multiprocessing finalizers run there and everywhere else.
-        Finalize(None, self.stop, exitpriority=0)
 
     def _register(self, now: datetime) -> None:
         UsageReporter.objects.create(
@@ -160,13 +155,8 @@ class UsageLog:
         """Whether the reporting thread is running."""
         return self._thread is not None
 
-    def stop(self) -> None:
-        """Write what is left and deregister the reporter."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
-            self._thread = None
-            self.flush(is_final=True)
+    def _finish(self) -> None:
+        self.flush(is_final=True)
 
     def forget(self) -> None:
         """Reset in a forked child, which is a reporter of its own. The parent writes its own pending counts."""
@@ -229,33 +219,23 @@ class UsageLog:
                 _add(kept, row)
             self._secrets_used |= used
 
-    def _report(self) -> None:
-        lower_priority()
-        try:
-            while not self._stop.wait(FLUSH_SECONDS):
-                self._try_flush()
-                self._maintain_peppers()
-                close_old_connections()
-        finally:
-            connections.close_all()  # this thread's own
+    def _loop(self) -> None:
+        self._repeat(self._work, FLUSH_SECONDS)
+
+    def _work(self) -> None:
+        self._try_flush()
+        self._maintain_peppers()
 
     def _try_flush(self) -> None:
-        try:
+        with log_failure(_log, "usage could not be written; it is kept for the next attempt"):
             self.flush()
-        except (OperationalError, InterfaceError) as error:
-            _log.warning("usage could not be written; it is kept for the next attempt", extra={"why": error})
-        except Exception:  # noqa: BLE001  the thread must survive; the next flush may succeed
-            _log.exception("usage could not be written; it is kept for the next attempt")
 
     def _maintain_peppers(self) -> None:
         """Run this process's other background work that only needs the database."""
-        try:
+        failure = "pepper maintenance failed; digests are renewed when each key is next proved"
+        with log_failure(_log, failure, outage="pepper maintenance failed"):
             pending_rehashes.write(self.now())
             load_peppers.poll()
-        except (OperationalError, InterfaceError) as error:
-            _log.warning("pepper maintenance failed", extra={"why": error})
-        except Exception:  # noqa: BLE001  the thread must survive; the next run may succeed
-            _log.exception("pepper maintenance failed; digests are renewed when each key is next proved")
 
 
 T = TypeVar("T")
@@ -504,4 +484,4 @@ def forget_old(now: datetime) -> None:
 usage_log = UsageLog()
 """This process's usage log."""
 
-os.register_at_fork(after_in_child=usage_log.forget)
+forget_at_fork(usage_log)

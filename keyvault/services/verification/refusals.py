@@ -5,16 +5,15 @@ acceptable. Memory is bounded. So are the rows that a flood can cause, be it unp
 """
 
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from multiprocessing.util import Finalize
 from time import monotonic, sleep
+from typing import ClassVar
 
-from django.db import InterfaceError, OperationalError, close_old_connections, connections
+from django.db import InterfaceError, OperationalError
 from django.db.models import Q
 
 from keyvault.access.decision import Check, Denial
@@ -23,7 +22,7 @@ from keyvault.domain.free_text import MAX_REDACTED_LENGTH, clean_text
 from keyvault.models import Refusal
 from keyvault.services.usage.recorder import usage_log
 from keyvault.services.verification.judging import Judgement
-from keyvault.services.work.thread_priority import lower_priority
+from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
 
 _log = logging.getLogger(__name__)
 
@@ -103,9 +102,11 @@ class _RefusalEntry:
         )
 
 
-@dataclass(slots=True)
-class RefusalLog:
-    """Unwritten refusals of this process."""
+@dataclass(slots=True, eq=False)
+class RefusalLog(BackgroundThread):
+    """Unwritten refusals of this process. The first one starts the thread."""
+
+    thread_name: ClassVar[str] = "refusals"
 
     clock: Callable[[], float] = monotonic
     _pending: list[_RefusalEntry] = field(default_factory=list)
@@ -116,8 +117,6 @@ class RefusalLog:
     _dropped: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
 
     def note(
         self,
@@ -173,17 +172,9 @@ class RefusalLog:
                     _log.exception("refusals could not be written", extra={"count": len(portion)})
                 sleep(_PAUSE_SECONDS)
 
-    def stop(self) -> None:
-        """Stop the thread and write what is left."""
-        self._stop.set()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join(timeout=5)
-            self._try_flush()
-
     def forget(self) -> None:
         """Reset in a forked child. The parent writes its own pending refusals and owns the thread."""
-        self.__init__(self.clock)  # type: ignore[misc]  # the class is never subclassed
+        self.__init__(self.clock)  # type: ignore[misc]  # a dataclass's own
 
     def _add(self, entry: _RefusalEntry) -> bool:
         """Queue a refusal if there is room. Return whether to log it.
@@ -201,38 +192,28 @@ class RefusalLog:
             times = self._seen[reason]
             if times <= limit and len(self._pending) < _MAX_PENDING:
                 self._pending.append(entry)
-                self._start()
+                self._start_if_reporting()
             else:
                 self._dropped += 1
             is_logged = times <= _MAX_LINES and self._lines < _MAX_TOTAL_LINES
             self._lines += is_logged
             return is_logged
 
-    def _start(self) -> None:
-        """Start the writer in a process that reports usage; no other process has an entry point."""
-        if self._thread is not None or not usage_log.is_reporting:
-            return
-        self._thread = threading.Thread(target=self._write, name="refusals", daemon=True)
-        self._thread.start()
-        # atexit does not run in Granian's forked worker; multiprocessing finalizers run there and everywhere else.
-        Finalize(None, self.stop, exitpriority=0)
+    def _start_if_reporting(self) -> None:
+        """Start the thread in a process that reports usage; no other process has an entry point."""
+        if self._thread is None and usage_log.is_reporting:
+            self.start()
 
-    def _write(self) -> None:
-        lower_priority()
-        try:
-            while not self._stop.wait(FLUSH_SECONDS):
-                self._try_flush()
-                close_old_connections()
-        finally:
-            connections.close_all()  # this thread's own
+    def _loop(self) -> None:
+        self._repeat(self._try_flush, FLUSH_SECONDS)
+
+    def _finish(self) -> None:
+        self._try_flush()
 
     def _try_flush(self) -> None:
-        try:
+        outage = "refusals could not be written; as many as fit are kept"
+        with log_failure(_log, "refusals could not be written", outage=outage):
             self.flush()
-        except (OperationalError, InterfaceError) as error:
-            _log.warning("refusals could not be written; as many as fit are kept", extra={"why": error})
-        except Exception:  # noqa: BLE001  the thread must survive; the next flush may succeed
-            _log.exception("refusals could not be written")
 
     def _put_back(self, pending: list[_RefusalEntry]) -> None:
         with self._lock:
@@ -259,4 +240,4 @@ def forget_old(now: datetime) -> int:
 refusal_log = RefusalLog()
 """This process's refusal log."""
 
-os.register_at_fork(after_in_child=refusal_log.forget)
+forget_at_fork(refusal_log)

@@ -5,7 +5,7 @@ rejects a worker whose lease has passed to another.
 """
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -23,6 +23,8 @@ A call that still takes longer fails in `hold` when its worker records the outco
 _FIRST_BACKOFF_SECONDS = 1
 _MAX_BACKOFF_SECONDS = 60
 _PAUSE_SECONDS = 5
+_FAILED_BATCH = 500
+"""Maximum rows of failed work read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +114,18 @@ def record_failure(subject: str, now: datetime, error: str) -> None:
         postpone(lease, now, error)
 
 
-def list_failed(prefix: str) -> dict[str, WorkLease]:
-    """Return work whose subject has this prefix and whose last attempt failed, by subject."""
-    return {row.subject: row for row in WorkLease.objects.filter(~Q(last_error=""), subject__startswith=prefix)}
+def list_failed(prefix: str) -> Iterator[Sequence[WorkLease]]:
+    """Yield work whose subject has this prefix and whose last attempt failed, in batches ordered by subject.
+
+    A batch's rows may be deleted before the next one is read.
+    """
+    failed = WorkLease.objects.filter(~Q(last_error=""), subject__startswith=prefix).order_by("subject")
+    batch = failed[:_FAILED_BATCH]
+    while rows := list(batch):
+        yield rows
+        if len(rows) < _FAILED_BATCH:
+            return
+        batch = failed.filter(subject__gt=rows[-1].subject)[:_FAILED_BATCH]
 
 
 def forget(subject: str) -> None:

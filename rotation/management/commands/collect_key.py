@@ -7,20 +7,22 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import OperatorMixin
 from keyvault.services.issuance import requests
 from rotation.services.rotations.interventions import collect_replacement
 from rotation.services.rotations.reports import get_rotation
 
 
-class Command(JsonCommand):
+class Command(OperatorMixin):
     help = "Collects a key, once. In production this is break-glass and has to be reviewed."
 
+    operator_help = "the requester"
+
     def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
         what = parser.add_mutually_exclusive_group(required=True)
         what.add_argument("--rotation", metavar="ID")
         what.add_argument("--request", metavar="ID")
-        parser.add_argument("--by", required=True, metavar="OPERATOR", help="the requester")
         parser.add_argument("--reveal", action="store_true", required=True, help="print the key, once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import ApprovalMixin
 from keyvault.models import Credential
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import abort_rotation
@@ -15,13 +15,14 @@ from rotation.services.rotations.reports import describe
 from rotation.services.rotations.requests import approve_rotation, is_undecided, reissue_key
 
 
-class Command(JsonCommand):
+class Command(ApprovalMixin):
     help = "Requests a new key for a credential without a usable one; the worker makes and delivers it."
 
+    approver_help = "default: approve it in the console"
+
     def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
         parser.add_argument("--credential", required=True, metavar="ID")
-        parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
-        parser.add_argument("--approved-by", metavar="OPERATOR", help="default: approve it in the console")
         parser.add_argument("--reason", required=True)
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +31,7 @@ class Command(JsonCommand):
         )
         if credential is None:
             raise NotFoundError(f"There is no credential {options['credential']}.")
-        requester = self.operator(options["requested_by"])
+        requester = self.requester(options)
         grant = self.grant(requester, Permission.ROTATIONS_WRITE, credential.account)
         rotation = reissue_key(grant, credential, options["reason"])
         if options["approved_by"] and is_undecided(rotation):
@@ -41,10 +42,10 @@ class Command(JsonCommand):
     def _approve(self, rotation: Rotation, credential: Credential, options: Mapping[str, Any]) -> None:
         """Approve the rotation; abort it if the approval is refused, so that it does not block the next one."""
         try:
-            approver = self.operator(options["approved_by"])
+            approver = self.approver(options)
             grant = self.grant(approver, Permission.ROTATIONS_APPROVE, credential.account, rotation.requester_person)
             approve_rotation(grant, rotation, rotation.plan_digest)
         except Exception:
-            grant = self.grant(self.operator(options["requested_by"]), Permission.ROTATIONS_WRITE, credential.account)
+            grant = self.grant(self.requester(options), Permission.ROTATIONS_WRITE, credential.account)
             abort_rotation(grant, rotation, "the approval on the command line was refused")
             raise

@@ -6,20 +6,20 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import OperatorMixin
 from rotation.services.rotations.emergency import Response, respond_to_leak
 
 
-class Command(JsonCommand):
+class Command(OperatorMixin):
     help = (
         "Reports keys as compromised, which revokes each of them immediately. Needs neither the secret backend nor the "
         "broker. Safe to repeat."
     )
 
     def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
         parser.add_argument("key_ids", nargs="*", metavar="KEY_ID")
         parser.add_argument("--file", metavar="PATH", help="key ids, or the leaked keys themselves, one per line")
-        parser.add_argument("--by", required=True, metavar="OPERATOR")
         parser.add_argument("--reason", default="")
         parser.add_argument(
             "--replace", action="store_true", help="request a replacement where a credential has no usable key left"

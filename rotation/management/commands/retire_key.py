@@ -7,28 +7,27 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import StateConflictError
-from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import ApprovalMixin
 from rotation.management.plan_options import read_time
 from rotation.models import Retirement
 from rotation.services.rotations.interventions import approve_retirement, ask_retirement
 from rotation.services.rotations.reports import get_rotation
 
 
-class Command(JsonCommand):
+class Command(ApprovalMixin):
     help = (
         "Sets the date on which the old public key of a rotation is taken out of service, even if it is still in use."
     )
 
     def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
         parser.add_argument("rotation_id")
         parser.add_argument("--at", required=True, metavar="TIME", help="ISO 8601, UTC without an offset")
-        parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
-        parser.add_argument("--approved-by", metavar="OPERATOR")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         rotation = get_rotation(options["rotation_id"])
         account = rotation.credential.account
-        grant = self.grant(self.operator(options["requested_by"]), Permission.ROTATIONS_WRITE, account)
+        grant = self.grant(self.requester(options), Permission.ROTATIONS_WRITE, account)
         retirement = ask_retirement(grant, rotation, read_time("at", options["at"]))
         if retirement.approved_at is None:
             retirement = self._approve(retirement, account, options)
@@ -43,6 +42,6 @@ class Command(JsonCommand):
             raise StateConflictError(
                 "Requested. A second person must approve it: name one with --approved-by, or use the console."
             )
-        approver = self.operator(options["approved_by"])
+        approver = self.approver(options)
         grant = self.grant(approver, Permission.ROTATIONS_APPROVE, account, retirement.requester_person)
         return approve_retirement(grant, retirement)

@@ -9,6 +9,7 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
+from keyvault.management.mixins import ApprovalMixin
 from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import SHARED_FIELDS
 from rotation.management.campaign_watch import WatchingCommand
@@ -20,10 +21,13 @@ _AS_USUAL = Pace()
 _SHOWN = ("campaign_id", "state", "environment", "progress", "selection", "pace", "approvals", "all_begun_at")
 
 
-class Command(WatchingCommand):
+class Command(ApprovalMixin, WatchingCommand):
     help = "Rotates many credentials of an environment under one approval, at a given pace."
 
+    approver_help = "default: approve it in the console"
+
     def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
         parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
         parser.add_argument("--merchant", action="append", metavar="ID", help="repeatable; default: all")
         parser.add_argument("--older-than-days", type=int, metavar="N")
@@ -33,11 +37,9 @@ class Command(WatchingCommand):
         parser.add_argument("--halt-at-failed-percent", type=int, metavar="N", default=_AS_USUAL.halt_at_failed_percent)
         add_plan_options(parser, SHARED_FIELDS)
         parser.add_argument("--reason", default="requested on the command line")
-        parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
-        parser.add_argument("--approved-by", metavar="OPERATOR", help="default: approve it in the console")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        requester = self.operator(options["requested_by"])
+        requester = self.requester(options)
         campaign = request_campaign(
             self.grant(requester, Permission.ROTATIONS_WRITE),
             environment=Environment(options["environment"]),
@@ -62,10 +64,10 @@ class Command(WatchingCommand):
     def _approve(self, campaign: Campaign, options: Mapping[str, Any]) -> None:
         """Approve the campaign; cancel it if the approval is refused, since both were requested together."""
         try:
-            approver = self.operator(options["approved_by"])
+            approver = self.approver(options)
             grant = self.grant(approver, Permission.ROTATIONS_APPROVE, requester_person=campaign.requester_person)
             approve_campaign(grant, campaign, campaign.plan_digest)
         except KeyvaultError:
-            grant = self.grant(self.operator(options["requested_by"]), Permission.ROTATIONS_WRITE)
+            grant = self.grant(self.requester(options), Permission.ROTATIONS_WRITE)
             cancel_campaign(grant, campaign, "the approval on the command line was refused")
             raise

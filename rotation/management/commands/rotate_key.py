@@ -7,7 +7,7 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError, StateConflictError
-from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import ApprovalMixin
 from keyvault.models import Credential
 from rotation.domain.events import RotationState
 from rotation.management.plan_options import add_plan_options, read_overrides
@@ -15,13 +15,12 @@ from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import approve_rotation, bypass_rotation, request_rotation
 
 
-class Command(JsonCommand):
+class Command(ApprovalMixin):
     help = "Rotates a credential's key: the replacement is deployed and proved in use before the old one is revoked."
 
     def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
         parser.add_argument("--credential", required=True, metavar="ID")
-        parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
-        parser.add_argument("--approved-by", metavar="OPERATOR")
         parser.add_argument("--bypass", metavar="WHY", help="bypass the approval (break-glass), with a reason")
         add_plan_options(parser)
 
@@ -31,7 +30,7 @@ class Command(JsonCommand):
         )
         if credential is None:
             raise NotFoundError(f"There is no credential {options['credential']}.")
-        requester = self.operator(options["requested_by"])
+        requester = self.requester(options)
         rotation = request_rotation(
             self.grant(requester, Permission.ROTATIONS_WRITE, credential.account),
             credential,
@@ -45,17 +44,15 @@ class Command(JsonCommand):
         """Approve or bypass the rotation; abort it if that is refused, so that it does not block the next one."""
         try:
             if options["bypass"]:
-                grant = self.grant(
-                    self.operator(options["requested_by"]), Permission.ROTATIONS_BYPASS, credential.account
-                )
+                grant = self.grant(self.requester(options), Permission.ROTATIONS_BYPASS, credential.account)
                 bypass_rotation(grant, rotation, rotation.plan_digest, options["bypass"])
                 return
             if not options["approved_by"]:
                 raise StateConflictError("This requires a second person: name one with --approved-by.")
-            approver = self.operator(options["approved_by"])
+            approver = self.approver(options)
             grant = self.grant(approver, Permission.ROTATIONS_APPROVE, credential.account, rotation.requester_person)
             approve_rotation(grant, rotation, rotation.plan_digest)
         except Exception:
-            grant = self.grant(self.operator(options["requested_by"]), Permission.ROTATIONS_WRITE, credential.account)
+            grant = self.grant(self.requester(options), Permission.ROTATIONS_WRITE, credential.account)
             abort_rotation(grant, rotation, "the approval on the command line was refused")
             raise

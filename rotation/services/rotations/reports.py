@@ -83,10 +83,6 @@ def find_introduction(key_id: str) -> Rotation | None:
     return _find(Q(replacement_id=key_id) & ~Q(state__in=[S.CANCELLED, S.REJECTED, S.EXPIRED, S.ROLLED_BACK]))
 
 
-def list_open() -> list[str]:
-    return list(Rotation.objects.exclude(state__in=CLOSED).order_by("entered_at").values_list("rotation_id", flat=True))
-
-
 def subject_of(rotation_id: str) -> str:
     """Return the name of the lease on a rotation."""
     return f"rotation:{rotation_id}"

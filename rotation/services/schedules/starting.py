@@ -1,7 +1,7 @@
 """Find the credentials that schedules apply to, and begin their rotations when due."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -48,6 +48,9 @@ MAX_BEGUN = 100
 
 MAX_TRIED = 300
 """Maximum number of credentials tried per tick."""
+
+_PREFIX = "schedule:"
+"""Prefix of the subjects under which failures are recorded."""
 
 _ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
 
@@ -221,14 +224,20 @@ def begin_due(now: datetime) -> list[str]:
     once, shown in the calendar, and retried after those that never failed and those that wait longer. An unreadable
     schedule begins nothing and raises one alarm.
     """
-    orders, failed = _read_orders(now, settings.ENVIRONMENTS), leases.list_failed(_subject(""))
-    for order in orders:
-        _note_readable(order, failed, now)
-    due = [
-        (failed.get(_subject(candidate.credential.pk)), candidate.ask_at, candidate)
+    orders = _read_orders(now, settings.ENVIRONMENTS)
+    candidates = [
+        candidate
         for candidate in _list_ordered(orders, requested_before=now)
         if candidate.ask_at is not None and candidate.ask_at <= now
     ]
+    unreadable = [order for order in orders if order.fault]
+    failed = _read_failures(
+        {_subject(candidate.credential.pk) for candidate in candidates}
+        | {_subject(order.schedule.pk) for order in unreadable}
+    )
+    for order in unreadable:
+        _note_unreadable(order, failed.get(_subject(order.schedule.pk)), now)
+    due = [(failed.get(_subject(candidate.credential.pk)), candidate.ask_at, candidate) for candidate in candidates]
     due = [item for item in due if item[0] is None or _may_be_tried(item[0], now)]
     due.sort(key=lambda item: (item[0] is not None, (item[0] and item[0].due_at) or item[1]))
     begun: list[str] = []
@@ -248,7 +257,32 @@ def begin_due(now: datetime) -> list[str]:
 
 def _subject(identity: object) -> str:
     """Return the key under which a failing schedule (by its number) or credential is recorded."""
-    return f"schedule:{identity}"
+    return f"{_PREFIX}{identity}"
+
+
+def _read_failures(current: Collection[str]) -> dict[str, WorkLease]:
+    """Return the recorded failures of these subjects, and delete those of all others.
+
+    A subject outside `current` is a schedule that is readable, disabled or gone, or a credential that is not due.
+    """
+    failed: dict[str, WorkLease] = {}
+    for rows in leases.list_failed(_PREFIX):
+        failed |= {row.subject: row for row in rows if row.subject in current}
+        past = [row.subject for row in rows if row.subject not in current]
+        if past:
+            # One by one: concurrent workers that delete the same rows must not deadlock.
+            for subject in set(past) - _list_elsewhere(past):
+                leases.forget(subject)
+    return failed
+
+
+def _list_elsewhere(subjects: Collection[str]) -> set[str]:
+    """Return the subjects in environments that this process does not serve. Their own workers delete them."""
+    names = [subject.removeprefix(_PREFIX) for subject in subjects]
+    numbers = [int(name) for name in names if name.isdecimal()]
+    credentials = Credential.objects.filter(pk__in=names).exclude(account__environment__in=settings.ENVIRONMENTS)
+    schedules = RotationSchedule.objects.filter(pk__in=numbers).exclude(environment__in=settings.ENVIRONMENTS)
+    return {_subject(identity) for rows in (credentials, schedules) for identity in rows.values_list("pk", flat=True)}
 
 
 def _may_be_tried(failure: WorkLease, now: datetime) -> bool:
@@ -267,14 +301,10 @@ def _postpone(candidate: Candidate, error: Exception, before: WorkLease | None, 
     leases.record_failure(_subject(credential_id), now, why)
 
 
-def _note_readable(order: StartOrder, failed: Mapping[str, WorkLease], now: datetime) -> None:
-    """Raise an alarm when a schedule becomes unreadable or the reason changes; clear the record once it is readable."""
-    subject = _subject(order.schedule.pk)
-    before = failed.get(subject)
+def _note_unreadable(order: StartOrder, before: WorkLease | None, now: datetime) -> None:
+    """Raise an alarm when a schedule becomes unreadable or the reason changes."""
     try:
-        if not order.fault and before is not None:
-            leases.forget(subject)
-        elif order.fault and (before is None or before.last_error != order.fault[:300]):
+        if before is None or before.last_error != order.fault[:300]:
             _raise_alarm(order, now)
     except Exception:  # noqa: BLE001  errors are isolated per schedule
         _log.exception("an unreadable schedule raised no alarm", extra={"schedule": str(order.schedule)})

@@ -14,7 +14,6 @@ from rotation.domain.windows import (
     Blackout,
     Window,
     clock_text,
-    find_window_faults,
     read_blackouts,
     read_clock,
 )
@@ -166,8 +165,6 @@ def test_next_opening_in_two_years_of_blackout_is_none() -> None:
     closed = Window(blackouts=(Blackout(now, now + LOOK_AHEAD + MINUTE),))
     assert closed.next_opening(now) is None
     assert closed.next_opening(now + 2 * MINUTE) == now + LOOK_AHEAD + MINUTE
-    assert "no opening" in next(fault.detail for fault in find_window_faults(closed, now))
-    assert list(find_window_faults(closed, now + 2 * MINUTE)) == []
 
 
 def test_next_opening_that_every_blackout_meets_is_none() -> None:
@@ -251,11 +248,19 @@ def test_blackouts_are_read_in_utc_and_sorted() -> None:
     )
 
 
-def test_find_window_faults_of_a_window_made_in_code_names_each() -> None:
-    wrong = Window("Nowhere", (9,), -1, 1441, (Blackout(CHANGES[0], CHANGES[0]),))
-    pointers = [fault.pointer for fault in find_window_faults(wrong, CHANGES[0])]
-    assert pointers == ["/time_zone", "/weekdays", "/opens", "/closes", "/blackouts/0/ends_at"]
-    assert list(find_window_faults(Window(BERLIN, (0, 4), 1320, 240), CHANGES[0])) == []
+def test_from_json_names_each_fault() -> None:
+    same = CHANGES[0].isoformat()
+    unread = {"time_zone": 5, "weekdays": "0", "opens": 90, "closes": "24:01"}
+    unread |= {"blackouts": [{"begins_at": same, "ends_at": same}]}
+    misshapen = {"time_zone": "Nowhere", "weekdays": [9], "opens": "24:00", "closes": "00:00"}
+    for values, more in ((unread, ["/blackouts/0/ends_at"]), (misshapen, [])):
+        with pytest.raises(RequestInvalidError) as refused:
+            Window.from_json(values)
+        found = {fault.pointer for fault in refused.value.faults}
+        assert found == {"/time_zone", "/weekdays", "/opens", "/closes", *more}
+    assert Window.from_json({"time_zone": BERLIN, "weekdays": [0, 4], "opens": "22:00", "closes": "04:00"}) == Window(
+        BERLIN, (0, 4), 1320, 240
+    )
 
 
 @given(st.integers(0, 24 * 60))

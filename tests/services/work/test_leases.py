@@ -29,6 +29,18 @@ def claimed(subject: str, at: datetime) -> Lease:
     return lease
 
 
+def test_failed_work_is_listed_in_batches_each_once(at: datetime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what has the prefix, and only what failed last."""
+    monkeypatch.setattr(leases, "_FAILED_BATCH", 2)
+    for number in range(5):
+        leases.record_failure(f"a:{number}", at, "failed")
+    leases.record_failure("b:1", at, "failed")
+    claimed("a:claimed", at)
+    batches = [[row.subject for row in batch] for batch in leases.list_failed("a:")]
+    assert batches == [["a:0", "a:1"], ["a:2", "a:3"], ["a:4"]]
+    assert list(leases.list_failed("c:")) == []
+
+
 def test_lease_claimed_is_not_to_be_had_until_it_ends(at: datetime) -> None:
     """One worker at a time: a claimed piece of work is nobody else's until the lease runs out."""
     first = claimed("work", at)

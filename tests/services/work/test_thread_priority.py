@@ -9,6 +9,7 @@ import pytest
 
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification.refusals import RefusalLog
+from keyvault.services.work import background_thread
 from keyvault.services.work.thread_priority import lower_priority
 from tests.services.racing import PATIENCE_SECONDS
 
@@ -66,12 +67,9 @@ def test_background_threads_are_those_that_write_what_was_noted(
 ) -> None:
     told: list[str] = []
     noted = log()
-    name, run = ("usage.recorder", "_report") if isinstance(noted, UsageLog) else ("verification.refusals", "_write")
-    monkeypatch.setattr(
-        f"keyvault.services.{name}.lower_priority", lambda: told.append(threading.current_thread().name)
-    )
+    monkeypatch.setattr(background_thread, "lower_priority", lambda: told.append(threading.current_thread().name))
     noted._stop.set()
-    thread = threading.Thread(target=getattr(noted, run), name="the log's")
+    thread = threading.Thread(target=noted._run, name="the log's")
     thread.start()
     thread.join(PATIENCE_SECONDS)
     assert told == ["the log's"]

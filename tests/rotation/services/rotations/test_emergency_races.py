@@ -19,10 +19,11 @@ from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
 from keyvault.services.offboarding import Offboarding, count_assets, offboard_merchant
 from keyvault.services.recording.audit_chain import verify_audit
+from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.emergency import Response, respond_to_compromise
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.reports import get_rotation, list_open
+from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import reissue_key
 from tests.factories import account, grant, issue, issue_request, make_merchant, request_key
 from tests.rotation import scene
@@ -73,8 +74,8 @@ def report(by: OperatorPrincipal, key: Key) -> Response:
 def settle() -> None:
     """The workers have had their turns."""
     for _ in range(3):
-        for rotation_id in list_open():
-            advance_rotation(rotation_id)
+        for rotation in Rotation.objects.exclude(state__in=CLOSED).order_by("entered_at"):
+            advance_rotation(rotation.rotation_id)
 
 
 def test_race_of_offboarding_against_an_issuance_leaves_no_good_key() -> None:

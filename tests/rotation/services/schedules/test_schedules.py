@@ -23,6 +23,7 @@ from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.merchants.merchants import resume_account, suspend_account, suspend_merchant
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.work import leases
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import DeliveryChannel, PlanOverrides, Proof
 from rotation.domain.states import CLOSED
@@ -482,6 +483,93 @@ def test_begin_due_of_a_refused_one_waits_before_it_is_tried_again_also_in_anoth
     monkeypatch.undo()
     assert len(begin_due(due_at + DAY)) == 1
     assert not WorkLease.objects.filter(subject=row.subject).exists()
+
+
+def failures() -> set[str]:
+    rows = WorkLease.objects.filter(subject__startswith="schedule:").values_list("subject", flat=True)
+    return {subject.removeprefix("schedule:") for subject in rows}
+
+
+@pytest.mark.parametrize(
+    "end", ["the schedule is disabled", "the key is revoked", "it is rotated by hand", "it is gone"]
+)
+def test_begin_due_forgets_the_failure_of_what_is_no_longer_due(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Guarantee: the table of failures is bounded by what is due. A failure that still counts is kept."""
+    key, _ = scene.issue(scene.account(), clock())
+    other, _ = scene.issue(scene.account("globex"), clock())
+    row = save(key.credential, clock())
+    save(other.credential, clock())
+
+    def failing(*_: object, **__: object) -> Rotation:
+        raise StateConflictError("It cannot be rotated.")
+
+    with monkeypatch.context() as fault:
+        fault.setattr(starting, "begin_rotation", failing)
+        due_at = clock() + 91 * DAY
+        begin_due(due_at)
+        assert failures() == {key.credential_id, other.credential_id}
+        if end == "the schedule is disabled":
+            disable_schedule(authorize(scene.tam(), P.SCHEDULES_WRITE, key.credential.account, now=clock()), row)
+        elif end == "the key is revoked":
+            grant = authorize(scene.admin(), P.KEYS_REVOKE, key.credential.account, now=clock())
+            revoke_key(grant, Key.objects.get(pk=key.pk), RevocationReason.SUPERSEDED)
+        elif end == "it is rotated by hand":
+            scene.rotate(key.credential, clock())
+        else:
+            WorkLease.objects.filter(subject=f"schedule:{key.credential_id}").update(subject="schedule:crd_gone")
+            disable_schedule(authorize(scene.tam(), P.SCHEDULES_WRITE, key.credential.account, now=clock()), row)
+        begin_due(due_at)
+    assert failures() == {other.credential_id}
+
+
+def test_begin_due_forgets_the_failure_of_a_schedule_that_is_disabled_or_gone(clock: Clock) -> None:
+    """Guarantee: once it is enabled again, a schedule that still cannot be read raises its alarm again."""
+    row = save(scene.account(), clock())
+    grant = authorize(scene.tam(), P.SCHEDULES_WRITE, scene.account(), now=clock())
+    damage(row, window={"time_zone": "Mars/Olympus"})
+    WorkLease.objects.create(subject=f"schedule:{row.pk + 1}", last_error="unreadable")
+    begin_due(clock())
+    assert failures() == {str(row.pk)}
+    disable_schedule(grant, row)
+    begin_due(clock())
+    assert failures() == set()
+    damage(row, is_enabled=True)
+    begin_due(clock())
+    assert failures() == {str(row.pk)}
+    assert Notice.objects.filter(kind=NoticeKind.SCHEDULE_STALLED).count() == 2
+
+
+def test_begin_due_keeps_the_failures_of_an_environment_that_is_not_served_here(
+    clock: Clock, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: a worker for one environment forgets nothing that the other one's worker has learned."""
+    key, _ = scene.issue(scene.account(), clock())
+    save(key.credential, clock())
+    row = save(scene.account("globex"), clock())
+    damage(row, window={"time_zone": "Mars/Olympus"})
+    with monkeypatch.context() as fault:
+        fault.setattr(starting, "begin_rotation", lambda *_, **__: 1 / 0)
+        begin_due(clock() + 91 * DAY)
+    assert failures() == {key.credential_id, str(row.pk)}
+    settings.ENVIRONMENTS = ("production",)
+    begin_due(clock() + 91 * DAY)
+    assert failures() == {key.credential_id, str(row.pk)}
+
+
+def test_begin_due_reads_the_failures_in_batches(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: no tick loads all of them, however many there are."""
+    monkeypatch.setattr(leases, "_FAILED_BATCH", 2)
+    WorkLease.objects.bulk_create(
+        WorkLease(subject=f"schedule:crd_{number}", last_error="failed") for number in range(5)
+    )
+    with CaptureQueriesContext(connection) as queries:
+        begin_due(clock())
+    read = [each["sql"] for each in queries if each["sql"].startswith("SELECT") and "last_error" in each["sql"]]
+    assert len(read) == 3
+    assert all("LIMIT 2" in sql for sql in read)
+    assert failures() == set()
 
 
 UNREADABLE: dict[str, dict[str, Any]] = {
