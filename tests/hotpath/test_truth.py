@@ -31,7 +31,7 @@ from tests.entry_points.golden import forged
 from tests.factories import grant, issue, make_token, now
 from tests.services.conftest import Scene
 from tests.services.recording.test_transaction import ACTS, WISH
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 from tests.services.tokens.test_customer_tokens import token_of
 
 from .conftest import revoke
@@ -274,7 +274,7 @@ def test_engine_whose_follower_finds_that_the_feed_went_back_answers_nothing(sce
     assert b'"allowed":true' in primed.ask(service.reveal(), asked).body
     lost = Change.objects.create(subject_kind="key", subject_id=key.key_id, at=now())
     follower.poll_once()
-    lift_triggers()
+    disable_triggers()
     lost.delete()
     with pytest.raises(FeedRewoundError):
         follower.poll_once()

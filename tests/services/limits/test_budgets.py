@@ -18,7 +18,7 @@ from keyvault.services.limits.limiter import Limiter, account_buckets, failed_pr
 from keyvault.services.limits.stores import LimitStoreLostError, LocalStore, RedisStore, StoreReply
 from keyvault.services.limits.token_leases import Leases
 from tests.servers.throwaway import free_port
-from tests.services.racing import PATIENCE_SECONDS, race
+from tests.services.racing import TIMEOUT_SECONDS, race
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ FOR_EVER_US = 3_600_000_000
 
 def process(redis_url: str, *, is_strict: bool = False, life_us: int = FOR_EVER_US) -> LimitBudgets:
     """With connections and leases of its own."""
-    store = RedisStore(redis_url, timeout_seconds=PATIENCE_SECONDS)
+    store = RedisStore(redis_url, timeout_seconds=TIMEOUT_SECONDS)
     shared = Limiter(store, LocalStore(), 25)
     return StrictBudgets(shared) if is_strict else LeasedBudgets(shared, store, Leases(life_us=life_us))
 
@@ -109,7 +109,7 @@ def test_strict_budgets_of_several_processes_admit_exactly_the_limit(redis_url: 
 def test_leased_budgets_of_several_processes_admit_no_more_than_the_limit_and_more_than_half(redis_url: str) -> None:
     """Of a bucket that gets nothing back meanwhile; what a lease loses is less than what was spent."""
     processes = [process(redis_url, life_us=100_000) for _ in range(6)]
-    plane = Limiter(RedisStore(redis_url, timeout_seconds=PATIENCE_SECONDS), LocalStore(), 25)
+    plane = Limiter(RedisStore(redis_url, timeout_seconds=TIMEOUT_SECONDS), LocalStore(), 25)
     counted = race(
         *[lambda each=each: drain(each, ACCOUNT_ONLY) for each in processes[:3]],
         *[lambda each=each: drain_in_asyncio(each, ACCOUNT_ONLY) for each in processes[3:]],
@@ -173,7 +173,7 @@ class Gone(RedisStore):
     """Answers while it is there, and counts who asked."""
 
     def __init__(self, redis_url: str) -> None:
-        super().__init__(redis_url, timeout_seconds=PATIENCE_SECONDS)
+        super().__init__(redis_url, timeout_seconds=TIMEOUT_SECONDS)
         self.is_there = True
         self.calls = 0
 

@@ -18,7 +18,7 @@ from keyvault.services.limits.limiter import FailedProofs, Limiter, StoreWatch, 
 from keyvault.services.limits.stores import LimitStoreLostError, LocalStore, RedisStore
 from tests.servers.redis import find_redis, redis_server
 from tests.servers.throwaway import free_port
-from tests.services.racing import PATIENCE_SECONDS, start
+from tests.services.racing import TIMEOUT_SECONDS, start
 
 ACCOUNT = Limit(40, LONGEST_SECONDS)
 ENDPOINT = Limit(8, LONGEST_SECONDS)
@@ -181,7 +181,7 @@ def test_limiter_sends_one_request_to_see_whether_the_store_is_back(clock: Clock
         def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
             if self.calls:
                 asked.set()
-                assert may_answer.wait(PATIENCE_SECONDS)
+                assert may_answer.wait(TIMEOUT_SECONDS)
             return super().spend(buckets, cost)
 
     store = Slow(clock)
@@ -190,11 +190,11 @@ def test_limiter_sends_one_request_to_see_whether_the_store_is_back(clock: Clock
     shared.spend(ACCOUNT_ONLY, 1)
     clock.seconds += 1
     scout = start(lambda: shared.spend(ACCOUNT_ONLY, 1))
-    assert asked.wait(PATIENCE_SECONDS)
+    assert asked.wait(TIMEOUT_SECONDS)
     assert shared.spend(ACCOUNT_ONLY, 1).binding.limit.count == 10
     store.is_there = True
     may_answer.set()
-    assert scout.result(PATIENCE_SECONDS).binding.limit.count == 40
+    assert scout.result(TIMEOUT_SECONDS).binding.limit.count == 40
 
 
 def test_limiter_whose_store_is_back_spends_from_it_again(shared: Limiter, store: FlakyStore, clock: Clock) -> None:
@@ -298,7 +298,7 @@ def test_limiter_whose_redis_hangs_spends_a_share_and_is_back_when_it_answers(re
 def test_limiter_whose_redis_stops_spends_a_share() -> None:
     """With connections that were good a moment ago."""
     with redis_server() as url:
-        shared = Limiter(RedisStore(url, timeout_seconds=PATIENCE_SECONDS), LocalStore(), 25)
+        shared = Limiter(RedisStore(url, timeout_seconds=TIMEOUT_SECONDS), LocalStore(), 25)
         assert shared.spend(BUCKETS, 1).binding.limit == ENDPOINT
     assert drain(shared, BUCKETS) == 2
 
@@ -372,7 +372,7 @@ def test_look_ups_of_addresses_over_the_limit_wait_for_each_other_and_all_pass(p
         third = start(look_up)
         with proofs.look_up("192.0.2.3"), proofs.look_up("192.0.2.3"), proofs.look_up(None):
             assert not entered.wait(0.2)
-    third.result(PATIENCE_SECONDS)
+    third.result(TIMEOUT_SECONDS)
     assert entered.is_set()
 
 

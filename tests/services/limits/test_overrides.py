@@ -21,7 +21,7 @@ from keyvault.services.limits.overrides import (
 )
 from tests.factories import PRODUCTION, SANDBOX, account, grant, make_merchant
 from tests.services.conftest import Scene, make_scene
-from tests.services.racing import PATIENCE_SECONDS, held_open, start, wait_until_blocked
+from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -142,5 +142,5 @@ def test_endpoint_limit_set_twice_at_once_is_a_conflict_for_the_slower(transacti
     with held_open(lambda: for_everybody(scene, Limit(5, 1))):
         slower = start(lambda: for_everybody(scene, Limit(6, 1)))
         wait_until_blocked(slower)
-    assert isinstance(slower.exception(PATIENCE_SECONDS), StateConflictError)
+    assert isinstance(slower.exception(TIMEOUT_SECONDS), StateConflictError)
     assert LimitOverride.objects.get().limit_count == 5

@@ -11,7 +11,7 @@ from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
 from keyvault.services.limits.limiter import StoreWatch, limiter
 from keyvault.services.limits.sign_in_attempts import AttemptCounter, LocalAttempts, RedisAttempts, attempts
 from tests.servers.throwaway import free_port
-from tests.services.racing import PATIENCE_SECONDS, race
+from tests.services.racing import TIMEOUT_SECONDS, race
 
 KEY = "kv:sign-in:name:x"
 
@@ -31,7 +31,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "local":
         yield LocalAttempts()
     else:
-        yield RedisAttempts(request.getfixturevalue("redis_url"), timeout_seconds=PATIENCE_SECONDS)
+        yield RedisAttempts(request.getfixturevalue("redis_url"), timeout_seconds=TIMEOUT_SECONDS)
 
 
 def test_attempts_after_ten_are_locked_and_not_counted(store: Any) -> None:
@@ -72,7 +72,7 @@ def test_attempts_in_process_are_forgotten_after_thirty_quiet_minutes() -> None:
 
 def test_attempts_in_redis_live_as_long_as_the_lock(redis_url: str) -> None:
     """Redis forgets every count by itself: strangers cannot fill it for good."""
-    store = RedisAttempts(redis_url, timeout_seconds=PATIENCE_SECONDS)
+    store = RedisAttempts(redis_url, timeout_seconds=TIMEOUT_SECONDS)
     with Redis.from_url(redis_url) as client:
         for _ in range(SIGN_IN_FAILURES):
             store.take(KEY)

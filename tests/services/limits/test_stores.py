@@ -18,7 +18,7 @@ from keyvault.services.limits import stores as limit_stores
 from keyvault.services.limits.redis_pipeline import LimitPipeline
 from keyvault.services.limits.stores import LimitStore, LimitStoreLostError, LocalStore, RedisStore
 from tests.servers.throwaway import free_port
-from tests.services.racing import PATIENCE_SECONDS, race
+from tests.services.racing import TIMEOUT_SECONDS, race
 
 NOW_US = 1_795_262_400_000_000
 A_DAY = LONGEST_SECONDS
@@ -41,7 +41,7 @@ def client(redis_url: str) -> Iterator["Redis"]:
 
 def patient(redis_url: str) -> RedisStore:
     """With time to answer beside other tests: the default is for a request that waits."""
-    return RedisStore(redis_url, timeout_seconds=PATIENCE_SECONDS)
+    return RedisStore(redis_url, timeout_seconds=TIMEOUT_SECONDS)
 
 
 def stored(client: "Redis", one: Bucket) -> BucketState | None:
@@ -394,7 +394,7 @@ def test_redis_store_that_is_out_of_memory_is_lost_and_spends_from_no_bucket(red
 class Loop:
     """A store that callers in asyncio spend from, and what they ask for in a turn."""
 
-    def __init__(self, url: str, timeout_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, url: str, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.store = RedisStore(url, timeout_seconds)
 
     def run(self, *turns: Sequence[tuple[Sequence[Bucket], int]]) -> list[list[Spend | BaseException]]:

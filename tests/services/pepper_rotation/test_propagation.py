@@ -25,9 +25,9 @@ from keyvault.services.verification import judging
 from tests.factories import have_peppers, issue, now, own_keystore
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
-from tests.services.peppering import hasten, rehash, retire, rotate
+from tests.services.peppering import rehash, retire, rotate, skip_propagation
 from tests.services.racing import race
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -36,7 +36,7 @@ SANDBOX, PRODUCTION = PepperSet.SANDBOX, PepperSet.PRODUCTION
 
 @pytest.fixture(autouse=True)
 def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    hasten(monkeypatch)
+    skip_propagation(monkeypatch)
     with own_keystore(tmp_path):
         pending_rehashes.forget()
         yield
@@ -168,5 +168,5 @@ def test_workers_at_once_take_a_pepper_into_use_once(own_place: None) -> None:
     assert row.hashes_from_at is not None
     assert row.hashes_from_at >= row.created_at - timedelta(seconds=1)
     assert AuditEntry.objects.filter(event="pepper.in_use").count() == 1
-    lift_triggers()
+    disable_triggers()
     PepperVersion.objects.all()._raw_delete("default")

@@ -41,9 +41,9 @@ from keyvault.services.webhooks.endpoints import add_endpoint, sealed_versions, 
 from tests.factories import grant, have_peppers, issue, make_token, now, own_keystore
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
-from tests.services.peppering import destroy, hasten, rehash, retire, rotate
+from tests.services.peppering import destroy, rehash, retire, rotate, skip_propagation
 from tests.services.racing import race
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 from tests.services.tokens.test_customer_tokens import holder_of
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def scene(folder: Path, db: None, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    hasten(monkeypatch)
+    skip_propagation(monkeypatch)
     return make_scene()
 
 
@@ -85,7 +85,7 @@ def test_rotated_pepper_proves_at_once_and_hashes_after_the_propagation(monkeypa
     assert load_peppers(PRODUCTION).current_version == 1
     assert not is_loaded_everywhere(row, row.created_at + PROPAGATION - timedelta(seconds=1))
     assert is_loaded_everywhere(row, row.created_at + PROPAGATION)
-    hasten(monkeypatch)
+    skip_propagation(monkeypatch)
     renew_peppers()
     load_peppers.poll()
     load_peppers.refresh()
@@ -150,7 +150,7 @@ def test_pepper_rotations_at_once_make_one_version(folder: Path, monkeypatch: py
     assert len(made) == 1
     assert {type(outcome) for outcome in outcomes} <= {PepperVersion, StateConflictError}
     assert PepperVersion.objects.filter(pepper_set=SANDBOX).count() == 2
-    lift_triggers()
+    disable_triggers()
     PepperVersion.objects.all()._raw_delete("default")
 
 
@@ -213,7 +213,7 @@ def test_process_does_not_take_in_a_version_that_fails_its_check(scene: Scene) -
     """Nor any after it: what it lacks it must know that it lacks."""
     other = PepperRing()
     other(SANDBOX)
-    lift_triggers()
+    disable_triggers()
     for _ in range(2):
         rotate()
     QuerySet(PepperVersion).filter(pepper_set=SANDBOX, number=2).update(check_value=b"x" * 16)
@@ -313,7 +313,7 @@ def test_database_restored_from_before_a_retirement_starts_and_verifies(scene: S
     assert verdict(text) is None
     rehash()
     retire(SANDBOX, 1)
-    lift_triggers()
+    disable_triggers()
     QuerySet(PepperVersion).filter(pepper_set=SANDBOX, number=1).update(retired_at=None)
     QuerySet(Key).filter(pk=key.pk).update(digest=digest, pepper_version=1)
     load_peppers.cache_clear()

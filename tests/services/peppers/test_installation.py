@@ -21,9 +21,9 @@ from keyvault.services.peppers.installation import ensure_installation, installa
 from keyvault.services.peppers.ring import ensure_peppers, load_peppers, put_pepper
 from keyvault.services.secrets.backend import secret_backend
 from tests.factories import forget_keystore, have_peppers, now, own_keystore
-from tests.services.peppering import destroy, hasten, retire, rotate
+from tests.services.peppering import destroy, retire, rotate, skip_propagation
 from tests.services.racing import race
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -33,14 +33,14 @@ OTHER = "another-installation"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    hasten(monkeypatch)
+    skip_propagation(monkeypatch)
     with own_keystore(tmp_path):
         yield tmp_path
 
 
 def become_another() -> None:
     """The database of another installation, before its set-up, that was pointed at our secret backend."""
-    lift_triggers()
+    disable_triggers()
     PepperVersion.objects.all()._raw_delete("default")
     Installation.objects.all()._raw_delete("default")
     forget_keystore()
@@ -126,7 +126,7 @@ def test_pepper_of_another_installation_is_not_destroyed() -> None:
     have_peppers()
     rotate()
     retire(SANDBOX, 1)
-    lift_triggers()
+    disable_triggers()
     QuerySet(Installation).update(installation_id=OTHER)
     with pytest.raises(IntegrityError, match="belongs to another installation"):
         destroy(SANDBOX, 1)
@@ -142,7 +142,7 @@ def test_pepper_without_a_name_is_ours_where_it_is_what_our_row_says(monkeypatch
     with monkeypatch.context() as before:
         before.setattr(ring, "require_own_pepper", lambda *_: None)
         ensure_peppers(now())
-    lift_triggers()
+    disable_triggers()
     Installation.objects.all()._raw_delete("default")
     load_peppers.cache_clear()
     ensure_peppers(now())

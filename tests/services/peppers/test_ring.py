@@ -22,7 +22,7 @@ from keyvault.services.secrets.backend import secret_backend
 from tests.factories import account, forget_keystore, have_peppers, issue, make_merchant, now, own_keystore
 from tests.services.keys.test_lifecycle import verdict
 from tests.services.racing import race
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -155,7 +155,7 @@ def test_peppers_of_two_first_runs_at_once_are_the_same(tmp_path: Path) -> None:
 
 
 def _forget_rows() -> None:
-    lift_triggers()
+    disable_triggers()
     PepperVersion.objects.all()._raw_delete("default")
 
 

@@ -16,7 +16,7 @@ from tests.backends.vault.installation import InstalledVault, installed, serving
 from tests.factories import account, issue, make_merchant, own_keystore
 from tests.servers.openbao import VaultOnDisk
 from tests.services.keys.test_lifecycle import verdict
-from tests.services.peppering import destroy, hasten, rehash, retire, rotate
+from tests.services.peppering import destroy, rehash, retire, rotate, skip_propagation
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -26,7 +26,7 @@ SANDBOX = PepperSet.SANDBOX
 @pytest.fixture(autouse=True)
 def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The first peppers come from a keystore of the test's own."""
-    hasten(monkeypatch)
+    skip_propagation(monkeypatch)
     folder = tmp_path / "keystore"
     folder.mkdir(mode=0o700)
     with own_keystore(folder):

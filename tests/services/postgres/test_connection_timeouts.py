@@ -12,7 +12,7 @@ from keyvault.services.postgres.connection_timeouts import abort_connection, use
 from keyvault.services.postgres.raw_queries import execute
 from keyvault.services.recording.changes import ChangeBatch, poll_feed
 from tests.services.change_feed.test_follower import Memory, await_that, change, following, key
-from tests.services.racing import PATIENCE_SECONDS
+from tests.services.racing import TIMEOUT_SECONDS
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
@@ -49,9 +49,9 @@ def test_hang_up_ends_the_wait_of_another_thread() -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert is_waiting.wait(PATIENCE_SECONDS)
+    assert is_waiting.wait(TIMEOUT_SECONDS)
     abort_connection(lent[0])
-    thread.join(PATIENCE_SECONDS)
+    thread.join(TIMEOUT_SECONDS)
     assert [type(error).__name__ for error in failed] == ["OperationalError"]
     abort_connection(lent[0])
     abort_connection(None)

@@ -26,7 +26,7 @@ from django.db.transaction import TransactionManagementError
 from keyvault.services.postgres.connection_timeouts import abort_connection
 from keyvault.services.postgres.raw_queries import execute, wait_for_notice
 from tests.services.change_feed.test_follower import await_that
-from tests.services.racing import PATIENCE_SECONDS, start
+from tests.services.racing import TIMEOUT_SECONDS, start
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
 
@@ -79,7 +79,7 @@ def terminate(condition: str) -> None:
             )
             assert all(is_gone for (is_gone,) in cursor.fetchall())
 
-    start(run).result(PATIENCE_SECONDS)
+    start(run).result(TIMEOUT_SECONDS)
 
 
 def pid() -> int:
@@ -96,7 +96,7 @@ def names() -> list[str]:
             cursor.execute("SELECT name FROM asked WHERE name <> 'known' ORDER BY name")
             return [name for (name,) in cursor.fetchall()]
 
-    found: list[str] = start(run).result(PATIENCE_SECONDS)
+    found: list[str] = start(run).result(TIMEOUT_SECONDS)
     return found
 
 
@@ -198,7 +198,7 @@ def test_ask_what_no_socket_takes_at_once_goes_through(is_value: bool) -> None:
 
     asked = start(run)
     try:
-        assert asked.result(PATIENCE_SECONDS) == said
+        assert asked.result(TIMEOUT_SECONDS) == said
     finally:
         abort_connection(lent[0])
 
@@ -346,7 +346,7 @@ def test_hang_up_ends_an_ask_of_another_thread() -> None:
     finally:
         abort_connection(lent[0])
     with pytest.raises(OperationalError):
-        asked.result(PATIENCE_SECONDS)
+        asked.result(TIMEOUT_SECONDS)
 
 
 def _is_somebody_asleep() -> bool:
@@ -370,10 +370,10 @@ def listening() -> "Iterator[psycopg.Connection[Any]]":
 
 def test_wait_for_notice_ends_with_the_notice() -> None:
     with listening() as listener:
-        waiting = start(lambda: wait_for_notice(listener.pgconn, 20 * PATIENCE_SECONDS))
+        waiting = start(lambda: wait_for_notice(listener.pgconn, 20 * TIMEOUT_SECONDS))
         try:
             by_cursor("NOTIFY asked")
-            waiting.result(PATIENCE_SECONDS)
+            waiting.result(TIMEOUT_SECONDS)
         finally:
             abort_connection(listener)
 
@@ -383,7 +383,7 @@ def test_wait_for_notice_without_one_ends_with_its_time() -> None:
         started = time.monotonic()
         waiting = start(lambda: wait_for_notice(listener.pgconn, 0.05))
         try:
-            waiting.result(PATIENCE_SECONDS)
+            waiting.result(TIMEOUT_SECONDS)
         finally:
             abort_connection(listener)
         assert time.monotonic() - started >= 0.05
@@ -393,7 +393,7 @@ def test_wait_for_notice_takes_all_that_were_told_at_once() -> None:
     """The next wait is for the next one."""
     with listening() as listener:
         by_cursor("BEGIN; NOTIFY asked, 'a'; NOTIFY asked, 'b'; COMMIT")
-        wait_for_notice(listener.pgconn, PATIENCE_SECONDS)
+        wait_for_notice(listener.pgconn, TIMEOUT_SECONDS)
         assert listener.pgconn.notifies() is None
         started = time.monotonic()
         wait_for_notice(listener.pgconn, 0.05)
@@ -405,16 +405,16 @@ def test_wait_for_notice_on_a_connection_that_is_lost_raises() -> None:
     with listening() as listener:
 
         def wait() -> None:
-            wait_for_notice(listener.pgconn, 20 * PATIENCE_SECONDS)
-            wait_for_notice(listener.pgconn, 20 * PATIENCE_SECONDS)
+            wait_for_notice(listener.pgconn, 20 * TIMEOUT_SECONDS)
+            wait_for_notice(listener.pgconn, 20 * TIMEOUT_SECONDS)
 
         lost = f"pid = {listener.info.backend_pid}"
         waiting = start(wait)
         try:
             terminate(lost)
             with pytest.raises(psycopg.Error):
-                waiting.result(PATIENCE_SECONDS)
+                waiting.result(TIMEOUT_SECONDS)
         finally:
             abort_connection(listener)
     with pytest.raises(psycopg.Error):
-        wait_for_notice(listener.pgconn, PATIENCE_SECONDS)
+        wait_for_notice(listener.pgconn, TIMEOUT_SECONDS)

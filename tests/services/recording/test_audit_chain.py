@@ -23,8 +23,8 @@ from keyvault.services.recording.audit_chain import AuditReport, verify_audit
 from keyvault.services.recording.transaction import recorded
 from tests.factories import account, grant, issue, make_merchant, now
 from tests.services.conftest import Scene, make_scene
-from tests.services.racing import PATIENCE_SECONDS, held_open, start, wait_until_blocked
-from tests.services.rows import lift_triggers
+from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -34,9 +34,9 @@ CHAIN = "account:acme/sandbox"
 @contextmanager
 def tampering() -> Iterator[None]:
     """What somebody may do who took the triggers away first, and put them back."""
-    lift_triggers()
+    disable_triggers()
     yield
-    lift_triggers()
+    disable_triggers()
     ensure_triggers(connection)
 
 
@@ -234,7 +234,7 @@ def test_audit_verified_while_others_write_raises_no_false_alarm() -> None:
                 reports.append(verify_audit())
         finally:
             enough.set()
-        written = sum(writer.result(PATIENCE_SECONDS) for writer in writers)
+        written = sum(writer.result(TIMEOUT_SECONDS) for writer in writers)
     assert [report.first_broken for report in reports if report.first_broken is not None] == []
     assert reports[-1].entries > reports[0].entries
     assert AuditEntry.objects.filter(event="test.wrote").count() == written
@@ -249,6 +249,6 @@ def test_audit_first_entries_of_two_processes_open_the_platform_chain_once() -> 
     with held_open(lambda: first(grant(HOST, P.MERCHANTS_WRITE))):
         second = start(lambda: make_merchant("globex"))
         wait_until_blocked(second)
-    second.result(PATIENCE_SECONDS)
+    second.result(TIMEOUT_SECONDS)
     assert verify_audit().first_broken is None
     assert AuditChain.objects.get(name="platform").sequence == 2

@@ -28,7 +28,7 @@ from tests.faults import servers
 from tests.servers.throwaway import MissingServerError
 from tests.services.change_feed.test_follower import Memory, await_that, change, following, key
 from tests.services.conftest import make_scene
-from tests.services.racing import PATIENCE_SECONDS, race, start, wait_until_blocked
+from tests.services.racing import TIMEOUT_SECONDS, race, start, wait_until_blocked
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
@@ -253,7 +253,7 @@ def test_feed_reads_the_rows_after_the_holders_whatever_the_databases_isolation(
         wait_until_blocked(waiting)
         sequence = change("meanwhile")
         gate.rollback()
-        (row,) = waiting.result(PATIENCE_SECONDS).rows
+        (row,) = waiting.result(TIMEOUT_SECONDS).rows
         assert (row.sequence, row.subject) == (sequence, key("meanwhile"))
 
 
@@ -382,7 +382,7 @@ def terminate(condition: str) -> None:
 
 def test_follower_is_woken_by_the_commit(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not found by the next poll, which is far away here."""
-    monkeypatch.setattr(follower, "POLL_SECONDS", 2 * PATIENCE_SECONDS)
+    monkeypatch.setattr(follower, "POLL_SECONDS", 2 * TIMEOUT_SECONDS)
     with following(memory):
         await_that(lambda: bool(listeners()), "the listener")
         change("a")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from keyvault.services.recording import host_generation as subject_under_test
 from keyvault.services.recording.host_generation import SLOTS, HostGeneration, Subject
-from tests.services.racing import PATIENCE_SECONDS
+from tests.services.racing import TIMEOUT_SECONDS
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -278,11 +278,11 @@ def test_generation_writer_killed_at_any_moment_blocks_and_corrupts_nothing(path
         ready: multiprocessing.queues.Queue[int] = SPAWN.Queue()
         writer = SPAWN.Process(target=_announce_forever, args=(path, killing, ready), daemon=True)
         writer.start()
-        assert ready.get(timeout=PATIENCE_SECONDS) == killing
+        assert ready.get(timeout=TIMEOUT_SECONDS) == killing
         _follow_for(reader, chance.uniform(0, 0.02))
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGKILL)
-        writer.join(PATIENCE_SECONDS)
+        writer.join(TIMEOUT_SECONDS)
         seen = reader.words[0]
         HostGeneration(path).announce([key("after")])
         assert reader.since(seen) == (seen + 1, [key("after")])
@@ -331,7 +331,7 @@ def test_generation_writer_killed_in_the_middle_of_a_slot_is_not_believed(
 
 def _announce_batches(path: Path, writer: int, gate: "multiprocessing.synchronize.Barrier") -> None:
     shared = HostGeneration(path)
-    gate.wait(PATIENCE_SECONDS)
+    gate.wait(TIMEOUT_SECONDS)
     for batch in range(BATCHES):
         shared.announce([key(f"{writer}-{batch * BATCH + step}") for step in range(BATCH)])
 
@@ -344,7 +344,7 @@ def test_generation_several_writers_lose_no_announcement(path: Path) -> None:
     writers = [SPAWN.Process(target=_announce_batches, args=(path, writer, gate)) for writer in range(WRITERS)]
     for writer in writers:
         writer.start()
-    gate.wait(PATIENCE_SECONDS)
+    gate.wait(TIMEOUT_SECONDS)
     is_over = False
     while not is_over:
         is_over = not any(writer.is_alive() for writer in writers)  # before the last look, not after
@@ -372,7 +372,7 @@ def test_generation_threads_of_one_process_lose_no_announcement(path: Path) -> N
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_SECONDS)
+        thread.join(TIMEOUT_SECONDS)
     word, subjects = shared.since(seen)
     assert word == seen + 400
     assert subjects is not None
@@ -384,5 +384,5 @@ def test_generation_of_a_forked_child_is_the_parents(path: Path) -> None:
     seen = shared.words[0]
     child = multiprocessing.get_context("fork").Process(target=shared.announce, args=([key("child")],))
     child.start()
-    child.join(PATIENCE_SECONDS)
+    child.join(TIMEOUT_SECONDS)
     assert shared.since(seen) == (shared.words[0], [key("child")])

@@ -83,7 +83,7 @@ from tests.factories import (
     request_key,
 )
 from tests.services.conftest import Scene
-from tests.services.rows import changed_tables, dump_tables, last_body, last_ids, lift_triggers, written_since
+from tests.services.rows import changed_tables, disable_triggers, dump_tables, last_body, last_ids, written_since
 from tests.services.tokens.test_customer_tokens import holder_of, token_of
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -885,7 +885,7 @@ def test_recorded_on_two_accounts_writes_to_both_chains(scene: Scene) -> None:
 def test_recorded_on_an_account_whose_chain_is_gone_changes_nothing(scene: Scene) -> None:
     """A chain that is missing is damage, not a reason to begin a new one."""
     key, _ = issue(scene.sandbox)
-    lift_triggers()
+    disable_triggers()
     AuditEntry.objects.filter(chain_id="account:acme/sandbox").delete()
     AuditChain.objects.filter(name="account:acme/sandbox").delete()
     with pytest.raises(KeyvaultError, match="The audit log is damaged"):

@@ -28,7 +28,7 @@ from keyvault.services.usage.recorder import (
 )
 from tests.domain.minting import mint
 from tests.factories import account, issue, make_merchant
-from tests.services.racing import PATIENCE_SECONDS, held_open, race, start, wait_until_blocked
+from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -531,7 +531,7 @@ def test_usage_report_that_is_told_again_waits_for_itself() -> None:
         wait_until_blocked(under_way)
         again = start(partial(recorder._write, report))
         wait_until_blocked(again, connections=2)
-    assert (under_way.result(PATIENCE_SECONDS), again.result(PATIENCE_SECONDS)) == (True, True)
+    assert (under_way.result(TIMEOUT_SECONDS), again.result(TIMEOUT_SECONDS)) == (True, True)
     assert (counted(key), KeyUse.objects.get().count) == (2, 2)
 
 
@@ -549,14 +549,14 @@ def test_usage_is_written_all_buckets_before_all_keys() -> None:
         wait_until_blocked(flushed)
         with transaction.atomic():
             assert list(KeyUse.objects.select_for_update(nowait=True)), "while it waits for a bucket no key is taken"
-    flushed.result(PATIENCE_SECONDS)
+    flushed.result(TIMEOUT_SECONDS)
     use(log, key)
     with held_open(lambda: list(KeyUse.objects.select_for_update())):
         flushed = start(log.flush)
         wait_until_blocked(flushed)
         with pytest.raises(DatabaseError), transaction.atomic():
             list(UseBucket.objects.select_for_update(nowait=True))
-    flushed.result(PATIENCE_SECONDS)
+    flushed.result(TIMEOUT_SECONDS)
     assert (counted(key), KeyUse.objects.get().count) == (3, 3)
 
 
@@ -601,12 +601,12 @@ def test_usage_watermark_never_vouches_for_a_flush_that_still_may_fail(monkeypat
     def fail_late(*_: object) -> None:
         monkeypatch.setattr(recorder, "_write", real)
         in_the_middle.set()
-        assert may_fail.wait(PATIENCE_SECONDS)
+        assert may_fail.wait(TIMEOUT_SECONDS)
         raise DatabaseError("gone")
 
     monkeypatch.setattr(recorder, "_write", fail_late)
     first = start(log.flush)
-    assert in_the_middle.wait(PATIENCE_SECONDS)
+    assert in_the_middle.wait(TIMEOUT_SECONDS)
     clock.tick(1)
     second = start(log.flush)
     # Were the second free to go, it would be done in a moment; it is not, and this is all the time it gets.
@@ -614,7 +614,7 @@ def test_usage_watermark_never_vouches_for_a_flush_that_still_may_fail(monkeypat
         may_fail.set()
     with pytest.raises(DatabaseError):
         _let_fail(first, may_fail)
-    second.result(PATIENCE_SECONDS)
+    second.result(TIMEOUT_SECONDS)
     assert watermark(log) > NOON + SECOND
     assert counted(key) == 1
 
@@ -629,7 +629,7 @@ def _is_done_within(future: Any, seconds: float) -> bool:
 
 def _let_fail(future: Any, may_fail: threading.Event) -> None:
     may_fail.set()
-    future.result(PATIENCE_SECONDS)
+    future.result(TIMEOUT_SECONDS)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -674,7 +674,7 @@ def test_usage_noted_while_it_is_flushed_is_not_lost() -> None:
         race(*[lambda: use(log, key, 200)] * 4)
     finally:
         done.set()
-    flusher.result(PATIENCE_SECONDS)
+    flusher.result(TIMEOUT_SECONDS)
     log.flush()
     assert KeyUse.objects.get(key=key).count == 800
 
@@ -771,7 +771,7 @@ def test_usage_thread_reports_by_itself_and_stops_with_a_farewell() -> None:
         assert UsageReporter.objects.count() == 1
         use(log, key)
         started, pause, waited = watermark(log), threading.Event(), 0.0
-        while watermark(log) == started and waited < PATIENCE_SECONDS:
+        while watermark(log) == started and waited < TIMEOUT_SECONDS:
             pause.wait(0.05)
             waited += 0.05
         assert counted(key) == 1
@@ -798,7 +798,7 @@ def test_usage_thread_survives_a_database_that_was_away(monkeypatch: pytest.Monk
     log.start()
     try:
         use(log, key, 3)
-        assert failed.wait(PATIENCE_SECONDS)
+        assert failed.wait(TIMEOUT_SECONDS)
     finally:
         log.stop()
     assert counted(key) == 3

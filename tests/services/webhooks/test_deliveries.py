@@ -37,7 +37,7 @@ from keyvault.wire.webhooks import MOST_ATTEMPTS, verify
 from tests.backends.receivers import LOOPBACK, Receiver, receiver
 from tests.factories import grant, now
 from tests.services.conftest import Scene, make_scene
-from tests.services.racing import PATIENCE_SECONDS, start
+from tests.services.racing import TIMEOUT_SECONDS, start
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -325,7 +325,7 @@ def test_message_to_an_endpoint_disabled_meanwhile_stays_given_up(status: int) -
     allowed = grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox)
 
     def send(destination: Destination, *args: Any, **options: Any) -> Reply:
-        start(lambda: disable_endpoint(allowed, endpoint, "moved")).result(PATIENCE_SECONDS)
+        start(lambda: disable_endpoint(allowed, endpoint, "moved")).result(TIMEOUT_SECONDS)
         return Reply(status, None)
 
     assert deliver_due(send=send) == 1
@@ -348,14 +348,14 @@ def test_endpoint_that_hangs_holds_up_nobody_but_itself(here: Receiver) -> None:
 
     def send(destination: Destination, headers: Mapping[str, str], *args: Any, **options: Any) -> Reply:
         if destination.host == "hangs.example":
-            assert over.wait(PATIENCE_SECONDS)
+            assert over.wait(TIMEOUT_SECONDS)
             raise OutboundError("The request timed out.")
         sent.append(headers["webhook-id"])
         if len(sent) == len(told):
             over.set()
         return Reply(200, None)
 
-    assert start(lambda: deliver_due(send=send)).result(PATIENCE_SECONDS) >= len(told) + 1
+    assert start(lambda: deliver_due(send=send)).result(TIMEOUT_SECONDS) >= len(told) + 1
     assert sorted(sent) == sorted(notice.notice_id for notice in told)
 
 
@@ -387,16 +387,16 @@ def test_second_worker_does_nothing_while_the_first_is_at_it() -> None:
 
     def send(destination: Destination, *args: Any, **options: Any) -> Reply:
         begun.set()
-        assert may_end.wait(PATIENCE_SECONDS)
+        assert may_end.wait(TIMEOUT_SECONDS)
         return Reply(200, None)
 
     first = start(lambda: deliver_due(send=send))
-    assert begun.wait(PATIENCE_SECONDS)
+    assert begun.wait(TIMEOUT_SECONDS)
     try:
         assert deliver_due(send=failing) == 0
     finally:
         may_end.set()
-    assert first.result(PATIENCE_SECONDS) == 1
+    assert first.result(TIMEOUT_SECONDS) == 1
     assert the_delivery().attempts == 1
 
 
@@ -410,15 +410,15 @@ def test_worker_that_comes_back_late_notes_nothing(clock: Clock) -> None:
 
     def slow(destination: Destination, *args: Any, **options: Any) -> Reply:
         begun.set()
-        assert may_end.wait(PATIENCE_SECONDS)
+        assert may_end.wait(TIMEOUT_SECONDS)
         return Reply(410, None)
 
     first = start(lambda: deliver_due(clock, slow))
-    assert begun.wait(PATIENCE_SECONDS)
+    assert begun.wait(TIMEOUT_SECONDS)
     clock.go(HOLD + leases.LEASE)
     assert deliver_due(clock, answering(200)) == 1
     may_end.set()
-    assert first.result(PATIENCE_SECONDS) == 1
+    assert first.result(TIMEOUT_SECONDS) == 1
     delivery = the_delivery()
     assert (delivery.state, delivery.attempts, delivery.last_status) == (DeliveryState.DELIVERED, 2, 200)
     assert WebhookEndpoint.objects.get().disabled_at is None
@@ -473,7 +473,7 @@ def test_delivery_holds_no_transaction_open_while_it_sends(here: Receiver) -> No
         if len(here.received) == 1:
             tell(scene)
 
-    here.before_answer = lambda: start(once).result(PATIENCE_SECONDS)
+    here.before_answer = lambda: start(once).result(TIMEOUT_SECONDS)
     assert deliver_due() >= 1
     assert Notice.objects.count() == 2
 

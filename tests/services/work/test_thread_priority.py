@@ -10,7 +10,7 @@ import pytest
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification.refusals import RefusalLog
 from keyvault.services.work.thread_priority import lower_priority
-from tests.services.racing import PATIENCE_SECONDS
+from tests.services.racing import TIMEOUT_SECONDS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's")
 
@@ -25,7 +25,7 @@ def policy_after(act: Callable[[], None]) -> int:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(PATIENCE_SECONDS)
+    thread.join(TIMEOUT_SECONDS)
     return found[0]
 
 
@@ -73,5 +73,5 @@ def test_background_threads_are_those_that_write_what_was_noted(
     noted._stop.set()
     thread = threading.Thread(target=getattr(noted, run), name="the log's")
     thread.start()
-    thread.join(PATIENCE_SECONDS)
+    thread.join(TIMEOUT_SECONDS)
     assert told == ["the log's"]
