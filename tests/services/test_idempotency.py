@@ -44,7 +44,7 @@ from keyvault.services.recording.audit_chain import verify_audit
 from keyvault.services.usage.recorder import UsageLog
 from tests.factories import account, grant, have_peppers, issue, make_merchant
 
-from .racing import PATIENCE_SECONDS, held_open, race, start, wait_until_blocked
+from .racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
 from .rows import dump_tables
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -273,7 +273,7 @@ def test_idempotency_retry_while_the_first_is_at_work_says_how_long_to_wait() ->
     def effect() -> StoredResponse:
         for at, body in ((NOON, b"{}"), (NOON + HOLD - SECOND / 2, b"{}"), (NOON, b"other")):
             retry = partial(ask, at, prepare=never, body=body)
-            seen.append(start(partial(refusal, retry)).result(PATIENCE_SECONDS))
+            seen.append(start(partial(refusal, retry)).result(TIMEOUT_SECONDS))
         return make_something()
 
     assert not ask(effect=effect).is_replay
@@ -428,7 +428,7 @@ def test_idempotency_zombie_in_the_middle_of_its_transaction_is_undone() -> None
     others: list[IdempotentResult] = []
 
     def effect() -> StoredResponse:
-        others.append(start(partial(ask, NOON + HOLD)).result(PATIENCE_SECONDS))
+        others.append(start(partial(ask, NOON + HOLD)).result(TIMEOUT_SECONDS))
         return make_something()
 
     error = refusal(lambda: ask(effect=effect))
@@ -581,5 +581,5 @@ def test_secret_shredded_by_two_at_once_makes_nobody_fail(log: UsageLog) -> None
     with held_open(partial(shred_due, NOON + SEALED_FOR)):
         flushing = start(log.flush)
         wait_until_blocked(flushing)
-    flushing.result(PATIENCE_SECONDS)
+    flushing.result(TIMEOUT_SECONDS)
     assert sealed_owners() == set()

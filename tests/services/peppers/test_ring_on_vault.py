@@ -1,4 +1,4 @@
-"""Peppers in a real Vault: rotated, retired and destroyed there; and what is loaded survives a sealed one."""
+"""Peppers in a real Vault: rotated, retired and destroyed there; loaded peppers survive a seal."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +24,8 @@ SANDBOX = PepperSet.SANDBOX
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The first peppers come from a keystore of the test's own."""
+def isolated_keystore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use a separate keystore for the first peppers."""
     skip_propagation(monkeypatch)
     folder = tmp_path / "keystore"
     folder.mkdir(mode=0o700)
@@ -33,8 +33,10 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         yield
 
 
-def test_pepper_in_the_vault_is_rotated_and_retired(own_place: None, vault_service: InstalledVault) -> None:
-    """The whole way, with the logins that the bootstrap makes: the keeper writes and destroys, the lookup reads."""
+def test_pepper_in_vault_is_rotated_retired_and_destroyed(
+    isolated_keystore: None, vault_service: InstalledVault
+) -> None:
+    """Uses the logins of the bootstrap: the keeper writes and destroys, the lookup reads."""
     make_merchant("acme")
     key, text = issue(account())
     assert rotate().number == 2
@@ -50,10 +52,10 @@ def test_pepper_in_the_vault_is_rotated_and_retired(own_place: None, vault_servi
     require_ready()
 
 
-def test_peppers_loaded_from_the_vault_survive_its_seal(
-    own_place: None, vault_on_disk: VaultOnDisk, tmp_path: Path
+def test_peppers_loaded_from_vault_survive_its_seal(
+    isolated_keystore: None, vault_on_disk: VaultOnDisk, tmp_path: Path
 ) -> None:
-    """Verification is at 100 % with a sealed Vault, also while a new version waits to be taken in; afterwards it is."""
+    """Verification continues while Vault is sealed; a new version is loaded after the unseal."""
     folder = tmp_path / "logins"
     folder.mkdir(mode=0o700)
     with installed(vault_on_disk, folder) as made, serving_from(made):
