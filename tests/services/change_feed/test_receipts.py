@@ -235,7 +235,7 @@ def account_of_last() -> Account | None:
 
 
 def test_account_of_a_change_is_that_of_its_subject(scene: Scene) -> None:
-    """Of a key, a credential, an account, or one endpoint's limit there."""
+    """Covers a key, a credential, an account, and one endpoint's limit there."""
     key, _ = issue(scene.production)
     for subject in (key.alters(), key.credential.alters(), scene.production.alters()):
         assert find_account_of(subject) == scene.production
@@ -249,4 +249,4 @@ def test_account_of_a_change_for_all_accounts_is_none(scene: Scene) -> None:
     assert account_of_last() is None
     for subject in (scene.merchant.alters(), ("endpoint", "orders.create"), ("limit", "sandbox orders.create"), None):
         assert find_account_of(subject) is None
-    assert find_account_of(("account", "nobody/sandbox")) is None
+    assert find_account_of(("account", "unknown/sandbox")) is None

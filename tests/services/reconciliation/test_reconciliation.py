@@ -45,7 +45,7 @@ from tests.factories import SANDBOX, account, grant, issue, make_merchant, own_k
 from tests.services.conftest import Scene, make_scene
 from tests.services.rows import dump_tables, last_body, last_ids, written_since
 
-pytestmark = [pytest.mark.database, pytest.overwrite_columns.django_db]
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_reconcile_reports_an_unattributed_copy_and_keeps_it(scene: Scene, what: str) -> None:
-    """What cannot be attributed is never deleted; the alarm is raised once, and every report lists the copy."""
+    """An unattributed copy is never deleted; the alarm is raised once, and every report lists the copy."""
     key = revoked_key(scene)
     version = write(key.credential.backend_path, {**labels_of(key), **FOREIGN[what]} if FOREIGN[what] else {})
     for _ in range(2):

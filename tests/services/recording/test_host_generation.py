@@ -39,7 +39,7 @@ def key(number: int | str) -> Subject:
 
 
 def test_generation_announcement_is_seen_by_every_reader(path: Path) -> None:
-    """A second instance stands for another process: its counter differs at once, and the subjects are in order."""
+    """A second instance stands for another process: its counter differs immediately, and the subjects are in order."""
     writer, reader = HostGeneration(path), HostGeneration(path)
     seen = reader.words[0]
     writer.announce([key(1), ("limit", "acme/sandbox/lagréé")])

@@ -240,7 +240,7 @@ def drill_without_journal(folder: Path, database: Database) -> None:
     journal.unlink()
     for name, arguments in PROGRAMS.items():
         refused = host.run(*arguments)
-        assert refused.returncode != 0, f"the {name} starts although {made['leaked']} is active again"
+        assert refused.returncode != 0, f"the {name} starts although {created['leaked']} is active again"
         assert "manage.py replay_revocations --accept-loss" in refused.stderr, name
         assert "Traceback" not in refused.stderr, name
     replay = host.run("manage.py", "replay_revocations")

@@ -469,7 +469,7 @@ def test_connection_row_changed_between_write_and_row_is_recorded(
 
 
 def test_connection_path_with_a_foreign_version_is_never_overwritten(scene: Scene) -> None:
-    """What cannot be attributed stays, and the caller gets an error."""
+    """The foreign version stays, and the caller gets an error."""
     connection = set_credentials(scene, "ours")
     write_foreign_version(connection, expected_version=1)
     with pytest.raises(ForeignWriterError):
