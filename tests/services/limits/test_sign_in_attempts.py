@@ -48,8 +48,8 @@ def test_attempts_after_ten_are_locked_and_not_counted(store: Any) -> None:
 def test_attempts_returned_are_not_counted(store: Any) -> None:
     for _ in range(3 * SIGN_IN_FAILURES):
         assert store.take(KEY).number == 1
-        store.returns_attempt(KEY)
-    store.returns_attempt("kv:sign-in:never-taken")
+        store.give_back(KEY)
+    store.give_back("kv:sign-in:never-taken")
     assert store.take("kv:sign-in:never-taken").number == 1
 
 
@@ -78,7 +78,7 @@ def test_attempts_in_redis_expire_with_the_lock(redis_url: str) -> None:
             assert SIGN_IN_LOCK_SECONDS - 60 < client.ttl(KEY) <= SIGN_IN_LOCK_SECONDS
         client.pexpire(KEY, 90_500)
         assert store.take(KEY).retry_after_seconds in {90, 91}
-        store.returns_attempt(KEY)
+        store.give_back(KEY)
         assert 0 < client.ttl(KEY) <= 91
 
 
@@ -101,7 +101,7 @@ def test_attempts_without_redis_are_counted_in_process(returns_attempt: bool) ->
     for _ in range(SIGN_IN_FAILURES):
         assert not counted.take(KEY).is_locked
     if returns_attempt:
-        counted.returns_attempt(KEY)
+        counted.give_back(KEY)
     assert counted.take(KEY).is_locked != returns_attempt
 
 
