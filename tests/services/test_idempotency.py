@@ -185,8 +185,8 @@ class _Model:
     kept: dict[str, tuple[int, str, JsonValue]] = field(default_factory=dict)
 
     def expect(self, at: int, key: str, body: str) -> tuple[str, JsonValue]:
-        begun, first_body, answer = self.kept.get(key, (-1_000_000, "", None))
-        if at - begun >= KEEP.total_seconds():
+        begun_at, first_body, answer = self.kept.get(key, (-1_000_000, "", None))
+        if at - begun_at >= KEEP.total_seconds():
             return "done", None
         return ("replayed", answer) if body == first_body else ("refused", None)
 
@@ -265,7 +265,7 @@ def test_idempotency_of_twenty_concurrent_requests_over_an_old_row_has_one_effec
 
 
 @pytest.mark.django_db(transaction=True)
-def test_idempotency_retry_during_the_first_request_is_told_how_long_to_wait() -> None:
+def test_idempotency_retry_during_the_first_request_gets_a_retry_after() -> None:
     """Another connection refuses the retry immediately, before the first effect is visible."""
     have_peppers()
     seen: list[Any] = []
@@ -315,7 +315,7 @@ def test_idempotency_claim_of_a_killed_attempt_is_taken_over_after_its_hold() ->
 
 @pytest.mark.parametrize("before", ["nothing", "killed attempt", "expired response"])
 @pytest.mark.parametrize("other", ["done", "in progress", "failed"])
-def test_idempotency_key_claimed_by_a_concurrent_request_is_left_to_it(before: str, other: str) -> None:
+def test_idempotency_key_claimed_by_a_concurrent_request_is_not_claimed_again(before: str, other: str) -> None:
     """A key that was free on the first read and is claimed before the write is claimed only once."""
     have_peppers()
     at = NOON + KEEP
@@ -353,29 +353,29 @@ def test_idempotency_stale_attempt_writes_and_deletes_nothing(
 ) -> None:
     """An attempt that continues after another replaced it is rolled back; the other's claim or response stays."""
     have_peppers()
-    begun = NOON
+    begun_at = NOON
     if fence == 2:
         leave_claim()
-        begun += HOLD
+        begun_at += HOLD
     claim, others = idempotency._claim, []
 
     def claim_and_hang(*place: Any) -> Any:
         monkeypatch.setattr(idempotency, "_claim", claim)
         claimed = claim(*place)
         if other == "done":
-            others.append(send(begun + HOLD))
+            others.append(send(begun_at + HOLD))
         else:
-            leave_claim(begun + HOLD)
+            leave_claim(begun_at + HOLD)
         return claimed
 
     monkeypatch.setattr(idempotency, "_claim", claim_and_hang)
     with pytest.raises(StateConflictError if outcome == "fails" else IdempotencyError):
-        send(begun, effect=fail if outcome == "fails" else make_effect)
+        send(begun_at, effect=fail if outcome == "fails" else make_effect)
     assert count_effects() == len(others)
     row = IdempotentRequest.objects.get()
     assert (row.fence, row.status) == (fence + 1, 201 if others else None)
     for done in others:
-        assert send(begun + HOLD, prepare=fail_to_prepare).answer.body == done.answer.body
+        assert send(begun_at + HOLD, prepare=fail_to_prepare).answer.body == done.answer.body
     assert verify_audit().first_broken is None
 
 

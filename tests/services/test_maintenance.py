@@ -242,8 +242,8 @@ def test_maintenance_in_a_pinned_process_covers_its_environment_only(scene: Scen
     assert set(retired.filter(credential__account__environment=environment).values_list("material", flat=True)) == {
         Material.DESTROYED
     }
-    left = Key.objects.exclude(credential__account__environment=environment)
-    assert sorted(left.values_list("state", "material")) == [("active", "held"), ("deactivated", "destroy_due")]
+    others_keys = Key.objects.exclude(credential__account__environment=environment)
+    assert sorted(others_keys.values_list("state", "material")) == [("active", "held"), ("deactivated", "destroy_due")]
 
 
 def test_maintenance_shreds_expired_secrets_and_deletes_old_responses(

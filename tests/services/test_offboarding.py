@@ -1,5 +1,4 @@
-"""Offboarding: everything of the merchant ends, whatever is down or happens concurrently, and nothing of other
-merchants."""
+"""Offboarding: ends everything of one merchant, also after interruptions and outages, and nothing of others."""
 
 from collections.abc import Callable
 from datetime import timedelta

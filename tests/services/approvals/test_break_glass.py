@@ -109,8 +109,7 @@ def test_break_glass_noted_for_a_service_principal_is_refused(scene: Scene) -> N
 
 @pytest.mark.parametrize("by_host", [True, False])
 def test_break_glass_approval_of_a_request_by_an_unowned_token_is_noted(scene: Scene, by_host: bool) -> None:
-    """Comparing persons proves nothing for a token created on the host without an operator: the approver may have made
-    it."""
+    """The approver may have created a token that names no operator, so comparing persons proves nothing."""
     key, _ = issue(scene.production)
     _, text = make_token(P.ROTATIONS_WRITE, by=HOST if by_host else scene.admin)
     service = prove_service_token(text.reveal(), now())

@@ -171,8 +171,8 @@ def test_sign_due_with_the_signer_unavailable_is_delayed(
 ) -> None:
     """The log continues unsigned, a warning is logged, and the next run signs all of it."""
     rows = AuditCheckpoint.objects.count()
-    away = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
-    with mock.patch.object(LocalSigner, "sign", side_effect=away), caplog.at_level(logging.WARNING):
+    unavailable = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
+    with mock.patch.object(LocalSigner, "sign", side_effect=unavailable), caplog.at_level(logging.WARNING):
         assert sign_due(next(written)) == 0
     assert {record.getMessage() for record in caplog.records} == {"a checkpoint of the audit log is delayed"}
     assert AuditCheckpoint.objects.count() == rows
@@ -198,8 +198,8 @@ def test_sign_due_by_concurrent_workers_stores_each_number_once() -> None:
     make_merchant("acme")
     for turn in range(4):
         write()
-        made = race(*[partial(sign_due, now() + turn * STEP)] * 3)
-        assert sum(made) == (1 if turn else 2), made
+        signed = race(*[partial(sign_due, now() + turn * STEP)] * 3)
+        assert sum(signed) == (1 if turn else 2), signed
         numbers = AuditCheckpoint.objects.filter(scope="sandbox").order_by("number").values_list("number", flat=True)
         assert list(numbers) == list(range(1, turn + 2))
     assert first_break() is None
@@ -371,8 +371,8 @@ def test_verify_checkpoints_of_a_rolled_back_database_needs_the_kept_ones(writte
 def test_verify_checkpoints_without_the_signer_checks_everything_else(written: Iterator[datetime]) -> None:
     """A signature without its public key counts as unchecked; keys from a file check it."""
     known, _ = read_public_keys()
-    away = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
-    with mock.patch.object(LocalSigner, "read_public_keys", side_effect=away):
+    unavailable = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
+    with mock.patch.object(LocalSigner, "read_public_keys", side_effect=unavailable):
         keys, unchecked = gather_public_keys({})
         assert unchecked == dict.fromkeys(SCOPES, "sealed")
         reports = verify_checkpoints(keys, {}, unchecked, now())
@@ -409,13 +409,13 @@ def test_verify_checkpoints_during_writes_and_signing_raises_no_false_alarm(writ
     """An entry and a checkpoint arrive between any two queries of the check."""
     real = checkpoints.find_entry_hash
 
-    def meanwhile(chain: str, sequence: int) -> bytes | None:
+    def write_and_sign(chain: str, sequence: int) -> bytes | None:
         write()
         with mock.patch.object(checkpoints, "find_entry_hash", real):
             sign_due(next(written))
         return real(chain, sequence)
 
-    with mock.patch.object(checkpoints, "find_entry_hash", meanwhile):
+    with mock.patch.object(checkpoints, "find_entry_hash", write_and_sign):
         assert {report.broken for report in verify().values()} == {None}
 
 
@@ -522,7 +522,7 @@ def test_sealed_vault_delays_the_checkpoint_but_not_the_log(
     db: None, vault_on_disk: VaultOnDisk, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Entries are written while Vault is sealed; once it is unsealed, the next run signs them all."""
-    with installed(vault_on_disk, tmp_path) as made, serving_from(made):
+    with installed(vault_on_disk, tmp_path) as installation, serving_from(installation):
         make_merchant("acme")
         write()
         assert sign_due(now()) == 2

@@ -63,10 +63,10 @@ class RecordedFollower:
 
 @pytest.fixture
 def recorded() -> Iterator[RecordedFollower]:
-    made = RecordedFollower()
-    yield made
-    made.follower.stop()
-    follower._followers.discard(made.follower)
+    instance = RecordedFollower()
+    yield instance
+    instance.follower.stop()
+    follower._followers.discard(instance.follower)
 
 
 def key(number: int | str) -> Subject:
@@ -96,8 +96,10 @@ def row(sequence: int, number: int | str, at: str = "now") -> Row:
 
 
 class FeedModel:
-    """Model of a database: transactions lock, draw a sequence, become visible and release the lock; a poll reads in
-    three steps."""
+    """Model of a database with concurrent transactions.
+
+    A transaction locks, draws a sequence, becomes visible and releases the lock; a poll reads in three steps.
+    """
 
     def __init__(self, most_rows: int) -> None:
         self.most_rows = most_rows
@@ -401,8 +403,7 @@ def test_follower_too_far_behind_clears_the_cache(recorded: RecordedFollower, mo
 
 @on_every_database
 def test_follower_of_a_rewound_feed_never_confirms_again(recorded: RecordedFollower) -> None:
-    """A restored backup may lack revocations that this process applied, so its cache and that database stay untrusted
-    until a restart."""
+    """A restored backup may lack revocations that this process applied; neither is trusted until a restart."""
     recorded.follower.poll_once()
     change("a")
     last = change("b")
@@ -422,8 +423,7 @@ def test_follower_of_a_rewound_feed_never_confirms_again(recorded: RecordedFollo
 
 @on_every_database
 def test_follower_of_a_feed_whose_sequence_was_drawn_again_never_confirms_again(recorded: RecordedFollower) -> None:
-    """A database restored and written to before the next poll reuses a sequence; the revocation under it is not
-    skipped."""
+    """A restored database reuses sequences; a revocation under a reused one must not be skipped."""
     recorded.follower.poll_once()
     last = change("a")
     recorded.follower.poll_once()
@@ -490,8 +490,7 @@ def test_follower_recreates_a_deleted_generation_file(recorded: RecordedFollower
 
 @pytest.mark.django_db(transaction=True)
 def test_follower_on_sqlite_during_a_long_write_confirms_without_a_report(recorded: RecordedFollower) -> None:
-    """SQLite has one lock for writers: the poll's changes are applied and confirmed, and the report is written
-    later."""
+    """SQLite has one lock for writers: the poll confirms its changes, and the report is written later."""
     other = RecordedFollower()
     other.follower.poll_once()
     change("a")
@@ -585,14 +584,14 @@ def test_follower_in_a_forked_child_is_not_running(recorded: RecordedFollower) -
     fork = multiprocessing.get_context("fork")
     answers: multiprocessing.queues.Queue[tuple[bool, bool, bool]] = fork.Queue()
     with running(recorded):
-        made = recorded.follower
+        instance = recorded.follower
         child = fork.Process(
-            target=lambda: answers.put((made.is_following, made.is_fresh, follower.is_feed_followed() is None))
+            target=lambda: answers.put((instance.is_following, instance.is_fresh, follower.is_feed_followed() is None))
         )
         child.start()
         assert answers.get(timeout=TIMEOUT_SECONDS) == (False, False, True)
         child.join(TIMEOUT_SECONDS)
-        assert made.is_following
+        assert instance.is_following
 
 
 # -------------------------------------------------------------------------------------------------------- readiness

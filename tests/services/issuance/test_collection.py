@@ -520,11 +520,11 @@ def test_discard_in_a_pinned_process_skips_other_environments(scene: Scene, requ
 
 
 def test_collection_in_a_pinned_process_of_another_environment_is_refused(scene: Scene, requester: Requester) -> None:
-    elsewhere, here = (request_and_issue(requester.service, place) for place in _both(scene))
+    elsewhere, served = (request_and_issue(requester.service, place) for place in _both(scene))
     with override_settings(ENVIRONMENTS=("production",)):
         with pytest.raises(NotFoundError, match="does not serve sandbox"):
             collect(requester.service, elsewhere)
-        assert verdict(unseal(collect(requester.service, here)), environment=Environment.PRODUCTION) is None
+        assert verdict(unseal(collect(requester.service, served)), environment=Environment.PRODUCTION) is None
 
 
 def _both(scene: Scene) -> tuple[Account, Account]:

@@ -475,7 +475,7 @@ def test_issuance_collected_by_eight_concurrent_callers_succeeds_once() -> None:
 
 
 class KilledError(BaseException):
-    """Stands for the end of the process: no handler catches it."""
+    """Simulates the end of the process: no handler catches it."""
 
 
 def _lease_of(request: IssuanceRequest, at: datetime) -> leases.Lease:

@@ -70,13 +70,13 @@ def test_issuance_by_a_killed_worker_is_completed_by_the_next_with_one_active_ke
     scene = make_scene()
     request = request_key(scene.sandbox)
     kill_worker(request, point)
-    left = requests.get_request(request.pk)
-    assert left is not None
-    assert left.state == state_after
+    remaining = requests.get_request(request.pk)
+    assert remaining is not None
+    assert remaining.state == state_after
     assert not Key.objects.filter(state="active").exists() or state_after == "issued"
     assert leases.claim(f"issuance:{request.pk}", now()) is None, "the killed worker's lease has not expired"
     if state_after == "approved":
-        issue_request(left, at=now() + leases.LEASE)
+        issue_request(remaining, at=now() + leases.LEASE)
     credential = Credential.objects.get()
     keys = sorted(credential.keys.values_list("state", flat=True))
     assert keys == ["active"] + ["destroyed"] * discarded

@@ -173,8 +173,7 @@ def test_key_expired_before_its_time_is_refused(scene: Scene) -> None:
 
 @pytest.mark.parametrize("reason", list(RevocationReason))
 def test_key_revoked_keeps_its_reason_and_loses_its_stored_copy(scene: Scene, reason: RevocationReason) -> None:
-    """Each reason of RFC 5280 revokes the key immediately, is recorded, and schedules the stored copy for
-    destruction."""
+    """Each reason of RFC 5280 revokes the key immediately and schedules its stored copy for destruction."""
     key, text = issue(scene.sandbox)
     lifecycle.revoke_key(by_admin(scene, P.KEYS_REVOKE), key, reason)
     assert verdict(text) is ErrorCode.KEY_REVOKED

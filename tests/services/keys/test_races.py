@@ -191,11 +191,11 @@ def assert_one_active_key(request: IssuanceRequest) -> None:
     assert (issued.state, issued.credential is not None) == ("issued", True)
     rows = Key.objects.filter(credential=issued.credential)
     assert sorted(set(rows.values_list("state", flat=True))) in (["active"], ["active", "destroyed"])
-    good = rows.get(state="active")
-    assert issued.key == good
-    stored = secret_backend().read(Mount.SANDBOX, good.credential.backend_path)
-    assert stored.labels["key_id"] == good.key_id
-    assert verdict(read_string(good)) is None
+    active = rows.get(state="active")
+    assert issued.key == active
+    stored = secret_backend().read(Mount.SANDBOX, active.credential.backend_path)
+    assert stored.labels["key_id"] == active.key_id
+    assert verdict(read_string(active)) is None
 
 
 def _engine(place: Account) -> Any:

@@ -354,8 +354,7 @@ STEPS = st.sampled_from(
 def test_peppers_in_any_order_of_actions_never_refuse_a_valid_key(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Callable[[Fleet, int], None], int]]
 ) -> None:
-    """No process refuses a valid key, and every active key has its pepper, in any order of rotations, uses, re-hashes
-    and retirements."""
+    """No process refuses a valid key, and every active key has its pepper, in any order of actions."""
     with transaction.atomic(), own_keystore(tmp_path_factory.mktemp("keystore")):
         pending_rehashes.forget()
         fleet = Fleet()

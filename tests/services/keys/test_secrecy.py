@@ -25,15 +25,15 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
 
 def create_and_end_keys(scene: Scene) -> list[Plaintext]:
     """Create keys and tokens of every kind; collect, revoke and destroy some. Return all their strings."""
-    made = [issue(place, kind=kind)[1] for place in (scene.sandbox, scene.production) for kind in KeyKind]
-    made += [make_token()[1], make_token(P.KEYS_REVOKE, by=scene.admin)[1]]
+    strings = [issue(place, kind=kind)[1] for place in (scene.sandbox, scene.production) for kind in KeyKind]
+    strings += [make_token()[1], make_token(P.KEYS_REVOKE, by=scene.admin)[1]]
     request = request_key(scene.production, delivery=Delivery.SHOW_ONCE)
     issue_request(approve(request))
-    made.append(requests.collect_key(grant(scene.tam, P.ISSUANCE_COLLECT, scene.production), request))
+    strings.append(requests.collect_key(grant(scene.tam, P.ISSUANCE_COLLECT, scene.production), request))
     key, text = issue(scene.sandbox)
     revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.KEY_COMPROMISE)
     maintenance.destroy_due()
-    return [*made, text]
+    return [*strings, text]
 
 
 def encodings_of(text: str) -> list[bytes]:
@@ -43,8 +43,7 @@ def encodings_of(text: str) -> list[bytes]:
 
 
 def test_secrecy_dump_and_data_directory_contain_no_key_string(data_dir: Path) -> None:
-    """No table and no file (database, keystore, their logs) contains the string of a key or token, or its secret
-    part."""
+    """No table and no file (database, keystore, their logs) contains the string of a key or its secret part."""
     scene = make_scene()
     strings = [text.reveal() for text in create_and_end_keys(scene)]
     assert len(set(strings)) == 8

@@ -115,8 +115,8 @@ def test_leased_budgets_of_several_processes_admit_more_than_half_and_at_most_th
         *[lambda each=each: drain_in_asyncio(each, ACCOUNT_ONLY) for each in processes[3:]],
         lambda: sum(plane.spend(ACCOUNT_ONLY, 1).allowed for _ in range(50)),
     )
-    left = sum(drain(each, ACCOUNT_ONLY) for each in processes)  # leases that arrived after the last refusal
-    assert 250 < sum(counted) + left <= 500
+    remaining = sum(drain(each, ACCOUNT_ONLY) for each in processes)  # leases that arrived after the last refusal
+    assert 250 < sum(counted) + remaining <= 500
 
 
 def test_leased_budgets_of_several_processes_admit_a_small_limit_exactly(redis_url: str) -> None:

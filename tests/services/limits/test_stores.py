@@ -58,15 +58,17 @@ limits = st.builds(Limit, st.integers(1, 9), st.integers(1, 3))
     st.lists(limits, min_size=1, max_size=3),
     st.lists(st.tuples(st.integers(-1_000_000, 2_000_000), st.integers(1, 9)), max_size=40),
 )
-def test_local_store_agrees_with_the_pure_arithmetic(chosen: list[Limit], requests: list[tuple[int, int]]) -> None:
+def test_local_store_agrees_with_the_pure_arithmetic(
+    limits_drawn: list[Limit], requests: list[tuple[int, int]]
+) -> None:
     """Also when the clock steps back."""
-    buckets = [bucket(limit, str(number)) for number, limit in enumerate(chosen)]
+    buckets = [bucket(limit, str(number)) for number, limit in enumerate(limits_drawn)]
     clock = [NOW_US]
     store = LocalStore(lambda: clock[0] * 1000)
     states: tuple[BucketState | None, ...] = (None,) * len(buckets)
     for gap_us, cost in requests:
         clock[0] += gap_us
-        affordable = min(cost, *(limit.count for limit in chosen))
+        affordable = min(cost, *(limit.count for limit in limits_drawn))
         expected, states = spend(states, buckets, affordable, clock[0])
         assert store.spend(buckets, affordable) == expected
 
@@ -83,10 +85,10 @@ def test_local_store_agrees_with_the_pure_arithmetic(chosen: list[Limit], reques
     ),
 )
 def test_local_store_fast_path_agrees_with_the_pure_arithmetic(
-    chosen: list[Limit], requests: list[tuple[int, int, bool]]
+    limits_drawn: list[Limit], requests: list[tuple[int, int, bool]]
 ) -> None:
     """What `payer` admits, `spend` would admit with the same effect; what `payer` declines costs nothing."""
-    buckets = [bucket(limit, str(number)) for number, limit in enumerate(chosen)]
+    buckets = [bucket(limit, str(number)) for number, limit in enumerate(limits_drawn)]
     clock, pure = [NOW_US], dict[str, BucketState | None].fromkeys(one.key for one in buckets)
     store = LocalStore(lambda: clock[0] * 1000)
     for gap_us, cost, is_first_alone in requests:

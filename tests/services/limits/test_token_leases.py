@@ -29,7 +29,7 @@ def bucket(limit: Limit, name: str = "account") -> Bucket:
 class SharedStore:
     """Model of the shared store.
 
-    `now_us` is the clock of the processes; `asked` counts the store's calls.
+    `now_us` is the clock of the processes; `calls` counts the store's calls.
     """
 
     now_us: int = 5_000_000
@@ -161,10 +161,10 @@ def test_leases_of_several_processes_admit_no_more_than_the_bound(
     """
     account, endpoint = bucket(account_limit), bucket(endpoint_limit, "endpoint")
     traffic = Traffic(processes)
-    for step, number, has_endpoint, gap_us, wanted in schedule:
+    for step, number, has_endpoint, gap_us, drawn_cost in schedule:
         traffic.shared.now_us += gap_us
         request = (account, endpoint) if has_endpoint else (account,)
-        cost = min(wanted, *(one.limit.count for one in request))
+        cost = min(drawn_cost, *(one.limit.count for one in request))
         if step == "begin":
             traffic.begin(number, request, cost)
         elif step in ("burst", "flood"):
@@ -209,9 +209,9 @@ def test_leases_of_a_small_limit_are_exact(limit: Limit, schedule: list[tuple[in
     """Limits below 40 are not leased: each outcome equals a strict bucket's, with no longer wait."""
     shared, state, one = SharedStore(), None, bucket(limit)
     processes = [shared.leases() for _ in range(3)]
-    for gap_us, process, wanted in schedule:
+    for gap_us, process, drawn_cost in schedule:
         shared.now_us += gap_us
-        cost = min(wanted, limit.count)
+        cost = min(drawn_cost, limit.count)
         expected, (state,) = spend([state], [one], cost, shared.now_us)
         outcome = spend_now(shared, processes[process], (one,), cost)
         assert outcome.allowed == expected.allowed
@@ -366,8 +366,8 @@ def test_leases_held_by_a_request_refused_after_their_expiry_are_lost(is_next_th
     if is_next_there:
         leases.settle(following, shared.spend_each(following.buckets, following.costs))
     leases.settle(held, shared.spend_each(held.buckets, held.costs))
-    left = [leases.payer((account,))(1) is not None for _ in range(9)]
-    assert left == ([True] * 7 + [False] * 2 if is_next_there else [False] * 9)
+    admitted = [leases.payer((account,))(1) is not None for _ in range(9)]
+    assert admitted == ([True] * 7 + [False] * 2 if is_next_there else [False] * 9)
 
 
 def test_leases_for_a_cost_above_the_lease_request_exactly_the_cost() -> None:

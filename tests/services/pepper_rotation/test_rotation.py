@@ -127,8 +127,8 @@ def test_pepper_rotation_killed_before_its_row_is_continued(scene: Scene, monkey
 
 def test_pepper_rotation_over_an_unknown_version_is_refused(scene: Scene) -> None:
     """A pepper written by another program is never used, because that program knows it."""
-    theirs = Plaintext(base64.b64encode(bytes(32)).decode())
-    secret_backend().put(Mount.PEPPERS, SANDBOX, theirs, {"pepper_set": "production"}, expected_version=1)
+    foreign = Plaintext(base64.b64encode(bytes(32)).decode())
+    secret_backend().put(Mount.PEPPERS, SANDBOX, foreign, {"pepper_set": "production"}, expected_version=1)
     with pytest.raises(IntegrityError, match="Another program has written"):
         rotate()
     secret_backend().destroy(Mount.PEPPERS, SANDBOX, 2)
@@ -392,11 +392,11 @@ def test_pepper_destruction_that_failed_is_repeated(scene: Scene, monkeypatch: p
     rotate()
     retire(SANDBOX, 1)
 
-    def away(*_: object) -> None:
+    def unavailable(*_: object) -> None:
         raise BackendUnavailableError("The secrets manager does not answer.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalKeystore, "destroy", away)
+        patch.setattr(LocalKeystore, "destroy", unavailable)
         with pytest.raises(BackendUnavailableError):
             destroy(SANDBOX, 1)
     row = PepperVersion.objects.get(pepper_set=SANDBOX, number=1)

@@ -58,7 +58,7 @@ def test_peppers_loaded_from_vault_survive_its_seal(
     """Verification continues while Vault is sealed; a new version is loaded after the unseal."""
     folder = tmp_path / "logins"
     folder.mkdir(mode=0o700)
-    with installed(vault_on_disk, folder) as made, serving_from(made):
+    with installed(vault_on_disk, folder) as installation, serving_from(installation):
         make_merchant("acme")
         _, text = issue(account())
         late = PepperRing()

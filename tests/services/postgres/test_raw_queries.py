@@ -115,8 +115,8 @@ def test_query_outside_a_transaction_is_committed_when_it_returns() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_query_in_a_transaction_is_committed_or_rolled_back_with_it(is_first: bool, is_kept: bool) -> None:
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_query_in_a_transaction_is_committed_or_rolled_back_with_it(is_first: bool, is_committed: bool) -> None:
     """Also as the first statement: Django's driver sends BEGIN only with its own first statement."""
     with transaction.atomic():
         if not is_first:
@@ -125,8 +125,8 @@ def test_query_in_a_transaction_is_committed_or_rolled_back_with_it(is_first: bo
         by_cursor("INSERT INTO entries VALUES ('c')")
         insert("d")
         assert names() == []
-        transaction.set_rollback(not is_kept)
-    assert names() == ((["b", "c", "d"] if is_first else ["a", "b", "c", "d"]) if is_kept else [])
+        transaction.set_rollback(not is_committed)
+    assert names() == ((["b", "c", "d"] if is_first else ["a", "b", "c", "d"]) if is_committed else [])
 
 
 def test_query_of_several_statements_first_in_a_transaction_commits_none() -> None:
@@ -362,12 +362,12 @@ def _is_a_backend_asleep() -> bool:
 
 @contextmanager
 def listening() -> "Iterator[psycopg.Connection[Any]]":
-    chosen = connection.get_connection_params()
+    parameters = connection.get_connection_params()
     for name in ("context", "cursor_factory"):
-        chosen.pop(name, None)
-    with psycopg.connect(**chosen, autocommit=True) as notified:
-        notified.execute("LISTEN entries")
-        yield notified
+        parameters.pop(name, None)
+    with psycopg.connect(**parameters, autocommit=True) as listener:
+        listener.execute("LISTEN entries")
+        yield listener
 
 
 def test_wait_for_notice_returns_when_notified() -> None:

@@ -1,5 +1,4 @@
-"""Nightly reconciliation: destroy the copies of revoked keys, repair or report the rest, never touch unattributed
-ones."""
+"""Nightly reconciliation: destroys the copies of revoked keys, repairs or reports the rest, keeps unattributed ones."""
 
 import io
 import json
@@ -403,8 +402,10 @@ foreign_writes = st.lists(
 def test_reconcile_destroys_exactly_the_copies_of_revoked_keys(
     scene: Scene, writes: list[tuple[str, dict[str, str]]]
 ) -> None:
-    """Only a version at a credential's own path whose labels name that credential, its environment and one of its
-    revoked keys is destroyed."""
+    """A version is destroyed only at its credential's own path.
+
+    Its labels must name that credential, its environment and one of its revoked keys.
+    """
     revoked, (other, _) = revoked_key(scene), issue(scene.sandbox)
     active, _ = lifecycle.stage_key(
         grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), revoked.credential, expires_in_days=None
@@ -422,11 +423,11 @@ def test_reconcile_destroys_exactly_the_copies_of_revoked_keys(
         "nowhere": "a/b/c",
     }
     kept: list[tuple[str, int]] = []
-    ours: list[tuple[str, int]] = []
-    for place, chosen in writes:
-        labels = {name: ids.get(value, value) for name, value in chosen.items()}
+    own: list[tuple[str, int]] = []
+    for place, drawn_labels in writes:
+        labels = {name: ids.get(value, value) for name, value in drawn_labels.items()}
         version = write(paths[place], labels)
-        is_ours = (
+        is_own = (
             place == "own"
             and labels.items()
             >= {
@@ -435,14 +436,14 @@ def test_reconcile_destroys_exactly_the_copies_of_revoked_keys(
                 "environment": "sandbox",
             }.items()
         )
-        (ours if is_ours else kept).append((paths[place], version))
+        (own if is_own else kept).append((paths[place], version))
     report = reconcile(SANDBOX)
     assert report.is_complete
-    assert report.destroyed == len(ours)
-    for wanted, versions in ((VersionState.DESTROYED, ours), (VersionState.LIVE, kept)):
+    assert report.destroyed == len(own)
+    for expected, versions in ((VersionState.DESTROYED, own), (VersionState.LIVE, kept)):
         for path, number in versions:
             by_number = {each.version: each.state for each in secret_backend().versions(Mount.SANDBOX, path)}
-            assert by_number[number] is wanted
+            assert by_number[number] is expected
     for place in ("unknown", "nowhere"):  # the next example must find none of these
         secret_backend().forget(Mount.SANDBOX, paths[place])
 

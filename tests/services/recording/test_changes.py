@@ -1,5 +1,4 @@
-"""Writers of the change feed: every service that alters a verdict writes to it and notifies the host before it
-returns."""
+"""Change feed: every service that alters a verdict writes to it and notifies the host before it returns."""
 
 import logging
 import re

@@ -306,7 +306,7 @@ def test_generation_writer_killed_within_a_slot_is_not_trusted(
     shared = HostGeneration(path)
     for number in range(SLOTS):
         shared.announce([key(number)])
-    word = shared.words[0]
+    counter = shared.words[0]
     with monkeypatch.context() as killed:
 
         def die(words: memoryview, number: int, subject: Subject) -> None:
@@ -320,11 +320,11 @@ def test_generation_writer_killed_within_a_slot_is_not_trusted(
         killed.setattr(subject_under_test, "_write_slot", die)
         with pytest.raises(KeyboardInterrupt):
             shared.announce([key("lost")])
-    assert shared.words[0] == word
-    assert shared.since(word - SLOTS)[1] is None, "the oldest slot must count as lost"
-    assert shared.since(word - SLOTS + 1)[1] == [key(number) for number in range(1, SLOTS)]
+    assert shared.words[0] == counter
+    assert shared.since(counter - SLOTS)[1] is None, "the oldest slot must count as lost"
+    assert shared.since(counter - SLOTS + 1)[1] == [key(number) for number in range(1, SLOTS)]
     shared.announce([key("next")])
-    assert shared.since(word) == (word + 1, [key("next")])
+    assert shared.since(counter) == (counter + 1, [key("next")])
 
 
 # ------------------------------------------------------------------------------------------------------ many writers
@@ -374,8 +374,8 @@ def test_generation_with_several_threads_loses_no_announcement(path: Path) -> No
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_SECONDS)
-    word, subjects = shared.since(seen)
-    assert word == seen + 400
+    counter, subjects = shared.since(seen)
+    assert counter == seen + 400
     assert subjects is not None
     assert sorted(subjects) == sorted(key(f"{writer}-{number}") for writer in range(4) for number in range(100))
 

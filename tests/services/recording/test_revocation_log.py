@@ -209,15 +209,15 @@ def test_log_written_by_many_processes_loses_and_tears_no_line() -> None:
 # --- damage -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cut", "left"), [(1, [CaughtUp(2)]), (2, []), (30, [])])
-def test_log_with_a_torn_line_skips_it_and_keeps_the_next_one(path: Path, cut: int, left: list[CaughtUp]) -> None:
+@pytest.mark.parametrize(("cut", "remaining"), [(1, [CaughtUp(2)]), (2, []), (30, [])])
+def test_log_with_a_torn_line_skips_it_and_keeps_the_next_one(path: Path, cut: int, remaining: list[CaughtUp]) -> None:
     """A power loss during a write costs only the unacknowledged line."""
     append_lines([CaughtUp(1), CaughtUp(2)])
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - cut)
     assert read_lines() == [CaughtUp(1)]
     append_lines([CaughtUp(3)])
-    assert read_lines() == [CaughtUp(1), *left, CaughtUp(3)]
+    assert read_lines() == [CaughtUp(1), *remaining, CaughtUp(3)]
 
 
 def test_log_with_a_torn_line_longer_than_a_block_truncates_it(path: Path) -> None:
@@ -280,10 +280,10 @@ def test_log_whose_commit_line_cannot_be_written_fails_no_revocation(
 
 def test_backfill_appends_what_the_log_lacks(scene: Scene, path: Path, django_assert_max_num_queries: Any) -> None:
     """Revocations of another host are appended to this host's log too."""
-    here = revoke(scene)
+    this_host = revoke(scene)
     path.rename(path.with_name("kept"))
     renew_journal(path)
-    there = revoke(scene, RevocationReason.KEY_COMPROMISE)
+    other_host = revoke(scene, RevocationReason.KEY_COMPROMISE)
     token, _ = make_token()
     service_tokens.revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
     path.unlink()
@@ -292,8 +292,8 @@ def test_backfill_appends_what_the_log_lacks(scene: Scene, path: Path, django_as
     backfill = LogBackfill()
     assert backfill.run(now()) == 2
     assert set(read_ended()) == {
-        ("key", here.key_id, "deactivated", "superseded"),
-        ("key", there.key_id, "compromised", "key_compromise"),
+        ("key", this_host.key_id, "deactivated", "superseded"),
+        ("key", other_host.key_id, "compromised", "key_compromise"),
         ("service_token", token.token_id, "", ""),
     }
     size = path.stat().st_size

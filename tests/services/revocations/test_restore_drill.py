@@ -82,10 +82,10 @@ class SqliteCopy:
         self.url = f"sqlite:///{self.path}"
 
     def back_up(self) -> None:
-        with sqlite3.connect(self.path) as there, sqlite3.connect(self.kept) as here:
-            there.backup(here)
-        there.close()
-        here.close()
+        with sqlite3.connect(self.path) as source, sqlite3.connect(self.kept) as target:
+            source.backup(target)
+        source.close()
+        target.close()
 
     def restore(self) -> None:
         for ending in ("-wal", "-shm"):
@@ -267,8 +267,7 @@ def drill_without_journal(folder: Path, database: Database) -> None:
 
 @pytest.mark.timeout(300)  # starts some twenty processes
 def test_restore_drill_without_the_log_on_sqlite_starts_nothing(tmp_path: Path, sqlite_copy: Database) -> None:
-    """Without the log, nothing starts until it is restored or an operator accepts the loss by name, so no revoked key
-    becomes active unnoticed."""
+    """Nothing starts until the log is restored or an operator accepts the loss by name."""
     drill_without_journal(tmp_path, sqlite_copy)
 
 

@@ -100,7 +100,7 @@ def write_foreign_version(connection: ProviderConnection, expected_version: int)
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: no handler catches it."""
+    """Simulates the end of the process: no handler catches it."""
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -200,14 +200,14 @@ def test_connection_settled_twice_writes_nothing(scene: Scene) -> None:
 
 def test_connection_of_another_provider_or_account_has_its_own_path(scene: Scene) -> None:
     make_merchant("globex")
-    made = [
+    connections = [
         set_credentials(scene, "a"),
         set_credentials(scene, "b", provider="adyen"),
         set_credentials(scene, "c", scene.production),
         set_credentials(scene, "d", account("globex")),
     ]
-    assert len({each.backend_path for each in made}) == 4
-    assert [read_credentials(each) for each in made] == ["a", "b", "c", "d"]
+    assert len({each.backend_path for each in connections}) == 4
+    assert [read_credentials(each) for each in connections] == ["a", "b", "c", "d"]
     assert [each.provider for each in list_connections(scene.sandbox)] == ["adyen", "stripe"]
 
 
@@ -627,10 +627,12 @@ def test_race_of_replacing_and_removing_leaves_no_unknown_version() -> None:
     """In either order, a removed connection's path is empty in the end."""
     scene = make_scene()
     for number in range(10):
-        made = set_credentials(scene, "old", provider=f"provider-{number}")
-        first, second = (ProviderConnection.objects.select_related("account__merchant").get(pk=made.pk) for _ in "12")
+        connection = set_credentials(scene, "old", provider=f"provider-{number}")
+        first, second = (
+            ProviderConnection.objects.select_related("account__merchant").get(pk=connection.pk) for _ in "12"
+        )
         race(partial(replace, scene, first, "new"), partial(remove, scene, second))
         run_maintenance(later=WRITE_WITHIN)
-        row = ProviderConnection.objects.select_related("account__merchant").get(pk=made.pk)
+        row = ProviderConnection.objects.select_related("account__merchant").get(pk=connection.pk)
         assert (row.removed_at is None) == (versions(row).count("live") == 1)
         assert (row.removed_at is None) or versions(row) == []

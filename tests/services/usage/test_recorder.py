@@ -470,8 +470,7 @@ def test_usage_flush_is_atomic() -> None:
 def test_usage_report_with_a_lost_reply_is_written_once(
     key: Key, log: UsageLog, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The database committed the report before the connection was lost; counts decide rotations, so a use must not
-    count twice."""
+    """The database committed the report before the connection was lost; each use still counts once."""
     real, lost = recorder._write, [OperationalError("the answer was lost")] * 2
 
     def write(report: Any) -> bool:
@@ -524,8 +523,7 @@ def test_usage_shreds_used_secrets_after_its_reporter_was_deleted(
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
 def test_usage_report_repeated_while_the_first_is_in_progress_waits_for_it() -> None:
-    """After a lost connection its statement may still run; the repeated report waits, finds it written and adds
-    nothing."""
+    """After a lost connection the first statement may still run; the repeated one waits and adds nothing."""
     key, log = _reporting_key(Clock())
     use(log, key)
     log.flush()
@@ -819,8 +817,8 @@ def test_usage_flush_without_the_database_logs_one_line(
     monkeypatch.setattr(recorder, "_write", fail)
     log._try_flush()
     log._try_flush()
-    away, unexpected = caplog.records
-    assert (away.levelname, away.exc_info, str(away.__dict__["why"])) == ("WARNING", None, "away")
+    unavailable, unexpected = caplog.records
+    assert (unavailable.levelname, unavailable.exc_info, str(unavailable.__dict__["why"])) == ("WARNING", None, "away")
     assert (unexpected.levelname, bool(unexpected.exc_info)) == ("ERROR", True)
 
 

@@ -361,7 +361,7 @@ def retry_after(judgement: Judgement) -> int | None:
     return judgement.verdict.retry_after_seconds
 
 
-def test_failed_proofs_beyond_a_hundred_are_told_to_wait(scene: Scene) -> None:
+def test_failed_proofs_beyond_a_hundred_get_a_retry_after(scene: Scene) -> None:
     """Failed proofs are limited by address, whatever their kind; a valid key from that address still passes."""
     texts = list(failed_proof_texts(scene.text).values())
     for number in range(FAILED_PROOF_LIMIT.count):

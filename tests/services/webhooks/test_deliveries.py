@@ -383,15 +383,15 @@ def test_worker_beside_a_working_one_sends_nothing() -> None:
     scene = make_scene()
     add(scene, "https://acme.example/")
     send_notice(scene)
-    begun, may_end = threading.Event(), threading.Event()
+    started, may_end = threading.Event(), threading.Event()
 
     def send(destination: Destination, *args: Any, **options: Any) -> Reply:
-        begun.set()
+        started.set()
         assert may_end.wait(TIMEOUT_SECONDS)
         return Reply(200, None)
 
     first = start(lambda: deliver_due(send=send))
-    assert begun.wait(TIMEOUT_SECONDS)
+    assert started.wait(TIMEOUT_SECONDS)
     try:
         assert deliver_due(send=refuse_connection) == 0
     finally:
@@ -406,15 +406,15 @@ def test_worker_that_returns_after_its_lease_records_nothing(clock: Clock) -> No
     scene = make_scene()
     add(scene, "https://acme.example/")
     send_notice(scene)
-    begun, may_end = threading.Event(), threading.Event()
+    started, may_end = threading.Event(), threading.Event()
 
     def slow(destination: Destination, *args: Any, **options: Any) -> Reply:
-        begun.set()
+        started.set()
         assert may_end.wait(TIMEOUT_SECONDS)
         return Reply(410, None)
 
     first = start(lambda: deliver_due(clock, slow))
-    assert begun.wait(TIMEOUT_SECONDS)
+    assert started.wait(TIMEOUT_SECONDS)
     clock.advance(HOLD + leases.LEASE)
     assert deliver_due(clock, replying(200)) == 1
     may_end.set()

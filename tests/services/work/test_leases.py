@@ -125,9 +125,9 @@ def test_lease_due_lists_available_subjects_in_the_given_order(at: datetime) -> 
     claim_lease("taken", at)
     release(claim_lease("later", at), due_at=at + LEASE)
     release(claim_lease("released", at))
-    wanted = ["never tried", "taken", "later", "released"]
-    assert list_due(wanted, at) == ["never tried", "released"]
-    assert list_due(wanted, at + LEASE) == wanted
+    subjects = ["never tried", "taken", "later", "released"]
+    assert list_due(subjects, at) == ["never tried", "released"]
+    assert list_due(subjects, at + LEASE) == subjects
 
 
 @pytest.mark.parametrize("is_known", [False, True])
