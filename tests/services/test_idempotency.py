@@ -165,7 +165,7 @@ def test_idempotency_failed_effect_leaves_nothing_and_may_be_retried() -> None:
 
 def test_idempotency_response_that_cannot_be_stored_undoes_the_effect() -> None:
     def return_invalid_body() -> StoredResponse:
-        return StoredResponse(201, {**make_effect().body, "at": NOON})  # type: ignore[dict-item]  # type: ignore[dict-item]  # the error under test
+        return StoredResponse(201, {**make_effect().body, "at": NOON})  # type: ignore[dict-item]  # the error under test
 
     with pytest.raises(TypeError):
         send(effect=return_invalid_body)

@@ -273,9 +273,9 @@ def test_offboarded_merchant_is_never_active_again(scene: Scene) -> None:
     """Neither the merchant nor an account can be resumed or suspended."""
     offboard(scene)
     allowed = grant(scene.admin, P.MERCHANTS_WRITE)
-    for change in (merchants.resume_merchant, merchants.suspend_merchant):
+    for action in (merchants.resume_merchant, merchants.suspend_merchant):
         with pytest.raises(StateConflictError, match="has left"):
-            change(allowed, scene.merchant)
+            action(allowed, scene.merchant)
     place = account("acme")
     for change in (merchants.resume_account, merchants.suspend_account):
         with pytest.raises(StateConflictError, match="has left"):

@@ -902,7 +902,7 @@ def test_recorded_details_with_a_plaintext_are_refused(scene: Scene) -> None:
             grant(HOST, P.MERCHANTS_WRITE),
             P.MERCHANTS_WRITE,
             "test.secret",
-            secret=Plaintext("x"),  # type: ignore[arg-type]  # type: ignore[arg-type]  # tries what the types forbid
+            secret=Plaintext("x"),  # type: ignore[arg-type]  # tries what the types forbid
         ),
     ):
         pass

@@ -152,7 +152,7 @@ def test_token_with_invalid_options_is_refused(scene: Scene, options: dict[str, 
     """The service checks them, so both databases refuse the same values."""
     valid: dict[str, object] = {"name": "x", "scope": StringScope.ALL, "permissions": [P.KEYS_READ]}
     with pytest.raises(RequestInvalidError) as caught:
-        create_service_token(grant(scene.admin, P.TOKENS_WRITE), **(valid | options))  # type: ignore[arg-type]  # type: ignore[arg-type]  # varies by case
+        create_service_token(grant(scene.admin, P.TOKENS_WRITE), **(valid | options))  # type: ignore[arg-type]  # varies by case
     assert [fault.pointer for fault in caught.value.faults] == [pointer]
 
 
