@@ -31,8 +31,8 @@ from keyvault.services.tokens import customer_tokens, service_tokens
 from tests.entry_points.golden import forged
 from tests.factories import grant, issue, make_token, now
 from tests.services.conftest import Scene
-from tests.services.recording.test_transaction import ACTS, WISH
-from tests.services.rows import lift_triggers
+from tests.services.recording.test_transaction import ACTIONS, DRAFT
+from tests.services.rows import disable_triggers
 from tests.services.tokens.test_customer_tokens import token_of
 
 from .conftest import revoke
@@ -52,7 +52,7 @@ MOVED = {
 }
 """Of each kind of subject an act that must change an answer here: else this file would prove nothing of the kind."""
 
-ALTERING = [name for name, act in ACTS.items() if act.changes]
+ALTERING = [name for name, act in ACTIONS.items() if act.changes]
 
 Asked = tuple[str, dict[str, Any]]
 """A service token, and what is asked with it."""
@@ -92,7 +92,7 @@ class Minted:
             asked = {"key": key, "environment": environment}
             by_name = {**asked, "endpoint": "orders.create"}
             yield from ((service, by_name) for service in services)
-            yield from ((ours, {**asked, "endpoint": name}) for name in ("client.configuration", WISH.name))
+            yield from ((ours, {**asked, "endpoint": name}) for name in ("client.configuration", DRAFT.name))
             yield ours, {**asked, "method": "GET", "path": f"/{environment}/merchants/orders/ord_00000000000000000000"}
             yield ours, {**by_name, "client_ip": "192.0.2.9", "origin": "https://shop.example"}
             for bearer, of in bearers:
@@ -150,7 +150,7 @@ def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scen
     token_of(issue(scene.sandbox)[0])
     ended, ended_text = issue(scene.sandbox)
     revoke(ended)
-    act = ACTS[name].prepare(scene)
+    act = ACTIONS[name].prepare(scene)
     asked = list(minted.questions())
     proved, read, elsewhere = prime(), prime(), prime(generation=Still())
     follower = make_follower(elsewhere.engine, "test")
@@ -214,7 +214,7 @@ def test_engine_every_kind_of_subject_has_an_act_that_moves_an_answer() -> None:
     """A new kind of subject is shown here to reach what engines know."""
     assert set(kinds()) == set(MOVED)
     for kind, name in MOVED.items():
-        assert kind in ACTS[name].changes
+        assert kind in ACTIONS[name].changes
 
 
 def test_engine_every_kind_of_subject_is_evicted_by_its_name() -> None:
@@ -275,7 +275,7 @@ def test_engine_whose_follower_finds_that_the_feed_went_back_answers_nothing(sce
     assert b'"allowed":true' in primed.ask(service.reveal(), asked).body
     lost = Change.objects.create(subject_kind="key", subject_id=key.key_id, at=now())
     follower.poll_once()
-    lift_triggers()
+    disable_triggers()
     lost.delete()
     with pytest.raises(FeedRewoundError):
         follower.poll_once()

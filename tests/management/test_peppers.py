@@ -33,7 +33,7 @@ from tests.factories import (
     own_keystore,
 )
 from tests.services.keys.test_lifecycle import verdict
-from tests.services.peppering import hasten, rehash
+from tests.services.peppering import rehash, skip_propagation
 from tests.services.peppers.test_ring import stored, swap_keystore
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    hasten(monkeypatch)
+    skip_propagation(monkeypatch)
     with own_keystore(tmp_path):
         yield tmp_path
 

@@ -14,7 +14,7 @@ from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 
 from . import scene
 from .scene import Clock
@@ -22,7 +22,7 @@ from .scene import Clock
 
 def damage(rotation: Rotation, changes: dict[str, Any]) -> Rotation:
     """Write the plan as another release would, which no service of this one does."""
-    lift_triggers()
+    disable_triggers()
     rows: QuerySet[Rotation] = QuerySet(Rotation)
     rows.filter(pk=rotation.pk).update(plan={**rotation.plan, **changes})
     return get_rotation(rotation.rotation_id)

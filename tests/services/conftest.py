@@ -1,4 +1,4 @@
-"""A merchant in both environments, and who works with it."""
+"""Fixtures: a merchant with an account in each environment, and the operators who manage it."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from tests.factories import PRODUCTION, SANDBOX, account, have_peppers, make_mer
 
 @dataclass(frozen=True)
 class Scene:
-    """`tam` asks, `approver` approves, `admin` may do nearly everything, `responder` stops things."""
+    """One merchant, its two accounts, and one operator per role."""
 
     merchant: Merchant
     sandbox: Account

@@ -1,4 +1,4 @@
-"""Pepper rotations for tests: in a keystore of the test's own, and in force at once."""
+"""Helpers that rotate, use, retire and destroy peppers without waiting for propagation."""
 
 from datetime import timedelta
 
@@ -14,22 +14,22 @@ from keyvault.services.peppers.ring import load_peppers
 from tests.factories import grant, now
 
 
-def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new version makes digests from the moment that it is there."""
+def skip_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the propagation delay to zero, so that a new pepper version is used immediately."""
     monkeypatch.setattr(propagation, "PROPAGATION", timedelta(0))
     monkeypatch.setattr(rotation, "PROPAGATION", timedelta(0))
 
 
 def rotate(pepper_set: PepperSet = PepperSet.SANDBOX) -> PepperVersion:
-    """A new version, which this process has loaded, and which is in use where nothing stands in its way."""
+    """Create a pepper version, load it in this process, and use it for hashing if every process has loaded it."""
     row = rotation.rotate_pepper(grant(HOST, Permission.PEPPERS_WRITE), pepper_set)
     load_peppers.refresh()
-    take_into_use(row)
+    begin_hashing_if_loaded(row)
     return row
 
 
-def take_into_use(row: PepperVersion) -> None:
-    """What the worker does, as far as it may."""
+def begin_hashing_if_loaded(row: PepperVersion) -> None:
+    """Run the worker's step that puts a loaded version into use."""
     at = now()
     if propagation.is_loaded_everywhere(row, at):
         propagation.begin_hashing(grant(WORKER, Permission.KEYS_REHASH, at=at), row)
@@ -37,18 +37,18 @@ def take_into_use(row: PepperVersion) -> None:
 
 
 def retire(pepper_set: PepperSet, number: int) -> PepperVersion:
-    """Retired, and let go of by this process; the secret backend has it still."""
+    """Retire a version and unload it from this process; the secret backend keeps it."""
     row = rotation.retire_pepper(grant(HOST, Permission.PEPPERS_WRITE), pepper_set, number)
     load_peppers.refresh()
     return row
 
 
 def destroy(pepper_set: PepperSet, number: int) -> PepperVersion:
-    """A retired one, when its time has come."""
+    """Destroy a retired version after its retention period."""
     later = now() + rotation.KEPT_AFTER_RETIREMENT
     return rotation.destroy_pepper(grant(HOST, Permission.PEPPERS_WRITE, at=later), pepper_set, number)
 
 
 def rehash() -> None:
-    """What the thread that reports usage does next."""
+    """Write the pending re-hashes, as the usage reporting thread does."""
     pending_rehashes.write(now())

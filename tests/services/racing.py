@@ -1,4 +1,4 @@
-"""Real threads with connections of their own, let go at the same moment."""
+"""Concurrency helpers: threads with their own database connections."""
 
 import threading
 import time
@@ -9,30 +9,30 @@ from typing import Any
 
 from django.db import connection, connections, transaction
 
-PATIENCE_SECONDS = 30
-"""How long anything here is waited for before the test fails: never reached when things go well."""
+TIMEOUT_SECONDS = 30
+"""Longest wait for a thread or a lock before the test fails, in seconds."""
 
 
 def race(*calls: Callable[[], Any]) -> list[Any]:
-    """Makes the calls at once; what each returned, or the exception that it raised, in the order given."""
+    """Run the calls concurrently and return each result or raised exception, in the given order."""
     start = threading.Barrier(len(calls))
 
     def run(call: Callable[[], Any]) -> Any:
         try:
-            start.wait(PATIENCE_SECONDS)
+            start.wait(TIMEOUT_SECONDS)
             return call()
-        except Exception as error:  # noqa: BLE001  the outcome of a race is the test's to judge
+        except Exception as error:  # noqa: BLE001  the test judges the outcome
             return error
         finally:
             connections.close_all()
 
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(run, call) for call in calls]
-        return [future.result(PATIENCE_SECONDS) for future in futures]
+        return [future.result(TIMEOUT_SECONDS) for future in futures]
 
 
 def start(call: Callable[[], Any]) -> "Future[Any]":
-    """The call goes on in a thread of its own, with a connection of its own."""
+    """Run a call in its own thread with its own database connection."""
 
     def run() -> Any:
         try:
@@ -48,15 +48,15 @@ def start(call: Callable[[], Any]) -> "Future[Any]":
 
 
 @contextmanager
-def held_open(act: Callable[[], Any]) -> Iterator[None]:
-    """Inside the block, another connection has done the act and not yet committed; afterwards it commits."""
+def held_open(write: Callable[[], Any]) -> Iterator[None]:
+    """Hold a transaction open on another connection, after its writes, for the duration of the block; then commit."""
     done, may_commit = threading.Event(), threading.Event()
 
     def run() -> None:
         with transaction.atomic():
-            act()
+            write()
             done.set()
-            assert may_commit.wait(PATIENCE_SECONDS)
+            assert may_commit.wait(TIMEOUT_SECONDS)
 
     future = start(run)
     try:
@@ -66,16 +66,16 @@ def held_open(act: Callable[[], Any]) -> Iterator[None]:
         yield
     finally:
         may_commit.set()
-        future.result(PATIENCE_SECONDS)
+        future.result(TIMEOUT_SECONDS)
 
 
 def wait_until_blocked(future: "Future[Any]", connections: int = 1) -> None:
-    """Returns when so many connections of this PostgreSQL database wait for a lock; fails when the call ends before."""
+    """Wait until this many connections of this database wait for a lock. Fails if the call ends first."""
     pause = threading.Event()
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while _count_blocked() < connections:
-        assert not future.done(), "it did not have to wait"
-        assert time.monotonic() < deadline, "nobody waits for a lock"
+        assert not future.done(), "the call ended without waiting for a lock"
+        assert time.monotonic() < deadline, "no connection waits for a lock"
         pause.wait(0.01)
 
 

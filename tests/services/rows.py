@@ -1,4 +1,4 @@
-"""What the database holds, for tests that compare before with after."""
+"""Snapshots of database contents, for tests that compare before with after."""
 
 import json
 from typing import Any
@@ -12,11 +12,11 @@ Tables = dict[str, list[str]]
 
 
 def dump_tables() -> Tables:
-    """Every column of every row of every table, as text; bytes as they would be read."""
+    """Return every row of every table as text, with binary columns as bytes."""
     found: Tables = {}
     with connection.cursor() as cursor:
         for table in connection.introspection.table_names(cursor):
-            cursor.execute(f'SELECT * FROM "{table}"')  # noqa: S608  a name that the database gave us
+            cursor.execute(f'SELECT * FROM "{table}"')  # noqa: S608  the name comes from the database
             found[table] = sorted(repr([_plain(value) for value in row]) for row in cursor.fetchall())
     return found
 
@@ -26,12 +26,12 @@ def changed_tables(before: Tables, after: Tables) -> set[str]:
 
 
 def last_ids() -> tuple[int, int]:
-    """Where the log and the feed stand: to be handed to `written_since`."""
+    """Return the newest audit entry id and change sequence, as `written_since` takes them."""
     return _last(AuditEntry.objects.order_by("-id"), "id"), _last(Change.objects.order_by("-sequence"), "sequence")
 
 
 def written_since(ids: tuple[int, int]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The audit events and the change rows that came after, in order."""
+    """Return the audit events and the change rows written after these ids, in order."""
     events = list(AuditEntry.objects.filter(id__gt=ids[0]).order_by("id").values_list("event", flat=True))
     changes = Change.objects.filter(sequence__gt=ids[1]).order_by("sequence")
     return events, list(changes.values_list("subject_kind", "subject_id"))
@@ -42,14 +42,14 @@ def events_of(chain: str) -> list[str]:
 
 
 def last_body(event: str) -> dict[str, Any]:
-    """What the latest entry of that event says."""
+    """Return the body of the newest entry of an event."""
     entry = AuditEntry.objects.filter(event=event).latest("id")
     body: dict[str, Any] = json.loads(bytes(entry.body))
     return body
 
 
-def lift_triggers() -> None:
-    """What somebody does first who means to tamper; undone with the test's transaction."""
+def disable_triggers() -> None:
+    """Drop the integrity triggers, as an attacker with database access does; rolled back with the test."""
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
             cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")

@@ -1,4 +1,4 @@
-"""What falls due by itself: found in the rows, done one by one, safe to be done twice."""
+"""Maintenance: work that is due is found in the rows, done one by one, and safe to repeat."""
 
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -39,14 +39,14 @@ def states(rows: Any) -> list[str]:
     return sorted(rows.values_list("state", flat=True))
 
 
-def revoked(scene: Scene) -> Key:
+def revoke_new_key(scene: Scene) -> Key:
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
     return key
 
 
-def test_upkeep_issues_every_approved_request_and_no_other(scene: Scene) -> None:
-    """A message only says "look": what is due is in the rows, and a second look finds nothing."""
+def test_maintenance_issues_every_approved_request_and_no_other(scene: Scene) -> None:
+    """A message is only a hint: what is due is in the rows, and a second run finds nothing."""
     for _ in range(3):
         request_key(scene.sandbox)
     approve(request_key(scene.production))
@@ -59,26 +59,26 @@ def test_upkeep_issues_every_approved_request_and_no_other(scene: Scene) -> None
     assert written_since(before) == ([], [])
 
 
-def test_upkeep_one_request_s_trouble_is_not_the_next_one_s(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that cannot be issued now does not hold up the others."""
+def test_maintenance_of_one_request_isolates_its_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that cannot be issued now does not delay the others."""
     first, second = request_key(scene.sandbox), request_key(scene.sandbox)
     real = stored_copies.store_string
 
-    def trouble(key: Key, *args: Any, **options: Any) -> int:
+    def fail_for_first(key: Key, *args: Any, **options: Any) -> int:
         if options["purpose"] == first.pk:
             raise BackendUnavailableError("sealed")
         return real(key, *args, **options)
 
-    monkeypatch.setattr(requests, "store_string", trouble)
+    monkeypatch.setattr(requests, "store_string", fail_for_first)
     assert maintenance.issue_due() == 1
     assert IssuanceRequest.objects.get(pk=first.pk).state == "approved"
     assert IssuanceRequest.objects.get(pk=second.pk).state == "issued"
 
 
-def test_upkeep_of_a_request_that_the_backend_refuses_alarms_once_and_issues_when_it_is_mended(
+def test_maintenance_of_a_request_denied_by_the_backend_alarms_once_and_issues_it_later(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is lost by a policy that is too narrow, and nobody has to find out by waiting for a key."""
+    """A policy that is too narrow loses no request, and operators are notified."""
     request = request_key(scene.sandbox)
 
     def refuse(key: Key, *args: Any, **options: Any) -> int:
@@ -89,13 +89,13 @@ def test_upkeep_of_a_request_that_the_backend_refuses_alarms_once_and_issues_whe
         for _ in range(3):
             assert not maintenance.issue_one(request)
             leases.wake(f"issuance:{request.pk}")
-    told = Notice.objects.filter(kind=NoticeKind.BACKEND_DENIED)
-    assert [(notice.subject, notice.is_alarm) for notice in told] == [("sandbox", True)]
+    alarms = Notice.objects.filter(kind=NoticeKind.BACKEND_DENIED)
+    assert [(notice.subject, notice.is_alarm) for notice in alarms] == [("sandbox", True)]
     assert maintenance.issue_one(request)
     assert IssuanceRequest.objects.get(pk=request.pk).state == "issued"
 
 
-def test_upkeep_tells_the_log_that_the_backend_is_not_ready(
+def test_maintenance_logs_that_the_backend_is_not_ready(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch_backend()
@@ -105,7 +105,7 @@ def test_upkeep_tells_the_log_that_the_backend_is_not_ready(
     assert [getattr(record, "why", "") for record in caplog.records] == ["it is sealed"]
 
 
-def test_upkeep_expires_requests_past_their_time_and_no_others(scene: Scene) -> None:
+def test_maintenance_expires_overdue_requests_only(scene: Scene) -> None:
     old = request_key(scene.production, at=now() - REQUEST_LIFETIME)
     young = request_key(scene.production, at=now() - REQUEST_LIFETIME + timedelta(minutes=1))
     run_maintenance()
@@ -113,8 +113,8 @@ def test_upkeep_expires_requests_past_their_time_and_no_others(scene: Scene) -> 
     assert IssuanceRequest.objects.get(pk=young.pk).state == "pending"
 
 
-def test_upkeep_expires_keys_past_their_time_and_no_others(scene: Scene) -> None:
-    """Active and suspended keys past their expiry are recorded as expired, once; others stay."""
+def test_maintenance_expires_overdue_keys_only(scene: Scene) -> None:
+    """Active and suspended keys past their expiry are recorded as expired, once."""
     active, _ = issue(scene.sandbox, expires_in_days=1, at=LONG_AGO)
     suspended, _ = issue(scene.sandbox, expires_in_days=1, at=LONG_AGO)
     lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
@@ -132,25 +132,24 @@ def test_upkeep_expires_keys_past_their_time_and_no_others(scene: Scene) -> None
     assert {Key.objects.get(pk=key.pk).state for key in (lasting, unlimited)} == {"active"}
 
 
-def test_upkeep_destroys_the_copies_of_dead_keys_and_no_others(scene: Scene) -> None:
-    """A dead key's string is readable nowhere any more; a living one's stays."""
-    dead, (alive, _) = revoked(scene), issue(scene.sandbox)
+def test_maintenance_destroys_the_copies_of_revoked_keys_only(scene: Scene) -> None:
+    revoked, (active, _) = revoke_new_key(scene), issue(scene.sandbox)
     run_maintenance()
-    row = Key.objects.get(pk=dead.pk)
+    row = Key.objects.get(pk=revoked.pk)
     assert row.material == Material.DESTROYED
     versions = secret_backend().versions(Mount.SANDBOX, row.credential.backend_path)
     assert [version.state for version in versions] == ["destroyed"]
-    assert Key.objects.get(pk=alive.pk).material == Material.HELD
+    assert Key.objects.get(pk=active.pk).material == Material.HELD
     before = last_ids()
     run_maintenance()
     assert written_since(before) == ([], [])
 
 
-def test_upkeep_killed_between_destroying_and_saying_so_says_so_later(
+def test_maintenance_killed_between_destruction_and_record_records_it_later(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Destroying twice is the same as once: a death in between costs nothing."""
-    key = revoked(scene)
+    """Destroying a copy twice is harmless."""
+    key = revoke_new_key(scene)
 
     def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -164,9 +163,11 @@ def test_upkeep_killed_between_destroying_and_saying_so_says_so_later(
     assert Key.objects.get(pk=key.pk).material == Material.DESTROYED
 
 
-def test_upkeep_backend_down_puts_off_and_goes_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Revoking needs no backend; destroying waits for it, row by row."""
-    first, second = revoked(scene), revoked(scene)
+def test_maintenance_with_the_backend_failing_for_one_row_continues(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Revocation needs no backend; the destruction of a copy is retried row by row."""
+    first, second = revoke_new_key(scene), revoke_new_key(scene)
     backend = secret_backend()
     real = backend.destroy
 
@@ -182,13 +183,13 @@ def test_upkeep_backend_down_puts_off_and_goes_on(scene: Scene, monkeypatch: pyt
     assert Key.objects.get(pk=second.pk).material == Material.DESTROYED
 
 
-def test_upkeep_meeting_somebody_faster_goes_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another worker or an operator did meanwhile is no reason to leave the rest undone."""
+def test_maintenance_of_a_row_changed_concurrently_continues(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker's or an operator's write does not stop the rest of the run."""
     for _ in range(2):
         issue(scene.sandbox, expires_in_days=1, at=LONG_AGO)
     real = lifecycle.list_expired
 
-    def stale(at: datetime) -> list[Key]:
+    def list_then_change(at: datetime) -> list[Key]:
         found = real(at)
         other = lifecycle.get_key(found[0].key_id)
         assert other is not None
@@ -196,14 +197,14 @@ def test_upkeep_meeting_somebody_faster_goes_on(scene: Scene, monkeypatch: pytes
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(lifecycle, "list_expired", stale)
+        patch.setattr(lifecycle, "list_expired", list_then_change)
         maintenance.expire_due()
     assert states(Key.objects) == ["deactivated", "suspended"]
     maintenance.expire_due()
     assert states(Key.objects) == ["deactivated", "deactivated"]
 
 
-def test_upkeep_damage_is_put_off_for_a_person_and_the_rest_goes_on(
+def test_maintenance_of_a_damaged_row_retries_later(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = request_key(scene.sandbox)
@@ -219,8 +220,8 @@ def test_upkeep_damage_is_put_off_for_a_person_and_the_rest_goes_on(
 
 
 @pytest.mark.parametrize("environment", list(Environment))
-def test_upkeep_of_a_pinned_process_keeps_to_its_environment(scene: Scene, environment: Environment) -> None:
-    """A process that serves one environment has no peppers of the other, and leaves its work to those that have."""
+def test_maintenance_in_a_pinned_process_covers_its_environment_only(scene: Scene, environment: Environment) -> None:
+    """A process without the other environment's peppers leaves that work to the processes that have them."""
     for place in (scene.sandbox, scene.production):
         issue(place, expires_in_days=1, at=LONG_AGO)
         key, _ = issue(place)
@@ -237,22 +238,23 @@ def test_upkeep_of_a_pinned_process_keeps_to_its_environment(scene: Scene, envir
     others = IssuanceRequest.objects.exclude(account__environment=environment)
     assert not served.filter(state__in=["approved", "pending"]).exists()
     assert others.filter(state__in=["approved", "pending"]).count() == (1 if environment is PRODUCTION else 2)
-    dead = Key.objects.filter(state="deactivated")
-    assert set(dead.filter(credential__account__environment=environment).values_list("material", flat=True)) == {
+    retired = Key.objects.filter(state="deactivated")
+    assert set(retired.filter(credential__account__environment=environment).values_list("material", flat=True)) == {
         Material.DESTROYED
     }
-    left = Key.objects.exclude(credential__account__environment=environment)
-    assert sorted(left.values_list("state", "material")) == [("active", "held"), ("deactivated", "destroy_due")]
+    others_keys = Key.objects.exclude(credential__account__environment=environment)
+    assert sorted(others_keys.values_list("state", "material")) == [("active", "held"), ("deactivated", "destroy_due")]
 
 
-def test_upkeep_forgets_what_is_kept_for_a_while_only(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sealed secrets are shredded and old answers go, by the sweep and without anybody asking for them."""
+def test_maintenance_shreds_expired_secrets_and_deletes_old_responses(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key, text = issue(scene.sandbox)
-    asked: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}
-    answer = idempotency.StoredResponse(201, {"key": None}, "key", Plaintext(text.reveal()), key.key_id)
+    request: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}
+    response = idempotency.StoredResponse(201, {"key": None}, "key", Plaintext(text.reveal()), key.key_id)
     at = now() - idempotency.SEALED_FOR
-    idempotency.run_once(**asked, now=at, prepare=lambda: lambda: answer)
-    idempotency.run_once(**asked | {"key": "older"}, now=now() - idempotency.KEEP, prepare=lambda: lambda: answer)
+    idempotency.run_once(**request, now=at, prepare=lambda: lambda: response)
+    idempotency.run_once(**request | {"key": "older"}, now=now() - idempotency.KEEP, prepare=lambda: lambda: response)
     forgotten: list[datetime] = []
     monkeypatch.setattr(refusals, "forget_old", forgotten.append)
     run_maintenance()
@@ -264,10 +266,10 @@ STEPS = ["expire_due", "discard_due", "destroy_due", "forget_due"]
 
 
 @pytest.mark.parametrize("broken", STEPS)
-def test_upkeep_step_that_fails_keeps_no_other_from_its_turn(
+def test_maintenance_step_that_fails_does_not_stop_the_others(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Keys end in time whatever else is broken, and what ends keys comes first; the task still fails, and says why."""
+    """Keys expire in time whatever else is broken; the task still fails, with the error."""
     done = []
 
     def step(name: str) -> None:
@@ -284,7 +286,7 @@ def test_upkeep_step_that_fails_keeps_no_other_from_its_turn(
     assert f"ZeroDivisionError: {broken}" in caplog.text
 
 
-def test_upkeep_whose_steps_all_fail_tells_of_each_and_raises_the_first(
+def test_maintenance_whose_steps_all_fail_logs_each_and_raises_the_first(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(name: str) -> None:
@@ -298,18 +300,18 @@ def test_upkeep_whose_steps_all_fail_tells_of_each_and_raises_the_first(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_upkeep_outside_of_any_transaction_does_all_of_its_steps() -> None:
-    """As the worker runs it: what locks rows has a transaction of its own, which a test's would stand in for."""
+def test_maintenance_outside_a_transaction_runs_all_steps() -> None:
+    """As in the worker: steps that lock rows open their own transaction, which a test's transaction would hide."""
     scene = make_scene()
     expiring, _ = issue(scene.sandbox, expires_in_days=1, at=LONG_AGO)
     uncollected = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE, at=now() - COLLECT_WITHIN)
-    burned = issue_request(uncollected, at=now() - COLLECT_WITHIN)
+    discarded = issue_request(uncollected, at=now() - COLLECT_WITHIN)
     overdue = request_key(scene.production, at=now() - REQUEST_LIFETIME)
-    asked: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}
-    answer = idempotency.StoredResponse(201, {"key": None}, "key", Plaintext("shown once"), burned.key_id)
-    idempotency.run_once(**asked, now=now() - idempotency.SEALED_FOR, prepare=lambda: lambda: answer)
+    request: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}
+    response = idempotency.StoredResponse(201, {"key": None}, "key", Plaintext("shown once"), discarded.key_id)
+    idempotency.run_once(**request, now=now() - idempotency.SEALED_FOR, prepare=lambda: lambda: response)
     run_maintenance()
-    for key in (expiring, burned):
+    for key in (expiring, discarded):
         row = Key.objects.get(pk=key.pk)
         assert (row.state, row.material) == ("deactivated", Material.DESTROYED)
     assert IssuanceRequest.objects.get(pk=uncollected.pk).state == "burned"

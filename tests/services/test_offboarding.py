@@ -1,4 +1,4 @@
-"""A merchant leaves: everything of it ends, whatever is down or happens meanwhile, and nothing of anybody else's."""
+"""Offboarding: ends everything of one merchant, also after interruptions and outages, and nothing of others."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -67,24 +67,24 @@ def add_endpoint(scene: Scene, url: str = "https://hooks.example/1") -> WebhookE
     return endpoint
 
 
-def furnish(scene: Scene) -> list[tuple[Key, Any, Environment]]:
-    """Something of everything, in both environments: three keys (one suspended), tokens, requests, an endpoint."""
-    furnished = [
+def create_assets(scene: Scene) -> list[tuple[Key, Any, Environment]]:
+    """Create assets of every kind in both environments: three keys (one suspended), tokens, requests, an endpoint."""
+    created = [
         (*issue(scene.sandbox), SANDBOX),
         (*issue(scene.sandbox), SANDBOX),
         (*issue(scene.production), PRODUCTION),
     ]
-    lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), furnished[1][0])
-    token_of(furnished[0][0])
-    token_of(furnished[0][0], customer_id="bob")
+    lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), created[1][0])
+    token_of(created[0][0])
+    token_of(created[0][0], customer_id="bob")
     request_key(scene.production, label="pending")
     request_key(scene.sandbox, label="approved")
     add_endpoint(scene)
     make_token(name="for acme alone", merchants=["acme"])
-    return furnished
+    return created
 
 
-def no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def break_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(*_: object, **__: object) -> None:
         raise BackendUnavailableError("The backend is sealed.")
 
@@ -92,7 +92,7 @@ def no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(LocalKeystore, name, unavailable)
 
 
-def no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     def send(*_: object, **__: object) -> None:
         raise AssertionError("a message was sent")
 
@@ -100,9 +100,9 @@ def no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("celery.app.base.Celery.send_task", send)
 
 
-def test_offboarding_ends_everything_of_both_environments_and_says_so(scene: Scene) -> None:
-    """One responder alone ends every key, token, request and endpoint; the answer counts them by environment."""
-    furnished = furnish(scene)
+def test_offboarding_ends_everything_in_both_environments_and_counts_it(scene: Scene) -> None:
+    """One responder alone ends every key, token, request and endpoint; the result counts them by environment."""
+    created = create_assets(scene)
     done = offboard(scene)
     assert done.ended.as_json() == {
         "production": {
@@ -116,7 +116,7 @@ def test_offboarding_ends_everything_of_both_environments_and_says_so(scene: Sce
         "service_tokens": 1,
     }
     assert not done.left
-    for _, text, environment in furnished:
+    for _, text, environment in created:
         assert verdict(text, environment=environment) is ErrorCode.KEY_REVOKED
     assert set(Key.objects.values_list("state", "reason")) == {("deactivated", "cessation_of_operation")}
     assert not CustomerToken.objects.filter(revoked_at=None).exists()
@@ -126,48 +126,48 @@ def test_offboarding_ends_everything_of_both_environments_and_says_so(scene: Sce
     assert Merchant.objects.get().status == "offboarded"
 
 
-def test_offboarding_leaves_an_entry_for_each_key_and_one_with_the_counts(scene: Scene) -> None:
-    furnish(scene)
+def test_offboarding_writes_an_entry_per_key_and_one_with_the_counts(scene: Scene) -> None:
+    create_assets(scene)
     offboard(scene)
     assert events_of("account:acme/sandbox").count("key.revoked") == 2
     assert events_of("account:acme/production").count("key.revoked") == 1
     assert events_of("platform")[-3:] == ["merchant.offboarding_began", "service_token.revoked", "merchant.offboarded"]
-    told = last_body("merchant.offboarded")["details"]
-    assert (told["why"], told["ended"]["sandbox"]["keys"]) == ("contract ended", 2)
-    assert told["left"]["production"] == dict.fromkeys(told["left"]["production"], 0)
+    details = last_body("merchant.offboarded")["details"]
+    assert (details["why"], details["ended"]["sandbox"]["keys"]) == ("contract ended", 2)
+    assert details["left"]["production"] == dict.fromkeys(details["left"]["production"], 0)
     assert verify_audit().first_broken is None
 
 
-def test_offboarding_tells_of_each_key_and_raises_no_alarm(scene: Scene) -> None:
-    """A credential without a usable key is what was asked for: nobody is paged for it."""
-    furnish(scene)
+def test_offboarding_sends_a_notice_per_key_and_no_alarm(scene: Scene) -> None:
+    """A credential without a usable key is intended here."""
+    create_assets(scene)
     offboard(scene)
     assert Notice.objects.filter(kind="key.revoked").count() == 3
     assert not Notice.objects.filter(is_alarm=True).exists()
 
 
-def test_offboarding_touches_nothing_of_another_merchant(scene: Scene) -> None:
-    """What is shared stays: another merchant's keys, and a token that is for both."""
-    furnish(scene)
+def test_offboarding_does_not_affect_other_merchants(scene: Scene) -> None:
+    """Other merchants' keys, and tokens for several merchants, stay."""
+    create_assets(scene)
     make_merchant("globex")
     key, text = issue(account("globex"))
     token_of(key)
     both, _ = make_token(name="both", merchants=["acme", "globex"])
-    everybody, _ = make_token(name="all")
+    unrestricted, _ = make_token(name="all")
     offboard(scene)
     assert verdict(text) is None
     assert CustomerToken.objects.filter(account__merchant="globex", revoked_at=None).count() == 1
-    assert set(ServiceToken.objects.filter(revoked_at=None)) == {both, everybody}
+    assert set(ServiceToken.objects.filter(revoked_at=None)) == {both, unrestricted}
 
 
 def test_offboarding_needs_neither_backend_nor_broker(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is refused with both down; the copies are destroyed when the backend is back."""
-    furnished = furnish(scene)
+    """With both down every key is denied; the copies are destroyed when the backend is back."""
+    created = create_assets(scene)
     with monkeypatch.context() as outage:
-        no_backend(outage)
-        no_broker(outage)
+        break_backend(outage)
+        forbid_messages(outage)
         assert not offboard(scene).left
-        for _, text, environment in furnished:
+        for _, text, environment in created:
             assert verdict(text, environment=environment) is ErrorCode.KEY_REVOKED
         maintenance.destroy_due()
         assert set(Key.objects.values_list("material", flat=True)) == {Material.DESTROY_DUE}
@@ -185,25 +185,25 @@ def test_offboarding_needs_neither_backend_nor_broker(scene: Scene, monkeypatch:
         ("count_assets", 0),
     ],
 )
-def test_offboarding_interrupted_refuses_all_at_once_and_is_done_by_the_next_run(
+def test_offboarding_interrupted_denies_all_and_is_finished_by_the_next_run(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, through: str, after: int
 ) -> None:
-    """Killed anywhere, no key of the merchant is good any more; run again, it ends what was left, and no more."""
-    furnished = furnish(scene)
+    """Killed anywhere, no key verifies any more; the next run ends only what was left."""
+    created = create_assets(scene)
     real: Callable[..., Any] = getattr(offboarding, through)
     calls: list[object] = []
 
-    def dies(*arguments: Any) -> Any:
+    def die_after(*arguments: Any) -> Any:
         if len(calls) >= after:
             raise KeyboardInterrupt
         calls.append(arguments)
         return real(*arguments)
 
     with monkeypatch.context() as killed:
-        killed.setattr(offboarding, through, dies)
+        killed.setattr(offboarding, through, die_after)
         with pytest.raises(KeyboardInterrupt):
             offboard(scene)
-    for _, text, environment in furnished:
+    for _, text, environment in created:
         assert verdict(text, environment=environment) is not None
     again = offboard(scene)
     assert not again.left
@@ -213,7 +213,7 @@ def test_offboarding_interrupted_refuses_all_at_once_and_is_done_by_the_next_run
 
 
 def test_offboarding_twice_ends_nothing_more(scene: Scene) -> None:
-    furnish(scene)
+    create_assets(scene)
     offboard(scene)
     before = dump_tables()
     again = offboard(scene)
@@ -224,8 +224,8 @@ def test_offboarding_twice_ends_nothing_more(scene: Scene) -> None:
     assert changed == {"keyvault_auditchain", "keyvault_auditentry"}
 
 
-def test_offboarding_of_more_than_a_batch_ends_them_all(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each batch is a transaction of its own; none is forgotten between two."""
+def test_offboarding_of_more_than_a_batch_ends_all(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch has its own transaction."""
     monkeypatch.setattr(offboarding, "_BATCH", 2)
     key, _ = issue(scene.sandbox)
     for number in range(5):
@@ -238,9 +238,9 @@ def test_offboarding_of_more_than_a_batch_ends_them_all(scene: Scene, monkeypatc
     assert events_of("account:acme/sandbox").count("customer_token.revoked") == 3
 
 
-def test_offboarding_counts_what_somebody_else_holds_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that cannot be ended stops none of the others, and is told as left."""
-    furnish(scene)
+def test_offboarding_of_a_row_that_is_busy_counts_it_as_left(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that cannot be ended does not stop the others."""
+    create_assets(scene)
 
     def in_use(*_: object) -> None:
         raise StateConflictError("Somebody else changed this meanwhile.")
@@ -253,9 +253,9 @@ def test_offboarding_counts_what_somebody_else_holds_up(scene: Scene, monkeypatc
     assert not offboard(scene).left
 
 
-def test_offboarding_takes_the_permission(scene: Scene) -> None:
-    """Neither an account manager nor an approver or auditor may; and a grant for an account is not one for all."""
-    furnish(scene)
+def test_offboarding_without_the_permission_is_refused(scene: Scene) -> None:
+    """Account managers, approvers and auditors may not; a grant for one account does not suffice."""
+    create_assets(scene)
     for operator in (scene.tam, scene.approver, make_operator("auditor", Role.AUDITOR)):
         with pytest.raises(PermissionMissingError):
             grant(operator, P.MERCHANTS_OFFBOARD)
@@ -266,16 +266,16 @@ def test_offboarding_takes_the_permission(scene: Scene) -> None:
     assert count_assets(scene.merchant, now()).accounts[SANDBOX].keys == 2
 
 
-# ------------------------------------------------------------------------------------------------ there is no way back
+# ------------------------------------------------------------------------------------------------ permanence
 
 
-def test_offboarded_merchant_never_becomes_active_again(scene: Scene) -> None:
-    """No resume, no suspension, of the merchant or of an account."""
+def test_offboarded_merchant_is_never_active_again(scene: Scene) -> None:
+    """Neither the merchant nor an account can be resumed or suspended."""
     offboard(scene)
     allowed = grant(scene.admin, P.MERCHANTS_WRITE)
-    for act in (merchants.resume_merchant, merchants.suspend_merchant):
+    for action in (merchants.resume_merchant, merchants.suspend_merchant):
         with pytest.raises(StateConflictError, match="was offboarded"):
-            act(allowed, scene.merchant)
+            action(allowed, scene.merchant)
     place = account("acme")
     for change in (merchants.resume_account, merchants.suspend_account):
         with pytest.raises(StateConflictError, match="was offboarded"):
@@ -283,8 +283,8 @@ def test_offboarded_merchant_never_becomes_active_again(scene: Scene) -> None:
     assert Merchant.objects.get().status == "offboarded"
 
 
-def test_offboarded_merchant_is_given_no_key(scene: Scene) -> None:
-    """Neither a request nor a worker that was already at it brings one."""
+def test_offboarded_merchant_gets_no_key(scene: Scene) -> None:
+    """Neither a new request nor a worker in progress activates one."""
     approved = request_key(scene.sandbox)
     key, _ = issue(scene.sandbox)
     staged, _ = lifecycle.stage_key(
@@ -292,7 +292,7 @@ def test_offboarded_merchant_is_given_no_key(scene: Scene) -> None:
     )
     suspended, _ = issue(scene.sandbox)
     lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
-    as_it_was = IssuanceRequest.objects.select_related("account__merchant").get(pk=approved.pk)
+    stale_request = IssuanceRequest.objects.select_related("account__merchant").get(pk=approved.pk)
     with pytest.MonkeyPatch.context() as killed:
         killed.setattr(offboarding, "_end_account", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -300,7 +300,7 @@ def test_offboarded_merchant_is_given_no_key(scene: Scene) -> None:
     with pytest.raises(StateConflictError, match="was offboarded"):
         request_key(scene.sandbox)
     with pytest.raises(StateConflictError, match="was offboarded"):
-        issue_request(as_it_was)
+        issue_request(stale_request)
     with pytest.raises(StateConflictError, match="was offboarded"):
         lifecycle.activate_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), staged)
     with pytest.raises(StateConflictError, match="was offboarded"):
@@ -308,8 +308,8 @@ def test_offboarded_merchant_is_given_no_key(scene: Scene) -> None:
     assert not offboard(scene).left
 
 
-def test_offboarded_merchant_s_staged_keys_are_burned_by_the_worker(scene: Scene) -> None:
-    """A key that a worker had begun never becomes good, and goes with its request."""
+def test_offboarded_merchant_s_staged_keys_are_destroyed_by_the_worker(scene: Scene) -> None:
+    """A staged key never becomes active and ends with its request."""
     request = request_key(scene.sandbox)
     with pytest.MonkeyPatch.context() as killed:
         killed.setattr(
@@ -320,7 +320,7 @@ def test_offboarded_merchant_s_staged_keys_are_burned_by_the_worker(scene: Scene
             issue_request(request)
     assert Key.objects.get().state == "pre_activation"
     assert not offboard(scene).left
-    WorkLease.objects.update(until=None)  # the worker's lease has run out
+    WorkLease.objects.update(until=None)  # the worker's lease has expired
     maintenance.destroy_due()
     assert Key.objects.get().state == "destroyed"
 

@@ -1,4 +1,4 @@
-"""What workers and repeated requests ask again and again has an index that gives exactly the rows asked for."""
+"""Queries of workers and repeated requests use an index that returns exactly the rows asked for."""
 
 import pytest
 
@@ -16,8 +16,8 @@ def merchant(db: None) -> None:
     make_merchant()
 
 
-def test_last_sequence_reads_the_changes_of_its_key_only() -> None:
-    """Guarantee: neither a turn of the engine nor a repeated revocation costs more as the change feed grows."""
+def test_last_sequence_reads_only_the_changes_of_its_key() -> None:
+    """The cost of an engine run or a repeated revocation does not grow with the change feed."""
     key, _ = issue(account())
     copy_row(Change, subject_id="'key' || n")
     (plan,) = explain(lambda: lifecycle.last_sequence(key))
@@ -26,14 +26,14 @@ def test_last_sequence_reads_the_changes_of_its_key_only() -> None:
     assert "Sort" not in plan
 
 
-def test_list_expired_reads_the_keys_that_have_expired_only() -> None:
+def test_list_expired_reads_only_expired_keys() -> None:
     (plan,) = explain(lambda: lifecycle.list_expired(now()))
     assert "key_expiring" in plan
     assert "Seq Scan on keyvault_key" not in plan
     assert "Sort" not in plan
 
 
-def test_list_used_uncollected_goes_on_behind_a_request_without_reading_those_before_it() -> None:
+def test_list_used_uncollected_after_a_request_skips_the_earlier_ones() -> None:
     (plan,) = explain(lambda: requests.list_used_uncollected(now(), after=(now(), "req_0")))
     assert "request_uncollected" in plan
     assert "Index Cond: ((issued_at" in plan

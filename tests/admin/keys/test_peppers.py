@@ -13,13 +13,13 @@ from keyvault.models import PepperVersion
 from keyvault.services.secrets.backend import secret_backend
 from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
 from tests.factories import issue, own_keystore
-from tests.services.peppering import hasten, rotate
+from tests.services.peppering import rotate, skip_propagation
 
 
 @pytest.fixture
 def desk(db: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     """In a keystore of the test's own."""
-    hasten(monkeypatch)
+    skip_propagation(monkeypatch)
     with own_keystore(tmp_path):
         yield set_up_desk()
 

@@ -13,7 +13,7 @@ from keyvault.services.keys.lifecycle import suspend_key
 from keyvault.services.recording.audit_chain import verify_audit
 from tests.admin.desk import Desk, address, browser, text_of
 from tests.factories import grant, issue, make_merchant, now
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 
 pytestmark = pytest.mark.database
 
@@ -89,7 +89,7 @@ def test_audit_page_checkpoint_that_does_not_hold_is_in_plain_sight(desk: Desk) 
     """An auditor need not run a command to see that the log is not what was signed."""
     issue(desk.sandbox)
     sign_due(now())
-    lift_triggers()
+    disable_triggers()
     head = AuditChain.objects.get(name="account:acme/sandbox")
     AuditEntry.objects.get(chain=head, sequence=head.sequence).delete()
     AuditChain.objects.filter(name=head.name).update(sequence=head.sequence - 1)

@@ -33,7 +33,7 @@ from tests.entry_points.golden import forged
 from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
 from tests.hotpath.conftest import Stage, revoke
 from tests.hotpath.priming import Clock, Primed, Still, decision, encode, masked, outside_the_loop, prime, prime_by
-from tests.services.recording.test_transaction import WISH
+from tests.services.recording.test_transaction import DRAFT
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db, pytest.mark.usefixtures("usage")]
 
@@ -393,15 +393,15 @@ def test_engine_judgement_that_a_change_of_the_rules_came_across_is_not_remember
     """Guarantee: an endpoint that is withdrawn while a question about it is judged is granted to nobody afterwards;
     and that question is spent for and noted once, whatever has become of the rules that it was judged by."""
     allowed = grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE)
-    row = add_endpoint(allowed, WISH)
-    asked = {**stage.asked, "endpoint": WISH.name}
+    row = add_endpoint(allowed, DRAFT)
+    asked = {**stage.asked, "endpoint": DRAFT.name}
     noted: list[EngineVerdict] = []
 
     def note(verdict: EngineVerdict) -> None:
         noted.append(verdict)
-        if verdict.endpoint == WISH.name and len(noted) == 2:
+        if verdict.endpoint == DRAFT.name and len(noted) == 2:
             withdraw_endpoint(allowed, row)
-            primed.engine.evict([("endpoint", WISH.name)])
+            primed.engine.evict([("endpoint", DRAFT.name)])
             if is_read_anew:
                 primed.engine.rules = DatabaseStore().read_rules(None)
 

@@ -1,4 +1,4 @@
-"""Acts that went round a rule on purpose: noted with the act, in sight until a second person has looked."""
+"""Actions that bypassed a rule: recorded in the action's transaction and listed until a second person reviews them."""
 
 from dataclasses import replace
 
@@ -23,49 +23,51 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
 @pytest.fixture
-def act(scene: Scene) -> BreakGlass:
-    """Tam was shown a production key."""
+def bypass(scene: Scene) -> BreakGlass:
+    """The requester collected a production key in person."""
     request = request_key(scene.production, by=scene.tam)
     issue_request(approve(request))
     collect_key(grant(scene.tam, P.ISSUANCE_COLLECT, scene.production), request)
     return BreakGlass.objects.get()
 
 
-def test_break_glass_act_is_reviewed_by_a_second_person(scene: Scene, act: BreakGlass) -> None:
-    allowed = grant(scene.approver, P.BREAK_GLASS_REVIEW, requester_person=act.person)
-    review_break_glass(allowed, act)
+def test_break_glass_is_reviewed_by_a_second_person(scene: Scene, bypass: BreakGlass) -> None:
+    allowed = grant(scene.approver, P.BREAK_GLASS_REVIEW, requester_person=bypass.person)
+    review_break_glass(allowed, bypass)
     stored = BreakGlass.objects.get()
     assert (stored.reviewer_person, stored.reviewed_at) == (scene.approver.person, allowed.at)
     with pytest.raises(StateConflictError, match="already reviewed"):
         review_break_glass(allowed, stored)
 
 
-def test_break_glass_act_is_not_reviewed_by_its_own_person(scene: Scene, act: BreakGlass) -> None:
-    """Nobody reviews their own act, under no log-in: the decision says so, and the database if it was not asked."""
-    too = make_operator("tam-too", Role.KEY_ADMINISTRATOR, person=scene.tam.person)
+def test_break_glass_reviewed_by_its_own_person_is_refused(scene: Scene, bypass: BreakGlass) -> None:
+    """The grant refuses a review under a second login; a database constraint refuses it as well."""
+    second_login = make_operator("tam-second-login", Role.KEY_ADMINISTRATOR, person=scene.tam.person)
     with pytest.raises(StateConflictError, match="second person"):
-        grant(too, P.BREAK_GLASS_REVIEW, requester_person=act.person)
-    misplaced = grant(too, P.BREAK_GLASS_REVIEW, requester_person="per_another")
-    # A service that is told so is stopped by the database, which knows better.
-    act.person = act.requester_person = "per_another"
+        grant(second_login, P.BREAK_GLASS_REVIEW, requester_person=bypass.person)
+    misplaced = grant(second_login, P.BREAK_GLASS_REVIEW, requester_person="per_another")
+    # A service that receives the wrong person is stopped by the database constraint.
+    bypass.person = bypass.requester_person = "per_another"
     with pytest.raises(IntegrityError, match="does not review it"), transaction.atomic():
-        review_break_glass(misplaced, act)
+        review_break_glass(misplaced, bypass)
     assert BreakGlass.objects.get().reviewed_at is None
 
 
 @pytest.fixture
 def claimed(scene: Scene) -> BreakGlass:
-    """`admin` asked, and whoever sat at the command line claimed the approver's yes: it may have been `admin`."""
+    """`admin` requested; the approval on the command line claims the approver, but `admin` may have entered it."""
     request = request_key(scene.production, by=scene.admin)
     approve(request, by=replace(scene.approver, channel=Channel.COMMAND_LINE, host_user="root"))
     return BreakGlass.objects.get()
 
 
-def test_break_glass_act_is_not_reviewed_by_whoever_asked_for_it(scene: Scene, claimed: BreakGlass) -> None:
-    """One person with a shell does not ask, approve in another's name, and review that: not under a second log-in
-    either. The approver whose name was claimed says nothing about it; a third person does."""
-    too = make_operator("admin-too", Role.APPROVER, person=scene.admin.person)
-    for operator in (scene.admin, too):
+def test_break_glass_reviewed_by_the_requester_is_refused(scene: Scene, claimed: BreakGlass) -> None:
+    """One person with a shell cannot request, approve in another's name, and review, even with a second login.
+
+    The claimed approver cannot review either; a third person can.
+    """
+    second_login = make_operator("admin-second-login", Role.APPROVER, person=scene.admin.person)
+    for operator in (scene.admin, second_login):
         allowed = grant(operator, P.BREAK_GLASS_REVIEW, requester_person=claimed.person)
         with pytest.raises(StateConflictError, match="requester cannot review it"):
             review_break_glass(allowed, claimed)
@@ -81,14 +83,14 @@ def test_break_glass_act_is_not_reviewed_by_whoever_asked_for_it(scene: Scene, c
     assert BreakGlass.objects.get().reviewer_person == third.person
 
 
-def test_break_glass_act_is_reviewed_by_those_who_may(scene: Scene, act: BreakGlass) -> None:
+def test_break_glass_reviewed_without_the_permission_is_refused(scene: Scene, bypass: BreakGlass) -> None:
     for operator in (scene.tam, scene.responder):
         with pytest.raises(PermissionMissingError):
-            grant(operator, P.BREAK_GLASS_REVIEW, requester_person=act.person)
+            grant(operator, P.BREAK_GLASS_REVIEW, requester_person=bypass.person)
 
 
-def test_break_glass_act_is_noted_inside_the_block_of_the_act_only(scene: Scene) -> None:
-    """The note is in the transaction of the act: neither without the other."""
+def test_break_glass_noted_outside_a_recorded_block_is_refused(scene: Scene) -> None:
+    """The note and the action share one transaction."""
     with pytest.raises(UnrecordedWriteError):
         note_break_glass(
             grant(scene.tam, P.ISSUANCE_COLLECT, scene.production),
@@ -99,22 +101,22 @@ def test_break_glass_act_is_noted_inside_the_block_of_the_act_only(scene: Scene)
         )
 
 
-def test_break_glass_is_a_person_s(scene: Scene) -> None:
-    """Our own machinery has no glass to break."""
+def test_break_glass_noted_for_a_service_principal_is_refused(scene: Scene) -> None:
+    """Only persons break glass."""
     with pytest.raises(TypeError):
         note_break_glass(grant(HOST, P.MERCHANTS_WRITE), event="x", subject="y", requester_person="p", why="z")
 
 
 @pytest.mark.parametrize("by_host", [True, False])
-def test_break_glass_approval_of_what_a_token_of_nobody_asked_is_noted(scene: Scene, by_host: bool) -> None:
-    """Whoever made a token on the host in nobody's name may be the approver: no comparison of persons tells."""
+def test_break_glass_approval_of_a_request_by_an_unowned_token_is_noted(scene: Scene, by_host: bool) -> None:
+    """The approver may have created a token that names no operator, so comparing persons proves nothing."""
     key, _ = issue(scene.production)
     _, text = make_token(P.ROTATIONS_WRITE, by=HOST if by_host else scene.admin)
     service = prove_service_token(text.reveal(), now())
     assert service is not None
-    asked = request_rotation(grant(service, P.ROTATIONS_WRITE, scene.production), key.credential, PlanOverrides())
-    allowed = grant(scene.approver, P.ROTATIONS_APPROVE, scene.production, asked.requester_person)
-    approve_rotation(allowed, asked, asked.plan_digest)
+    rotation = request_rotation(grant(service, P.ROTATIONS_WRITE, scene.production), key.credential, PlanOverrides())
+    allowed = grant(scene.approver, P.ROTATIONS_APPROVE, scene.production, rotation.requester_person)
+    approve_rotation(allowed, rotation, rotation.plan_digest)
     noted = list(BreakGlass.objects.values_list("event", "subject", "why"))
     why = "requested with a token that was created on the host without an operator"
-    assert noted == ([("rotation.approved", asked.pk, why)] if by_host else [])
+    assert noted == ([("rotation.approved", rotation.pk, why)] if by_host else [])

@@ -1,4 +1,4 @@
-"""The inbox: an alarm waits until a person has seen it, and it is kept who that was."""
+"""The inbox: an alarm stays unseen until a person marks it, and the row records that person."""
 
 import json
 from datetime import datetime, timedelta
@@ -20,10 +20,12 @@ from tests.services.racing import race
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
-ALARM, NEWS = NoticeKind.ROTATION_STALLED, NoticeKind.KEY_ISSUED
+ALARM, INFO = NoticeKind.ROTATION_STALLED, NoticeKind.KEY_ISSUED
 
 
-def tell(scene: Scene, kind: NoticeKind = ALARM, account: Account | None = None, at: datetime | None = None) -> Notice:
+def send_notice(
+    scene: Scene, kind: NoticeKind = ALARM, account: Account | None = None, at: datetime | None = None
+) -> Notice:
     place = account or scene.sandbox
     allowed = grant(scene.admin, P.KEYS_REVOKE, place, at=at)
     with recorded(allowed, P.KEYS_REVOKE, "key.revoked", account=place):
@@ -37,17 +39,18 @@ def last_entry() -> tuple[str, str, dict[str, object]]:
 
 def test_inbox_shows_unseen_alarms_first_then_the_newest(scene: Scene) -> None:
     at = now()
-    old, news, seen, new = (
-        tell(scene, kind, at=at + timedelta(seconds=number)) for number, kind in enumerate((ALARM, NEWS, ALARM, ALARM))
+    old, info, seen, new = (
+        send_notice(scene, kind, at=at + timedelta(seconds=number))
+        for number, kind in enumerate((ALARM, INFO, ALARM, ALARM))
     )
     mark_seen(grant(scene.approver, P.NOTICES_MARK, scene.sandbox), seen)
-    assert [notice.pk for notice in list_notices()] == [new.pk, old.pk, seen.pk, news.pk]
+    assert [notice.pk for notice in list_notices()] == [new.pk, old.pk, seen.pk, info.pk]
     assert [notice.pk for notice in list_unseen()] == [old.pk, new.pk]
     assert count_unseen() == 2
 
 
-def test_alarm_marked_is_seen_by_whoever_marked_it(scene: Scene) -> None:
-    notice = tell(scene)
+def test_alarm_marked_records_the_operator(scene: Scene) -> None:
+    notice = send_notice(scene)
     mark_seen(grant(scene.approver, P.NOTICES_MARK, scene.sandbox), notice)
     notice.refresh_from_db()
     assert notice.seen_at is not None
@@ -57,17 +60,17 @@ def test_alarm_marked_is_seen_by_whoever_marked_it(scene: Scene) -> None:
     assert count_unseen() == 0
 
 
-def test_alarm_is_marked_once_and_news_never(scene: Scene) -> None:
-    notice = tell(scene)
+def test_alarm_marked_twice_and_other_notices_marked_are_refused(scene: Scene) -> None:
+    notice = send_notice(scene)
     allowed = grant(scene.approver, P.NOTICES_MARK, scene.sandbox)
     mark_seen(allowed, notice)
-    for again in (notice, tell(scene, NEWS)):
+    for again in (notice, send_notice(scene, INFO)):
         with pytest.raises(StateConflictError):
             mark_seen(allowed, again)
 
 
-def test_alarm_is_marked_with_the_permission_for_its_account(scene: Scene) -> None:
-    notice = tell(scene)
+def test_alarm_marked_without_the_permission_for_its_account_is_refused(scene: Scene) -> None:
+    notice = send_notice(scene)
     for wrong in (
         grant(scene.approver, P.NOTICES_MARK, scene.production),
         grant(scene.admin, P.KEYS_READ, scene.sandbox),
@@ -79,24 +82,25 @@ def test_alarm_is_marked_with_the_permission_for_its_account(scene: Scene) -> No
     assert count_unseen() == 1
 
 
-def test_alarms_all_marked_are_those_that_had_come(scene: Scene) -> None:
-    """What came after the page was opened has not been seen, and stays."""
+def test_alarms_all_marked_leaves_later_ones_unseen(scene: Scene) -> None:
+    """An alarm that arrived after the page was opened stays unseen."""
     at = now()
-    tell(scene, at=at)
-    tell(scene, account=scene.production, at=at)
-    late = tell(scene, at=at + timedelta(seconds=1))
+    send_notice(scene, at=at)
+    send_notice(scene, account=scene.production, at=at)
+    late = send_notice(scene, at=at + timedelta(seconds=1))
     assert mark_all_seen(grant(scene.approver, P.NOTICES_MARK), at) == 2
     assert [notice.pk for notice in list_unseen()] == [late.pk]
     event, chain, details = last_entry()
     assert (event, chain, details["count"]) == ("notice.all_seen", "platform", 2)
 
 
-def test_alarms_all_marked_are_so_many_at_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One transaction stays short, whatever has happened."""
+def test_alarms_all_marked_takes_a_limited_number_per_transaction(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inbox, "MAX_MARKED", 2)
     at = now()
     for _ in range(3):
-        tell(scene, at=at)
+        send_notice(scene, at=at)
     allowed = grant(scene.approver, P.NOTICES_MARK)
     assert [mark_all_seen(allowed, at), mark_all_seen(allowed, at)] == [2, 1]
     with pytest.raises(StateConflictError, match="no unseen alarms"):
@@ -104,10 +108,10 @@ def test_alarms_all_marked_are_so_many_at_once(scene: Scene, monkeypatch: pytest
 
 
 @pytest.mark.django_db(transaction=True)
-def test_alarms_marked_by_two_at_once_are_marked_once() -> None:
-    """Whoever is second is told that nothing is left, and takes nobody's name away."""
+def test_alarms_marked_by_two_operators_concurrently_are_marked_once() -> None:
+    """The second operator gets a conflict and does not overwrite the first one's name."""
     scene = make_scene()
-    notice = tell(scene)
+    notice = send_notice(scene)
     allowed = [grant(person, P.NOTICES_MARK) for person in (scene.approver, scene.tam)]
     results = race(*(lambda one=one: mark_all_seen(one, now()) for one in allowed))
     assert sorted(map(str, results)) == ["1", "There are no unseen alarms."]

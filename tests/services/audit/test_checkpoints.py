@@ -1,4 +1,4 @@
-"""Checkpoints of the audit log in the database: signed once, whoever signs, and loud about a log that is another."""
+"""Signed checkpoints of the audit log: signing, verification, and export."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ from tests.backends.vault.installation import InstalledVault, installed, serving
 from tests.factories import PRODUCTION, SANDBOX, account, grant, make_merchant, now, own_keystore
 from tests.servers.openbao import VaultOnDisk
 from tests.services.racing import race
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -56,7 +56,7 @@ STEP = CHECKPOINT_EVERY + timedelta(seconds=1)
 
 
 def write(merchant_id: str = "acme", environment: Environment = SANDBOX) -> None:
-    """One more entry in the merchant's chain."""
+    """Append one entry to the merchant's chain."""
     place = account(merchant_id, environment)
     with recorded(grant(HOST, P.MERCHANTS_WRITE, place), P.MERCHANTS_WRITE, "test.wrote", account=place):
         pass
@@ -64,20 +64,20 @@ def write(merchant_id: str = "acme", environment: Environment = SANDBOX) -> None
 
 @pytest.fixture
 def moments() -> Iterator[datetime]:
-    """Each later than the one before by as much as lies between two checkpoints."""
+    """Yield times that are one checkpoint interval apart."""
 
-    def later() -> Iterator[datetime]:
+    def step() -> Iterator[datetime]:
         at = now()
         while True:
             yield at
             at += STEP
 
-    return later()
+    return step()
 
 
 @pytest.fixture
 def written(db: None, moments: Iterator[datetime]) -> Iterator[datetime]:
-    """Three checkpoints of the sandbox, at entries 1, 3 and 5 of acme's chain, and a sixth entry after them."""
+    """Three sandbox checkpoints, at entries 1, 3 and 5 of acme's chain, followed by a sixth entry."""
     make_merchant("acme")
     write("acme", PRODUCTION)
     write()
@@ -93,27 +93,27 @@ def written(db: None, moments: Iterator[datetime]) -> Iterator[datetime]:
 
 @contextmanager
 def tampering() -> Iterator[None]:
-    """What somebody may do who took the triggers away first, and put them back."""
-    lift_triggers()
+    """Drop the triggers for the block, as an attacker with database access does."""
+    disable_triggers()
     yield
-    lift_triggers()
+    disable_triggers()
     ensure_triggers(connection)
 
 
-def checked(kept: Any = None) -> dict[str, ScopeReport]:
+def verify(kept: Any = None) -> dict[str, ScopeReport]:
     keys, unchecked = gather_public_keys({})
     assert unchecked == {}
     return {report.scope: report for report in verify_checkpoints(keys, kept or {}, unchecked, now())}
 
 
-def found() -> Break | None:
-    return checked()["sandbox"].broken
+def first_break() -> Break | None:
+    return verify()["sandbox"].broken
 
 
 # --- signing ---------------------------------------------------------------------------------------------------
 
 
-def test_sign_due_signs_where_every_chain_of_each_scope_stands(written: Iterator[datetime]) -> None:
+def test_sign_due_signs_the_head_of_every_chain_of_each_scope(written: Iterator[datetime]) -> None:
     sign_due(next(written))
     for scope in SCOPES:
         newest = parse_checkpoint(bytes(AuditCheckpoint.objects.filter(scope=scope).latest("number").body))
@@ -122,20 +122,20 @@ def test_sign_due_signs_where_every_chain_of_each_scope_stands(written: Iterator
             for chain in AuditChain.objects.all()
             if scope_of(chain.name) == scope
         }
-    assert {scope: (report.broken, report.unsigned) for scope, report in checked().items()} == dict.fromkeys(
+    assert {scope: (report.broken, report.unsigned) for scope, report in verify().items()} == dict.fromkeys(
         SCOPES, (None, 0)
     )
 
 
-def test_sign_due_adds_no_audit_entry_and_so_nothing_to_sign(written: Iterator[datetime]) -> None:
-    """A log that rests gets no checkpoint after the one that says where it rests."""
+def test_sign_due_of_an_unchanged_log_signs_nothing(written: Iterator[datetime]) -> None:
+    """Signing adds no audit entry, so an idle log gets no further checkpoint."""
     sign_due(next(written))
     entries, rows = AuditEntry.objects.count(), AuditCheckpoint.objects.count()
     assert sign_due(next(written)) == 0
     assert (AuditEntry.objects.count(), AuditCheckpoint.objects.count()) == (entries, rows)
 
 
-def test_sign_due_again_within_the_interval_waits(db: None, moments: Iterator[datetime]) -> None:
+def test_sign_due_again_within_the_interval_signs_nothing(db: None, moments: Iterator[datetime]) -> None:
     make_merchant("acme")
     write()
     at = next(moments)
@@ -145,10 +145,10 @@ def test_sign_due_again_within_the_interval_waits(db: None, moments: Iterator[da
     assert sign_due(at + CHECKPOINT_EVERY) == 1
 
 
-def test_sign_due_clock_set_back_signs_all_the_same(written: Iterator[datetime]) -> None:
-    """A checkpoint from what is now the future holds up nothing."""
+def test_sign_due_after_the_clock_was_set_back_signs(written: Iterator[datetime]) -> None:
+    """A checkpoint dated in the future blocks nothing."""
     assert sign_due(now() - timedelta(days=1)) == 1
-    assert found() is None
+    assert first_break() is None
 
 
 def test_sign_due_of_an_empty_log_signs_nothing(db: None) -> None:
@@ -156,8 +156,8 @@ def test_sign_due_of_an_empty_log_signs_nothing(db: None) -> None:
 
 
 @override_settings(ENVIRONMENTS=("sandbox",))
-def test_sign_due_signs_for_served_environments_only(db: None) -> None:
-    """A process of the sandbox asks for no signature of production's key."""
+def test_sign_due_in_a_process_of_some_environments_signs_for_those_only(db: None) -> None:
+    """A process of the sandbox never requests a signature with the production key."""
     make_merchant("acme")
     write()
     write("acme", PRODUCTION)
@@ -166,48 +166,48 @@ def test_sign_due_signs_for_served_environments_only(db: None) -> None:
     assert set(read_public_keys()[1]) == {"production"}
 
 
-def test_sign_due_signer_away_delays_and_blocks_nothing(
+def test_sign_due_with_the_signer_unavailable_is_delayed(
     written: Iterator[datetime], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log goes on unsigned, says so, and the next time all of it is signed."""
+    """The log continues unsigned, a warning is logged, and the next run signs all of it."""
     rows = AuditCheckpoint.objects.count()
-    away = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
-    with mock.patch.object(LocalSigner, "sign", side_effect=away), caplog.at_level(logging.WARNING):
+    unavailable = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
+    with mock.patch.object(LocalSigner, "sign", side_effect=unavailable), caplog.at_level(logging.WARNING):
         assert sign_due(next(written)) == 0
     assert {record.getMessage() for record in caplog.records} == {"a checkpoint of the audit log is delayed"}
     assert AuditCheckpoint.objects.count() == rows
     write()
     assert sign_due(next(written)) == 1
-    assert checked()["sandbox"].unsigned == 0
+    assert verify()["sandbox"].unsigned == 0
 
 
 def test_sign_due_killed_between_signing_and_storing_signs_again(written: Iterator[datetime]) -> None:
-    """A signature that nobody stored is forgotten: the number is used once, by the next run."""
+    """A signature that was not stored is dropped; the next run uses its number."""
     at = next(written)
     with mock.patch.object(checkpoints, "_store", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         sign_due(at)
     assert AuditCheckpoint.objects.filter(scope="sandbox").count() == 3
     assert sign_due(at) == 1
-    assert checked()["sandbox"].newest == checkpoints.find_newest("sandbox")
-    assert found() is None
+    assert verify()["sandbox"].newest == checkpoints.find_newest("sandbox")
+    assert first_break() is None
 
 
 @pytest.mark.django_db(transaction=True)
-def test_sign_due_by_two_workers_at_once_stores_one_of_each_number() -> None:
-    """Both may sign; one stores, and the other goes away without a word."""
+def test_sign_due_by_concurrent_workers_stores_each_number_once() -> None:
+    """Several workers may sign; one stores, and the others return without an error."""
     make_merchant("acme")
     for turn in range(4):
         write()
-        made = race(*[partial(sign_due, now() + turn * STEP)] * 3)
-        assert sum(made) == (1 if turn else 2), made
+        signed = race(*[partial(sign_due, now() + turn * STEP)] * 3)
+        assert sum(signed) == (1 if turn else 2), signed
         numbers = AuditCheckpoint.objects.filter(scope="sandbox").order_by("number").values_list("number", flat=True)
         assert list(numbers) == list(range(1, turn + 2))
-    assert found() is None
+    assert first_break() is None
     assert len(secret_backend().versions(Mount.AUDIT, "audit-sandbox")) == 1
 
 
-def test_sign_due_other_worker_first_stores_nothing(written: Iterator[datetime]) -> None:
-    """The narrow moment, made certain: another stores the same number after this one has looked."""
+def test_sign_due_after_another_worker_stored_the_number_stores_nothing(written: Iterator[datetime]) -> None:
+    """Another worker stores the same number after this one has read the newest checkpoint."""
     at = next(written)
     real = LocalSigner.sign
 
@@ -219,13 +219,13 @@ def test_sign_due_other_worker_first_stores_nothing(written: Iterator[datetime])
     with mock.patch.object(LocalSigner, "sign", after_another):
         assert sign_due(at) == 0
     assert AuditCheckpoint.objects.filter(scope="sandbox").count() == 4
-    assert found() is None
+    assert first_break() is None
 
 
-def test_sign_due_over_a_log_that_departed_from_its_checkpoint_refuses(
+def test_sign_due_of_a_log_that_contradicts_its_checkpoint_is_refused(
     written: Iterator[datetime], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No signature of ours goes under what somebody made of the log; the error comes again at every tick."""
+    """A rewritten log is never signed; each run logs the error again."""
     with tampering():
         AuditEntry.objects.filter(chain_id=CHAIN, sequence=5).update(hash=bytes(32))
     with caplog.at_level(logging.ERROR):
@@ -233,10 +233,10 @@ def test_sign_due_over_a_log_that_departed_from_its_checkpoint_refuses(
     assert [record.getMessage() for record in caplog.records] == ["the audit log is damaged: no checkpoint is signed"]
 
 
-def test_sign_due_with_the_local_key_gone_refuses_and_makes_no_other(
+def test_sign_due_without_the_local_key_is_refused_and_creates_no_key(
     written: Iterator[datetime], tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A lost keystore is restored; a new key would make the old checkpoints look forged."""
+    """A lost keystore must be restored: a new key would make the old checkpoints look forged."""
     with own_keystore(tmp_path), caplog.at_level(logging.ERROR):
         assert sign_due(next(written)) == 0
         assert secret_backend().versions(Mount.AUDIT, "audit-sandbox") == []
@@ -244,7 +244,7 @@ def test_sign_due_with_the_local_key_gone_refuses_and_makes_no_other(
 
 
 def test_local_signer_keys_of_the_scopes_differ_and_stay(written: Iterator[datetime]) -> None:
-    """Nothing is shared between the environments, no signing key either."""
+    """The environments share no signing key."""
     first, _ = read_public_keys()
     sign_due(next(written))
     assert read_public_keys() == (first, {})
@@ -252,7 +252,7 @@ def test_local_signer_keys_of_the_scopes_differ_and_stay(written: Iterator[datet
     assert len(set(first.values())) == 3
 
 
-# --- checking --------------------------------------------------------------------------------------------------
+# --- verification ----------------------------------------------------------------------------------------------
 
 
 def _entries(**where: Any) -> Any:
@@ -264,14 +264,14 @@ def _rows(**where: Any) -> Any:
 
 
 def _cut_tail(length: int = 4) -> None:
-    """Entries and head go back together, as in the chain by itself nobody could see."""
+    """Truncate entries and head together; the chain alone cannot reveal that."""
     last = _entries(sequence=length).get()
     _entries(sequence__gt=length).delete()
     AuditChain.objects.filter(name=CHAIN).update(sequence=length, head_hash=last.hash)
 
 
-def _write_anew() -> None:
-    """Entry 3 tells another story, and everything after it is hashed anew, the head too."""
+def _rewrite() -> None:
+    """Forge entry 3 and compute the hashes of all later entries and of the head again."""
     previous = bytes(_entries(sequence=2).get().hash)
     for entry in _entries(sequence__gte=3).order_by("sequence"):
         body = entry_bytes(
@@ -290,7 +290,7 @@ def _write_anew() -> None:
 
 
 def _forge() -> None:
-    """A well-made next checkpoint, signed with a key of one's own."""
+    """Add a well-formed next checkpoint, signed with another key."""
     newest = checkpoints.find_newest("sandbox")
     assert newest is not None
     body = checkpoint_bytes(Checkpoint("sandbox", 4, now(), newest.digest, checkpoints.read_heads("sandbox")))
@@ -306,11 +306,11 @@ def _forge() -> None:
 
 
 TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
-    "tail and head set back": (_cut_tail, 3, "entry 5 of chain account:acme/sandbox, which it signs, is missing"),
-    "written anew": (_write_anew, 2, "entry 3 of chain account:acme/sandbox differs from the one that it signs"),
+    "tail and head truncated": (_cut_tail, 3, "entry 5 of chain account:acme/sandbox, which it signs, is missing"),
+    "rewritten": (_rewrite, 2, "entry 3 of chain account:acme/sandbox differs from the one that it signs"),
     "first checkpoint deleted": (lambda: _rows(number=1).delete(), 2, "checkpoint 1 is missing; 2 follows"),
     "middle checkpoint deleted": (lambda: _rows(number=2).delete(), 3, "checkpoint 2 is missing; 3 follows"),
-    "body made garbage": (lambda: _rows(number=2).update(body=b"\xff"), 2, "its bytes are no checkpoint"),
+    "body made invalid": (lambda: _rows(number=2).update(body=b"\xff"), 2, "its bytes are no checkpoint"),
     "signature altered": (lambda: _rows(number=2).update(signature=bytes(64)), 2, "its signature is not the signer's"),
     "time column edited": (lambda: _rows(number=2).update(at=now()), 2, "its columns differ from its bytes"),
     "signer column edited": (
@@ -328,51 +328,51 @@ TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
 
 
 @pytest.mark.parametrize("name", TAMPERINGS)
-def test_verify_checkpoints_tampered_log_names_the_first_checkpoint_that_does_not_hold(
+def test_verify_checkpoints_of_a_tampered_log_names_the_first_broken_checkpoint(
     written: Iterator[datetime], name: str
 ) -> None:
-    """What the owner of the database may do to it, without the signing key, is found; and off-host as well."""
+    """Every change that a database owner can make without the signing key is found, on this host and on another."""
     tamper, number, why = TAMPERINGS[name]
     with tampering():
         tamper()
-    assert found() == Break("checkpoints:sandbox", number, why)
-    assert checked()["service"].broken is None
-    # The column of the time is a copy to search by and leaves the host in the signed bytes only.
+    assert first_break() == Break("checkpoints:sandbox", number, why)
+    assert verify()["service"].broken is None
+    # The time column is a search copy; only the signed bytes leave the host.
     assert (off_host().first_broken is None) == (name == "time column edited")
 
 
-def test_verify_checkpoints_chain_set_back_is_whole_by_itself(written: Iterator[datetime]) -> None:
-    """Why there are checkpoints at all: the chains alone show neither of these."""
-    for tamper in (_write_anew, _cut_tail):
+def test_verify_audit_of_a_truncated_or_rewritten_chain_finds_nothing(written: Iterator[datetime]) -> None:
+    """The chains alone reveal neither; this is why checkpoints exist."""
+    for tamper in (_rewrite, _cut_tail):
         with tampering():
             tamper()
         assert verify_audit().first_broken is None
 
 
-def test_verify_checkpoints_database_set_back_is_found_with_kept_ones_only(written: Iterator[datetime]) -> None:
-    """Entries and checkpoints gone together leave a whole log: the auditor's own checkpoint says what was there."""
+def test_verify_checkpoints_of_a_rolled_back_database_needs_the_kept_ones(written: Iterator[datetime]) -> None:
+    """Entries and checkpoints removed together leave a consistent log; the auditor's own checkpoint reveals the gap."""
     kept = gather_kept([record_line(record).encode() for record in export_newest(SCOPES)], read_public_keys()[0])
     with tampering():
         _rows(number__gt=2).delete()
         _cut_tail()
-    assert found() is None
-    broken = checked(kept)["sandbox"].broken
+    assert first_break() is None
+    broken = verify(kept)["sandbox"].broken
     assert broken == Break(
         "checkpoints:sandbox", 3, "the auditor kept it, but the checkpoints here end at 2: the log was rolled back"
     )
     write()
     sign_due(next(written))
-    broken = checked(kept)["sandbox"].broken
+    broken = verify(kept)["sandbox"].broken
     assert broken == Break(
         "checkpoints:sandbox", 3, "it differs from the one that the auditor kept: the log was rewritten"
     )
 
 
 def test_verify_checkpoints_without_the_signer_checks_everything_else(written: Iterator[datetime]) -> None:
-    """Nothing is called signed that nobody could check; with the keys from a file, it is."""
+    """A signature without its public key counts as unchecked; keys from a file check it."""
     known, _ = read_public_keys()
-    away = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
-    with mock.patch.object(LocalSigner, "read_public_keys", side_effect=away):
+    unavailable = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
+    with mock.patch.object(LocalSigner, "read_public_keys", side_effect=unavailable):
         keys, unchecked = gather_public_keys({})
         assert unchecked == dict.fromkeys(SCOPES, "sealed")
         reports = verify_checkpoints(keys, {}, unchecked, now())
@@ -380,8 +380,8 @@ def test_verify_checkpoints_without_the_signer_checks_everything_else(written: I
         assert gather_public_keys(known) == (known, {})
 
 
-def test_verify_checkpoints_finds_entries_that_nobody_has_signed_for_too_long(written: Iterator[datetime]) -> None:
-    """Whoever takes every checkpoint away is found, and so is a signer that has been refused for hours."""
+def test_verify_checkpoints_reports_entries_unsigned_for_too_long(written: Iterator[datetime]) -> None:
+    """This finds both deleted checkpoints and a signer that has been refused for hours."""
     keys, unchecked = gather_public_keys({})
     soon, late = now() + UNSIGNED_FOR - STEP, now() + UNSIGNED_FOR + STEP
     assert {report.overdue for report in verify_checkpoints(keys, {}, unchecked, soon)} == {None}
@@ -395,48 +395,46 @@ def test_verify_checkpoints_finds_entries_that_nobody_has_signed_for_too_long(wr
     assert all("checkpoints were deleted" in str(report.overdue) for report in reports if report.unsigned)
 
 
-def test_sign_due_tells_the_log_of_each_checkpoint(
-    written: Iterator[datetime], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where logs are shipped, what was signed is known to others than the database's owner."""
+def test_sign_due_logs_each_checkpoint(written: Iterator[datetime], caplog: pytest.LogCaptureFixture) -> None:
+    """Shipped logs keep a copy of each checkpoint outside the database."""
     with caplog.at_level(logging.INFO, logger="keyvault.services.audit.checkpoints"):
         sign_due(next(written))
     newest = checkpoints.find_newest("sandbox")
     assert newest is not None
-    told = {getattr(record, "scope", ""): vars(record) for record in caplog.records}["sandbox"]
-    assert (told["number"], told["digest"]) == (newest.number, newest.digest.hex())
+    logged = {getattr(record, "scope", ""): vars(record) for record in caplog.records}["sandbox"]
+    assert (logged["number"], logged["digest"]) == (newest.number, newest.digest.hex())
 
 
-def test_verify_checkpoints_while_others_write_and_sign_raises_no_false_alarm(written: Iterator[datetime]) -> None:
-    """Between any two queries of the check, an entry and a checkpoint come in."""
+def test_verify_checkpoints_during_writes_and_signing_raises_no_false_alarm(written: Iterator[datetime]) -> None:
+    """An entry and a checkpoint arrive between any two queries of the check."""
     real = checkpoints.find_entry_hash
 
-    def meanwhile(chain: str, sequence: int) -> bytes | None:
+    def write_and_sign(chain: str, sequence: int) -> bytes | None:
         write()
         with mock.patch.object(checkpoints, "find_entry_hash", real):
             sign_due(next(written))
         return real(chain, sequence)
 
-    with mock.patch.object(checkpoints, "find_entry_hash", meanwhile):
-        assert {report.broken for report in checked().values()} == {None}
+    with mock.patch.object(checkpoints, "find_entry_hash", write_and_sign):
+        assert {report.broken for report in verify().values()} == {None}
 
 
-def test_standings_show_the_newest_and_whether_it_holds(written: Iterator[datetime]) -> None:
-    standings = {standing.scope: standing for standing in list_checkpoint_status()}
-    sandbox = standings["sandbox"]
+def test_checkpoint_status_shows_the_newest_and_whether_it_is_valid(written: Iterator[datetime]) -> None:
+    statuses = {status.scope: status for status in list_checkpoint_status()}
+    sandbox = statuses["sandbox"]
     assert sandbox.newest is not None
     assert (sandbox.newest.number, sandbox.unsigned, sandbox.fault) == (3, 1, None)
     with tampering():
-        _write_anew()
-    sandbox = next(standing for standing in list_checkpoint_status() if standing.scope == "sandbox")
+        _rewrite()
+    sandbox = next(status for status in list_checkpoint_status() if status.scope == "sandbox")
     assert sandbox.fault == f"sandbox checkpoint 3: entry 5 of chain {CHAIN} differs from the one that it signs"
 
 
-def test_standings_forged_newest_does_not_hold(written: Iterator[datetime]) -> None:
+def test_checkpoint_status_of_a_forged_newest_is_invalid(written: Iterator[datetime]) -> None:
     with tampering():
         _forge()
     assert (
-        next(each.fault for each in list_checkpoint_status() if each.scope == "sandbox")
+        next(status.fault for status in list_checkpoint_status() if status.scope == "sandbox")
         == "its signature is not the signer's"
     )
 
@@ -445,7 +443,7 @@ def test_standings_forged_newest_does_not_hold(written: Iterator[datetime]) -> N
 
 
 def off_host(*, since: datetime | None = None, scopes: list[str] | None = None) -> ExportCheck:
-    """The export, through its lines, in the checker that an auditor runs."""
+    """Run the export through the checker that an auditor runs."""
     check = ExportCheck(read_public_keys()[0], {})
     for record in export_log(scopes or SCOPES, since, now()):
         check.take(parse_record(record_line(record).encode()))
@@ -453,7 +451,7 @@ def off_host(*, since: datetime | None = None, scopes: list[str] | None = None) 
     return check
 
 
-def test_export_of_a_whole_log_holds_off_host(written: Iterator[datetime]) -> None:
+def test_export_of_an_intact_log_verifies_off_host(written: Iterator[datetime]) -> None:
     check = off_host()
     assert check.first_broken is None
     assert sum(scope.entries for scope in check.scopes.values()) == AuditEntry.objects.count()
@@ -467,8 +465,8 @@ def _newest() -> Any:
     return newest
 
 
-def test_export_since_begins_with_the_newest_older_checkpoint(written: Iterator[datetime]) -> None:
-    """A part of the log is checked from a signed place on, and says which."""
+def test_export_since_a_time_begins_with_the_newest_older_checkpoint(written: Iterator[datetime]) -> None:
+    """A partial export starts at a signed checkpoint and names it."""
     second = _rows(number=2).get()
     check = off_host(since=second.at + timedelta(seconds=1), scopes=["sandbox"])
     assert check.first_broken is None
@@ -478,8 +476,8 @@ def test_export_since_begins_with_the_newest_older_checkpoint(written: Iterator[
     assert off_host(since=second.at - timedelta(days=1), scopes=["sandbox"]).scopes["sandbox"].entries == 6
 
 
-def test_export_while_others_write_and_sign_holds_off_host(written: Iterator[datetime]) -> None:
-    """What comes in between two lines is in the export or not: it never looks like a broken log."""
+def test_export_during_writes_and_signing_verifies_off_host(written: Iterator[datetime]) -> None:
+    """An entry that arrives during the export is included or not; either way the export verifies."""
     check = ExportCheck(read_public_keys()[0], {})
     before = AuditEntry.objects.count()
     for record in export_log(SCOPES, None, now()):
@@ -492,11 +490,11 @@ def test_export_while_others_write_and_sign_holds_off_host(written: Iterator[dat
     assert before < sum(scope.entries for scope in check.scopes.values()) <= before + 20
 
 
-# --- on the real server ----------------------------------------------------------------------------------------
+# --- with the real Vault server ----------------------------------------------------------------------------------
 
 
-def test_vault_signs_and_after_a_key_rotation_old_and_new_checkpoints_hold(vault_service: InstalledVault) -> None:
-    """Transit keeps every version's public key: a new signing key invalidates nothing that the old one signed."""
+def test_vault_after_a_key_rotation_verifies_old_and_new_checkpoints(vault_service: InstalledVault) -> None:
+    """Transit keeps the public key of every version, so a new signing key invalidates no old signature."""
     make_merchant("acme")
     write()
     at = now()
@@ -509,22 +507,22 @@ def test_vault_signs_and_after_a_key_rotation_old_and_new_checkpoints_hold(vault
         (f"vault:{mount}/audit", 1),
         (f"vault:{mount}/audit", 2),
     ]
-    assert {scope: report.broken for scope, report in checked().items()} == dict.fromkeys(SCOPES)
+    assert {scope: report.broken for scope, report in verify().items()} == dict.fromkeys(SCOPES)
     assert off_host().first_broken is None
     with tampering():
-        _write_to_end()
+        _overwrite_first_hash()
     assert off_host().first_broken is not None
 
 
-def _write_to_end() -> None:
+def _overwrite_first_hash() -> None:
     AuditEntry.objects.filter(chain_id=CHAIN, sequence=1).update(hash=FIRST)
 
 
-def test_sealed_vault_delays_the_checkpoint_and_the_log_goes_on(
+def test_sealed_vault_delays_the_checkpoint_but_not_the_log(
     db: None, vault_on_disk: VaultOnDisk, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Entries are written while nobody can sign; once unsealed, the next run signs them all."""
-    with installed(vault_on_disk, tmp_path) as made, serving_from(made):
+    """Entries are written while Vault is sealed; once it is unsealed, the next run signs them all."""
+    with installed(vault_on_disk, tmp_path) as installation, serving_from(installation):
         make_merchant("acme")
         write()
         assert sign_due(now()) == 2
@@ -537,8 +535,8 @@ def test_sealed_vault_delays_the_checkpoint_and_the_log_goes_on(
         assert set(gather_public_keys({})[1]) == set(SCOPES)
         assert verify_audit().first_broken is None
         vault_on_disk.unseal()
-        # As a new process: the breaker of this one would have to cool down first.
+        # A new process would start with a closed circuit breaker; this one would have to wait for it.
         secret_backend.cache_clear()
         vault_backend.cache_clear()
         assert sign_due(now() + STEP) == 1
-        assert (found(), checked()["sandbox"].unsigned) == (None, 0)
+        assert (first_break(), verify()["sandbox"].unsigned) == (None, 0)

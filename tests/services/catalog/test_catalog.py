@@ -1,4 +1,4 @@
-"""Upstream endpoints: added, changed, withdrawn and restored by operators, in force at once, and audited."""
+"""Upstream endpoints that operators add, change, withdraw and restore: effective immediately and audited."""
 
 import json
 from typing import Any
@@ -23,18 +23,18 @@ from keyvault.services.catalog.endpoints import (
 from keyvault.services.verification.judging import VerificationRequest, judge_presented
 from tests.factories import SANDBOX, grant, issue, now
 from tests.services.conftest import Scene, make_scene
-from tests.services.racing import PATIENCE_SECONDS, held_open, start, wait_until_blocked
+from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-def wish(name: str = "refunds.create", **wished: Any) -> EndpointDraft:
-    chosen = {"method": "POST", "path": "/refunds/<refund_id>", "credentials": frozenset({KeyKind.PRIVATE}), **wished}
-    return EndpointDraft(name, **chosen)
+def make_draft(name: str = "refunds.create", **fields: Any) -> EndpointDraft:
+    values = {"method": "POST", "path": "/refunds/<refund_id>", "credentials": frozenset({KeyKind.PRIVATE}), **fields}
+    return EndpointDraft(name, **values)
 
 
-def add(scene: Scene, *words: Any, **wished: Any) -> CatalogEndpoint:
-    return add_endpoint(grant(scene.admin, P.CATALOG_WRITE), wish(*words, **wished))
+def add(scene: Scene, *names: Any, **fields: Any) -> CatalogEndpoint:
+    return add_endpoint(grant(scene.admin, P.CATALOG_WRITE), make_draft(*names, **fields))
 
 
 def faults(error: RequestInvalidError) -> list[str]:
@@ -46,31 +46,31 @@ def last_entry() -> tuple[str, dict[str, Any]]:
     return entry.event, json.loads(bytes(entry.body))["details"]
 
 
-def code_of(scene: Scene, key: Any) -> ErrorCode | None:
+def denial_code(scene: Scene, key: Any) -> ErrorCode | None:
     endpoint = match_endpoint("POST", "/refunds/7")
-    presented = VerificationRequest(key=key.reveal(), environment=SANDBOX, endpoint=endpoint)
-    verdict = judge_presented(presented, now()).verdict
+    verification = VerificationRequest(key=key.reveal(), environment=SANDBOX, endpoint=endpoint)
+    verdict = judge_presented(verification, now()).verdict
     return verdict.code if isinstance(verdict, Denial) else None
 
 
-def test_endpoint_added_is_judged_by_the_next_request(scene: Scene) -> None:
-    """No restart between the operator's click and the first verdict on it."""
+def test_endpoint_added_applies_to_the_next_request(scene: Scene) -> None:
+    """An added endpoint needs no restart."""
     _, key = issue(scene.sandbox)
-    assert code_of(scene, key) is ErrorCode.ENDPOINT_UNKNOWN
+    assert denial_code(scene, key) is ErrorCode.ENDPOINT_UNKNOWN
     add(scene)
-    assert code_of(scene, key) is None
+    assert denial_code(scene, key) is None
     event, details = last_entry()
     assert (event, details["endpoint"]) == ("endpoint.added", "refunds.create")
     assert details["rule"]["Path"] == "/refunds/<refund_id>"
 
 
-def test_endpoint_changed_holds_at_once_and_is_audited_with_both_rules(scene: Scene) -> None:
+def test_endpoint_changed_applies_immediately_and_is_audited_with_both_rules(scene: Scene) -> None:
     _, key = issue(scene.sandbox)
     row = add(scene)
-    assert code_of(scene, key) is None
+    assert denial_code(scene, key) is None
     changing = grant(scene.admin, P.CATALOG_WRITE)
-    change_endpoint(changing, row, wish(credentials=frozenset({KeyKind.PUBLIC}), summary="now public"))
-    assert code_of(scene, key) is ErrorCode.METHOD_NOT_SUPPORTED
+    change_endpoint(changing, row, make_draft(credentials=frozenset({KeyKind.PUBLIC}), summary="now public"))
+    assert denial_code(scene, key) is ErrorCode.METHOD_NOT_SUPPORTED
     event, details = last_entry()
     assert event == "endpoint.changed"
     assert details["before"]["X-Api-Key"] == "private API key"
@@ -88,8 +88,8 @@ def test_endpoint_withdrawn_is_unknown_until_it_is_restored(scene: Scene) -> Non
     assert events == ["endpoint.added", "endpoint.withdrawn", "endpoint.restored"]
 
 
-def test_endpoint_row_reads_as_what_was_wished(scene: Scene) -> None:
-    wished = wish(
+def test_endpoint_row_equals_its_draft(scene: Scene) -> None:
+    draft = make_draft(
         merchant_from="path:refund_id",
         store_from="header:X-Store-Id",
         idempotent_by_key=True,
@@ -97,9 +97,9 @@ def test_endpoint_row_reads_as_what_was_wished(scene: Scene) -> None:
         limit_seconds=60,
         summary="Refunds an order.",
     )
-    row = add_endpoint(grant(scene.admin, P.CATALOG_WRITE), wished)
+    row = add_endpoint(grant(scene.admin, P.CATALOG_WRITE), draft)
     row.refresh_from_db()
-    assert draft_of(row) == wished
+    assert draft_of(row) == draft
 
 
 def test_endpoint_that_overlaps_an_added_one_is_refused(scene: Scene) -> None:
@@ -113,14 +113,14 @@ def test_endpoint_that_overlaps_an_added_one_is_refused(scene: Scene) -> None:
 def test_endpoint_changed_to_overlap_another_is_refused_but_not_by_itself(scene: Scene) -> None:
     row, other = add(scene), add(scene, "refunds.list", path="/refunds", method="GET")
     changing = grant(scene.admin, P.CATALOG_WRITE)
-    change_endpoint(changing, row, wish(summary="the same path"))
+    change_endpoint(changing, row, make_draft(summary="the same path"))
     with pytest.raises(RequestInvalidError):
-        change_endpoint(changing, other, wish("refunds.list"))
+        change_endpoint(changing, other, make_draft("refunds.list"))
     assert CatalogEndpoint.objects.get(name="refunds.list").path == "/refunds"
 
 
-def test_endpoint_restored_onto_another_one_s_requests_is_refused(scene: Scene) -> None:
-    """A withdrawn rule does not come back over the one that took its place."""
+def test_endpoint_restored_over_an_overlapping_one_is_refused(scene: Scene) -> None:
+    """A withdrawn rule cannot be restored over the rule that replaced it."""
     row = add(scene)
     withdraw_endpoint(grant(scene.admin, P.CATALOG_WRITE), row)
     add(scene, "refunds.again")
@@ -129,8 +129,8 @@ def test_endpoint_restored_onto_another_one_s_requests_is_refused(scene: Scene) 
 
 
 @pytest.mark.parametrize("is_withdrawn", [False, True])
-def test_endpoint_name_is_taken_once_and_for_all(scene: Scene, is_withdrawn: bool) -> None:
-    """A name in old logs and limits never comes to mean something else by way of an addition."""
+def test_endpoint_added_with_a_used_name_is_refused(scene: Scene, is_withdrawn: bool) -> None:
+    """A name in old logs and limits never changes its meaning."""
     row = add(scene)
     if is_withdrawn:
         withdraw_endpoint(grant(scene.admin, P.CATALOG_WRITE), row)
@@ -143,34 +143,34 @@ def test_endpoint_renamed_or_changed_when_withdrawn_is_refused(scene: Scene) -> 
     row = add(scene)
     changing = grant(scene.admin, P.CATALOG_WRITE)
     with pytest.raises(RequestInvalidError):
-        change_endpoint(changing, row, wish("refunds.other"))
+        change_endpoint(changing, row, make_draft("refunds.other"))
     withdraw_endpoint(changing, row)
-    for act in (withdraw_endpoint, lambda allowed, row: change_endpoint(allowed, row, wish())):
+    for action in (withdraw_endpoint, lambda allowed, row: change_endpoint(allowed, row, make_draft())):
         with pytest.raises(StateConflictError):
-            act(changing, row)
+            action(changing, row)
 
 
 def test_endpoint_changed_from_a_stale_row_is_a_conflict(scene: Scene) -> None:
     row = add(scene)
     stale = CatalogEndpoint.objects.get(pk=row.pk)
     changing = grant(scene.admin, P.CATALOG_WRITE)
-    change_endpoint(changing, row, wish(summary="first"))
+    change_endpoint(changing, row, make_draft(summary="first"))
     with pytest.raises(StateConflictError):
-        change_endpoint(changing, stale, wish(summary="second"))
+        change_endpoint(changing, stale, make_draft(summary="second"))
     assert CatalogEndpoint.objects.get().summary == "first"
 
 
 def test_endpoint_added_with_another_permission_is_refused(scene: Scene) -> None:
-    """Only catalog:write opens the catalog, whoever holds the grant."""
+    """Only a grant for catalog:write changes the catalog."""
     other: Grant = grant(scene.admin, P.LIMITS_WRITE)
     with pytest.raises(PermissionMissingError):
-        add_endpoint(other, wish())
+        add_endpoint(other, make_draft())
     with pytest.raises(PermissionMissingError):
         grant(scene.tam, P.CATALOG_WRITE)
     assert not CatalogEndpoint.objects.exists()
 
 
-def test_catalog_refused_addition_leaves_it_as_it_was(scene: Scene) -> None:
+def test_catalog_refused_addition_changes_nothing(scene: Scene) -> None:
     before = current_catalog().endpoints
     with pytest.raises(RequestInvalidError):
         add(scene, path="/v1/keys")
@@ -180,12 +180,12 @@ def test_catalog_refused_addition_leaves_it_as_it_was(scene: Scene) -> None:
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-def test_endpoints_that_overlap_added_at_once_are_not_both_taken(transactional_db: None) -> None:
-    """No request line is ever for two endpoints, whoever was faster by how little."""
+def test_endpoints_that_overlap_added_concurrently_are_not_both_added(transactional_db: None) -> None:
+    """No request line ever matches two endpoints."""
     scene = make_scene()
     allowed = [grant(scene.admin, P.CATALOG_WRITE) for _ in range(2)]
-    with held_open(lambda: add_endpoint(allowed[0], wish())):
-        slower = start(lambda: add_endpoint(allowed[1], wish("refunds.other", path="/refunds/<anything>")))
+    with held_open(lambda: add_endpoint(allowed[0], make_draft())):
+        slower = start(lambda: add_endpoint(allowed[1], make_draft("refunds.other", path="/refunds/<anything>")))
         wait_until_blocked(slower)
-    assert isinstance(slower.exception(PATIENCE_SECONDS), RequestInvalidError)
+    assert isinstance(slower.exception(TIMEOUT_SECONDS), RequestInvalidError)
     assert [row.name for row in CatalogEndpoint.objects.all()] == ["refunds.create"]

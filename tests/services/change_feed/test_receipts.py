@@ -1,4 +1,4 @@
-"""Receipts: who has confirmed a change, who is waited for, and who is not any more."""
+"""Receipts: which verifiers have confirmed a change, which are awaited, and which have expired."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 @pytest.fixture
 def sequence(scene: Scene) -> int:
-    """Of the end of a key."""
+    """The change sequence of a revocation."""
     key, _ = issue(scene.sandbox)
     record = revoke_key(grant(scene.responder, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
     assert record.sequence is not None
@@ -47,37 +47,37 @@ def receipt_of(sequence: int) -> Receipt:
     return receipt
 
 
-def standings(sequence: int) -> dict[str, str]:
+def progress_of(sequence: int) -> dict[str, str]:
     return {verifier.verifier_id: verifier.progress.value for verifier in receipt_of(sequence).verifiers}
 
 
-# --- who stands how ---------------------------------------------------------------------------------------
+# --- progress ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [-1, 0, 2**40, MAX_SEQUENCE, MAX_SEQUENCE + 1, 10**19])
-def test_receipt_of_a_change_that_is_none_is_none(sequence: int, number: int) -> None:
+def test_receipt_of_an_unknown_sequence_is_none(sequence: int, number: int) -> None:
     assert find_receipt(number) is None
 
 
 def test_receipt_without_verifiers_is_complete(sequence: int) -> None:
-    """Whoever judges reads the database then."""
+    """Without registered verifiers, every verdict reads the database."""
     assert (receipt_of(sequence).is_complete, receipt_of(sequence).verifiers) == (True, ())
 
 
-def test_receipt_is_complete_when_every_live_verifier_has_confirmed(sequence: int) -> None:
-    """And not before: not with one of two, nor with what came just before."""
+def test_receipt_is_complete_once_every_live_verifier_has_confirmed(sequence: int) -> None:
+    """One of two, or a confirmation of an earlier sequence, is not enough."""
     first, second = make_verifier("verifier-1"), make_verifier("verifier-2", door="verifier")
     confirm(first, sequence)
     confirm(second, sequence - 1)
     assert not receipt_of(sequence).is_complete
-    assert standings(sequence) == {"verifier-1": "confirmed", "verifier-2": "waiting"}
+    assert progress_of(sequence) == {"verifier-1": "confirmed", "verifier-2": "waiting"}
     assert list_unconfirmed(sequence) == ["verifier-2"]
     confirm(second, sequence + 7)
     assert receipt_of(sequence).is_complete
     assert list_unconfirmed(sequence) == []
 
 
-def test_receipt_tells_when_a_verifier_first_got_there(sequence: int) -> None:
+def test_receipt_shows_when_a_verifier_first_confirmed(sequence: int) -> None:
     verifier = make_verifier()
     before = database_now()
     for step in (sequence - 1, sequence, sequence + 1):
@@ -87,14 +87,14 @@ def test_receipt_tells_when_a_verifier_first_got_there(sequence: int) -> None:
     assert [row.confirmed_at for row in receipt_of(sequence).verifiers] == [at]
 
 
-def test_receipt_of_a_sequence_that_was_stepped_over_has_the_time_of_the_next_step(sequence: int) -> None:
+def test_receipt_of_a_skipped_sequence_has_the_time_of_the_next_confirmation(sequence: int) -> None:
     verifier = make_verifier()
     confirm(verifier, sequence + 3)
     confirm(verifier, sequence + 9)
     assert receipt_of(sequence).verifiers[0].confirmed_at == Confirmation.objects.get(sequence=sequence + 3).at
 
 
-def test_receipt_whose_confirmations_are_no_longer_kept_is_still_complete(sequence: int) -> None:
+def test_receipt_without_kept_confirmations_is_still_complete(sequence: int) -> None:
     verifier = make_verifier()
     confirm(verifier, sequence)
     Confirmation.objects.all().delete()
@@ -102,17 +102,17 @@ def test_receipt_whose_confirmations_are_no_longer_kept_is_still_complete(sequen
 
 
 def test_receipt_does_not_wait_for_a_verifier_past_its_staleness_bound(sequence: int) -> None:
-    """It answers from memory no longer; it is told as expired, so that somebody looks why."""
+    """Past its bound the verifier no longer uses its cache; the receipt lists it as expired."""
     verifier = make_verifier()
     fall_silent(verifier)
     assert receipt_of(sequence).is_complete
-    assert standings(sequence) == {"verifier-1": "expired"}
+    assert progress_of(sequence) == {"verifier-1": "expired"}
     confirm(verifier, sequence)
-    assert standings(sequence) == {"verifier-1": "confirmed"}
+    assert progress_of(sequence) == {"verifier-1": "confirmed"}
 
 
-def test_receipt_waits_for_a_silent_verifier_up_to_its_bound_to_the_microsecond(sequence: int) -> None:
-    """As long as it may still answer from memory, it is waited for."""
+def test_receipt_waits_for_a_silent_verifier_until_its_bound(sequence: int) -> None:
+    """Until the bound, to the microsecond, the verifier may still answer from its cache."""
     verifier = make_verifier()
     bound = verifier.seen_at + STALENESS
     for now, progress in (
@@ -122,41 +122,41 @@ def test_receipt_waits_for_a_silent_verifier_up_to_its_bound_to_the_microsecond(
         assert receipts._progress(verifier, sequence, now) is progress
 
 
-def test_receipt_compares_by_the_database_clock_alone(sequence: int) -> None:
-    """Around the bound by the database's own now; the clock of whoever asks has no say."""
+def test_receipt_compares_by_the_database_clock(sequence: int) -> None:
+    """The caller's clock does not matter."""
     verifier = make_verifier(staleness_ms=1000)
     fall_silent(verifier, timedelta(seconds=1, milliseconds=5))
-    assert standings(sequence) == {"verifier-1": "expired"}
+    assert progress_of(sequence) == {"verifier-1": "expired"}
     Verifier.objects.update(seen_at=Now())
     Verifier.objects.update(staleness_ms=60_000)
-    assert standings(sequence) == {"verifier-1": "waiting"}
+    assert progress_of(sequence) == {"verifier-1": "waiting"}
 
 
-def test_receipt_does_not_list_a_verifier_that_was_gone_long_before(sequence: int) -> None:
+def test_receipt_omits_a_verifier_that_was_gone_long_before(sequence: int) -> None:
     fall_silent(make_verifier("verifier-1"), timedelta(hours=2))
     make_verifier("verifier-2", stopped_at=Now())
-    assert (receipt_of(sequence).is_complete, standings(sequence)) == (True, {})
+    assert (receipt_of(sequence).is_complete, progress_of(sequence)) == (True, {})
 
 
-def test_receipt_keeps_a_verifier_that_confirmed_and_went(sequence: int) -> None:
+def test_receipt_lists_a_verifier_that_confirmed_and_stopped(sequence: int) -> None:
     verifier = make_verifier()
     confirm(verifier, sequence)
     Verifier.objects.update(stopped_at=Now())
     fall_silent(verifier)
-    assert standings(sequence) == {"verifier-1": "confirmed"}
+    assert progress_of(sequence) == {"verifier-1": "confirmed"}
 
 
 def test_receipt_waits_for_a_verifier_that_has_just_registered(sequence: int) -> None:
-    """It may hold what it read before the change, until it says otherwise."""
+    """It may hold what it read before the change until it confirms."""
     make_verifier(started_at=database_now() + timedelta(seconds=1))
-    assert standings(sequence) == {"verifier-1": "waiting"}
+    assert progress_of(sequence) == {"verifier-1": "waiting"}
 
 
 # --- waiting ----------------------------------------------------------------------------------------------
 
 
 class Clock:
-    """Time that passes by sleeping only. `then`: what happens during the first sleep."""
+    """A clock that only `sleep` advances. `then` runs during each sleep."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.slept = 1000.0, 0.0
@@ -183,25 +183,25 @@ def test_wait_ends_with_the_last_confirmation(sequence: int, clock: Clock) -> No
     assert clock.slept < 0.1
 
 
-@pytest.mark.parametrize(("asked", "waited"), [(0, 0), (1, 1), (10, 10), (11, 10), (999_999_999, 10)])
-def test_wait_in_vain_lasts_as_asked_and_at_most_the_longest(
-    sequence: int, clock: Clock, asked: int, waited: int
+@pytest.mark.parametrize(("requested", "waited"), [(0, 0), (1, 1), (10, 10), (11, 10), (999_999_999, 10)])
+def test_wait_without_confirmation_lasts_as_requested_up_to_the_maximum(
+    sequence: int, clock: Clock, requested: int, waited: int
 ) -> None:
     make_verifier()
-    receipt, allowed = wait_for_receipt(sequence, asked)
+    receipt, allowed = wait_for_receipt(sequence, requested)
     assert not receipt.is_complete
     assert allowed == waited <= MAX_WAIT_SECONDS
     assert clock.slept == pytest.approx(waited)
 
 
-def test_wait_for_what_is_complete_does_not_sleep(sequence: int, clock: Clock) -> None:
+def test_wait_for_a_complete_receipt_does_not_sleep(sequence: int, clock: Clock) -> None:
     confirm(make_verifier(), sequence)
     assert wait_for_receipt(sequence, 5)[0].is_complete
     assert clock.slept == 0
 
 
-def test_wait_beside_too_many_others_is_answered_at_once(sequence: int, clock: Clock) -> None:
-    """Waits never take all of a server's threads from its verdicts; and a place is given back."""
+def test_wait_with_too_many_waiters_returns_immediately(sequence: int, clock: Clock) -> None:
+    """Waits never occupy all of a server's threads; a wait that ends frees its place."""
     make_verifier()
     for _ in range(MAX_WAITERS):
         assert receipts._waiters.acquire(blocking=False)
@@ -214,10 +214,10 @@ def test_wait_beside_too_many_others_is_answered_at_once(sequence: int, clock: C
     assert wait_for_receipt(sequence, 5)[1] == 5
 
 
-def test_wait_whose_database_fails_is_not_complete_and_no_fault(
+def test_wait_with_a_failing_database_returns_an_incomplete_receipt(
     sequence: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The revocation was committed before: nothing that happens to the receipt makes it an error."""
+    """The revocation is committed; a failure of the receipt must not turn it into an error."""
 
     def fail(sequence: int) -> Receipt:
         raise DatabaseError("gone")
@@ -226,7 +226,7 @@ def test_wait_whose_database_fails_is_not_complete_and_no_fault(
     assert wait_for_receipt(sequence, 5) == (Receipt(sequence, is_complete=False), 5)
 
 
-# --- whose it is ------------------------------------------------------------------------------------------
+# --- accounts ---------------------------------------------------------------------------------------------
 
 
 def account_of_last() -> Account | None:
@@ -235,7 +235,7 @@ def account_of_last() -> Account | None:
 
 
 def test_account_of_a_change_is_that_of_its_subject(scene: Scene) -> None:
-    """Of a key, its credential, its account, or the limit of one endpoint there."""
+    """Covers a key, a credential, an account, and one endpoint's limit there."""
     key, _ = issue(scene.production)
     for subject in (key.alters(), key.credential.alters(), scene.production.alters()):
         assert find_account_of(subject) == scene.production
@@ -244,9 +244,9 @@ def test_account_of_a_change_is_that_of_its_subject(scene: Scene) -> None:
     assert account_of_last() == scene.sandbox
 
 
-def test_account_of_what_is_of_all_accounts_is_none(scene: Scene) -> None:
+def test_account_of_a_change_for_all_accounts_is_none(scene: Scene) -> None:
     make_token()
     assert account_of_last() is None
     for subject in (scene.merchant.alters(), ("endpoint", "orders.create"), ("limit", "sandbox orders.create"), None):
         assert find_account_of(subject) is None
-    assert find_account_of(("account", "nobody/sandbox")) is None
+    assert find_account_of(("account", "unknown/sandbox")) is None

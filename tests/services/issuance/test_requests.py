@@ -1,4 +1,4 @@
-"""Issuance under four eyes: the way of a request from its asking to its one collection, and every refused turn."""
+"""Issuance with a second person's approval: every transition of a request, and every refused one."""
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -53,7 +53,7 @@ from tests.factories import (
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
 from tests.services.racing import race
-from tests.services.rows import changed_tables, dump_tables, events_of, last_body, lift_triggers
+from tests.services.rows import changed_tables, disable_triggers, dump_tables, events_of, last_body
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -67,7 +67,7 @@ def fresh(request: IssuanceRequest) -> IssuanceRequest:
 
 
 def versions_of(credential: Credential) -> list[tuple[int, str]]:
-    """What the secret backend holds for a credential: version and state, oldest first."""
+    """Return version and state of each stored copy of a credential's key, oldest first."""
     mount = Mount(credential.account.environment)
     return [(v.version, v.state.value) for v in secret_backend().versions(mount, credential.backend_path)]
 
@@ -76,12 +76,12 @@ def collect(scene: Scene, request: IssuanceRequest) -> Plaintext:
     return requests.collect_key(grant(scene.tam, P.ISSUANCE_COLLECT, request.account), request)
 
 
-# ---------------------------------------------------------------------------------------------------- the way
+# ---------------------------------------------------------------------------------------------------- lifecycle
 
 
 @pytest.mark.parametrize("kind", list(KeyKind))
-def test_issuance_in_production_takes_a_second_person_and_ends_in_one_collection(scene: Scene, kind: KeyKind) -> None:
-    """The whole way: asked, approved by another person, issued, collected once; good from the issuing on."""
+def test_issuance_in_production_needs_a_second_person_and_ends_with_one_collection(scene: Scene, kind: KeyKind) -> None:
+    """Requested, approved by another person, issued, collected once; the key verifies from its issuance."""
     request = request_key(scene.production, kind=kind)
     assert (request.state, request.approvals_needed) == (S.PENDING, 1)
     approve(request)
@@ -104,15 +104,15 @@ def test_issuance_in_production_takes_a_second_person_and_ends_in_one_collection
     ]
 
 
-def test_issuance_in_sandbox_is_approved_by_the_asking(scene: Scene) -> None:
-    """Sandbox wants no second person beyond the operator who asks, and says when it was decided."""
+def test_issuance_in_sandbox_is_approved_on_request(scene: Scene) -> None:
+    """Sandbox requires no second person; the request records when it was decided."""
     request = request_key(scene.sandbox)
     assert (request.state, request.approvals_needed, request.decided_at) == (S.APPROVED, 0, request.created_at)
     issue_request(request)
     assert verdict(collect(scene, request)) is None
 
 
-def test_issuance_makes_the_key_that_was_asked_for(scene: Scene) -> None:
+def test_issuance_creates_the_requested_key(scene: Scene) -> None:
     request = request_key(
         scene.sandbox, kind=KeyKind.PUBLIC, label="app 3", delivery=Delivery.SHOW_ONCE, expires_in_days=30
     )
@@ -123,8 +123,8 @@ def test_issuance_makes_the_key_that_was_asked_for(scene: Scene) -> None:
     assert key.expires_at == key.created_at + timedelta(days=30)
 
 
-def test_issuance_stores_the_string_under_internal_ids_with_whose_it_is(scene: Scene) -> None:
-    """Whoever may list the backend's paths learns no merchant's name; labels say which key a version is."""
+def test_issuance_stores_the_string_under_internal_ids(scene: Scene) -> None:
+    """Listing the backend's paths reveals no merchant name; labels name the key of each version."""
     key, text = issue(scene.sandbox)
     path = key.credential.backend_path
     assert path == f"{scene.sandbox.pk}/{key.credential_id}"
@@ -134,14 +134,13 @@ def test_issuance_stores_the_string_under_internal_ids_with_whose_it_is(scene: S
     assert "acme" not in path + repr(dict(stored.labels))
 
 
-def test_issuance_keys_of_the_two_environments_are_kept_apart(scene: Scene) -> None:
-    """Each environment has its own mount: what is in one is not to be had through the other."""
+def test_issuance_stores_each_environment_in_its_own_mount(scene: Scene) -> None:
     key, _ = issue(scene.production)
     with pytest.raises(BackendMissingError):
         secret_backend().read(Mount.SANDBOX, key.credential.backend_path)
 
 
-# --------------------------------------------------------------------------------------------- every refused turn
+# --------------------------------------------------------------------------------------------- every refused transition
 
 
 def _reject(scene: Scene, request: IssuanceRequest) -> object:
@@ -157,19 +156,19 @@ def _expire(scene: Scene, request: IssuanceRequest) -> object:
     return requests.expire_issuance(allowed, request)
 
 
-def _burn(scene: Scene, request: IssuanceRequest) -> None:
+def _discard(scene: Scene, request: IssuanceRequest) -> None:
     at = (request.issued_at or now()) + COLLECT_WITHIN
     collection.discard_uncollected(grant(WORKER, P.ISSUANCE_EXECUTE, request.account, at=at), request)
 
 
-TURNS: dict[str, tuple[IssuanceState, Callable[[Scene, IssuanceRequest], object]]] = {
+TRANSITIONS: dict[str, tuple[IssuanceState, Callable[[Scene, IssuanceRequest], object]]] = {
     "approve": (S.APPROVED, lambda scene, request: approve(request, by=scene.approver)),
     "reject": (S.REJECTED, _reject),
     "withdraw": (S.WITHDRAWN, _withdraw),
     "expire": (S.EXPIRED, _expire),
     "issue": (S.ISSUED, lambda _, request: issue_request(request)),
     "collect": (S.COLLECTED, collect),
-    "burn": (S.BURNED, _burn),
+    "discard": (S.BURNED, _discard),
 }
 
 
@@ -183,46 +182,46 @@ def in_state(scene: Scene, state: IssuanceState) -> IssuanceRequest:
         S.EXPIRED: ["expire"],
         S.ISSUED: ["approve", "issue"],
         S.COLLECTED: ["approve", "issue", "collect"],
-        S.BURNED: ["approve", "issue", "burn"],
+        S.BURNED: ["approve", "issue", "discard"],
     }
-    for turn in before[state]:
-        TURNS[turn][1](scene, request)
+    for transition in before[state]:
+        TRANSITIONS[transition][1](scene, request)
     assert request.state == state
     return request
 
 
 @pytest.mark.parametrize("state", list(IssuanceState))
-def test_issuance_every_turn_from_a_state_goes_by_the_table(
+def test_issuance_from_each_state_follows_the_transition_table(
     scene: Scene, state: IssuanceState, subtests: pytest.Subtests
 ) -> None:
-    """No request goes a way that the table of states does not have; what is refused changes nothing at all."""
-    for name, (to, turn) in TURNS.items():
+    """A refused transition changes no row."""
+    for name, (to, transition) in TRANSITIONS.items():
         request = in_state(scene, state)
         with subtests.test(name):
-            # Back to approved only where its key is made anew, which is nothing that anybody asks for.
+            # Back to approved only when the key is created again, which no caller requests.
             if can_transition_issuance(state, to) and (state, to) != (S.ISSUED, S.APPROVED):
-                turn(scene, request)
+                transition(scene, request)
                 assert fresh(request).state == to
             else:
-                _expect_no_change(partial(turn, scene, request))
+                assert_refused_without_change(partial(transition, scene, request))
 
 
-def _expect_no_change(turn: Callable[[], object]) -> None:
+def assert_refused_without_change(transition: Callable[[], object]) -> None:
     before = dump_tables()
     with pytest.raises(StateConflictError):
-        turn()
+        transition()
     assert changed_tables(before, dump_tables()) <= {"keyvault_worklease"}
 
 
-def test_issuance_expired_request_is_not_approved_before_it_is_swept(scene: Scene) -> None:
-    """The clock decides, not the sweep: a request past its time takes no approval."""
+def test_issuance_expired_request_is_not_approved_before_the_sweep(scene: Scene) -> None:
+    """The clock decides, not the sweep."""
     request = request_key(scene.production)
     with pytest.raises(StateConflictError, match="has expired"):
         approve(request, at=request.expires_at)
     assert fresh(request).state == S.PENDING
 
 
-def test_issuance_request_is_not_expired_before_its_time(scene: Scene) -> None:
+def test_issuance_request_expired_before_its_time_is_refused(scene: Scene) -> None:
     request = request_key(scene.production)
     at = request.created_at + REQUEST_LIFETIME - timedelta(microseconds=1)
     with pytest.raises(StateConflictError, match="has not expired"):
@@ -230,7 +229,7 @@ def test_issuance_request_is_not_expired_before_its_time(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "pointer"),
+    ("options", "pointer"),
     [
         ({"label": ""}, "/label"),
         ({"label": "x" * 101}, "/label"),
@@ -242,45 +241,43 @@ def test_issuance_request_is_not_expired_before_its_time(scene: Scene) -> None:
         ({"delivery": Delivery.SEALED}, "/delivery"),
     ],
 )
-def test_issuance_asked_for_with_what_does_not_fit_is_refused(
-    scene: Scene, asked: dict[str, Any], pointer: str
-) -> None:
+def test_issuance_with_invalid_options_is_refused(scene: Scene, options: dict[str, Any], pointer: str) -> None:
     with pytest.raises(RequestInvalidError) as caught:
-        request_key(scene.sandbox, **asked)
+        request_key(scene.sandbox, **options)
     assert [fault.pointer for fault in caught.value.faults] == [pointer]
 
 
-# ------------------------------------------------------------------------------------------------------ four eyes
+# ------------------------------------------------------------------------------------------------------ second person
 
 
 def test_issuance_requester_gets_no_grant_to_approve(scene: Scene) -> None:
-    """Whoever asked cannot approve, whatever their roles."""
+    """The requester's roles do not matter."""
     request = request_key(scene.production, by=scene.admin)
     with pytest.raises(StateConflictError, match="second person"):
         grant(scene.admin, P.ISSUANCE_APPROVE, scene.production, request.requester_person)
 
 
-def test_issuance_second_log_in_of_the_requester_gets_no_grant_to_approve(scene: Scene) -> None:
-    """Persons are compared: another account of the same human being is the same person."""
-    too = make_operator("admin-too", Role.KEY_ADMINISTRATOR, person=scene.admin.person)
+def test_issuance_second_login_of_the_requester_gets_no_grant_to_approve(scene: Scene) -> None:
+    """The comparison is by person, not by login."""
+    second_login = make_operator("admin-second-login", Role.KEY_ADMINISTRATOR, person=scene.admin.person)
     request = request_key(scene.production, by=scene.admin)
     with pytest.raises(StateConflictError, match="second person"):
-        grant(too, P.ISSUANCE_APPROVE, scene.production, request.requester_person)
+        grant(second_login, P.ISSUANCE_APPROVE, scene.production, request.requester_person)
 
 
-@pytest.mark.parametrize("asked_about", ["nobody", "somebody else"])
-def test_issuance_requester_with_a_grant_about_another_request_is_refused(scene: Scene, asked_about: str) -> None:
-    """A grant that was asked for about another requester, or none, lets nobody approve their own request."""
+@pytest.mark.parametrize("granted_for", ["no requester", "another requester"])
+def test_issuance_approved_by_the_requester_with_a_grant_for_another_is_refused(scene: Scene, granted_for: str) -> None:
+    """A grant for another requester, or for none, does not allow a requester to approve their own request."""
     request = request_key(scene.production, by=scene.admin)
-    person = None if asked_about == "nobody" else scene.tam.person
+    person = None if granted_for == "no requester" else scene.tam.person
     misplaced = grant(scene.admin, P.ISSUANCE_APPROVE, scene.production, person)
-    _expect_no_change(lambda: requests.approve_issuance(misplaced, request, request.plan_digest))
+    assert_refused_without_change(lambda: requests.approve_issuance(misplaced, request, request.plan_digest))
 
 
-def test_issuance_requester_approving_past_the_service_is_refused_by_the_database(
+def test_issuance_approved_by_the_requester_is_refused_by_the_database(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A service that forgot to compare would be stopped by the trigger, with nothing written."""
+    """A trigger refuses what a service failed to compare."""
     request = request_key(scene.production, by=scene.admin)
     misplaced = grant(scene.admin, P.ISSUANCE_APPROVE, scene.production)
     monkeypatch.setattr(request, "requester_person", "per_somebody")
@@ -290,13 +287,13 @@ def test_issuance_requester_approving_past_the_service_is_refused_by_the_databas
 
 
 @override_settings(APPROVALS_NEEDED={"sandbox": 0, "production": 2})
-def test_issuance_that_needs_two_counts_each_person_once(scene: Scene) -> None:
-    """Two approvals are two persons: the same one again, by whichever log-in, is refused."""
-    too = make_operator("approver-too", Role.APPROVER, person=scene.approver.person)
+def test_issuance_that_needs_two_approvals_counts_each_person_once(scene: Scene) -> None:
+    """A second approval by the same person is refused, under any login."""
+    second_login = make_operator("approver-second-login", Role.APPROVER, person=scene.approver.person)
     request = request_key(scene.production)
     approve(request, by=scene.approver)
     assert request.state == S.PENDING
-    for again in (scene.approver, too):
+    for again in (scene.approver, second_login):
         with pytest.raises(StateConflictError, match="Another person"):
             approve(fresh(request), by=again)
     assert fresh(request).state == S.PENDING
@@ -304,18 +301,17 @@ def test_issuance_that_needs_two_counts_each_person_once(scene: Scene) -> None:
 
 
 @override_settings(APPROVALS_NEEDED={"sandbox": 0, "production": 0})
-def test_issuance_policy_of_production_is_never_below_one(scene: Scene) -> None:
-    """No setting of the host turns the second person off in production."""
+def test_issuance_in_production_needs_an_approval_whatever_the_setting(scene: Scene) -> None:
     assert request_key(scene.production).state == S.PENDING
 
 
 @override_settings(APPROVALS_NEEDED={"sandbox": 1, "production": 1})
-def test_issuance_policy_of_sandbox_may_be_stricter(scene: Scene) -> None:
+def test_issuance_in_sandbox_needs_an_approval_if_configured(scene: Scene) -> None:
     assert request_key(scene.sandbox).state == S.PENDING
 
 
 def test_issuance_approved_with_another_digest_is_refused(scene: Scene) -> None:
-    """An approval is bound to exactly what the approver was shown."""
+    """An approval is bound to the plan that the approver saw."""
     request, other = request_key(scene.production), request_key(scene.production, label="other")
     allowed = grant(scene.approver, P.ISSUANCE_APPROVE, scene.production, request.requester_person)
     for digest in (other.plan_digest, "", "0" * 64):
@@ -336,25 +332,25 @@ def test_issuance_approved_with_another_digest_is_refused(scene: Scene) -> None:
     ids=lambda changes: " and ".join(changes),
 )
 @pytest.mark.parametrize("state", [S.PENDING, S.APPROVED])
-def test_issuance_altered_past_the_triggers_is_neither_approved_nor_issued(
+def test_issuance_altered_without_triggers_is_neither_approved_nor_issued(
     scene: Scene, state: IssuanceState, changes: dict[str, object]
 ) -> None:
-    """Somebody who lifts the triggers and alters what was asked gets nothing: the digest no longer fits."""
+    """An attacker who drops the triggers and alters the request is stopped by the plan digest."""
     request = in_state(scene, state)
-    lift_triggers()
-    _past_the_guard(request, **changes)
+    disable_triggers()
+    update_without_guard(request, **changes)
     with pytest.raises(StateConflictError):
         approve(fresh(request)) if state is S.PENDING else issue_request(fresh(request))
     assert fresh(request).state == state
     assert not Key.objects.exists()
 
 
-def _past_the_guard(request: IssuanceRequest, **changes: object) -> None:
+def update_without_guard(request: IssuanceRequest, **changes: object) -> None:
     QuerySet(IssuanceRequest).filter(pk=request.pk).update(**changes)
 
 
-def test_issuance_approver_sees_the_request_but_never_collects(scene: Scene) -> None:
-    """The approver never sees the secret: collecting is for whoever asked, and takes their permission."""
+def test_issuance_collected_by_the_approver_is_refused(scene: Scene) -> None:
+    """Only the requester collects, with the permission to collect."""
     request = in_state(scene, S.ISSUED)
     with pytest.raises(PermissionMissingError):
         grant(scene.approver, P.ISSUANCE_COLLECT, scene.production)
@@ -363,15 +359,15 @@ def test_issuance_approver_sees_the_request_but_never_collects(scene: Scene) -> 
     assert fresh(request).state == S.ISSUED
 
 
-def test_issuance_withdrawn_by_another_is_refused(scene: Scene) -> None:
-    """Others may reject; only whoever asked withdraws."""
+def test_issuance_withdrawn_by_another_person_is_refused(scene: Scene) -> None:
+    """Others may reject; only the requester withdraws."""
     request = request_key(scene.production)
     with pytest.raises(StateConflictError, match="Only the person who"):
         requests.withdraw_issuance(grant(scene.admin, P.ISSUANCE_WITHDRAW, scene.production), request)
 
 
 @pytest.mark.parametrize(
-    ("role", "may"),
+    ("role", "allowed"),
     [
         (Role.KEY_ADMINISTRATOR, {P.ISSUANCE_REQUEST, P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ISSUANCE_COLLECT}),
         (Role.TECHNICAL_ACCOUNT_MANAGER, {P.ISSUANCE_REQUEST, P.ISSUANCE_COLLECT}),
@@ -380,14 +376,13 @@ def test_issuance_withdrawn_by_another_is_refused(scene: Scene) -> None:
         (Role.INCIDENT_RESPONDER, set()),
     ],
 )
-def test_issuance_each_role_gets_the_grants_of_its_row(scene: Scene, role: Role, may: set[P]) -> None:
-    """An operator principal carries what its log-in's groups give, and a disabled log-in nothing."""
-    operator = make_operator("somebody", role)
-    asked = {P.ISSUANCE_REQUEST, P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ISSUANCE_COLLECT, P.ISSUANCE_EXECUTE}
-    assert {permission for permission in asked if _may(operator, permission, scene.production)} == may
+def test_issuance_grants_follow_the_role(scene: Scene, role: Role, allowed: set[P]) -> None:
+    operator = make_operator("operator", role)
+    checked = {P.ISSUANCE_REQUEST, P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ISSUANCE_COLLECT, P.ISSUANCE_EXECUTE}
+    assert {permission for permission in checked if is_granted(operator, permission, scene.production)} == allowed
 
 
-def _may(operator: OperatorPrincipal, permission: P, place: Account) -> bool:
+def is_granted(operator: OperatorPrincipal, permission: P, place: Account) -> bool:
     try:
         grant(operator, permission, place, "per_other")
     except PermissionMissingError:
@@ -399,14 +394,13 @@ def _may(operator: OperatorPrincipal, permission: P, place: Account) -> bool:
 
 
 def test_issuance_collected_twice_is_refused(scene: Scene) -> None:
-    """The string is shown once."""
     request = in_state(scene, S.COLLECTED)
     with pytest.raises(StateConflictError, match="collected already"):
         collect(scene, fresh(request))
 
 
-def test_issuance_shown_once_has_its_copy_destroyed(scene: Scene) -> None:
-    """What was to be shown, and no more, is not kept: after the sweep the backend has nothing readable."""
+def test_issuance_shown_once_destroys_the_stored_copy(scene: Scene) -> None:
+    """After the sweep the backend holds nothing readable."""
     request = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE)
     key = issue_request(request)
     text = collect(scene, request)
@@ -414,15 +408,13 @@ def test_issuance_shown_once_has_its_copy_destroyed(scene: Scene) -> None:
     key = Key.objects.get(pk=key.pk)
     assert key.material == Material.DESTROYED
     assert versions_of(key.credential) == [(1, VersionState.DESTROYED.value)]
-    assert verdict(text) is None, "destroying our copy takes nothing from its holder"
+    assert verdict(text) is None, "destroying the copy must not revoke the key"
 
 
 @pytest.mark.parametrize(
     ("delivery", "kind"), [(Delivery.SECRET_BACKEND, KeyKind.PRIVATE), (Delivery.SHOW_ONCE, KeyKind.PUBLIC)]
 )
-def test_issuance_kept_where_the_merchant_or_the_console_reads_it(
-    scene: Scene, delivery: Delivery, kind: KeyKind
-) -> None:
+def test_issuance_copy_that_can_be_read_again_is_kept(scene: Scene, delivery: Delivery, kind: KeyKind) -> None:
     request = request_key(scene.sandbox, delivery=delivery, kind=kind)
     key = issue_request(request)
     text = collect(scene, request)
@@ -430,11 +422,11 @@ def test_issuance_kept_where_the_merchant_or_the_console_reads_it(
     assert read_string(Key.objects.get(pk=key.pk)).reveal() == text.reveal()
 
 
-def test_issuance_collected_in_production_is_noted_as_break_glass(scene: Scene) -> None:
-    """A production key shown to a person stays in sight until somebody has reviewed it; in sandbox it does not."""
+def test_issuance_collected_in_production_is_recorded_as_break_glass(scene: Scene) -> None:
+    """A production key shown to a person stays listed until it is reviewed; in sandbox it does not."""
     request = in_state(scene, S.COLLECTED)
-    act = BreakGlass.objects.get()
-    assert (act.event, act.subject, act.person) == ("issuance.collected", request.pk, scene.tam.person)
+    bypass = BreakGlass.objects.get()
+    assert (bypass.event, bypass.subject, bypass.person) == ("issuance.collected", request.pk, scene.tam.person)
     sandbox = request_key(scene.sandbox)
     issue_request(sandbox)
     collect(scene, sandbox)
@@ -442,10 +434,10 @@ def test_issuance_collected_in_production_is_noted_as_break_glass(scene: Scene) 
 
 
 @pytest.mark.parametrize("environment", list(Environment))
-def test_issuance_approved_on_a_command_line_is_break_glass_in_production(
+def test_issuance_approved_on_the_command_line_is_break_glass_in_production(
     scene: Scene, environment: Environment
 ) -> None:
-    """A command line proves no identity: an approval given there in production counts as break-glass."""
+    """The command line proves no identity."""
     shell = make_operator("shell", Role.APPROVER, channel=Channel.COMMAND_LINE, host_user="root")
     with override_settings(APPROVALS_NEEDED={"sandbox": 1, "production": 1}):
         request = request_key(account("acme", environment))
@@ -456,8 +448,7 @@ def test_issuance_approved_on_a_command_line_is_break_glass_in_production(
     assert last_body("issuance.approved")["details"]["host_user"] == "root"
 
 
-def test_issuance_collected_after_the_key_was_revoked_gives_nothing(scene: Scene) -> None:
-    """A key that was revoked before anybody held it is not handed out any more."""
+def test_issuance_collected_after_the_key_was_revoked_is_refused(scene: Scene) -> None:
     request = in_state(scene, S.ISSUED)
     assert request.key is not None
     allowed = grant(scene.responder, P.KEYS_REVOKE, scene.production)
@@ -467,25 +458,24 @@ def test_issuance_collected_after_the_key_was_revoked_gives_nothing(scene: Scene
 
 
 @pytest.mark.django_db(transaction=True)
-def test_issuance_collected_by_eight_at_once_reaches_exactly_one() -> None:
-    """Exactly one reader gets the string, however many ask at the same moment."""
+def test_issuance_collected_by_eight_concurrent_callers_succeeds_once() -> None:
     scene = make_scene()
     for _ in range(3):
         request = request_key(scene.sandbox)
         issue_request(request)
         copies = [fresh(request) for _ in range(8)]
         outcomes = race(*[partial(collect, scene, copy) for copy in copies])
-        got = [outcome for outcome in outcomes if isinstance(outcome, Plaintext)]
+        collected = [outcome for outcome in outcomes if isinstance(outcome, Plaintext)]
         others = [outcome for outcome in outcomes if not isinstance(outcome, Plaintext)]
-        assert len(got) == 1
+        assert len(collected) == 1
         assert {type(outcome) for outcome in others} == {StateConflictError}
 
 
-# ---------------------------------------------------------------------------------- killed in the middle, in process
+# ---------------------------------------------------------------------------------------------- killed in process
 
 
 class KilledError(BaseException):
-    """The end of the process: nothing catches it, and nothing after it runs."""
+    """Simulates the end of the process: no handler catches it."""
 
 
 def _lease_of(request: IssuanceRequest, at: datetime) -> leases.Lease:
@@ -495,7 +485,7 @@ def _lease_of(request: IssuanceRequest, at: datetime) -> leases.Lease:
 
 
 def _run_killed(request: IssuanceRequest, kill_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker's turn that ends in the middle; its lease is not given back."""
+    """Run a worker that is killed midway and keeps its lease."""
     real = getattr(requests, kill_at.split(" ")[1])
 
     def killed(*args: Any, **kwargs: Any) -> Any:
@@ -518,14 +508,14 @@ KILLS = {
     "before activate_key": 0,
     "after activate_key": 0,
 }
-"""A point to be killed at, and how many staged keys that costs."""
+"""Where the worker is killed, and the number of staged keys discarded for it."""
 
 
 @pytest.mark.parametrize("kill_at", KILLS)
-def test_issuance_killed_in_the_middle_completes_with_one_good_key(
+def test_issuance_killed_midway_is_completed_with_one_active_key(
     scene: Scene, kill_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a worker died in, the next one ends with exactly one good key; staged ones are burned."""
+    """The next worker leaves exactly one active key; staged ones are destroyed."""
     request = request_key(scene.sandbox)
     _run_killed(request, kill_at, monkeypatch)
     key = issue_request(fresh(request), at=now() + leases.LEASE)
@@ -547,14 +537,13 @@ def test_issuance_killed_in_the_middle_completes_with_one_good_key(
     ],
     ids=" then ".join,
 )
-def test_issuance_killed_twice_completes_with_one_good_key(
+def test_issuance_killed_twice_is_completed_with_one_active_key(
     scene: Scene, kills: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor do two deaths in a row leave two strings that work, or none."""
     request = request_key(scene.sandbox)
     for kill_at in kills:
         _run_killed(fresh(request), kill_at, monkeypatch)
-        release_all()
+        expire_leases()
     key = issue_request(fresh(request))
     assert [row.key_id for row in Key.objects.filter(state="active")] == [key.key_id]
     assert not Key.objects.filter(state="pre_activation").exists()
@@ -562,57 +551,57 @@ def test_issuance_killed_twice_completes_with_one_good_key(
     assert versions_of(key.credential) == [(1, "live")]
 
 
-def release_all() -> None:
-    """As if every lease had run out."""
+def expire_leases() -> None:
+    """Expire every lease."""
     WorkLease.objects.update(until=None)
 
 
 @pytest.mark.parametrize("step", ["_stage", "store_string"])
-def test_issuance_worker_that_lost_its_lease_records_nothing(
+def test_issuance_by_a_worker_without_its_lease_records_nothing(
     scene: Scene, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker whose lease went to another while it slept cannot commit, even if that other has done nothing yet."""
+    """A worker whose lease moved to another cannot commit, even before the other has done anything."""
     request = request_key(scene.sandbox)
     lease = _lease_of(request, now())
     real = getattr(requests, step)
 
-    def asleep(*args: Any, **options: Any) -> Any:
+    def losing_the_lease(*args: Any, **options: Any) -> Any:
         _lease_of(request, now() + leases.LEASE)
         return real(*args, **options)
 
-    monkeypatch.setattr(requests, step, asleep)
+    monkeypatch.setattr(requests, step, losing_the_lease)
     with pytest.raises(StateConflictError, match="Another worker took this over"):
         requests.issue_approved(fresh(request), lease, now())
     assert fresh(request).state == S.APPROVED
     assert Key.objects.filter(state="pre_activation").count() == Key.objects.count() == (step == "store_string")
 
 
-def test_issuance_overtaken_worker_never_stores_over_the_good_key(
+def test_issuance_by_a_worker_without_its_lease_does_not_overwrite_the_active_key(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the merchant reads in the backend stays the good key: a burned one is not written over it."""
+    """The stored string stays that of the active key."""
     request = request_key(scene.sandbox)
     slow = _lease_of(request, now())
     real = stored_copies.store_string
-    done: list[Key] = []
+    issued: list[Key] = []
 
-    def overtaken(key: Key, text: Plaintext, **options: Any) -> int:
+    def store_after_successor(key: Key, text: Plaintext, **options: Any) -> int:
         monkeypatch.setattr(requests, "store_string", real)
-        done.append(issue_request(fresh(request), at=now() + leases.LEASE))
+        issued.append(issue_request(fresh(request), at=now() + leases.LEASE))
         return real(key, text, **options)
 
-    monkeypatch.setattr(requests, "store_string", overtaken)
+    monkeypatch.setattr(requests, "store_string", store_after_successor)
     with pytest.raises(BackendConflictError):
         requests.issue_approved(fresh(request), slow, now())
-    stored = secret_backend().read(Mount.SANDBOX, done[0].credential.backend_path)
-    assert stored.labels["key_id"] == done[0].key_id
+    stored = secret_backend().read(Mount.SANDBOX, issued[0].credential.backend_path)
+    assert stored.labels["key_id"] == issued[0].key_id
     assert verdict(stored.secret) is None
 
 
-def test_issuance_lost_reply_of_the_backend_is_resolved_by_reading_back(
+def test_issuance_with_a_lost_reply_of_the_backend_reads_the_stored_version(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An ambiguous answer is decided by key id: what was written is adopted, not written twice."""
+    """The key id on the stored version resolves the ambiguity: it is adopted, not written twice."""
     backend = secret_backend()
     real = backend.put
 
@@ -626,10 +615,8 @@ def test_issuance_lost_reply_of_the_backend_is_resolved_by_reading_back(
     assert verdict(text) is None
 
 
-def test_issuance_with_the_backend_down_waits_and_completes_later(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An outage costs nothing but time: the request stays approved, and the staged key that nobody held is burned."""
+def test_issuance_with_the_backend_down_completes_later(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request stays approved, and the staged key of the failed attempt is destroyed."""
     request = request_key(scene.sandbox)
     backend = secret_backend()
 
@@ -640,7 +627,7 @@ def test_issuance_with_the_backend_down_waits_and_completes_later(
         patch.setattr(backend, "put", down)
         assert maintenance.issue_one(request) is False
     assert fresh(request).state == S.APPROVED
-    assert maintenance.issue_one(request) is False, "not before its pause is over"
+    assert maintenance.issue_one(request) is False, "retried before the pause ended"
     key = issue_request(fresh(request), at=now() + timedelta(seconds=10))
     assert sorted(Key.objects.filter(credential=key.credential).values_list("state", flat=True)) == [
         "active",
@@ -648,10 +635,10 @@ def test_issuance_with_the_backend_down_waits_and_completes_later(
     ]
 
 
-def test_issuance_meeting_a_foreign_writer_stops_and_overwrites_nothing(
+def test_issuance_over_a_foreign_version_stops_and_overwrites_nothing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Something that Keyvault did not write stands at the credential's place: it is left as it is."""
+    """A version that Keyvault did not write stays as it is."""
     request = request_key(scene.sandbox)
     _run_killed(request, "after _stage", monkeypatch)
     credential = fresh(request).credential
@@ -665,26 +652,23 @@ def test_issuance_meeting_a_foreign_writer_stops_and_overwrites_nothing(
 
 
 @pytest.mark.parametrize("kill_at", ["after _stage", "after store_string"])
-def test_issuance_withdrawn_while_a_worker_was_at_it_leaves_nothing_behind(
+def test_issuance_withdrawn_after_a_killed_worker_leaves_no_key(
     scene: Scene, kill_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A withdrawn request leaves no staged key and no readable string that somebody could take for a good one."""
+    """No staged key and no readable string remains."""
     request = request_key(scene.sandbox)
     _run_killed(request, kill_at, monkeypatch)
     _withdraw(scene, fresh(request))
     maintenance.destroy_due()
-    assert Key.objects.get().state == "pre_activation", "not while a worker may be in the middle of it"
-    release_all()
+    assert Key.objects.get().state == "pre_activation", "destroyed while a worker may still hold the lease"
+    expire_leases()
     maintenance.destroy_due()
     key = Key.objects.get()
     assert key.state == "destroyed"
     assert [state for _, state in versions_of(key.credential)] in ([], ["destroyed"])
 
 
-def test_issuance_withdrawn_in_the_middle_of_a_turn_activates_nothing(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Withdrawn before it was issued is withdrawn: the worker that was on its way does not make the key good."""
+def test_issuance_withdrawn_during_a_run_activates_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     request = request_key(scene.sandbox)
     real = stored_copies.store_string
 
@@ -701,14 +685,14 @@ def test_issuance_withdrawn_in_the_middle_of_a_turn_activates_nothing(
     assert versions_of(key.credential) == [(1, "destroyed")]
 
 
-def test_issuance_of_one_merchant_says_nothing_in_the_chain_of_another(scene: Scene) -> None:
+def test_issuance_writes_to_its_own_account_chain_only(scene: Scene) -> None:
     make_merchant("globex")
     issue(account("globex", SANDBOX))
     assert events_of("account:acme/sandbox") == []
     assert "issuance.issued" in events_of("account:globex/sandbox")
 
 
-def test_issuance_grant_is_checked_before_anything_is_written(scene: Scene) -> None:
+def test_issuance_without_the_grant_writes_nothing(scene: Scene) -> None:
     wrong: Grant = grant(scene.admin, P.ISSUANCE_REQUEST, scene.production)
     before = dump_tables()
     with pytest.raises(PermissionMissingError) as caught:

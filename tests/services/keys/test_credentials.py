@@ -1,4 +1,4 @@
-"""What a credential may be used from: set by an operator, held to by the next verdict, audited."""
+"""Credential restrictions: set by an operator, enforced by the next verdict, and audited."""
 
 import json
 from typing import Any
@@ -26,35 +26,40 @@ def restrict(scene: Scene, credential: Credential, *networks: str, origin: Origi
     restrict_credential(allowed, credential, networks, origin)
 
 
-def code_of(text: Any, address: str | None = None, origin: str | None = None) -> ErrorCode | None:
-    presented = VerificationRequest(
+def denial_code(text: Any, address: str | None = None, origin: str | None = None) -> ErrorCode | None:
+    verification = VerificationRequest(
         key=text.reveal(),
         environment=SANDBOX,
         endpoint=find_endpoint("orders.retrieve"),
         client_address=address,
         origin=origin,
     )
-    verdict = judge_presented(presented, now()).verdict
+    verdict = judge_presented(verification, now()).verdict
     return verdict.code if isinstance(verdict, Denial) else None
 
 
 def test_credential_restricted_to_networks_is_refused_elsewhere(scene: Scene) -> None:
-    """From the next request on, and also when nobody says where the request came from."""
+    """The restriction applies from the next request, and also when the client address is unknown."""
     key, text = issue(scene.sandbox)
-    assert code_of(text, "198.51.100.1") is None
+    assert denial_code(text, "198.51.100.1") is None
     restrict(scene, key.credential, "192.0.2.0/24", "2001:db8::/32")
-    assert code_of(text, "192.0.2.77") is code_of(text, "2001:db8::1") is code_of(text, "::ffff:192.0.2.1") is None
+    assert (
+        denial_code(text, "192.0.2.77")
+        is denial_code(text, "2001:db8::1")
+        is denial_code(text, "::ffff:192.0.2.1")
+        is None
+    )
     for elsewhere in ("198.51.100.1", "2001:db9::1", None):
-        assert code_of(text, elsewhere) is ErrorCode.IP_NOT_ALLOWED
+        assert denial_code(text, elsewhere) is ErrorCode.IP_NOT_ALLOWED
     restrict(scene, key.credential)
-    assert code_of(text) is None
+    assert denial_code(text) is None
 
 
-def test_credential_set_to_report_an_origin_passes_with_one(scene: Scene) -> None:
+def test_credential_set_to_report_an_origin_allows_requests_with_one(scene: Scene) -> None:
     key, text = issue(scene.sandbox)
-    assert code_of(text, origin="https://shop.example") is ErrorCode.PRIVATE_KEY_IN_BROWSER
+    assert denial_code(text, origin="https://shop.example") is ErrorCode.PRIVATE_KEY_IN_BROWSER
     restrict(scene, key.credential, origin=OriginHeader.REPORT)
-    assert code_of(text, origin="https://shop.example") is None
+    assert denial_code(text, origin="https://shop.example") is None
 
 
 def test_credential_restricted_is_audited_with_old_and_new(scene: Scene) -> None:
@@ -71,8 +76,8 @@ def test_credential_restricted_is_audited_with_old_and_new(scene: Scene) -> None
 @pytest.mark.parametrize(
     "text", ["", "x", "192.0.2.1/24", "192.0.2.0/33", "::ffff:192.0.2.0/120", "fe80::1%eth0", "0xc0000200", "1" * 99]
 )
-def test_credential_network_that_is_none_is_named(scene: Scene, text: str) -> None:
-    """A block that no address would be in, or more than was meant, is refused with its place in the list."""
+def test_credential_with_an_invalid_network_reports_its_position(scene: Scene, text: str) -> None:
+    """A network that matches no address, or more than intended, is refused with its position in the list."""
     key, _ = issue(scene.sandbox)
     with pytest.raises(RequestInvalidError) as refused:
         restrict(scene, key.credential, "192.0.2.0/24", text)
@@ -88,14 +93,13 @@ def test_credential_with_too_many_networks_is_refused(scene: Scene) -> None:
     assert [fault.pointer for fault in refused.value.faults] == ["/networks"]
 
 
-def test_credential_of_a_public_key_has_no_origin_to_report(scene: Scene) -> None:
+def test_credential_of_a_public_key_set_to_report_an_origin_is_refused(scene: Scene) -> None:
     key, _ = issue(scene.sandbox, kind=KeyKind.PUBLIC)
     with pytest.raises(RequestInvalidError):
         restrict(scene, key.credential, origin=OriginHeader.REPORT)
 
 
 def test_credential_restricted_with_another_grant_is_refused(scene: Scene) -> None:
-    """Widening where a key is good from takes the permission for just that."""
     key, _ = issue(scene.sandbox)
     for operator in (scene.tam, scene.responder, scene.approver):
         with pytest.raises(PermissionMissingError):

@@ -1,4 +1,4 @@
-"""What is announced of a key's life: in the transaction of what happened, and never in its way."""
+"""Notices about a key's lifecycle, written in the transaction of the event that they report."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,14 +26,14 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 SUPERSEDED = RevocationReason.SUPERSEDED
 
 
-def told(key: Key) -> list[tuple[str, bool]]:
-    """The notices about a key's end, and its credential's; that it was issued apart."""
+def notices_about(key: Key) -> list[tuple[str, bool]]:
+    """Return the notices about a key and its credential, except the one about its issuance."""
     about = Notice.objects.filter(subject__in=[key.key_id, key.credential_id]).exclude(kind="key.issued")
     return list(about.order_by("created_at", "kind").values_list("kind", "is_alarm"))
 
 
-def beside(scene: Scene, key: Key, expires_in_days: int | None = None) -> Key:
-    """A second key of the credential that is good."""
+def add_second_key(scene: Scene, key: Key, expires_in_days: int | None = None) -> Key:
+    """Add a second active key to the key's credential."""
     worker = grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox)
     second, _ = lifecycle.stage_key(worker, key.credential, expires_in_days=expires_in_days)
     lifecycle.activate_key(worker, second)
@@ -52,8 +52,8 @@ def report_own(scene: Scene, key: Key) -> None:
     lifecycle.revoke_own_key(grant(holder_of(key), P.KEYS_REVOKE_SELF, scene.sandbox), key)
 
 
-def test_notice_of_an_issued_key_names_it_and_holds_no_material(scene: Scene) -> None:
-    """Ids and kinds: nothing of the key itself, nor of a person."""
+def test_notice_of_an_issued_key_names_it_and_contains_no_secret(scene: Scene) -> None:
+    """The payload holds ids and kinds only: no key material and no person."""
     key, text = issue(scene.sandbox)
     notice = Notice.objects.get(kind="key.issued")
     assert (notice.subject, notice.is_alarm) == (key.key_id, False)
@@ -74,72 +74,72 @@ def test_notice_of_an_issued_key_names_it_and_holds_no_material(scene: Scene) ->
         (report_own, "key.compromised", True, "key_compromise"),
     ],
 )
-def test_notice_of_a_key_s_end_says_why_and_that_the_credential_has_none_left(
+def test_notice_of_a_revocation_names_the_reason_and_that_the_credential_has_no_key(
     scene: Scene, end: Callable[[Scene, Key], None], kind: str, is_alarm: bool, reason: str
 ) -> None:
     key, _ = issue(scene.sandbox)
     end(scene, key)
-    assert told(key) == [("credential.without_key", True), (kind, is_alarm)]
+    assert notices_about(key) == [("credential.without_key", True), (kind, is_alarm)]
     for notice in Notice.objects.exclude(kind="key.issued"):
         assert notice.payload == {"key_id": key.key_id, "credential_id": key.credential_id, "reason": reason}
 
 
 @pytest.mark.parametrize("end", [revoke, report, report_own])
-def test_notice_of_an_end_repeated_is_given_once(scene: Scene, end: Callable[[Scene, Key], None]) -> None:
+def test_notice_of_a_repeated_revocation_is_sent_once(scene: Scene, end: Callable[[Scene, Key], None]) -> None:
     key, _ = issue(scene.sandbox)
     end(scene, key)
     end(scene, key)
-    assert len(told(key)) == 2
+    assert len(notices_about(key)) == 2
 
 
 @pytest.mark.parametrize("end", [revoke, report])
-def test_notice_of_no_key_left_is_not_given_while_another_is_good(
+def test_notice_of_no_key_left_with_another_active_key_is_not_sent(
     scene: Scene, end: Callable[[Scene, Key], None]
 ) -> None:
     first, _ = issue(scene.sandbox)
-    second = beside(scene, first)
+    second = add_second_key(scene, first)
     end(scene, first)
-    assert ("credential.without_key", True) not in told(first)
+    assert ("credential.without_key", True) not in notices_about(first)
     end(scene, second)
-    assert told(second).count(("credential.without_key", True)) == 1
+    assert notices_about(second).count(("credential.without_key", True)) == 1
 
 
-def test_notice_of_no_key_left_does_not_count_on_an_expired_or_suspended_one(scene: Scene) -> None:
-    """Usable is what would be accepted now: neither a suspended key nor one whose expiry nobody recorded yet."""
-    for spoil in ("suspended", "expired"):
+def test_notice_of_no_key_left_ignores_expired_and_suspended_keys(scene: Scene) -> None:
+    """A suspended key, or one whose expiry is not recorded yet, does not count as usable."""
+    for cause in ("suspended", "expired"):
         first, _ = issue(scene.sandbox)
-        second = beside(scene, first, expires_in_days=1)
+        second = add_second_key(scene, first, expires_in_days=1)
         at = now()
-        if spoil == "suspended":
+        if cause == "suspended":
             lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), second)
         else:
             at += timedelta(days=2)
         lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox, at=at), first, SUPERSEDED)
-        assert told(first).count(("credential.without_key", True)) == 1, spoil
+        assert notices_about(first).count(("credential.without_key", True)) == 1, cause
 
 
-def test_notice_of_no_key_left_is_not_given_for_what_was_suspended_dead_or_in_nobody_s_hands(scene: Scene) -> None:
-    """Only an act that takes the last usable key away raises the alarm."""
+def test_notice_of_no_key_left_for_a_suspended_revoked_or_staged_key_is_not_sent(scene: Scene) -> None:
+    """Only an action that removes the last usable key raises the alarm."""
     suspended, _ = issue(scene.sandbox)
     lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
     before = Notice.objects.filter(kind="credential.without_key").count()
     revoke(scene, suspended)
     report(scene, suspended)
-    burned, _ = issue(scene.sandbox)
-    lifecycle.discard_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), burned)
+    discarded, _ = issue(scene.sandbox)
+    lifecycle.discard_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), discarded)
     assert Notice.objects.filter(kind="credential.without_key").count() == before
-    assert told(suspended) == [("key.revoked", False), ("key.compromised", True)]
-    assert told(burned) == []
+    assert notices_about(suspended) == [("key.revoked", False), ("key.compromised", True)]
+    assert notices_about(discarded) == []
 
 
-def test_notice_of_no_key_left_is_given_at_an_expiry(scene: Scene) -> None:
+def test_notice_of_no_key_left_is_sent_at_expiry(scene: Scene) -> None:
     key, _ = issue(scene.sandbox, expires_in_days=1)
     lifecycle.expire_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox, at=key.expires_at), key)
-    assert sorted(told(key)) == [("credential.without_key", True), ("key.revoked", False)]
+    assert sorted(notices_about(key)) == [("credential.without_key", True), ("key.revoked", False)]
     assert Notice.objects.get(kind="credential.without_key").payload["reason"] == "expired"
 
 
-def test_notice_is_on_its_way_to_each_endpoint_of_the_account(scene: Scene) -> None:
+def test_notice_is_queued_for_each_endpoint_of_the_account(scene: Scene) -> None:
     with recorded(
         grant(scene.admin, P.MERCHANTS_WRITE, scene.sandbox), P.MERCHANTS_WRITE, "t.x", account=scene.sandbox
     ):
@@ -151,8 +151,8 @@ def test_notice_is_on_its_way_to_each_endpoint_of_the_account(scene: Scene) -> N
     assert WebhookDelivery.objects.filter(notice__kind="key.revoked").count() == 2
 
 
-def test_notice_is_not_written_when_the_revocation_is_not(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One transaction: no notice of what did not happen, and nothing that happened without its notice."""
+def test_notice_of_a_failed_revocation_is_not_written(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notice and the revocation share one transaction."""
     key, text = issue(scene.sandbox)
 
     def fail(**_: object) -> None:
@@ -162,30 +162,28 @@ def test_notice_is_not_written_when_the_revocation_is_not(scene: Scene, monkeypa
         broken.setattr(transaction, "append_entry", fail)
         with pytest.raises(StateConflictError):
             report(scene, key)
-    assert told(key) == []
+    assert notices_about(key) == []
     assert verdict(text) is None
     report(scene, key)
     assert verdict(text) is ErrorCode.KEY_REVOKED
 
 
-def test_notices_of_a_revocation_cost_a_fixed_number_of_queries(scene: Scene) -> None:
-    """However many keys a credential or an account has, ending one of them asks the same."""
+def test_notices_of_a_revocation_take_a_fixed_number_of_queries(scene: Scene) -> None:
+    """The number of queries does not depend on the number of keys of the credential."""
     first, _ = issue(scene.sandbox)
     many, _ = issue(scene.sandbox)
     for _ in range(6):
-        revoke(scene, beside(scene, many))
+        revoke(scene, add_second_key(scene, many))
     counts = []
     for key in (first, many):
-        with CaptureQueriesContext(
-            connection,
-        ) as queries:
+        with CaptureQueriesContext(connection) as queries:
             revoke(scene, key)
         counts.append(len(queries))
     assert counts[0] == counts[1]
 
 
-def test_report_s_reason_is_kept_in_the_audit_log_without_its_secrets(scene: Scene) -> None:
-    """What somebody pastes along is redacted; the report does not fail for it."""
+def test_compromise_report_reason_is_redacted_in_the_audit_log(scene: Scene) -> None:
+    """A secret in the reason is redacted, and the report succeeds."""
     key, text = issue(scene.sandbox)
     allowed = grant(scene.responder, P.KEYS_REPORT_COMPROMISE, scene.sandbox)
     lifecycle.report_compromise(allowed, key, why=f"found {text.reveal()} in a gist")

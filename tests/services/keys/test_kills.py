@@ -1,4 +1,4 @@
-"""A worker killed with SIGKILL in the middle of issuing, and the one that comes after it."""
+"""A worker killed with SIGKILL while it issues a key, and the worker that takes over."""
 
 import signal
 import subprocess
@@ -52,7 +52,7 @@ maintenance.issue_one(requests.get_request(request_id))
 
 
 def kill_worker(request: IssuanceRequest, point: str) -> None:
-    """A process that issues the request and is gone at that point, without a word."""
+    """Run a process that issues the request and kills itself at that point."""
     done = subprocess.run(
         [sys.executable, "-c", WORKER, request.pk, point], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -60,24 +60,26 @@ def kill_worker(request: IssuanceRequest, point: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("point", "state_after", "burned"),
+    ("point", "state_after", "discarded"),
     [("staged", "approved", 1), ("stored", "approved", 0), ("written", "approved", 0), ("committed", "issued", 0)],
 )
-def test_issuance_by_a_killed_worker_completes_with_one_good_key(point: str, state_after: str, burned: int) -> None:
-    """Killed after staging, after storing, before or after the commit: the next worker ends with one good key."""
+def test_issuance_by_a_killed_worker_is_completed_by_the_next_with_one_active_key(
+    point: str, state_after: str, discarded: int
+) -> None:
+    """Killed after staging, after storing, before the commit or after it: the next worker leaves one active key."""
     scene = make_scene()
     request = request_key(scene.sandbox)
     kill_worker(request, point)
-    left = requests.get_request(request.pk)
-    assert left is not None
-    assert left.state == state_after
+    remaining = requests.get_request(request.pk)
+    assert remaining is not None
+    assert remaining.state == state_after
     assert not Key.objects.filter(state="active").exists() or state_after == "issued"
-    assert leases.claim(f"issuance:{request.pk}", now()) is None, "the dead worker's lease still runs"
+    assert leases.claim(f"issuance:{request.pk}", now()) is None, "the killed worker's lease has not expired"
     if state_after == "approved":
-        issue_request(left, at=now() + leases.LEASE)
+        issue_request(remaining, at=now() + leases.LEASE)
     credential = Credential.objects.get()
     keys = sorted(credential.keys.values_list("state", flat=True))
-    assert keys == ["active"] + ["destroyed"] * burned
+    assert keys == ["active"] + ["destroyed"] * discarded
     path = credential.backend_path
     assert [version.state for version in secret_backend().versions(Mount.SANDBOX, path)] == ["live"]
     assert secret_backend().read(Mount.SANDBOX, path).labels["key_id"] == credential.keys.get(state="active").key_id

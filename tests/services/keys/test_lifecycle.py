@@ -1,4 +1,4 @@
-"""The life of a key: every way of the transition table, and no other."""
+"""The key lifecycle: every transition of the transition table, and no other."""
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -28,7 +28,7 @@ S = KeyState
 
 
 def verdict(text: Plaintext, at: datetime | None = None, environment: Environment = SANDBOX) -> ErrorCode | None:
-    """None: allowed."""
+    """Return the denial code, or None if the key is allowed."""
     presented = VerificationRequest(text.reveal(), environment, find_endpoint("orders.create"))
     judged = judge_presented(presented, at or now()).verdict
     return judged.code if isinstance(judged, Denial) else None
@@ -43,7 +43,7 @@ def by_admin(scene: Scene, permission: P, at: datetime | None = None) -> Grant:
 
 
 def in_state(scene: Scene, state: KeyState) -> tuple[Key, Plaintext]:
-    """A key brought to that state by the services."""
+    """Bring a key to that state through the services."""
     key, text = issue(scene.sandbox, expires_in_days=30)
     if state in {S.PRE_ACTIVATION, S.DESTROYED}:
         key, text = lifecycle.stage_key(engine(scene), key.credential, expires_in_days=30)
@@ -64,7 +64,7 @@ MOVES: dict[str, tuple[KeyState, Callable[[Scene, Key], object]]] = {
     "suspend": (S.SUSPENDED, lambda scene, key: lifecycle.suspend_key(by_admin(scene, P.KEYS_SUSPEND), key)),
     "resume": (S.ACTIVE, lambda scene, key: lifecycle.resume_key(by_admin(scene, P.KEYS_RESUME), key)),
     "expire": (S.DEACTIVATED, lambda scene, key: lifecycle.expire_key(engine(scene, at=key.expires_at), key)),
-    "burn": (S.DEACTIVATED, lambda scene, key: lifecycle.discard_key(engine(scene), key)),
+    "discard": (S.DEACTIVATED, lambda scene, key: lifecycle.discard_key(engine(scene), key)),
     "revoke": (
         S.DEACTIVATED,
         lambda scene, key: lifecycle.revoke_key(
@@ -81,17 +81,17 @@ REPEATABLE = {
     ("report", S.COMPROMISED),
     ("report", S.DESTROYED),
 }
-"""Ending what has ended answers the same and changes nothing."""
+"""Revoking or reporting a key again returns the same outcome and changes nothing."""
 
-BURNS = {("burn", S.PRE_ACTIVATION), ("revoke", S.PRE_ACTIVATION)}
-"""A key that nobody held is destroyed outright."""
+DISCARDS = {("discard", S.PRE_ACTIVATION), ("revoke", S.PRE_ACTIVATION)}
+"""A key that no holder received is destroyed immediately."""
 
 
 def _outcome(name: str, state: KeyState) -> KeyState | None:
-    """Where a move leads from a state; None: nowhere."""
+    """Return the state after a move, or None if the move is not allowed."""
     if (name, state) in REPEATABLE:
         return state
-    if (name, state) in BURNS:
+    if (name, state) in DISCARDS:
         return S.DESTROYED
     to = MOVES[name][0]
     if name == "resume" and state is not S.SUSPENDED:
@@ -100,10 +100,10 @@ def _outcome(name: str, state: KeyState) -> KeyState | None:
 
 
 @pytest.mark.parametrize("state", list(KeyState))
-def test_keys_every_move_from_a_state_goes_by_the_table(
+def test_key_moved_from_each_state_follows_the_transition_table(
     scene: Scene, state: KeyState, subtests: pytest.Subtests
 ) -> None:
-    """No service takes a key a way that the transition table does not have; what is refused writes nothing."""
+    """No service performs a transition that the table does not have; a refused move writes nothing."""
     for name, (_, move) in MOVES.items():
         key, _ = in_state(scene, state)
         before = last_ids()
@@ -130,14 +130,14 @@ def test_keys_every_move_from_a_state_goes_by_the_table(
         (S.DESTROYED, ErrorCode.KEY_REVOKED),
     ],
 )
-def test_keys_only_an_active_key_verifies(scene: Scene, state: KeyState, code: ErrorCode | None) -> None:
-    """Of all states `active` alone verifies, from the moment of the commit that leads there or away."""
+def test_key_verifies_only_in_state_active(scene: Scene, state: KeyState, code: ErrorCode | None) -> None:
+    """Only `active` verifies, from the commit that enters the state to the commit that leaves it."""
     _, text = in_state(scene, state)
     assert verdict(text) == code
 
 
-def test_keys_expired_key_is_refused_before_anybody_recorded_it(scene: Scene) -> None:
-    """A late sweep never leaves a key alive: expiry is judged from the clock."""
+def test_key_expired_is_refused_before_the_expiry_is_recorded(scene: Scene) -> None:
+    """The verdict compares the expiry with the clock, so a late sweep never extends a key's life."""
     key, text = issue(scene.sandbox, expires_in_days=1)
     assert key.expires_at is not None
     assert verdict(text, key.expires_at - timedelta(microseconds=1)) is None
@@ -146,23 +146,23 @@ def test_keys_expired_key_is_refused_before_anybody_recorded_it(scene: Scene) ->
     assert verdict(text, key.expires_at - timedelta(days=1)) is ErrorCode.KEY_EXPIRED
 
 
-def test_keys_expired_key_reported_compromised_is_told_as_revoked(scene: Scene) -> None:
-    """A compromise report wins over an expiry, also in what the verdict says of the key."""
+def test_key_expired_then_reported_compromised_is_denied_as_revoked(scene: Scene) -> None:
+    """A compromise report takes precedence over an expiry in the verdict."""
     key, text = issue(scene.sandbox, expires_in_days=1)
     lifecycle.expire_key(engine(scene, at=key.expires_at), key)
     lifecycle.report_compromise(by_admin(scene, P.KEYS_REPORT_COMPROMISE), key)
     assert verdict(text) is ErrorCode.KEY_REVOKED
 
 
-def test_keys_suspended_key_that_expired_is_not_resumed(scene: Scene) -> None:
+def test_key_suspended_and_expired_is_not_resumed(scene: Scene) -> None:
     key, _ = issue(scene.sandbox, expires_in_days=1)
     lifecycle.suspend_key(by_admin(scene, P.KEYS_SUSPEND), key)
     with pytest.raises(StateConflictError, match="has expired"):
         lifecycle.resume_key(by_admin(scene, P.KEYS_RESUME, at=key.expires_at), key)
 
 
-def test_keys_key_is_not_expired_before_its_time(scene: Scene) -> None:
-    """Nothing but the expiry that the key was issued with ends it by the clock."""
+def test_key_expired_before_its_time_is_refused(scene: Scene) -> None:
+    """Only the expiry that the key was issued with ends it by the clock."""
     key, _ = issue(scene.sandbox, expires_in_days=1)
     unlimited, _ = issue(scene.sandbox)
     assert key.expires_at is not None
@@ -172,8 +172,8 @@ def test_keys_key_is_not_expired_before_its_time(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("reason", list(RevocationReason))
-def test_keys_revoked_key_keeps_reason_and_loses_its_copy(scene: Scene, reason: RevocationReason) -> None:
-    """Each reason of RFC 5280 ends the key at once, is kept, and has the readable copy destroyed."""
+def test_key_revoked_keeps_its_reason_and_loses_its_stored_copy(scene: Scene, reason: RevocationReason) -> None:
+    """Each reason of RFC 5280 revokes the key immediately and schedules its stored copy for destruction."""
     key, text = issue(scene.sandbox)
     lifecycle.revoke_key(by_admin(scene, P.KEYS_REVOKE), key, reason)
     assert verdict(text) is ErrorCode.KEY_REVOKED
@@ -183,8 +183,8 @@ def test_keys_revoked_key_keeps_reason_and_loses_its_copy(scene: Scene, reason: 
     assert stored.state == ("compromised" if compromised else "deactivated")
 
 
-def test_keys_revoked_twice_answers_the_same_and_changes_nothing(scene: Scene) -> None:
-    """A repeated revocation is no error, leaves its trace in the log, and alters no verdict."""
+def test_key_revoked_twice_changes_nothing(scene: Scene) -> None:
+    """A repeated revocation succeeds, adds an audit entry, and changes no verdict."""
     key, _ = issue(scene.sandbox)
     first = lifecycle.revoke_key(by_admin(scene, P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
     before = last_ids()
@@ -194,15 +194,15 @@ def test_keys_revoked_twice_answers_the_same_and_changes_nothing(scene: Scene) -
     assert lifecycle.last_sequence(key) == first.sequence
 
 
-def test_keys_revoked_key_reported_compromised_becomes_so(scene: Scene) -> None:
+def test_key_revoked_then_revoked_as_compromised_becomes_compromised(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(by_admin(scene, P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
     lifecycle.revoke_key(by_admin(scene, P.KEYS_REVOKE), key, RevocationReason.KEY_COMPROMISE)
     assert Key.objects.get(pk=key.pk).state == "compromised"
 
 
-def test_keys_revoked_by_hand_wins_over_what_was_written_meanwhile(scene: Scene) -> None:
-    """A manual revocation always wins: whoever revokes what they saw active ends it though it was suspended since."""
+def test_key_revoked_by_an_operator_with_a_stale_copy_is_revoked(scene: Scene) -> None:
+    """A manual revocation always takes precedence, even if the key was suspended since the operator read it."""
     key, text = issue(scene.sandbox)
     seen = lifecycle.get_key(key.key_id)
     assert seen is not None
@@ -212,8 +212,8 @@ def test_keys_revoked_by_hand_wins_over_what_was_written_meanwhile(scene: Scene)
     assert seen.state == "deactivated"
 
 
-def test_keys_revoked_by_our_engine_on_what_it_no_longer_sees_is_refused(scene: Scene) -> None:
-    """Our own engine decided on what it saw: when somebody wrote since, it ends nothing."""
+def test_key_revoked_by_the_engine_with_a_stale_copy_is_refused(scene: Scene) -> None:
+    """The engine decided on the row that it read; if the row has changed since, it revokes nothing."""
     key, text = issue(scene.sandbox)
     seen = lifecycle.get_key(key.key_id)
     assert seen is not None
@@ -226,85 +226,85 @@ def test_keys_revoked_by_our_engine_on_what_it_no_longer_sees_is_refused(scene: 
 
 
 @pytest.mark.parametrize("reason", [RevocationReason.SUPERSEDED, RevocationReason.KEY_COMPROMISE])
-def test_keys_revoked_by_one_incident_responder_alone(scene: Scene, reason: RevocationReason) -> None:
-    """Approval gates minting, never revoking: one responder alone ends any key, in production too."""
+def test_key_revoked_by_one_incident_responder_needs_no_approval(scene: Scene, reason: RevocationReason) -> None:
+    """Approval is required to issue keys, never to revoke them, in production too."""
     key, text = issue(scene.production)
     lifecycle.revoke_key(grant(scene.responder, P.KEYS_REVOKE, scene.production), key, reason)
     assert verdict(text, environment=PRODUCTION) is ErrorCode.KEY_REVOKED
 
 
-def test_keys_evidence_is_cited_in_the_entry_of_the_revocation(scene: Scene) -> None:
-    """Whoever asks why a key was revoked finds the rows that it was decided on."""
+def test_key_revoked_with_evidence_cites_it_in_the_audit_entry(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(by_admin(scene, P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED, evidence=["evd_1", "evd_2"])
     assert last_body("key.revoked")["details"]["evidence"] == ["evd_1", "evd_2"]
 
 
-# ------------------------------------------------------------------------------------------------- who may do what
+# ------------------------------------------------------------------------------------------------- permissions
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_keys_moved_with_a_grant_to_read_is_refused(scene: Scene, name: str) -> None:
-    """Each service asks for its own permission; a grant for anything else moves nothing."""
+def test_key_moved_with_a_read_grant_is_refused(scene: Scene, name: str) -> None:
+    """Each service requires its own permission."""
     key, _ = in_state(scene, S.SUSPENDED if name == "resume" else S.PRE_ACTIVATION if name == "activate" else S.ACTIVE)
     allowed = grant(scene.admin, P.KEYS_READ, scene.sandbox, at=key.expires_at if name == "expire" else None)
-    acts: dict[str, Callable[[], object]] = {
+    moves: dict[str, Callable[[], object]] = {
         "activate": lambda: lifecycle.activate_key(allowed, key),
         "suspend": lambda: lifecycle.suspend_key(allowed, key),
         "resume": lambda: lifecycle.resume_key(grant(scene.admin, P.KEYS_READ, scene.sandbox), key),
         "expire": lambda: lifecycle.expire_key(allowed, key),
-        "burn": lambda: lifecycle.discard_key(allowed, key),
+        "discard": lambda: lifecycle.discard_key(allowed, key),
         "revoke": lambda: lifecycle.revoke_key(allowed, key, RevocationReason.SUPERSEDED),
         "report": lambda: lifecycle.report_compromise(allowed, key),
     }
     state = key.state
     with pytest.raises(PermissionMissingError):
-        acts[name]()
+        moves[name]()
     assert Key.objects.get(pk=key.pk).state == state
 
 
-# --------------------------------------------------------------------------------------------- at most two verify
+# --------------------------------------------------------------------------------------------- at most two active keys
 
 
-def _staged_beside(scene: Scene, key: Key) -> Key:
+def _stage_second_key(scene: Scene, key: Key) -> Key:
     return lifecycle.stage_key(engine(scene), key.credential, expires_in_days=None)[0]
 
 
-def test_keys_third_key_of_a_credential_activated_is_refused(scene: Scene) -> None:
-    """At most two keys of a credential verify at once: the overlap of a rotation, and no more."""
+def test_key_activated_as_the_third_of_a_credential_is_refused(scene: Scene) -> None:
+    """At most two keys of a credential verify: enough for the overlap of a rotation."""
     key, _ = issue(scene.sandbox)
-    second, third = _staged_beside(scene, key), _staged_beside(scene, key)
+    second, third = _stage_second_key(scene, key), _stage_second_key(scene, key)
     lifecycle.activate_key(engine(scene), second)
     with pytest.raises(StateConflictError, match="Two keys of the credential are already active"):
         lifecycle.activate_key(engine(scene), third)
     assert key.credential.keys.filter(state="active").count() == 2
 
 
-def test_keys_suspended_key_resumed_as_a_third_is_refused(scene: Scene) -> None:
-    """Nor does a suspended key come back beside two others."""
+def test_key_resumed_as_the_third_of_a_credential_is_refused(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     lifecycle.suspend_key(by_admin(scene, P.KEYS_SUSPEND), key)
     for _ in range(2):
-        lifecycle.activate_key(engine(scene), _staged_beside(scene, key))
+        lifecycle.activate_key(engine(scene), _stage_second_key(scene, key))
     with pytest.raises(StateConflictError, match="Two keys of the credential are already active"):
         lifecycle.resume_key(by_admin(scene, P.KEYS_RESUME), key)
 
 
-def test_keys_third_key_is_refused_by_the_database_as_well(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service that forgot to count would be stopped by the trigger."""
+def test_key_activated_as_the_third_of_a_credential_is_refused_by_the_database(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trigger refuses what a service failed to count."""
     key, _ = issue(scene.sandbox)
-    second, third = _staged_beside(scene, key), _staged_beside(scene, key)
+    second, third = _stage_second_key(scene, key), _stage_second_key(scene, key)
     lifecycle.activate_key(engine(scene), second)
     monkeypatch.setattr(lifecycle, "MAX_VERIFYING", 3)
     with pytest.raises(IntegrityError, match="at most two keys of a credential verify"), transaction.atomic():
         lifecycle.activate_key(engine(scene), third)
 
 
-# --------------------------------------------------------------------------------------------------- what is told
+# --------------------------------------------------------------------------------------------------- stored and shown
 
 
-def test_keys_staged_key_is_held_as_a_digest_only(scene: Scene) -> None:
-    """The database never holds a key string, nor its secret part, from the first moment on."""
+def test_key_staged_is_stored_as_a_digest_only(scene: Scene) -> None:
+    """The database never holds a key string or its secret part."""
     key, text = in_state(scene, S.PRE_ACTIVATION)
     row = Key.objects.get(pk=key.pk)
     assert len(bytes(row.digest)) == 32
@@ -313,11 +313,11 @@ def test_keys_staged_key_is_held_as_a_digest_only(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KeyKind))
-def test_keys_description_tells_state_and_never_material(scene: Scene, kind: KeyKind) -> None:
-    """What every door tells of a key has neither its string, nor its digest, nor where its string is kept."""
+def test_key_description_names_the_state_and_no_secret(scene: Scene, kind: KeyKind) -> None:
+    """A description contains neither the key string, nor its digest, nor where the string is stored."""
     key, text = issue(scene.sandbox, kind=kind, expires_in_days=5)
-    told = lifecycle.describe_key(key)
-    assert told["kind"] == kind
-    assert not {"digest", "pepper_version", "backend_version", "material"} & set(told)
-    assert text.reveal() not in repr(told)
-    assert bytes(key.digest) not in told.values()
+    described = lifecycle.describe_key(key)
+    assert described["kind"] == kind
+    assert not {"digest", "pepper_version", "backend_version", "material"} & set(described)
+    assert text.reveal() not in repr(described)
+    assert bytes(key.digest) not in described.values()

@@ -1,7 +1,6 @@
-"""Real concurrency on PostgreSQL: every pair of acts that may meet, let go at the same moment, many times over.
+"""Races on PostgreSQL: every pair of concurrent actions, many rounds each.
 
-SQLite has one writer at a time; there the versioned updates that decide these races are proved by stale copies
-(`test_issuance`, `test_keys`, `models/test_recording`).
+SQLite has one writer at a time; there, tests with stale copies prove the versioned updates that decide these races.
 """
 
 from collections.abc import Callable
@@ -40,7 +39,7 @@ from keyvault.services.work import leases
 from tests.factories import account, approve, grant, issue, make_merchant, make_operator, now, request_key
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
-from tests.services.racing import PATIENCE_SECONDS, held_open, race, start, wait_until_blocked
+from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
@@ -52,14 +51,14 @@ def busy(transactional_db: None) -> Scene:
     return make_scene()
 
 
-def copy_of(request: IssuanceRequest) -> IssuanceRequest:
-    """What each of those who decide at once has on the screen."""
+def reload_request(request: IssuanceRequest) -> IssuanceRequest:
+    """Return the row as one of several concurrent callers read it."""
     found = requests.get_request(request.pk)
     assert found is not None
     return found
 
 
-def key_copy(key: Key) -> Key:
+def reload_key(key: Key) -> Key:
     found = lifecycle.get_key(key.key_id)
     assert found is not None
     return found
@@ -71,20 +70,20 @@ def events_about(request: IssuanceRequest) -> list[str]:
     return [entry.event for entry in entries if about in bytes(entry.body)]
 
 
-# ------------------------------------------------------------------------------------------ deciding about a request
+# ------------------------------------------------------------------------------------------ decisions on a request
 
 
-def test_race_of_two_approvals_has_one_effect(busy: Scene) -> None:
-    """Two approvers at once: one approves, the other is told to look again; one approval, one entry."""
+def test_race_of_two_approvals_records_one(busy: Scene) -> None:
+    """One approval succeeds, the other gets a conflict; the log has one entry."""
     for _ in range(ROUNDS):
         request = request_key(busy.production)
-        first, second = copy_of(request), copy_of(request)
+        first, second = reload_request(request), reload_request(request)
         outcomes = race(
             partial(approve, first, by=busy.approver),
             partial(approve, second, by=busy.admin),
         )
         assert sorted(type(outcome).__name__ for outcome in outcomes) == ["IssuanceRequest", "StateConflictError"]
-        assert copy_of(request).state == "approved"
+        assert reload_request(request).state == "approved"
         assert IssuanceApproval.objects.filter(request=request).count() == 1
         assert events_about(request) == ["issuance.requested", "issuance.approved"]
 
@@ -103,112 +102,112 @@ def _expire(scene: Scene, request: IssuanceRequest) -> object:
 
 
 @pytest.mark.parametrize(("against", "state"), [(_reject, "rejected"), (_withdraw, "withdrawn"), (_expire, "expired")])
-def test_race_of_approval_against_an_end_has_one_effect(
+def test_race_of_approval_with_a_terminal_decision_has_one_outcome(
     busy: Scene, against: Callable[[Scene, IssuanceRequest], object], state: str
 ) -> None:
-    """Approve meets reject, withdraw or expire: exactly one of the two happens, in state, approvals and log alike."""
+    """Exactly one of approval and rejection, withdrawal or expiry takes effect: in state, approvals and log."""
     for number in range(ROUNDS):
         request = request_key(busy.production)
-        first, second = copy_of(request), copy_of(request)
+        first, second = reload_request(request), reload_request(request)
         calls: list[Callable[[], object]] = [
             partial(approve, first, by=busy.approver),
             partial(against, busy, second),
         ]
         outcomes = race(*calls[:: 1 if number % 2 else -1])
         assert sorted(type(outcome).__name__ for outcome in outcomes) == ["IssuanceRequest", "StateConflictError"]
-        won = copy_of(request).state
+        won = reload_request(request).state
         assert won in {"approved", state}
         assert IssuanceApproval.objects.filter(request=request).count() == (1 if won == "approved" else 0)
         assert events_about(request) == ["issuance.requested", f"issuance.{won}"]
 
 
 @override_settings(APPROVALS_NEEDED={"sandbox": 0, "production": 2})
-def test_race_of_one_person_s_two_log_ins_counts_once(busy: Scene) -> None:
-    """The same person approving by two log-ins at once is one person, and not enough where two are needed."""
-    too = make_operator("approver-too", Role.APPROVER, person=busy.approver.person)
+def test_race_of_approvals_by_two_logins_of_one_person_counts_once(busy: Scene) -> None:
+    """Two logins of one person do not reach a threshold of two approvals."""
+    second_login = make_operator("approver-second-login", Role.APPROVER, person=busy.approver.person)
     for _ in range(ROUNDS):
         request = request_key(busy.production)
-        race(*[_approval(request, operator) for operator in (busy.approver, too)])
+        race(*[_approval(request, operator) for operator in (busy.approver, second_login)])
         assert IssuanceApproval.objects.filter(request=request).count() == 1
-        assert copy_of(request).state == "pending"
+        assert reload_request(request).state == "pending"
 
 
 def _approval(request: IssuanceRequest, operator: OperatorPrincipal) -> Callable[[], object]:
-    copy = copy_of(request)
+    copy = reload_request(request)
     return lambda: approve(copy, by=operator)
 
 
 @override_settings(APPROVALS_NEEDED={"sandbox": 0, "production": 2})
-def test_race_of_the_two_approvals_needed_loses_none_and_passes_none_early(busy: Scene) -> None:
-    """Where two are needed, one of two at once is told to look again; only its second try makes it approved."""
+def test_race_of_two_needed_approvals_records_one_and_needs_a_retry(busy: Scene) -> None:
+    """One approver gets a conflict; the request is approved only when that approver retries."""
     for _ in range(ROUNDS):
         request = request_key(busy.production)
         outcomes = race(*[_approval(request, operator) for operator in (busy.approver, busy.admin)])
-        done = [outcome for outcome in outcomes if isinstance(outcome, IssuanceRequest)]
-        assert len(done) == IssuanceApproval.objects.filter(request=request).count() == 1
-        assert copy_of(request).state == "pending"
+        succeeded = [outcome for outcome in outcomes if isinstance(outcome, IssuanceRequest)]
+        assert len(succeeded) == IssuanceApproval.objects.filter(request=request).count() == 1
+        assert reload_request(request).state == "pending"
         late = busy.admin if isinstance(outcomes[0], IssuanceRequest) else busy.approver
-        assert approve(copy_of(request), by=late).state == "approved"
+        assert approve(reload_request(request), by=late).state == "approved"
 
 
 # ------------------------------------------------------------------------------------------------ issuing and keys
 
 
-def test_race_of_two_workers_on_one_request_makes_one_good_key(busy: Scene) -> None:
-    """Two workers that were woken for the same request: one works, and one key is good."""
+def test_race_of_two_workers_on_one_request_makes_one_active_key(busy: Scene) -> None:
+    """One worker claims the request; one key is active."""
     for _ in range(ROUNDS):
         request = request_key(busy.sandbox)
-        copies = copy_of(request), copy_of(request)
+        copies = reload_request(request), reload_request(request)
         outcomes = race(*[partial(maintenance.issue_one, copy) for copy in copies])
         assert sorted(outcomes) == [False, True]
-        expect_one_good_key(request)
+        assert_one_active_key(request)
 
 
-def test_race_of_an_overtaken_worker_with_its_successor_makes_one_good_key(busy: Scene) -> None:
-    """A worker whose lease ran out and its successor, both at full speed: one key is good, and is the one stored."""
+def test_race_of_a_worker_without_lease_and_its_successor_makes_one_active_key(busy: Scene) -> None:
+    """A worker whose lease expired races with its successor: one key is active, and it is the stored one."""
     for _ in range(ROUNDS):
         request = request_key(busy.sandbox)
         subject = f"issuance:{request.pk}"
-        overtaken, successor = leases.claim(subject, now()), leases.claim(subject, now() + leases.LEASE)
-        assert overtaken is not None
+        expired, successor = leases.claim(subject, now()), leases.claim(subject, now() + leases.LEASE)
+        assert expired is not None
         assert successor is not None
-        outcomes = race(*[_issuing(request, lease) for lease in (overtaken, successor)])
+        outcomes = race(*[_issuing(request, lease) for lease in (expired, successor)])
         assert all(isinstance(outcome, Key | KeyvaultError) for outcome in outcomes), outcomes
         assert not isinstance(outcomes[0], Key), "the lost lease recorded an outcome"
         if not isinstance(outcomes[1], Key):
-            # The overtaken one's string was in the way: the next try goes on from what is stored.
+            # The string of the first worker was in the way: the next attempt continues with what is stored.
             WorkLease.objects.filter(subject=subject).update(until=None, due_at=None)
-            assert maintenance.issue_one(copy_of(request))
-        expect_one_good_key(request)
+            assert maintenance.issue_one(reload_request(request))
+        assert_one_active_key(request)
 
 
 def _issuing(request: IssuanceRequest, lease: leases.Lease) -> Callable[[], object]:
-    copy = copy_of(request)
+    copy = reload_request(request)
     return lambda: requests.issue_approved(copy, lease, now())
 
 
-def expect_one_good_key(request: IssuanceRequest) -> None:
-    issued = copy_of(request)
+def assert_one_active_key(request: IssuanceRequest) -> None:
+    issued = reload_request(request)
     assert (issued.state, issued.credential is not None) == ("issued", True)
     rows = Key.objects.filter(credential=issued.credential)
     assert sorted(set(rows.values_list("state", flat=True))) in (["active"], ["active", "destroyed"])
-    good = rows.get(state="active")
-    assert issued.key == good
-    stored = secret_backend().read(Mount.SANDBOX, good.credential.backend_path)
-    assert stored.labels["key_id"] == good.key_id
-    assert verdict(read_string(good)) is None
+    active = rows.get(state="active")
+    assert issued.key == active
+    stored = secret_backend().read(Mount.SANDBOX, active.credential.backend_path)
+    assert stored.labels["key_id"] == active.key_id
+    assert verdict(read_string(active)) is None
 
 
 def _engine(place: Account) -> Any:
     return grant(WORKER, P.ISSUANCE_EXECUTE, place)
 
 
-def test_race_of_revocation_with_activation_ends_the_key(busy: Scene) -> None:
-    """A manual revocation always wins: whichever comes first, the key is dead afterwards and the revoker is told so."""
+def test_race_of_revocation_with_activation_revokes_the_key(busy: Scene) -> None:
+    """A manual revocation takes precedence: whichever commits first, the key is revoked and the revocation succeeds."""
     key, _ = issue(busy.sandbox)
     for _ in range(ROUNDS):
         staged, text = lifecycle.stage_key(_engine(busy.sandbox), key.credential, expires_in_days=None)
-        first, second = key_copy(staged), key_copy(staged)
+        first, second = reload_key(staged), reload_key(staged)
         allowed = grant(busy.responder, P.KEYS_REVOKE, busy.sandbox)
         revoked, activated = race(
             partial(lifecycle.revoke_key, allowed, second, RevocationReason.SUPERSEDED),
@@ -216,30 +215,30 @@ def test_race_of_revocation_with_activation_ends_the_key(busy: Scene) -> None:
         )
         assert not isinstance(revoked, Exception), revoked
         assert activated is None or isinstance(activated, StateConflictError)
-        assert key_copy(staged).state in {"destroyed", "deactivated"}
+        assert reload_key(staged).state in {"destroyed", "deactivated"}
         assert verdict(text) is not None
 
 
-def test_race_of_revocation_with_suspension_ends_the_key(busy: Scene) -> None:
-    """Nor does it fail because somebody suspended or resumed the key in the same moment."""
+def test_race_of_revocation_with_suspension_revokes_the_key(busy: Scene) -> None:
+    """A concurrent suspension does not make the revocation fail."""
     for _ in range(ROUNDS):
         key, _ = issue(busy.sandbox)
-        first, second = key_copy(key), key_copy(key)
+        first, second = reload_key(key), reload_key(key)
         allowed = grant(busy.responder, P.KEYS_REVOKE, busy.sandbox)
         revoked, _ = race(
             partial(lifecycle.revoke_key, allowed, second, RevocationReason.KEY_COMPROMISE),
             partial(_suspend, busy, first),
         )
         assert not isinstance(revoked, Exception), revoked
-        assert key_copy(key).state == "compromised"
+        assert reload_key(key).state == "compromised"
 
 
-def test_race_of_two_activations_leaves_two_verifying(busy: Scene) -> None:
-    """At most two keys of a credential verify, also when two are activated beside one in the same moment."""
+def test_race_of_two_activations_leaves_two_active_keys(busy: Scene) -> None:
+    """At most two keys of a credential verify, also when two are activated concurrently beside a third."""
     for _ in range(ROUNDS):
         key, _ = issue(busy.sandbox)
         staged = [lifecycle.stage_key(_engine(busy.sandbox), key.credential, expires_in_days=None)[0] for _ in range(2)]
-        outcomes = race(*[partial(lifecycle.activate_key, _engine(busy.sandbox), key_copy(one)) for one in staged])
+        outcomes = race(*[partial(lifecycle.activate_key, _engine(busy.sandbox), reload_key(one)) for one in staged])
         assert Key.objects.filter(credential=key.credential, state="active").count() == 2
         assert sorted(type(outcome).__name__ for outcome in outcomes) == ["NoneType", "StateConflictError"]
 
@@ -252,20 +251,20 @@ def _suspend(scene: Scene, key: Key) -> object:
 
 
 @pytest.mark.parametrize("place", ["acme/production", "globex/sandbox"])
-def test_race_of_writers_on_different_accounts_do_not_wait(busy: Scene, place: str) -> None:
-    """One account's open transaction, its chain locked, holds up no other account, not even of the same merchant."""
+def test_race_of_writers_on_different_accounts_does_not_block(busy: Scene, place: str) -> None:
+    """An open transaction that holds one account's chain blocks no other account, not even of the same merchant."""
     make_merchant("globex")
     busy_key, _ = issue(busy.sandbox)
     merchant_id, environment = place.split("/")
     other_key, _ = issue(account(merchant_id, Environment(environment)))
     for number in range(ROUNDS):
-        act = _resume if number % 2 else _suspend
-        with held_open(partial(act, busy, key_copy(busy_key))):
+        write = _resume if number % 2 else _suspend
+        with held_open(partial(write, busy, reload_key(busy_key))):
             with transaction.atomic():
                 with connection.cursor() as cursor:
                     cursor.execute("SET LOCAL lock_timeout = '5s'")
-                act(busy, key_copy(other_key))
-            assert key_copy(busy_key).state != key_copy(other_key).state, "the other one had not committed"
+                write(busy, reload_key(other_key))
+            assert reload_key(busy_key).state != reload_key(other_key).state, "the held transaction committed early"
     assert verify_audit().first_broken is None
 
 
@@ -273,30 +272,30 @@ def _resume(scene: Scene, key: Key) -> object:
     return lifecycle.resume_key(grant(scene.admin, P.KEYS_RESUME, key.credential.account), key)
 
 
-def test_race_of_writers_on_one_account_take_turns(busy: Scene) -> None:
-    """Two writers of one chain: the second waits for the first's commit, and its entry leans on the first's."""
+def test_race_of_writers_on_one_account_is_serialized(busy: Scene) -> None:
+    """The second writer waits for the first one's commit, and its entry's hash includes the first one's."""
     first, _ = issue(busy.sandbox)
     second, _ = issue(busy.sandbox)
     chain = AuditChain.objects.get(name="account:acme/sandbox")
-    with held_open(lambda: _suspend(busy, key_copy(first))):
-        waiting = start(lambda: _suspend(busy, key_copy(second)))
+    with held_open(lambda: _suspend(busy, reload_key(first))):
+        waiting = start(lambda: _suspend(busy, reload_key(second)))
         wait_until_blocked(waiting)
         assert AuditChain.objects.get(pk=chain.pk).sequence == chain.sequence
-    waiting.result(PATIENCE_SECONDS)
+    waiting.result(TIMEOUT_SECONDS)
     assert AuditChain.objects.get(pk=chain.pk).sequence == chain.sequence + 2
     assert verify_audit().first_broken is None
 
 
-def test_race_of_nested_blocks_over_several_chains_never_deadlocks(busy: Scene) -> None:
-    """Chains are locked last and in the order of their names, whatever order the blocks were opened in."""
+def test_race_of_nested_blocks_over_several_chains_does_not_deadlock(busy: Scene) -> None:
+    """Chains are locked last and in the order of their names, in whichever order the blocks were opened."""
     make_merchant("globex")
     places = [account("acme"), account("globex"), None]
     before = AuditEntry.objects.count()
 
     def write(order: int) -> None:
-        turned = places[order % 3 :] + places[: order % 3]
+        rotated = places[order % 3 :] + places[: order % 3]
         for _ in range(ROUNDS):
-            _nested(busy, turned[:: 1 if order % 2 else -1])
+            _nested(busy, rotated[:: 1 if order % 2 else -1])
 
     outcomes = race(*[partial(write, order) for order in range(6)])
     assert outcomes == [None] * 6
@@ -305,22 +304,22 @@ def test_race_of_nested_blocks_over_several_chains_never_deadlocks(busy: Scene) 
 
 
 def _nested(scene: Scene, places: list[Account | None]) -> None:
-    """A block on the first place, and inside it one on each of the others."""
+    """Open a block on the first account, and inside it one on each of the others."""
     allowed = grant(scene.admin, P.MERCHANTS_WRITE, places[0])
     with recorded(allowed, P.MERCHANTS_WRITE, "test.nested", account=places[0]):
         if places[1:]:
             _nested(scene, places[1:])
 
 
-def test_race_of_many_requests_on_one_account_keeps_the_chain_whole(busy: Scene) -> None:
-    """Everything at once on one account: nothing is lost, nothing waits for ever, the chain is whole."""
+def test_race_of_many_requests_on_one_account_keeps_the_chain_intact(busy: Scene) -> None:
+    """No request is lost, no thread blocks forever, and the chain verifies."""
     before = AuditEntry.objects.count()
 
-    def ask() -> None:
+    def request_keys() -> None:
         for _ in range(ROUNDS):
             request_key(busy.production, by=busy.tam)
 
-    assert race(*[ask] * 4) == [None] * 4
+    assert race(*[request_keys] * 4) == [None] * 4
     assert IssuanceRequest.objects.count() == 4 * ROUNDS
     assert AuditEntry.objects.count() == before + 4 * ROUNDS
     assert Credential.objects.count() == 0

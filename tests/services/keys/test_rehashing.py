@@ -1,4 +1,4 @@
-"""Progressive re-hash: a used key moves to the newest pepper, off the request path, and nothing else of it changes."""
+"""Progressive re-hash: a used key moves to the newest pepper outside the request path, and nothing else changes."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ from keyvault.services.verification import judging
 from tests.factories import grant, issue, make_token, now, own_keystore
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import by_admin, verdict
-from tests.services.peppering import destroy, hasten, rehash, retire, rotate
+from tests.services.peppering import destroy, rehash, retire, rotate, skip_propagation
 from tests.services.racing import held_open, race
 from tests.services.rows import last_body, last_ids, written_since
 
@@ -49,9 +49,9 @@ SANDBOX, SERVICE = PepperSet.SANDBOX, PepperSet.SERVICE
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A keystore and a queue of the test's own."""
-    hasten(monkeypatch)
+def isolated_keystore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give the test its own keystore and an empty queue."""
+    skip_propagation(monkeypatch)
     with own_keystore(tmp_path):
         pending_rehashes.forget()
         yield
@@ -59,7 +59,7 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.fixture
-def scene(own_place: None, db: None) -> Scene:
+def scene(isolated_keystore: None, db: None) -> Scene:
     return make_scene()
 
 
@@ -68,8 +68,8 @@ def fresh(key: Key) -> Key:
     return row
 
 
-def unchanged(key: Key) -> dict[str, object]:
-    """Everything of the row but its digest."""
+def columns_without_digest(key: Key) -> dict[str, object]:
+    """Return every column of the row except the digest and its version."""
     row = fresh(key)
     return {field.attname: getattr(row, field.attname) for field in Key._meta.fields} | {
         "digest": None,
@@ -81,10 +81,10 @@ def unchanged(key: Key) -> dict[str, object]:
 
 
 def test_rehash_of_a_used_key_moves_it_to_the_newest_pepper(scene: Scene) -> None:
-    """The verdict feed hears of it, the audit log has one entry, and nothing else of the key is written."""
+    """The change feed and the audit log get one entry each, and no other column is written."""
     key, text = issue(scene.sandbox)
     rotate()
-    before = unchanged(key)
+    before = columns_without_digest(key)
     assert verdict(text) is None
     assert fresh(key).pepper_version == 1, "nothing is written on the request path"
     ids = last_ids()
@@ -92,15 +92,15 @@ def test_rehash_of_a_used_key_moves_it_to_the_newest_pepper(scene: Scene) -> Non
     row = fresh(key)
     assert (bytes(row.digest), row.pepper_version) == load_peppers(SANDBOX).digest(text)
     assert row.pepper_version == 2
-    assert unchanged(key) == before
+    assert columns_without_digest(key) == before
     assert written_since(ids) == (["key.rehashed"], [("key", key.pk)])
     assert last_body("key.rehashed")["details"] == {"pepper_versions": {key.pk: 2}}
     assert last_body("key.rehashed")["actor"] == "system:worker"
     assert verdict(text) is None
 
 
-def test_rehash_of_keys_of_one_account_leaves_one_entry(scene: Scene) -> None:
-    """A store's whole set of keys moves in a few transactions; another account's entry is in its own chain."""
+def test_rehash_of_keys_of_one_account_writes_one_entry(scene: Scene) -> None:
+    """An account's keys move in one transaction with one entry in that account's chain."""
     texts = [issue(scene.sandbox, label=str(number))[1] for number in range(3)]
     rotate()
     assert [verdict(text) for text in texts * 2] == [None] * 6
@@ -110,10 +110,10 @@ def test_rehash_of_keys_of_one_account_leaves_one_entry(scene: Scene) -> None:
     assert events == ["key.rehashed"]
     assert len(changes) == 3
     rehash()
-    assert written_since(ids)[0] == events, "nothing is left to do"
+    assert written_since(ids)[0] == events, "a second run has nothing to do"
 
 
-def test_rehash_of_a_suspended_key_leaves_it_suspended(scene: Scene) -> None:
+def test_rehash_of_a_suspended_key_keeps_it_suspended(scene: Scene) -> None:
     key, text = issue(scene.sandbox)
     suspend_key(by_admin(scene, P.KEYS_SUSPEND), key)
     rotate()
@@ -122,20 +122,20 @@ def test_rehash_of_a_suspended_key_leaves_it_suspended(scene: Scene) -> None:
     assert (fresh(key).state, fresh(key).pepper_version) == (KeyState.SUSPENDED, 2)
 
 
-def test_rehash_is_not_for_a_dead_key_a_wrong_secret_or_a_dry_run(scene: Scene) -> None:
-    dead, dead_text = issue(scene.sandbox)
-    revoke_key(by_admin(scene, P.KEYS_REVOKE), dead, RevocationReason.SUPERSEDED)
+def test_rehash_of_a_revoked_key_or_one_of_another_environment_writes_nothing(scene: Scene) -> None:
+    revoked, revoked_text = issue(scene.sandbox)
+    revoke_key(by_admin(scene, P.KEYS_REVOKE), revoked, RevocationReason.SUPERSEDED)
     issue(scene.sandbox)
     _, other = issue(scene.production)
     rotate()
-    assert verdict(dead_text) is ErrorCode.KEY_REVOKED
+    assert verdict(revoked_text) is ErrorCode.KEY_REVOKED
     assert verdict(other) is not None
     rehash()
     assert {row.pepper_version for row in Key.objects.all()} == {1}
 
 
-def test_rehash_of_a_key_revoked_meanwhile_is_dropped(scene: Scene) -> None:
-    """A dead key keeps the digest that it died with, and no entry says otherwise."""
+def test_rehash_of_a_key_revoked_since_its_use_is_dropped(scene: Scene) -> None:
+    """A revoked key keeps its digest, and no audit entry is written."""
     key, text = issue(scene.sandbox)
     rotate()
     assert verdict(text) is None
@@ -147,8 +147,8 @@ def test_rehash_of_a_key_revoked_meanwhile_is_dropped(scene: Scene) -> None:
     assert verdict(text) is ErrorCode.KEY_REVOKED
 
 
-def test_rehash_in_between_does_not_keep_a_revocation_from_its_end(scene: Scene) -> None:
-    """Whoever looked at the key before it was re-hashed still revokes it: a re-hash is no other version of the row."""
+def test_rehash_before_a_suspension_does_not_make_the_copy_stale(scene: Scene) -> None:
+    """A re-hash does not count as a new version of the row, so an operator's copy stays valid."""
     key, text = issue(scene.sandbox)
     rotate()
     seen = fresh(key)
@@ -160,8 +160,8 @@ def test_rehash_in_between_does_not_keep_a_revocation_from_its_end(scene: Scene)
     assert fresh(key).pepper_version == 2
 
 
-def test_rehash_twice_at_two_processes_is_done_once(scene: Scene) -> None:
-    """Both have proved the key; the second one's compare-and-swap meets another digest, and leaves no entry."""
+def test_rehash_in_two_processes_is_written_once(scene: Scene) -> None:
+    """The compare-and-swap of the second process finds another digest and writes no entry."""
     key, text = issue(scene.sandbox)
     rotate()
     proved = (bytes(key.digest), 1)
@@ -175,7 +175,7 @@ def test_rehash_twice_at_two_processes_is_done_once(scene: Scene) -> None:
     assert verdict(text) is None
 
 
-def test_rehash_queue_that_is_full_drops_and_never_grows(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehash_queue_when_full_drops_further_keys(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehashing, "_MAX_PENDING", 2)
     texts = [issue(scene.sandbox, label=str(number))[1] for number in range(3)]
     rotate()
@@ -183,10 +183,10 @@ def test_rehash_queue_that_is_full_drops_and_never_grows(scene: Scene, monkeypat
         assert [verdict(text) for text in texts] == [None] * 3
         assert len(pending_rehashes._pending) <= 2
         rehash()
-    assert {row.pepper_version for row in Key.objects.all()} == {2}, "the next proof made up for it"
+    assert {row.pepper_version for row in Key.objects.all()} == {2}, "the next verification queued the dropped key"
 
 
-def test_rehash_tells_nothing_of_a_digest(scene: Scene) -> None:
+def test_rehash_queue_repr_contains_no_digest(scene: Scene) -> None:
     key, text = issue(scene.sandbox)
     rotate()
     assert verdict(text) is None
@@ -196,13 +196,13 @@ def test_rehash_tells_nothing_of_a_digest(scene: Scene) -> None:
 
 
 def test_rehash_outside_a_recorded_block_is_refused(scene: Scene) -> None:
-    """Nor does this way round the row's version leave neither an entry nor a change row."""
+    """The write that skips the row version still requires an audit entry and a change row."""
     key, _ = issue(scene.sandbox)
     with pytest.raises(UnrecordedWriteError):
         key.swap_beside({"pepper_version": 1}, pepper_version=2)
 
 
-def test_rehash_is_written_by_the_thread_that_reports_usage(scene: Scene) -> None:
+def test_rehash_is_written_by_the_usage_reporting_thread(scene: Scene) -> None:
     key, text = issue(scene.sandbox)
     rotate()
     assert verdict(text) is None
@@ -241,20 +241,23 @@ def test_rehash_of_a_revoked_service_token_is_dropped(scene: Scene) -> None:
 
 
 class Fleet:
-    """A process that makes everything, `late` that looks for new versions now and then, not always with the backend
-    there, and one request on its way. What `late` has loaded it reports."""
+    """Model of several processes.
+
+    One process issues and verifies. `late` loads new pepper versions only when it polls, sometimes without the backend,
+    and reports what it has loaded. One request is in flight.
+    """
 
     def __init__(self) -> None:
         self.scene = make_scene()
         self.late = PepperRing()
         self.late(SANDBOX)
         self.report()
-        self.good: list[tuple[Key, Plaintext]] = []
+        self.valid: list[tuple[Key, Plaintext]] = []
         self.peppers = load_peppers(SANDBOX)
         self.record: tuple[KeyRecord, Plaintext] | None = None
 
     def issue(self, _: int) -> None:
-        self.good.append(issue(self.scene.sandbox, label=str(len(self.good))))
+        self.valid.append(issue(self.scene.sandbox, label=str(len(self.valid))))
 
     def report(self) -> None:
         row = {"started_at": now(), "flushed_through_at": now(), "peppers": self.late.newest_versions()}
@@ -264,66 +267,66 @@ class Fleet:
         with suppress(StateConflictError):
             rotate()
 
-    def keep_up(self, _: int) -> None:
-        """The worker's turn: a new version comes into use."""
+    def advance_worker(self, _: int) -> None:
+        """Run the worker's step that puts a new version into use."""
         renew_peppers()
         load_peppers.refresh()
 
     def rehash(self, _: int) -> None:
         rehash()
 
-    def look(self, _: int) -> None:
+    def poll_late(self, _: int) -> None:
         self.late.refresh()
         self.report()
 
-    def look_in_vain(self, _: int) -> None:
-        """The backend is away, for this process alone."""
+    def poll_late_without_backend(self, _: int) -> None:
+        """Poll while the backend is unavailable to this process alone."""
         with mock.patch.object(LocalKeystore, "read", side_effect=BackendUnavailableError("It is sealed.")):
             self.late.refresh()
         self.report()
 
     def retire(self, which: int) -> None:
-        """One of the first versions, as far as it may go."""
+        """Retire and destroy one of the first versions, if allowed."""
         with suppress(StateConflictError, NotFoundError):
             retire(SANDBOX, which + 1)
             destroy(SANDBOX, which + 1)
 
     def verify(self, which: int) -> None:
-        for _, text in self.good[which : which + 1]:
+        for _, text in self.valid[which : which + 1]:
             assert verdict(text) is None
 
     def verify_late(self, which: int) -> None:
-        """However far behind it is: nobody has hashed the key with what it has not loaded."""
+        """No key is hashed with a version that `late` has not loaded."""
         with (
             mock.patch.object(judging, "load_peppers", self.late),
             mock.patch.object(ring, "load_peppers", self.late),
         ):
-            for _, text in self.good[which : which + 1]:
+            for _, text in self.valid[which : which + 1]:
                 assert verdict(text) is None
 
-    def arrive(self, _: int) -> None:
+    def start_request(self, _: int) -> None:
         self.peppers = load_peppers(SANDBOX)
 
     def read(self, which: int) -> None:
-        for key, text in self.good[which : which + 1]:
+        for key, text in self.valid[which : which + 1]:
             record = find_key_record(key.pk)
             assert record is not None
             self.peppers, self.record = take_pepper(self.peppers, record.pepper_version), (record, text)
 
-    def judge(self, _: int) -> None:
+    def finish_request(self, _: int) -> None:
         if self.record is not None:
             record, text = self.record
             assert self.peppers.matches(text, record.digest, record.pepper_version)
             self.record = None
 
     def revoke(self, which: int) -> None:
-        for key, _ in self.good[which : which + 1]:
+        for key, _ in self.valid[which : which + 1]:
             revoke_key(by_admin(self.scene, P.KEYS_REVOKE), fresh(key), RevocationReason.SUPERSEDED)
-        del self.good[which : which + 1]
+        del self.valid[which : which + 1]
 
     def check(self) -> None:
-        """Every living key has its pepper, in the database's rows and in the backend."""
-        for key, text in self.good:
+        """Check that the pepper of every active key exists in the database and in the backend."""
+        for key, text in self.valid:
             row = fresh(key)
             version = PepperVersion.objects.get(pepper_set=SANDBOX, number=row.pepper_version)
             assert version.retired_at is None
@@ -333,38 +336,56 @@ class Fleet:
 
 STEPS = st.sampled_from(
     [
-        *(Fleet.rotate, Fleet.issue, Fleet.verify, Fleet.verify_late, Fleet.rehash, Fleet.retire, Fleet.look),
-        *(Fleet.arrive, Fleet.read, Fleet.judge, Fleet.revoke, Fleet.keep_up, Fleet.look_in_vain),
+        *(Fleet.rotate, Fleet.issue, Fleet.verify, Fleet.verify_late, Fleet.rehash, Fleet.retire, Fleet.poll_late),
+        *(
+            Fleet.start_request,
+            Fleet.read,
+            Fleet.finish_request,
+            Fleet.revoke,
+            Fleet.advance_worker,
+            Fleet.poll_late_without_backend,
+        ),
     ]
 )
 
 
 @given(steps=st.lists(st.tuples(STEPS, st.integers(0, 2)), max_size=30))
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_peppers_in_any_order_of_acts_never_fail_a_good_key(
+def test_peppers_in_any_order_of_actions_never_refuse_a_valid_key(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Callable[[Fleet, int], None], int]]
 ) -> None:
-    """Whatever rotations, uses, re-hashes and retirements come in whichever order: a good key is never refused by any
-    process, and no living key is without its pepper."""
+    """No process refuses a valid key, and every active key has its pepper, in any order of actions."""
     with transaction.atomic(), own_keystore(tmp_path_factory.mktemp("keystore")):
         pending_rehashes.forget()
         fleet = Fleet()
-        for step, which in [(Fleet.issue, 0), *steps, (Fleet.look, 0), *[(Fleet.verify, each) for each in range(5)]]:
+        for step, which in [
+            (Fleet.issue, 0),
+            *steps,
+            (Fleet.poll_late, 0),
+            *[(Fleet.verify, each) for each in range(5)],
+        ]:
             step(fleet, which)
             fleet.check()
         transaction.set_rollback(True)
 
 
-def test_peppers_of_a_whole_life_never_fail_a_good_key(tmp_path: Path) -> None:
-    """The way that it is meant to go, and that the property may not have drawn: used, moved, retired."""
+def test_peppers_through_a_complete_rotation_never_refuse_a_valid_key(tmp_path: Path) -> None:
+    """The regular order of a rotation, which the property test may not draw: used, moved, retired."""
     fleet = Fleet()
-    first = (Fleet.issue, Fleet.arrive, Fleet.read, Fleet.rotate, Fleet.look_in_vain, Fleet.keep_up)
-    moved = (Fleet.verify, Fleet.verify_late, Fleet.look, Fleet.keep_up, Fleet.verify, Fleet.rehash)
+    first = (
+        Fleet.issue,
+        Fleet.start_request,
+        Fleet.read,
+        Fleet.rotate,
+        Fleet.poll_late_without_backend,
+        Fleet.advance_worker,
+    )
+    moved = (Fleet.verify, Fleet.verify_late, Fleet.poll_late, Fleet.advance_worker, Fleet.verify, Fleet.rehash)
     for step in (*first, *moved, Fleet.verify_late, Fleet.retire):
         step(fleet, 0)
         fleet.check()
     assert PepperVersion.objects.get(pepper_set=SANDBOX, number=1).destroyed_at is not None
-    fleet.judge(0)
+    fleet.finish_request(0)
     fleet.verify(0)
 
 
@@ -374,8 +395,8 @@ def test_peppers_of_a_whole_life_never_fail_a_good_key(tmp_path: Path) -> None:
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("end", ["revoke", "suspend"])
-def test_race_of_rehash_with_the_end_of_the_key_ends_it(end: str) -> None:
-    """Whoever ends a key in the same moment wins, each time, and never fails because of a re-hash."""
+def test_race_of_rehash_with_revocation_or_suspension_ends_the_key(end: str) -> None:
+    """The revocation or suspension takes precedence and never fails because of the re-hash."""
     busy = make_scene()
     for number in range(20):
         key, text = issue(busy.sandbox, label=str(number))
@@ -385,10 +406,10 @@ def test_race_of_rehash_with_the_end_of_the_key_ends_it(end: str) -> None:
         process.note_proof(Key, key.pk, text, proved, load_peppers(SANDBOX))
         seen = fresh(key)
         if end == "revoke":
-            act = partial(revoke_key, by_admin(busy, P.KEYS_REVOKE), seen, RevocationReason.KEY_COMPROMISE)
+            end_key = partial(revoke_key, by_admin(busy, P.KEYS_REVOKE), seen, RevocationReason.KEY_COMPROMISE)
         else:
-            act = partial(suspend_key, by_admin(busy, P.KEYS_SUSPEND), seen)
-        outcomes = race(partial(process.write, now()), act)
+            end_key = partial(suspend_key, by_admin(busy, P.KEYS_SUSPEND), seen)
+        outcomes = race(partial(process.write, now()), end_key)
         assert not [outcome for outcome in outcomes if isinstance(outcome, Exception)]
         row = fresh(key)
         assert row.state == (KeyState.COMPROMISED if end == "revoke" else KeyState.SUSPENDED)
@@ -399,8 +420,8 @@ def test_race_of_rehash_with_the_end_of_the_key_ends_it(end: str) -> None:
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-def test_race_of_rehash_with_an_open_revocation_does_not_wait() -> None:
-    """A row that somebody else has locked is left alone: the thread that reports usage is never held up by it."""
+def test_race_of_rehash_with_an_open_revocation_does_not_block() -> None:
+    """A locked row is skipped, so the usage reporting thread never waits for a lock."""
     busy = make_scene()
     key, text = issue(busy.sandbox)
     rotate()
@@ -415,7 +436,7 @@ def test_race_of_rehash_with_an_open_revocation_does_not_wait() -> None:
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
 def test_race_of_retirement_with_issuance_leaves_no_key_without_its_pepper() -> None:
-    """A key is either counted, or refused by the database: none is hashed with what is being retired."""
+    """A key is either counted by the retirement or refused by the database."""
     busy = make_scene()
     credential = issue(busy.sandbox)[0].credential
     pending_rehashes.forget()
@@ -436,7 +457,7 @@ def test_race_of_retirement_with_issuance_leaves_no_key_without_its_pepper() -> 
 
 
 def _insert_key(credential: Credential, number: int) -> None:
-    """As a process would that has not heard of the newer version."""
+    """Insert a key as a process does that has not loaded the newer version."""
     place = credential.account
     with recorded(grant(WORKER, P.ISSUANCE_EXECUTE, place), P.ISSUANCE_EXECUTE, "test.staged", account=place):
         Key(

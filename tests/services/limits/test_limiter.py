@@ -1,4 +1,4 @@
-"""The limits of a process: what is spent from which bucket, and what happens when the shared store is lost."""
+"""The limiter of a process: what it spends from which bucket, and its behavior when the shared store is lost."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from keyvault.services.limits.limiter import FailedProofs, Limiter, StoreWatch, 
 from keyvault.services.limits.stores import LimitStoreLostError, LocalStore, RedisStore
 from tests.servers.redis import find_redis, redis_server
 from tests.servers.throwaway import free_port
-from tests.services.racing import PATIENCE_SECONDS, start
+from tests.services.racing import TIMEOUT_SECONDS, start
 
 ACCOUNT = Limit(40, MAX_SECONDS)
 ENDPOINT = Limit(8, MAX_SECONDS)
@@ -29,7 +29,7 @@ ADDRESS = "192.0.2.1"
 
 
 class Clock:
-    """Stands still unless it is moved."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.seconds = 1_000.0
@@ -42,16 +42,16 @@ class Clock:
 
 
 class FlakyStore:
-    """A store that is there or not, and counts who asked."""
+    """A store that can be made unavailable and counts its calls."""
 
     def __init__(self, clock: Clock) -> None:
-        self.is_there = True
+        self.is_available = True
         self.calls = 0
         self._store = LocalStore(clock.nanos)
 
     def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
         self.calls += 1
-        if not self.is_there:
+        if not self.is_available:
             raise LimitStoreLostError("gone")
         return self._store.spend(buckets, cost)
 
@@ -68,7 +68,7 @@ def store(clock: Clock) -> FlakyStore:
 
 @pytest.fixture
 def shared(store: FlakyStore, clock: Clock) -> Limiter:
-    """A quarter of each limit while the store is away."""
+    """A limiter with a fallback share of 25 percent."""
     return Limiter(store, LocalStore(clock.nanos), 25, clock)
 
 
@@ -78,69 +78,72 @@ def proofs(clock: Clock) -> FailedProofs:
 
 
 @pytest.fixture
-def fresh_limits() -> Iterator[None]:
-    """What the process keeps is made from this test's settings, and not kept."""
-    for kept in (limiter, failed_proofs):
-        kept.cache_clear()
+def uncached_limits() -> Iterator[None]:
+    """Create the limiter of this process from the test's settings, and drop it afterwards."""
+    for cached in (limiter, failed_proofs):
+        cached.cache_clear()
     yield
-    for kept in (limiter, failed_proofs):
-        kept.cache_clear()
+    for cached in (limiter, failed_proofs):
+        cached.cache_clear()
 
 
-def drain(spending: Limiter, buckets: Sequence[Bucket]) -> int:
-    """How many single tokens there were."""
-    return next(number for number in range(10_000) if not spending.spend(buckets, 1).allowed)
+def drain(target: Limiter, buckets: Sequence[Bucket]) -> int:
+    """Return how many single tokens the buckets held."""
+    return next(number for number in range(10_000) if not target.spend(buckets, 1).allowed)
 
 
 # -------------------------------------------------------------------------------------------------------- buckets
 
 
-def test_buckets_carry_the_account_the_kind_and_the_limit_in_their_keys() -> None:
-    """In a Redis cluster all of an account are in one slot; a changed limit starts full."""
+def test_buckets_encode_account_kind_and_limit_in_their_keys() -> None:
+    """A hash tag puts all buckets of an account into one Redis cluster slot; a changed limit starts full."""
     assert [(one.policy, one.key, one.limit) for one in BUCKETS] == [
         ("account", "kv:limit:{7}:private:account::40/86400", ACCOUNT),
         ("endpoint", "kv:limit:{7}:private:endpoint:orders.create::8/86400", ENDPOINT),
     ]
 
 
-def test_buckets_of_an_endpoint_without_a_limit_are_the_account_s_alone() -> None:
+def test_buckets_of_an_endpoint_without_a_limit_are_those_of_the_account() -> None:
     assert account_buckets(7, KeyKind.PRIVATE, ACCOUNT, "orders.create", None) == ACCOUNT_ONLY
 
 
-def test_buckets_of_public_and_private_keys_are_apart(shared: Limiter) -> None:
-    """Shoppers cannot use up what the merchant's backend needs."""
+def test_buckets_of_public_and_private_keys_are_separate(shared: Limiter) -> None:
+    """Shoppers cannot exhaust the limit of the merchant's backend."""
     public = account_buckets(7, KeyKind.PUBLIC, ACCOUNT, "orders.create", ENDPOINT)
     assert drain(shared, public) == 8
     assert drain(shared, BUCKETS) == 8
 
 
-def test_limiter_of_an_account_that_used_up_one_endpoint_lets_it_use_others(shared: Limiter) -> None:
-    """All or nothing: what the endpoint refused was not taken from the account."""
+def test_limiter_of_an_exhausted_endpoint_admits_others(shared: Limiter) -> None:
+    """A request that the endpoint refuses takes nothing from the account."""
     assert drain(shared, BUCKETS) == 8
     assert [shared.spend(BUCKETS, 1).allowed for _ in range(100)] == [False] * 100
     assert drain(shared, ACCOUNT_ONLY) == 32
 
 
-# ----------------------------------------------------------------------------------------------- the store is lost
+# ----------------------------------------------------------------------------------------------- store unavailable
 
 
 def test_limiter_without_its_store_spends_a_share_of_each_limit(shared: Limiter, store: FlakyStore) -> None:
-    """Lost is never unlimited."""
-    store.is_there = False
+    store.is_available = False
     assert drain(shared, BUCKETS) == 2
     assert drain(shared, ACCOUNT_ONLY) == 8
     assert shared.spend(BUCKETS, 1).binding.limit == Limit(2, MAX_SECONDS)
 
 
-def test_limiter_without_its_store_takes_all_of_the_share_for_a_larger_cost(shared: Limiter, store: FlakyStore) -> None:
-    store.is_there = False
+def test_limiter_without_its_store_charges_at_most_the_share_for_a_larger_cost(
+    shared: Limiter, store: FlakyStore
+) -> None:
+    store.is_available = False
     assert shared.spend(BUCKETS, 8).allowed
     assert not shared.spend(BUCKETS, 1).allowed
 
 
-def test_limiter_without_its_store_refuses_where_the_endpoint_wants_that(shared: Limiter, store: FlakyStore) -> None:
-    """Right after the loss and while the store is left alone."""
-    store.is_there = False
+def test_limiter_without_its_store_refuses_for_an_endpoint_that_refuses_on_loss(
+    shared: Limiter, store: FlakyStore
+) -> None:
+    """On the call that detects the loss and on those that skip the store."""
+    store.is_available = False
     for _ in range(2):
         with pytest.raises(DependencyUnavailableError) as refused:
             shared.spend(BUCKETS, 1, refuse_on_loss=True)
@@ -148,19 +151,19 @@ def test_limiter_without_its_store_refuses_where_the_endpoint_wants_that(shared:
     assert drain(shared, BUCKETS) == 2
 
 
-def test_limiter_with_its_store_serves_an_endpoint_that_refuses_on_loss(shared: Limiter) -> None:
+def test_limiter_with_its_store_admits_for_an_endpoint_that_refuses_on_loss(shared: Limiter) -> None:
     assert shared.spend(BUCKETS, 1, refuse_on_loss=True).allowed
 
 
-def test_limiter_without_any_store_refuses(store: FlakyStore, clock: Clock) -> None:
-    store.is_there = False
+def test_limiter_without_store_and_fallback_refuses(store: FlakyStore, clock: Clock) -> None:
+    store.is_available = False
     with pytest.raises(DependencyUnavailableError):
         Limiter(store, None, 100, clock).spend(BUCKETS, 1)
 
 
-def test_limiter_leaves_a_lost_store_alone_for_a_second(shared: Limiter, store: FlakyStore, clock: Clock) -> None:
-    """Not every request waits for the store in vain: one a second does."""
-    store.is_there = False
+def test_limiter_without_its_store_retries_once_a_second(shared: Limiter, store: FlakyStore, clock: Clock) -> None:
+    """Only one request a second waits for the lost store."""
+    store.is_available = False
     for _ in range(10):
         shared.spend(ACCOUNT_ONLY, 1)
     assert store.calls == 1
@@ -173,35 +176,35 @@ def test_limiter_leaves_a_lost_store_alone_for_a_second(shared: Limiter, store: 
     assert store.calls == 2
 
 
-def test_limiter_sends_one_request_to_see_whether_the_store_is_back(clock: Clock) -> None:
-    """While that one waits for an answer, the others do not wait with it."""
-    asked, may_answer = threading.Event(), threading.Event()
+def test_limiter_probes_a_lost_store_with_one_request(clock: Clock) -> None:
+    """Other requests do not wait for the probe."""
+    probing, may_reply = threading.Event(), threading.Event()
 
-    class Slow(FlakyStore):
+    class SlowStore(FlakyStore):
         def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
             if self.calls:
-                asked.set()
-                assert may_answer.wait(PATIENCE_SECONDS)
+                probing.set()
+                assert may_reply.wait(TIMEOUT_SECONDS)
             return super().spend(buckets, cost)
 
-    store = Slow(clock)
+    store = SlowStore(clock)
     shared = Limiter(store, LocalStore(clock.nanos), 25, clock)
-    store.is_there = False
+    store.is_available = False
     shared.spend(ACCOUNT_ONLY, 1)
     clock.seconds += 1
-    scout = start(lambda: shared.spend(ACCOUNT_ONLY, 1))
-    assert asked.wait(PATIENCE_SECONDS)
+    probe = start(lambda: shared.spend(ACCOUNT_ONLY, 1))
+    assert probing.wait(TIMEOUT_SECONDS)
     assert shared.spend(ACCOUNT_ONLY, 1).binding.limit.count == 10
-    store.is_there = True
-    may_answer.set()
-    assert scout.result(PATIENCE_SECONDS).binding.limit.count == 40
+    store.is_available = True
+    may_reply.set()
+    assert probe.result(TIMEOUT_SECONDS).binding.limit.count == 40
 
 
-def test_limiter_whose_store_is_back_spends_from_it_again(shared: Limiter, store: FlakyStore, clock: Clock) -> None:
+def test_limiter_with_its_store_back_spends_from_it_again(shared: Limiter, store: FlakyStore, clock: Clock) -> None:
     shared.spend(ACCOUNT_ONLY, 15)
-    store.is_there = False
+    store.is_available = False
     assert drain(shared, ACCOUNT_ONLY) == 10
-    store.is_there = True
+    store.is_available = True
     clock.seconds += 1
     assert shared.spend(ACCOUNT_ONLY, 1).binding.limit == ACCOUNT
     assert drain(shared, ACCOUNT_ONLY) == 24
@@ -211,8 +214,8 @@ def test_limiter_logs_each_loss_and_each_return_once(
     shared: Limiter, store: FlakyStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, limits.__name__)
-    for is_there in (True, False, False, True, True, False):
-        store.is_there = is_there
+    for is_available in (True, False, False, True, True, False):
+        store.is_available = is_available
         clock.seconds += 1
         for _ in range(3):
             shared.spend(ACCOUNT_ONLY, 1)
@@ -220,40 +223,40 @@ def test_limiter_logs_each_loss_and_each_return_once(
     assert caplog.records[0].__dict__["why"] == "gone"
 
 
-def test_limiters_of_one_store_learn_of_its_loss_from_each_other(
+def test_limiters_of_one_store_share_the_knowledge_of_its_loss(
     store: FlakyStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A lost store holds up one request a second in all, and is told about once."""
+    """All limiters together retry once a second, and the loss is logged once."""
     caplog.set_level(logging.WARNING, limits.__name__)
     watch = StoreWatch(clock)
     one, other = (Limiter(store, LocalStore(clock.nanos), percent, watch=watch) for percent in (25, 50))
-    store.is_there = False
+    store.is_available = False
     assert (drain(one, ACCOUNT_ONLY), drain(other, ACCOUNT_ONLY)) == (10, 20)
     assert store.calls == 1
-    store.is_there = True
+    store.is_available = True
     clock.seconds += 1
     assert other.spend(ACCOUNT_ONLY, 1).binding.limit == ACCOUNT
     assert one.spend(ACCOUNT_ONLY, 1).binding.limit == ACCOUNT
     assert caplog.messages == ["limit store lost", "limit store back"]
 
 
-def test_limiter_in_asyncio_without_its_store_does_the_same(clock: Clock) -> None:
-    """A share of each limit, refused where the endpoint wants that, one attempt a second, and back again."""
+def test_limiter_in_asyncio_without_its_store_behaves_the_same(clock: Clock) -> None:
+    """A share of each limit, refusal on loss, one attempt a second, and recovery."""
 
-    class Soon(FlakyStore):
+    class AsyncioFlakyStore(FlakyStore):
         async def spend_async(self, buckets: Sequence[Bucket], cost: int) -> Spend:
             await asyncio.sleep(0)
             return self.spend(buckets, cost)
 
         async def close_async(self) -> None:
-            """Nothing is open."""
+            """Do nothing: no connection is open."""
 
-    store = Soon(clock)
+    store = AsyncioFlakyStore(clock)
     shared = Limiter(store, LocalStore(clock.nanos), 25, clock)
 
-    async def lose_and_find() -> None:
+    async def lose_and_restore() -> None:
         assert (await shared.spend_async(BUCKETS, 1)).binding.limit == ENDPOINT
-        store.is_there = False
+        store.is_available = False
         assert [(await shared.spend_async(BUCKETS, 1)).allowed for _ in range(3)] == [True, True, False]
         with pytest.raises(DependencyUnavailableError):
             await shared.spend_async(BUCKETS, 1, refuse_on_loss=True)
@@ -262,16 +265,16 @@ def test_limiter_in_asyncio_without_its_store_does_the_same(clock: Clock) -> Non
         await shared.spend_async(BUCKETS, 1)
         await shared.spend_async(BUCKETS, 1)
         assert store.calls == 3
-        store.is_there = True
+        store.is_available = True
         clock.seconds += 1
-        told = await asyncio.gather(*[shared.spend_async(ACCOUNT_ONLY, 1) for _ in range(3)])
-        assert [one.binding.limit.count for one in told] == [40, 10, 10]
+        spends = await asyncio.gather(*[shared.spend_async(ACCOUNT_ONLY, 1) for _ in range(3)])
+        assert [one.binding.limit.count for one in spends] == [40, 10, 10]
         assert (await shared.spend_async(ACCOUNT_ONLY, 1)).binding.limit == ACCOUNT
 
-    asyncio.run(lose_and_find())
+    asyncio.run(lose_and_restore())
 
 
-# ------------------------------------------------------------------------------------------------- a Redis is lost
+# ------------------------------------------------------------------------------------------------- Redis unavailable
 
 
 def test_limiter_at_a_closed_port_spends_a_share() -> None:
@@ -279,12 +282,12 @@ def test_limiter_at_a_closed_port_spends_a_share() -> None:
     assert drain(shared, ACCOUNT_ONLY) == 10
 
 
-def test_limiter_whose_redis_hangs_spends_a_share_and_is_back_when_it_answers(redis_url: str, clock: Clock) -> None:
-    """The tokens spent before the loss are still spent after it."""
+def test_limiter_with_an_unresponsive_redis_spends_a_share_until_it_replies(redis_url: str, clock: Clock) -> None:
+    """Tokens spent before the loss stay spent after it."""
     shared = Limiter(RedisStore(redis_url), LocalStore(), 25, clock)
     with Redis.from_url(redis_url) as client:
         assert shared.spend(ACCOUNT_ONLY, 30).allowed
-        client.client_pause(timeout=600_000, all=False)  # what writes waits, as if for ever
+        client.client_pause(timeout=600_000, all=False)  # blocks writes for longer than the test
         try:
             assert drain(shared, ACCOUNT_ONLY) == 10
         finally:
@@ -295,10 +298,10 @@ def test_limiter_whose_redis_hangs_spends_a_share_and_is_back_when_it_answers(re
 
 
 @pytest.mark.skipif(find_redis() is None, reason="no Redis server on this machine")
-def test_limiter_whose_redis_stops_spends_a_share() -> None:
-    """With connections that were good a moment ago."""
+def test_limiter_with_a_stopped_redis_spends_a_share() -> None:
+    """The limiter holds open connections when Redis stops."""
     with redis_server() as url:
-        shared = Limiter(RedisStore(url, timeout_seconds=PATIENCE_SECONDS), LocalStore(), 25)
+        shared = Limiter(RedisStore(url, timeout_seconds=TIMEOUT_SECONDS), LocalStore(), 25)
         assert shared.spend(BUCKETS, 1).binding.limit == ENDPOINT
     assert drain(shared, BUCKETS) == 2
 
@@ -306,8 +309,8 @@ def test_limiter_whose_redis_stops_spends_a_share() -> None:
 # --------------------------------------------------------------------------------------------------- failed proofs
 
 
-def test_failed_proofs_of_one_address_are_free_a_hundred_times(proofs: FailedProofs, clock: Clock) -> None:
-    """A guesser is told to come back later; one attempt comes back every 0.6 s."""
+def test_failed_proofs_of_one_address_are_allowed_a_hundred_times(proofs: FailedProofs, clock: Clock) -> None:
+    """After that, one attempt becomes available every 0.6 s."""
     assert [proofs.note(ADDRESS) for _ in range(100)] == [None] * 100
     assert [proofs.note(ADDRESS) for _ in range(5)] == [1] * 5
     clock.seconds += 0.75
@@ -316,13 +319,13 @@ def test_failed_proofs_of_one_address_are_free_a_hundred_times(proofs: FailedPro
     assert [proofs.note(ADDRESS) for _ in range(101)] == [None] * 100 + [1]
 
 
-def test_failed_proofs_of_other_addresses_are_counted_apart(proofs: FailedProofs) -> None:
+def test_failed_proofs_of_other_addresses_are_counted_separately(proofs: FailedProofs) -> None:
     for _ in range(101):
         proofs.note(ADDRESS)
     assert proofs.note("192.0.2.2") is None
 
 
-def test_failed_proofs_noted_here_are_the_same_count_without_redis(proofs: FailedProofs) -> None:
+def test_failed_proofs_noted_in_process_share_the_count_without_redis(proofs: FailedProofs) -> None:
     assert proofs.note_here(None) is None
     assert [proofs.note_here(ADDRESS) for _ in range(50)] + [proofs.note(ADDRESS) for _ in range(50)] == [None] * 100
     assert (proofs.note_here(ADDRESS), proofs.note(ADDRESS)) == (1, 1)
@@ -346,16 +349,14 @@ def test_failed_proofs_without_a_trustworthy_address_are_not_counted(proofs: Fai
         ("fe80::1%eth0", "fe80::2%eth1", True),
     ],
 )
-def test_failed_proofs_count_by_whoever_can_choose_among_the_addresses(
-    proofs: FailedProofs, one: str, other: str, is_one_source: bool
-) -> None:
-    """A /64 of IPv6 is one source; an IPv4 address written as IPv6 is that IPv4 address."""
+def test_failed_proofs_count_by_source_network(proofs: FailedProofs, one: str, other: str, is_one_source: bool) -> None:
+    """An IPv6 /64 is one source; an IPv4-mapped IPv6 address is that IPv4 address."""
     for _ in range(100):
         proofs.note(one)
     assert (proofs.note(other) is not None) == is_one_source
 
 
-def test_look_ups_of_addresses_over_the_limit_wait_for_each_other_and_all_pass(proofs: FailedProofs) -> None:
+def test_look_ups_of_addresses_over_the_limit_are_serialized_and_all_pass(proofs: FailedProofs) -> None:
     """A guesser never occupies the database; a valid key from such an address is slower and never refused."""
     guessers = ["192.0.2.1", "192.0.2.2", "2001:db8::1"]
     for address in guessers * 101:
@@ -372,11 +373,11 @@ def test_look_ups_of_addresses_over_the_limit_wait_for_each_other_and_all_pass(p
         third = start(look_up)
         with proofs.look_up("192.0.2.3"), proofs.look_up("192.0.2.3"), proofs.look_up(None):
             assert not entered.wait(0.2)
-    third.result(PATIENCE_SECONDS)
+    third.result(TIMEOUT_SECONDS)
     assert entered.is_set()
 
 
-def test_look_ups_of_an_address_are_free_again_when_its_wait_is_over(proofs: FailedProofs, clock: Clock) -> None:
+def test_look_ups_of_an_address_after_its_lockout_are_concurrent(proofs: FailedProofs, clock: Clock) -> None:
     for _ in range(101):
         proofs.note(ADDRESS)
     clock.seconds += 1
@@ -384,7 +385,7 @@ def test_look_ups_of_an_address_are_free_again_when_its_wait_is_over(proofs: Fai
         pass
 
 
-def test_look_up_that_fails_gives_its_place_back(proofs: FailedProofs) -> None:
+def test_look_up_that_fails_releases_its_place(proofs: FailedProofs) -> None:
     for _ in range(101):
         proofs.note(ADDRESS)
     for _ in range(3):
@@ -392,7 +393,7 @@ def test_look_up_that_fails_gives_its_place_back(proofs: FailedProofs) -> None:
             raise LookupError
 
 
-def test_failed_proofs_flooded_with_addresses_remember_a_bounded_number(
+def test_failed_proofs_of_many_addresses_use_bounded_memory(
     proofs: FailedProofs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "_MAX_ADDRESSES", 10)
@@ -402,17 +403,17 @@ def test_failed_proofs_flooded_with_addresses_remember_a_bounded_number(
     assert list(proofs._over_until) == [f"192.0.2.{number}" for number in range(30, 40)]
 
 
-# ---------------------------------------------------------------------------------------------------- as configured
+# ---------------------------------------------------------------------------------------------------- configuration
 
 
-def test_limiter_as_configured_without_redis_counts_in_this_process(settings: Settings, fresh_limits: None) -> None:
+def test_limiter_configured_without_redis_counts_in_process(settings: Settings, uncached_limits: None) -> None:
     settings.REDIS_URL, settings.LIMIT_FALLBACK_PERCENT = "", 25
     assert limiter() is limiter()
     assert drain(limiter(), ACCOUNT_ONLY) == 40
     assert limiter().spend(account_buckets(8, KeyKind.PRIVATE, ACCOUNT, "any", None), 1, refuse_on_loss=True).allowed
 
 
-def test_limiter_as_configured_with_redis_counts_there(settings: Settings, redis_url: str, fresh_limits: None) -> None:
+def test_limiter_configured_with_redis_counts_there(settings: Settings, redis_url: str, uncached_limits: None) -> None:
     """Two processes with the same Redis share one limit."""
     settings.REDIS_URL, settings.LIMIT_FALLBACK_PERCENT = redis_url, 25
     assert limiter().spend(ACCOUNT_ONLY, 15).allowed
@@ -420,10 +421,10 @@ def test_limiter_as_configured_with_redis_counts_there(settings: Settings, redis
     assert drain(limiter(), ACCOUNT_ONLY) == 25
 
 
-def test_limiter_as_configured_with_a_lost_redis_spends_the_configured_share(
-    settings: Settings, fresh_limits: None
+def test_limiter_configured_with_a_lost_redis_spends_the_configured_share(
+    settings: Settings, uncached_limits: None
 ) -> None:
-    """Failed proofs keep their whole limit: what an attacker may try is no more than he may without a loss."""
+    """Failed proofs keep their full limit, so a loss of Redis gives an attacker no extra attempts."""
     settings.REDIS_URL, settings.LIMIT_FALLBACK_PERCENT = f"redis://127.0.0.1:{free_port()}/0", 50
     assert drain(limiter(), ACCOUNT_ONLY) == 20
     noted = [failed_proofs().note(ADDRESS) for _ in range(300)]
@@ -432,9 +433,9 @@ def test_limiter_as_configured_with_a_lost_redis_spends_the_configured_share(
 
 
 def test_failed_proofs_as_configured_take_nothing_from_an_account(
-    settings: Settings, redis_url: str, fresh_limits: None
+    settings: Settings, redis_url: str, uncached_limits: None
 ) -> None:
-    """Failed authentication never spends a victim's quota, and has no key in common with one."""
+    """Failed authentication never spends a victim's quota; the two share no Redis key."""
     settings.REDIS_URL, settings.LIMIT_FALLBACK_PERCENT = redis_url, 25
     for address in (ADDRESS, "2001:db8::1"):
         failed_proofs().note(address)
@@ -446,8 +447,8 @@ def test_failed_proofs_as_configured_take_nothing_from_an_account(
     assert failed_proofs() is failed_proofs()
 
 
-def test_failed_proofs_as_configured_know_that_the_limits_of_accounts_lost_redis(
-    settings: Settings, fresh_limits: None, caplog: pytest.LogCaptureFixture
+def test_failed_proofs_as_configured_share_the_knowledge_of_a_lost_redis(
+    settings: Settings, uncached_limits: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, limits.__name__)
     settings.REDIS_URL, settings.LIMIT_FALLBACK_PERCENT = f"redis://127.0.0.1:{free_port()}/0", 50
@@ -456,8 +457,10 @@ def test_failed_proofs_as_configured_know_that_the_limits_of_accounts_lost_redis
     assert caplog.messages == ["limit store lost"]
 
 
-def test_failed_proofs_noted_here_never_ask_redis(settings: Settings, redis_url: str, fresh_limits: None) -> None:
-    """An event loop does not wait; the bound is the limit once more for its process."""
+def test_failed_proofs_noted_in_process_never_call_redis(
+    settings: Settings, redis_url: str, uncached_limits: None
+) -> None:
+    """An event loop must not block; the price is one more full limit per process."""
     settings.REDIS_URL, settings.LIMIT_FALLBACK_PERCENT = redis_url, 25
     noted = [failed_proofs().note_here(ADDRESS) for _ in range(200)]
     assert noted[:100] == [None] * 100

@@ -1,4 +1,4 @@
-"""Limits that operators set: the narrowest that is set holds, from the next request on, and is audited."""
+"""Limits that operators set: the most specific applies, from the next request, and the change is audited."""
 
 import json
 from typing import Any
@@ -21,23 +21,23 @@ from keyvault.services.limits.overrides import (
 )
 from tests.factories import PRODUCTION, SANDBOX, account, grant, make_merchant
 from tests.services.conftest import Scene, make_scene
-from tests.services.racing import PATIENCE_SECONDS, held_open, start, wait_until_blocked
+from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 NAME = "orders.retrieve"
 
 
-def for_account(scene: Scene, limit: Limit | None) -> None:
+def set_for_account(scene: Scene, limit: Limit | None) -> None:
     set_account_limit(grant(scene.tam, P.LIMITS_WRITE, scene.sandbox), scene.sandbox, limit)
 
 
-def for_pair(scene: Scene, limit: Limit | None) -> LimitOverride | None:
+def set_for_pair(scene: Scene, limit: Limit | None) -> LimitOverride | None:
     allowed = grant(scene.tam, P.LIMITS_WRITE, scene.sandbox)
     return set_endpoint_limit(allowed, SANDBOX, NAME, limit, scene.sandbox)
 
 
-def for_everybody(scene: Scene, limit: Limit | None) -> LimitOverride | None:
+def set_for_endpoint(scene: Scene, limit: Limit | None) -> LimitOverride | None:
     return set_endpoint_limit(grant(scene.tam, P.LIMITS_WRITE), SANDBOX, NAME, limit)
 
 
@@ -46,78 +46,79 @@ def last_entry() -> tuple[str, str, dict[str, Any]]:
     return entry.event, entry.chain_id, json.loads(bytes(entry.body))["details"]
 
 
-def test_account_limit_set_and_cleared_is_in_force_and_audited(scene: Scene) -> None:
-    for_account(scene, Limit(7, 60))
+def test_account_limit_set_and_cleared_applies_and_is_audited(scene: Scene) -> None:
+    set_for_account(scene, Limit(7, 60))
     assert account_limit_in_force(scene.sandbox) == (account_limit_in_force(account("acme")))
     assert account_limit_in_force(account("acme")).limit == Limit(7, 60)
     event, chain, details = last_entry()
     assert (event, chain) == ("limit.set", "account:acme/sandbox")
     assert (details["old"], details["new"]) == (None, {"count": 7, "seconds": 60})
-    for_account(scene, None)
+    set_for_account(scene, None)
     found = account_limit_in_force(account("acme"))
     assert (found.limit, found.source) == (Limit(25, 1), LimitSource.DEFAULT)
     assert last_entry()[0] == "limit.cleared"
 
 
-def test_account_limit_of_one_environment_leaves_the_other_alone(scene: Scene) -> None:
-    """Sandbox and production share no limit."""
-    for_account(scene, Limit(7, 60))
+def test_account_limit_of_one_environment_does_not_affect_the_other(scene: Scene) -> None:
+    set_for_account(scene, Limit(7, 60))
     assert account_limit_in_force(account("acme", PRODUCTION)).limit == Limit(100, 1)
 
 
-def test_endpoint_limit_the_narrowest_that_is_set_holds(scene: Scene) -> None:
+def test_endpoint_limit_most_specific_applies(scene: Scene) -> None:
     def in_force() -> tuple[Limit | None, LimitSource]:
         found = endpoint_limit_in_force(SANDBOX, NAME, scene.sandbox)
         return found.limit, found.source
 
     assert in_force() == (None, LimitSource.DEFAULT)
-    for_everybody(scene, Limit(5, 1))
+    set_for_endpoint(scene, Limit(5, 1))
     assert in_force() == (Limit(5, 1), LimitSource.ENDPOINT)
-    for_pair(scene, Limit(50, 1))
+    set_for_pair(scene, Limit(50, 1))
     assert in_force() == (Limit(50, 1), LimitSource.PAIR)
     make_merchant("globex")
     assert endpoint_limit_in_force(SANDBOX, NAME, account("globex")).limit == Limit(5, 1)
     assert endpoint_limit_in_force(PRODUCTION, NAME, scene.production).limit is None
-    for_pair(scene, None)
+    set_for_pair(scene, None)
     assert in_force() == (Limit(5, 1), LimitSource.ENDPOINT)
-    for_everybody(scene, None)
+    set_for_endpoint(scene, None)
     assert in_force() == (None, LimitSource.DEFAULT)
 
 
-def test_endpoint_limit_of_the_catalog_is_the_default(scene: Scene) -> None:
-    wish = EndpointDraft(
+def test_endpoint_limit_without_override_is_that_of_the_catalog(scene: Scene) -> None:
+    draft = EndpointDraft(
         "refunds.list", "GET", "/refunds", frozenset({KeyKind.PRIVATE}), limit_count=3, limit_seconds=9
     )
-    add_endpoint(grant(scene.admin, P.CATALOG_WRITE), wish)
+    add_endpoint(grant(scene.admin, P.CATALOG_WRITE), draft)
     found = endpoint_limit_in_force(SANDBOX, "refunds.list")
     assert (found.limit, found.source) == (Limit(3, 9), LimitSource.DEFAULT)
 
 
-def test_endpoint_limit_set_again_changes_the_one_row(scene: Scene) -> None:
-    for_pair(scene, Limit(5, 1))
-    for_pair(scene, Limit(6, 1))
+def test_endpoint_limit_set_again_updates_its_row(scene: Scene) -> None:
+    set_for_pair(scene, Limit(5, 1))
+    set_for_pair(scene, Limit(6, 1))
     assert LimitOverride.objects.get().limit_count == 6
     assert last_entry()[2]["old"] == {"count": 5, "seconds": 1}
 
 
-def test_endpoint_limit_cleared_when_there_is_none_changes_nothing(scene: Scene) -> None:
+def test_endpoint_limit_cleared_when_absent_changes_nothing(scene: Scene) -> None:
     entries = AuditEntry.objects.count()
-    assert for_pair(scene, None) is None
-    for_account(scene, None)
+    assert set_for_pair(scene, None) is None
+    set_for_account(scene, None)
     assert AuditEntry.objects.count() == entries
 
 
 @pytest.mark.parametrize("name", ["no.such", "credentials.revoke_self", ""])
 @pytest.mark.parametrize("limit", [Limit(5, 1), None])
-def test_endpoint_limit_of_none_that_spends_is_refused(scene: Scene, name: str, limit: Limit | None) -> None:
-    """A limit that would never hold is not taken: nobody shall believe in it, least of all for ending a leaked key."""
+def test_endpoint_limit_of_an_unlimited_or_unknown_endpoint_is_refused(
+    scene: Scene, name: str, limit: Limit | None
+) -> None:
+    """A limit that would never apply must not be stored, least of all for the revocation of a leaked key."""
     with pytest.raises(RequestInvalidError):
         set_endpoint_limit(grant(scene.tam, P.LIMITS_WRITE), SANDBOX, name, limit)
     assert not LimitOverride.objects.exists()
 
 
 def test_limit_set_with_a_grant_for_another_account_is_refused(scene: Scene) -> None:
-    """A grant opens the one account that it is for, and the platform's none of them."""
+    """A grant covers one account; a platform grant covers none."""
     others = (grant(scene.tam, P.LIMITS_WRITE, scene.production), grant(scene.tam, P.LIMITS_WRITE))
     for other in others:
         with pytest.raises(PermissionMissingError):
@@ -130,17 +131,17 @@ def test_limit_set_with_a_grant_for_another_account_is_refused(scene: Scene) -> 
 
 def test_account_limit_set_from_a_stale_row_is_a_conflict(scene: Scene) -> None:
     stale = account("acme")
-    for_account(scene, Limit(5, 1))
+    set_for_account(scene, Limit(5, 1))
     with pytest.raises(StateConflictError):
         set_account_limit(grant(scene.tam, P.LIMITS_WRITE, stale), stale, Limit(6, 1))
 
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-def test_endpoint_limit_set_twice_at_once_is_a_conflict_for_the_slower(transactional_db: None) -> None:
+def test_endpoint_limit_set_concurrently_is_a_conflict_for_the_second(transactional_db: None) -> None:
     scene = make_scene()
-    with held_open(lambda: for_everybody(scene, Limit(5, 1))):
-        slower = start(lambda: for_everybody(scene, Limit(6, 1)))
-        wait_until_blocked(slower)
-    assert isinstance(slower.exception(PATIENCE_SECONDS), StateConflictError)
+    with held_open(lambda: set_for_endpoint(scene, Limit(5, 1))):
+        second = start(lambda: set_for_endpoint(scene, Limit(6, 1)))
+        wait_until_blocked(second)
+    assert isinstance(second.exception(TIMEOUT_SECONDS), StateConflictError)
     assert LimitOverride.objects.get().limit_count == 5

@@ -1,4 +1,4 @@
-"""Counts of failed sign-ins: ten, then a lock of 30 minutes, whichever store keeps them."""
+"""Counters of failed sign-ins: a lock of 30 minutes after ten attempts, in either store."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,13 +11,13 @@ from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
 from keyvault.services.limits.limiter import StoreWatch, limiter
 from keyvault.services.limits.sign_in_attempts import AttemptCounter, LocalAttempts, RedisAttempts, attempts
 from tests.servers.throwaway import free_port
-from tests.services.racing import PATIENCE_SECONDS, race
+from tests.services.racing import TIMEOUT_SECONDS, race
 
 KEY = "kv:sign-in:name:x"
 
 
 class Clock:
-    """Monotonic seconds that a test moves."""
+    """A monotonic clock, in seconds, that tests advance."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -31,11 +31,11 @@ def store(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "local":
         yield LocalAttempts()
     else:
-        yield RedisAttempts(request.getfixturevalue("redis_url"), timeout_seconds=PATIENCE_SECONDS)
+        yield RedisAttempts(request.getfixturevalue("redis_url"), timeout_seconds=TIMEOUT_SECONDS)
 
 
 def test_attempts_after_ten_are_locked_and_not_counted(store: Any) -> None:
-    """The eleventh attempt is locked, and so is every later one; the lock does not grow longer by asking."""
+    """Further attempts do not extend the lock."""
     numbers = [store.take(KEY).number for _ in range(SIGN_IN_FAILURES)]
     assert numbers == list(range(1, SIGN_IN_FAILURES + 1))
     for _ in range(3):
@@ -45,7 +45,7 @@ def test_attempts_after_ten_are_locked_and_not_counted(store: Any) -> None:
     assert not store.take("kv:sign-in:name:y").is_locked
 
 
-def test_attempts_given_back_are_not_counted(store: Any) -> None:
+def test_attempts_returned_are_not_counted(store: Any) -> None:
     for _ in range(3 * SIGN_IN_FAILURES):
         assert store.take(KEY).number == 1
         store.give_back(KEY)
@@ -53,13 +53,12 @@ def test_attempts_given_back_are_not_counted(store: Any) -> None:
     assert store.take("kv:sign-in:never-taken").number == 1
 
 
-def test_attempts_at_once_are_counted_once_each(store: Any) -> None:
-    """However many guess at the same time, ten are judged and no more."""
+def test_attempts_made_concurrently_are_counted_once_each(store: Any) -> None:
     taken = race(*(lambda: store.take(KEY) for _ in range(24)))
     assert sum(not attempt.is_locked for attempt in taken) == SIGN_IN_FAILURES
 
 
-def test_attempts_in_process_are_forgotten_after_thirty_quiet_minutes() -> None:
+def test_attempts_in_process_expire_after_the_lock() -> None:
     clock = Clock()
     store = LocalAttempts(clock)
     for _ in range(SIGN_IN_FAILURES):
@@ -70,9 +69,9 @@ def test_attempts_in_process_are_forgotten_after_thirty_quiet_minutes() -> None:
     assert store.take(KEY).number == 1
 
 
-def test_attempts_in_redis_live_as_long_as_the_lock(redis_url: str) -> None:
-    """Redis forgets every count by itself: strangers cannot fill it for good."""
-    store = RedisAttempts(redis_url, timeout_seconds=PATIENCE_SECONDS)
+def test_attempts_in_redis_expire_with_the_lock(redis_url: str) -> None:
+    """Every counter expires, so an attacker cannot fill Redis."""
+    store = RedisAttempts(redis_url, timeout_seconds=TIMEOUT_SECONDS)
     with Redis.from_url(redis_url) as client:
         for _ in range(SIGN_IN_FAILURES):
             store.take(KEY)
@@ -83,8 +82,8 @@ def test_attempts_in_redis_live_as_long_as_the_lock(redis_url: str) -> None:
         assert 0 < client.ttl(KEY) <= 91
 
 
-def test_attempts_in_process_are_bounded_and_locks_are_kept_longest() -> None:
-    """A flood of other names neither fills the memory nor wins back the guesses at a locked one."""
+def test_attempts_in_process_are_bounded_and_keep_locks() -> None:
+    """A flood of other names neither fills the memory nor evicts the lock of a name."""
     store = LocalAttempts(capacity=64)
     for _ in range(SIGN_IN_FAILURES):
         store.take(KEY)
@@ -94,20 +93,20 @@ def test_attempts_in_process_are_bounded_and_locks_are_kept_longest() -> None:
     assert store.take(KEY).is_locked
 
 
-@pytest.mark.parametrize("give_back", [True, False])
-def test_attempts_without_redis_are_counted_in_the_process(give_back: bool) -> None:
-    """A lost Redis never means unlimited guesses."""
+@pytest.mark.parametrize("returns_attempt", [True, False])
+def test_attempts_without_redis_are_counted_in_process(returns_attempt: bool) -> None:
+    """The loss of Redis never allows unlimited guesses."""
     lost = RedisAttempts(f"redis://127.0.0.1:{free_port()}/0")
     counted = AttemptCounter(LocalAttempts(), lost, StoreWatch())
     for _ in range(SIGN_IN_FAILURES):
         assert not counted.take(KEY).is_locked
-    if give_back:
+    if returns_attempt:
         counted.give_back(KEY)
-    assert counted.take(KEY).is_locked != give_back
+    assert counted.take(KEY).is_locked != returns_attempt
 
 
 def test_attempts_of_two_processes_are_shared_in_redis(redis_url: str) -> None:
-    """Whoever asks another process has no other ten guesses."""
+    """A second process grants no further ten guesses."""
     with override_settings(REDIS_URL=redis_url):
         limiter.cache_clear()
         takes: list[Callable[[str], Any]] = []

@@ -1,4 +1,4 @@
-"""The stores do what `access.limits.spend` says, whoever spends beside them."""
+"""The limit stores agree with `access.limits.spend`, under concurrency too."""
 
 import asyncio
 import random
@@ -18,11 +18,11 @@ from keyvault.services.limits import stores as limit_stores
 from keyvault.services.limits.redis_pipeline import LimitPipeline
 from keyvault.services.limits.stores import LimitStore, LimitStoreLostError, LocalStore, RedisStore
 from tests.servers.throwaway import free_port
-from tests.services.racing import PATIENCE_SECONDS, race
+from tests.services.racing import TIMEOUT_SECONDS, race
 
 NOW_US = 1_795_262_400_000_000
 A_DAY = MAX_SECONDS
-"""Of a limit this small over a day no token comes back while a test runs."""
+"""Longest window, in seconds: with a small limit, no token returns during a test."""
 
 
 def bucket(limit: Limit, name: str = "account") -> Bucket:
@@ -35,13 +35,13 @@ def count_allowed(store: LimitStore, buckets: Sequence[Bucket], attempts: int) -
 
 @pytest.fixture
 def client(redis_url: str) -> Iterator["Redis"]:
-    with Redis.from_url(redis_url, decode_responses=True) as opened:
-        yield opened
+    with Redis.from_url(redis_url, decode_responses=True) as connected:
+        yield connected
 
 
-def patient(redis_url: str) -> RedisStore:
-    """With time to answer beside other tests: the default is for a request that waits."""
-    return RedisStore(redis_url, timeout_seconds=PATIENCE_SECONDS)
+def make_store(redis_url: str) -> RedisStore:
+    """Make a store with a long timeout; the default is too short for a busy test machine."""
+    return RedisStore(redis_url, timeout_seconds=TIMEOUT_SECONDS)
 
 
 def stored(client: "Redis", one: Bucket) -> BucketState | None:
@@ -49,7 +49,7 @@ def stored(client: "Redis", one: Bucket) -> BucketState | None:
     return BucketState(*map(int, str(found).split(":"))) if found else None
 
 
-# ------------------------------------------------------------------------------------------------ in this process
+# ------------------------------------------------------------------------------------------------ in process
 
 limits = st.builds(Limit, st.integers(1, 9), st.integers(1, 3))
 
@@ -58,15 +58,17 @@ limits = st.builds(Limit, st.integers(1, 9), st.integers(1, 3))
     st.lists(limits, min_size=1, max_size=3),
     st.lists(st.tuples(st.integers(-1_000_000, 2_000_000), st.integers(1, 9)), max_size=40),
 )
-def test_local_store_agrees_with_the_pure_arithmetic(chosen: list[Limit], visits: list[tuple[int, int]]) -> None:
-    """Whatever the clock does, back steps included."""
-    buckets = [bucket(limit, str(number)) for number, limit in enumerate(chosen)]
+def test_local_store_agrees_with_the_pure_arithmetic(
+    limits_drawn: list[Limit], requests: list[tuple[int, int]]
+) -> None:
+    """Also when the clock steps back."""
+    buckets = [bucket(limit, str(number)) for number, limit in enumerate(limits_drawn)]
     clock = [NOW_US]
     store = LocalStore(lambda: clock[0] * 1000)
     states: tuple[BucketState | None, ...] = (None,) * len(buckets)
-    for gap_us, cost in visits:
+    for gap_us, cost in requests:
         clock[0] += gap_us
-        affordable = min(cost, *(limit.count for limit in chosen))
+        affordable = min(cost, *(limit.count for limit in limits_drawn))
         expected, states = spend(states, buckets, affordable, clock[0])
         assert store.spend(buckets, affordable) == expected
 
@@ -82,39 +84,39 @@ def test_local_store_agrees_with_the_pure_arithmetic(chosen: list[Limit], visits
         max_size=60,
     ),
 )
-def test_local_store_in_a_hurry_agrees_with_the_pure_arithmetic(
-    chosen: list[Limit], visits: list[tuple[int, int, bool]]
+def test_local_store_fast_path_agrees_with_the_pure_arithmetic(
+    limits_drawn: list[Limit], requests: list[tuple[int, int, bool]]
 ) -> None:
-    """All that `spender` allows is what `spend` would, to the same effect; what it does not, costs nothing."""
-    buckets = [bucket(limit, str(number)) for number, limit in enumerate(chosen)]
+    """What `spender` admits, `spend` would admit with the same effect; what `payer` declines costs nothing."""
+    buckets = [bucket(limit, str(number)) for number, limit in enumerate(limits_drawn)]
     clock, pure = [NOW_US], dict[str, BucketState | None].fromkeys(one.key for one in buckets)
     store = LocalStore(lambda: clock[0] * 1000)
-    for gap_us, cost, is_first_alone in visits:
+    for gap_us, cost, is_first_alone in requests:
         clock[0] += gap_us
         request = buckets[:1] if is_first_alone else buckets
         affordable = min(cost, *(one.limit.count for one in request))
         expected, kept = spend([pure[one.key] for one in request], request, affordable, clock[0])
         has_new = any(pure[one.key] is None for one in request)
         pure.update(zip((one.key for one in request), kept, strict=True))
-        quick = store.spender(request)(affordable)
-        assert (quick is not None) == (expected.allowed and not has_new)
-        if quick is None:
+        fast = store.spender(request)(affordable)
+        assert (fast is not None) == (expected.allowed and not has_new)
+        if fast is None:
             assert store.spend(request, affordable) == expected
         else:
-            assert quick == tuple(part for one in expected.statuses for part in (one.remaining, one.reset_seconds))
+            assert fast == tuple(part for one in expected.statuses for part in (one.remaining, one.reset_seconds))
 
 
 @pytest.mark.parametrize("cost", [-1, 0, 10])
-def test_local_store_in_a_hurry_with_a_cost_that_no_burst_holds_spends_nothing(cost: int) -> None:
-    """Nothing is paid back by a negative cost."""
+def test_local_store_fast_path_with_an_invalid_cost_spends_nothing(cost: int) -> None:
+    """A negative cost returns no tokens."""
     store, one = LocalStore(lambda: NOW_US * 1000), bucket(Limit(9, 1))
     store.spend([one], 1)
     assert store.spender([one])(cost) is None
     assert store.spend([one], 1).statuses[0].remaining == 7
 
 
-def test_local_store_whose_limit_changed_under_one_key_goes_by_the_same_moment() -> None:
-    """Buckets carry their limit in the key; one that does not is judged as the arithmetic would."""
+def test_local_store_with_a_changed_limit_under_one_key_follows_the_arithmetic() -> None:
+    """Buckets normally carry their limit in the key."""
     store = LocalStore(lambda: NOW_US * 1000)
     store.spend([bucket(Limit(4, 8))], 2)
     smaller = bucket(Limit(2, 8))
@@ -124,7 +126,7 @@ def test_local_store_whose_limit_changed_under_one_key_goes_by_the_same_moment()
 
 def test_local_store_with_64_threads_admits_exactly_the_limit() -> None:
     def busy_now_ns() -> int:
-        time.sleep(0)  # lets another thread in at the worst moment: after the states were read
+        time.sleep(0)  # yields to another thread at the worst moment: after the states were read
         return NOW_US * 1000
 
     store, buckets = LocalStore(busy_now_ns), [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")]
@@ -133,24 +135,24 @@ def test_local_store_with_64_threads_admits_exactly_the_limit() -> None:
     assert not store.spend(buckets[:1], 1).allowed
 
 
-def test_local_store_with_threads_in_a_hurry_and_others_admits_exactly_the_limit() -> None:
-    """The verifier's door and the integration plane spend from one store."""
+def test_local_store_with_threads_on_both_paths_admits_exactly_the_limit() -> None:
+    """The verifier and the integration plane spend from one store."""
     store, buckets = (
         LocalStore(lambda: NOW_US * 1000),
         [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")],
     )
     store.spend(buckets, 1)
 
-    def hurry() -> int:
+    def spend_fast() -> int:
         return sum(store.spender(buckets)(1) is not None for _ in range(100))
 
-    assert sum(race(*[hurry, lambda: count_allowed(store, buckets, 100)] * 8)) == 299
+    assert sum(race(*[spend_fast, lambda: count_allowed(store, buckets, 100)] * 8)) == 299
     assert store.spend(buckets[:1], 200).allowed
     assert store.spender(buckets[:1])(1) is None
 
 
-def test_local_store_by_its_own_clock_gives_tokens_back() -> None:
-    """What this process measures is time that has passed."""
+def test_local_store_with_its_own_clock_returns_tokens() -> None:
+    """The store measures elapsed time, not wall time."""
     store, limit, before_us = LocalStore(), Limit(100, 1), limit_stores.monotonic_us()
     assert store.spend([bucket(limit)], 100).allowed
     while not store.spend([bucket(limit)], 1).allowed:
@@ -158,25 +160,24 @@ def test_local_store_by_its_own_clock_gives_tokens_back() -> None:
     assert limit_stores.monotonic_us() - before_us >= 10_000
 
 
-def test_local_store_flooded_with_buckets_stays_within_its_capacity() -> None:
-    """Memory is bounded, whoever chooses the keys."""
+def test_local_store_with_many_buckets_stays_within_its_capacity() -> None:
     store = LocalStore(lambda: NOW_US * 1000, capacity=100)
     for number in range(1_000):
         store.spend([bucket(Limit(10, 60), str(number))], 1)
         assert len(store) <= 100
 
 
-def test_local_store_flooded_with_buckets_remembers_the_used_up_ones() -> None:
-    """Nobody wins a used-up limit back by making the store forget it."""
+def test_local_store_with_many_buckets_keeps_the_exhausted_ones() -> None:
+    """Filling the store does not restore an exhausted limit."""
     store, limit = LocalStore(lambda: NOW_US * 1000, capacity=100), Limit(10, 60)
-    used_up = [bucket(limit, f"0 used up {number}") for number in range(50)]
-    assert [store.spend([one], 10).allowed for one in used_up] == [True] * 50
+    exhausted = [bucket(limit, f"0 exhausted {number}") for number in range(50)]
+    assert [store.spend([one], 10).allowed for one in exhausted] == [True] * 50
     for number in range(1_000):
         store.spend([bucket(limit, f"flood {number}")], 1)
-    assert [store.spend([one], 1).allowed for one in used_up] == [False] * 50
+    assert [store.spend([one], 1).allowed for one in exhausted] == [False] * 50
 
 
-def test_local_store_forgets_full_buckets_before_any_other() -> None:
+def test_local_store_evicts_full_buckets_first() -> None:
     clock = [NOW_US]
     store = LocalStore(lambda: clock[0] * 1000, capacity=100)
     for number in range(80):
@@ -191,18 +192,18 @@ def test_local_store_forgets_full_buckets_before_any_other() -> None:
 # ---------------------------------------------------------------------------------------------------------- Redis
 
 
-def test_redis_store_at_one_moment_admits_the_burst_and_no_more(redis_url: str) -> None:
-    store, limit = patient(redis_url), Limit(50, A_DAY)
+def test_redis_store_in_one_moment_admits_exactly_the_burst(redis_url: str) -> None:
+    store, limit = make_store(redis_url), Limit(50, A_DAY)
     outcomes = [store.spend([bucket(limit)], 1) for _ in range(53)]
     assert [one.allowed for one in outcomes] == [True] * 50 + [False] * 3
     assert [one.statuses[0].remaining for one in outcomes] == [*reversed(range(50)), 0, 0, 0]
     assert A_DAY // 50 - 60 < outcomes[-1].retry_after_seconds <= A_DAY // 50
 
 
-def test_redis_store_with_64_clients_at_once_admits_exactly_the_limit(redis_url: str) -> None:
-    """Each with connections of its own, as if in a process of its own."""
+def test_redis_store_with_64_concurrent_clients_admits_exactly_the_limit(redis_url: str) -> None:
+    """Each client has its own connections, like a process."""
     buckets = [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")]
-    stores = [patient(redis_url) for _ in range(64)]
+    stores = [make_store(redis_url) for _ in range(64)]
     counted = race(*[lambda store=store: count_allowed(store, buckets, 10) for store in stores])
     assert sum(counted) == 300
     assert stores[0].spend(buckets[:1], 200).allowed
@@ -210,7 +211,7 @@ def test_redis_store_with_64_clients_at_once_admits_exactly_the_limit(redis_url:
 
 
 def test_redis_store_that_refuses_takes_nothing_from_any_bucket(redis_url: str, client: "Redis") -> None:
-    store = patient(redis_url)
+    store = make_store(redis_url)
     account, endpoint = bucket(Limit(10, A_DAY)), bucket(Limit(2, A_DAY), "endpoint")
     assert store.spend([account, endpoint], 2).allowed
     before = client.mget([account.key, endpoint.key])
@@ -225,31 +226,31 @@ def test_redis_store_that_refuses_takes_nothing_from_any_bucket(redis_url: str, 
 def test_redis_store_agrees_with_the_pure_arithmetic(
     redis_url: str, client: "Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same states before give the same states after, to the last fraction, for limits of every size.
+    """Equal states before give equal states after, to the last fraction, for limits of every size.
 
-    The states are made up: full, spent from, used up, and further on than can be, as after a step back of the clock.
+    The generated states are full, partly spent, exhausted, or beyond the maximum, as after a backward clock step.
     """
     seen: list[tuple[int, Spend, tuple[BucketState, ...]]] = []
 
-    def watched(
+    def record_spend(
         states: Sequence[BucketState | None], buckets: Sequence[Bucket], costs: Sequence[int], now_us: int
     ) -> Any:
         outcome, kept = spend_each(states, buckets, costs, now_us)
         seen.append((now_us, outcome, kept))
         return outcome, kept
 
-    monkeypatch.setattr(limit_stores, "spend_each", watched)
-    chance, store = random.Random(3), patient(redis_url)  # noqa: S311  examples, no secret
+    monkeypatch.setattr(limit_stores, "spend_each", record_spend)
+    rng, store = random.Random(3), make_store(redis_url)  # noqa: S311  generates examples, not secrets
     for number in range(600):
-        buckets = [Bucket("any", f"{{{number}}}:{place}", _any_limit(chance)) for place in range(chance.randint(1, 3))]
-        before = {one.key: _any_state(chance, one.limit, _now_us(client)) for one in buckets}
+        buckets = [Bucket("any", f"{{{number}}}:{place}", _any_limit(rng)) for place in range(rng.randint(1, 3))]
+        before = {one.key: _any_state(rng, one.limit, _now_us(client)) for one in buckets}
         client.mset({key: f"{state[0]}:{state[1]}" for key, state in before.items() if state} | {"other": "1"})
         least = min(one.limit.count for one in buckets)
-        store.spend(buckets, chance.choice([1, least, chance.randint(1, least)]))
+        store.spend(buckets, rng.choice([1, least, rng.randint(1, least)]))
         now_us, outcome, kept = seen[-1]
         for one, expected in zip(buckets, kept, strict=True):
             state = stored(client, one)
-            # What is full again may be gone, and a refusal leaves it as it was found.
+            # A full bucket may have expired; a refusal leaves the state unchanged.
             assert state == expected or max(state or expected, expected).ceiling <= max(now_us, _now_us(client)), (
                 one,
                 before[one.key],
@@ -260,8 +261,8 @@ def test_redis_store_agrees_with_the_pure_arithmetic(
 
 
 @pytest.mark.parametrize("limit", [Limit(1, 1), Limit(7, 60), Limit(999_983, 60), Limit(MAX_COUNT, A_DAY)], ids=str)
-def test_redis_script_at_the_very_edge_agrees_with_the_pure_arithmetic(client: "Redis", limit: Limit) -> None:
-    """The last fraction of a microsecond decides alike: the script is given its time here, the rest is as it is."""
+def test_redis_script_at_the_edge_agrees_with_the_pure_arithmetic(client: "Redis", limit: Limit) -> None:
+    """Only the script's time is replaced; the last fraction of a microsecond must decide equally."""
     injected = limit_stores._SPEND.replace("redis.call('TIME')", "{ARGV[#ARGV - 1], ARGV[#ARGV]}")
     assert injected != limit_stores._SPEND
     script, one, outcomes = client.register_script(injected), bucket(limit), set()
@@ -281,23 +282,23 @@ def test_redis_script_at_the_very_edge_agrees_with_the_pure_arithmetic(client: "
     assert outcomes == {True, False}
 
 
-def _any_limit(chance: random.Random) -> Limit:
+def _any_limit(rng: random.Random) -> Limit:
     return Limit(
-        chance.choice([1, 3, 7, 60, 999_983, MAX_COUNT, chance.randint(1, MAX_COUNT)]),
-        chance.choice([60, 3_600, MAX_SECONDS, chance.randint(60, MAX_SECONDS)]),
+        rng.choice([1, 3, 7, 60, 999_983, MAX_COUNT, rng.randint(1, MAX_COUNT)]),
+        rng.choice([60, 3_600, MAX_SECONDS, rng.randint(60, MAX_SECONDS)]),
     )
 
 
-def _any_state(chance: random.Random, limit: Limit, now_us: int) -> BucketState | None:
-    micros = chance.choice(
+def _any_state(rng: random.Random, limit: Limit, now_us: int) -> BucketState | None:
+    micros = rng.choice(
         [
-            now_us - chance.randint(0, 10**9),
-            now_us + chance.randint(0, limit.window_us),
+            now_us - rng.randint(0, 10**9),
+            now_us + rng.randint(0, limit.window_us),
             now_us + limit.window_us - limit.advance(1)[0],
-            now_us + limit.window_us + chance.randint(0, 10**12),
+            now_us + limit.window_us + rng.randint(0, 10**12),
         ]
     )
-    return chance.choice([None, *[BucketState(micros, chance.randrange(limit.count))] * 4])
+    return rng.choice([None, *[BucketState(micros, rng.randrange(limit.count))] * 4])
 
 
 def _now_us(client: "Redis") -> int:
@@ -305,11 +306,11 @@ def _now_us(client: "Redis") -> int:
     return int(seconds) * 1_000_000 + int(micros)
 
 
-def test_redis_store_after_a_step_back_of_its_clock_locks_out_for_one_window_at_most(
+def test_redis_store_after_a_backward_clock_step_locks_out_for_at_most_one_window(
     redis_url: str, client: "Redis"
 ) -> None:
-    """The too late moment is put right at the first request, although that one is refused."""
-    store, late = patient(redis_url), bucket(Limit(10, A_DAY))
+    """The first request corrects the state, although it is refused."""
+    store, late = make_store(redis_url), bucket(Limit(10, A_DAY))
     full_at_us = _now_us(client) + 30 * late.limit.window_us
     client.set(late.key, f"{full_at_us}:7")
     refused = store.spend([late], 10)
@@ -319,8 +320,8 @@ def test_redis_store_after_a_step_back_of_its_clock_locks_out_for_one_window_at_
     assert state.ceiling <= _now_us(client) + late.limit.window_us
 
 
-def test_redis_store_keeps_a_bucket_until_it_is_full_again_and_not_much_longer(redis_url: str, client: "Redis") -> None:
-    store, one = patient(redis_url), bucket(Limit(1_000, 3_600))
+def test_redis_store_key_expires_when_its_bucket_is_full(redis_url: str, client: "Redis") -> None:
+    store, one = make_store(redis_url), bucket(Limit(1_000, 3_600))
     store.spend([one], 500)
     state = stored(client, one)
     assert state
@@ -328,26 +329,26 @@ def test_redis_store_keeps_a_bucket_until_it_is_full_again_and_not_much_longer(r
 
 
 @pytest.mark.parametrize("cost", [-5, 0, 11])
-def test_redis_store_asked_for_what_no_burst_holds_spends_nothing(redis_url: str, client: "Redis", cost: int) -> None:
+def test_redis_store_with_an_invalid_cost_spends_nothing(redis_url: str, client: "Redis", cost: int) -> None:
     with pytest.raises(ValueError, match="cost"):
-        patient(redis_url).spend([bucket(Limit(20, A_DAY)), bucket(Limit(10, A_DAY), "endpoint")], cost)
+        make_store(redis_url).spend([bucket(Limit(20, A_DAY)), bucket(Limit(10, A_DAY), "endpoint")], cost)
     assert client.keys() == []
 
 
-def test_redis_store_whose_server_forgot_the_script_teaches_it_again(redis_url: str, client: "Redis") -> None:
-    store = patient(redis_url)
+def test_redis_store_after_a_script_flush_loads_the_script_again(redis_url: str, client: "Redis") -> None:
+    store = make_store(redis_url)
     store.spend([bucket(Limit(3, A_DAY))], 1)
     client.script_flush()
     assert store.spend([bucket(Limit(3, A_DAY))], 1).statuses[0].remaining == 1
 
 
-def test_redis_store_at_a_closed_port_is_lost() -> None:
+def test_redis_store_at_a_closed_port_raises_lost() -> None:
     with pytest.raises(LimitStoreLostError, match="ConnectionError"):
         RedisStore(f"redis://127.0.0.1:{free_port()}/0").spend([bucket(Limit(3, 1))], 1)
 
 
-def test_redis_store_that_takes_the_call_and_never_answers_is_lost() -> None:
-    """A request never hangs with a server that does, and is not sent twice: both might be charged."""
+def test_redis_store_without_a_reply_raises_lost_and_sends_nothing_twice() -> None:
+    """A second attempt might be charged twice."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}/0")
         with pytest.raises(LimitStoreLostError, match="Timeout"):
@@ -358,7 +359,7 @@ def test_redis_store_that_takes_the_call_and_never_answers_is_lost() -> None:
             silent.accept()
 
 
-def test_redis_store_with_the_wrong_password_is_lost_and_does_not_tell_it(redis_url: str) -> None:
+def test_redis_store_with_the_wrong_password_raises_lost_without_revealing_it(redis_url: str) -> None:
     parts = urlsplit(redis_url)
     wrong = urlunsplit(parts._replace(netloc=f":not-the-password@{parts.hostname}:{parts.port}"))
     with pytest.raises(LimitStoreLostError) as lost:
@@ -367,22 +368,20 @@ def test_redis_store_with_the_wrong_password_is_lost_and_does_not_tell_it(redis_
 
 
 @pytest.mark.parametrize("state", ["", "nonsense", "1:2:3", "-1:0"])
-def test_redis_store_with_a_state_that_is_none_is_lost_and_never_unlimited(
-    redis_url: str, client: "Redis", state: str
-) -> None:
+def test_redis_store_with_an_invalid_state_raises_lost(redis_url: str, client: "Redis", state: str) -> None:
     client.set(bucket(Limit(3, 1)).key, state)
     with pytest.raises(LimitStoreLostError):
-        patient(redis_url).spend([bucket(Limit(3, 1))], 1)
+        make_store(redis_url).spend([bucket(Limit(3, 1))], 1)
 
 
-def test_redis_store_that_is_out_of_memory_is_lost_and_spends_from_no_bucket(redis_url: str, client: "Redis") -> None:
-    """Full memory must not turn into a bucket that is never charged."""
+def test_redis_store_out_of_memory_raises_lost_and_spends_nothing(redis_url: str, client: "Redis") -> None:
+    """Full memory must not produce a bucket that is never charged."""
     buckets = [bucket(Limit(3, A_DAY)), bucket(Limit(3, A_DAY), "endpoint")]
     before = f"{client.config_get('maxmemory')['maxmemory']}"
     client.config_set("maxmemory", 1)
     try:
         with pytest.raises(LimitStoreLostError):
-            patient(redis_url).spend(buckets, 1)
+            make_store(redis_url).spend(buckets, 1)
     finally:
         client.config_set("maxmemory", before)
     assert client.keys() == []
@@ -391,22 +390,22 @@ def test_redis_store_that_is_out_of_memory_is_lost_and_spends_from_no_bucket(red
 # ------------------------------------------------------------------------------------------------ Redis in asyncio
 
 
-class Loop:
-    """A store that callers in asyncio spend from, and what they ask for in a turn."""
+class AsyncioStore:
+    """Runs concurrent asyncio requests against one Redis store."""
 
-    def __init__(self, url: str, timeout_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, url: str, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.store = RedisStore(url, timeout_seconds)
 
-    def run(self, *turns: Sequence[tuple[Sequence[Bucket], int]]) -> list[list[Spend | BaseException]]:
-        """The outcomes of the requests of each turn of the loop."""
+    def run(self, *batches: Sequence[tuple[Sequence[Bucket], int]]) -> list[list[Spend | BaseException]]:
+        """Run each batch of requests concurrently, one batch after the other, and return their outcomes."""
 
         async def run_all() -> list[list[Spend | BaseException]]:
             try:
                 return [
                     await asyncio.gather(
-                        *[self.store.spend_async(buckets, cost) for buckets, cost in turn], return_exceptions=True
+                        *[self.store.spend_async(buckets, cost) for buckets, cost in batch], return_exceptions=True
                     )
-                    for turn in turns
+                    for batch in batches
                 ]
             finally:
                 await self.store.close_async()
@@ -419,13 +418,13 @@ def allowed(outcomes: Sequence[Spend | BaseException]) -> list[bool]:
     return [isinstance(one, Spend) and one.allowed for one in outcomes]
 
 
-def test_redis_store_in_asyncio_tells_each_caller_his_own_outcome(redis_url: str, client: "Redis") -> None:
+def test_redis_store_in_asyncio_returns_each_caller_its_outcome(redis_url: str, client: "Redis") -> None:
     account, endpoint = bucket(Limit(10, A_DAY)), bucket(Limit(3, A_DAY), "endpoint")
-    (outcomes,) = Loop(redis_url).run(
+    (outcomes,) = AsyncioStore(redis_url).run(
         [([account], 2), ([account, endpoint], 3), ([account, endpoint], 1), ([account], 5)]
     )
     assert allowed(outcomes) == [True, True, False, True]
-    assert [[told.remaining for told in one.statuses] for one in outcomes if isinstance(one, Spend)] == [
+    assert [[status.remaining for status in one.statuses] for one in outcomes if isinstance(one, Spend)] == [
         [8],
         [5, 0],
         [5, 0],
@@ -434,52 +433,52 @@ def test_redis_store_in_asyncio_tells_each_caller_his_own_outcome(redis_url: str
     assert stored(client, account)
 
 
-def test_redis_store_in_asyncio_sends_all_of_one_turn_together(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is asked for while they are away in the next trip: one connection is enough."""
-    trips: list[int] = []
+def test_redis_store_in_asyncio_sends_concurrent_requests_in_one_round_trip(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that arrive during a round trip share the next one."""
+    round_trips: list[int] = []
     evaluated = LimitPipeline._evaluated
 
     async def counted(self: LimitPipeline, client: Any, batch: Sequence[Any]) -> list[Any]:
-        trips.append(len(batch))
+        round_trips.append(len(batch))
         return await evaluated(self, client, batch)
 
-    loop, one = Loop(redis_url), bucket(Limit(1_000, A_DAY))
-    loop.store.spend([one], 1)  # the script is known
+    loop, one = AsyncioStore(redis_url), bucket(Limit(1_000, A_DAY))
+    loop.store.spend([one], 1)  # loads the script
     monkeypatch.setattr(LimitPipeline, "_evaluated", counted)
 
     async def run_all() -> list[Spend]:
         first = [asyncio.ensure_future(loop.store.spend_async([one], 1)) for _ in range(200)]
-        while not trips:
+        while not round_trips:
             await asyncio.sleep(0)
-        then = [asyncio.ensure_future(loop.store.spend_async([one], 1)) for _ in range(50)]
+        second = [asyncio.ensure_future(loop.store.spend_async([one], 1)) for _ in range(50)]
         try:
-            return await asyncio.gather(*first, *then)
+            return await asyncio.gather(*first, *second)
         finally:
             await loop.store.close_async()
 
     assert [spent.statuses[0].remaining for spent in asyncio.run(run_all())] == list(range(998, 748, -1))
-    assert trips == [200, 50]
+    assert round_trips == [200, 50]
 
 
-def test_redis_store_in_asyncio_and_blocking_threads_admit_exactly_the_limit(redis_url: str) -> None:
-    """Never more than the limit, whoever asks how: loops and threads of several processes on one Redis."""
+def test_redis_store_in_asyncio_and_threads_admits_exactly_the_limit(redis_url: str) -> None:
+    """Event loops and threads of several processes share one Redis."""
     buckets = [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")]
 
     def in_asyncio() -> int:
-        return sum(sum(allowed(turn)) for turn in Loop(redis_url).run(*[[(buckets, 1)] * 20] * 5))
+        return sum(sum(allowed(batch)) for batch in AsyncioStore(redis_url).run(*[[(buckets, 1)] * 20] * 5))
 
-    blocking = [patient(redis_url) for _ in range(8)]
+    blocking = [make_store(redis_url) for _ in range(8)]
     counted = race(*[in_asyncio] * 8, *[lambda store=store: count_allowed(store, buckets, 20) for store in blocking])
     assert sum(counted) == 300
     assert blocking[0].spend(buckets[:1], 200).allowed
     assert not blocking[0].spend(buckets[:1], 1).allowed
 
 
-def test_redis_store_in_asyncio_whose_server_forgot_the_script_teaches_it_again(
-    redis_url: str, client: "Redis"
-) -> None:
-    """Each is counted once."""
-    loop, one = Loop(redis_url), bucket(Limit(20, A_DAY))
+def test_redis_store_in_asyncio_after_a_script_flush_loads_the_script_again(redis_url: str, client: "Redis") -> None:
+    """Each request is counted once."""
+    loop, one = AsyncioStore(redis_url), bucket(Limit(20, A_DAY))
     loop.run([([one], 1)])
     client.script_flush()
     (outcomes,) = loop.run([([one], 1)] * 5)
@@ -487,25 +486,25 @@ def test_redis_store_in_asyncio_whose_server_forgot_the_script_teaches_it_again(
     assert loop.store.spend([one], 1).statuses[0].remaining == 13
 
 
-def test_redis_store_in_asyncio_with_one_bad_state_is_lost_to_that_caller_alone(
+def test_redis_store_in_asyncio_with_one_invalid_state_fails_for_that_caller_only(
     redis_url: str, client: "Redis"
 ) -> None:
-    good, bad = bucket(Limit(3, A_DAY)), bucket(Limit(3, A_DAY), "bad")
-    client.set(bad.key, "nonsense")
-    ((before, lost, after),) = Loop(redis_url).run([([good], 1), ([bad], 1), ([good], 1)])
+    valid, invalid = bucket(Limit(3, A_DAY)), bucket(Limit(3, A_DAY), "invalid")
+    client.set(invalid.key, "nonsense")
+    ((before, lost, after),) = AsyncioStore(redis_url).run([([valid], 1), ([invalid], 1), ([valid], 1)])
     assert allowed([before, after]) == [True, True]
     assert isinstance(lost, LimitStoreLostError)
 
 
-def test_redis_store_in_asyncio_at_a_closed_port_is_lost() -> None:
-    (outcomes,) = Loop(f"redis://127.0.0.1:{free_port()}/0").run([([bucket(Limit(3, 1))], 1)] * 3)
+def test_redis_store_in_asyncio_at_a_closed_port_raises_lost() -> None:
+    (outcomes,) = AsyncioStore(f"redis://127.0.0.1:{free_port()}/0").run([([bucket(Limit(3, 1))], 1)] * 3)
     assert [type(one) for one in outcomes] == [LimitStoreLostError] * 3
 
 
-def test_redis_store_in_asyncio_that_never_answers_is_lost_to_all_at_once() -> None:
-    """On one connection, and nobody's call is sent a second time."""
+def test_redis_store_in_asyncio_without_a_reply_raises_lost_for_all() -> None:
+    """One connection is used, and no call is sent twice."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        loop = Loop(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", timeout_seconds=0.25)
+        loop = AsyncioStore(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", timeout_seconds=0.25)
         (outcomes,) = loop.run([([bucket(Limit(3, 1))], 1)] * 100)
         assert [type(one) for one in outcomes] == [LimitStoreLostError] * 100
         silent.setblocking(False)
@@ -514,24 +513,24 @@ def test_redis_store_in_asyncio_that_never_answers_is_lost_to_all_at_once() -> N
             silent.accept()
 
 
-def test_redis_store_in_asyncio_with_a_caller_who_goes_away_answers_the_others(redis_url: str) -> None:
-    loop, one = Loop(redis_url), bucket(Limit(9, A_DAY))
+def test_redis_store_in_asyncio_with_a_canceled_caller_answers_the_others(redis_url: str) -> None:
+    loop, one = AsyncioStore(redis_url), bucket(Limit(9, A_DAY))
 
     async def run_all() -> bool:
-        gone, stays = (asyncio.ensure_future(loop.store.spend_async([one], 1)) for _ in range(2))
+        canceled, other = (asyncio.ensure_future(loop.store.spend_async([one], 1)) for _ in range(2))
         await asyncio.sleep(0)
-        gone.cancel()
+        canceled.cancel()
         try:
-            return (await stays).allowed
+            return (await other).allowed
         finally:
             await loop.store.close_async()
 
     assert asyncio.run(run_all())
 
 
-def test_redis_store_in_asyncio_whose_loop_ends_leaves_nobody_waiting(redis_url: str) -> None:
-    """What is under way when a verifier stops."""
-    loop, one = Loop(redis_url), bucket(Limit(9, A_DAY))
+def test_redis_store_in_asyncio_when_the_loop_ends_cancels_pending_requests(redis_url: str) -> None:
+    """A verifier stops with requests under way."""
+    loop, one = AsyncioStore(redis_url), bucket(Limit(9, A_DAY))
 
     async def leave() -> "asyncio.Task[Spend]":
         task = asyncio.ensure_future(loop.store.spend_async([one], 1))

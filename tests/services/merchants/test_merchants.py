@@ -1,4 +1,4 @@
-"""Merchants and accounts: made whole, suspended and resumed at once for every key."""
+"""Merchants and accounts: created together, suspended and resumed for all their keys."""
 
 import pytest
 
@@ -22,8 +22,7 @@ from tests.services.keys.test_lifecycle import verdict
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-def test_merchant_made_has_an_account_and_a_chain_in_each_environment(scene: Scene) -> None:
-    """Sandbox and production are separate from the first moment, each with a log of its own."""
+def test_merchant_created_has_an_account_and_a_chain_in_each_environment(scene: Scene) -> None:
     make_merchant("globex")
     environments = set(Account.objects.filter(merchant="globex").values_list("environment", flat=True))
     assert environments == {"sandbox", "production"}
@@ -31,29 +30,29 @@ def test_merchant_made_has_an_account_and_a_chain_in_each_environment(scene: Sce
     assert chains == {"account:globex/sandbox", "account:globex/production"}
 
 
-def test_merchant_made_twice_is_refused(scene: Scene) -> None:
+def test_merchant_created_twice_is_refused(scene: Scene) -> None:
     with pytest.raises(StateConflictError):
         make_merchant("acme")
     assert Merchant.objects.count() == 1
 
 
 @pytest.mark.parametrize("merchant_id", ["", "Acme", "-acme", "acme-", "a/b", "../x", "a" * 65, "acme\n", "ácme"])
-def test_merchant_id_that_is_no_slug_is_refused(db: None, merchant_id: str) -> None:
-    """An id stands in URLs, chains and labels unescaped, so that nothing else may be one."""
+def test_merchant_id_that_is_not_a_slug_is_refused(db: None, merchant_id: str) -> None:
+    """An id appears unescaped in URLs, chain names and labels."""
     with pytest.raises(RequestInvalidError):
         create_merchant(grant(HOST, P.MERCHANTS_WRITE), merchant_id=merchant_id, name="x")
     assert not Merchant.objects.exists()
 
 
 @pytest.mark.parametrize("name", ["", "x" * 201, "a\x00b", f"shop {mint()}"])
-def test_merchant_name_that_does_not_fit_is_refused(db: None, name: str) -> None:
-    """The same on both databases, whatever the column would take."""
+def test_merchant_name_that_is_invalid_is_refused(db: None, name: str) -> None:
+    """The service checks it, so both databases refuse the same names."""
     with pytest.raises(RequestInvalidError):
         create_merchant(grant(HOST, P.MERCHANTS_WRITE), merchant_id="acme", name=name)
 
 
-def test_merchant_suspended_stops_every_key_of_it_until_resumed(scene: Scene) -> None:
-    """Suspension takes effect with its commit, in both environments, and touches no key's state."""
+def test_merchant_suspended_denies_all_its_keys_until_resumed(scene: Scene) -> None:
+    """Suspension takes effect with its commit, in both environments, and changes no key's state."""
     (_, sandbox), (_, production) = issue(scene.sandbox), issue(scene.production)
     merchants.suspend_merchant(grant(HOST, P.MERCHANTS_WRITE), scene.merchant)
     assert verdict(sandbox) is verdict(production, environment=PRODUCTION) is ErrorCode.MERCHANT_SUSPENDED
@@ -61,7 +60,7 @@ def test_merchant_suspended_stops_every_key_of_it_until_resumed(scene: Scene) ->
     assert verdict(sandbox) is verdict(production, environment=PRODUCTION) is None
 
 
-def test_account_suspended_stops_its_own_environment_only(scene: Scene) -> None:
+def test_account_suspended_denies_its_own_environment_only(scene: Scene) -> None:
     (_, sandbox), (_, production) = issue(scene.sandbox), issue(scene.production)
     merchants.suspend_account(grant(HOST, P.MERCHANTS_WRITE, scene.sandbox), scene.sandbox)
     assert verdict(sandbox) is ErrorCode.MERCHANT_SUSPENDED
@@ -70,14 +69,14 @@ def test_account_suspended_stops_its_own_environment_only(scene: Scene) -> None:
     assert verdict(sandbox) is None
 
 
-def test_merchant_suspended_leaves_the_others_alone(scene: Scene) -> None:
+def test_merchant_suspended_does_not_affect_other_merchants(scene: Scene) -> None:
     make_merchant("globex")
     _, text = issue(find_account("globex", "sandbox"))
     merchants.suspend_merchant(grant(HOST, P.MERCHANTS_WRITE), scene.merchant)
     assert verdict(text) is None
 
 
-def test_merchant_and_account_are_not_suspended_or_resumed_twice(scene: Scene) -> None:
+def test_merchant_and_account_suspended_or_resumed_twice_are_refused(scene: Scene) -> None:
     platform, place = grant(HOST, P.MERCHANTS_WRITE), grant(HOST, P.MERCHANTS_WRITE, scene.sandbox)
     with pytest.raises(StateConflictError, match="already active"):
         merchants.resume_merchant(platform, scene.merchant)
@@ -91,13 +90,13 @@ def test_merchant_and_account_are_not_suspended_or_resumed_twice(scene: Scene) -
         merchants.suspend_account(place, scene.sandbox)
 
 
-def test_merchant_is_suspended_by_those_who_may(scene: Scene) -> None:
+def test_merchant_suspended_without_the_permission_is_refused(scene: Scene) -> None:
     for operator in (scene.tam, scene.approver, scene.responder):
         with pytest.raises(PermissionMissingError):
             grant(operator, P.MERCHANTS_WRITE)
 
 
-def test_account_of_nobody_is_not_found(scene: Scene) -> None:
-    for merchant_id, environment in (("nobody", "sandbox"), ("acme", "staging")):
+def test_account_of_an_unknown_merchant_or_environment_is_not_found(scene: Scene) -> None:
+    for merchant_id, environment in (("unknown", "sandbox"), ("acme", "staging")):
         with pytest.raises(NotFoundError):
             find_account(merchant_id, environment)

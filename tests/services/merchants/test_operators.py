@@ -1,4 +1,4 @@
-"""Operators: made on the host, with the roles that they were given and no more."""
+"""Operators: created on the host, with the permissions of their roles."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,59 +24,55 @@ from keyvault.services.merchants.operators import (
 from keyvault.services.recording.authorization import is_allowed, operator_principal
 from tests.factories import PASSWORD, grant, make_operator, now
 from tests.services.conftest import Scene
-from tests.services.racing import PATIENCE_SECONDS, held_open, start, wait_until_blocked
+from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 from tests.services.rows import dump_tables
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-def test_roles_are_the_groups_that_migration_made(db: None) -> None:
-    """The console's groups mirror the table of roles, neither more nor fewer."""
+def test_roles_equal_the_groups_of_the_migration(db: None) -> None:
     assert set(Group.objects.values_list("name", flat=True)) == {role.value for role in Role}
 
 
 @pytest.mark.parametrize("role", list(Role))
 def test_operator_principal_holds_the_permissions_of_its_roles(db: None, role: Role) -> None:
-    """What a log-in may do follows from its groups alone."""
-    operator = make_operator("somebody", role)
+    operator = make_operator("operator", role)
     assert operator.roles == {role}
     assert operator.permissions == ROLE_PERMISSIONS[role]
     assert operator.channel is Channel.CONSOLE
 
 
-def test_operator_without_a_role_may_nothing(db: None) -> None:
-    assert make_operator("nobody").permissions == frozenset()
+def test_operator_without_a_role_has_no_permission(db: None) -> None:
+    assert make_operator("operator").permissions == frozenset()
 
 
-def test_operator_in_a_group_that_is_no_role_gains_nothing(db: None) -> None:
-    """A group that somebody made by hand grants nothing, whatever it is called."""
-    make_operator("somebody", Role.AUDITOR)
-    row = Operator.objects.get(username="somebody")
+def test_operator_in_a_group_that_is_not_a_role_gains_nothing(db: None) -> None:
+    make_operator("operator", Role.AUDITOR)
+    row = Operator.objects.get(username="operator")
     with collect_subjects():
         row.groups.add(Group.objects.create(name="superusers"))
     assert operator_principal(row).roles == {Role.AUDITOR}
 
 
-def test_operator_disabled_holds_no_role_from_then_on(db: None) -> None:
-    """A disabled log-in may nothing, and no command line can name it."""
-    make_operator("somebody", Role.APPROVER)
-    row = Operator.objects.get(username="somebody")
+def test_operator_disabled_has_no_permission_and_cannot_be_named(db: None) -> None:
+    make_operator("operator", Role.APPROVER)
+    row = Operator.objects.get(username="operator")
     disable_operator(grant(HOST, P.OPERATORS_WRITE), row)
     assert operator_principal(row).permissions == frozenset()
     assert not is_allowed(operator_principal(row), P.KEYS_READ, now=now())
     with pytest.raises(NotFoundError):
-        find_operator("somebody", "root")
+        find_operator("operator", "root")
 
 
-def test_operator_named_on_a_command_line_carries_channel_and_host_user(db: None) -> None:
+def test_operator_named_on_the_command_line_carries_channel_and_host_user(db: None) -> None:
     make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     found = find_operator("tam", "root")
     assert (found.channel, found.host_user, found.actor) == (Channel.COMMAND_LINE, "root", "operator:tam")
     with pytest.raises(NotFoundError):
-        find_operator("nobody", "root")
+        find_operator("unknown", "root")
 
 
-def test_operator_s_second_log_in_is_the_same_person(db: None) -> None:
+def test_operator_with_a_second_login_is_the_same_person(db: None) -> None:
     first = make_operator("one", Role.APPROVER)
     second = make_operator("two", Role.KEY_ADMINISTRATOR, person=first.person)
     other = make_operator("three", Role.APPROVER)
@@ -84,24 +80,23 @@ def test_operator_s_second_log_in_is_the_same_person(db: None) -> None:
     assert operator_row(second).username == "two"
 
 
-def test_operator_of_a_taken_name_is_refused(db: None) -> None:
+def test_operator_with_a_taken_name_is_refused(db: None) -> None:
     make_operator("tam", Role.AUDITOR)
     with pytest.raises(StateConflictError):
         make_operator("tam", Role.KEY_ADMINISTRATOR)
     assert Operator.objects.get().roles == {Role.AUDITOR}
 
 
-@pytest.mark.parametrize("password", ["short", "password1234", "somebody-else"])
+@pytest.mark.parametrize("password", ["short", "password1234", "another-operator"])
 def test_operator_with_a_weak_password_is_refused(db: None, password: str) -> None:
-    """Too short, too common, or the name itself: no log-in is made with it, nor changed to it."""
+    """Too short, too common, or equal to the username."""
     allowed = grant(HOST, P.OPERATORS_WRITE)
     with pytest.raises(RequestInvalidError):
-        create_operator(allowed, username="somebody-else", roles=[], password=Plaintext(password))
+        create_operator(allowed, username="another-operator", roles=[], password=Plaintext(password))
     assert not Operator.objects.exists()
 
 
-def test_operator_password_reset_ends_sessions_and_keeps_no_text(db: None) -> None:
-    """A new password changes what sessions are bound to; neither password is anywhere in the tables."""
+def test_operator_password_reset_ends_sessions_and_stores_no_plaintext(db: None) -> None:
     make_operator("tam", Role.AUDITOR)
     row = Operator.objects.get()
     before = row.get_session_auth_hash()
@@ -138,21 +133,21 @@ def test_operators_two_administrators_removed_concurrently_leave_one(
         slower = start(partial(second, two))
         wait_until_blocked(slower)
     with pytest.raises(StateConflictError, match="the last active one"):
-        slower.result(PATIENCE_SECONDS)
+        slower.result(TIMEOUT_SECONDS)
     remaining = Operator.objects.filter(is_active=True, groups__name=Role.KEY_ADMINISTRATOR)
     assert [row.username for row in remaining] == ["two"]
 
 
-def test_operators_are_made_on_the_host_only(scene: Scene) -> None:
-    """No role of the console makes operators: who may ask or approve cannot make themselves a second person."""
+def test_operator_created_by_an_operator_is_refused(scene: Scene) -> None:
+    """Otherwise an operator who may request or approve could create a second person."""
     for operator in (scene.tam, scene.approver, scene.admin, scene.responder):
         with pytest.raises(PermissionMissingError):
             grant(operator, P.OPERATORS_WRITE)
 
 
-def test_host_sets_up_and_neither_asks_approves_nor_reads(scene: Scene) -> None:
-    """Whoever has a shell on the host sets up; what four eyes gate is not the shell's to give."""
-    may = {permission for permission in P if is_allowed(HOST, permission, now=now())}
-    # What replays a revocation says no once more to what was denied before.
+def test_host_principal_sets_up_but_neither_requests_nor_approves_nor_reads(scene: Scene) -> None:
+    """A shell on the host must not bypass the second person."""
+    allowed = {permission for permission in P if is_allowed(HOST, permission, now=now())}
+    # Replaying a revocation only repeats a denial.
     setting_up = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.PEPPERS_READ, P.PEPPERS_WRITE}
-    assert may == {*setting_up, P.REVOCATIONS_REPLAY}
+    assert allowed == {*setting_up, P.REVOCATIONS_REPLAY}

@@ -1,4 +1,4 @@
-"""Orders: whose they are, what they may hold, and that they stay as they were made."""
+"""Orders: their account, valid fields, and immutability."""
 
 import pytest
 
@@ -16,29 +16,29 @@ from tests.services.tokens.test_customer_tokens import holder_of
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-def order(place: Account, customer_id: str | None = None, amount_minor: int = 1) -> Order:
-    """Made by a private key of the account."""
+def make_order(place: Account, customer_id: str | None = None, amount_minor: int = 1) -> Order:
+    """Create an order with a private key of the account."""
     key, _ = issue(place)
     allowed = grant(holder_of(key), P.ORDERS_CREATE, place)
     return create_order(allowed, place, amount_minor=amount_minor, currency="EUR", customer_id=customer_id)
 
 
-def test_order_created_is_one_row_and_one_entry(scene: Scene) -> None:
+def test_order_created_writes_one_row_and_one_audit_entry(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     before = last_ids()
-    made = create_order(
+    order = create_order(
         grant(holder_of(key), P.ORDERS_CREATE, scene.sandbox),
         scene.sandbox,
         amount_minor=MAX_AMOUNT_MINOR,
         currency="EUR",
         customer_id="cust-1",
     )
-    assert Order.objects.get() == made
+    assert Order.objects.get() == order
     assert written_since(before) == (["order.created"], [])
     body = last_body("order.created")
     assert body["actor"] == f"key:{key.key_id}"
     assert body["details"] == {
-        "order_token": made.order_token,
+        "order_token": order.order_token,
         "amount_minor": MAX_AMOUNT_MINOR,
         "currency": "EUR",
         "customer_id": "cust-1",
@@ -57,7 +57,7 @@ def test_order_created_is_one_row_and_one_entry(scene: Scene) -> None:
         (0, "", "a b", ["/amount_minor", "/currency", "/customer_id"]),
     ],
 )
-def test_order_that_does_not_fit_is_refused_fault_by_fault(
+def test_order_that_is_invalid_reports_every_fault(
     scene: Scene, amount_minor: int, currency: str, customer_id: str | None, pointers: list[str]
 ) -> None:
     key, _ = issue(scene.sandbox)
@@ -68,8 +68,8 @@ def test_order_that_does_not_fit_is_refused_fault_by_fault(
     assert not Order.objects.exists()
 
 
-def test_order_is_created_with_a_private_key_of_the_account_only(scene: Scene) -> None:
-    """A public key's holders write nothing, and a private key writes in its own account."""
+def test_order_created_without_a_private_key_of_the_account_is_refused(scene: Scene) -> None:
+    """A public key cannot write, and a private key writes in its own account only."""
     public, _ = issue(scene.sandbox, kind=KeyKind.PUBLIC)
     private, _ = issue(scene.sandbox)
     with pytest.raises(PermissionMissingError):
@@ -81,24 +81,22 @@ def test_order_is_created_with_a_private_key_of_the_account_only(scene: Scene) -
         create_order(allowed, scene.production, amount_minor=1, currency="EUR")
 
 
-def test_order_is_found_by_its_own_account_only(scene: Scene) -> None:
+def test_order_of_another_account_is_not_found(scene: Scene) -> None:
     make_merchant("globex")
-    made = order(scene.sandbox)
-    assert find_order(scene.sandbox, made.order_token) == made
+    order = make_order(scene.sandbox)
+    assert find_order(scene.sandbox, order.order_token) == order
     for place in (scene.production, account("globex")):
         with pytest.raises(NotFoundError):
-            find_order(place, made.order_token)
+            find_order(place, order.order_token)
 
 
 @pytest.mark.parametrize(("customer_id", "is_found"), [("alice", True), ("bob", False), (None, True)])
-def test_order_is_found_for_its_own_customer_or_where_it_has_none(
-    scene: Scene, customer_id: str | None, is_found: bool
-) -> None:
-    """A signed-in customer sees no other customer's order."""
-    made = order(scene.sandbox, customer_id)
+def test_order_of_another_customer_is_not_found(scene: Scene, customer_id: str | None, is_found: bool) -> None:
+    """A signed-in customer finds their own orders and those without a customer."""
+    order = make_order(scene.sandbox, customer_id)
     alice = Customer("alice", "0" * 16, now())
     if is_found:
-        assert find_order(scene.sandbox, made.order_token, alice) == made
+        assert find_order(scene.sandbox, order.order_token, alice) == order
     else:
         with pytest.raises(NotFoundError):
-            find_order(scene.sandbox, made.order_token, alice)
+            find_order(scene.sandbox, order.order_token, alice)

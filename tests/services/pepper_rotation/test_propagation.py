@@ -1,4 +1,4 @@
-"""A new pepper makes digests once every live process has it: one that lags delays it, and fails nobody's key."""
+"""Propagation of a new pepper: it is used once every live process has loaded it, so no process refuses a valid key."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -25,9 +25,9 @@ from keyvault.services.verification import judging
 from tests.factories import have_peppers, issue, now, own_keystore
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
-from tests.services.peppering import hasten, rehash, retire, rotate
+from tests.services.peppering import rehash, retire, rotate, skip_propagation
 from tests.services.racing import race
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -35,8 +35,8 @@ SANDBOX, PRODUCTION = PepperSet.SANDBOX, PepperSet.PRODUCTION
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    hasten(monkeypatch)
+def isolated_keystore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    skip_propagation(monkeypatch)
     with own_keystore(tmp_path):
         pending_rehashes.forget()
         yield
@@ -44,7 +44,7 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.fixture
-def scene(own_place: None, db: None) -> Scene:
+def scene(isolated_keystore: None, db: None) -> Scene:
     return make_scene()
 
 
@@ -58,49 +58,50 @@ def hashing_version() -> int:
     return load_peppers(SANDBOX).current_version
 
 
-def test_process_without_the_backend_delays_the_new_pepper_and_verifies_every_key(scene: Scene) -> None:
-    """Two processes, one of which cannot reach the Vault: however often keys are used and the worker looks, none is
-    hashed with a pepper that the other has not loaded, and so every good key is good at both."""
+def test_process_without_the_backend_delays_the_new_pepper_and_refuses_no_key(scene: Scene) -> None:
+    """Of two processes, one cannot reach the secret backend.
+
+    No key is hashed with a pepper that this process has not loaded, so both processes verify every valid key.
+    """
     keys = [issue(scene.sandbox, label=str(number)) for number in range(3)]
-    cut_off = PepperRing()
-    cut_off(SANDBOX)
-    reporter("cut-off", peppers=cut_off.newest_versions())
+    unreachable = PepperRing()
+    unreachable(SANDBOX)
+    reporter("unreachable", peppers=unreachable.newest_versions())
     rotate()
 
-    def at_the_other(text: object) -> object:
+    def verdict_of_the_other(text: object) -> object:
         with (
-            mock.patch.object(judging, "load_peppers", cut_off),
-            mock.patch.object(ring, "load_peppers", cut_off),
+            mock.patch.object(judging, "load_peppers", unreachable),
+            mock.patch.object(ring, "load_peppers", unreachable),
         ):
             return verdict(text)  # type: ignore[arg-type]  # a Plaintext
 
     with mock.patch.object(LocalKeystore, "read", side_effect=BackendUnavailableError("It is sealed.")):
         for _ in range(3):
-            cut_off.refresh()
-            reporter("cut-off", peppers=cut_off.newest_versions())
+            unreachable.refresh()
+            reporter("unreachable", peppers=unreachable.newest_versions())
             renew_peppers()
             assert hashing_version() == 1
             assert [verdict(text) for _, text in keys] == [None] * 3
             rehash()
-            assert [at_the_other(text) for _, text in keys] == [None] * 3
+            assert [verdict_of_the_other(text) for _, text in keys] == [None] * 3
     row = PepperVersion.objects.get(pepper_set=SANDBOX, number=2)
-    assert describe_version(row, now()).lagging == ["cut-off"]
-    with pytest.raises(StateConflictError, match="Not loaded yet by: cut-off"):
+    assert describe_version(row, now()).lagging == ["unreachable"]
+    with pytest.raises(StateConflictError, match="Not loaded yet by: unreachable"):
         rotate()
-    with pytest.raises(StateConflictError, match="Not loaded yet by: cut-off"):
+    with pytest.raises(StateConflictError, match="Not loaded yet by: unreachable"):
         retire(SANDBOX, 1)
-    cut_off.refresh()
-    reporter("cut-off", peppers=cut_off.newest_versions())
+    unreachable.refresh()
+    reporter("unreachable", peppers=unreachable.newest_versions())
     renew_peppers()
     assert hashing_version() == 2
     assert [verdict(text) for _, text in keys] == [None] * 3
     rehash()
     assert set(Key.objects.values_list("pepper_version", flat=True)) == {2}
-    assert [at_the_other(text) for _, text in keys] == [None] * 3
+    assert [verdict_of_the_other(text) for _, text in keys] == [None] * 3
 
 
-def test_pepper_status_names_who_lags(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is no fault: the new version only waits."""
+def test_pepper_status_names_lagging_processes(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     reporter("slow-web-1", peppers={"sandbox": 1})
     rotate()
     call_command("pepper_status")
@@ -118,7 +119,7 @@ def test_pepper_status_names_who_lags(scene: Scene, capsys: pytest.CaptureFixtur
         ({"peppers": {"sandbox": 1}, "stopped_at": now()}, False),
         ({"peppers": {"sandbox": 1}, "lost_at": now()}, False),
     ],
-    ids=["behind", "not loaded", "earlier release", "has it", "serves the other", "stopped", "lost"],
+    ids=["behind", "not loaded", "earlier release", "loaded", "other environment", "stopped", "lost"],
 )
 def test_new_pepper_waits_for_live_processes_of_its_environment(
     scene: Scene, columns: dict[str, object], waits: bool
@@ -128,7 +129,7 @@ def test_new_pepper_waits_for_live_processes_of_its_environment(
     assert (hashing_version() == 1) is waits
 
 
-def test_reporter_says_with_each_watermark_what_it_has_loaded(scene: Scene) -> None:
+def test_reporter_reports_its_loaded_peppers_with_each_watermark(scene: Scene) -> None:
     load_peppers.cache_clear()
     load_peppers(SANDBOX)
     log = UsageLog()
@@ -142,8 +143,8 @@ def test_reporter_says_with_each_watermark_what_it_has_loaded(scene: Scene) -> N
     assert list_lagging(row) == []
 
 
-def test_process_learns_by_itself_that_a_pepper_is_in_use(scene: Scene) -> None:
-    """The look that asks the database only is enough: the version was loaded before."""
+def test_process_learns_from_the_database_that_a_pepper_is_in_use(scene: Scene) -> None:
+    """The version is loaded already, so a poll of the database is enough."""
     reporter("other", peppers={"sandbox": 1})
     rotate()
     idle = PepperRing()
@@ -157,7 +158,7 @@ def test_process_learns_by_itself_that_a_pepper_is_in_use(scene: Scene) -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_workers_at_once_take_a_pepper_into_use_once(own_place: None) -> None:
+def test_pepper_taken_into_use_by_concurrent_workers_is_recorded_once(isolated_keystore: None) -> None:
     have_peppers()
     reporter("other", peppers={"sandbox": 1})
     rotate()
@@ -168,5 +169,5 @@ def test_workers_at_once_take_a_pepper_into_use_once(own_place: None) -> None:
     assert row.hashes_from_at is not None
     assert row.hashes_from_at >= row.created_at - timedelta(seconds=1)
     assert AuditEntry.objects.filter(event="pepper.in_use").count() == 1
-    lift_triggers()
+    disable_triggers()
     PepperVersion.objects.all()._raw_delete("default")

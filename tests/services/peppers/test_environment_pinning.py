@@ -1,4 +1,4 @@
-"""A process that serves one environment (KEYVAULT_ENVIRONMENTS): the other's peppers are never even read."""
+"""A process pinned to one environment (KEYVAULT_ENVIRONMENTS) never reads the other environment's peppers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,17 +50,17 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The peppers that anybody asks the backend for."""
-    asked: set[str] = set()
+    """The paths of the peppers read from the backend."""
+    paths: set[str] = set()
     real = LocalKeystore.read
 
     def note_and_read(self: LocalKeystore, mount: Mount, path: str, version: int | None = None) -> StoredSecret:
         if mount is Mount.PEPPERS:
-            asked.add(path)
+            paths.add(path)
         return real(self, mount, path, version)
 
     monkeypatch.setattr(LocalKeystore, "read", note_and_read)
-    return asked
+    return paths
 
 
 @pytest.fixture(params=list(Environment))
@@ -71,7 +71,7 @@ def served(request: pytest.FixtureRequest) -> Environment:
 
 @pytest.fixture
 def pinned(folder: Path, reads: set[str], served: Environment) -> Iterator[None]:
-    """A fresh process, pinned to the one environment, on what was set up for both."""
+    """A fresh process pinned to one environment, over a set-up for both."""
     have_peppers()
     forget_keystore()
     reads.clear()
@@ -79,10 +79,10 @@ def pinned(folder: Path, reads: set[str], served: Environment) -> Iterator[None]
         yield
 
 
-def test_pinned_process_refuses_the_other_peppers_before_anything_is_read(
+def test_pinned_process_refuses_the_other_peppers_without_reading_them(
     pinned: None, reads: set[str], served: Environment
 ) -> None:
-    """Not even a fault in our code gets at the other environment's peppers: they never come into this memory."""
+    """Even a bug in the process cannot reach the other environment's peppers, because they are never in its memory."""
     with pytest.raises(NotFoundError, match=f"does not serve {OTHER[served]}"):
         load_peppers(PEPPER_SET[OTHER[served]])
     assert reads == set()
@@ -91,20 +91,21 @@ def test_pinned_process_refuses_the_other_peppers_before_anything_is_read(
     assert reads == {served.value, "service"}
 
 
-def test_pinned_process_is_healthy_with_its_own(pinned: None, reads: set[str], served: Environment) -> None:
-    """Health and set-up look at what is served, and at nothing else."""
+def test_pinned_process_checks_only_its_own_peppers(pinned: None, reads: set[str], served: Environment) -> None:
     assert pepper_health() == {PEPPER_SET[served]: True, PepperSet.SERVICE: True}
     ensure_peppers(now())
     assert reads == {served.value, "service"}
 
 
 @pytest.mark.django_db(transaction=True)
-def test_pinned_process_starts_with_its_own(pinned: None, reads: set[str], served: Environment) -> None:
+def test_pinned_process_starts_with_its_own_peppers(pinned: None, reads: set[str], served: Environment) -> None:
     require_ready()
     assert reads == {served.value, "service"}
 
 
-def test_pinned_process_tells_readyz_about_its_own_only(pinned: None, reads: set[str], served: Environment) -> None:
+def test_pinned_process_reports_only_its_own_peppers_on_readyz(
+    pinned: None, reads: set[str], served: Environment
+) -> None:
     response = Client().get("/readyz")
     assert response.json() == {
         "status": "ready",
@@ -113,21 +114,23 @@ def test_pinned_process_tells_readyz_about_its_own_only(pinned: None, reads: set
     assert reads == {served.value, "service"}
 
 
-def test_pinned_first_run_makes_its_own_peppers_only(folder: Path, reads: set[str], served: Environment) -> None:
-    """The other environment's are made where that is served, be it with another backend."""
+def test_pinned_first_run_creates_only_its_own_peppers(folder: Path, reads: set[str], served: Environment) -> None:
+    """The other environment's peppers are created where it is served, possibly in another backend."""
     with override_settings(ENVIRONMENTS=(served.value,)):
         ensure_peppers(now())
-    made = set(PepperVersion.objects.values_list("pepper_set", flat=True))
-    assert made == {served.value, "service"}
-    assert reads == made
+    created = set(PepperVersion.objects.values_list("pepper_set", flat=True))
+    assert created == {served.value, "service"}
+    assert reads == created
 
 
 def test_process_of_both_environments_serves_every_set() -> None:
     assert list_served_sets() == list(PepperSet)
 
 
-def test_pinned_process_judges_its_own_keys_and_no_others(folder: Path, reads: set[str], served: Environment) -> None:
-    """Asked about a key of the other environment it says that it does not serve it: 404 and no verdict."""
+def test_pinned_process_refuses_to_verify_keys_of_the_other_environment(
+    folder: Path, reads: set[str], served: Environment
+) -> None:
+    """The reply is 404 without a verdict."""
     make_merchant("acme")
     texts = {environment: issue(account("acme", environment))[1] for environment in Environment}
     token = make_token()[1].reveal()
@@ -135,7 +138,7 @@ def test_pinned_process_judges_its_own_keys_and_no_others(folder: Path, reads: s
     reads.clear()
     with pytest.MonkeyPatch.context() as patch, override_settings(ENVIRONMENTS=(served.value,)):
         patch.setattr(UsageLog, "start", lambda self: None)
-        answers = {
+        replies = {
             environment: Client().post(
                 "/v1/keys/verify",
                 {"key": text.reveal(), "environment": environment.value, "endpoint": "orders.create"},
@@ -144,14 +147,14 @@ def test_pinned_process_judges_its_own_keys_and_no_others(folder: Path, reads: s
             )
             for environment, text in texts.items()
         }
-    assert answers[served].json()["allowed"] is True
-    refused = answers[OTHER[served]]
+    assert replies[served].json()["allowed"] is True
+    refused = replies[OTHER[served]]
     assert (refused.status_code, refused.json()["code"]) == (404, "not_found")
     assert reads == {served.value, "service"}
 
 
-def test_pinned_process_takes_no_request_for_the_other_environment(served: Environment) -> None:
-    """Nobody waits for a key that no worker of this process makes."""
+def test_pinned_process_refuses_requests_for_the_other_environment(served: Environment) -> None:
+    """No worker of this process would issue that key."""
     make_merchant("acme")
     with override_settings(ENVIRONMENTS=(served.value,)):
         with pytest.raises(NotFoundError, match=f"does not serve {OTHER[served]}"):
@@ -164,7 +167,7 @@ def test_pinned_process_takes_no_request_for_the_other_environment(served: Envir
 def test_pinned_process_shows_no_key_of_the_other_environment(
     served: Environment, kind: KeyKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither collected nor shown again: the other environment's strings are not even read, and none is used up."""
+    """The strings are not read, and a show-once string is not used up."""
     make_merchant("acme")
     tam = the_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     place = account("acme", OTHER[served])
@@ -188,14 +191,14 @@ def test_pinned_process_shows_no_key_of_the_other_environment(
     assert collect_key(grant(tam, P.ISSUANCE_COLLECT, place), request).reveal() == text.reveal()
 
 
-def test_pinned_worker_takes_up_only_its_rotations(served: Environment) -> None:
-    """The other environment's rotations are left to its workers, without a failure noted or a lease taken."""
+def test_pinned_worker_advances_only_its_rotations(served: Environment) -> None:
+    """The other environment's rotations get neither a lease nor a recorded failure."""
     clock = scene.Clock(now())
     rotations = {}
     for environment in Environment:
         key, _ = scene.issue(scene.account(environment=environment), clock())
-        wish = {"quiet_seconds": 3_600, "quarantine_seconds": 600} if environment == "production" else {}
-        rotations[environment] = scene.rotate(key.credential, clock(), **wish).rotation_id
+        overrides = {"quiet_seconds": 3_600, "quarantine_seconds": 600} if environment == "production" else {}
+        rotations[environment] = scene.rotate(key.credential, clock(), **overrides).rotation_id
     assert set(list_due(clock())) == set(rotations.values())
     with override_settings(ENVIRONMENTS=(served.value,)):
         assert list_due(clock()) == [rotations[served]]

@@ -1,4 +1,4 @@
-"""Whose peppers they are: those of another installation are never adopted, hashed with or destroyed."""
+"""Pepper ownership: those of another installation are never adopted, used or destroyed."""
 
 import base64
 import json
@@ -21,9 +21,9 @@ from keyvault.services.peppers.installation import ensure_installation, installa
 from keyvault.services.peppers.ring import ensure_peppers, load_peppers, put_pepper
 from keyvault.services.secrets.backend import secret_backend
 from tests.factories import forget_keystore, have_peppers, now, own_keystore
-from tests.services.peppering import destroy, hasten, retire, rotate
+from tests.services.peppering import destroy, retire, rotate, skip_propagation
 from tests.services.racing import race
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -33,20 +33,20 @@ OTHER = "another-installation"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    hasten(monkeypatch)
+    skip_propagation(monkeypatch)
     with own_keystore(tmp_path):
         yield tmp_path
 
 
-def become_another() -> None:
-    """The database of another installation, before its set-up, that was pointed at our secret backend."""
-    lift_triggers()
+def reset_installation() -> None:
+    """Turn the database into that of a new installation before its set-up, with the same secret backend."""
+    disable_triggers()
     PepperVersion.objects.all()._raw_delete("default")
     Installation.objects.all()._raw_delete("default")
     forget_keystore()
 
 
-def put_theirs(number: int) -> None:
+def put_foreign_pepper(number: int) -> None:
     with mock.patch.object(ring, "installation_id", return_value=OTHER):
         put_pepper(SANDBOX, number)
 
@@ -71,49 +71,49 @@ def test_installation_is_named_once_before_the_first_pepper() -> None:
     assert secret_backend().read(Mount.PEPPERS, SANDBOX, 2).labels["installation"] == installation_id()
 
 
-def test_installation_before_the_set_up_has_no_name() -> None:
+def test_installation_before_the_set_up_has_no_id() -> None:
     with pytest.raises(IntegrityError, match="was not set up"):
         installation_id()
 
 
 @pytest.mark.django_db(transaction=True)
-def test_installations_of_two_first_runs_at_once_are_one() -> None:
+def test_installation_created_by_concurrent_first_runs_is_one() -> None:
     assert race(*[lambda: ensure_installation(now())] * 4) == [None] * 4
     assert Installation.objects.count() == 1
 
 
-def test_set_up_of_another_installation_does_not_take_our_peppers() -> None:
-    """A new database, or a clone, pointed at production's secret backend stops and says whose peppers it found."""
+def test_installation_set_up_over_foreign_peppers_is_refused() -> None:
+    """A new or cloned database with production's secret backend stops and names the owner of the peppers."""
     have_peppers()
     ours = installation_id()
-    become_another()
+    reset_installation()
     with (
         mock.patch("keyvault.services.peppers.installation.mint_installation_id", return_value=OTHER),
         pytest.raises(IntegrityError, match="belongs to another installation") as refused,
     ):
         ensure_peppers(now())
-    told = refused.value.internal or ""
-    assert ours in told
-    assert "KEYVAULT_VAULT_PREFIX" in told
+    message = refused.value.internal or ""
+    assert ours in message
+    assert "KEYVAULT_VAULT_PREFIX" in message
     assert not PepperVersion.objects.exists()
     assert {len(secret_backend().versions(Mount.PEPPERS, each)) for each in PepperSet} == {1}
 
 
-def test_pepper_that_another_installation_made_is_not_adopted() -> None:
+def test_pepper_of_another_installation_is_not_adopted() -> None:
     have_peppers()
-    put_theirs(2)
-    code, told = status()
-    assert (code, "sandbox pepper 2 belongs to installation another-installation" in told) == (1, True)
+    put_foreign_pepper(2)
+    code, output = status()
+    assert (code, "sandbox pepper 2 belongs to installation another-installation" in output) == (1, True)
     with pytest.raises(IntegrityError, match="belongs to another installation"):
         rotate()
     assert PepperVersion.objects.filter(pepper_set=SANDBOX).count() == 1
 
 
-def test_pepper_of_a_killed_rotation_is_shown_and_no_fault() -> None:
+def test_pepper_of_a_killed_rotation_is_listed_without_a_fault() -> None:
     have_peppers()
     put_pepper(SANDBOX, 2)
-    code, told = status()
-    assert (code, json.loads(told)["rowless"]) == (0, [{"pepper_set": "sandbox", "number": 2, "fault": ""}])
+    code, report = status()
+    assert (code, json.loads(report)["rowless"]) == (0, [{"pepper_set": "sandbox", "number": 2, "fault": ""}])
     output = StringIO()
     call_command("pepper_status", stdout=output)
     assert "sandbox 2  in the secret backend, unknown to the database" in output.getvalue()
@@ -122,19 +122,19 @@ def test_pepper_of_a_killed_rotation_is_shown_and_no_fault() -> None:
 
 
 def test_pepper_of_another_installation_is_not_destroyed() -> None:
-    """Its keys lean on it."""
+    """The other installation's keys depend on it."""
     have_peppers()
     rotate()
     retire(SANDBOX, 1)
-    lift_triggers()
+    disable_triggers()
     QuerySet(Installation).update(installation_id=OTHER)
     with pytest.raises(IntegrityError, match="belongs to another installation"):
         destroy(SANDBOX, 1)
     assert secret_backend().versions(Mount.PEPPERS, SANDBOX)[0] == StoredVersion(1, VersionState.LIVE)
 
 
-def test_pepper_without_a_name_is_ours_where_it_is_what_our_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier release wrote it: after the upgrade it is loaded, succeeded, retired and destroyed as ever."""
+def test_pepper_without_an_owner_that_matches_our_row_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release before installation ids wrote it; it is loaded, rotated, retired and destroyed as any other."""
     put = {each: base64.b64encode(bytes([number] * 32)).decode() for number, each in enumerate(PepperSet)}
     ensure_installation(now())
     for pepper_set, text in put.items():
@@ -142,7 +142,7 @@ def test_pepper_without_a_name_is_ours_where_it_is_what_our_row_says(monkeypatch
     with monkeypatch.context() as before:
         before.setattr(ring, "require_own_pepper", lambda *_: None)
         ensure_peppers(now())
-    lift_triggers()
+    disable_triggers()
     Installation.objects.all()._raw_delete("default")
     load_peppers.cache_clear()
     ensure_peppers(now())
@@ -153,7 +153,7 @@ def test_pepper_without_a_name_is_ours_where_it_is_what_our_row_says(monkeypatch
     assert destroy(SANDBOX, 1).destroyed_at is not None
 
 
-def test_pepper_without_a_name_and_without_a_row_is_nobody_s() -> None:
+def test_pepper_without_an_owner_and_without_a_row_is_refused() -> None:
     secret_backend().put(
         Mount.PEPPERS, SANDBOX, Plaintext(base64.b64encode(bytes(32)).decode()), {}, expected_version=0
     )

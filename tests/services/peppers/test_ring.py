@@ -1,4 +1,4 @@
-"""The peppers: made once, the same for ever, and missed at once when they are not."""
+"""The pepper ring: created once, stable, and refused when a pepper is missing or differs."""
 
 import base64
 import shutil
@@ -22,20 +22,20 @@ from keyvault.services.secrets.backend import secret_backend
 from tests.factories import account, forget_keystore, have_peppers, issue, make_merchant, now, own_keystore
 from tests.services.keys.test_lifecycle import verdict
 from tests.services.racing import race
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A keystore that this test may harm."""
+    """A separate keystore that the test may damage."""
     with own_keystore(tmp_path):
         yield tmp_path
 
 
 def swap_keystore(folder: Path, material: Mapping[PepperSet, str]) -> None:
-    """Another keystore in the place of ours, with other peppers, as after a wrong restore."""
+    """Replace the keystore by one with other peppers, as after a wrong restore."""
     for file in folder.iterdir():
         file.unlink()
     forget_keystore()
@@ -48,18 +48,18 @@ def stored(pepper_set: PepperSet) -> str:
     return secret_backend().read(Mount.PEPPERS, pepper_set).secret.reveal()
 
 
-def test_peppers_of_a_first_run_are_one_for_each_set(folder: Path) -> None:
-    """Each environment and the service tokens have a pepper of their own, of 256 random bits."""
+def test_peppers_of_a_first_run_are_separate_per_set(folder: Path) -> None:
+    """Each environment and the service tokens get a separate pepper of 256 random bits."""
     have_peppers()
-    made = {pepper_set: load_peppers(pepper_set) for pepper_set in PepperSet}
-    material = {loaded.versions[1] for loaded in made.values()}
+    peppers = {pepper_set: load_peppers(pepper_set) for pepper_set in PepperSet}
+    material = {loaded.versions[1] for loaded in peppers.values()}
     assert len(material) == len(PepperSet)
     assert {len(pepper) for pepper in material} == {PEPPER_BYTES}
     assert PepperVersion.objects.count() == len(PepperSet)
 
 
-def test_peppers_ensured_again_are_the_same(folder: Path) -> None:
-    """A second start makes nothing new: what was hashed before is still proved."""
+def test_peppers_ensured_again_are_unchanged(folder: Path) -> None:
+    """A second start creates nothing."""
     have_peppers()
     before = {pepper_set: load_peppers(pepper_set).versions for pepper_set in PepperSet}
     entries = AuditEntry.objects.count()
@@ -69,8 +69,8 @@ def test_peppers_ensured_again_are_the_same(folder: Path) -> None:
     assert AuditEntry.objects.count() == entries
 
 
-def test_peppers_are_in_the_backend_and_not_in_the_database(folder: Path) -> None:
-    """A stolen database is useless by itself: it holds a check value, which gives nothing away."""
+def test_peppers_are_stored_in_the_backend_and_not_in_the_database(folder: Path) -> None:
+    """The database holds only a check value, which reveals nothing of the pepper."""
     have_peppers()
     for row in PepperVersion.objects.all():
         pepper = load_peppers(PepperSet(row.pepper_set)).versions[row.number]
@@ -79,7 +79,7 @@ def test_peppers_are_in_the_backend_and_not_in_the_database(folder: Path) -> Non
 
 
 def test_peppers_of_a_swapped_keystore_are_refused(folder: Path) -> None:
-    """A keystore that is not this database's is noticed before a single key is judged with it."""
+    """The process detects a foreign keystore before it verifies any key."""
     have_peppers()
     swap_keystore(folder, dict.fromkeys(PepperSet, base64.b64encode(bytes(range(32))).decode()))
     for pepper_set in PepperSet:
@@ -90,8 +90,8 @@ def test_peppers_of_a_swapped_keystore_are_refused(folder: Path) -> None:
     assert set(pepper_health().values()) == {False}
 
 
-def test_peppers_of_a_lost_keystore_are_missed(folder: Path) -> None:
-    """A lost keystore is no reason to make new peppers for old keys: the service says what to restore."""
+def test_peppers_of_a_lost_keystore_are_reported_missing(folder: Path) -> None:
+    """New peppers would invalidate every key, so the error names what to restore."""
     have_peppers()
     for file in folder.iterdir():
         file.unlink()
@@ -101,8 +101,7 @@ def test_peppers_of_a_lost_keystore_are_missed(folder: Path) -> None:
     assert set(pepper_health().values()) == {False}
 
 
-def test_peppers_of_two_sets_exchanged_are_refused(folder: Path) -> None:
-    """Sandbox's pepper in production's place is noticed, though both are ours."""
+def test_peppers_exchanged_between_sets_are_refused(folder: Path) -> None:
     have_peppers()
     sandbox, production, service = stored(PepperSet.SANDBOX), stored(PepperSet.PRODUCTION), stored(PepperSet.SERVICE)
     exchanged = {PepperSet.SANDBOX: production, PepperSet.PRODUCTION: sandbox, PepperSet.SERVICE: service}
@@ -110,8 +109,8 @@ def test_peppers_of_two_sets_exchanged_are_refused(folder: Path) -> None:
     assert pepper_health() == {PepperSet.SANDBOX: False, PepperSet.PRODUCTION: False, PepperSet.SERVICE: True}
 
 
-def test_peppers_keystore_without_its_master_key_does_not_open(folder: Path) -> None:
-    """Data that another master key sealed is never opened with a new one."""
+def test_peppers_of_a_keystore_without_its_master_key_are_refused(folder: Path) -> None:
+    """Data sealed under another master key is never opened with a new one."""
     have_peppers()
     (folder / "master.key").unlink()
     forget_keystore()
@@ -119,8 +118,10 @@ def test_peppers_keystore_without_its_master_key_does_not_open(folder: Path) -> 
         load_peppers(PepperSet.SANDBOX)
 
 
-def test_peppers_first_run_that_died_before_its_row_is_completed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed between keystore and row: the next run adopts the pepper that was stored, and makes no other."""
+def test_peppers_of_a_first_run_killed_before_its_row_are_adopted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between keystore and row: the next run adopts the stored pepper and creates no other."""
 
     def die(**_: object) -> None:
         raise OSError("power cut")
@@ -131,16 +132,16 @@ def test_peppers_first_run_that_died_before_its_row_is_completed(folder: Path, m
         with pytest.raises(OSError, match="power cut"):
             ensure_peppers(now())
     assert not PepperVersion.objects.exists()
-    left = stored(PepperSet.SANDBOX)
+    orphaned = stored(PepperSet.SANDBOX)
     forget_keystore()
     have_peppers()
-    assert stored(PepperSet.SANDBOX) == left
+    assert stored(PepperSet.SANDBOX) == orphaned
     assert len(secret_backend().versions(Mount.PEPPERS, PepperSet.SANDBOX)) == 1
 
 
 @pytest.mark.django_db(transaction=True)
-def test_peppers_of_two_first_runs_at_once_are_the_same(tmp_path: Path) -> None:
-    """Two processes that start for the first time together end with one pepper for each set."""
+def test_peppers_of_concurrent_first_runs_are_the_same(tmp_path: Path) -> None:
+    """Processes that start for the first time together create one pepper per set."""
     for number in range(3):
         folder = tmp_path / str(number)
         folder.mkdir(mode=0o700)
@@ -155,19 +156,18 @@ def test_peppers_of_two_first_runs_at_once_are_the_same(tmp_path: Path) -> None:
 
 
 def _forget_rows() -> None:
-    lift_triggers()
+    disable_triggers()
     PepperVersion.objects.all()._raw_delete("default")
 
 
-def test_peppers_not_set_up_are_no_peppers(folder: Path) -> None:
-    """Before the set-up there is nothing to judge with, and the process says so."""
+def test_peppers_before_the_set_up_are_missing(folder: Path) -> None:
     with pytest.raises(IntegrityError, match="was not set up"):
         load_peppers(PepperSet.SANDBOX)
     assert set(pepper_health().values()) == {False}
 
 
-def test_peppers_kept_in_memory_judge_without_the_backend(folder: Path) -> None:
-    """Verification never asks the secret backend: with the keystore gone, loaded peppers still judge."""
+def test_peppers_in_memory_verify_without_the_backend(folder: Path) -> None:
+    """Verification never calls the secret backend."""
     have_peppers()
     make_merchant("acme")
     _, text = issue(account())
@@ -176,7 +176,7 @@ def test_peppers_kept_in_memory_judge_without_the_backend(folder: Path) -> None:
     assert verdict(text) is None
 
 
-def test_pepper_version_exists_once(folder: Path) -> None:
+def test_pepper_version_created_twice_is_refused(folder: Path) -> None:
     have_peppers()
     ring._make_first(PepperSet.SANDBOX, now())
     assert PepperVersion.objects.filter(pepper_set=PepperSet.SANDBOX).count() == 1

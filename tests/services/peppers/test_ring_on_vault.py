@@ -1,4 +1,4 @@
-"""Peppers in a real Vault: rotated, retired and destroyed there; and what is loaded survives a sealed one."""
+"""Peppers in a real Vault: rotated, retired and destroyed there; loaded peppers survive a seal."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.backends.vault.installation import InstalledVault, installed, serving
 from tests.factories import account, issue, make_merchant, own_keystore
 from tests.servers.openbao import VaultOnDisk
 from tests.services.keys.test_lifecycle import verdict
-from tests.services.peppering import destroy, hasten, rehash, retire, rotate
+from tests.services.peppering import destroy, rehash, retire, rotate, skip_propagation
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -24,17 +24,19 @@ SANDBOX = PepperSet.SANDBOX
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The first peppers come from a keystore of the test's own."""
-    hasten(monkeypatch)
+def isolated_keystore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use a separate keystore for the first peppers."""
+    skip_propagation(monkeypatch)
     folder = tmp_path / "keystore"
     folder.mkdir(mode=0o700)
     with own_keystore(folder):
         yield
 
 
-def test_pepper_in_the_vault_is_rotated_and_retired(own_place: None, vault_service: InstalledVault) -> None:
-    """The whole way, with the logins that the bootstrap makes: the keeper writes and destroys, the lookup reads."""
+def test_pepper_in_vault_is_rotated_retired_and_destroyed(
+    isolated_keystore: None, vault_service: InstalledVault
+) -> None:
+    """Uses the logins of the bootstrap: the keeper writes and destroys, the lookup reads."""
     make_merchant("acme")
     key, text = issue(account())
     assert rotate().number == 2
@@ -50,13 +52,13 @@ def test_pepper_in_the_vault_is_rotated_and_retired(own_place: None, vault_servi
     require_ready()
 
 
-def test_peppers_loaded_from_the_vault_survive_its_seal(
-    own_place: None, vault_on_disk: VaultOnDisk, tmp_path: Path
+def test_peppers_loaded_from_vault_survive_its_seal(
+    isolated_keystore: None, vault_on_disk: VaultOnDisk, tmp_path: Path
 ) -> None:
-    """Verification is at 100 % with a sealed Vault, also while a new version waits to be taken in; afterwards it is."""
+    """Verification continues while Vault is sealed; a new version is loaded after the unseal."""
     folder = tmp_path / "logins"
     folder.mkdir(mode=0o700)
-    with installed(vault_on_disk, folder) as made, serving_from(made):
+    with installed(vault_on_disk, folder) as installation, serving_from(installation):
         make_merchant("acme")
         _, text = issue(account())
         late = PepperRing()

@@ -1,4 +1,4 @@
-"""The audit chains: whole while everybody writes, and loud about each way of tampering."""
+"""The audit chains: intact under concurrent writes, and broken by each way of tampering."""
 
 import hashlib
 import json
@@ -23,8 +23,8 @@ from keyvault.services.recording.audit_chain import AuditReport, verify_audit
 from keyvault.services.recording.transaction import recorded
 from tests.factories import account, grant, issue, make_merchant, now
 from tests.services.conftest import Scene, make_scene
-from tests.services.racing import PATIENCE_SECONDS, held_open, start, wait_until_blocked
-from tests.services.rows import lift_triggers
+from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -33,10 +33,10 @@ CHAIN = "account:acme/sandbox"
 
 @contextmanager
 def tampering() -> Iterator[None]:
-    """What somebody may do who took the triggers away first, and put them back."""
-    lift_triggers()
+    """Drop the triggers for the block, as an attacker with database access does."""
+    disable_triggers()
     yield
-    lift_triggers()
+    disable_triggers()
     ensure_triggers(connection)
 
 
@@ -56,7 +56,7 @@ def _edit_body(sequence: int = 3, **changes: object) -> None:
 
 
 def _swap() -> None:
-    """Entries 3 and 4 trade places."""
+    """Swap entries 3 and 4."""
     third, fourth = _rows(3).get(), _rows(4).get()
     _rows(3).update(sequence=1_000)
     _rows(4).update(sequence=3)
@@ -64,8 +64,8 @@ def _swap() -> None:
     assert _rows(3).get().pk == fourth.pk
 
 
-def _forge_behind_the_head() -> None:
-    """A well-made entry, but the head has not moved."""
+def _append_forged_entry() -> None:
+    """Add a well-formed entry without moving the head."""
     head = AuditChain.objects.get(name=CHAIN)
     sequence, previous, at = head.sequence + 1, bytes(head.head_hash), now()
     body = entry_bytes(
@@ -84,17 +84,17 @@ def _forge_behind_the_head() -> None:
 
 
 def _rehash() -> None:
-    """The edited entry gets the hash that belongs to it; the next one still leans on the old one."""
-    _edit_body(3, actor="operator:nobody")
+    """Give the edited entry its matching hash; the next entry still contains the old one."""
+    _edit_body(3, actor="operator:other")
     entry = _rows(3).get()
-    _rows(3).update(hash=entry_hash(bytes(entry.previous), bytes(entry.body)), actor="operator:nobody")
+    _rows(3).update(hash=entry_hash(bytes(entry.previous), bytes(entry.body)), actor="operator:other")
 
 
 TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
-    "body edited": (lambda: _edit_body(3, actor="operator:nobody"), 3, "its bytes do not match its hash"),
-    "body made garbage": (lambda: _rows(3).update(body=b"\xff garbage"), 3, "its bytes do not match its hash"),
+    "body edited": (lambda: _edit_body(3, actor="operator:other"), 3, "its bytes do not match its hash"),
+    "body made invalid": (lambda: _rows(3).update(body=b"\xff garbage"), 3, "its bytes do not match its hash"),
     "body made other JSON": (lambda: _rows(3).update(body=b"[1]"), 3, "its bytes do not match its hash"),
-    "body edited and hashed anew": (_rehash, 4, "does not contain the hash of the entry before it"),
+    "body edited and rehashed": (_rehash, 4, "does not contain the hash of the entry before it"),
     "event column edited": (lambda: _rows(3).update(event="key.resumed"), 3, "its columns differ from its bytes"),
     "actor column edited": (lambda: _rows(3).update(actor="operator:x"), 3, "its columns differ from its bytes"),
     "time column edited": (lambda: _rows(3).update(at=now()), 3, "its columns differ from its bytes"),
@@ -109,7 +109,7 @@ TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
     "two swapped": (_swap, 3, "does not contain the hash of the entry before it"),
     "tail cut": (lambda: AuditEntry.objects.filter(chain_id=CHAIN, sequence__gt=5).delete(), 6, "the chain ends at 5"),
     "all deleted": (lambda: AuditEntry.objects.filter(chain_id=CHAIN).delete(), 1, "the chain ends at 0"),
-    "entry behind the head": (_forge_behind_the_head, 9, "an entry has a higher sequence than the head of the chain"),
+    "entry behind the head": (_append_forged_entry, 9, "an entry has a higher sequence than the head of the chain"),
     "head set back": (
         lambda: AuditChain.objects.filter(name=CHAIN).update(sequence=5, head_hash=_rows(5).get().hash),
         8,
@@ -121,7 +121,7 @@ TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
 
 @pytest.fixture
 def written(scene: Scene) -> Scene:
-    """A chain of eight entries in acme's sandbox, and others beside it."""
+    """A chain of eight entries in acme's sandbox, beside other chains."""
     key, _ = issue(scene.sandbox)
     issue(scene.production)
     suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), key)
@@ -136,13 +136,12 @@ def test_audit_of_untouched_chains_is_intact(written: Scene) -> None:
 
 
 def test_audit_of_an_empty_database_is_intact(db: None) -> None:
-    """Before the first act there is nothing that could be missing."""
     assert verify_audit().first_broken is None
 
 
 @pytest.mark.parametrize("name", TAMPERINGS)
-def test_audit_tampered_chain_names_the_first_broken_entry(written: Scene, name: str) -> None:
-    """Whoever edits, deletes, reorders, cuts or adds past the triggers is found, at the entry where it begins."""
+def test_audit_of_a_tampered_chain_names_the_first_broken_entry(written: Scene, name: str) -> None:
+    """Edits, deletions, reorderings, truncations and additions without triggers are found where they begin."""
     tamper, sequence, why = TAMPERINGS[name]
     with tampering():
         tamper()
@@ -152,15 +151,15 @@ def test_audit_tampered_chain_names_the_first_broken_entry(written: Scene, name:
     assert why in broken.why
 
 
-def test_audit_body_written_as_text_is_named(written: Scene) -> None:
-    """SQLite keeps any type in any column: text where bytes belong is found, and does not end the check."""
+def test_audit_of_a_body_stored_as_text_names_the_entry(written: Scene) -> None:
+    """SQLite stores any type in any column; text in place of bytes must not abort the check."""
     with tampering():
         _execute("UPDATE keyvault_auditentry SET body = 'text' WHERE chain_id = %s AND sequence = 3", CHAIN)
     assert verify_audit().first_broken == Break(CHAIN, 3, "its bytes do not match its hash")
 
 
-def test_audit_entry_moved_to_another_chain_is_named(written: Scene) -> None:
-    """What happened on one account cannot be passed off as another's."""
+def test_audit_of_an_entry_moved_to_another_chain_names_a_chain(written: Scene) -> None:
+    """An entry of one account cannot pass as another account's."""
     with tampering():
         _rows(8).update(chain_id="account:acme/production", sequence=1_000)
     broken = verify_audit().first_broken
@@ -169,24 +168,23 @@ def test_audit_entry_moved_to_another_chain_is_named(written: Scene) -> None:
 
 
 @pytest.mark.parametrize("name", ["platform", CHAIN])
-def test_audit_missing_chain_is_noticed(written: Scene, name: str) -> None:
-    """A whole chain taken away with all its entries leaves a hole that is seen."""
+def test_audit_of_a_missing_chain_names_the_chain(written: Scene, name: str) -> None:
     with tampering():
         AuditEntry.objects.filter(chain_id=name).delete()
         AuditChain.objects.filter(name=name).delete()
     assert verify_audit().first_broken == Break(name, 0, "the chain is missing")
 
 
-def test_audit_all_chains_missing_is_noticed(written: Scene) -> None:
-    """An emptied log is not an intact one as long as there is anything that it should tell of."""
+def test_audit_without_any_chain_names_the_platform_chain(written: Scene) -> None:
+    """An emptied log is broken while there is anything that it must record."""
     with tampering():
         AuditEntry.objects.all().delete()
         AuditChain.objects.all().delete()
     assert verify_audit().first_broken == Break("platform", 0, "the chain is missing")
 
 
-def test_audit_platform_is_checked_first(written: Scene) -> None:
-    """The first broken entry is the same for everybody who looks: platform first, then accounts by name."""
+def test_audit_checks_the_platform_chain_first(written: Scene) -> None:
+    """The order is fixed, so every caller gets the same first broken entry: the platform, then accounts by name."""
     with tampering():
         _edit_body(3, actor="operator:x")
         AuditEntry.objects.filter(chain_id="platform", sequence=2).update(actor="operator:x")
@@ -196,7 +194,7 @@ def test_audit_platform_is_checked_first(written: Scene) -> None:
 
 
 def test_audit_hash_covers_the_stored_bytes(written: Scene) -> None:
-    """The formula, written out: whoever has the rows can check them without our code."""
+    """The formula in full, as a reader without this code applies it."""
     previous = bytes(32)
     for entry in AuditEntry.objects.filter(chain_id=CHAIN).order_by("sequence"):
         digest = hashlib.sha256(b"keyvault/audit/v1\0" + previous + bytes(entry.body)).digest()
@@ -205,12 +203,11 @@ def test_audit_hash_covers_the_stored_bytes(written: Scene) -> None:
     assert bytes(AuditChain.objects.get(name=CHAIN).head_hash) == previous
 
 
-# ------------------------------------------------------------------------------------------ while others write
+# ------------------------------------------------------------------------------------------ concurrent writes
 
 
 @pytest.mark.django_db(transaction=True)
-def test_audit_verified_while_others_write_raises_no_false_alarm() -> None:
-    """A check of a busy service reports only what is broken, not what is new."""
+def test_audit_during_writes_raises_no_false_alarm() -> None:
     make_scene()
     keys = [issue(account("acme"))[0], issue(account("acme"))[0]]
     enough = threading.Event()
@@ -234,7 +231,7 @@ def test_audit_verified_while_others_write_raises_no_false_alarm() -> None:
                 reports.append(verify_audit())
         finally:
             enough.set()
-        written = sum(writer.result(PATIENCE_SECONDS) for writer in writers)
+        written = sum(writer.result(TIMEOUT_SECONDS) for writer in writers)
     assert [report.first_broken for report in reports if report.first_broken is not None] == []
     assert reports[-1].entries > reports[0].entries
     assert AuditEntry.objects.filter(event="test.wrote").count() == written
@@ -243,12 +240,11 @@ def test_audit_verified_while_others_write_raises_no_false_alarm() -> None:
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-def test_audit_first_entries_of_two_processes_open_the_platform_chain_once() -> None:
-    """Two first runs that meet both get their entry in, on one chain."""
+def test_audit_first_entries_of_concurrent_processes_share_the_platform_chain() -> None:
     first = partial(create_merchant, merchant_id="acme", name="Acme")
     with held_open(lambda: first(grant(HOST, P.MERCHANTS_WRITE))):
         second = start(lambda: make_merchant("globex"))
         wait_until_blocked(second)
-    second.result(PATIENCE_SECONDS)
+    second.result(TIMEOUT_SECONDS)
     assert verify_audit().first_broken is None
     assert AuditChain.objects.get(name="platform").sequence == 2

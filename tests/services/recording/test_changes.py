@@ -1,4 +1,4 @@
-"""The feed's writers: every act that alters a verdict is in it, and told to the host before the act has returned."""
+"""Change feed: every service that alters a verdict writes to it and notifies the host before it returns."""
 
 import logging
 import re
@@ -25,7 +25,7 @@ from keyvault.services.recording.changes import ChangeBatch
 from keyvault.services.recording.host_generation import HostGeneration
 from tests.factories import grant, issue, now
 from tests.services.conftest import Scene, make_scene
-from tests.services.recording.test_transaction import ACTS
+from tests.services.recording.test_transaction import ACTIONS
 from tests.services.rows import last_ids, written_since
 from tests.services.tokens.test_customer_tokens import holder_of
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.database
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostGeneration:
-    """A word of the test's own, as another process of the host has it."""
+    """The host generation as another process maps it, on a file of the test's own."""
     own = HostGeneration(tmp_path / "generation")
     monkeypatch.setattr(feed, "generation", lambda: own)
     return HostGeneration(tmp_path / "generation")
@@ -44,33 +44,33 @@ def unique(subjects: list[Subject]) -> list[Subject]:
     return list(dict.fromkeys(subjects))
 
 
-# ------------------------------------------------------------------------------------------------------- every act
+# ------------------------------------------------------------------------------------------------------- every action
 
 
 @pytest.mark.django_db
-@pytest.mark.parametrize("name", [name for name, act in ACTS.items() if act.changes])
-def test_services_act_tells_the_host_what_its_change_rows_say(
+@pytest.mark.parametrize("name", [name for name, action in ACTIONS.items() if action.changes])
+def test_service_notifies_the_host_of_its_change_rows(
     scene: Scene,
     name: str,
     shared: HostGeneration,
     django_capture_on_commit_callbacks: DjangoCaptureOnCommitCallbacks,
 ) -> None:
-    """Whatever is in the feed is announced on this host by the commit, and nothing is announced before."""
-    act = ACTS[name].prepare(scene)
+    """The commit announces on this host what the feed contains; nothing is announced before."""
+    action = ACTIONS[name].prepare(scene)
     before, seen = last_ids(), shared.words[0]
     with django_capture_on_commit_callbacks(execute=True):
-        act()
+        action()
         assert shared.words[0] == seen
     _, changes = written_since(before)
     assert changes
-    told = shared.since(seen)[1]
-    assert told is not None
-    assert sorted(unique(told)) == sorted(unique(changes))
+    announced = shared.since(seen)[1]
+    assert announced is not None
+    assert sorted(unique(announced)) == sorted(unique(changes))
 
 
 @pytest.mark.django_db
-def test_services_act_that_is_rolled_back_tells_nobody(scene: Scene, shared: HostGeneration) -> None:
-    """Inside somebody's transaction nothing is announced until that commits."""
+def test_service_that_is_rolled_back_notifies_nobody(scene: Scene, shared: HostGeneration) -> None:
+    """Inside a caller's transaction nothing is announced until that commits."""
     key, _ = issue(scene.sandbox)
     seen = shared.words[0]
     with transaction.atomic():
@@ -97,32 +97,32 @@ def _suspend_merchant(scene: Scene) -> Callable[[], object]:
 
 
 def _nested(scene: Scene) -> Callable[[], object]:
-    """A service called by a service: the outermost transaction is what counts."""
+    """A service called inside another recorded block; the outermost transaction counts."""
     key, _ = issue(scene.sandbox)
     allowed = grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox)
 
-    def act() -> None:
+    def action() -> None:
         with recording.recorded(allowed, P.KEYS_SUSPEND, "test.outer", account=scene.sandbox):
             lifecycle.suspend_key(allowed, key)
 
-    return act
+    return action
 
 
 @pytest.mark.parametrize("prepare", [_revoke, _suspend_merchant, _nested])
-def test_services_act_has_told_the_host_when_it_returns(
+def test_service_has_notified_the_host_when_it_returns(
     busy: Scene, shared: HostGeneration, prepare: Callable[[Scene], Callable[[], object]]
 ) -> None:
-    """On one host nobody can say yes after the revocation returned: the word was raised before, after the commit."""
-    act = prepare(busy)
+    """After a revocation returned, no process of the host allows the key: the generation was raised before."""
+    action = prepare(busy)
     before, seen = last_ids(), shared.words[0]
-    act()
-    word = shared.words[0]
-    assert word != seen
+    action()
+    generation = shared.words[0]
+    assert generation != seen
     _, changes = written_since(before)
-    assert shared.since(seen) == (word, unique(changes))
+    assert shared.since(seen) == (generation, unique(changes))
 
 
-ENDS = [
+REVOCATIONS = [
     "keys.lifecycle.revoke_key",
     "keys.lifecycle.report_compromise",
     "keys.lifecycle.revoke_own_key",
@@ -131,59 +131,58 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_services_end_is_told_to_the_host_again_by_whoever_asks_for_it_again(
+@pytest.mark.parametrize("name", REVOCATIONS)
+def test_service_revocation_repeated_notifies_the_host_again(
     busy: Scene, shared: HostGeneration, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who made it may have died between commit and word: whoever has an answer then has it after the word."""
-    act = ACTS[name].prepare(busy)
+    """The first process may have been killed between commit and notification."""
+    action = ACTIONS[name].prepare(busy)
     before, seen = last_ids(), shared.words[0]
     with monkeypatch.context() as killed:
         killed.setattr(feed, "notify_host", lambda subjects: None)
-        act()
+        action()
     _, changes = written_since(before)
     assert (len(changes), shared.words[0]) == (1, seen)
     with suppress(StateConflictError):
-        act()
+        action()
     assert shared.since(seen) == (shared.words[0], changes)
 
 
-def test_services_end_of_a_key_that_somebody_else_has_just_ended_is_told_and_one_of_long_ago_is_not(
+def test_service_revocation_repeated_notifies_only_shortly_after_the_first(
     busy: Scene, shared: HostGeneration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever repeats it for ever keeps no verifier busy."""
+    """Repeating an old revocation causes no work for the verifiers."""
     issued, _ = issue(busy.sandbox)
     seen_before = Key.objects.get(pk=issued.pk)
     with monkeypatch.context() as killed:
         killed.setattr(feed, "notify_host", lambda subjects: None)
         lifecycle.report_compromise(grant(busy.responder, P.KEYS_REPORT_COMPROMISE, busy.sandbox), issued)
-    for later, told in ((timedelta(0), [issued.alters()]), (timedelta(minutes=2), [])):
+    for later, announced in ((timedelta(0), [issued.alters()]), (timedelta(minutes=2), [])):
         seen = shared.words[0]
         allowed = grant(holder_of(issued), P.KEYS_REVOKE_SELF, busy.sandbox, at=now() + later)
         lifecycle.revoke_own_key(allowed, seen_before)
-        assert shared.since(seen) == (shared.words[0], told)
+        assert shared.since(seen) == (shared.words[0], announced)
 
 
-def test_services_act_on_a_host_whose_word_cannot_be_written_is_done_and_logged(
+def test_service_on_a_host_without_a_writable_generation_succeeds_and_logs(
     busy: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A full disk stops no revocation; the feed has it."""
-    act = _revoke(busy)
+    """A full disk blocks no revocation, because the feed contains it."""
+    action = _revoke(busy)
 
     def fail() -> HostGeneration:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(feed, "generation", fail)
     before = last_ids()
-    act()
+    action()
     assert Key.objects.get().state == "deactivated"
     assert len(written_since(before)[1]) == 1
-    (told,) = [record for record in caplog.records if record.name == feed.__name__]
-    assert told.levelno == logging.CRITICAL
+    (announced,) = [record for record in caplog.records if record.name == feed.__name__]
+    assert announced.levelno == logging.CRITICAL
 
 
-def test_services_act_that_is_refused_tells_nobody(busy: Scene, shared: HostGeneration) -> None:
-    """A refusal costs the verifiers nothing."""
+def test_service_that_is_refused_notifies_nobody(busy: Scene, shared: HostGeneration) -> None:
     key, _ = issue(busy.sandbox)
     allowed = grant(busy.admin, P.KEYS_SUSPEND, busy.sandbox)
     stale = Key.objects.get(pk=key.pk)
@@ -198,7 +197,7 @@ def test_services_act_that_is_refused_tells_nobody(busy: Scene, shared: HostGene
 
 
 @pytest.mark.django_db
-def test_feed_returns_the_last_of_its_sequences() -> None:
+def test_feed_returns_the_last_drawn_sequence() -> None:
     with transaction.atomic():
         last = feed.announce_changes({("key", "a"): True, ("limit", "b"): False}, now())
     assert list(Change.objects.values_list("subject_kind", "subject_id").order_by("sequence")) == [
@@ -209,38 +208,38 @@ def test_feed_returns_the_last_of_its_sequences() -> None:
 
 
 @pytest.mark.django_db
-def test_feed_of_nothing_is_nothing(shared: HostGeneration) -> None:
+def test_feed_without_changes_writes_nothing(shared: HostGeneration) -> None:
     with transaction.atomic():
         assert feed.announce_changes({}, now()) is None
     assert not Change.objects.exists()
 
 
 @pytest.mark.django_db
-def test_feed_is_read_above_a_sequence() -> None:
+def test_feed_poll_returns_rows_above_a_sequence() -> None:
     with transaction.atomic():
         first = feed.announce_changes({("key", "a"): True}, now())
         second = feed.announce_changes({("key", "b"): True}, now())
     assert first is not None
-    look = feed.poll_feed(first)
-    assert [(row.sequence, row.subject) for row in look.rows] == [(second, ("key", "b"))]
-    assert look.drawn == second
+    batch = feed.poll_feed(first)
+    assert [(row.sequence, row.subject) for row in batch.rows] == [(second, ("key", "b"))]
+    assert batch.drawn == second
 
 
 @pytest.mark.django_db
-def test_feed_is_read_to_the_letter_and_in_its_order() -> None:
-    """Whatever a subject is called: one that is not recognised is one that is not forgotten."""
+def test_feed_poll_returns_subjects_exactly_and_in_order() -> None:
+    """An altered subject would not be recognized, and its cached verdict would stay."""
     subjects = [("key", name) for name in ("", '"', "\\", "[1,2]", "null", "a\nb\t", "O'Neill; --", "%s é 収納 🛒")]
     with transaction.atomic():
         last = feed.announce_changes(dict.fromkeys(subjects, True), now())
     assert last is not None
-    look = feed.poll_feed(last - len(subjects))
-    assert [row.subject for row in look.rows] == subjects
-    assert [row.sequence for row in look.rows] == list(Change.objects.values_list("pk", flat=True).order_by("pk"))
-    assert feed.poll_feed(last) == ChangeBatch(last, look.holders, [])
+    batch = feed.poll_feed(last - len(subjects))
+    assert [row.subject for row in batch.rows] == subjects
+    assert [row.sequence for row in batch.rows] == list(Change.objects.values_list("pk", flat=True).order_by("pk"))
+    assert feed.poll_feed(last) == ChangeBatch(last, batch.holders, [])
 
 
 @pytest.mark.django_db
-def test_feed_tells_times_apart_to_the_microsecond() -> None:
+def test_feed_poll_distinguishes_times_to_the_microsecond() -> None:
     """A restored database may draw the same sequence for the same subject a moment later."""
     at = now().replace(microsecond=0)
     for _ in range(2):
@@ -251,9 +250,11 @@ def test_feed_tells_times_apart_to_the_microsecond() -> None:
     assert first == again
 
 
-def test_feed_nothing_that_can_fail_comes_before_the_announcement() -> None:
-    """Of the callbacks after a commit the first that fails is the last that runs. The revocation log's comes after
-    the feed's and its failure is swallowed; whoever adds another one has to see to that too.
+def test_feed_announcement_is_the_first_commit_callback_that_can_fail() -> None:
+    """Django runs no commit callback after the first that raises.
+
+    The revocation log's callback comes after
+    the feed's and is registered as robust, as any further one must be.
     """
     root = Path(feed.__file__).parents[3]
     callers = {

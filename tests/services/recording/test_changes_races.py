@@ -1,5 +1,6 @@
-"""The feed's guarantee on a real PostgreSQL, with real connections: nothing visible waits, nothing is skipped, and
-nothing is confirmed that may still change. And what becomes of it when connections, writers and servers die.
+"""The change feed on PostgreSQL with concurrent connections, and after connections, writers or servers die.
+
+Visible changes are applied without delay, none is skipped, and no undecided sequence is confirmed.
 """
 
 import random
@@ -26,9 +27,9 @@ from keyvault.services.recording.changes import FeedRewoundError
 from tests.factories import issue, now
 from tests.faults import servers
 from tests.servers.throwaway import MissingServerError
-from tests.services.change_feed.test_follower import Memory, await_that, change, following, key
+from tests.services.change_feed.test_follower import RecordedFollower, change, key, running, wait_until
 from tests.services.conftest import make_scene
-from tests.services.racing import PATIENCE_SECONDS, race, start, wait_until_blocked
+from tests.services.racing import TIMEOUT_SECONDS, race, start, wait_until_blocked
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
@@ -38,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Writer:
-    """A transaction on a connection of its own, that goes as far as the test says."""
+    """A transaction on its own connection that the test advances step by step."""
 
     def __init__(self) -> None:
         parameters = connection.get_connection_params()
@@ -48,7 +49,7 @@ class Writer:
         self.drawn: list[int] = []
 
     def draw(self) -> int:
-        """As `announce_changes` does."""
+        """Draw a sequence as `announce_changes` does."""
         self.connection.execute(changes._HOLD, changes._LOCK)
         row = self.connection.execute(
             "INSERT INTO keyvault_change (subject_kind, subject_id, at) VALUES ('key', %s, now()) RETURNING sequence",
@@ -59,7 +60,7 @@ class Writer:
         return self.drawn[-1]
 
     def commit(self) -> list[int]:
-        """The sequences that are visible now."""
+        """Commit, and return the sequences that are visible now."""
         self.connection.commit()
         visible, self.drawn = self.drawn, []
         return visible
@@ -70,145 +71,152 @@ class Writer:
 
 
 @pytest.fixture
-def memory(transactional_db: None) -> Iterator[Memory]:
-    made = Memory()
-    yield made
-    made.follower.stop()
-    follower._followers.discard(made.follower)
+def recorded(transactional_db: None) -> Iterator[RecordedFollower]:
+    created = RecordedFollower()
+    yield created
+    created.follower.stop()
+    follower._followers.discard(created.follower)
 
 
 @contextmanager
 def writers(number: int) -> Iterator[list[Writer]]:
     with ExitStack() as stack:
-        made = []
+        created = []
         for _ in range(number):
-            made.append(Writer())
-            stack.callback(made[-1].connection.close)
-        yield made
+            created.append(Writer())
+            stack.callback(created[-1].connection.close)
+        yield created
 
 
 def confirmed() -> int:
     return Verifier.objects.get().confirmed_sequence
 
 
-# ---------------------------------------------------------------------------------------------- what may delay what
+# ---------------------------------------------------------------------------------------------- delays
 
 
-def test_feed_is_delayed_by_no_long_transaction_that_alters_no_verdict(memory: Memory) -> None:
-    """A report, a backup, a bulk import that runs for an hour: neither a revocation nor its receipt waits for it."""
+def test_feed_beside_a_long_unrelated_transaction_is_not_delayed(recorded: RecordedFollower) -> None:
+    """A report, a backup or a bulk import delays neither a revocation nor its receipt."""
     with writers(1) as (long,):
         long.connection.execute("CREATE TABLE unrelated AS SELECT 1")  # has an xid, and keeps old snapshots alive
-        memory.follower.poll_once()
+        recorded.follower.poll_once()
         sequence = change("a")
-        memory.follower.poll_once()
-        assert memory.applied == [key("a")]
+        recorded.follower.poll_once()
+        assert recorded.applied == [key("a")]
         assert confirmed() == sequence
         long.rollback()
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
-def test_feed_transaction_that_drew_and_lingers_delays_the_confirmation_alone(memory: Memory, end: str) -> None:
-    """Later changes are applied as they are committed; its own lower sequence is not skipped when it commits late."""
-    memory.follower.poll_once()
-    before, vouched = confirmed(), len(memory.confirmed)
-    with writers(1) as (lingering,):
-        low = lingering.draw()
+def test_feed_transaction_that_drew_and_stays_open_delays_only_the_confirmation(
+    recorded: RecordedFollower, end: str
+) -> None:
+    """Later changes are applied when committed; the lower sequence is not skipped when it commits late."""
+    recorded.follower.poll_once()
+    before, confirmations = confirmed(), len(recorded.confirmed)
+    with writers(1) as (slow,):
+        low = slow.draw()
         high = change("later")
         for _ in range(3):
-            memory.follower.poll_once()
+            recorded.follower.poll_once()
         assert low < high
-        assert memory.applied == [key("later")]
+        assert recorded.applied == [key("later")]
         assert confirmed() == before
-        assert len(memory.confirmed) == vouched + 3, "what is visible is applied, so the process may vouch"
-        getattr(lingering, end)()
-        memory.follower.poll_once()
-    assert [identity.rstrip(digits) for _, identity in memory.applied] == (
+        assert len(recorded.confirmed) == confirmations + 3, (
+            "the process has applied everything visible, so it is fresh"
+        )
+        getattr(slow, end)()
+        recorded.follower.poll_once()
+    assert [identity.rstrip(digits) for _, identity in recorded.applied] == (
         ["later", "w"] if end == "commit" else ["later"]
     )
     assert confirmed() == high
-    assert memory.forgotten == 1
+    assert recorded.cleared == 1
 
 
-def test_feed_new_holders_do_not_delay_the_confirmation_of_what_was_before_them(memory: Memory) -> None:
-    """A feed that is always busy is confirmed all the same: each look waits for those alone that it saw."""
-    memory.follower.poll_once()
+def test_feed_new_lock_holders_do_not_delay_earlier_confirmations(recorded: RecordedFollower) -> None:
+    """Under constant load, each poll waits only for the holders that it saw."""
+    recorded.follower.poll_once()
     with writers(2) as (one, other):
         first = one.draw()
-        memory.follower.poll_once()
+        recorded.follower.poll_once()
         second = other.draw()
         one.commit()
-        memory.follower.poll_once()
+        recorded.follower.poll_once()
         assert first <= confirmed() < second
         third = one.draw()
         other.commit()
-        memory.follower.poll_once()
+        recorded.follower.poll_once()
         assert second <= confirmed() < third
         one.commit()
 
 
-def test_feed_change_that_was_drawn_before_the_follower_came_is_not_missed(memory: Memory) -> None:
-    """Its sequence is below where the follower began; when it appears, everything is forgotten."""
+def test_feed_sequence_drawn_before_the_first_poll_is_not_missed(recorded: RecordedFollower) -> None:
+    """The sequence is below the follower's start, so when it appears, the whole cache is cleared."""
     with writers(1) as (early,):
         low = early.draw()
         high = change("a")
-        memory.follower.poll_once()
-        assert (memory.forgotten, confirmed()) == (1, 0)
+        recorded.follower.poll_once()
+        assert (recorded.cleared, confirmed()) == (1, 0)
         early.commit()
-        memory.follower.poll_once()
-    assert memory.forgotten == 2
+        recorded.follower.poll_once()
+    assert recorded.cleared == 2
     assert confirmed() == high > low
 
 
-def test_feed_savepoint_undone_lets_its_sequence_go_too(memory: Memory) -> None:
-    """The lock of an undone part is let go by PostgreSQL at once, and the part's sequence can appear no more."""
-    memory.follower.poll_once()
+def test_feed_savepoint_rolled_back_releases_its_sequence(recorded: RecordedFollower) -> None:
+    """PostgreSQL releases the savepoint's lock on rollback, and its sequence can never appear."""
+    recorded.follower.poll_once()
     with transaction.atomic():
         with transaction.atomic():
             changes.announce_changes({key("undone"): True}, now())
             transaction.set_rollback(True)
         last = changes.announce_changes({key("kept"): True}, now())
-    memory.follower.poll_once()
-    assert memory.applied == [key("kept")]
+    recorded.follower.poll_once()
+    assert recorded.applied == [key("kept")]
     assert confirmed() == last
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_feed_any_schedule_of_writers_skips_nothing_and_confirms_nothing_undecided(memory: Memory, seed: int) -> None:
-    """Several transactions draw, commit and roll back in any order, with looks anywhere between: every committed row
-    is applied exactly once, and as soon as it is visible; no confirmation passes a sequence that is undecided.
+def test_feed_under_any_schedule_skips_nothing_and_confirms_nothing_undecided(
+    recorded: RecordedFollower, seed: int
+) -> None:
+    """Interleave transactions that draw, commit and roll back with polls.
+
+    Every committed row is applied exactly once, by the next poll; no undecided sequence is confirmed.
     """
-    chance, visible = random.Random(seed), set[int]()  # noqa: S311  a schedule, not a secret
-    memory.follower.poll_once()
+    rng, visible = random.Random(seed), set[int]()  # noqa: S311  picks a schedule, not a secret
+    recorded.follower.poll_once()
     start_at = confirmed()
     with writers(4) as some:
         for _ in range(80):
-            writer = chance.choice(some)
-            match chance.choice(["draw", "draw", "commit", "rollback", "look"]):
+            writer = rng.choice(some)
+            match rng.choice(["draw", "draw", "commit", "rollback", "poll"]):
                 case "draw":
                     writer.draw()
                 case "commit":
                     visible.update(writer.commit())
                 case "rollback":
                     writer.rollback()
-                case "look":
-                    memory.follower.poll_once()
-                    assert len(memory.applied) == len(visible)
+                case "poll":
+                    recorded.follower.poll_once()
+                    assert len(recorded.applied) == len(visible)
                     undecided = [sequence for other in some for sequence in other.drawn]
                     assert confirmed() < min(undecided, default=confirmed() + 1)
         for writer in some:
             visible.update(writer.commit())
-    memory.follower.poll_once()
+    recorded.follower.poll_once()
     rows = Change.objects.filter(pk__gt=start_at).values_list("pk", "subject_kind", "subject_id")
     assert {sequence for sequence, *_ in rows} == visible
-    assert sorted(memory.applied) == sorted((kind, identity) for _, kind, identity in rows)
-    assert memory.forgotten == 1
+    assert sorted(recorded.applied) == sorted((kind, identity) for _, kind, identity in rows)
+    assert recorded.cleared == 1
     with connection.cursor() as cursor:
         cursor.execute("SELECT last_value FROM keyvault_change_sequence_seq")
         assert confirmed() == cursor.fetchone()[0]
 
 
-def test_feed_of_writers_at_full_speed_is_applied_whole(memory: Memory) -> None:
-    """Threads write as fast as they can while the follower's own thread follows: each change is applied, once."""
+def test_feed_of_concurrent_writers_is_applied_completely(recorded: RecordedFollower) -> None:
+    """The follower's thread applies each change once while threads write without pause."""
 
     def write(writer: int) -> list[str]:
         names = [f"{writer}-{number}" for number in range(40)]
@@ -216,16 +224,16 @@ def test_feed_of_writers_at_full_speed_is_applied_whole(memory: Memory) -> None:
             change(name)
         return names
 
-    with following(memory):
+    with running(recorded):
         names = [name for own in race(*[partial(write, writer) for writer in range(4)]) for name in own]
         last = Change.objects.latest("sequence").pk
-        await_that(lambda: confirmed() == last, "the confirmation of the last change")
-        assert sorted(memory.applied) == sorted(map(key, names))
+        wait_until(lambda: confirmed() == last, "the confirmation of the last change")
+        assert sorted(recorded.applied) == sorted(map(key, names))
     steps = list(Confirmation.objects.order_by("id").values_list("sequence", flat=True))
-    assert steps == sorted(set(steps)), "each step goes forward"
+    assert steps == sorted(set(steps)), "confirmations must increase"
 
 
-# ------------------------------------------------------------------------------------------------ what it rests on
+# ------------------------------------------------------------------------------------------------ assumptions
 
 
 def test_feed_sequence_has_no_cache() -> None:
@@ -235,33 +243,33 @@ def test_feed_sequence_has_no_cache() -> None:
         assert cursor.fetchone() == (1,)
 
 
-def test_feed_reads_the_rows_after_the_holders_whatever_the_databases_isolation(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
+def test_feed_reads_holders_before_rows_at_any_isolation_level(
+    recorded: RecordedFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one snapshot for all three, a commit between them would be neither a holder nor a row."""
+    """In one snapshot, a commit between the two reads would be neither a holder nor a row."""
     wait = "SELECT coalesce(pg_advisory_lock(6)::text, '')"
     monkeypatch.setattr(changes, "_HOLDERS", wait)
 
-    def look() -> changes.ChangeBatch:
+    def poll() -> changes.ChangeBatch:
         with connection.cursor() as cursor:
             cursor.execute("SET default_transaction_isolation = 'repeatable read'")
         return changes.poll_feed(0)
 
     with writers(1) as (gate,):
         gate.connection.execute("SELECT pg_advisory_xact_lock(6)")
-        waiting = start(look)
+        waiting = start(poll)
         wait_until_blocked(waiting)
-        sequence = change("meanwhile")
+        sequence = change("concurrent")
         gate.rollback()
-        (row,) = waiting.result(PATIENCE_SECONDS).rows
-        assert (row.sequence, row.subject) == (sequence, key("meanwhile"))
+        (row,) = waiting.result(TIMEOUT_SECONDS).rows
+        assert (row.sequence, row.subject) == (sequence, key("concurrent"))
 
 
 @pytest.mark.parametrize(
     "setting", ["TimeZone TO 'Asia/Kathmandu'", "DateStyle TO 'SQL, DMY'", "extra_float_digits TO -15"]
 )
-def test_feed_time_of_a_row_is_the_same_however_the_session_is_set(setting: str) -> None:
-    """A host's setting that somebody changes would else look like a feed that went back."""
+def test_feed_time_of_a_row_is_independent_of_session_settings(setting: str) -> None:
+    """A changed setting of the host must not look like a rewound feed."""
     change("a")
     rows = changes.poll_feed(0).rows
     with connection.cursor() as cursor:
@@ -272,20 +280,20 @@ def test_feed_time_of_a_row_is_the_same_however_the_session_is_set(setting: str)
         connection.close()
 
 
-def test_feed_is_not_followed_on_a_standby(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A standby knows neither who holds the lock nor how old it is."""
+def test_feed_on_a_standby_is_not_followed(recorded: RecordedFollower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A standby knows neither the lock's holders nor its own lag."""
     monkeypatch.setattr(changes, "_LAST_DRAWN", "SELECT 7, true")
     with pytest.raises(OperationalError, match="standby"):
-        memory.follower.poll_once()
-    assert memory.confirmed == []
+        recorded.follower.poll_once()
+    assert recorded.confirmed == []
 
 
 @pytest.mark.parametrize(
     ("before", "inside"),
     [("off", "on"), ("local", "on"), ("remote_write", "on"), ("on", "on"), ("remote_apply", "remote_apply")],
 )
-def test_feed_change_is_committed_durably_however_the_host_set_it(before: str, inside: str) -> None:
-    """Who was told that a key is revoked must not see it back after a power cut; a stronger choice is kept."""
+def test_feed_change_is_committed_durably_whatever_the_host_setting(before: str, inside: str) -> None:
+    """An acknowledged revocation must survive a power loss; a stronger setting is kept."""
 
     def show() -> str:
         cursor.execute("SHOW synchronous_commit")
@@ -302,56 +310,56 @@ def test_feed_change_is_committed_durably_however_the_host_set_it(before: str, i
             cursor.execute("RESET synchronous_commit")
 
 
-def test_feed_whose_sequence_went_back_is_never_vouched_for_again(memory: Memory) -> None:
-    """What a restored or failed-over database looks like, though no row that was applied is missing from it."""
-    memory.follower.poll_once()
+def test_feed_whose_sequence_went_back_is_never_confirmed_again(recorded: RecordedFollower) -> None:
+    """A restored or failed-over database may look like this even if no applied row is missing."""
+    recorded.follower.poll_once()
     with writers(1) as (writer,):
         writer.draw()
         writer.rollback()
-    memory.follower.poll_once()
-    vouched, was = len(memory.confirmed), confirmed()
+    recorded.follower.poll_once()
+    confirmations, was = len(recorded.confirmed), confirmed()
     with connection.cursor() as cursor:
         cursor.execute("SELECT setval('keyvault_change_sequence_seq', %s)", [max(1, was - 1)])
         with pytest.raises(FeedRewoundError):
-            memory.follower.poll_once()
+            recorded.follower.poll_once()
         cursor.execute("SELECT setval('keyvault_change_sequence_seq', %s)", [was + 5])
     with pytest.raises(FeedRewoundError):
-        memory.follower.poll_once()
-    assert len(memory.confirmed) == vouched
+        recorded.follower.poll_once()
+    assert len(recorded.confirmed) == confirmations
 
 
-def test_follower_that_cannot_report_applies_and_does_not_vouch(memory: Memory) -> None:
-    """Whoever waits for receipts takes a silent verifier for expired: it must not say yes from memory then."""
-    memory.follower.poll_once()
-    vouched = len(memory.confirmed)
+def test_follower_that_cannot_report_applies_without_confirming(recorded: RecordedFollower) -> None:
+    """Receipts treat a silent verifier as expired, so it must not answer from its cache."""
+    recorded.follower.poll_once()
+    confirmations = len(recorded.confirmed)
     with writers(1) as (blocking,):
         blocking.connection.execute("SELECT 1 FROM keyvault_verifier FOR UPDATE")
         change("a")
         with pytest.raises(OperationalError):
-            memory.follower.poll_once()
-        assert memory.applied == [key("a")]
-        assert len(memory.confirmed) == vouched
+            recorded.follower.poll_once()
+        assert recorded.applied == [key("a")]
+        assert len(recorded.confirmed) == confirmations
         blocking.rollback()
-    memory.follower.poll_once()
-    assert memory.applied == [key("a")]
+    recorded.follower.poll_once()
+    assert recorded.applied == [key("a")]
     assert confirmed() == Change.objects.latest("sequence").pk
 
 
-def test_follower_that_reported_is_as_patient_as_before(memory: Memory) -> None:
-    """The receipts' patience is theirs alone: the connection is used for more."""
+def test_follower_report_restores_the_lock_timeout(recorded: RecordedFollower) -> None:
+    """The short timeout is for the report only; the connection has other uses."""
 
-    def patience() -> str:
+    def lock_timeout() -> str:
         with connection.cursor() as cursor:
             cursor.execute("SHOW lock_timeout")
             return str(cursor.fetchone()[0])
 
-    before = patience()
-    memory.follower.poll_once()
+    before = lock_timeout()
+    recorded.follower.poll_once()
     assert confirmed() >= 0
-    assert patience() == before
+    assert lock_timeout() == before
 
 
-# ------------------------------------------------------------------------------------------------- what may be lost
+# ------------------------------------------------------------------------------------------------- failures
 
 
 def listeners() -> set[int]:
@@ -360,80 +368,82 @@ def listeners() -> set[int]:
         return {pid for (pid,) in cursor.fetchall()}
 
 
-def _listens_beside(known: set[int]) -> bool:
+def _has_listener_besides(known: set[int]) -> bool:
     return bool(listeners() - known)
 
 
-def _has_applied(memory: Memory, number: int) -> bool:
-    return key(number) in memory.applied
+def _has_applied(recorded: RecordedFollower, number: int) -> bool:
+    return key(number) in recorded.applied
 
 
-def _has_vouched(memory: Memory, before: int) -> bool:
-    return len(memory.confirmed) > before
+def _has_confirmed(recorded: RecordedFollower, before: int) -> bool:
+    return len(recorded.confirmed) > before
 
 
 def terminate(condition: str) -> None:
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"  # noqa: S608  a condition of this test's
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"  # noqa: S608  the condition is a literal of this file
             f" WHERE datname = current_database() AND pid <> pg_backend_pid() AND {condition}"
         )
 
 
-def test_follower_is_woken_by_the_commit(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not found by the next poll, which is far away here."""
-    monkeypatch.setattr(follower, "POLL_SECONDS", 2 * PATIENCE_SECONDS)
-    with following(memory):
-        await_that(lambda: bool(listeners()), "the listener")
+def test_follower_is_woken_by_the_commit(recorded: RecordedFollower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next regular poll is too far away to find the change."""
+    monkeypatch.setattr(follower, "POLL_SECONDS", 2 * TIMEOUT_SECONDS)
+    with running(recorded):
+        wait_until(lambda: bool(listeners()), "the listener")
         change("a")
-        await_that(lambda: memory.applied == [key("a")], "the change")
-        memory.follower._stop.set()
-        change("wakes it for the end")
+        wait_until(lambda: recorded.applied == [key("a")], "the change")
+        recorded.follower._stop.set()
+        change("wakes it to stop")
 
 
-def test_follower_heals_a_lost_message(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    with following(memory):
-        await_that(lambda: bool(listeners()), "the listener")
-        monkeypatch.setattr(changes, "CHANNEL", "nobody_listens_there")
+def test_follower_recovers_from_a_lost_notification(
+    recorded: RecordedFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(recorded):
+        wait_until(lambda: bool(listeners()), "the listener")
+        monkeypatch.setattr(changes, "CHANNEL", "unused_channel")
         change("a")
-        await_that(lambda: memory.applied == [key("a")], "the change")
+        wait_until(lambda: recorded.applied == [key("a")], "the change")
 
 
-def test_follower_whose_listener_is_killed_loses_nothing_and_listens_again(memory: Memory) -> None:
-    with following(memory):
+def test_follower_whose_listener_is_killed_loses_nothing_and_listens_again(recorded: RecordedFollower) -> None:
+    with running(recorded):
         for number in range(3):
-            await_that(lambda: bool(listeners()), "the listener")
+            wait_until(lambda: bool(listeners()), "the listener")
             before = listeners()
             terminate("query LIKE 'LISTEN %'")
             change(number)
-            await_that(partial(_has_applied, memory, number), "the change")
-            await_that(partial(_listens_beside, before), "another listener")
-        assert memory.applied == [key(number) for number in range(3)]
+            wait_until(partial(_has_applied, recorded, number), "the change")
+            wait_until(partial(_has_listener_besides, before), "another listener")
+        assert recorded.applied == [key(number) for number in range(3)]
         last = Change.objects.latest("sequence").pk
-        await_that(lambda: confirmed() == last, "the receipt")
-    assert memory.forgotten == 1
+        wait_until(lambda: confirmed() == last, "the receipt")
+    assert recorded.cleared == 1
 
 
-def test_follower_all_of_whose_connections_are_killed_loses_nothing(memory: Memory) -> None:
-    with following(memory):
+def test_follower_whose_connections_are_all_killed_loses_nothing(recorded: RecordedFollower) -> None:
+    with running(recorded):
         for number in range(3):
-            vouched = len(memory.confirmed)
+            confirmations = len(recorded.confirmed)
             terminate("backend_type = 'client backend'")
             change(number)
-            await_that(partial(_has_applied, memory, number), "the change")
-            await_that(partial(_has_vouched, memory, vouched), "a look")
-        assert memory.applied == [key(number) for number in range(3)]
-    assert memory.forgotten == 1
+            wait_until(partial(_has_applied, recorded, number), "the change")
+            wait_until(partial(_has_confirmed, recorded, confirmations), "a poll")
+        assert recorded.applied == [key(number) for number in range(3)]
+    assert recorded.cleared == 1
 
 
 @contextmanager
 def pointed_at(url: str) -> Iterator[None]:
-    """Every connection that is opened inside the block goes there."""
+    """Point new connections at this server for the duration of the block."""
     parts = conninfo_to_dict(url)
-    chosen = connections.settings["default"]
-    before = dict(chosen)
+    target = connections.settings["default"]
+    before = dict(target)
     connection.close()
-    chosen |= {
+    target |= {
         "NAME": parts["dbname"],
         "USER": parts["user"],
         "PASSWORD": parts["password"],
@@ -443,8 +453,8 @@ def pointed_at(url: str) -> Iterator[None]:
     try:
         yield
     finally:
-        chosen.clear()
-        chosen |= before
+        target.clear()
+        target |= before
         connection.close()
 
 
@@ -455,10 +465,10 @@ def _make_feed() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["fast", "immediate"])
-def test_follower_of_a_database_that_is_restarted_vouches_for_nothing_meanwhile_and_then_heals(
-    memory: Memory, how: signal.Signals
+def test_follower_of_a_restarted_database_is_stale_meanwhile_and_recovers(
+    recorded: RecordedFollower, how: signal.Signals
 ) -> None:
-    """A server of the test's own is shut down and started again: no look, no vouching; what came after is applied."""
+    """The test's own server is stopped and started: no freshness in between, and later changes are applied."""
     with ExitStack() as stack:
         try:
             server = stack.enter_context(servers.running("postgres"))
@@ -466,24 +476,24 @@ def test_follower_of_a_database_that_is_restarted_vouches_for_nothing_meanwhile_
             pytest.skip(missing.reason)
         stack.enter_context(pointed_at(server.url))
         _make_feed()
-        with following(memory):
+        with running(recorded):
             change("before")
             connection.close()
-            await_that(lambda: memory.applied == [key("before")], "the change")
+            wait_until(lambda: recorded.applied == [key("before")], "the change")
             server.stop(how)
-            await_that(lambda: memory.follower._is_failing, "the outage")
-            vouched = len(memory.confirmed)
-            await_that(lambda: not memory.follower.is_fresh, "the end of its freshness")
-            assert len(memory.confirmed) == vouched
+            wait_until(lambda: recorded.follower._is_failing, "the outage")
+            confirmations = len(recorded.confirmed)
+            wait_until(lambda: not recorded.follower.is_fresh, "the end of its freshness")
+            assert len(recorded.confirmed) == confirmations
             assert follower.is_feed_followed() is False
             server.start()
             change("after")
-            await_that(lambda: memory.applied == [key("before"), key("after")], "the change")
-            await_that(lambda: memory.follower.is_fresh, "its freshness")
-        assert memory.forgotten == 1
+            wait_until(lambda: recorded.applied == [key("before"), key("after")], "the change")
+            wait_until(lambda: recorded.follower.is_fresh, "fresh state")
+        assert recorded.cleared == 1
 
 
-KILLED_BEFORE_TELLING = """
+KILLED_BEFORE_NOTIFYING = """
 import os, signal, sys
 import django
 django.setup()
@@ -498,14 +508,14 @@ lifecycle.discard_key(grant(WORKER, Permission.ISSUANCE_EXECUTE, key.credential.
 """
 
 
-def test_feed_tells_what_a_writer_killed_after_its_commit_did_not(memory: Memory) -> None:
-    """Killed between the commit and the shared word: this host's processes find it as those of other hosts do."""
+def test_feed_contains_the_change_of_a_writer_killed_before_it_notified(recorded: RecordedFollower) -> None:
+    """Killed between the commit and the host generation: processes of this host find the change as other hosts do."""
     scene = make_scene()
     issued, _ = issue(scene.sandbox)
-    memory.follower.poll_once()
-    word = changes.generation().words[0]
+    recorded.follower.poll_once()
+    generation = changes.generation().words[0]
     done = subprocess.run(
-        [sys.executable, "-c", KILLED_BEFORE_TELLING, issued.key_id],
+        [sys.executable, "-c", KILLED_BEFORE_NOTIFYING, issued.key_id],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -513,7 +523,7 @@ def test_feed_tells_what_a_writer_killed_after_its_commit_did_not(memory: Memory
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert Key.objects.get().state == "deactivated"
-    assert changes.generation().words[0] == word, "nobody of this host was told"
-    memory.follower.poll_once()
-    assert memory.applied == [("key", issued.key_id)]
+    assert changes.generation().words[0] == generation, "no process of this host was notified"
+    recorded.follower.poll_once()
+    assert recorded.applied == [("key", issued.key_id)]
     assert confirmed() == Change.objects.latest("sequence").pk

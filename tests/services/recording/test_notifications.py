@@ -1,4 +1,4 @@
-"""Notices: written with what happened or not at all, and sent to whom they concern."""
+"""Notices: written in the transaction that they report, and sent to the endpoints of their account."""
 
 import json
 from typing import Any
@@ -23,57 +23,57 @@ def allowed(scene: Scene) -> Grant:
     return grant(scene.admin, P.KEYS_REVOKE, scene.sandbox)
 
 
-def tell(scene: Scene, kind: NoticeKind = NoticeKind.KEY_REVOKED, **options: Any) -> Notice:
+def send_notice(scene: Scene, kind: NoticeKind = NoticeKind.KEY_REVOKED, **options: Any) -> Notice:
     with recorded(allowed(scene), P.KEYS_REVOKE, "key.revoked", account=scene.sandbox):
         return announce(allowed(scene), kind, scene.sandbox, "k" * 16, **options)
 
 
-def test_notice_is_written_with_what_happened_or_not_at_all(scene: Scene) -> None:
-    """The outbox and the act are one transaction: nobody is told of what was rolled back."""
+def test_notice_of_a_rolled_back_transaction_is_not_written(scene: Scene) -> None:
+    """The outbox row and its cause share one transaction."""
 
-    def act() -> None:
+    def announce_and_fail() -> None:
         with recorded(allowed(scene), P.KEYS_REVOKE, "key.revoked", account=scene.sandbox):
             announce(allowed(scene), NoticeKind.KEY_REVOKED, scene.sandbox, "k" * 16)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        act()
+        announce_and_fail()
     assert not Notice.objects.exists()
 
 
-def test_notice_outside_of_a_recorded_act_is_refused(scene: Scene) -> None:
+def test_notice_outside_a_recorded_block_is_refused(scene: Scene) -> None:
     with pytest.raises(UnrecordedWriteError):
         announce(allowed(scene), NoticeKind.KEY_REVOKED, scene.sandbox, "k" * 16)
 
 
 @pytest.mark.parametrize("kind", NoticeKind)
-def test_notice_of_each_kind_fits_the_table_and_alarms_as_it_should(scene: Scene, kind: NoticeKind) -> None:
+def test_notice_of_each_kind_is_stored_and_alarms_as_listed(scene: Scene, kind: NoticeKind) -> None:
     add_endpoint(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), scene.sandbox, "https://acme.example/")
-    notice = tell(scene, kind)
+    notice = send_notice(scene, kind)
     assert notice.is_alarm == (kind in ALARMS)
     assert WebhookDelivery.objects.filter(notice=notice).exists() == (kind not in INTERNAL)
 
 
-def test_notice_alarms_where_its_writer_says_so(scene: Scene) -> None:
+def test_notice_alarms_if_its_writer_requires_it(scene: Scene) -> None:
     with recorded(allowed(scene), P.KEYS_REVOKE, "key.revoked", account=scene.sandbox):
         notice = announce(allowed(scene), NoticeKind.KEY_REVOKED, scene.sandbox, "k" * 16, True)
     assert notice.is_alarm
 
 
-def test_notice_goes_to_endpoints_that_are_enabled(scene: Scene) -> None:
+def test_notice_goes_to_enabled_endpoints_only(scene: Scene) -> None:
     writing = grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox)
     enabled, _ = add_endpoint(writing, scene.sandbox, "https://acme.example/1")
     disabled, _ = add_endpoint(writing, scene.sandbox, "https://acme.example/2")
     disable_endpoint(writing, disabled, "moved")
     elsewhere = grant(scene.tam, P.WEBHOOKS_WRITE, scene.production)
     add_endpoint(elsewhere, scene.production, "https://acme.example/3")
-    tell(scene)
+    send_notice(scene)
     assert [delivery.endpoint_id for delivery in WebhookDelivery.objects.all()] == [enabled.pk]
 
 
-def test_message_is_the_same_bytes_whenever_it_is_made(scene: Scene) -> None:
-    """However a database orders a payload's fields, the message of a notice is one text."""
-    notice = tell(scene, zebra=1, ant=["b", "a"], none=None, yes=True)
+def test_message_of_a_notice_is_always_the_same_bytes(scene: Scene) -> None:
+    """The field order of the stored payload does not matter."""
+    notice = send_notice(scene, zebra=1, ant=["b", "a"], none=None, yes=True)
     fresh = Notice.objects.get()
     assert message_of(notice) == message_of(fresh)
     assert b" " not in message_of(fresh)

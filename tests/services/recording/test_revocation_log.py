@@ -1,4 +1,4 @@
-"""The revocation log: every end that was answered with a yes is in it, whatever happens to the database."""
+"""The revocation log: it contains every acknowledged revocation, whatever happens to the database."""
 
 import errno
 import multiprocessing
@@ -58,13 +58,13 @@ def scene() -> Scene:
     return make_scene()
 
 
-def lines() -> list[Any]:
-    """Behind the first one, which names the installation."""
+def parsed_lines() -> list[Any]:
+    """Return all lines but the first, which names the installation."""
     return [line for _, line in read_lines() if not isinstance(line, Opened)]
 
 
-def ended() -> list[tuple[str, str, str, str]]:
-    return [(line.kind, line.id, line.state, line.reason) for line in lines() if isinstance(line, Ended)]
+def read_ended() -> list[tuple[str, str, str, str]]:
+    return [(line.kind, line.id, line.state, line.reason) for line in parsed_lines() if isinstance(line, Ended)]
 
 
 def revoke(scene: Scene, reason: RevocationReason = RevocationReason.SUPERSEDED) -> Key:
@@ -74,16 +74,16 @@ def revoke(scene: Scene, reason: RevocationReason = RevocationReason.SUPERSEDED)
 
 
 def fail_to_revoke(scene: Scene) -> Key:
-    """It is in the log, and its commit fails: the caller gets an error, and the key stays active."""
+    """Revoke a key in a transaction that fails after the log line is written: an error, and the key stays active."""
     key, _ = issue(scene.sandbox)
 
-    def lose() -> None:
+    def revoke_and_fail() -> None:
         with transaction.atomic():
             lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
             raise RuntimeError("the connection is lost at the commit")
 
     with pytest.raises(RuntimeError, match="lost"):
-        lose()
+        revoke_and_fail()
     assert Key.objects.get(pk=key.pk).state == "active"
     return key
 
@@ -93,17 +93,17 @@ def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "boot_id", lambda: "another")
 
 
-def settle() -> None:
-    """A verifier has confirmed everything: what PostgreSQL's healing waits for."""
+def confirm_all() -> None:
+    """Let a verifier confirm everything; on PostgreSQL the backfill waits for that."""
     values = {"door": "test", "started_at": now(), "seen_at": now(), "staleness_ms": 2000}
     Verifier.objects.update_or_create(pk="v", defaults={**values, "confirmed_sequence": read_counter()})
 
 
-# --- what is written --------------------------------------------------------------------------------------
+# --- written lines ----------------------------------------------------------------------------------------
 
 
-def test_revocation_log_knows_every_model_that_can_end() -> None:
-    """A new kind of row that ends for ever is in the log, or this test fails."""
+def test_log_covers_every_model_that_can_end() -> None:
+    """A new model with a terminal state must be added to the log."""
     recorded_models = {model for model in apps.get_models() if issubclass(model, RecordedModel)}
     ending = {model for model in recorded_models if model.has_ended is not RecordedModel.has_ended}
     assert ending == set(ENDING.values())
@@ -111,23 +111,23 @@ def test_revocation_log_knows_every_model_that_can_end() -> None:
         assert model(**{str(model._meta.pk.attname): "x"}).alters() == (kind, "x")
 
 
-def test_revocation_is_noted_with_its_reason_and_then_as_committed(scene: Scene) -> None:
+def test_log_of_a_revocation_has_its_reason_and_its_commit(scene: Scene) -> None:
     key = revoke(scene)
-    assert ended() == [("key", key.key_id, "deactivated", "superseded")]
-    end, mark = lines()
+    assert read_ended() == [("key", key.key_id, "deactivated", "superseded")]
+    end, mark = parsed_lines()
     assert mark == Committed(end.unit)
     change = Change.objects.get(subject_kind="key", subject_id=key.key_id, sequence=end.sequence)
     assert change.at == end.at
 
 
-def test_every_end_is_noted(scene: Scene) -> None:
+def test_log_contains_every_kind_of_revocation(scene: Scene) -> None:
     compromised = revoke(scene, RevocationReason.KEY_COMPROMISE)
     token, _ = make_token()
     service_tokens.revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
     key, _ = issue(scene.sandbox)
     customer, _ = token_of(key)
     offboarding.offboard_merchant(grant(scene.admin, P.MERCHANTS_OFFBOARD), scene.merchant, "gone")
-    assert ended() == [
+    assert read_ended() == [
         ("key", compromised.key_id, "compromised", "key_compromise"),
         ("service_token", token.token_id, "", ""),
         ("merchant", "acme", "", ""),
@@ -136,45 +136,44 @@ def test_every_end_is_noted(scene: Scene) -> None:
     ]
 
 
-def test_change_that_ends_nothing_does_not_touch_the_disk(scene: Scene, path: Path) -> None:
+def test_log_of_a_change_that_ends_nothing_is_not_written(scene: Scene, path: Path) -> None:
     key, _ = issue(scene.sandbox)
     lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), key)
     merchants.suspend_merchant(grant(scene.admin, P.MERCHANTS_WRITE), scene.merchant)
-    assert lines() == []
+    assert parsed_lines() == []
 
 
-def test_end_is_on_the_disk_before_its_transaction_commits(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Synced, and then committed: one that commits and is answered is in the log, even if the power goes."""
+def test_log_line_is_synced_before_its_transaction_commits(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An acknowledged revocation survives a power loss."""
     key, _ = issue(scene.sandbox)
     synced: list[bool] = []
     real = os.fsync
 
-    def note(descriptor: int) -> None:
+    def record_sync(descriptor: int) -> None:
         real(descriptor)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             synced.append(connection.in_atomic_block)
 
-    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "fsync", record_sync)
     lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
-    assert synced == [True], "one sync, inside the transaction"
+    assert synced == [True], "expected one sync, inside the transaction"
 
 
-def test_revocation_that_is_rolled_back_has_no_note_of_a_commit(scene: Scene) -> None:
+def test_log_of_a_rolled_back_revocation_has_no_commit_line(scene: Scene) -> None:
     fail_to_revoke(scene)
-    assert [type(line) for line in lines()] == [Ended]
+    assert [type(line) for line in parsed_lines()] == [Ended]
 
 
-def test_customer_token_is_noted_with_its_expiry(scene: Scene) -> None:
+def test_log_of_a_customer_token_has_its_expiry(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     token, _ = token_of(key)
     revoke_customer_token(grant(holder_of(key), P.CUSTOMER_TOKENS_WRITE, scene.sandbox), scene.sandbox, token.token_id)
-    assert [(line.id, line.expires_at) for line in lines() if isinstance(line, Ended)] == [
+    assert [(line.id, line.expires_at) for line in parsed_lines() if isinstance(line, Ended)] == [
         (token.token_id, token.expires_at)
     ]
 
 
-def test_revocation_log_is_private(path: Path) -> None:
-    """What ended is nobody's business on the host but ours."""
+def test_log_file_is_readable_only_by_its_owner(path: Path) -> None:
     have_peppers()
     shutil.rmtree(path.parent)
     previous = os.umask(0)
@@ -191,8 +190,8 @@ def _append_many(name: str, count: int) -> None:
         append_lines([Ended(number, now(), "key", f"{name}{number}"), Committed(name * 500)], is_synced=False)
 
 
-def test_revocation_log_of_many_processes_loses_and_tears_nothing() -> None:
-    """All processes of a host append at once, each its lines in one piece."""
+def test_log_written_by_many_processes_loses_and_tears_no_line() -> None:
+    """Each process appends its lines in one piece."""
     spawned = multiprocessing.get_context("fork")
     writers = [spawned.Process(target=_append_many, args=(name, 100)) for name in "abcd"]
     for writer in writers:
@@ -200,60 +199,60 @@ def test_revocation_log_of_many_processes_loses_and_tears_nothing() -> None:
     for writer in writers:
         writer.join(60)
         assert writer.exitcode == 0
-    found = lines()
-    assert None not in found
+    found_lines = parsed_lines()
+    assert None not in found_lines
     for name in "abcd":
-        mine = [line.id for line in found if isinstance(line, Ended) and line.id.startswith(name)]
-        assert mine == [f"{name}{number}" for number in range(100)]
-    assert all(isinstance(line, Ended if number % 2 == 0 else Committed) for number, line in enumerate(found))
+        own = [line.id for line in found_lines if isinstance(line, Ended) and line.id.startswith(name)]
+        assert own == [f"{name}{number}" for number in range(100)]
+    assert all(isinstance(line, Ended if number % 2 == 0 else Committed) for number, line in enumerate(found_lines))
 
 
-# --- what breaks ------------------------------------------------------------------------------------------
+# --- damage -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cut", "left"), [(1, [CaughtUp(2)]), (2, []), (30, [])])
-def test_torn_line_is_passed_over_and_does_not_spoil_the_next_one(path: Path, cut: int, left: list[CaughtUp]) -> None:
-    """A power cut in the middle of a write costs the line that nobody was answered for, and no other."""
+@pytest.mark.parametrize(("cut", "remaining"), [(1, [CaughtUp(2)]), (2, []), (30, [])])
+def test_log_with_a_torn_line_skips_it_and_keeps_the_next_one(path: Path, cut: int, remaining: list[CaughtUp]) -> None:
+    """A power loss during a write costs only the unacknowledged line."""
     append_lines([CaughtUp(1), CaughtUp(2)])
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - cut)
-    assert lines() == [CaughtUp(1)]
+    assert parsed_lines() == [CaughtUp(1)]
     append_lines([CaughtUp(3)])
-    assert lines() == [CaughtUp(1), *left, CaughtUp(3)]
+    assert parsed_lines() == [CaughtUp(1), *remaining, CaughtUp(3)]
 
 
-def test_torn_line_longer_than_a_block_is_taken_away(path: Path) -> None:
+def test_log_with_a_torn_line_longer_than_a_block_truncates_it(path: Path) -> None:
     append_lines([CaughtUp(1)])
     with path.open("ab") as file:
         file.write(b"x" * 10_000)
     append_lines([CaughtUp(2)])
-    assert lines() == [CaughtUp(1), CaughtUp(2)]
+    assert parsed_lines() == [CaughtUp(1), CaughtUp(2)]
 
 
-def test_damaged_line_is_told_from_a_torn_one(path: Path) -> None:
+def test_log_distinguishes_a_damaged_line_from_a_torn_one(path: Path) -> None:
     append_lines([CaughtUp(1), CaughtUp(2), CaughtUp(3)])
     path.write_bytes(path.read_bytes().replace(b'"sequence":2', b'"sequence":9', 1))
-    assert lines() == [CaughtUp(1), None, CaughtUp(3)]
+    assert parsed_lines() == [CaughtUp(1), None, CaughtUp(3)]
 
 
-def test_disk_that_takes_a_part_only_is_left_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_on_a_disk_that_takes_only_a_part_is_left_unchanged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append_lines([CaughtUp(1)])
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, text: real(descriptor, text[:7]))
     with pytest.raises(OSError, match="No space"):
         append_lines([CaughtUp(2)])
     monkeypatch.undo()
-    assert lines() == [CaughtUp(1)]
+    assert parsed_lines() == [CaughtUp(1)]
 
 
 def _refuse(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_revocation_log_that_cannot_be_written_stops_no_revocation_and_is_an_alarm(
+def test_log_that_cannot_be_written_blocks_no_revocation_and_raises_an_alarm(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A full disk must not keep a leaked key alive. Operators are told, once until they have seen it."""
+    """A full disk must not keep a leaked key active. The alarm is raised once until it is seen."""
     monkeypatch.setattr(revocation_log, "append_lines", _refuse)
     first, second = revoke(scene), revoke(scene)
     assert {Key.objects.get(pk=key.pk).state for key in (first, second)} == {"deactivated"}
@@ -263,7 +262,7 @@ def test_revocation_log_that_cannot_be_written_stops_no_revocation_and_is_an_ala
     assert "the revocation log cannot be written" in caplog.text
 
 
-def test_note_of_a_commit_that_cannot_be_written_fails_nothing(
+def test_log_whose_commit_line_cannot_be_written_fails_no_revocation(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real: Callable[..., None] = revocation_log.append_lines
@@ -277,124 +276,122 @@ def test_note_of_a_commit_that_cannot_be_written_fails_nothing(
     assert "the revocation log cannot be written" in caplog.text
 
 
-# --- what heals -------------------------------------------------------------------------------------------
+# --- backfill ---------------------------------------------------------------------------------------------
 
 
-def test_healing_appends_what_the_revocation_log_lacks_and_then_nothing(
-    scene: Scene, path: Path, django_assert_max_num_queries: Any
-) -> None:
-    """What another host revoked comes into this one's log too."""
-    here = revoke(scene)
+def test_backfill_appends_what_the_log_lacks(scene: Scene, path: Path, django_assert_max_num_queries: Any) -> None:
+    """Revocations of another host are appended to this host's log too."""
+    this_host = revoke(scene)
     path.rename(path.with_name("kept"))
     renew_revocation_log(path)
-    there = revoke(scene, RevocationReason.KEY_COMPROMISE)
+    other_host = revoke(scene, RevocationReason.KEY_COMPROMISE)
     token, _ = make_token()
     service_tokens.revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
     path.unlink()
     path.with_name("kept").rename(path)
-    settle()
+    confirm_all()
     backfill = LogBackfill()
     assert backfill.run(now()) == 2
-    assert set(ended()) == {
-        ("key", here.key_id, "deactivated", "superseded"),
-        ("key", there.key_id, "compromised", "key_compromise"),
+    assert set(read_ended()) == {
+        ("key", this_host.key_id, "deactivated", "superseded"),
+        ("key", other_host.key_id, "compromised", "key_compromise"),
         ("service_token", token.token_id, "", ""),
     }
     size = path.stat().st_size
     with django_assert_max_num_queries(2):
         assert backfill.run(now()) == 0
-    assert LogBackfill().run(now()) == 0, "another process finds how far it is in the log"
+    assert LogBackfill().run(now()) == 0, "another process must read its position from the log"
     assert path.stat().st_size == size
 
 
-def test_healing_in_a_new_process_reads_from_the_last_note_on(scene: Scene, path: Path) -> None:
-    """A long log costs a worker nothing; a damaged line before the note is the start's to tell."""
+def test_backfill_in_a_new_process_reads_from_the_last_position(scene: Scene, path: Path) -> None:
+    """A long log costs a worker nothing; a damaged line before the position is reported at startup."""
     revoke(scene)
-    settle()
+    confirm_all()
     append_lines([CaughtUp(read_counter())])
     path.write_bytes(path.read_bytes().replace(b"superseded", b"superseeed", 1))
     key = revoke(scene)
-    settle()
+    confirm_all()
     backfill = LogBackfill()
     assert (backfill.run(now()), backfill.position) == (0, read_counter())
-    assert ended() == [("key", key.key_id, "deactivated", "superseded")]
+    assert read_ended() == [("key", key.key_id, "deactivated", "superseded")]
 
 
-def test_healing_of_a_database_that_went_back_says_so_and_goes_on_from_there(
+def test_backfill_of_a_rewound_database_logs_it_and_continues_from_there(
     scene: Scene, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     append_lines([CaughtUp(read_counter() + 1000)])
-    settle()
+    confirm_all()
     backfill = LogBackfill()
     assert (backfill.run(now()), backfill.position) == (0, read_counter())
     assert "the database was set back" in caplog.text
     caplog.clear()
     revoke(scene)
-    settle()
+    confirm_all()
     assert (backfill.run(now()), caplog.text) == (0, "")
 
 
-def test_healing_repeats_an_end_whose_commit_nobody_noted(scene: Scene, path: Path) -> None:
-    """Killed between the commit and its note: whoever asks again is told that it is revoked, so the log has to."""
+def test_backfill_repeats_a_revocation_without_its_commit_line(scene: Scene, path: Path) -> None:
+    """Killed before the commit line: a repeated request is acknowledged, so the log must contain the revocation."""
     key = revoke(scene)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
-    settle()
+    confirm_all()
     assert LogBackfill().run(now()) == 1
-    *_, healed = lines()
-    assert (healed.id, healed.unit) == (key.key_id, "")
+    *_, appended = parsed_lines()
+    assert (appended.id, appended.unit) == (key.key_id, "")
 
 
-def test_healing_notes_that_a_revoked_key_was_compromised(scene: Scene, path: Path) -> None:
+def test_backfill_records_that_a_revoked_key_was_compromised(scene: Scene, path: Path) -> None:
     key = revoke(scene)
     before = path.read_bytes()
     lifecycle.report_compromise(grant(scene.admin, P.KEYS_REPORT_COMPROMISE, scene.sandbox), key)
     path.write_bytes(before)
-    settle()
+    confirm_all()
     backfill = LogBackfill()
     assert backfill.run(now()) == 1
-    assert ended()[-1] == ("key", key.key_id, "compromised", "key_compromise")
+    assert read_ended()[-1] == ("key", key.key_id, "compromised", "key_compromise")
 
 
-def test_healing_sees_what_its_own_host_wrote_meanwhile(scene: Scene) -> None:
+def test_backfill_skips_what_its_own_host_wrote(scene: Scene) -> None:
     backfill = LogBackfill()
     revoke(scene)
-    settle()
+    confirm_all()
     assert backfill.run(now()) == 0
     revoke(scene)
-    settle()
+    confirm_all()
     assert backfill.run(now()) == 0
-    assert len(ended()) == 2
+    assert len(read_ended()) == 2
 
 
-def test_healing_begins_again_with_a_revocation_log_that_was_made_anew(scene: Scene, path: Path) -> None:
+def test_backfill_of_a_log_that_was_created_again_starts_over(scene: Scene, path: Path) -> None:
     key = revoke(scene)
-    settle()
+    confirm_all()
     backfill = LogBackfill()
     assert backfill.run(now()) == 0
     renew_revocation_log(path)
     assert backfill.run(now()) == 1
-    assert ended() == [("key", key.key_id, "deactivated", "superseded")]
+    assert read_ended() == [("key", key.key_id, "deactivated", "superseded")]
 
 
-def test_healing_goes_so_far_at_a_time(scene: Scene, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backfill_processes_a_limited_number_per_run(scene: Scene, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keyvault.services.revocations.log_backfill._BATCH", 2)
     revoked = {revoke(scene).key_id for _ in range(3)}
     renew_revocation_log(path)
-    settle()
+    confirm_all()
     backfill, rounds = LogBackfill(), 0
     while backfill.position < read_counter():
         backfill.run(now())
         rounds += 1
     assert rounds > 2
-    assert {name for _, name, _, _ in ended()} == revoked
+    assert {name for _, name, _, _ in read_ended()} == revoked
 
 
-def test_healing_that_cannot_write_is_an_alarm_and_goes_on_later(
+def test_backfill_that_cannot_write_raises_an_alarm_and_continues_later(
     scene: Scene, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     revoke(scene)
     renew_revocation_log(path)
-    settle()
+    confirm_all()
     backfill = LogBackfill()
     with monkeypatch.context() as full:
         full.setattr("keyvault.services.revocations.log_backfill.append_lines", _refuse)
@@ -404,10 +401,8 @@ def test_healing_that_cannot_write_is_an_alarm_and_goes_on_later(
     assert backfill.run(now()) == 1
 
 
-def test_healing_drops_an_end_whose_commit_failed_so_that_no_reboot_revokes(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever asked got an error: the service starts after a reboot, and a replay ends no living key."""
+def test_backfill_drops_a_revocation_whose_commit_failed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller got an error: after a reboot the service starts, and a replay revokes no active key."""
     key = fail_to_revoke(scene)
     with monkeypatch.context() as early:
         reboot(early)
@@ -415,9 +410,9 @@ def test_healing_drops_an_end_whose_commit_failed_so_that_no_reboot_revokes(
             require_current()
     backfill = LogBackfill()
     assert backfill.run(now() + timedelta(seconds=50)) == 0
-    assert [type(line) for line in lines()] == [Ended], "its commit may be on the way"
+    assert [type(line) for line in parsed_lines()] == [Ended], "the commit may still happen"
     assert backfill.run(now() + timedelta(seconds=61)) == backfill.run(now() + timedelta(seconds=99)) == 0
-    end, mark = lines()
+    end, mark = parsed_lines()
     assert mark == Dropped(end.unit)
     reboot(monkeypatch)
     require_current()
@@ -425,75 +420,77 @@ def test_healing_drops_an_end_whose_commit_failed_so_that_no_reboot_revokes(
     assert Key.objects.get(pk=key.pk).state == "active"
 
 
-def test_healing_marks_an_end_that_committed_without_its_note(scene: Scene, path: Path) -> None:
-    """Killed between the commit and its note."""
+def test_backfill_marks_a_committed_revocation_without_its_commit_line(scene: Scene, path: Path) -> None:
+    """The process was killed between the commit and the line."""
     revoke(scene)
-    end, mark = lines()
+    end, mark = parsed_lines()
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     LogBackfill().run(now() + timedelta(seconds=61))
-    assert lines() == [end, mark]
+    assert parsed_lines() == [end, mark]
 
 
-def test_healing_drops_a_failed_report_of_a_key_that_is_merely_revoked(scene: Scene, path: Path) -> None:
-    """That the key has ended otherwise does not make the failed commit one that happened."""
+def test_backfill_drops_a_failed_compromise_report_of_a_revoked_key(scene: Scene, path: Path) -> None:
+    """The key's earlier revocation does not make the failed commit a successful one."""
     key = revoke(scene)
     renew_revocation_log(path)
     kept = Ended(1, now(), "key", key.key_id, "compromised", "key_compromise", "u", revocation_log.boot_id())
     append_lines([kept])
     LogBackfill().run(now() + timedelta(seconds=61))
-    assert lines()[:2] == [kept, Dropped("u")]
+    assert parsed_lines()[:2] == [kept, Dropped("u")]
 
 
-def test_healing_notes_no_look_above_an_end_that_waits(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next process reads from the last look on, and has to find what is still to be settled."""
+def test_backfill_writes_no_position_above_an_unsettled_revocation(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process reads from the position, and must find what is unsettled."""
     monkeypatch.setattr(log_backfill, "_PROGRESS_INTERVAL", 1)
     fail_to_revoke(scene)
-    settle()
+    confirm_all()
     LogBackfill().run(now())
-    assert [type(line) for line in lines()] == [Ended]
+    assert [type(line) for line in parsed_lines()] == [Ended]
     issue(scene.sandbox)
-    settle()
+    confirm_all()
     LogBackfill().run(now() + timedelta(seconds=61))
-    assert [type(line) for line in lines()] == [Ended, Dropped, CaughtUp]
+    assert [type(line) for line in parsed_lines()] == [Ended, Dropped, CaughtUp]
 
 
 @pytest.mark.postgres
-def test_healing_drops_nothing_that_a_restored_database_has_not_drawn(scene: Scene) -> None:
-    """The row lives in it, and was perhaps revoked in the one that is gone."""
+def test_backfill_drops_nothing_above_the_sequence_of_a_restored_database(scene: Scene) -> None:
+    """The key is active there, but may have been revoked in the lost database."""
     key, _ = issue(scene.sandbox)
     later = read_counter() + 1000
     append_lines([Ended(later, now(), "key", key.key_id, "deactivated", "superseded", "u", revocation_log.boot_id())])
     LogBackfill().run(now() + timedelta(seconds=61))
-    assert [type(line) for line in lines()] == [Ended]
+    assert [type(line) for line in parsed_lines()] == [Ended]
 
 
 @pytest.mark.postgres
-def test_healing_waits_for_what_may_still_appear_below(scene: Scene, path: Path) -> None:
-    """On PostgreSQL a change may become visible after a higher one: nothing is passed over for good."""
+def test_backfill_waits_for_changes_that_may_still_appear_below(scene: Scene, path: Path) -> None:
+    """On PostgreSQL a change may become visible after a higher one."""
     revoke(scene)
     renew_revocation_log(path)
     backfill = LogBackfill()
-    assert (backfill.run(now()), backfill.position) == (0, 0), "no verifier has confirmed anything"
-    settle()
+    assert (backfill.run(now()), backfill.position) == (0, 0), "it must wait for a verifier's confirmation"
+    confirm_all()
     assert backfill.run(now()) == 1
 
 
-# --- what starts beside others ----------------------------------------------------------------------------
+# --- startup beside other processes -----------------------------------------------------------------------
 
 
-def test_start_beside_a_service_at_work_is_not_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others revoke while the log is read is no sign of a database that is behind."""
+def test_startup_beside_a_working_service_is_not_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Revocations made while the log is read are no sign of an outdated database."""
     real = read_lines
 
-    def read_late() -> Any:
+    def revoke_and_read() -> Any:
         revoke(scene)
         return real()
 
-    monkeypatch.setattr(replay, "read_lines", read_late)
+    monkeypatch.setattr(replay, "read_lines", revoke_and_read)
     require_current()
 
 
-# --- what is killed ---------------------------------------------------------------------------------------
+# --- killed processes -------------------------------------------------------------------------------------
 
 REVOKER = """
 import os, signal, sys
@@ -528,15 +525,15 @@ lifecycle.revoke_key(grant, key, RevocationReason.SUPERSEDED)
         ("keyvault.services.recording.revocation_log", "_note_committed", "deactivated"),
     ],
 )
-def test_revocation_killed_around_its_commit_lets_the_service_start(
+def test_startup_after_a_revocation_killed_around_its_commit_succeeds(
     scene: Scene, path: Path, module: str, name: str, state: str
 ) -> None:
-    """Killed before the commit, nothing is revoked and nobody was answered: start is not refused over it."""
+    """A revocation killed before its commit was not acknowledged, so startup is not refused."""
     key, _ = issue(scene.sandbox)
     done = subprocess.run(
         [sys.executable, "-c", REVOKER, key.key_id, str(path), module, name], cwd=ROOT, capture_output=True, check=False
     )
     assert done.returncode == -9, done.stderr
     assert Key.objects.get(pk=key.pk).state == state
-    assert [line.id for line in lines() if isinstance(line, Ended)] == [key.key_id]
+    assert [line.id for line in parsed_lines() if isinstance(line, Ended)] == [key.key_id]
     require_current()

@@ -1,4 +1,4 @@
-"""Every act leaves exactly its entries and its change rows, in its own transaction, or nothing at all."""
+"""Every service writes exactly its audit entries and change rows, in its own transaction, or nothing at all."""
 
 import getpass
 import importlib
@@ -83,7 +83,7 @@ from tests.factories import (
     request_key,
 )
 from tests.services.conftest import Scene
-from tests.services.rows import changed_tables, dump_tables, last_body, last_ids, lift_triggers, written_since
+from tests.services.rows import changed_tables, disable_triggers, dump_tables, last_body, last_ids, written_since
 from tests.services.tokens.test_customer_tokens import holder_of, token_of
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -92,71 +92,74 @@ LOG = {"keyvault_auditchain", "keyvault_auditentry", "keyvault_change"}
 
 
 @dataclass(frozen=True)
-class Act:
-    """`prepare` sets the scene and returns the act itself; the rest is what the act leaves behind."""
+class Action:
+    """A service call under test.
+
+    `prepare` sets the scene and returns the call; the rest is what the call must write.
+    """
 
     prepare: Callable[[Scene], Callable[[], object]]
     events: list[str]
     changes: list[str]
 
 
-def _stopped(scene: Scene, *permissions: P) -> Grant:
+def _admin_grant(scene: Scene, *permissions: P) -> Grant:
     return grant(scene.admin, permissions[0], scene.sandbox)
 
 
-def _engine(scene: Scene) -> Grant:
+def _worker_grant(scene: Scene) -> Grant:
     return grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox)
 
 
 def _staged(scene: Scene) -> Key:
     key, _ = issue(scene.sandbox)
-    return lifecycle.stage_key(_engine(scene), key.credential, expires_in_days=None)[0]
+    return lifecycle.stage_key(_worker_grant(scene), key.credential, expires_in_days=None)[0]
 
 
 def _suspended(scene: Scene) -> Key:
     key, _ = issue(scene.sandbox)
-    lifecycle.suspend_key(_stopped(scene, P.KEYS_SUSPEND), key)
+    lifecycle.suspend_key(_admin_grant(scene, P.KEYS_SUSPEND), key)
     return key
 
 
 def _stage(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
-    return lambda: lifecycle.stage_key(_engine(scene), key.credential, expires_in_days=None)
+    return lambda: lifecycle.stage_key(_worker_grant(scene), key.credential, expires_in_days=None)
 
 
 def _activate(scene: Scene) -> Callable[[], object]:
     key = _staged(scene)
-    return lambda: lifecycle.activate_key(_engine(scene), key)
+    return lambda: lifecycle.activate_key(_worker_grant(scene), key)
 
 
 def _note_stored(scene: Scene) -> Callable[[], object]:
     key = _staged(scene)
-    return lambda: lifecycle.note_stored(_engine(scene), key, 2)
+    return lambda: lifecycle.note_stored(_worker_grant(scene), key, 2)
 
 
-def _burn(scene: Scene) -> Callable[[], object]:
+def _discard(scene: Scene) -> Callable[[], object]:
     key = _staged(scene)
-    return lambda: lifecycle.discard_key(_engine(scene), key)
+    return lambda: lifecycle.discard_key(_worker_grant(scene), key)
 
 
 def _suspend(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
-    return lambda: lifecycle.suspend_key(_stopped(scene, P.KEYS_SUSPEND), key)
+    return lambda: lifecycle.suspend_key(_admin_grant(scene, P.KEYS_SUSPEND), key)
 
 
 def _resume(scene: Scene) -> Callable[[], object]:
     key = _suspended(scene)
-    return lambda: lifecycle.resume_key(_stopped(scene, P.KEYS_RESUME), key)
+    return lambda: lifecycle.resume_key(_admin_grant(scene, P.KEYS_RESUME), key)
 
 
 def _revoke(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
-    return lambda: lifecycle.revoke_key(_stopped(scene, P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
+    return lambda: lifecycle.revoke_key(_admin_grant(scene, P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
 
 
 def _report(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
-    return lambda: lifecycle.report_compromise(_stopped(scene, P.KEYS_REPORT_COMPROMISE), key)
+    return lambda: lifecycle.report_compromise(_admin_grant(scene, P.KEYS_REPORT_COMPROMISE), key)
 
 
 def _expire(scene: Scene) -> Callable[[], object]:
@@ -170,7 +173,7 @@ def _revoke_own(scene: Scene) -> Callable[[], object]:
     return lambda: lifecycle.revoke_own_key(grant(holder_of(key), P.KEYS_REVOKE_SELF, scene.sandbox), key)
 
 
-def _end_again(scene: Scene) -> Callable[[], object]:
+def _reapply_revocation(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
     allowed = grant(HOST, P.REVOCATIONS_REPLAY, scene.sandbox)
     return lambda: lifecycle.reapply_revocation(allowed, key, RevocationReason.SUPERSEDED)
@@ -207,44 +210,44 @@ def _revoke_customer_token(scene: Scene) -> Callable[[], object]:
     return lambda: customer_tokens.revoke_customer_token(allowed, scene.sandbox, token.token_id)
 
 
-def _for_browsers(act: Callable[[Grant, Account], None]) -> Callable[[Scene], Callable[[], object]]:
-    return lambda scene: lambda: act(grant(scene.admin, P.MERCHANTS_WRITE, scene.sandbox), scene.sandbox)
+def _with_account(call: Callable[[Grant, Account], None]) -> Callable[[Scene], Callable[[], object]]:
+    return lambda scene: lambda: call(grant(scene.admin, P.MERCHANTS_WRITE, scene.sandbox), scene.sandbox)
 
 
 def _destroy(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
-    lifecycle.revoke_key(_stopped(scene, P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
-    return lambda: stored_copies.destroy_string(_engine(scene), key)
+    lifecycle.revoke_key(_admin_grant(scene, P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
+    return lambda: stored_copies.destroy_string(_worker_grant(scene), key)
 
 
 def _settle(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
-    lifecycle.suspend_key(_stopped(scene, P.KEYS_SUSPEND), key)
+    lifecycle.suspend_key(_admin_grant(scene, P.KEYS_SUSPEND), key)
     lease = leases.claim(stored_copies.copy_subject(key), now())
     assert lease is not None
-    with recording.recorded(_engine(scene), P.ISSUANCE_EXECUTE, "test.hidden", account=scene.sandbox):
+    with recording.recorded(_worker_grant(scene), P.ISSUANCE_EXECUTE, "test.hidden", account=scene.sandbox):
         key.compare_and_swap(material=Material.DELETE_DUE)
-    return lambda: stored_copies.settle_string(_engine(scene), key, lease)
+    return lambda: stored_copies.settle_string(_worker_grant(scene), key, lease)
 
 
-def _refused(scene: Scene) -> Callable[[], object]:
+def _report_refusal(scene: Scene) -> Callable[[], object]:
     error = BackendDeniedError("refused", status=403)
-    return lambda: stored_copies.report_refusal(_engine(scene), scene.sandbox, "destroying copies", error)
+    return lambda: stored_copies.report_refusal(_worker_grant(scene), scene.sandbox, "destroying copies", error)
 
 
 def _forget_path(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
     offboarding.offboard_merchant(grant(scene.responder, P.MERCHANTS_OFFBOARD), scene.merchant, "contract ended")
-    stored_copies.destroy_string(_engine(scene), Key.objects.get(pk=key.pk))
-    return lambda: offboarding.forget_path(_engine(scene), key.credential)
+    stored_copies.destroy_string(_worker_grant(scene), Key.objects.get(pk=key.pk))
+    return lambda: offboarding.forget_path(_worker_grant(scene), key.credential)
 
 
 def _host(permission: P) -> Grant:
     return grant(HOST, permission)
 
 
-def _merchant_act(act: Callable[[Grant, Merchant], None]) -> Callable[[Scene], Callable[[], object]]:
-    return lambda scene: lambda: act(_host(P.MERCHANTS_WRITE), scene.merchant)
+def _with_merchant(call: Callable[[Grant, Merchant], None]) -> Callable[[Scene], Callable[[], object]]:
+    return lambda scene: lambda: call(_host(P.MERCHANTS_WRITE), scene.merchant)
 
 
 def _resume_merchant(scene: Scene) -> Callable[[], object]:
@@ -342,35 +345,35 @@ def _record_collection(scene: Scene) -> Callable[[], object]:
     request = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE)
     issue_request(request)
 
-    def act() -> None:
+    def call() -> None:
         with collection.record_collection(grant(scene.tam, P.ISSUANCE_COLLECT, scene.sandbox), request):
             pass
 
-    return act
+    return call
 
 
-def _burn_uncollected(scene: Scene) -> Callable[[], object]:
+def _discard_uncollected(scene: Scene) -> Callable[[], object]:
     request = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE)
     issue_request(request)
     allowed = grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox, at=now() + COLLECT_WITHIN)
     return lambda: collection.discard_uncollected(allowed, request)
 
 
-WISH = EndpointDraft("payouts.list", "GET", "/payouts", frozenset({KeyKind.PRIVATE}))
+DRAFT = EndpointDraft("payouts.list", "GET", "/payouts", frozenset({KeyKind.PRIVATE}))
 
 
-def _with_endpoint(act: Callable[[Grant, CatalogEndpoint], object]) -> Callable[[Scene], Callable[[], object]]:
+def _with_endpoint(call: Callable[[Grant, CatalogEndpoint], object]) -> Callable[[Scene], Callable[[], object]]:
     def prepare(scene: Scene) -> Callable[[], object]:
         allowed = grant(scene.admin, P.CATALOG_WRITE)
-        row = endpoints.add_endpoint(allowed, WISH)
-        return lambda: act(allowed, row)
+        row = endpoints.add_endpoint(allowed, DRAFT)
+        return lambda: call(allowed, row)
 
     return prepare
 
 
 def _restore_endpoint(scene: Scene) -> Callable[[], object]:
     allowed = grant(scene.admin, P.CATALOG_WRITE)
-    row = endpoints.add_endpoint(allowed, WISH)
+    row = endpoints.add_endpoint(allowed, DRAFT)
     endpoints.withdraw_endpoint(allowed, row)
     return lambda: endpoints.restore_endpoint(allowed, row)
 
@@ -393,9 +396,9 @@ def _restrict(scene: Scene) -> Callable[[], object]:
 
 def _review(scene: Scene) -> Callable[[], object]:
     _collect(scene)()
-    act = BreakGlass.objects.get()
-    allowed = grant(scene.approver, P.BREAK_GLASS_REVIEW, requester_person=act.person)
-    return lambda: break_glass.review_break_glass(allowed, act)
+    bypass = BreakGlass.objects.get()
+    allowed = grant(scene.approver, P.BREAK_GLASS_REVIEW, requester_person=bypass.person)
+    return lambda: break_glass.review_break_glass(allowed, bypass)
 
 
 def _webhook(scene: Scene) -> WebhookEndpoint:
@@ -408,12 +411,12 @@ def _to_reseal(scene: Scene) -> tuple[Grant, WebhookEndpoint]:
     return grant(WORKER, P.KEYS_REHASH, scene.sandbox), endpoint
 
 
-def _keeping() -> Grant:
+def _host_pepper_grant() -> Grant:
     return grant(HOST, P.PEPPERS_WRITE)
 
 
 def _pepper(number: int, **columns: object) -> PepperVersion:
-    """A version that is hashed with since yesterday, and that the backend never had."""
+    """Create a version in use since yesterday that the backend never had."""
     yesterday = now() - timedelta(days=1)
     row = PepperVersion(
         pepper_set=PepperSet.SANDBOX,
@@ -422,15 +425,15 @@ def _pepper(number: int, **columns: object) -> PepperVersion:
         created_at=yesterday,
         **{"hashes_from_at": yesterday, **columns},
     )
-    with recording.recorded(_keeping(), P.PEPPERS_WRITE, "test.rotated"):
+    with recording.recorded(_host_pepper_grant(), P.PEPPERS_WRITE, "test.rotated"):
         row.save()
     return row
 
 
-def _with_webhook(act: Callable[[Grant, WebhookEndpoint], object]) -> Callable[[Scene], Callable[[], object]]:
+def _with_webhook(call: Callable[[Grant, WebhookEndpoint], object]) -> Callable[[Scene], Callable[[], object]]:
     def prepare(scene: Scene) -> Callable[[], object]:
         endpoint = _webhook(scene)
-        return lambda: act(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), endpoint)
+        return lambda: call(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), endpoint)
 
     return prepare
 
@@ -447,14 +450,14 @@ def _connection(scene: Scene) -> ProviderConnection:
 
 
 def _with_connection(
-    act: Callable[[Grant, ProviderConnection], object], *, is_removed: bool = False, by_worker: bool = False
+    call: Callable[[Grant, ProviderConnection], object], *, is_removed: bool = False, by_worker: bool = False
 ) -> Callable[[Scene], Callable[[], object]]:
     def prepare(scene: Scene) -> Callable[[], object]:
         connection = _connection(scene)
         allowed = grant(scene.tam, P.CONNECTIONS_WRITE, scene.sandbox)
         if is_removed:
             provider_connections.remove_connection(allowed, connection)
-        return lambda: act(grant(WORKER, P.BACKEND_RECONCILE, scene.sandbox) if by_worker else allowed, connection)
+        return lambda: call(grant(WORKER, P.BACKEND_RECONCILE, scene.sandbox) if by_worker else allowed, connection)
 
     return prepare
 
@@ -463,156 +466,156 @@ def _marking(scene: Scene, place: Account | None = None) -> Grant:
     return grant(scene.approver, P.NOTICES_MARK, place)
 
 
-def _with_alarm(scene: Scene, act: Callable[[Notice], object]) -> Callable[[], object]:
-    with recording.recorded(_engine(scene), P.ISSUANCE_EXECUTE, "key.revoked", account=scene.sandbox):
-        alarm = notifications.announce(_engine(scene), NoticeKind.ROTATION_STALLED, scene.sandbox, "rot_x")
-    return lambda: act(alarm)
+def _with_alarm(scene: Scene, call: Callable[[Notice], object]) -> Callable[[], object]:
+    with recording.recorded(_worker_grant(scene), P.ISSUANCE_EXECUTE, "key.revoked", account=scene.sandbox):
+        alarm = notifications.announce(_worker_grant(scene), NoticeKind.ROTATION_STALLED, scene.sandbox, "rot_x")
+    return lambda: call(alarm)
 
 
-ACTS: dict[str, Act] = {
-    "catalog.endpoints.add_endpoint": Act(
-        lambda scene: lambda: endpoints.add_endpoint(grant(scene.admin, P.CATALOG_WRITE), WISH),
+ACTIONS: dict[str, Action] = {
+    "catalog.endpoints.add_endpoint": Action(
+        lambda scene: lambda: endpoints.add_endpoint(grant(scene.admin, P.CATALOG_WRITE), DRAFT),
         ["endpoint.added"],
         ["endpoint"],
     ),
-    "catalog.endpoints.change_endpoint": Act(
-        _with_endpoint(lambda allowed, row: endpoints.change_endpoint(allowed, row, replace(WISH, summary="All"))),
+    "catalog.endpoints.change_endpoint": Action(
+        _with_endpoint(lambda allowed, row: endpoints.change_endpoint(allowed, row, replace(DRAFT, summary="All"))),
         ["endpoint.changed"],
         ["endpoint"],
     ),
-    "catalog.endpoints.withdraw_endpoint": Act(
+    "catalog.endpoints.withdraw_endpoint": Action(
         _with_endpoint(endpoints.withdraw_endpoint), ["endpoint.withdrawn"], ["endpoint"]
     ),
-    "catalog.endpoints.restore_endpoint": Act(_restore_endpoint, ["endpoint.restored"], ["endpoint"]),
-    "limits.overrides.set_account_limit": Act(_set_account_limit, ["limit.set"], ["account"]),
-    "limits.overrides.set_endpoint_limit": Act(_set_endpoint_limit, ["limit.set"], ["limit"]),
-    "keys.credentials.restrict_credential": Act(_restrict, ["credential.restricted"], ["credential"]),
-    "keys.lifecycle.stage_key": Act(_stage, ["key.staged"], ["key"]),
-    "keys.lifecycle.activate_key": Act(_activate, ["key.activated"], ["key"]),
-    "keys.lifecycle.note_stored": Act(_note_stored, ["key.stored"], ["key"]),
-    "keys.lifecycle.discard_key": Act(_burn, ["key.burned"], ["key"]),
-    "keys.lifecycle.suspend_key": Act(_suspend, ["key.suspended"], ["key"]),
-    "keys.lifecycle.resume_key": Act(_resume, ["key.resumed"], ["key"]),
-    "keys.lifecycle.revoke_key": Act(_revoke, ["key.revoked"], ["key"]),
-    "keys.lifecycle.report_compromise": Act(_report, ["key.compromised"], ["key"]),
-    "keys.lifecycle.expire_key": Act(_expire, ["key.expired"], ["key"]),
-    "keys.lifecycle.revoke_own_key": Act(_revoke_own, ["key.compromised"], ["key"]),
-    "merchants.orders.create_order": Act(_create_order, ["order.created"], []),
-    "tokens.customer_tokens.issue_customer_token": Act(
+    "catalog.endpoints.restore_endpoint": Action(_restore_endpoint, ["endpoint.restored"], ["endpoint"]),
+    "limits.overrides.set_account_limit": Action(_set_account_limit, ["limit.set"], ["account"]),
+    "limits.overrides.set_endpoint_limit": Action(_set_endpoint_limit, ["limit.set"], ["limit"]),
+    "keys.credentials.restrict_credential": Action(_restrict, ["credential.restricted"], ["credential"]),
+    "keys.lifecycle.stage_key": Action(_stage, ["key.staged"], ["key"]),
+    "keys.lifecycle.activate_key": Action(_activate, ["key.activated"], ["key"]),
+    "keys.lifecycle.note_stored": Action(_note_stored, ["key.stored"], ["key"]),
+    "keys.lifecycle.discard_key": Action(_discard, ["key.burned"], ["key"]),
+    "keys.lifecycle.suspend_key": Action(_suspend, ["key.suspended"], ["key"]),
+    "keys.lifecycle.resume_key": Action(_resume, ["key.resumed"], ["key"]),
+    "keys.lifecycle.revoke_key": Action(_revoke, ["key.revoked"], ["key"]),
+    "keys.lifecycle.report_compromise": Action(_report, ["key.compromised"], ["key"]),
+    "keys.lifecycle.expire_key": Action(_expire, ["key.expired"], ["key"]),
+    "keys.lifecycle.revoke_own_key": Action(_revoke_own, ["key.compromised"], ["key"]),
+    "merchants.orders.create_order": Action(_create_order, ["order.created"], []),
+    "tokens.customer_tokens.issue_customer_token": Action(
         _issue_customer_token, ["customer_token.issued"], ["customer_token"]
     ),
-    "keys.lifecycle.reapply_revocation": Act(_end_again, ["key.revocation_replayed"], ["key"]),
-    "revocations.log_opening.accept_loss": Act(_accept_loss, ["journal.loss_accepted"], []),
-    "revocations.replay.replay_revocations": Act(_replay, ["key.revocation_replayed"], ["key"]),
-    "tokens.customer_tokens.revoke_customer_token": Act(
+    "keys.lifecycle.reapply_revocation": Action(_reapply_revocation, ["key.revocation_replayed"], ["key"]),
+    "revocations.log_opening.accept_loss": Action(_accept_loss, ["journal.loss_accepted"], []),
+    "revocations.replay.replay_revocations": Action(_replay, ["key.revocation_replayed"], ["key"]),
+    "tokens.customer_tokens.revoke_customer_token": Action(
         _revoke_customer_token, ["customer_token.revoked"], ["customer_token"]
     ),
-    "merchants.client_configuration.set_client_configuration": Act(
-        _for_browsers(lambda grant, account: client_configuration.set_client_configuration(grant, account, {"a": 1})),
+    "merchants.client_configuration.set_client_configuration": Action(
+        _with_account(lambda grant, account: client_configuration.set_client_configuration(grant, account, {"a": 1})),
         ["account.client_configuration_set"],
         ["account"],
     ),
-    "merchants.client_configuration.set_allowed_origins": Act(
-        _for_browsers(lambda grant, account: client_configuration.set_allowed_origins(grant, account, ["https://a"])),
+    "merchants.client_configuration.set_allowed_origins": Action(
+        _with_account(lambda grant, account: client_configuration.set_allowed_origins(grant, account, ["https://a"])),
         ["account.origins_set"],
         ["account"],
     ),
-    "merchants.client_configuration.set_customer_token_bound": Act(
-        _for_browsers(lambda grant, account: client_configuration.set_customer_token_bound(grant, account, 60)),
+    "merchants.client_configuration.set_customer_token_bound": Action(
+        _with_account(lambda grant, account: client_configuration.set_customer_token_bound(grant, account, 60)),
         ["account.customer_token_bound_set"],
         ["account"],
     ),
-    "secrets.stored_copies.destroy_string": Act(_destroy, ["key.material_destroyed"], ["key"]),
-    "secrets.stored_copies.settle_string": Act(_settle, ["key.material_deleted"], ["key"]),
-    "secrets.stored_copies.report_refusal": Act(_refused, ["backend.refused"], []),
-    "offboarding.forget_path": Act(_forget_path, ["credential.forgotten"], ["credential"]),
-    "merchants.merchants.create_merchant": Act(
+    "secrets.stored_copies.destroy_string": Action(_destroy, ["key.material_destroyed"], ["key"]),
+    "secrets.stored_copies.settle_string": Action(_settle, ["key.material_deleted"], ["key"]),
+    "secrets.stored_copies.report_refusal": Action(_report_refusal, ["backend.refused"], []),
+    "offboarding.forget_path": Action(_forget_path, ["credential.forgotten"], ["credential"]),
+    "merchants.merchants.create_merchant": Action(
         lambda _: lambda: make_merchant("globex"), ["merchant.created"], ["merchant", "account", "account"]
     ),
-    "merchants.merchants.suspend_merchant": Act(
-        _merchant_act(merchants.suspend_merchant), ["merchant.suspended"], ["merchant"]
+    "merchants.merchants.suspend_merchant": Action(
+        _with_merchant(merchants.suspend_merchant), ["merchant.suspended"], ["merchant"]
     ),
-    "merchants.merchants.resume_merchant": Act(_resume_merchant, ["merchant.resumed"], ["merchant"]),
-    "merchants.merchants.suspend_account": Act(_suspend_account, ["account.suspended"], ["account"]),
-    "merchants.merchants.resume_account": Act(_resume_account, ["account.resumed"], ["account"]),
-    "tokens.service_tokens.create_service_token": Act(_create_token, ["service_token.created"], ["service_token"]),
-    "tokens.service_tokens.rotate_service_token": Act(
+    "merchants.merchants.resume_merchant": Action(_resume_merchant, ["merchant.resumed"], ["merchant"]),
+    "merchants.merchants.suspend_account": Action(_suspend_account, ["account.suspended"], ["account"]),
+    "merchants.merchants.resume_account": Action(_resume_account, ["account.resumed"], ["account"]),
+    "tokens.service_tokens.create_service_token": Action(_create_token, ["service_token.created"], ["service_token"]),
+    "tokens.service_tokens.rotate_service_token": Action(
         _rotate_token, ["service_token.rotated"], ["service_token", "service_token"]
     ),
-    "tokens.service_tokens.revoke_service_token": Act(_revoke_token, ["service_token.revoked"], ["service_token"]),
-    "offboarding.offboard_merchant": Act(
+    "tokens.service_tokens.revoke_service_token": Action(_revoke_token, ["service_token.revoked"], ["service_token"]),
+    "offboarding.offboard_merchant": Action(
         _offboard, ["merchant.offboarding_began", "merchant.offboarded"], ["merchant"]
     ),
-    "merchants.operators.create_operator": Act(_create_operator, ["operator.created"], []),
-    "merchants.operators.reset_password": Act(_reset_password, ["operator.password_reset"], []),
-    "merchants.operators.disable_operator": Act(_disable_operator, ["operator.disabled"], []),
-    "merchants.operators.set_roles": Act(_set_roles, ["operator.roles_changed"], []),
-    "sessions.sign_in.sign_out": Act(
+    "merchants.operators.create_operator": Action(_create_operator, ["operator.created"], []),
+    "merchants.operators.reset_password": Action(_reset_password, ["operator.password_reset"], []),
+    "merchants.operators.disable_operator": Action(_disable_operator, ["operator.disabled"], []),
+    "merchants.operators.set_roles": Action(_set_roles, ["operator.roles_changed"], []),
+    "sessions.sign_in.sign_out": Action(
         lambda scene: partial(sign_in.sign_out, grant(scene.tam, P.SESSIONS_WRITE)), ["operator.signed_out"], []
     ),
-    "issuance.requests.request_issuance": Act(_request, ["issuance.requested"], []),
-    "issuance.requests.approve_issuance": Act(_approve, ["issuance.approved"], []),
-    "issuance.requests.reject_issuance": Act(_reject, ["issuance.rejected"], []),
-    "issuance.requests.withdraw_issuance": Act(_withdraw, ["issuance.withdrawn"], []),
-    "issuance.requests.end_issuance": Act(_end_request, ["issuance.withdrawn"], []),
-    "issuance.requests.expire_issuance": Act(_expire_request, ["issuance.expired"], []),
-    "issuance.requests.collect_key": Act(_collect, ["issuance.collected"], ["key"]),
-    "issuance.collection.record_collection": Act(_record_collection, ["issuance.collected"], ["key"]),
-    "issuance.collection.discard_uncollected": Act(_burn_uncollected, ["issuance.burned", "key.burned"], ["key"]),
-    "approvals.break_glass.review_break_glass": Act(_review, ["break_glass.reviewed"], []),
-    "webhooks.endpoints.add_endpoint": Act(
+    "issuance.requests.request_issuance": Action(_request, ["issuance.requested"], []),
+    "issuance.requests.approve_issuance": Action(_approve, ["issuance.approved"], []),
+    "issuance.requests.reject_issuance": Action(_reject, ["issuance.rejected"], []),
+    "issuance.requests.withdraw_issuance": Action(_withdraw, ["issuance.withdrawn"], []),
+    "issuance.requests.end_issuance": Action(_end_request, ["issuance.withdrawn"], []),
+    "issuance.requests.expire_issuance": Action(_expire_request, ["issuance.expired"], []),
+    "issuance.requests.collect_key": Action(_collect, ["issuance.collected"], ["key"]),
+    "issuance.collection.record_collection": Action(_record_collection, ["issuance.collected"], ["key"]),
+    "issuance.collection.discard_uncollected": Action(_discard_uncollected, ["issuance.burned", "key.burned"], ["key"]),
+    "approvals.break_glass.review_break_glass": Action(_review, ["break_glass.reviewed"], []),
+    "webhooks.endpoints.add_endpoint": Action(
         lambda scene: lambda: _webhook(scene),
         ["webhook_endpoint.added"],
         [],
     ),
-    "webhooks.endpoints.rotate_secret": Act(
+    "webhooks.endpoints.rotate_secret": Action(
         _with_webhook(webhook_endpoints.rotate_secret), ["webhook_endpoint.secret_rotated"], []
     ),
-    "webhooks.endpoints.disable_endpoint": Act(
+    "webhooks.endpoints.disable_endpoint": Action(
         _with_webhook(lambda allowed, row: webhook_endpoints.disable_endpoint(allowed, row, "moved")),
         ["webhook_endpoint.disabled"],
         [],
     ),
-    "webhooks.endpoints.enable_endpoint": Act(_enable_webhook, ["webhook_endpoint.enabled"], []),
-    "webhooks.endpoints.send_test": Act(_with_webhook(webhook_endpoints.send_test), ["webhook_endpoint.tested"], []),
-    "secrets.provider_connections.set_connection": Act(
+    "webhooks.endpoints.enable_endpoint": Action(_enable_webhook, ["webhook_endpoint.enabled"], []),
+    "webhooks.endpoints.send_test": Action(_with_webhook(webhook_endpoints.send_test), ["webhook_endpoint.tested"], []),
+    "secrets.provider_connections.set_connection": Action(
         lambda scene: lambda: _connection(scene), ["connection.added", "connection.stored"], []
     ),
-    "secrets.provider_connections.replace_connection": Act(
+    "secrets.provider_connections.replace_connection": Action(
         _with_connection(
             lambda allowed, row: provider_connections.replace_connection(allowed, row, Plaintext("sk_test_2"))
         ),
         ["connection.write_began", "connection.stored"],
         [],
     ),
-    "secrets.provider_connections.remove_connection": Act(
+    "secrets.provider_connections.remove_connection": Action(
         _with_connection(provider_connections.remove_connection), ["connection.removed"], []
     ),
-    "secrets.provider_connections.settle_connection": Act(
+    "secrets.provider_connections.settle_connection": Action(
         _with_connection(provider_connections.settle_connection, by_worker=True), ["connection.settled"], []
     ),
-    "secrets.provider_connections.forget_connection": Act(
+    "secrets.provider_connections.forget_connection": Action(
         _with_connection(provider_connections.forget_connection, is_removed=True, by_worker=True),
         ["connection.forgotten"],
         [],
     ),
-    "approvals.inbox.mark_seen": Act(
+    "approvals.inbox.mark_seen": Action(
         lambda scene: _with_alarm(scene, lambda row: inbox.mark_seen(_marking(scene, scene.sandbox), row)),
         ["notice.seen"],
         [],
     ),
-    "approvals.inbox.mark_all_seen": Act(
+    "approvals.inbox.mark_all_seen": Action(
         lambda scene: _with_alarm(scene, lambda row: inbox.mark_all_seen(_marking(scene), now())),
         ["notice.all_seen"],
         [],
     ),
-    "webhooks.endpoints.reseal_secrets": Act(
+    "webhooks.endpoints.reseal_secrets": Action(
         lambda scene: partial(webhook_endpoints.reseal_secrets, *_to_reseal(scene)), ["webhook_endpoint.resealed"], []
     ),
-    "pepper_rotation.rotation.rotate_pepper": Act(
-        lambda _: lambda: rotation.rotate_pepper(_keeping(), PepperSet.SANDBOX), ["pepper.rotated"], []
+    "pepper_rotation.rotation.rotate_pepper": Action(
+        lambda _: lambda: rotation.rotate_pepper(_host_pepper_grant(), PepperSet.SANDBOX), ["pepper.rotated"], []
     ),
-    "pepper_rotation.propagation.begin_hashing": Act(
+    "pepper_rotation.propagation.begin_hashing": Action(
         lambda scene: (
             row := _pepper(2, hashes_from_at=None),
             partial(propagation.begin_hashing, grant(WORKER, P.KEYS_REHASH), row),
@@ -620,37 +623,37 @@ ACTS: dict[str, Act] = {
         ["pepper.in_use"],
         [],
     ),
-    "pepper_rotation.rotation.retire_pepper": Act(
-        lambda _: (_pepper(2), lambda: rotation.retire_pepper(_keeping(), PepperSet.SANDBOX, 1))[1],
+    "pepper_rotation.rotation.retire_pepper": Action(
+        lambda _: (_pepper(2), lambda: rotation.retire_pepper(_host_pepper_grant(), PepperSet.SANDBOX, 1))[1],
         ["pepper.retired"],
         [],
     ),
-    "pepper_rotation.rotation.destroy_pepper": Act(
+    "pepper_rotation.rotation.destroy_pepper": Action(
         lambda _: (
             _pepper(99, retired_at=now() - rotation.KEPT_AFTER_RETIREMENT),
-            partial(rotation.destroy_pepper, _keeping(), PepperSet.SANDBOX, 99),
+            partial(rotation.destroy_pepper, _host_pepper_grant(), PepperSet.SANDBOX, 99),
         )[1],
         ["pepper.destroyed"],
         [],
     ),
 }
-"""Every public service that takes a grant."""
+"""Every public service that takes a grant, with what it must write."""
 
-INSIDE_ANOTHER = {
+WITHOUT_OWN_ENTRY = {
     "issuance.collection.read_handover": "reads and seals, writes nothing",
     "recording.transaction.recorded": "the block itself",
     "approvals.four_eyes.approving_operator": "decides, writes nothing",
     "approvals.four_eyes.note_command_line_approval": "inside the block of the approval",
-    "approvals.break_glass.note_break_glass": "inside the block of the act",
-    "recording.revocation_log.announce_failure": "inside the block of what found it out",
-    "secrets.stored_copies.announce_missing": "inside the block of what found it out",
-    "recording.notifications.announce": "inside the block of what happened",
-    "recording.notifications.announce_to": "inside the block of what happened",
+    "approvals.break_glass.note_break_glass": "inside the block of the bypass",
+    "recording.revocation_log.announce_failure": "inside the block that detected it",
+    "secrets.stored_copies.announce_missing": "inside the block that detected it",
+    "recording.notifications.announce": "inside the block of its cause",
+    "recording.notifications.announce_to": "inside the block of its cause",
 }
 
 
-def public_acts() -> Iterator[str]:
-    """Every public function of the services whose first parameter is a grant."""
+def public_services() -> Iterator[str]:
+    """Yield every public function of the services whose first parameter is a grant."""
     prefix = "keyvault.services."
     for module_info in pkgutil.walk_packages(keyvault.services.__path__, prefix):
         module = importlib.import_module(module_info.name)
@@ -662,28 +665,28 @@ def public_acts() -> Iterator[str]:
                 yield f"{module_info.name.removeprefix(prefix)}.{name}"
 
 
-def test_services_every_act_is_listed_here() -> None:
-    """A new service is shown to leave its entry, or somebody wrote down why it leaves none of its own."""
-    assert set(public_acts()) == set(ACTS) | set(INSIDE_ANOTHER)
+def test_services_with_a_grant_are_all_listed() -> None:
+    """A new service is tested here, or listed with the reason why it writes no entry of its own."""
+    assert set(public_services()) == set(ACTIONS) | set(WITHOUT_OWN_ENTRY)
 
 
-@pytest.mark.parametrize("name", ACTS)
-def test_services_act_leaves_exactly_its_entry_and_its_change_rows(scene: Scene, name: str) -> None:
-    """No act without its audit entry, and none that alters a verdict without its change row."""
-    act = ACTS[name].prepare(scene)
+@pytest.mark.parametrize("name", ACTIONS)
+def test_service_writes_exactly_its_entries_and_change_rows(scene: Scene, name: str) -> None:
+    """No change without an audit entry, and no altered verdict without a change row."""
+    call = ACTIONS[name].prepare(scene)
     before = last_ids()
-    act()
+    call()
     events, changes = written_since(before)
-    assert events == ACTS[name].events
-    assert [kind for kind, _ in changes] == ACTS[name].changes
+    assert events == ACTIONS[name].events
+    assert [kind for kind, _ in changes] == ACTIONS[name].changes
 
 
-@pytest.mark.parametrize("name", ACTS)
-def test_services_act_whose_entry_cannot_be_written_changes_nothing(
+@pytest.mark.parametrize("name", ACTIONS)
+def test_service_whose_entry_cannot_be_written_changes_nothing(
     scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The audit entry is in the transaction of the change: if it cannot be written, nothing changed."""
-    act = ACTS[name].prepare(scene)
+    """The audit entry and the change share one transaction."""
+    call = ACTIONS[name].prepare(scene)
     before = dump_tables()
 
     def fail(**_: object) -> None:
@@ -691,16 +694,16 @@ def test_services_act_whose_entry_cannot_be_written_changes_nothing(
 
     monkeypatch.setattr(recording, "append_entry", fail)
     with pytest.raises(OSError, match="the log is full"):
-        act()
+        call()
     assert changed_tables(before, dump_tables()) == set()
 
 
-@pytest.mark.parametrize("name", [name for name, act in ACTS.items() if act.changes])
-def test_services_act_whose_change_row_cannot_be_written_changes_nothing(
+@pytest.mark.parametrize("name", [name for name, action in ACTIONS.items() if action.changes])
+def test_service_whose_change_row_cannot_be_written_changes_nothing(
     scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing alters a verdict unnoticed by whoever caches it: no change row, no change."""
-    act = ACTS[name].prepare(scene)
+    """No verdict changes without a notification to the caches."""
+    call = ACTIONS[name].prepare(scene)
     before = dump_tables()
 
     def fail(**_: object) -> None:
@@ -708,12 +711,12 @@ def test_services_act_whose_change_row_cannot_be_written_changes_nothing(
 
     monkeypatch.setattr(Change.objects, "create", fail)
     with pytest.raises(OSError, match="the feed is full"):
-        act()
+        call()
     assert changed_tables(before, dump_tables()) == set()
 
 
-def test_issuance_by_the_worker_leaves_the_entries_of_its_two_transactions(scene: Scene) -> None:
-    """First the digest, then the key: each with its entry and its change rows, what caused it first."""
+def test_issuance_by_the_worker_writes_the_entries_of_its_two_transactions(scene: Scene) -> None:
+    """First the digest, then the key; each transaction's cause comes first in its entries."""
     request = request_key(scene.sandbox)
     before = last_ids()
     key = issue_request(request)
@@ -722,7 +725,7 @@ def test_issuance_by_the_worker_leaves_the_entries_of_its_two_transactions(scene
     assert changes == [("credential", key.credential_id), ("key", key.key_id), ("key", key.key_id)]
 
 
-# ---------------------------------------------------------------------------------------------- the block itself
+# ---------------------------------------------------------------------------------------------- the recorded block
 
 
 def _suspension(scene: Scene, key: Key) -> Callable[[], object]:
@@ -730,7 +733,6 @@ def _suspension(scene: Scene, key: Key) -> Callable[[], object]:
 
 
 def test_recorded_with_a_grant_for_another_permission_is_refused(scene: Scene) -> None:
-    """A grant opens the one thing that was asked for, never another."""
     key, _ = issue(scene.sandbox)
     with pytest.raises(PermissionMissingError):
         lifecycle.revoke_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), key, RevocationReason.SUPERSEDED)
@@ -739,7 +741,7 @@ def test_recorded_with_a_grant_for_another_permission_is_refused(scene: Scene) -
 
 @pytest.mark.parametrize("place", ["other merchant", "other environment", "platform"])
 def test_recorded_with_a_grant_for_another_place_is_refused(scene: Scene, place: str) -> None:
-    """A grant for one account opens no other, not even of the same merchant; nor does one for the platform."""
+    """A grant for one account, or for the platform, opens no other account, not even of the same merchant."""
     key, _ = issue(scene.sandbox)
     make_merchant("globex")
     elsewhere = {
@@ -753,20 +755,19 @@ def test_recorded_with_a_grant_for_another_place_is_refused(scene: Scene, place:
 
 
 def test_recorded_on_the_platform_with_a_grant_for_an_account_is_refused(scene: Scene) -> None:
-    """Who may do something for one account may not therefore do it for all."""
     with pytest.raises(PermissionMissingError):
         merchants.suspend_merchant(grant(HOST, P.MERCHANTS_WRITE, scene.sandbox), scene.merchant)
     assert Merchant.objects.get(pk="acme").status == "active"
 
 
-def test_recorded_one_of_several_permissions_opens(scene: Scene) -> None:
+def test_recorded_with_one_of_several_permissions_is_accepted(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     lifecycle.discard_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), key)
     assert Key.objects.get(pk=key.pk).state == "deactivated"
 
 
 def test_recorded_entry_names_actor_channel_and_host_user(scene: Scene) -> None:
-    """A command line proves no identity, so the host's user stands beside the name that it gave."""
+    """The command line proves no identity, so the entry names the host user too."""
     row = Operator.objects.get(username="admin")
     shell = operator_principal(row, Channel.COMMAND_LINE, "root")
     key, _ = issue(scene.sandbox)
@@ -776,40 +777,42 @@ def test_recorded_entry_names_actor_channel_and_host_user(scene: Scene) -> None:
     assert body["details"]["key_id"] == key.key_id
 
 
-def test_recorded_act_of_the_host_names_its_user(scene: Scene) -> None:
-    """Whoever has a shell on the host acts in nobody's name; who it was is in the log."""
+def test_recorded_action_of_the_host_names_its_user(scene: Scene) -> None:
+    """The host principal stands for no operator; the log names the host user."""
     make_merchant("globex")
     assert last_body("merchant.created")["details"]["host_user"] == getpass.getuser()
     issue(scene.sandbox)
-    assert "host_user" not in last_body("issuance.issued")["details"], "our own worker has no shell"
+    assert "host_user" not in last_body("issuance.issued")["details"], "the worker has no host user"
 
 
-def test_recorded_act_of_a_nameless_host_user_names_the_number(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container the user need not have a name, and the act does not fail for it."""
+def test_recorded_action_of_a_host_user_without_a_name_records_the_uid(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container the user may have no name."""
 
-    def nameless() -> str:
+    def fail() -> str:
         raise KeyError("getpwuid(): uid not found")
 
-    monkeypatch.setattr(getpass, "getuser", nameless)
+    monkeypatch.setattr(getpass, "getuser", fail)
     make_merchant("globex")
     assert last_body("merchant.created")["details"]["host_user"] == f"uid {os.getuid()}"
 
 
-def test_recorded_details_hold_no_secret_however_deep(scene: Scene) -> None:
-    """The log is kept for good: a key string in any text of any act is masked before it gets there."""
+def test_recorded_details_are_redacted_at_every_depth(scene: Scene) -> None:
+    """The log is permanent, so a key string is masked before it is written."""
     shown = mint(seed="shown by mistake")
     allowed = grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox)
-    deep: JsonValue = {"inner": [1, None, {shown: f"see {shown}"}], "flag": True}
-    with recording.recorded(allowed, P.KEYS_SUSPEND, "test.told", account=scene.sandbox, why=shown, deep=deep):
+    nested: JsonValue = {"inner": [1, None, {shown: f"see {shown}"}], "flag": True}
+    with recording.recorded(allowed, P.KEYS_SUSPEND, "test.redacted", account=scene.sandbox, why=shown, nested=nested):
         pass
     masked = f"{shown[:27]}***"
-    assert last_body("test.told")["details"] == {
+    assert last_body("test.redacted")["details"] == {
         "why": masked,
-        "deep": {"inner": [1, None, {masked: f"see {masked}"}], "flag": True},
+        "nested": {"inner": [1, None, {masked: f"see {masked}"}], "flag": True},
     }
 
 
-def test_recorded_rejection_holds_no_secret_of_its_reason(scene: Scene) -> None:
+def test_recorded_rejection_reason_is_redacted(scene: Scene) -> None:
     shown = mint(seed="shown by mistake")
     request = request_key(scene.production)
     requests.reject_issuance(grant(scene.approver, P.ISSUANCE_REJECT, scene.production), request, f"leaked: {shown}")
@@ -817,8 +820,8 @@ def test_recorded_rejection_holds_no_secret_of_its_reason(scene: Scene) -> None:
     assert shown[27:] not in repr(dump_tables())
 
 
-def test_recorded_sequence_is_that_of_its_change_row(scene: Scene) -> None:
-    """Whoever revokes is told the sequence that verifiers will confirm."""
+def test_recorded_sequence_equals_that_of_its_change_row(scene: Scene) -> None:
+    """The caller of a revocation gets the sequence that verifiers will confirm."""
     key, _ = issue(scene.sandbox)
     record = lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
     assert record.sequence == Change.objects.latest("sequence").sequence
@@ -831,8 +834,8 @@ def _suspend_and_fail(grant_: Grant, event: str, key: Key) -> None:
         raise OSError("too late")
 
 
-def test_recorded_nested_block_undone_leaves_no_entry_of_its_own(scene: Scene) -> None:
-    """An entry says what happened: a part that was rolled back is not in the log, though the rest is."""
+def test_recorded_nested_block_that_is_rolled_back_leaves_no_entry(scene: Scene) -> None:
+    """Only the inner block's entry is missing."""
     key, _ = issue(scene.sandbox)
     other, _ = issue(scene.sandbox)
     allowed = grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox)
@@ -845,8 +848,8 @@ def test_recorded_nested_block_undone_leaves_no_entry_of_its_own(scene: Scene) -
     assert Key.objects.get(pk=key.pk).state == "active"
 
 
-def test_recorded_outer_block_undone_leaves_nothing_of_the_inner_one(scene: Scene) -> None:
-    """What a part did is undone with the whole: rows, change rows and entries."""
+def test_recorded_outer_block_that_is_rolled_back_leaves_nothing(scene: Scene) -> None:
+    """Rows, change rows and entries of the inner block are rolled back too."""
     key, _ = issue(scene.sandbox)
     before = dump_tables()
     with pytest.raises(OSError, match="too late"):
@@ -854,8 +857,8 @@ def test_recorded_outer_block_undone_leaves_nothing_of_the_inner_one(scene: Scen
     assert changed_tables(before, dump_tables()) == set()
 
 
-def test_recorded_after_a_failed_block_the_next_one_starts_clean(scene: Scene) -> None:
-    """A failure leaves no open unit behind into which the next act's entry would vanish."""
+def test_recorded_block_after_a_failed_one_writes_its_entry(scene: Scene) -> None:
+    """A failure leaves no open unit that would swallow the next entry."""
     key, _ = issue(scene.sandbox)
     with pytest.raises(StateConflictError):
         lifecycle.expire_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), key)
@@ -869,8 +872,7 @@ def test_recorded_after_a_failed_block_the_next_one_starts_clean(scene: Scene) -
     assert written_since(before)[0] == ["key.suspended"]
 
 
-def test_recorded_on_two_accounts_writes_to_both_chains(scene: Scene) -> None:
-    """Each account's chain tells what happened there, whichever transaction it happened in."""
+def test_recorded_blocks_on_two_accounts_write_to_both_chains(scene: Scene) -> None:
     first = grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox)
     second = grant(scene.admin, P.KEYS_SUSPEND, scene.production)
     with (
@@ -882,10 +884,10 @@ def test_recorded_on_two_accounts_writes_to_both_chains(scene: Scene) -> None:
     assert set(chains) == {("account:acme/sandbox", "test.first"), ("account:acme/production", "test.second")}
 
 
-def test_recorded_on_an_account_whose_chain_is_gone_changes_nothing(scene: Scene) -> None:
-    """A chain that is missing is damage, not a reason to begin a new one."""
+def test_recorded_on_an_account_without_its_chain_changes_nothing(scene: Scene) -> None:
+    """A missing chain is damage; no new one is begun."""
     key, _ = issue(scene.sandbox)
-    lift_triggers()
+    disable_triggers()
     AuditEntry.objects.filter(chain_id="account:acme/sandbox").delete()
     AuditChain.objects.filter(name="account:acme/sandbox").delete()
     with pytest.raises(KeyvaultError, match="The audit log is damaged"):
@@ -893,22 +895,21 @@ def test_recorded_on_an_account_whose_chain_is_gone_changes_nothing(scene: Scene
     assert Key.objects.get(pk=key.pk).state == "active"
 
 
-def test_recorded_details_hold_no_plaintext(scene: Scene) -> None:
-    """A secret given as a detail stops the write rather than being written down."""
+def test_recorded_details_with_a_plaintext_are_refused(scene: Scene) -> None:
     with (
         pytest.raises(TypeError),
         recording.recorded(
             grant(HOST, P.MERCHANTS_WRITE),
             P.MERCHANTS_WRITE,
             "test.secret",
-            secret=Plaintext("x"),  # type: ignore[arg-type]  # what the types forbid is what is tried
+            secret=Plaintext("x"),  # type: ignore[arg-type]  # tries what the types forbid
         ),
     ):
         pass
     assert not AuditEntry.objects.filter(event="test.secret").exists()
 
 
-def test_recorded_unrecorded_rows_in_the_block_of_a_failing_database_write_are_undone(scene: Scene) -> None:
+def test_recorded_block_with_a_failing_write_is_rolled_back(scene: Scene) -> None:
     request = request_key(scene.production)
     allowed = grant(scene.tam, P.ISSUANCE_WITHDRAW, scene.production)
     with (

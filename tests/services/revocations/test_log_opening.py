@@ -1,4 +1,4 @@
-"""A log that is missing or empty is lost, not new: nothing starts until it is back or somebody answers for it."""
+"""A missing or empty revocation log counts as lost: nothing starts until it is back or an operator accepts the loss."""
 
 import io
 from collections.abc import Callable
@@ -39,7 +39,7 @@ OPENED = Opened(INSTALLATION, now())
 
 @pytest.fixture(autouse=True)
 def path(tmp_path: Path, settings: Any) -> Path:
-    """There is none."""
+    """A path without a log."""
     settings.REVOCATION_LOG = tmp_path / "revocation_log"
     return Path(settings.REVOCATION_LOG)
 
@@ -49,31 +49,31 @@ def scene(db: None) -> Scene:
     return make_scene()
 
 
-def lines() -> list[Any]:
+def parsed_lines() -> list[Any]:
     return [line for _, line in read_lines()]
 
 
-def read(path: Path) -> bytes | None:
+def read_bytes_if_any(path: Path) -> bytes | None:
     return path.read_bytes() if path.exists() else None
 
 
-def accept(operator: Any, reason: str = "the disk is gone") -> None:
+def accept_loss_by(operator: Any, reason: str = "the disk is gone") -> None:
     accept_loss(grant(HOST, P.REVOCATIONS_REPLAY), operator, reason)
 
 
-def command(*words: str) -> str:
+def command(*options: str) -> str:
     output = io.StringIO()
-    call_command("replay_revocations", *words, stdout=output)
+    call_command("replay_revocations", *options, stdout=output)
     return output.getvalue()
 
 
-# --- the first start --------------------------------------------------------------------------------------
+# --- first start ------------------------------------------------------------------------------------------
 
 
-def test_first_start_makes_the_revocation_log(scene: Scene, path: Path) -> None:
-    """Merchants and operators are there, and nothing that could have been revoked."""
+def test_first_start_creates_the_log(scene: Scene, path: Path) -> None:
+    """Merchants and operators exist, but nothing that could have been revoked."""
     require_current()
-    assert [replace(line, at=OPENED.at) for line in lines()] == [OPENED]
+    assert [replace(line, at=OPENED.at) for line in parsed_lines()] == [OPENED]
     before = path.read_bytes()
     require_current()
     issue(scene.sandbox)
@@ -81,12 +81,12 @@ def test_first_start_makes_the_revocation_log(scene: Scene, path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_first_start_before_the_setup_says_so() -> None:
+def test_first_start_before_the_setup_names_the_command() -> None:
     with pytest.raises(ImproperlyConfigured, match=r"run: manage\.py setup"):
         require_current()
 
 
-def test_first_start_where_the_revocation_log_cannot_be_written_says_so(path: Path, settings: Any) -> None:
+def test_first_start_with_an_unwritable_log_names_the_cause(path: Path, settings: Any) -> None:
     have_peppers()
     path.touch()
     settings.REVOCATION_LOG = path / "revocation_log"
@@ -94,17 +94,17 @@ def test_first_start_where_the_revocation_log_cannot_be_written_says_so(path: Pa
         require_current()
 
 
-def test_setup_makes_the_revocation_log_so_that_what_is_issued_before_the_first_start_is_no_riddle(path: Path) -> None:
+def test_setup_creates_the_log_for_what_is_issued_before_the_first_start(path: Path) -> None:
     call_command("setup", stdout=io.StringIO())
     make_token()
     require_current()
     path.unlink()
     with pytest.raises(CommandError, match=r"will not start: .*--accept-loss"):
         call_command("setup", stdout=io.StringIO())
-    assert not path.exists(), "a set-up is no acceptance"
+    assert not path.exists(), "a set-up must not accept a loss"
 
 
-# --- what is lost -----------------------------------------------------------------------------------------
+# --- lost logs --------------------------------------------------------------------------------------------
 
 
 def _key(scene: Scene) -> None:
@@ -119,60 +119,60 @@ def _customer_token(scene: Scene) -> None:
     token_of(issue(scene.sandbox)[0])
 
 
-@pytest.mark.parametrize("made", [_key, _service_token, _customer_token])
-@pytest.mark.parametrize("left", [None, b"", line_bytes(OPENED)[:20]])
-def test_start_without_the_revocation_log_of_what_was_issued_is_refused(
-    scene: Scene, path: Path, made: Callable[[Scene], None], left: bytes | None
+@pytest.mark.parametrize("issue_one", [_key, _service_token, _customer_token])
+@pytest.mark.parametrize("remaining", [None, b"", line_bytes(OPENED)[:20]])
+def test_start_without_the_log_of_an_issued_key_or_token_is_refused(
+    scene: Scene, path: Path, issue_one: Callable[[Scene], None], remaining: bytes | None
 ) -> None:
-    """Missing, empty, or cut within its first line: a key that was revoked after the backup is not good again."""
-    made(scene)
-    if left is not None:
-        path.write_bytes(left)
-    wanted = r"revocation log .*revocation_log is missing or empty.*copy another host's.*--accept-loss --by NAME"
-    with pytest.raises(ImproperlyConfigured, match=wanted) as refused:
+    """The log is missing, empty, or cut within its first line; a key revoked after the backup must not verify again."""
+    issue_one(scene)
+    if remaining is not None:
+        path.write_bytes(remaining)
+    message = r"revocation log .*revocation_log is missing or empty.*copy another host's.*--accept-loss --by NAME"
+    with pytest.raises(ImproperlyConfigured, match=message) as refused:
         require_current()
     assert "\n" not in str(refused.value)
-    assert read(path) == left, "and the next start is refused too"
-    for words in ((), ("--dry-run",)):
-        with pytest.raises(CommandError, match=wanted):
-            command(*words)
+    assert read_bytes_if_any(path) == remaining, "the next start must be refused too"
+    for options in ((), ("--dry-run",)):
+        with pytest.raises(CommandError, match=message):
+            command(*options)
 
 
-def test_start_asks_for_one_row_of_each_kind_and_never_counts(scene: Scene) -> None:
-    with CaptureQueriesContext(connection) as asked:
+def test_start_checks_one_row_of_each_kind_without_counting(scene: Scene) -> None:
+    with CaptureQueriesContext(connection) as queries:
         assert not has_issued()
-    assert len(asked) == 3
-    assert all(query["sql"].endswith("LIMIT 1") for query in asked)
+    assert len(queries) == 3
+    assert all(query["sql"].endswith("LIMIT 1") for query in queries)
 
 
-def test_revocation_without_a_revocation_log_goes_on_is_alarmed_and_makes_none(scene: Scene, path: Path) -> None:
-    """A leaked key ends whatever became of the log; a file that began with it would pass for the lost one."""
-    for left in (None, b""):
-        if left is not None:
-            path.write_bytes(left)
-        key, _ = issue(scene.sandbox, label=str(left))
+def test_revocation_without_a_log_succeeds_alarms_and_creates_none(scene: Scene, path: Path) -> None:
+    """A leaked key is revoked whatever happened to the log; a file created for it would pass for the lost one."""
+    for remaining in (None, b""):
+        if remaining is not None:
+            path.write_bytes(remaining)
+        key, _ = issue(scene.sandbox, label=str(remaining))
         lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
         assert Key.objects.get(pk=key.pk).state == "deactivated"
-        assert read(path) == left
+        assert read_bytes_if_any(path) == remaining
     assert Notice.objects.get(kind=NoticeKind.REVOCATION_LOG_FAILED).payload == {"why": "No such file or directory"}
 
 
-@pytest.mark.parametrize("left", [None, b""])
-def test_healing_makes_no_revocation_log_and_alarms(scene: Scene, path: Path, left: bytes | None) -> None:
-    """A worker that runs on while the log is taken away tells of it, and does not hide it."""
+@pytest.mark.parametrize("remaining", [None, b""])
+def test_backfill_without_a_log_creates_none_and_alarms(scene: Scene, path: Path, remaining: bytes | None) -> None:
+    """A running worker reports that the log was removed, and does not hide it."""
     renew_revocation_log(path)
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
     backfill = LogBackfill()
     backfill.run(now())
-    path.unlink() if left is None else path.write_bytes(left)
+    path.unlink() if remaining is None else path.write_bytes(remaining)
     assert backfill.run(now()) == LogBackfill().run(now()) == 0
-    assert read(path) == left
+    assert read_bytes_if_any(path) == remaining
     assert Notice.objects.filter(kind=NoticeKind.REVOCATION_LOG_FAILED, is_alarm=True).count() == 1
 
 
-def test_start_with_the_revocation_log_of_another_installation_is_refused(scene: Scene, path: Path) -> None:
-    """A path that leads to somebody else's log says nothing about what was revoked here."""
+def test_start_with_the_log_of_another_installation_is_refused(scene: Scene, path: Path) -> None:
+    """Another installation's log does not record the revocations made here."""
     issue(scene.sandbox)
     path.write_bytes(line_bytes(replace(OPENED, installation="another")))
     before = path.read_bytes()
@@ -181,22 +181,22 @@ def test_start_with_the_revocation_log_of_another_installation_is_refused(scene:
     assert path.read_bytes() == before
 
 
-def test_start_with_the_revocation_log_of_an_earlier_release_takes_it_for_ours(scene: Scene, path: Path) -> None:
-    """An upgrade needs no act where there is a log. One that the database is behind is not taken on trust."""
+def test_start_with_a_log_without_installation_adopts_it(scene: Scene, path: Path) -> None:
+    """An upgrade needs no action, unless the database is behind the log."""
     issue(scene.sandbox)
     path.write_bytes(line_bytes(CaughtUp(read_counter() + 1)))
     with pytest.raises(ImproperlyConfigured, match="behind"):
         require_current()
-    assert len(lines()) == 1
+    assert len(parsed_lines()) == 1
     path.write_bytes(line_bytes(CaughtUp(1)))
     require_current()
-    assert [replace(line, at=OPENED.at) for line in lines()[1:]] == [OPENED]
+    assert [replace(line, at=OPENED.at) for line in parsed_lines()[1:]] == [OPENED]
     require_current()
-    assert len(lines()) == 2
+    assert len(parsed_lines()) == 2
 
 
-def test_start_of_a_new_host_with_a_copy_of_anothers_revocation_log(scene: Scene, path: Path) -> None:
-    """How a second host joins: it refuses what the first one would, and appends what is revoked from then on."""
+def test_start_of_a_new_host_with_a_copied_log_succeeds(scene: Scene, path: Path) -> None:
+    """A second host refuses what the first would, and appends the revocations from then on."""
     other = path.with_name("of-another-host")
     renew_revocation_log(other)
     key, _ = issue(scene.sandbox)
@@ -209,17 +209,17 @@ def test_start_of_a_new_host_with_a_copy_of_anothers_revocation_log(scene: Scene
         require_current()
 
 
-# --- what somebody answers for ----------------------------------------------------------------------------
+# --- accepted losses --------------------------------------------------------------------------------------
 
 
-def test_accepted_loss_is_audited_alarmed_and_noted_in_the_new_revocation_log(scene: Scene, path: Path) -> None:
-    """Who answers for it, and why, is on record in three places; the worker then fills the log from the rows."""
+def test_loss_accepted_is_audited_alarmed_and_recorded_in_the_new_log(scene: Scene, path: Path) -> None:
+    """Three places record the operator and the reason; the worker then fills the log from the rows."""
     renew_revocation_log(path)
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
     path.unlink()
-    answer = command("--accept-loss", "--by", "admin", "--reason", "the disk is gone")
-    assert "the loss is accepted" in answer
+    output = command("--accept-loss", "--by", "admin", "--reason", "the disk is gone")
+    assert "the loss is accepted" in output
     body = last_body("journal.loss_accepted")
     assert (body["actor"], body["channel"]) == ("system:host", "command_line")
     assert {name: body["details"][name] for name in ("by", "why", "journal")} == {
@@ -234,20 +234,20 @@ def test_accepted_loss_is_audited_alarmed_and_noted_in_the_new_revocation_log(sc
         {"why": "the disk is gone"},
         0,
     )
-    assert [replace(line, at=OPENED.at) for line in lines()] == [
+    assert [replace(line, at=OPENED.at) for line in parsed_lines()] == [
         replace(OPENED, accepted_by="admin", reason="the disk is gone")
     ]
     require_current()
     verifier = make_verifier()
     confirm(verifier, read_counter())
     assert LogBackfill().run(now()) == 1
-    assert lines()[1].id == key.key_id
+    assert parsed_lines()[1].id == key.key_id
 
 
-def test_loss_whose_audit_entry_cannot_be_written_is_not_accepted(
+def test_loss_accepted_without_an_audit_entry_is_refused(
     scene: Scene, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No log without the record of who answers for it: with one the service would start."""
+    """A log without that entry would let the service start."""
     issue(scene.sandbox)
 
     def fail(**_: object) -> None:
@@ -255,19 +255,19 @@ def test_loss_whose_audit_entry_cannot_be_written_is_not_accepted(
 
     monkeypatch.setattr(transaction, "append_entry", fail)
     with pytest.raises(OSError, match="the log is full"):
-        accept(scene.admin)
+        accept_loss_by(scene.admin)
     assert not path.exists()
 
 
-def test_loss_is_not_accepted_without_a_reason_or_a_person_who_is_there(scene: Scene, path: Path) -> None:
+def test_loss_accepted_without_a_reason_or_a_known_operator_is_refused(scene: Scene, path: Path) -> None:
     issue(scene.sandbox)
     with pytest.raises(RequestInvalidError, match="requires a reason"):
-        accept(scene.admin, " ")
-    with pytest.raises(CommandError, match="There is no operator nobody"):
-        command("--accept-loss", "--by", "nobody", "--reason", "x")
-    for words in (("--accept-loss",), ("--accept-loss", "--by", "admin"), ("--by", "admin", "--reason", "x")):
+        accept_loss_by(scene.admin, " ")
+    with pytest.raises(CommandError, match="There is no operator unknown"):
+        command("--accept-loss", "--by", "unknown", "--reason", "x")
+    for options in (("--accept-loss",), ("--accept-loss", "--by", "admin"), ("--by", "admin", "--reason", "x")):
         with pytest.raises(CommandError, match="--by NAME and --reason WHY go together") as usage:
-            command(*words)
+            command(*options)
         assert usage.value.returncode == 2
     with pytest.raises(CommandError, match="cannot be combined with --dry-run"):
         command("--accept-loss", "--by", "admin", "--reason", "x", "--dry-run")
@@ -275,29 +275,29 @@ def test_loss_is_not_accepted_without_a_reason_or_a_person_who_is_there(scene: S
     assert not AuditEntry.objects.filter(event="journal.loss_accepted").exists()
 
 
-def test_loss_of_what_is_not_lost_is_not_accepted(scene: Scene, path: Path) -> None:
-    """Nobody throws the record of revocations away with it, not even a damaged one."""
+def test_loss_accepted_of_an_existing_log_is_refused(scene: Scene, path: Path) -> None:
+    """An existing log is never discarded, not even a damaged one."""
     with pytest.raises(StateConflictError, match="nothing was issued"):
-        accept(scene.admin)
+        accept_loss_by(scene.admin)
     issue(scene.sandbox)
     for text in (line_bytes(OPENED), line_bytes(replace(OPENED, installation="another")), b"garbage\n"):
         path.write_bytes(text)
         with pytest.raises(StateConflictError, match="is not lost"):
-            accept(scene.admin)
+            accept_loss_by(scene.admin)
         assert path.read_bytes() == text
     assert not AuditEntry.objects.filter(event="journal.loss_accepted").exists()
 
 
-def test_reason_of_a_loss_keeps_no_secret(scene: Scene, path: Path) -> None:
-    """It is kept for good, in the log too."""
+def test_loss_accepted_with_a_secret_in_its_reason_is_redacted(scene: Scene, path: Path) -> None:
+    """The reason is kept permanently, in the log too."""
     _, text = issue(scene.sandbox)
-    accept(scene.admin, f"lost {text.reveal()}")
+    accept_loss_by(scene.admin, f"lost {text.reveal()}")
     assert text.reveal() not in path.read_text()
     assert text.reveal() not in str(Notice.objects.get(kind=NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED).payload)
 
 
-def test_revocation_log_made_by_two_first_starts_at_once_has_one_beginning(path: Path) -> None:
+def test_log_opened_twice_by_first_starts_has_one_opening_line(path: Path) -> None:
     have_peppers()
     assert open_revocation_log(now())
     assert open_revocation_log(now())
-    assert len(lines()) == 1
+    assert len(parsed_lines()) == 1

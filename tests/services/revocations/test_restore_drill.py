@@ -1,7 +1,7 @@
-"""The restore drill: a whole installation of its own, its database put back from a backup, as an operator would.
+"""Restore drill: an installation with its own database, restored from a backup as an operator does.
 
-What was revoked since the backup lives again in the restored rows. The service does not start on them, one command
-mends them, and from then on everything is as it was answered.
+Keys revoked since the backup are active in the restored rows. The service refuses to start on them; one command
+replays the revocations, and afterwards the state is as acknowledged.
 """
 
 import json
@@ -25,20 +25,20 @@ ROOT = Path(__file__).resolve().parents[3]
 
 START = "import keyvault.project.wsgi"
 
-MAKE = """
+CREATE = """
 import json, django
 django.setup()
 from keyvault.management.json_command import call
 call("setup")
 call("seed_demo")
-words = ["--environment", "sandbox", "--kind", "private", "--requested-by", "tam", "--approved-by", "approver"]
-keys = {name: call("issue_key", "--merchant", merchant, "--label", name, *words)["key_id"]
-        for name, merchant in [("good", "acme"), ("revoked", "acme"), ("leaked", "acme"), ("left", "globex")]}
+options = ["--environment", "sandbox", "--kind", "private", "--requested-by", "tam", "--approved-by", "approver"]
+keys = {name: call("issue_key", "--merchant", merchant, "--label", name, *options)["key_id"]
+        for name, merchant in [("kept", "acme"), ("revoked", "acme"), ("leaked", "acme"), ("offboarded", "globex")]}
 token = call("create_service_token", "gateway", "--environment", "sandbox", "--permission", "keys:read")["key_id"]
 print(json.dumps({**keys, "token": token}))
 """
 
-END = """
+REVOKE = """
 import sys, json, django
 django.setup()
 from keyvault.management.json_command import call
@@ -50,7 +50,7 @@ call("offboard_merchant", "globex", "--by", "admin", "--why", "contract ended", 
 print(last)
 """
 
-LOOK = """
+DUMP_STATE = """
 import json, django
 django.setup()
 from keyvault.models import Change, Key, Merchant, ServiceToken
@@ -59,7 +59,7 @@ from keyvault.services.revocations.replay import read_counter
 print(json.dumps({
     "keys": {key.key_id: [key.state, key.reason] for key in Key.objects.all()},
     "revoked_tokens": list(ServiceToken.objects.filter(revoked_at__isnull=False).values_list("pk", flat=True)),
-    "left": list(Merchant.objects.filter(status="offboarded").values_list("pk", flat=True)),
+    "offboarded": list(Merchant.objects.filter(status="offboarded").values_list("pk", flat=True)),
     "audit": str(verify_audit().first_broken),
     "counter": read_counter(),
 }))
@@ -74,18 +74,18 @@ class Database(Protocol):
     def restore(self) -> None: ...
 
 
-class Copied:
-    """SQLite: its own online copy, and the file copied back."""
+class SqliteCopy:
+    """SQLite: an online copy, and the file copied back."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.kept = folder / "keyvault.sqlite3", folder / "backup.sqlite3"
         self.url = f"sqlite:///{self.path}"
 
     def back_up(self) -> None:
-        with sqlite3.connect(self.path) as there, sqlite3.connect(self.kept) as here:
-            there.backup(here)
-        there.close()
-        here.close()
+        with sqlite3.connect(self.path) as source, sqlite3.connect(self.kept) as target:
+            source.backup(target)
+        source.close()
+        target.close()
 
     def restore(self) -> None:
         for ending in ("-wal", "-shm"):
@@ -93,8 +93,8 @@ class Copied:
         shutil.copyfile(self.kept, self.path)
 
 
-class Dumped:
-    """PostgreSQL: `pg_dump`, and `pg_restore` into a database made anew."""
+class PostgresDump:
+    """PostgreSQL: `pg_dump`, and `pg_restore` into a new database."""
 
     def __init__(self, folder: Path) -> None:
         binary = find_postgres()
@@ -127,30 +127,30 @@ class Dumped:
 
 
 @pytest.fixture
-def copied(tmp_path: Path) -> Database:
-    return Copied(tmp_path)
+def sqlite_copy(tmp_path: Path) -> Database:
+    return SqliteCopy(tmp_path)
 
 
 @pytest.fixture
-def dumped(tmp_path: Path) -> Iterator[Database]:
-    database = Dumped(tmp_path)
+def postgres_dump(tmp_path: Path) -> Iterator[Database]:
+    database = PostgresDump(tmp_path)
     yield database
     database.drop()
 
 
 class Host:
-    """An installation in a folder of its own, and the programs that are started in it."""
+    """An installation in its own directory, and the processes that run in it."""
 
     def __init__(self, folder: Path, database: Database) -> None:
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("KEYVAULT_", "VAULT_"))}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KEYVAULT_", "VAULT_"))}
         self.environ = {
-            **own,
+            **inherited,
             "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
             "KEYVAULT_DATA_DIR": str(folder / "data"),
             "KEYVAULT_DATABASE_URL": database.url,
         }
 
-    def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=ROOT,
@@ -161,59 +161,58 @@ class Host:
             timeout=120,
         )
 
-    def answer(self, *arguments: str) -> Any:
-        done = self.start(*arguments)
+    def run_json(self, *arguments: str) -> Any:
+        done = self.run(*arguments)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
 
 def drill(folder: Path, database: Database) -> None:
     host = Host(folder, database)
-    made = host.answer("-c", MAKE)
+    created = host.run_json("-c", CREATE)
     database.back_up()
-    last = host.answer("-c", END, json.dumps(made))
-    before = host.answer("-c", LOOK)
-    assert host.start("-c", START).returncode == 0, "an ordinary restart is not refused"
+    last = host.run_json("-c", REVOKE, json.dumps(created))
+    before = host.run_json("-c", DUMP_STATE)
+    assert host.run("-c", START).returncode == 0, "an ordinary restart must not be refused"
 
     database.restore()
-    lost = host.answer("-c", LOOK)
-    assert {lost["keys"][made[name]][0] for name in ("revoked", "leaked", "left")} == {"active"}
-    assert (lost["revoked_tokens"], lost["left"]) == ([], [])
+    lost = host.run_json("-c", DUMP_STATE)
+    assert {lost["keys"][created[name]][0] for name in ("revoked", "leaked", "offboarded")} == {"active"}
+    assert (lost["revoked_tokens"], lost["offboarded"]) == ([], [])
 
-    server = host.start("-c", START)
-    worker = host.start("-m", "celery", "-A", "keyvault.project", "worker", "--pool", "threads", "--concurrency", "1")
+    server = host.run("-c", START)
+    worker = host.run("-m", "celery", "-A", "keyvault.project", "worker", "--pool", "threads", "--concurrency", "1")
     for refused in (server, worker):
         assert refused.returncode != 0
         assert "is behind the revocation log" in refused.stderr
         assert "manage.py replay_revocations" in refused.stderr
-    assert host.start("manage.py", "replay_revocations", "--dry-run").returncode == 1
-    assert host.answer("-c", LOOK) == lost
+    assert host.run("manage.py", "replay_revocations", "--dry-run").returncode == 1
+    assert host.run_json("-c", DUMP_STATE) == lost
 
-    replay = host.answer("manage.py", "replay_revocations", "--json")
+    replay = host.run_json("manage.py", "replay_revocations", "--json")
     assert (replay["ok"], len(replay["replayed"]), replay["unknown"]) == (True, 5, [])
-    after = host.answer("-c", LOOK)
+    after = host.run_json("-c", DUMP_STATE)
     assert after["keys"] == before["keys"]
-    assert after["keys"][made["leaked"]] == ["compromised", "key_compromise"]
-    assert after["keys"][made["good"]][0] == "active"
-    assert (after["revoked_tokens"], after["left"]) == ([made["token"]], ["globex"])
-    assert after["counter"] > before["counter"] - 1 >= last, "no receipt goes back"
+    assert after["keys"][created["leaked"]] == ["compromised", "key_compromise"]
+    assert after["keys"][created["kept"]][0] == "active"
+    assert (after["revoked_tokens"], after["offboarded"]) == ([created["token"]], ["globex"])
+    assert after["counter"] > before["counter"] - 1 >= last, "the change counter must not go back"
     assert after["audit"] == "None"
-    assert host.start("-c", START).returncode == 0
-    assert host.answer("manage.py", "replay_revocations", "--json")["replayed"] == []
+    assert host.run("-c", START).returncode == 0
+    assert host.run_json("manage.py", "replay_revocations", "--json")["replayed"] == []
 
 
-def test_restore_drill_of_a_sqlite_file_brings_nothing_revoked_back(tmp_path: Path, copied: Database) -> None:
-    """Restored, refused, replayed, started: nothing that was revoked is good again, and nothing else was touched."""
-    drill(tmp_path, copied)
+def test_restore_drill_on_sqlite_leaves_nothing_revoked_active(tmp_path: Path, sqlite_copy: Database) -> None:
+    """Restored, refused, replayed, started: every revocation holds, and nothing else changed."""
+    drill(tmp_path, sqlite_copy)
 
 
 @pytest.mark.postgres
-def test_restore_drill_of_a_postgresql_dump_brings_nothing_revoked_back(tmp_path: Path, dumped: Database) -> None:
-    """The same with `pg_dump` and `pg_restore`."""
-    drill(tmp_path, dumped)
+def test_restore_drill_on_postgresql_leaves_nothing_revoked_active(tmp_path: Path, postgres_dump: Database) -> None:
+    drill(tmp_path, postgres_dump)
 
 
-ALARMED = """
+LIST_ALARMS = """
 import json, django
 django.setup()
 from keyvault.models import Notice
@@ -232,47 +231,47 @@ PROGRAMS = {
 def drill_without_log(folder: Path, database: Database) -> None:
     host = Host(folder, database)
     log = folder / "data" / "revocation_log"
-    made = host.answer("-c", MAKE)
+    created = host.run_json("-c", CREATE)
     database.back_up()
-    host.answer("-c", END, json.dumps(made))
+    host.run_json("-c", REVOKE, json.dumps(created))
     kept = log.read_bytes()
     database.restore()
 
     log.unlink()
     for name, arguments in PROGRAMS.items():
-        refused = host.start(*arguments)
-        assert refused.returncode != 0, f"the {name} starts, and {made['leaked']} is good again"
+        refused = host.run(*arguments)
+        assert refused.returncode != 0, f"the {name} starts although {created['leaked']} is active again"
         assert "manage.py replay_revocations --accept-loss" in refused.stderr, name
         assert "Traceback" not in refused.stderr, name
-    replay = host.start("manage.py", "replay_revocations")
+    replay = host.run("manage.py", "replay_revocations")
     assert (replay.returncode, "--accept-loss" in replay.stderr) == (1, True)
-    assert host.answer("manage.py", "revoke_key", made["good"], "--by", "admin", "--reason", "superseded", "--json")
-    assert not log.exists(), "a revocation makes no log that passes for the lost one"
+    assert host.run_json(
+        "manage.py", "revoke_key", created["kept"], "--by", "admin", "--reason", "superseded", "--json"
+    )
+    assert not log.exists(), "a revocation must not create a log that passes for the lost one"
     database.restore()
 
     log.write_bytes(kept)
-    assert "is behind the revocation log" in host.start("-c", START).stderr
-    assert host.answer("manage.py", "replay_revocations", "--json")["ok"]
-    assert host.start("-c", START).returncode == 0, "the log came back from its own backup"
+    assert "is behind the revocation log" in host.run("-c", START).stderr
+    assert host.run_json("manage.py", "replay_revocations", "--json")["ok"]
+    assert host.run("-c", START).returncode == 0, "the log was restored from a backup"
 
     log.unlink()
     database.restore()
     accept = ("manage.py", "replay_revocations", "--accept-loss", "--by", "admin", "--reason", "the disk is gone")
-    assert host.answer(*accept, "--json")["accepted"]
-    assert host.start("-c", START).returncode == 0, "somebody has answered for it"
-    assert [kind for kind, _ in host.answer("-c", ALARMED)] == ["journal.loss_accepted"]
-    assert host.answer("-c", LOOK)["audit"] == "None"
+    assert host.run_json(*accept, "--json")["accepted"]
+    assert host.run("-c", START).returncode == 0, "an operator accepted the loss"
+    assert [kind for kind, _ in host.run_json("-c", LIST_ALARMS)] == ["journal.loss_accepted"]
+    assert host.run_json("-c", DUMP_STATE)["audit"] == "None"
 
 
-@pytest.mark.timeout(300)  # some twenty processes
-def test_restore_drill_without_the_revocation_log_starts_nothing(tmp_path: Path, copied: Database) -> None:
-    """A backup of before a revocation and no log beside it: nothing starts until the log is back, or until
-    somebody has accepted the loss by name. So no key that was revoked is good again unnoticed."""
-    drill_without_log(tmp_path, copied)
+@pytest.mark.timeout(300)  # starts some twenty processes
+def test_restore_drill_without_the_log_on_sqlite_starts_nothing(tmp_path: Path, sqlite_copy: Database) -> None:
+    """Nothing starts until the log is restored or an operator accepts the loss by name."""
+    drill_without_log(tmp_path, sqlite_copy)
 
 
 @pytest.mark.postgres
 @pytest.mark.timeout(300)
-def test_restore_drill_without_the_log_on_postgresql_starts_nothing(tmp_path: Path, dumped: Database) -> None:
-    """The same with `pg_dump` and `pg_restore`."""
-    drill_without_log(tmp_path, dumped)
+def test_restore_drill_without_the_log_on_postgresql_starts_nothing(tmp_path: Path, postgres_dump: Database) -> None:
+    drill_without_log(tmp_path, postgres_dump)

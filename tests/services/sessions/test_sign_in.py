@@ -1,4 +1,4 @@
-"""What sign-in keeps for a while only: refusals in memory, sessions in the database."""
+"""Sign-in data with a limited life: refusals in memory, sessions in the database."""
 
 import json
 from collections.abc import Iterator
@@ -37,15 +37,15 @@ def make_session(name: str, expires_in: timedelta) -> None:
     Session.objects.create(session_key=name * 32, session_data="", expire_date=now() + expires_in)
 
 
-def test_upkeep_deletes_expired_sessions_and_no_other() -> None:
+def test_maintenance_deletes_expired_sessions_only() -> None:
     make_session("a", timedelta(days=-1))
     make_session("b", timedelta(hours=1))
     forget_due()
     assert [row.session_key[0] for row in Session.objects.all()] == ["b"]
 
 
-def test_upkeep_deletes_a_bounded_number_of_sessions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest first, so that a backlog is worked off in steps that each end soon."""
+def test_maintenance_deletes_a_limited_number_of_sessions_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backlog is worked off in short steps."""
     monkeypatch.setattr("keyvault.services.sessions.sign_in._MAX_DELETED", 2)
     for name, days in (("a", 1), ("b", 3), ("c", 2)):
         make_session(name, timedelta(days=-days))
@@ -54,29 +54,29 @@ def test_upkeep_deletes_a_bounded_number_of_sessions_at_once(monkeypatch: pytest
     assert [forget_expired_sessions(now()), forget_expired_sessions(now())] == [1, 0]
 
 
-def test_sign_in_refusals_that_a_lost_database_did_not_take_are_kept(refusals: SignInRefusals) -> None:
-    """A database that is away hides no attack: the counts are written when it is back."""
+def test_sign_in_refusals_not_written_for_lack_of_a_database_are_kept(refusals: SignInRefusals) -> None:
+    """A database outage hides no attack: the counts are written when it is back."""
     refusals.note("tam", "192.0.2.1", now(), is_locked=False)
     with mock.patch.object(module, "_write", side_effect=OperationalError("gone")), pytest.raises(OperationalError):
         refusals.flush()
     refusals.note("tam", "192.0.2.1", now(), is_locked=True)
     refusals.flush()
-    (told,) = written()
-    assert (told["count"], told["locked"]) == (2, 1)
+    (details,) = written()
+    assert (details["count"], details["locked"]) == (2, 1)
 
 
-def test_sign_in_refusals_of_the_last_minute_are_written_when_the_process_ends(
+def test_sign_in_refusals_pending_at_process_end_are_written(
     refusals: SignInRefusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(UsageLog, "is_reporting", True)
     monkeypatch.setattr(
         "keyvault.services.sessions.refusals.connections.close_all", lambda: None
-    )  # this test's own transaction
+    )  # the connection holds this test's transaction
     refusals.note(None, None, now(), is_locked=False)
     assert refusals._timer is not None
     assert refusals._timer.interval == module.FLUSH_SECONDS
     refusals.stop()
-    assert [(told["operator"], told["address"]) for told in written()] == [("unknown", "unknown")]
+    assert [(details["operator"], details["address"]) for details in written()] == [("unknown", "unknown")]
     assert refusals._timer is None
 
 
@@ -89,7 +89,7 @@ def test_sign_in_refusals_set_one_timer_a_minute(refusals: SignInRefusals, monke
     assert refusals._timer is first is not None
     first.cancel()
     first.function()
-    assert [told["count"] for told in written()] == [2]
+    assert [details["count"] for details in written()] == [2]
     refusals.note("tam", None, now(), is_locked=False)
     assert refusals._timer not in {None, first}
     refusals.stop()

@@ -1,4 +1,4 @@
-"""Customer access tokens: hashed, bound to account and customer, short-lived, revoked for good."""
+"""Customer access tokens: hashed, bound to account and customer, short-lived, and revocable."""
 
 from datetime import timedelta
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
 def holder_of(key: Key) -> KeyHolder:
-    """Whoever presented it."""
+    """Return the principal of the key's holder."""
     credential = key.credential
     kind, merchant_id = KeyKind(credential.kind), credential.account.merchant_id
     return KeyHolder(key.key_id, credential.credential_id, kind, credential.environment, merchant_id)
@@ -43,7 +43,7 @@ def judge(text: Plaintext, key: Key) -> Customer | CustomerFault:
     return judge_customer_token(keystring, record, holder_of(key), load_peppers(PEPPER_SET[SANDBOX]), now())
 
 
-def test_customer_token_issued_is_proved_beside_its_accounts_keys(scene: Scene) -> None:
+def test_customer_token_is_valid_with_keys_of_its_account_only(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     token, text = token_of(key)
     assert judge(text, key) == Customer("alice", token.token_id, token.expires_at)
@@ -52,8 +52,8 @@ def test_customer_token_issued_is_proved_beside_its_accounts_keys(scene: Scene) 
     assert judge(text, other) is CustomerFault.INVALID
 
 
-def test_customer_token_issued_is_one_entry_one_change_and_no_plaintext(scene: Scene) -> None:
-    """At rest there is a digest; what is kept for good names the token, its customer and the key that asked."""
+def test_customer_token_issued_writes_one_entry_one_change_and_no_plaintext(scene: Scene) -> None:
+    """The row holds a digest; the permanent log names the token, its customer and the issuing key."""
     key, _ = issue(scene.sandbox)
     before = last_ids()
     token, text = token_of(key, ttl_seconds=60)
@@ -66,15 +66,15 @@ def test_customer_token_issued_is_one_entry_one_change_and_no_plaintext(scene: S
 
 
 @pytest.mark.parametrize(
-    ("asked", "bound", "lives"), [(None, 3600, 900), (None, 60, 60), (None, 900, 900), (1, 60, 1), (60, 60, 60)]
+    ("requested", "bound", "expected"), [(None, 3600, 900), (None, 60, 60), (None, 900, 900), (1, 60, 1), (60, 60, 60)]
 )
-def test_customer_token_lives_as_asked_or_a_quarter_of_an_hour_within_the_bound(
-    scene: Scene, asked: int | None, bound: int, lives: int
+def test_customer_token_lifetime_is_as_requested_or_fifteen_minutes_within_the_bound(
+    scene: Scene, requested: int | None, bound: int, expected: int
 ) -> None:
     key, _ = issue(scene.sandbox)
     key.credential.account.customer_token_seconds = bound
-    token, _ = token_of(key, ttl_seconds=asked)
-    assert token.expires_at - token.created_at == timedelta(seconds=lives)
+    token, _ = token_of(key, ttl_seconds=requested)
+    assert token.expires_at - token.created_at == timedelta(seconds=expected)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_customer_token_lives_as_asked_or_a_quarter_of_an_hour_within_the_bound(
         (mint(), None, ""),
     ],
 )
-def test_customer_token_that_does_not_fit_is_refused(
+def test_customer_token_with_invalid_fields_is_refused(
     scene: Scene, customer_id: str, ttl_seconds: int | None, pointer: str
 ) -> None:
     key, _ = issue(scene.sandbox)
@@ -99,13 +99,13 @@ def test_customer_token_that_does_not_fit_is_refused(
     assert not CustomerToken.objects.exists()
 
 
-def test_customer_token_is_for_private_keys_to_ask_for(scene: Scene) -> None:
+def test_customer_token_requested_with_a_public_key_is_refused(scene: Scene) -> None:
     public, _ = issue(scene.sandbox, kind=KeyKind.PUBLIC)
     with pytest.raises(PermissionMissingError):
         token_of(public)
 
 
-def test_customer_token_revoked_stays_so_and_is_recorded_once(scene: Scene) -> None:
+def test_customer_token_revoked_twice_is_recorded_once(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     token, text = token_of(key)
     allowed = grant(holder_of(key), P.CUSTOMER_TOKENS_WRITE, scene.sandbox)

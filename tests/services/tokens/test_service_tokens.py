@@ -1,4 +1,4 @@
-"""Service tokens: hashed like keys, scoped, expiring, ended at once; and good for nothing that people decide."""
+"""Service tokens: hashed, scoped, expiring, revocable, and without permissions that require a person."""
 
 from datetime import datetime, timedelta
 from functools import partial
@@ -34,38 +34,36 @@ from tests.services.rows import dump_tables, last_body, last_ids, written_since
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-def proved(text: Plaintext) -> Service:
+def authenticate(text: Plaintext) -> Service:
     service = prove_service_token(text.reveal(), now())
     assert service is not None
     return service
 
 
-def test_token_proved_is_the_service_that_was_made(scene: Scene) -> None:
+def test_token_authenticates_as_its_service(scene: Scene) -> None:
     token, text = make_token(P.KEYS_READ, P.KEYS_REVOKE, merchants=["acme"], by=scene.admin)
-    service = proved(text)
+    service = authenticate(text)
     assert (service.token_id, service.name) == (token.token_id, "gateway")
     assert service.permissions == {P.KEYS_READ, P.KEYS_REVOKE}
     assert (service.environments, service.merchants) == (frozenset(Environment), frozenset({"acme"}))
-    assert service.person == scene.admin.person, "its creator answers for what it asks"
+    assert service.person == scene.admin.person, "the creator is responsible for its requests"
 
 
-def test_token_string_is_nowhere_in_the_database(scene: Scene) -> None:
-    """A token is shown once: what is kept cannot be turned back into it."""
+def test_token_string_is_not_stored(scene: Scene) -> None:
     _, text = make_token()
     assert text.reveal() not in repr(dump_tables())
-    assert text.reveal()[-49:-6] not in repr(dump_tables()), "nor its secret part alone"
+    assert text.reveal()[-49:-6] not in repr(dump_tables()), "the secret part alone must not be stored either"
 
 
-def test_token_is_good_until_its_expiry_and_not_a_moment_longer(scene: Scene) -> None:
-    """A service token ends by itself, at the second that it was made with."""
+def test_token_is_valid_until_its_expiry(scene: Scene) -> None:
     token, text = make_token(lifetime_days=1)
     assert token.expires_at == token.created_at + timedelta(days=1)
     assert prove_service_token(text.reveal(), token.expires_at - timedelta(microseconds=1)) is not None
     assert prove_service_token(text.reveal(), token.expires_at) is None
 
 
-def test_token_revoked_is_refused_at_once(scene: Scene) -> None:
-    """A revoked token proves nothing any more, and revoking it again says so."""
+def test_token_revoked_is_refused_immediately(scene: Scene) -> None:
+    """A second revocation is a conflict."""
     token, text = make_token()
     revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
     assert prove_service_token(text.reveal(), now()) is None
@@ -73,51 +71,48 @@ def test_token_revoked_is_refused_at_once(scene: Scene) -> None:
         revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), ServiceToken.objects.get(pk=token.pk))
 
 
-def test_token_altered_in_any_part_proves_nothing(scene: Scene) -> None:
-    """Only the very string that was made proves the token; every other answers the same."""
+def test_token_altered_in_any_part_is_refused(scene: Scene) -> None:
     _, text = make_token()
     _, other = make_token()
-    good = text.reveal()
-    mixed = other.reveal()[:27] + good[27:]
-    for wrong in (None, "", good[:-1], good + "0", good.swapcase(), mixed, "kv_svc_all_"):
+    valid = text.reveal()
+    mixed = other.reveal()[:27] + valid[27:]
+    for wrong in (None, "", valid[:-1], valid + "0", valid.swapcase(), mixed, "kv_svc_all_"):
         assert prove_service_token(wrong, now()) is None
 
 
-def test_token_of_another_plane_proves_nothing(scene: Scene) -> None:
-    """An API key never opens the service plane."""
+def test_token_replaced_by_an_api_key_is_refused(scene: Scene) -> None:
     _, text = issue(scene.sandbox)
     assert prove_service_token(text.reveal(), now()) is None
 
 
 @pytest.mark.parametrize(
-    ("scope", "serves"),
+    ("scope", "allowed"),
     [
         (StringScope.ALL, {SANDBOX, PRODUCTION}),
         (StringScope.SANDBOX, {SANDBOX}),
         (StringScope.PRODUCTION, {PRODUCTION}),
     ],
 )
-def test_token_serves_the_environments_of_its_scope_only(
-    scene: Scene, scope: StringScope, serves: set[Environment]
+def test_token_is_allowed_in_the_environments_of_its_scope_only(
+    scene: Scene, scope: StringScope, allowed: set[Environment]
 ) -> None:
-    """Outside its environments a token is refused, whatever it holds."""
     _, text = make_token(P.KEYS_READ, scope=scope)
-    service = proved(text)
-    assert service.environments == serves
+    service = authenticate(text)
+    assert service.environments == allowed
     assert text.reveal().split("_")[2] == scope
     for environment in Environment:
         verdict = decide(operation(P.KEYS_READ), service, Target(environment, "acme"), now())
-        assert isinstance(verdict, Denial) == (environment not in serves)
+        assert isinstance(verdict, Denial) == (environment not in allowed)
 
 
 def test_token_for_named_merchants_finds_no_others(scene: Scene) -> None:
-    """Somebody else's merchant is not found, rather than forbidden; a token for none finds none."""
+    """Other merchants are reported as not found, not as forbidden."""
     make_merchant("globex")
-    for merchants, sees in ((["acme"], {"acme"}), ([], set()), (None, {"acme", "globex"})):
-        service = proved(make_token(P.KEYS_READ, merchants=merchants)[1])
+    for merchants, visible in ((["acme"], {"acme"}), ([], set()), (None, {"acme", "globex"})):
+        service = authenticate(make_token(P.KEYS_READ, merchants=merchants)[1])
         for merchant_id in ("acme", "globex"):
             verdict = decide(operation(P.KEYS_READ), service, Target(SANDBOX, merchant_id), now())
-            if merchant_id in sees:
+            if merchant_id in visible:
                 assert not isinstance(verdict, Denial)
             else:
                 assert isinstance(verdict, Denial)
@@ -125,50 +120,50 @@ def test_token_for_named_merchants_finds_no_others(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("permission", sorted(set(P) - SERVICE_PERMISSIONS))
-def test_token_with_a_permission_for_people_is_not_made(scene: Scene, permission: P) -> None:
-    """What people decide (approving, resuming, setting up) no token can hold."""
+def test_token_with_a_permission_for_persons_is_refused(scene: Scene, permission: P) -> None:
+    """Decisions such as approving, resuming and setting up require a person."""
     with pytest.raises(RequestInvalidError) as caught:
         make_token(P.KEYS_READ, permission)
     assert [fault.pointer for fault in caught.value.faults] == ["/permission"]
     assert not ServiceToken.objects.exists()
 
 
-def test_token_whose_permission_was_written_past_the_service_still_approves_nothing(scene: Scene) -> None:
-    """Four eyes are people's: a token that holds the permission by tampering is refused by the rule itself."""
+def test_token_with_a_forged_approval_permission_is_denied(scene: Scene) -> None:
+    """The authorization rule itself denies a service, whatever its row contains."""
     service = Service("t", "t", "per_t", frozenset({P.ISSUANCE_APPROVE}), frozenset(Environment))
     verdict = decide(operation(P.ISSUANCE_APPROVE), service, Target(SANDBOX, "acme", "per_other"), now())
     assert isinstance(verdict, Denial)
 
 
 @pytest.mark.parametrize(
-    ("asked", "pointer"),
+    ("options", "pointer"),
     [
         ({"permissions": []}, "/permission"),
         ({"lifetime_days": 0}, "/lifetime_days"),
         ({"lifetime_days": MAX_DAYS + 1}, "/lifetime_days"),
-        ({"merchants": ["acme", "nobody"]}, "/merchant"),
+        ({"merchants": ["acme", "unknown"]}, "/merchant"),
         ({"name": ""}, "/name"),
         ({"name": "x" * 101}, "/name"),
         ({"name": "a\x00b"}, "/name"),
         ({"name": mint()}, "/name"),
     ],
 )
-def test_token_that_does_not_fit_is_not_made(scene: Scene, asked: dict[str, object], pointer: str) -> None:
-    """The same on both databases, whatever the column would take."""
-    good: dict[str, object] = {"name": "x", "scope": StringScope.ALL, "permissions": [P.KEYS_READ]}
+def test_token_with_invalid_options_is_refused(scene: Scene, options: dict[str, object], pointer: str) -> None:
+    """The service checks them, so both databases refuse the same values."""
+    valid: dict[str, object] = {"name": "x", "scope": StringScope.ALL, "permissions": [P.KEYS_READ]}
     with pytest.raises(RequestInvalidError) as caught:
-        create_service_token(grant(scene.admin, P.TOKENS_WRITE), **(good | asked))  # type: ignore[arg-type]  # by case
+        create_service_token(grant(scene.admin, P.TOKENS_WRITE), **(valid | options))  # type: ignore[arg-type]  # varies by case
     assert [fault.pointer for fault in caught.value.faults] == [pointer]
 
 
-def test_token_is_made_by_those_who_may(scene: Scene) -> None:
-    """Neither asking nor approving keys gives the right to make tokens."""
+def test_token_created_without_the_permission_is_refused(scene: Scene) -> None:
+    """Requesting or approving keys does not include the right to create tokens."""
     for operator in (scene.tam, scene.approver, scene.responder):
         with pytest.raises(PermissionMissingError):
             make_token(by=operator)
 
 
-def test_token_repr_and_row_name_it_without_its_digest(scene: Scene) -> None:
+def test_token_repr_names_it_without_its_digest(scene: Scene) -> None:
     token, text = make_token()
     assert repr(token) == f"ServiceToken({token.token_id})"
     assert text.reveal() not in f"{token} {token!r} {text} {text!r}"
@@ -184,32 +179,32 @@ def rotate(
 
 
 @pytest.mark.parametrize("is_probe", [True, False])
-def test_token_is_a_probe_when_it_was_made_as_one_and_so_is_its_successor(scene: Scene, is_probe: bool) -> None:
-    """No rotation turns a token for test calls into one whose calls count, nor the other way."""
+def test_token_rotated_keeps_whether_it_is_a_probe(scene: Scene, is_probe: bool) -> None:
+    """A rotation never turns a probe token into one whose calls count, or the reverse."""
     token, text = make_token(is_probe=is_probe, by=scene.admin)
     assert last_body("service_token.created")["details"]["is_probe"] is is_probe
-    assert proved(text).is_probe is is_probe
+    assert authenticate(text).is_probe is is_probe
     successor, text = rotate(scene, token)
-    assert (successor.is_probe, proved(text).is_probe) == (is_probe, is_probe)
+    assert (successor.is_probe, authenticate(text).is_probe) == (is_probe, is_probe)
 
 
-def test_token_rotated_has_a_successor_with_the_same_rights_and_a_life_of_its_own(scene: Scene) -> None:
+def test_token_rotated_has_a_successor_with_the_same_permissions_and_a_new_lifetime(scene: Scene) -> None:
     token, _ = make_token(P.KEYS_READ, merchants=["acme"], scope=StringScope.SANDBOX, lifetime_days=30, by=scene.admin)
     at = token.created_at + timedelta(days=20)
     successor, text = rotate(scene, token, at=at)
-    service = proved(text)
+    service = authenticate(text)
     assert (service.token_id, service.name, service.lineage) == (successor.token_id, "gateway", token.token_id)
     assert (service.permissions, service.merchants) == (frozenset({P.KEYS_READ}), frozenset({"acme"}))
     assert service.environments == {SANDBOX}
     assert successor.expires_at == at + timedelta(days=30)
     assert last_body("service_token.rotated")["details"]["successor_id"] == successor.token_id
     third, _ = rotate(scene, successor, at=at + timedelta(days=1))
-    assert third.lineage == token.token_id, "the first of them all"
+    assert third.lineage == token.token_id, "the lineage is the first token"
 
 
 @pytest.mark.parametrize("overlap_hours", [0, 1, MAX_OVERLAP_HOURS])
-def test_token_rotated_is_good_for_the_overlap_and_no_longer(scene: Scene, overlap_hours: int) -> None:
-    """Both tokens work while the new one is put in place; then the old one ends by itself."""
+def test_token_rotated_is_valid_for_the_overlap_only(scene: Scene, overlap_hours: int) -> None:
+    """Both tokens are valid during the overlap."""
     token, old = make_token(lifetime_days=90)
     at = now()
     _, new = rotate(scene, token, overlap_hours, at)
@@ -220,8 +215,8 @@ def test_token_rotated_is_good_for_the_overlap_and_no_longer(scene: Scene, overl
     assert prove_service_token(new.reveal(), end) is not None
 
 
-def test_token_rotated_late_does_not_live_longer_for_it(scene: Scene) -> None:
-    """An overlap never lengthens the old token's life; nor could any other write, past the service."""
+def test_token_rotated_late_keeps_its_expiry(scene: Scene) -> None:
+    """An overlap never extends the old token's life; a trigger refuses any other write that would."""
     token, _ = make_token(lifetime_days=1)
     end = token.expires_at
     rotate(scene, token, MAX_OVERLAP_HOURS)
@@ -238,8 +233,7 @@ def test_token_rotated_with_an_overlap_out_of_bounds_is_refused(scene: Scene, ov
     assert [fault.pointer for fault in caught.value.faults] == ["/overlap_hours"]
 
 
-def test_token_that_is_revoked_or_expired_is_not_rotated(scene: Scene) -> None:
-    """What has ended is not brought back by rotating it."""
+def test_token_rotated_after_its_revocation_or_expiry_is_refused(scene: Scene) -> None:
     revoked, _ = make_token()
     revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), revoked)
     expired, _ = make_token(lifetime_days=1)
@@ -249,8 +243,8 @@ def test_token_that_is_revoked_or_expired_is_not_rotated(scene: Scene) -> None:
     assert ServiceToken.objects.count() == 2
 
 
-def test_token_with_a_living_successor_is_not_rotated_again(scene: Scene) -> None:
-    """Its life is down to the overlap, and a second successor would have that for its own."""
+def test_token_rotated_twice_with_a_live_successor_is_refused(scene: Scene) -> None:
+    """The token's remaining life is the overlap, which a second successor would inherit."""
     token, _ = make_token(lifetime_days=30)
     successor, _ = rotate(scene, token)
     with pytest.raises(StateConflictError, match=f"already rotated. Rotate its successor {successor.token_id}"):
@@ -259,8 +253,8 @@ def test_token_with_a_living_successor_is_not_rotated_again(scene: Scene) -> Non
     rotate(scene, successor)
 
 
-def test_token_whose_successor_was_revoked_is_rotated_for_the_whole_life_again(scene: Scene) -> None:
-    """A successor that leaked is revoked, and the old token, still good for the overlap, gets another one."""
+def test_token_rotated_again_after_its_successor_was_revoked_gets_a_full_lifetime(scene: Scene) -> None:
+    """A leaked successor is revoked; the old token, valid for the overlap, gets another successor."""
     token, _ = make_token(lifetime_days=30)
     successor, _ = rotate(scene, token)
     revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), successor)
@@ -269,7 +263,7 @@ def test_token_whose_successor_was_revoked_is_rotated_for_the_whole_life_again(s
     assert another.expires_at == at + timedelta(days=30)
 
 
-def test_token_revoked_leaves_its_successor_alone(scene: Scene) -> None:
+def test_token_revoked_keeps_its_successor_valid(scene: Scene) -> None:
     token, old = make_token()
     _, new = rotate(scene, token)
     revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
@@ -277,18 +271,18 @@ def test_token_revoked_leaves_its_successor_alone(scene: Scene) -> None:
     assert prove_service_token(new.reveal(), now()) is not None
 
 
-def test_token_rotated_by_another_person_is_answered_for_by_them(scene: Scene) -> None:
-    """Only whoever rotated has seen the new token, so it is they who cannot approve what is asked with it."""
+def test_token_rotated_by_another_person_makes_that_person_responsible(scene: Scene) -> None:
+    """That person has seen the new token, and therefore cannot approve its requests."""
     token, _ = make_token()
     successor, text = rotate(scene, token)
-    assert proved(text).person == scene.admin.person
+    assert authenticate(text).person == scene.admin.person
     assert ServiceToken.objects.get(pk=token.pk).creator_person == "system:host"
     assert successor.creator is not None
     with pytest.raises(PermissionMissingError):
         rotate_service_token(grant(scene.tam, P.TOKENS_WRITE), token, 1)
 
 
-def test_token_rotation_is_one_entry_and_both_subjects_change(scene: Scene) -> None:
+def test_token_rotated_writes_one_entry_and_two_changes(scene: Scene) -> None:
     token, text = make_token()
     before = last_ids()
     successor, new = rotate(scene, token)
@@ -299,8 +293,8 @@ def test_token_rotation_is_one_entry_and_both_subjects_change(scene: Scene) -> N
 
 
 @pytest.mark.django_db(transaction=True)
-def test_token_rotated_twice_at_once_has_one_successor() -> None:
-    """Two who rotate the same token in the same moment: one is told to look again."""
+def test_token_rotated_concurrently_has_one_successor() -> None:
+    """The second rotation gets a conflict."""
     scene = make_scene()
     for _ in range(5):
         token, _ = make_token()

@@ -1,4 +1,4 @@
-"""Usage: counted without loss, reported with a watermark that never promises too much."""
+"""Usage recorder: counts without loss, and a watermark that never covers unwritten uses."""
 
 import os
 import threading
@@ -28,7 +28,7 @@ from keyvault.services.usage.recorder import (
 )
 from tests.domain.minting import mint
 from tests.factories import account, issue, make_merchant
-from tests.services.racing import PATIENCE_SECONDS, held_open, race, start, wait_until_blocked
+from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -36,15 +36,15 @@ NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 SECOND = timedelta(seconds=1)
 
 
-def seen_at(now: datetime) -> Observation:
-    """What a turn of the engine sees."""
+def observe_at(now: datetime) -> Observation:
+    """Observe as an engine run does."""
     note_lost(now)
     return observe(now)
 
 
 @dataclass
 class Clock:
-    """Stands still until it is told."""
+    """A clock that tests advance."""
 
     at: datetime = NOON
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -70,19 +70,19 @@ def key(db: None) -> Key:
 
 @pytest.fixture
 def log(clock: Clock) -> UsageLog:
-    """A reporter without its thread, so that the test flushes."""
+    """A reporter without its thread; the test flushes."""
     log = UsageLog(now=clock)
     UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=clock(), flushed_through_at=clock())
     return log
 
 
-def use(log: UsageLog, key: Key, times: int = 1, source: str = "192.0.2.1", **more: Any) -> None:
-    chosen = {"user_agent": "curl", "endpoint": "orders.create", "outcome": UseOutcome.ALLOWED, **more}
+def use(log: UsageLog, key: Key, times: int = 1, source: str = "192.0.2.1", **options: Any) -> None:
+    fields = {"user_agent": "curl", "endpoint": "orders.create", "outcome": UseOutcome.ALLOWED, **options}
     for _ in range(times):
-        log.note(key.key_id, source=source, **chosen)
+        log.note(key.key_id, source=source, **fields)
 
 
-def counted(key: Key) -> int:
+def count_of(key: Key) -> int:
     return sum(UseBucket.objects.filter(key=key).values_list("count", flat=True))
 
 
@@ -92,7 +92,7 @@ def watermark(log: UsageLog) -> datetime:
 
 @pytest.fixture
 def broken_database(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """No flush gets through until `undo()`."""
+    """Make every flush fail until `undo()`."""
 
     def fail(*_: object) -> None:
         raise DatabaseError("gone")
@@ -107,19 +107,21 @@ def broken_database(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPa
 
 @pytest.mark.parametrize("field", ["source", "user_agent", "endpoint", "origin"])
 @pytest.mark.parametrize("before", ["", "x" * 20, "x" * 480])
-def test_usage_of_a_client_that_shows_its_key_keeps_no_secret(key: Key, log: UsageLog, field: str, before: str) -> None:
-    """What a client says about itself is shown to those who rotate its key: a key string in it is masked."""
+def test_usage_with_a_key_string_in_a_client_field_is_redacted(
+    key: Key, log: UsageLog, field: str, before: str
+) -> None:
+    """What a client sends about itself is shown to operators, so a key string in it is masked."""
     shown = mint(seed="shown by mistake")
-    told = {"source": "192.0.2.1", "user_agent": "curl", "endpoint": "orders.create"}
-    told[field] = f"{before}{shown}tail"
-    log.note(key.key_id, **told, outcome=UseOutcome.ALLOWED)
+    client_fields = {"source": "192.0.2.1", "user_agent": "curl", "endpoint": "orders.create"}
+    client_fields[field] = f"{before}{shown}tail"
+    log.note(key.key_id, **client_fields, outcome=UseOutcome.ALLOWED)
     log.flush()
     noted = getattr(UseBucket.objects.get(), field)
     assert noted
     assert f"{before}{shown[:27]}***".startswith(noted)
 
 
-def test_usage_is_added_up_with_its_first_and_last_time(key: Key, log: UsageLog, clock: Clock) -> None:
+def test_usage_is_summed_with_its_first_and_last_time(key: Key, log: UsageLog, clock: Clock) -> None:
     use(log, key)
     clock.tick(1.5)
     use(log, key, 2)
@@ -133,7 +135,7 @@ def test_usage_is_added_up_with_its_first_and_last_time(key: Key, log: UsageLog,
     assert (total.count, total.first_at, total.last_at) == (4, NOON, last)
 
 
-def test_usage_buckets_are_by_minute_place_and_outcome(key: Key, log: UsageLog, clock: Clock) -> None:
+def test_usage_buckets_are_per_minute_client_and_outcome(key: Key, log: UsageLog, clock: Clock) -> None:
     use(log, key)
     use(log, key, origin="https://shop.example")
     use(log, key, outcome=UseOutcome.DENIED)
@@ -146,14 +148,14 @@ def test_usage_buckets_are_by_minute_place_and_outcome(key: Key, log: UsageLog, 
     use(log, key)
     log.flush()
     assert UseBucket.objects.count() == 9
-    assert KeyUse.objects.get().count == 6, "what was denied, refused or probed is no use"
+    assert KeyUse.objects.get().count == 6, "denied, refused and probed requests are no uses"
 
 
 @pytest.mark.parametrize("outcome", [outcome for outcome in UseOutcome if outcome is not UseOutcome.ALLOWED])
-def test_usage_that_was_not_allowed_leaves_first_and_last_use_alone(
+def test_usage_that_was_not_allowed_keeps_first_and_last_use(
     key: Key, log: UsageLog, clock: Clock, outcome: UseOutcome
 ) -> None:
-    """Probes of our own above all: a key that only we have called was never used."""
+    """Probes above all: a key that only probes have called was never used."""
     use(log, key, outcome=outcome)
     log.flush()
     assert not KeyUse.objects.exists()
@@ -167,7 +169,6 @@ def test_usage_that_was_not_allowed_leaves_first_and_last_use_alone(
 
 
 def test_usage_reported_out_of_order_keeps_the_earliest_and_the_latest(key: Key, clock: Clock) -> None:
-    """Late and early reporters agree, whichever of them writes first."""
     early, late = UsageLog(now=clock), UsageLog(now=clock)
     use(early, key)
     clock.tick(5)
@@ -178,40 +179,40 @@ def test_usage_reported_out_of_order_keeps_the_earliest_and_the_latest(key: Key,
     assert (total.first_at, total.last_at, total.count) == (NOON, NOON + 5 * SECOND, 2)
 
 
-def test_usage_of_a_flood_of_sources_is_counted_without_telling_the_last_ones_apart(
+def test_usage_of_too_many_sources_is_counted_in_one_bucket(
     key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is bounded, and the request path does no I/O: what is lost of a flood is who it was, never how many."""
+    """Memory is bounded and the request path does no I/O: excess sources lose their identity, never their count."""
     monkeypatch.setattr(recorder, "_MAX_BUCKETS", 10)
     for number in range(100):
         use(log, key, source=f"192.0.2.{number}")
-    assert counted(key) == 0
+    assert count_of(key) == 0
     log.flush()
-    assert counted(key) == 100
+    assert count_of(key) == 100
     assert UseBucket.objects.count() == 11
 
 
-def test_usage_of_a_flood_with_the_database_away_costs_no_client_its_answer(
+def test_usage_of_too_many_sources_without_the_database_fails_no_request(
     key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch, broken_database: pytest.MonkeyPatch
 ) -> None:
-    """Evidence is no part of a verdict: the request that fills the memory is answered, and no use is forgotten."""
+    """Usage is not part of a verdict: the request that fills the memory succeeds, and no use is lost."""
     monkeypatch.setattr(recorder, "_MAX_BUCKETS", 2)
     for number in range(3):
         use(log, key, source=f"192.0.2.{number}")
-    assert counted(key) == 0
+    assert count_of(key) == 0
     broken_database.undo()
     log.flush()
-    assert counted(key) == 3
+    assert count_of(key) == 3
 
 
-def test_usage_of_overlong_words_is_cut_rather_than_refused(key: Key, log: UsageLog) -> None:
+def test_usage_with_overlong_fields_is_truncated(key: Key, log: UsageLog) -> None:
     """No client can stop the counting by what it sends."""
     use(log, key, source="s" * 500, user_agent="u" * 500, endpoint="e" * 500, origin="o" * 500)
     log.flush()
-    assert counted(key) == 1
+    assert count_of(key) == 1
 
 
-def test_usage_longest_gap_is_between_minutes_of_real_use(key: Key, log: UsageLog, clock: Clock) -> None:
+def test_usage_longest_gap_is_between_minutes_of_allowed_use(key: Key, log: UsageLog, clock: Clock) -> None:
     assert longest_gap_seconds(key.key_id) == 0
     use(log, key)
     for minutes in (3, 10, 1):
@@ -225,34 +226,34 @@ def test_usage_longest_gap_is_between_minutes_of_real_use(key: Key, log: UsageLo
     assert longest_gap_seconds(key.key_id) == 600
 
 
-# ------------------------------------------------------------------------------------- what verifiers count themselves
+# ------------------------------------------------------------------------------------- counts of verifiers
 
 
 def at(seconds: float) -> float:
-    """As verifiers count time: from noon on, in seconds of the epoch."""
+    """Return a time as verifiers report it: noon plus these seconds, in seconds of the epoch."""
     return NOON.timestamp() + seconds
 
 
 SeenUse = tuple[str, str, str, str, str, str]
 
 
-def seen(key: Key, source: str = "192.0.2.1", user_agent: str = "curl", origin: str = "", **more: Any) -> SeenUse:
-    outcome = "probed" if more.get("is_probe") else "allowed"
-    return key.key_id, more.get("endpoint", "orders.create"), source, user_agent, origin, outcome
+def seen(key: Key, source: str = "192.0.2.1", user_agent: str = "curl", origin: str = "", **options: Any) -> SeenUse:
+    outcome = "probed" if options.get("is_probe") else "allowed"
+    return key.key_id, options.get("endpoint", "orders.create"), source, user_agent, origin, outcome
 
 
-def have_seen(log: UsageLog, *found: dict[SeenUse, list[float]]) -> None:
-    """Verifiers that hand this over once, one after the other."""
+def add_reports(log: UsageLog, *found: dict[SeenUse, list[float]]) -> None:
+    """Add verifiers that each report these uses once."""
     for each in found:
-        log.add_source(partial(_hand_over, [told(each)]))
+        log.add_source(partial(_report_once, [as_rows(each)]))
 
 
-def told(found: dict[SeenUse, list[float]]) -> list[list[Any]]:
+def as_rows(found: dict[SeenUse, list[float]]) -> list[list[Any]]:
     return [[*use_of, *times] for use_of, times in found.items()]
 
 
-def _hand_over(left: list[list[list[Any]]]) -> list[list[Any]]:
-    return left.pop() if left else []
+def _report_once(pending: list[list[list[Any]]]) -> list[list[Any]]:
+    return pending.pop() if pending else []
 
 
 def buckets() -> list[tuple[Any, ...]]:
@@ -261,16 +262,18 @@ def buckets() -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture
-def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if two uses were already too many to be encoded in one go."""
+def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode uses in portions of two."""
     monkeypatch.setattr(recorder, "_PORTION_SIZE", 2)
 
 
-def test_usage_seen_twice_before_a_report_is_one_row(key: Key, log: UsageLog, clock: Clock, two_at_once: None) -> None:
-    """By two verifiers of a process and by its request path: added up with the first and the last time of them all."""
+def test_usage_reported_by_several_verifiers_is_one_row(
+    key: Key, log: UsageLog, clock: Clock, small_portions: None
+) -> None:
+    """Reports of two verifiers and of the request path are summed, with the first and last time of all."""
     clock.tick(2)
     use(log, key)
-    have_seen(
+    add_reports(
         log,
         {seen(key): [3, at(1.25), at(2.5)], seen(key, source="192.0.2.2"): [1, at(4), at(4)]},
         {seen(key): [2, at(0.5), at(1.5)], seen(key, is_probe=True): [7, at(0), at(9)]},
@@ -287,31 +290,31 @@ def test_usage_seen_twice_before_a_report_is_one_row(key: Key, log: UsageLog, cl
     assert (total.count, total.first_at, total.last_at) == (7, NOON + 0.5 * SECOND, second)
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 64, 1000])
-def test_usage_in_however_many_portions_adds_up_to_a_plain_sum(
-    key: Key, log: UsageLog, clock: Clock, monkeypatch: pytest.MonkeyPatch, at_once: int
+@pytest.mark.parametrize("portion_size", [1, 7, 64, 1000])
+def test_usage_in_portions_of_any_size_equals_a_plain_sum(
+    key: Key, log: UsageLog, clock: Clock, monkeypatch: pytest.MonkeyPatch, portion_size: int
 ) -> None:
-    """Whichever portions the uses of one bucket are in: none is left out and none is told twice."""
-    monkeypatch.setattr(recorder, "_PORTION_SIZE", at_once)
+    """No use is omitted or counted twice, whatever portions its bucket spans."""
+    monkeypatch.setattr(recorder, "_PORTION_SIZE", portion_size)
     keys = [key, *(issue(account())[0] for _ in range(2))]
-    chosen = Random(20261122)  # noqa: S311  examples, no secret
-    all_told: list[tuple[SeenUse, list[float]]] = []
+    rng = Random(20261122)  # noqa: S311  generates examples, not secrets
+    expected_uses: list[tuple[SeenUse, list[float]]] = []
     for _ in range(5):
         verifier: dict[SeenUse, list[float]] = {}
         for _ in range(40):
-            use_of = seen(chosen.choice(keys), f"192.0.2.{chosen.randrange(20)}", is_probe=chosen.random() < 0.2)
-            first = chosen.randrange(100)
-            verifier[use_of] = [chosen.randint(1, 9), at(first), at(first + chosen.randrange(100))]
-        have_seen(log, verifier)
-        all_told += verifier.items()
+            use_of = seen(rng.choice(keys), f"192.0.2.{rng.randrange(20)}", is_probe=rng.random() < 0.2)
+            first = rng.randrange(100)
+            verifier[use_of] = [rng.randint(1, 9), at(first), at(first + rng.randrange(100))]
+        add_reports(log, verifier)
+        expected_uses += verifier.items()
     for number in range(20):
         clock.tick(7)
         use(log, key, source=f"192.0.2.{number}")
-        all_told.append((seen(key, f"192.0.2.{number}"), [1, clock().timestamp(), clock().timestamp()]))
+        expected_uses.append((seen(key, f"192.0.2.{number}"), [1, clock().timestamp(), clock().timestamp()]))
     log.flush()
 
     of_buckets, of_keys = defaultdict(list), defaultdict(list)
-    for (key_id, _, source, _, _, outcome), times in all_told:
+    for (key_id, _, source, _, _, outcome), times in expected_uses:
         of_buckets[key_id, source, outcome, _minute_of(times[2])].append(times)
         if outcome == "allowed":
             of_keys[key_id].append(times)
@@ -319,8 +322,8 @@ def test_usage_in_however_many_portions_adds_up_to_a_plain_sum(
     assert set(found) == {(*bucket, *_sum_of(times)) for bucket, times in of_buckets.items()}
     totals = KeyUse.objects.values_list("key_id", "count", "first_at", "last_at")
     assert set(totals) == {(key_id, *_sum_of(times)) for key_id, times in of_keys.items()}
-    assert len(all_told) > 150
-    assert len(of_buckets) < len(all_told)
+    assert len(expected_uses) > 150
+    assert len(of_buckets) < len(expected_uses)
 
 
 def _minute_of(seconds: float) -> datetime:
@@ -332,16 +335,16 @@ def _sum_of(all_times: list[list[float]]) -> tuple[float, datetime, datetime]:
     return sum(times), datetime.fromtimestamp(min(firsts), UTC), datetime.fromtimestamp(max(lasts), UTC)
 
 
-def test_usage_seen_by_a_probe_alone_is_no_use(key: Key, log: UsageLog) -> None:
-    have_seen(log, {seen(key, is_probe=True): [7, at(0), at(9)]})
+def test_usage_reported_by_a_probe_only_is_no_use(key: Key, log: UsageLog) -> None:
+    add_reports(log, {seen(key, is_probe=True): [7, at(0), at(9)]})
     log.flush()
-    assert counted(key) == 7
+    assert count_of(key) == 7
     assert not KeyUse.objects.exists()
 
 
-def test_usage_seen_across_a_minute_is_of_the_minute_of_its_last(key: Key, log: UsageLog) -> None:
-    """The same bucket gets what the request path notes in that minute; the bucket of the minute before is another."""
-    have_seen(log, {seen(key): [2, at(59.5), at(60)]}, {seen(key): [1, at(59.75), at(59.999999)]})
+def test_usage_reported_across_a_minute_counts_for_its_last_minute(key: Key, log: UsageLog) -> None:
+    """The request path's uses of that minute share its bucket; the previous minute has another."""
+    add_reports(log, {seen(key): [2, at(59.5), at(60)]}, {seen(key): [1, at(59.75), at(59.999999)]})
     log.flush()
     minute = NOON + timedelta(minutes=1)
     assert [(row[0], *row[5:]) for row in buckets()] == [
@@ -352,10 +355,10 @@ def test_usage_seen_across_a_minute_is_of_the_minute_of_its_last(key: Key, log: 
 
 @pytest.mark.parametrize("microseconds", [1, 123_457, 499_999, 999_999])
 def test_usage_times_are_kept_to_the_microsecond(key: Key, log: UsageLog, clock: Clock, microseconds: int) -> None:
-    """A use that was noted at the moment of a watermark must not be found before it."""
+    """A use at the moment of a watermark must not be found before it."""
     clock.at = NOON + timedelta(microseconds=microseconds)
     use(log, key)
-    have_seen(log, {seen(key, source="192.0.2.2"): [1, clock.at.timestamp(), clock.at.timestamp()]})
+    add_reports(log, {seen(key, source="192.0.2.2"): [1, clock.at.timestamp(), clock.at.timestamp()]})
     log.flush()
     assert set(UseBucket.objects.values_list("first_at", "last_at")) == {(clock.at, clock.at)}
 
@@ -363,9 +366,11 @@ def test_usage_times_are_kept_to_the_microsecond(key: Key, log: UsageLog, clock:
 @pytest.mark.parametrize(
     "text", ['"\\ \t\x7f{}[],%s%%', "\u2028 Ladenkasse 🛒 é 収納", "null", "<rows>", "O'Neill; --"]
 )
-def test_usage_keeps_what_a_client_says_to_the_letter(key: Key, log: UsageLog, text: str) -> None:
+def test_usage_keeps_client_fields_exactly(key: Key, log: UsageLog, text: str) -> None:
     use(log, key, user_agent=text)
-    have_seen(log, {seen(key, user_agent=text): [1, at(0), at(0)], seen(key, "192.0.2.2", "", text): [1, at(0), at(0)]})
+    add_reports(
+        log, {seen(key, user_agent=text): [1, at(0), at(0)], seen(key, "192.0.2.2", "", text): [1, at(0), at(0)]}
+    )
     log.flush()
     assert [(row[1:4], row[5]) for row in buckets()] == [
         (("192.0.2.1", text, ""), 2),
@@ -373,15 +378,15 @@ def test_usage_keeps_what_a_client_says_to_the_letter(key: Key, log: UsageLog, t
     ]
 
 
-def test_usage_seen_that_could_not_be_written_is_kept_and_bounded(
+def test_usage_that_could_not_be_written_is_kept_and_bounded(
     key: Key, log: UsageLog, clock: Clock, monkeypatch: pytest.MonkeyPatch, broken_database: pytest.MonkeyPatch
 ) -> None:
-    """What is lost of a flood that cannot be written is who it was, never how many nor when."""
+    """Excess sources lose their identity, never their count or time."""
     monkeypatch.setattr(recorder, "_MAX_BUCKETS", 2)
     use(log, key, source="192.0.2.100")
     with pytest.raises(DatabaseError):
-        log.flush()  # which is told again as it is, for it may have been written
-    have_seen(log, {seen(key, source=f"192.0.2.{number}"): [2, at(number), at(number)] for number in range(5)})
+        log.flush()  # repeated unchanged later, because it may have been written
+    add_reports(log, {seen(key, source=f"192.0.2.{number}"): [2, at(number), at(number)] for number in range(5)})
     for _ in range(2):
         with pytest.raises(DatabaseError):
             log.flush()
@@ -400,73 +405,72 @@ def test_usage_seen_that_could_not_be_written_is_kept_and_bounded(
     assert (total.count, total.first_at, total.last_at) == (13, NOON, NOON + 30 * SECOND)
 
 
-def test_usage_that_one_verifier_could_not_tell_loses_none_of_the_other_s(key: Key, log: UsageLog) -> None:
-    """Nothing is written without all of it, and what one has handed over already is kept."""
-    have_seen(log, {seen(key): [2, at(0), at(1)]})
-    faults = [ValueError("confused")]
+def test_usage_with_one_failing_verifier_keeps_the_other_s_report(key: Key, log: UsageLog) -> None:
+    """Nothing is written until all reports are read, and reports read before the failure are kept."""
+    add_reports(log, {seen(key): [2, at(0), at(1)]})
+    errors = [ValueError("invalid")]
 
     def fail_once() -> list[Any]:
-        if faults:
-            raise faults.pop()
+        if errors:
+            raise errors.pop()
         return []
 
     log.add_source(fail_once)
-    with pytest.raises(ValueError, match="confused"):
+    with pytest.raises(ValueError, match="invalid"):
         log.flush()
-    assert (counted(key), watermark(log)) == (0, NOON)
+    assert (count_of(key), watermark(log)) == (0, NOON)
     log.flush()
-    assert counted(key) == 2
+    assert count_of(key) == 2
 
 
 # ----------------------------------------------------------------------------------------------------- watermarks
 
 
 def test_usage_watermark_is_the_time_of_the_flush(key: Key, log: UsageLog, clock: Clock) -> None:
-    """What was noted before the watermark is in the tables."""
+    """Everything noted before the watermark is in the tables."""
     use(log, key)
     clock.tick(2)
     log.flush()
     assert watermark(log) == NOON + 2 * SECOND
-    assert seen_at(clock()).through == NOON + 2 * SECOND
+    assert observe_at(clock()).through == NOON + 2 * SECOND
 
 
 def test_usage_flush_that_fails_keeps_counts_and_watermark(
     key: Key, log: UsageLog, clock: Clock, broken_database: pytest.MonkeyPatch
 ) -> None:
-    """A database that is away loses no use and is not told as silence: nothing moves until all of it is written."""
+    """A database outage loses no use and does not count as silence."""
     use(log, key, 3)
     clock.tick(1)
     with pytest.raises(DatabaseError):
         log.flush()
     use(log, key, 2)
-    assert (counted(key), watermark(log)) == (0, NOON)
+    assert (count_of(key), watermark(log)) == (0, NOON)
     broken_database.undo()
     clock.tick(1)
     log.flush()
-    assert (counted(key), watermark(log)) == (5, NOON + 2 * SECOND)
+    assert (count_of(key), watermark(log)) == (5, NOON + 2 * SECOND)
     bucket = UseBucket.objects.get()
     assert (bucket.first_at, bucket.last_at) == (NOON, NOON + SECOND)
 
 
 @pytest.mark.django_db(transaction=True)
-def test_usage_flush_is_all_or_nothing() -> None:
-    """Counts and watermark are one transaction: a fault between them leaves neither, and nothing is counted twice."""
+def test_usage_flush_is_atomic() -> None:
+    """Counts and watermark share one transaction."""
     clock = Clock()
     key, log = _reporting_key(clock)
     use(log, key, 3)
     clock.tick(1)
-    with _watermarks_that_cannot_be_written(), pytest.raises(DatabaseError):
+    with failing_watermarks(), pytest.raises(DatabaseError):
         log.flush()
-    assert (counted(key), KeyUse.objects.count(), watermark(log)) == (0, 0, NOON)
+    assert (count_of(key), KeyUse.objects.count(), watermark(log)) == (0, 0, NOON)
     log.flush()
-    assert (counted(key), KeyUse.objects.get().count, watermark(log)) == (3, 3, NOON + SECOND)
+    assert (count_of(key), KeyUse.objects.get().count, watermark(log)) == (3, 3, NOON + SECOND)
 
 
-def test_usage_report_whose_answer_was_lost_is_written_once(
+def test_usage_report_with_a_lost_reply_is_written_once(
     key: Key, log: UsageLog, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: a use is counted once, though the database was lost after it wrote and before it said so. What proves
-    a rotation is told by how many there were."""
+    """The database committed the report before the connection was lost; each use still counts once."""
     real, lost = recorder._write, [OperationalError("the answer was lost")] * 2
 
     def write(report: Any) -> bool:
@@ -476,25 +480,25 @@ def test_usage_report_whose_answer_was_lost_is_written_once(
         return is_known
 
     monkeypatch.setattr(recorder, "_write", write)
-    have_seen(log, {seen(key): [3, at(0), at(0)]})
+    add_reports(log, {seen(key): [3, at(0), at(0)]})
     for _ in range(2):
         use(log, key)
         clock.tick(1)
         with pytest.raises(OperationalError):
             log.flush()
-    assert (counted(key), watermark(log)) == (4, NOON + SECOND), "the second says the first again, and nothing more"
+    assert (count_of(key), watermark(log)) == (4, NOON + SECOND), "the retry must repeat only the first report"
     clock.tick(1)
     log.flush()
-    assert (counted(key), KeyUse.objects.get().count, watermark(log)) == (5, 5, NOON + 3 * SECOND)
+    assert (count_of(key), KeyUse.objects.get().count, watermark(log)) == (5, 5, NOON + 3 * SECOND)
     use(log, key)
     log.flush()
-    assert counted(key) == 6
+    assert count_of(key) == 6
 
 
-def test_usage_shreds_what_was_used_though_its_reporter_was_forgotten(
+def test_usage_shreds_used_secrets_after_its_reporter_was_deleted(
     key: Key, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And cannot be introduced again just now. Where nothing was used, nothing is asked."""
+    """Also while the reporter cannot be registered again. Without uses, nothing is shredded."""
     shredded: list[set[str]] = []
     monkeypatch.setattr(recorder, "shred_used", lambda owners: shredded.append(set(owners)))
     log = UsageLog(now=clock)
@@ -510,17 +514,16 @@ def test_usage_shreds_what_was_used_though_its_reporter_was_forgotten(
     monkeypatch.setattr(UsageLog, "_register", fail)
     with pytest.raises(DatabaseError):
         log.flush()
-    assert (counted(key), shredded) == (1, [{key.key_id, "cat_1"}])
+    assert (count_of(key), shredded) == (1, [{key.key_id, "cat_1"}])
     with pytest.raises(DatabaseError):
         log.flush()
-    assert counted(key) == 1
+    assert count_of(key) == 1
 
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-def test_usage_report_that_is_told_again_waits_for_itself() -> None:
-    """A connection was lost, and what it asked for is still under way at the server: told again by another one, the
-    report finds that it was written, and adds nothing."""
+def test_usage_report_repeated_while_the_first_is_in_progress_waits_for_it() -> None:
+    """After a lost connection the first statement may still run; the repeated one waits and adds nothing."""
     key, log = _reporting_key(Clock())
     use(log, key)
     log.flush()
@@ -531,15 +534,14 @@ def test_usage_report_that_is_told_again_waits_for_itself() -> None:
         wait_until_blocked(under_way)
         again = start(partial(recorder._write, report))
         wait_until_blocked(again, connections=2)
-    assert (under_way.result(PATIENCE_SECONDS), again.result(PATIENCE_SECONDS)) == (True, True)
-    assert (counted(key), KeyUse.objects.get().count) == (2, 2)
+    assert (under_way.result(TIMEOUT_SECONDS), again.result(TIMEOUT_SECONDS)) == (True, True)
+    assert (count_of(key), KeyUse.objects.get().count) == (2, 2)
 
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-def test_usage_is_written_all_buckets_before_all_keys() -> None:
-    """In one statement, of whose parts PostgreSQL promises no order: reporters that take rows in different orders wait
-    for each other in a ring."""
+def test_usage_is_written_buckets_before_keys() -> None:
+    """PostgreSQL guarantees no order within one statement, and reporters with different lock orders could deadlock."""
     key, log = _reporting_key(Clock())
     use(log, key)
     log.flush()
@@ -548,16 +550,16 @@ def test_usage_is_written_all_buckets_before_all_keys() -> None:
         flushed = start(log.flush)
         wait_until_blocked(flushed)
         with transaction.atomic():
-            assert list(KeyUse.objects.select_for_update(nowait=True)), "while it waits for a bucket no key is taken"
-    flushed.result(PATIENCE_SECONDS)
+            assert list(KeyUse.objects.select_for_update(nowait=True)), "no key may be locked while a bucket is awaited"
+    flushed.result(TIMEOUT_SECONDS)
     use(log, key)
     with held_open(lambda: list(KeyUse.objects.select_for_update())):
         flushed = start(log.flush)
         wait_until_blocked(flushed)
         with pytest.raises(DatabaseError), transaction.atomic():
             list(UseBucket.objects.select_for_update(nowait=True))
-    flushed.result(PATIENCE_SECONDS)
-    assert (counted(key), KeyUse.objects.get().count) == (3, 3)
+    flushed.result(TIMEOUT_SECONDS)
+    assert (count_of(key), KeyUse.objects.get().count) == (3, 3)
 
 
 def _reporting_key(clock: Clock) -> tuple[Key, UsageLog]:
@@ -568,8 +570,8 @@ def _reporting_key(clock: Clock) -> tuple[Key, UsageLog]:
 
 
 @contextmanager
-def _watermarks_that_cannot_be_written() -> Iterator[None]:
-    """The database itself refuses them."""
+def failing_watermarks() -> Iterator[None]:
+    """Make the database refuse every watermark."""
     begin = """
         CREATE TRIGGER broken BEFORE UPDATE ON keyvault_usagereporter BEGIN SELECT RAISE(ABORT, 'broken'); END
     """
@@ -587,36 +589,36 @@ def _watermarks_that_cannot_be_written() -> Iterator[None]:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_usage_watermark_never_vouches_for_a_flush_that_still_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two flushes of one process meet and the first fails: no watermark passes what that one had in hand."""
+def test_usage_watermark_never_passes_a_flush_that_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two concurrent flushes the first fails: no watermark covers the first one's uses."""
     make_merchant("acme")
     key, clock = issue(account())[0], Clock()
     log = UsageLog(now=clock)
     UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON)
     use(log, key)
     clock.tick(1)
-    in_the_middle, may_fail = threading.Event(), threading.Event()
+    writing, may_fail = threading.Event(), threading.Event()
     real = recorder._write
 
     def fail_late(*_: object) -> None:
         monkeypatch.setattr(recorder, "_write", real)
-        in_the_middle.set()
-        assert may_fail.wait(PATIENCE_SECONDS)
+        writing.set()
+        assert may_fail.wait(TIMEOUT_SECONDS)
         raise DatabaseError("gone")
 
     monkeypatch.setattr(recorder, "_write", fail_late)
     first = start(log.flush)
-    assert in_the_middle.wait(PATIENCE_SECONDS)
+    assert writing.wait(TIMEOUT_SECONDS)
     clock.tick(1)
     second = start(log.flush)
-    # Were the second free to go, it would be done in a moment; it is not, and this is all the time it gets.
+    # An unblocked second flush would finish within this time.
     if not _is_done_within(second, 0.5):
         may_fail.set()
     with pytest.raises(DatabaseError):
-        _let_fail(first, may_fail)
-    second.result(PATIENCE_SECONDS)
+        fail_and_wait(first, may_fail)
+    second.result(TIMEOUT_SECONDS)
     assert watermark(log) > NOON + SECOND
-    assert counted(key) == 1
+    assert count_of(key) == 1
 
 
 def _is_done_within(future: Any, seconds: float) -> bool:
@@ -627,14 +629,14 @@ def _is_done_within(future: Any, seconds: float) -> bool:
     return True
 
 
-def _let_fail(future: Any, may_fail: threading.Event) -> None:
+def fail_and_wait(future: Any, may_fail: threading.Event) -> None:
     may_fail.set()
-    future.result(PATIENCE_SECONDS)
+    future.result(TIMEOUT_SECONDS)
 
 
 @pytest.mark.django_db(transaction=True)
-def test_usage_of_concurrent_reporters_adds_up_exactly(two_at_once: None) -> None:
-    """Any number of processes that count the same keys at once lose nothing and wait for none in a ring."""
+def test_usage_of_concurrent_reporters_sums_exactly(small_portions: None) -> None:
+    """Processes that count the same keys concurrently lose nothing and do not deadlock."""
     make_merchant("acme")
     keys = [issue(account())[0] for _ in range(3)]
     sources = [f"192.0.2.{number}" for number in range(6)]
@@ -644,7 +646,7 @@ def test_usage_of_concurrent_reporters_adds_up_exactly(two_at_once: None) -> Non
         places = [
             (key, source) for key in keys[:: 1 if order % 2 else -1] for source in sources[:: 1 if order % 3 else -1]
         ]
-        log.add_source(lambda: told({seen(key, source): [2, at(0), at(1)] for key, source in reversed(places)}))
+        log.add_source(lambda: as_rows({seen(key, source): [2, at(0), at(1)] for key, source in reversed(places)}))
         for _ in range(5):
             for key, source in places:
                 use(log, key, source=source)
@@ -654,27 +656,27 @@ def test_usage_of_concurrent_reporters_adds_up_exactly(two_at_once: None) -> Non
     assert outcomes == [None] * 6
     for key in keys:
         assert KeyUse.objects.get(key=key).count == 3 * 6 * 5 * len(sources)
-        assert counted(key) == 3 * 6 * 5 * len(sources)
+        assert count_of(key) == 3 * 6 * 5 * len(sources)
     assert UseBucket.objects.count() == len(keys) * len(sources)
 
 
 @pytest.mark.django_db(transaction=True)
-def test_usage_noted_while_it_is_flushed_is_not_lost() -> None:
-    """The request path and the reporting thread share the counts: each use is written exactly once."""
+def test_usage_noted_during_a_flush_is_not_lost() -> None:
+    """Each use is written exactly once."""
     make_merchant("acme")
     key, log = issue(account())[0], UsageLog()
     done = threading.Event()
 
-    def flush_on() -> None:
+    def flush_repeatedly() -> None:
         while not done.is_set():
             log.flush()
 
-    flusher = start(flush_on)
+    flusher = start(flush_repeatedly)
     try:
         race(*[lambda: use(log, key, 200)] * 4)
     finally:
         done.set()
-    flusher.result(PATIENCE_SECONDS)
+    flusher.result(TIMEOUT_SECONDS)
     log.flush()
     assert KeyUse.objects.get(key=key).count == 800
 
@@ -682,87 +684,86 @@ def test_usage_noted_while_it_is_flushed_is_not_lost() -> None:
 # ------------------------------------------------------------------------------------------------------ reporters
 
 
-def test_usage_silence_goes_as_far_as_the_slowest_live_reporter(clock: Clock) -> None:
-    """Silence is observed, not assumed: one reporter that is behind holds the observation back for all."""
+def test_usage_silence_ends_at_the_slowest_live_reporter(clock: Clock) -> None:
+    """Silence is observed: a reporter that lags holds the observation back for all."""
     fast, slow = UsageLog(now=clock), UsageLog(now=clock)
     for log in (fast, slow):
         UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON)
     clock.tick(3)
     fast.flush()
-    assert seen_at(clock()).through == NOON
+    assert observe_at(clock()).through == NOON
     slow.flush()
-    assert seen_at(clock()).through == NOON + 3 * SECOND
+    assert observe_at(clock()).through == NOON + 3 * SECOND
 
 
-def test_usage_without_any_reporter_is_no_silence() -> None:
-    """Nobody who looks means nothing that was seen."""
-    seen = seen_at(NOON)
+def test_usage_without_reporters_is_no_silence() -> None:
+    seen = observe_at(NOON)
     assert (seen.through, seen.lost_at) == (None, None)
 
 
-def test_usage_reporter_that_died_is_lost_and_holds_up_no_longer(log: UsageLog, clock: Clock) -> None:
-    """A reporter that goes without a farewell may have taken uses with it: the moment that it is missed is kept."""
+def test_usage_reporter_without_deregistration_is_lost_and_delays_no_longer(log: UsageLog, clock: Clock) -> None:
+    """It may have lost uses, so the time at which it was missed is recorded."""
     other = UsageLog(now=clock)
     UsageReporter.objects.create(reporter_id=other.reporter_id, started_at=NOON, flushed_through_at=NOON)
     clock.tick(LOST_AFTER.total_seconds())
     other.flush()
-    assert seen_at(clock()).lost_at is None, "late, but not yet lost"
+    assert observe_at(clock()).lost_at is None, "the reporter is late, but not lost yet"
     at = clock.tick(0.001)
-    seen = seen_at(at)
+    seen = observe_at(at)
     assert seen.lost_at == at
     assert seen.through == watermark(other)
     clock.tick(1)
     other.flush()
-    assert seen_at(clock()).lost_at == at, "being missed once is noted once"
+    assert observe_at(clock()).lost_at == at, "the loss must be recorded once"
 
 
-def test_usage_reporter_that_comes_back_was_not_lost(key: Key, log: UsageLog, clock: Clock) -> None:
-    """A reporter that was only slow has its counts still, and says so by writing them."""
+def test_usage_reporter_that_returns_is_not_lost(key: Key, log: UsageLog, clock: Clock) -> None:
+    """A slow reporter still has its counts and writes them."""
     use(log, key)
     clock.tick(LOST_AFTER.total_seconds() + 1)
-    assert seen_at(clock()).lost_at is not None
+    assert observe_at(clock()).lost_at is not None
     log.flush()
-    assert seen_at(clock()).lost_at is None
-    assert counted(key) == 1
+    assert observe_at(clock()).lost_at is None
+    assert count_of(key) == 1
 
 
 @pytest.mark.parametrize("skew", [-1, 1])
-def test_usage_reporter_whose_clock_is_off_vouches_for_nothing(log: UsageLog, clock: Clock, skew: int) -> None:
-    """Whatever it says is not of now: it is as good as lost, and silence waits until its clock is right."""
+def test_usage_reporter_with_a_wrong_clock_counts_as_lost(log: UsageLog, clock: Clock, skew: int) -> None:
+    """Silence waits until its clock is right."""
     engine_at = NOON - skew * (LOST_AFTER + SECOND)
     for _ in range(2):
         log.flush()
-        seen = seen_at(engine_at)
+        seen = observe_at(engine_at)
         assert (seen.through, seen.lost_at) == (None, engine_at)
     clock.at = engine_at
     log.flush()
-    assert seen_at(engine_at) == Observation(engine_at, None)
+    assert observe_at(engine_at) == Observation(engine_at, None)
 
 
-def test_usage_reporter_whose_clock_is_a_little_ahead_does_not_vouch_for_the_future(log: UsageLog) -> None:
-    """What it says of the time to come nobody can know: no silence ends before the engine's own now."""
+def test_usage_reporter_slightly_ahead_does_not_cover_the_future(log: UsageLog) -> None:
+    """Silence never extends beyond the engine's own time."""
     engine_at = NOON - LOST_AFTER
-    assert seen_at(engine_at) == Observation(engine_at, None)
+    assert observe_at(engine_at) == Observation(engine_at, None)
 
 
 def test_usage_reporter_ahead_that_died_is_found_lost(log: UsageLog, clock: Clock) -> None:
-    """Its last word is of the future, and still does not cover its death for longer than the clocks differ."""
+    """Its last watermark lies in the future, but covers its death only for as long as the clocks differ."""
     died_at = NOON - timedelta(seconds=5)
-    assert seen_at(died_at).lost_at is None
+    assert observe_at(died_at).lost_at is None
     found_at = NOON + LOST_AFTER + SECOND
-    assert seen_at(found_at) == Observation(None, found_at)
+    assert observe_at(found_at) == Observation(None, found_at)
 
 
-def test_usage_reporter_that_said_farewell_is_never_lost(log: UsageLog, clock: Clock) -> None:
+def test_usage_reporter_that_deregistered_is_never_lost(log: UsageLog, clock: Clock) -> None:
     log.flush(is_final=True)
     clock.tick(3600)
-    seen = seen_at(clock())
+    seen = observe_at(clock())
     assert (seen.through, seen.lost_at) == (None, None)
 
 
 @pytest.mark.django_db(transaction=True)
-def test_usage_thread_reports_by_itself_and_stops_with_a_farewell() -> None:
-    """Started twice it is one reporter; stopped, it leaves nothing behind unwritten."""
+def test_usage_thread_reports_and_deregisters_when_stopped() -> None:
+    """Started twice it is one reporter; when stopped it has written everything."""
     make_merchant("acme")
     key, log = issue(account())[0], UsageLog()
     log.start()
@@ -771,20 +772,19 @@ def test_usage_thread_reports_by_itself_and_stops_with_a_farewell() -> None:
         assert UsageReporter.objects.count() == 1
         use(log, key)
         started, pause, waited = watermark(log), threading.Event(), 0.0
-        while watermark(log) == started and waited < PATIENCE_SECONDS:
+        while watermark(log) == started and waited < TIMEOUT_SECONDS:
             pause.wait(0.05)
             waited += 0.05
-        assert counted(key) == 1
+        assert count_of(key) == 1
         use(log, key)
     finally:
         log.stop()
-    assert counted(key) == 2
+    assert count_of(key) == 2
     assert UsageReporter.objects.get().stopped_at is not None
 
 
 @pytest.mark.django_db(transaction=True)
-def test_usage_thread_survives_a_database_that_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed flush is tried again; the thread does not end with it."""
+def test_usage_thread_survives_a_failed_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     make_merchant("acme")
     key, log = issue(account())[0], UsageLog()
     failed, real = threading.Event(), recorder._write
@@ -798,32 +798,32 @@ def test_usage_thread_survives_a_database_that_was_away(monkeypatch: pytest.Monk
     log.start()
     try:
         use(log, key, 3)
-        assert failed.wait(PATIENCE_SECONDS)
+        assert failed.wait(TIMEOUT_SECONDS)
     finally:
         log.stop()
-    assert counted(key) == 3
+    assert count_of(key) == 3
 
 
 @pytest.mark.django_db(transaction=True)
-def test_usage_says_in_a_line_that_the_database_is_away(
+def test_usage_flush_without_the_database_logs_one_line(
     log: UsageLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each second of it; what is our own fault comes with its traceback."""
-    faults: list[Exception] = [OperationalError("away"), ValueError("confused")]
+    """An unexpected error is logged with its traceback."""
+    errors: list[Exception] = [OperationalError("away"), ValueError("unexpected")]
 
     def fail(*_: object) -> bool:
-        raise faults.pop(0)
+        raise errors.pop(0)
 
     monkeypatch.setattr(recorder, "_write", fail)
     log._try_flush()
     log._try_flush()
-    away, confused = caplog.records
-    assert (away.levelname, away.exc_info, str(away.__dict__["why"])) == ("WARNING", None, "away")
-    assert (confused.levelname, bool(confused.exc_info)) == ("ERROR", True)
+    unavailable, unexpected = caplog.records
+    assert (unavailable.levelname, unavailable.exc_info, str(unavailable.__dict__["why"])) == ("WARNING", None, "away")
+    assert (unexpected.levelname, bool(unexpected.exc_info)) == ("ERROR", True)
 
 
-def test_usage_of_a_forked_process_is_reported_by_itself() -> None:
-    """Two processes never share a reporter: the farewell of one would vouch for what the other has in hand."""
+def test_usage_of_a_forked_process_has_its_own_reporter() -> None:
+    """With a shared reporter, one process's deregistration would cover the other's unwritten uses."""
     parent = recorder.usage_log.reporter_id
     reading, writing = os.pipe()
     pid = os.fork()
@@ -832,25 +832,27 @@ def test_usage_of_a_forked_process_is_reported_by_itself() -> None:
         os._exit(0)
     os.close(writing)
     assert os.waitpid(pid, 0)[1] == 0
-    with os.fdopen(reading) as told:
-        child = told.read()
+    with os.fdopen(reading) as pipe:
+        child = pipe.read()
     assert child
     assert child != parent
     assert recorder.usage_log.reporter_id == parent
 
 
-def test_usage_that_was_pending_at_a_fork_is_written_once(key: Key, log: UsageLog) -> None:
+def test_usage_pending_at_a_fork_is_written_by_the_parent(key: Key, log: UsageLog) -> None:
     use(log, key)
     log.forget()
     log.flush()
-    assert counted(key) == 0, "it is the parent's to write"
+    assert count_of(key) == 0, "the child must not write the parent's counts"
 
 
-# ----------------------------------------------------------------------------------------------------- forgetting
+# ----------------------------------------------------------------------------------------------------- retention
 
 
-def test_usage_of_more_than_a_year_ago_is_forgotten_but_for_its_total(key: Key, log: UsageLog, clock: Clock) -> None:
-    """Minutes go after 400 days; how much a key was used and since when is kept, and every suspected exposure."""
+def test_usage_older_than_its_retention_is_deleted_except_totals_and_exposures(
+    key: Key, log: UsageLog, clock: Clock
+) -> None:
+    """Minutes are deleted after 400 days; a key's total, its first use and every suspected exposure are kept."""
     for outcome in UseOutcome:
         use(log, key, outcome=outcome)
     clock.tick(3600)
@@ -859,16 +861,13 @@ def test_usage_of_more_than_a_year_ago_is_forgotten_but_for_its_total(key: Key, 
     recorder.forget_old(NOON + KEPT_FOR)
     assert UseBucket.objects.count() == len(UseOutcome) + 1
     recorder.forget_old(NOON + KEPT_FOR + SECOND)
-    left = UseBucket.objects.order_by("outcome").values_list("outcome", flat=True)
-    assert list(left) == ["allowed", "exposed_in_browser", "exposed_in_url"]
+    pending = UseBucket.objects.order_by("outcome").values_list("outcome", flat=True)
+    assert list(pending) == ["allowed", "exposed_in_browser", "exposed_in_url"]
     total = KeyUse.objects.get()
     assert (total.count, total.first_at) == (2, NOON)
 
 
-def test_usage_that_is_old_is_forgotten_some_thousands_at_a_time(
-    key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sweep that finds years of it holds nobody up."""
+def test_usage_that_is_old_is_deleted_in_batches(key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_MAX_DELETED", 2)
     for number in range(3):
         use(log, key, source=f"192.0.2.{number}")
@@ -880,8 +879,8 @@ def test_usage_that_is_old_is_forgotten_some_thousands_at_a_time(
     assert UseBucket.objects.count() == 0
 
 
-def test_usage_reporters_long_gone_are_forgotten_but_not_when_one_was_last_lost() -> None:
-    """The restart of a silence must not be undone by tidying up."""
+def test_usage_reporters_that_stopped_are_deleted_except_the_last_lost() -> None:
+    """Deleting the last lost reporter would undo the restart of a silence."""
 
     def reporter(name: str, **end: datetime) -> None:
         UsageReporter.objects.create(reporter_id=name, started_at=NOON, flushed_through_at=NOON, **end)
@@ -900,8 +899,8 @@ def test_usage_reporters_long_gone_are_forgotten_but_not_when_one_was_last_lost(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_usage_reporter_that_was_forgotten_while_it_slept_reports_again() -> None:
-    """A host that wakes up after weeks is a verifier like before: silence waits for it again."""
+def test_usage_reporter_deleted_while_its_host_slept_registers_again() -> None:
+    """Silence waits for it again."""
     log = UsageLog()
     log.start()
     try:

@@ -1,4 +1,4 @@
-"""Who uses a key: what people are shown, and what the engine's tripwire goes by."""
+"""Reports of who uses a key, for operators and for the tripwire of a rotation."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -62,15 +62,15 @@ def use(
 
 @given(st.ip_addresses(v=4), st.integers(0, 255))
 def test_network_of_an_ipv4_address_is_its_24_bits(address: IPv4Address, last: int) -> None:
-    neighbour = IPv4Address(int(address) & ~0xFF | last)
-    assert network_of(str(address)) == network_of(str(neighbour))
+    other = IPv4Address(int(address) & ~0xFF | last)
+    assert network_of(str(address)) == network_of(str(other))
     assert network_of(str(address)).endswith(".0/24")
 
 
 @given(st.ip_addresses(v=6, network="2000::/3"), st.integers(0, 2**80 - 1))
 def test_network_of_an_ipv6_address_is_its_48_bits(address: IPv6Address, rest: int) -> None:
-    neighbour = IPv6Address(int(address) >> 80 << 80 | rest)
-    assert network_of(str(address)) == network_of(str(neighbour))
+    other = IPv6Address(int(address) >> 80 << 80 | rest)
+    assert network_of(str(address)) == network_of(str(other))
     assert network_of(str(address)).endswith("/48")
 
 
@@ -87,14 +87,14 @@ def test_network_of_an_ipv6_address_is_its_48_bits(address: IPv6Address, rest: i
     ],
 )
 def test_network_of_a_source(source: str, network: str) -> None:
-    """A calling token, or what nobody knows, is a network of its own."""
+    """A calling token or an unknown source is a separate network."""
     assert network_of(source) == network
 
 
 # ---------------------------------------------------------------------------------------------------------- users
 
 
-def test_users_are_told_apart_by_where_they_come_from_and_what_they_do(key: Key) -> None:
+def test_users_are_distinguished_by_client_and_endpoint(key: Key) -> None:
     use(key, times=2)
     use(key, at=NOON + HOUR)
     use(key, user_agent="shop/2", at=NOON + 2 * HOUR)
@@ -102,14 +102,18 @@ def test_users_are_told_apart_by_where_they_come_from_and_what_they_do(key: Key)
     use(key, origin="https://shop.example", at=NOON + 4 * HOUR)
     use(key, "192.0.2.9", at=NOON + 5 * HOUR)
     users = find_users(key.key_id)
-    assert [user.last_at for user in users] == [NOON + hours * HOUR for hours in (5, 4, 3, 2, 1)], "the latest first"
+    assert [user.last_at for user in users] == [NOON + hours * HOUR for hours in (5, 4, 3, 2, 1)], (
+        "expected the latest first"
+    )
     oldest = users[-1]
-    assert (oldest.count, oldest.first_at, oldest.last_at) == (3, NOON, NOON + HOUR), "over all its minutes"
+    assert (oldest.count, oldest.first_at, oldest.last_at) == (3, NOON, NOON + HOUR), (
+        "expected the sum over all minutes"
+    )
     assert (oldest.network, oldest.is_probe) == ("192.0.2.0/24", False)
 
 
-def test_users_shows_probes_marked_and_exposures_not_at_all(key: Key) -> None:
-    """Our own test calls are no secret, but nobody shall take them for the merchant's."""
+def test_users_include_marked_probes_and_omit_exposures(key: Key) -> None:
+    """Probes are shown, but must not be mistaken for the merchant's requests."""
     for outcome in UseOutcome:
         use(key, outcome=outcome)
     users = find_users(key.key_id)
@@ -118,23 +122,23 @@ def test_users_shows_probes_marked_and_exposures_not_at_all(key: Key) -> None:
     assert {user.outcome for user in find_users(key.key_id, outcomes=SIGNS_OF_LIFE)} == {ALLOWED, DENIED}
 
 
-def test_users_are_no_more_than_asked_for_and_the_latest(key: Key) -> None:
+def test_users_are_limited_to_the_latest(key: Key) -> None:
     for number in range(4):
         use(key, f"192.0.2.{number}", at=NOON + number * HOUR)
     assert [user.source for user in find_users(key.key_id, limit=2)] == ["192.0.2.3", "192.0.2.2"]
 
 
-def test_users_of_another_key_are_not_told(key: Key) -> None:
+def test_users_of_another_key_are_omitted(key: Key) -> None:
     use(issue(account())[0])
     assert find_users(key.key_id) == []
     assert list(list_networks(key.key_id)) == []
     assert list_versions(key.key_id) == []
 
 
-def test_users_are_answered_with_all_that_is_known(key: Key) -> None:
+def test_users_are_listed_with_every_field(key: Key) -> None:
     use(key, outcome=PROBED)
-    (told,) = list_users(key.key_id)
-    assert told == {
+    (listed,) = list_users(key.key_id)
+    assert listed == {
         "source": "192.0.2.1",
         "network": "192.0.2.0/24",
         "user_agent": "shop/1",
@@ -148,7 +152,7 @@ def test_users_are_answered_with_all_that_is_known(key: Key) -> None:
     }
 
 
-def test_networks_gather_the_sources_that_really_use_the_key(key: Key) -> None:
+def test_networks_group_the_sources_that_use_the_key(key: Key) -> None:
     use(key, "192.0.2.1", times=2)
     use(key, "192.0.2.200", at=NOON + HOUR, outcome=DENIED)
     use(key, "2001:db8::1", at=NOON - HOUR)
@@ -161,7 +165,7 @@ def test_networks_gather_the_sources_that_really_use_the_key(key: Key) -> None:
     assert list_networks(key.key_id, limit=1) == [first]
 
 
-def test_versions_are_by_origin_and_user_agent(key: Key) -> None:
+def test_versions_are_grouped_by_origin_and_user_agent(key: Key) -> None:
     shop = "https://shop.example"
     use(key, "192.0.2.1", origin=shop, user_agent="browser")
     use(key, "192.0.2.2", origin=shop, user_agent="browser", at=NOON + HOUR)
@@ -174,22 +178,26 @@ def test_versions_are_by_origin_and_user_agent(key: Key) -> None:
     ]
 
 
-def test_describe_use_tells_each_way_in_which_a_key_was_presented(key: Key) -> None:
+def test_describe_use_names_each_kind_of_request(key: Key) -> None:
     never = describe_use(key)
     assert (never.count, never.first_at, never.last_at, never.denied_at) == (0, None, None, None)
     use(key, times=2)
     for hours, outcome in enumerate((DENIED, REFUSED, PROBED), start=1):
         use(key, outcome=outcome, at=NOON + hours * HOUR)
-    told = describe_use(key)
-    assert (told.count, told.first_at, told.last_at) == (2, NOON, NOON)
-    assert (told.denied_at, told.tried_at, told.probed_at) == (NOON + HOUR, NOON + 2 * HOUR, NOON + 3 * HOUR)
+    described = describe_use(key)
+    assert (described.count, described.first_at, described.last_at) == (2, NOON, NOON)
+    assert (described.denied_at, described.tried_at, described.probed_at) == (
+        NOON + HOUR,
+        NOON + 2 * HOUR,
+        NOON + 3 * HOUR,
+    )
 
 
 # ------------------------------------------------------------------------------------------------- signs of life
 
 
-def test_last_sign_of_life_is_the_latest_of_allowed_and_denied(key: Key) -> None:
-    """Who is refused for another reason holds the key still; what only we have tried is no life."""
+def test_last_sign_of_life_is_the_latest_allowed_or_denied_request(key: Key) -> None:
+    """A holder refused for another reason still has the key; a probe is no sign of life."""
     assert find_last(key.key_id) is None
     use(key, at=NOON)
     for outcome in (REFUSED, PROBED, UseOutcome.EXPOSED_IN_URL, UseOutcome.EXPOSED_IN_BROWSER):
@@ -197,15 +205,15 @@ def test_last_sign_of_life_is_the_latest_of_allowed_and_denied(key: Key) -> None
     assert find_last(key.key_id) == NOON
     use(key, outcome=DENIED, at=NOON + timedelta(seconds=7))
     use(key, "192.0.2.2", outcome=DENIED, at=NOON + timedelta(seconds=5))
-    assert find_last(key.key_id) == NOON + timedelta(seconds=7), "of the latest minute its latest moment"
+    assert find_last(key.key_id) == NOON + timedelta(seconds=7), "expected the latest time of the latest minute"
     assert find_last(key.key_id, [ALLOWED]) == NOON
 
 
 # -------------------------------------------------------------------------------------------------------- attempts
 
 
-def test_attempts_are_tries_of_a_suspended_key_since_then(key: Key) -> None:
-    """What came before the quarantine trips nothing, in the very same minute neither; a probe never does."""
+def test_attempts_are_uses_of_a_suspended_key_since_a_time(key: Key) -> None:
+    """Earlier uses do not trip, not even in the same minute; a probe never does."""
     since = NOON + timedelta(seconds=30)
     use(key, "192.0.2.1", outcome=REFUSED, at=NOON + timedelta(seconds=29))
     use(key, "192.0.2.2", outcome=REFUSED, at=since, times=2)
@@ -220,8 +228,8 @@ def test_attempts_are_tries_of_a_suspended_key_since_then(key: Key) -> None:
 
 
 @pytest.mark.parametrize(("outcome", "is_known"), [(outcome, outcome in SIGNS_OF_LIFE) for outcome in UseOutcome])
-def test_source_is_known_when_it_really_used_the_key_before(key: Key, outcome: UseOutcome, is_known: bool) -> None:
-    """Neither a probe of ours nor a stranger's earlier try makes a source one that may reinstate a key."""
+def test_source_is_known_after_an_earlier_use(key: Key, outcome: UseOutcome, is_known: bool) -> None:
+    """Neither a probe nor an unknown source's earlier attempt makes a source one that may reinstate a key."""
     use(key, "192.0.2.1", outcome=outcome, at=NOON)
     for source in ("192.0.2.1", "192.0.2.2"):
         use(key, source, outcome=REFUSED, at=NOON + HOUR)
@@ -230,10 +238,10 @@ def test_source_is_known_when_it_really_used_the_key_before(key: Key, outcome: U
     use(key, "192.0.2.3", outcome=outcome, at=NOON + 2 * HOUR)
     use(key, "192.0.2.3", outcome=REFUSED, at=NOON + 2 * HOUR)
     later = {each.source: each.is_known for each in list_attempts(key.key_id, NOON + 2 * HOUR)}
-    assert later == {"192.0.2.3": False}, "and not at the very moment"
+    assert later == {"192.0.2.3": False}, "a use at the same moment must not count"
 
 
-def test_attempts_tell_known_sources_from_strangers(key: Key) -> None:
+def test_attempts_distinguish_known_from_unknown_sources(key: Key) -> None:
     since = NOON + HOUR
     assert find_attempts(key.key_id, since) == UseAttempts()
     use(key, "192.0.2.1", at=NOON)
@@ -241,23 +249,23 @@ def test_attempts_tell_known_sources_from_strangers(key: Key) -> None:
     use(key, "198.51.100.1", outcome=REFUSED, at=since + HOUR)
     use(key, "198.51.100.2", at=since, outcome=PROBED)
     assert find_attempts(key.key_id, since) == UseAttempts(last_at=since + HOUR, last_known_at=since)
-    told = [(each.source, each.is_known) for each in list_attempts(key.key_id, since)]
-    assert told == [("198.51.100.1", False), ("192.0.2.1", True)]
+    listed = [(each.source, each.is_known) for each in list_attempts(key.key_id, since)]
+    assert listed == [("198.51.100.1", False), ("192.0.2.1", True)]
 
 
-def test_attempts_by_strangers_alone_reinstate_nothing(key: Key) -> None:
-    """Whoever found the key somewhere can raise an alarm with it, and never bring it back to life."""
+def test_attempts_by_unknown_sources_reinstate_nothing(key: Key) -> None:
+    """A finder of the key can raise an alarm with it, but never reactivate it."""
     use(key, "192.0.2.1", at=NOON)
     use(key, "198.51.100.1", outcome=REFUSED, at=NOON + HOUR)
     found = find_attempts(key.key_id, NOON + HOUR)
     assert (found.last_at, found.last_known_at) == (NOON + HOUR, None)
 
 
-def test_attempts_of_any_number_of_sources_are_one_question(
+def test_attempts_of_many_sources_take_a_fixed_number_of_queries(
     key: Key, django_assert_num_queries: Callable[[int], AbstractContextManager[None]]
 ) -> None:
-    """A retired public key is tried by every shopper: nothing here grows with them."""
-    for number in range(120):
+    """Every shopper tries a retired public key."""
+    for number in range(60):
         use(key, f"192.0.2.{number}", outcome=REFUSED, at=NOON + HOUR)
     with django_assert_num_queries(2):
         find_attempts(key.key_id, NOON)

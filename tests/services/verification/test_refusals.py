@@ -1,4 +1,4 @@
-"""What was refused: kept by request id for whoever is asked why, never at the cost of a request."""
+"""Records of denied requests: kept by request id, at no cost to a request."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,18 +37,18 @@ def denied(
     return Judgement(denial, holder, trace=[Check(ErrorCode.CREDENTIAL_INVALID, True), Check(denial.code, False)])
 
 
-def note(log: RefusalLog, judgement: Judgement, request_id: str = "R1", **more: Any) -> None:
-    told: dict[str, Any] = {
+def note(log: RefusalLog, judgement: Judgement, request_id: str = "R1", **options: Any) -> None:
+    fields: dict[str, Any] = {
         "door": "verify",
         "environment": SANDBOX,
         "endpoint": "orders.retrieve",
         "source": "192.0.2.7",
     }
-    log.note(judgement, request_id=request_id, **{"at": now(), **told, **more})
+    log.note(judgement, request_id=request_id, **{"at": now(), **fields, **options})
 
 
 class Clock:
-    """Stands still until the test lets a period pass."""
+    """A clock that advances by whole periods."""
 
     def __init__(self) -> None:
         self._now = 1_000.0
@@ -74,45 +74,45 @@ def holder(key_id: str) -> KeyHolder:
     return replace(HOLDER, key_id=key_id.ljust(16, "x"))
 
 
-def kept() -> set[str]:
+def stored_ids() -> set[str]:
     return set(Refusal.objects.values_list("request_id", flat=True))
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[LogRecord]:
+def logged_denials(caplog: pytest.LogCaptureFixture) -> list[LogRecord]:
     return [record for record in caplog.records if record.message == "denied"]
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[Any]:
-    """The request ids of those lines."""
-    return [getattr(line, "request_id", None) for line in lines(caplog)]
+def logged_ids(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    """Return the request ids of the logged denials."""
+    return [getattr(line, "request_id", None) for line in logged_denials(caplog)]
 
 
 def dropped(caplog: pytest.LogCaptureFixture) -> list[Any]:
-    """How many each warning says were not kept."""
+    """Return the number of dropped refusals in each warning."""
     return [record.dropped for record in caplog.records if hasattr(record, "dropped")]
 
 
 class Outage:
-    """Of the database, for the writes of these numbers. Whatever is written, in its order."""
+    """Fail the database writes with these numbers, and record all of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
         self.written: list[list[str]] = []
-        self.meanwhile: Callable[[], None] = lambda: None
+        self.during_failure: Callable[[], None] = lambda: None
         self._failing = failing
         self._write = Refusal.objects.bulk_create
         monkeypatch.setattr(Refusal.objects, "bulk_create", self._write_or_fail)
 
-    def _write_or_fail(self, rows: list[Refusal], **how: Any) -> object:
+    def _write_or_fail(self, rows: list[Refusal], **options: Any) -> object:
         self.written.append([row.request_id for row in rows])
         if len(self.written) - 1 in self._failing:
-            self.meanwhile()
+            self.during_failure()
             raise OperationalError("gone")
-        return self._write(rows, **how)
+        return self._write(rows, **options)
 
 
-def test_refusal_noted_is_found_by_its_request_id(log: RefusalLog) -> None:
+def test_refusal_is_found_by_its_request_id(log: RefusalLog) -> None:
     note(log, denied(HOLDER, internal="the key is deactivated"))
-    assert find_refusal("R1") is None, "nothing is written on the request path"
+    assert find_refusal("R1") is None, "the request path must not write"
     log.flush()
     found = find_refusal("R1")
     assert found is not None
@@ -122,28 +122,28 @@ def test_refusal_noted_is_found_by_its_request_id(log: RefusalLog) -> None:
     assert found.internal == "the key is deactivated"
 
 
-def test_refusal_of_a_grant_is_none(log: RefusalLog, scene: Scene) -> None:
-    """What was allowed leaves nothing here."""
+def test_refusal_of_an_allowed_request_is_not_recorded(log: RefusalLog, scene: Scene) -> None:
     _, text = issue(scene.sandbox)
-    presented = VerificationRequest(key=text.reveal(), environment=SANDBOX, endpoint=find_endpoint("orders.retrieve"))
-    note(log, judge_presented(presented, now()))
+    verification = VerificationRequest(
+        key=text.reveal(), environment=SANDBOX, endpoint=find_endpoint("orders.retrieve")
+    )
+    note(log, judge_presented(verification, now()))
     log.flush()
     assert not Refusal.objects.exists()
 
 
-def test_refusal_before_proof_names_no_key(log: RefusalLog, scene: Scene) -> None:
-    """Whoever merely names a key id leaves no trace on the key."""
+def test_refusal_without_proof_names_no_key(log: RefusalLog, scene: Scene) -> None:
+    """A caller who only knows a key id leaves no trace on the key."""
     issue(scene.sandbox)
-    presented = VerificationRequest(key=mint(), environment=SANDBOX, endpoint=find_endpoint("orders.retrieve"))
-    note(log, judge_presented(presented, now()))
+    verification = VerificationRequest(key=mint(), environment=SANDBOX, endpoint=find_endpoint("orders.retrieve"))
+    note(log, judge_presented(verification, now()))
     log.flush()
     found = Refusal.objects.get()
     assert (found.code, found.key_id, found.merchant_id) == ("credential_invalid", "", "")
     assert found.trace == [["credential_invalid", False]]
 
 
-def test_refusal_texts_are_kept_without_secrets_and_cut(log: RefusalLog) -> None:
-    """No key string reaches the table, wherever a client may have put it."""
+def test_refusal_texts_are_redacted_and_truncated(log: RefusalLog) -> None:
     secret = mint()
     note(log, denied(detail=f"{secret} " + "d" * 900, internal=secret), source=secret, endpoint=secret)
     log.flush()
@@ -152,48 +152,48 @@ def test_refusal_texts_are_kept_without_secrets_and_cut(log: RefusalLog) -> None
     assert secret[-20:] not in f"{found.detail} {found.internal} {found.source} {found.endpoint}"
 
 
-def test_refusal_noted_twice_is_kept_once(log: RefusalLog) -> None:
+def test_refusal_recorded_twice_is_stored_once(log: RefusalLog) -> None:
     for _ in range(2):
         note(log, denied(HOLDER))
         log.flush()
     assert Refusal.objects.count() == 1
 
 
-def test_refusal_log_without_room_drops_and_says_so_once(log: RefusalLog, caplog: pytest.LogCaptureFixture) -> None:
-    """Memory is bounded whatever comes in, and so is what a flood without any proof has written."""
+def test_refusal_log_when_full_drops_and_warns_once(log: RefusalLog, caplog: pytest.LogCaptureFixture) -> None:
+    """Memory is bounded, and so are the rows of a flood without proof."""
     with mock.patch.object(refusals, "_MAX_PENDING", 5), mock.patch.object(refusals, "_MAX_UNPROVED", 2):
         for number in range(9):
             note(log, denied(), f"U{number}")
         for number in range(9):
             note(log, denied(HOLDER), f"P{number}")
         log.flush()
-    assert kept() == {"U0", "U1", "P0", "P1", "P2"}
+    assert stored_ids() == {"U0", "U1", "P0", "P1", "P2"}
     assert [record.levelname for record in caplog.records if hasattr(record, "dropped")] == ["WARNING"]
     assert dropped(caplog) == [13]
 
 
-def test_refusals_of_one_key_are_kept_up_to_a_few_beside_all_of_the_others(
+def test_refusals_of_one_key_are_limited_without_displacing_others(
     log: RefusalLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A revoked key that is still in use everywhere neither fills the disk nor displaces what is asked for."""
+    """A revoked key in wide use neither fills the disk nor displaces other refusals."""
     caplog.set_level("INFO", refusals.__name__)
     most = refusals._MAX_PER_KEY
     for number in range(most + 7):
         note(log, denied(HOLDER), f"R{number}")
         note(log, denied(holder(f"other{number}")), f"O{number}")
     for number in range(3):
-        note(log, denied(holder("once more")), f"M{number}")
+        note(log, denied(holder("third")), f"M{number}")
     log.flush()
     expected = {f"R{number}" for number in range(most)} | {f"O{number}" for number in range(most + 7)}
-    assert kept() == expected | {"M0", "M1", "M2"}
-    assert sorted(told(caplog)) == sorted(kept() | {f"R{most + number}" for number in range(7)})
+    assert stored_ids() == expected | {"M0", "M1", "M2"}
+    assert sorted(logged_ids(caplog)) == sorted(stored_ids() | {f"R{most + number}" for number in range(7)})
     assert dropped(caplog) == [7]
 
 
-def test_refusals_are_counted_by_time_and_not_by_what_was_written(
+def test_refusals_are_limited_by_time_not_by_writes(
     log: RefusalLog, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A database that fails, or hangs and lets nobody flush, silences nobody."""
+    """A database that fails or hangs suppresses no refusal."""
     caplog.set_level("INFO", refusals.__name__)
     database, most = Outage(monkeypatch, 0), refusals._MAX_PER_KEY
     for period in range(3):
@@ -204,14 +204,14 @@ def test_refusals_are_counted_by_time_and_not_by_what_was_written(
                 log.flush()
         clock.pass_period()
     log.flush()
-    assert len(told(caplog)) == 3 * (most + 1)
-    assert kept() == {f"R{period}.{number}" for period in range(3) for number in range(most)}
+    assert len(logged_ids(caplog)) == 3 * (most + 1)
+    assert stored_ids() == {f"R{period}.{number}" for period in range(3) for number in range(most)}
     assert dropped(caplog) == [1, 2]
     assert len(database.written) == 2
 
 
-def test_refusals_of_one_key_for_another_reason_are_counted_apart(log: RefusalLog) -> None:
-    """Whoever is over its limit all the time does not hide that it came from a browser once."""
+def test_refusals_of_one_key_are_limited_per_reason(log: RefusalLog) -> None:
+    """A key that is always over its limit does not hide a single request from a browser."""
     most, unproved = refusals._MAX_PER_KEY, refusals._MAX_UNPROVED
     for number in range(most + 3):
         note(log, denied(HOLDER, code=ErrorCode.RATE_LIMITED), f"R{number}")
@@ -220,28 +220,28 @@ def test_refusals_of_one_key_for_another_reason_are_counted_apart(log: RefusalLo
     note(log, denied(code=ErrorCode.VERIFIER_STALE), "stale")
     log.flush()
     expected = {f"R{number}" for number in range(most)} | {f"U{number}" for number in range(unproved)}
-    assert kept() == expected | {"browser", "stale"}
+    assert stored_ids() == expected | {"browser", "stale"}
 
 
-def test_refusal_lines_are_bounded_for_each_key_and_in_all_in_each_period(
+def test_refusal_log_lines_are_limited_per_key_and_in_total(
     log: RefusalLog, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line costs the request path a tenth of a millisecond."""
+    """A line costs the request path about a tenth of a millisecond."""
     caplog.set_level("INFO", refusals.__name__)
     monkeypatch.setattr(refusals, "_MAX_LINES", 3)
     monkeypatch.setattr(refusals, "_MAX_TOTAL_LINES", 5)
     for period in range(2):
-        for name, of in (("R", HOLDER), ("O", holder("other"))):
+        for name, key_holder in (("R", HOLDER), ("O", holder("other"))):
             for number in range(4):
-                note(log, denied(of), f"{name}{period}.{number}")
+                note(log, denied(key_holder), f"{name}{period}.{number}")
         clock.pass_period()
     expected = [
         [f"R{period}.{number}" for number in range(3)] + [f"O{period}.0", f"O{period}.1"] for period in range(2)
     ]
-    assert told(caplog) == expected[0] + expected[1]
+    assert logged_ids(caplog) == expected[0] + expected[1]
 
 
-def test_refusals_of_several_portions_are_told_and_written_in_their_order(
+def test_refusals_of_several_batches_are_logged_and_written_in_order(
     log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", refusals.__name__)
@@ -252,23 +252,23 @@ def test_refusals_of_several_portions_are_told_and_written_in_their_order(
     log.flush()
     log.flush()
     assert database.written == [["R0", "R1", "R2"], ["R3", "R4", "R5"], ["R6", "R7"]]
-    assert told(caplog) == [f"R{number}" for number in range(8)]
-    assert kept() == set(told(caplog))
+    assert logged_ids(caplog) == [f"R{number}" for number in range(8)]
+    assert stored_ids() == set(logged_ids(caplog))
 
 
-def test_refusals_of_a_portion_that_could_not_be_written_are_kept_with_all_after_it(
+def test_refusals_of_a_failed_batch_are_kept_with_all_later_ones(
     log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And those before it are not written again. The log is told of each once, whichever try wrote it."""
+    """Written batches are not repeated, and each refusal is logged once."""
     caplog.set_level("INFO", refusals.__name__)
     monkeypatch.setattr(refusals, "_WRITE_BATCH", 2)
     database = Outage(monkeypatch, 1, 2)
-    database.meanwhile = lambda: note(log, denied(HOLDER), f"later{len(database.written)}")
+    database.during_failure = lambda: note(log, denied(HOLDER), f"later{len(database.written)}")
     for number in range(6):
         note(log, denied(HOLDER), f"R{number}")
     with pytest.raises(OperationalError):
         log.flush()
-    assert kept() == {"R0", "R1"}
+    assert stored_ids() == {"R0", "R1"}
     with pytest.raises(OperationalError):
         log.flush()
     log.flush()
@@ -280,15 +280,15 @@ def test_refusals_of_a_portion_that_could_not_be_written_are_kept_with_all_after
         ["R4", "R5"],
         ["later2", "later3"],
     ]
-    assert told(caplog) == [*(f"R{number}" for number in range(6)), "later2", "later3"]
-    assert kept() == set(told(caplog))
+    assert logged_ids(caplog) == [*(f"R{number}" for number in range(6)), "later2", "later3"]
+    assert stored_ids() == set(logged_ids(caplog))
     assert dropped(caplog) == []
 
 
-def test_refusals_that_could_not_be_written_are_dropped_where_there_is_no_room_for_them(
+def test_refusals_of_a_failed_batch_without_room_are_dropped(
     log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is bounded in an outage too, and what it costs is told by the flush after it."""
+    """Memory is bounded during an outage too; the next flush reports the loss."""
     monkeypatch.setattr(refusals, "_WRITE_BATCH", 2)
     monkeypatch.setattr(refusals, "_MAX_PENDING", 4)
 
@@ -304,11 +304,11 @@ def test_refusals_that_could_not_be_written_are_dropped_where_there_is_no_room_f
         with pytest.raises(OperationalError):
             log.flush()
     log.flush()
-    assert kept() == {"R0", "N0", "N1", "N2"}
+    assert stored_ids() == {"R0", "N0", "N1", "N2"}
     assert dropped(caplog) == [3]
 
 
-def test_refusal_log_of_a_lost_database_keeps_what_it_has_room_for(log: RefusalLog) -> None:
+def test_refusal_log_without_the_database_keeps_what_fits(log: RefusalLog) -> None:
     note(log, denied(HOLDER), "R1")
     with mock.patch.object(Refusal.objects, "bulk_create", side_effect=OperationalError("gone")):
         with pytest.raises(OperationalError):
@@ -318,23 +318,22 @@ def test_refusal_log_of_a_lost_database_keeps_what_it_has_room_for(log: RefusalL
     assert Refusal.objects.count() == 2
 
 
-def test_refusal_note_never_fails_a_request(log: RefusalLog) -> None:
-    """Whatever goes wrong with the record, the answer goes out."""
+def test_refusal_record_that_fails_does_not_fail_the_request(log: RefusalLog) -> None:
     with mock.patch.object(RefusalLog, "_add", side_effect=RuntimeError("a bug")):
         note(log, denied(HOLDER))
 
 
-def test_refusal_line_is_logged_with_what_support_needs(log: RefusalLog, caplog: pytest.LogCaptureFixture) -> None:
-    """At once: it stands there at the time of the denial, and whatever becomes of the database."""
+def test_refusal_log_line_has_what_support_needs(log: RefusalLog, caplog: pytest.LogCaptureFixture) -> None:
+    """The line is logged immediately, whatever happens to the database."""
     caplog.set_level("INFO", refusals.__name__)
     note(log, denied(HOLDER, internal="why"))
-    (line,) = lines(caplog)
+    (line,) = logged_denials(caplog)
     found = {name: getattr(line, name) for name in ("request_id", "code", "internal", "key_id")}
     assert found == {"request_id": "R1", "code": "key_revoked", "internal": "why", "key_id": "K" * 16}
 
 
 def test_refusal_log_in_a_forked_child_is_empty(log: RefusalLog) -> None:
-    """What the parent has pending is written once, by the parent."""
+    """The parent writes its pending refusals."""
     note(log, denied(HOLDER))
     log.forget()
     log.flush()
@@ -342,8 +341,8 @@ def test_refusal_log_in_a_forked_child_is_empty(log: RefusalLog) -> None:
 
 
 @pytest.mark.django_db
-def test_refusals_of_more_than_thirty_days_ago_are_forgotten_some_at_a_time() -> None:
-    """Those without proof after a day: anybody can make them."""
+def test_refusals_older_than_their_retention_are_deleted_in_batches() -> None:
+    """Those without proof are kept for one day, because any caller can cause them."""
 
     def keep(request_id: str, at: datetime, key_id: str = "0123456789abcdef") -> None:
         columns = {"door": "verify", "environment": SANDBOX, "code": "key_revoked", "detail": "no", "key_id": key_id}
@@ -361,7 +360,7 @@ def test_refusals_of_more_than_thirty_days_ago_are_forgotten_some_at_a_time() ->
 
 @pytest.fixture
 def reporting(monkeypatch: pytest.MonkeyPatch) -> Iterator[RefusalLog]:
-    """A log in a process that reports its uses, with a thread of its own."""
+    """A log with its own thread, in a process that reports usage."""
     log = RefusalLog()
     usage = UsageLog()
     monkeypatch.setattr(refusals, "usage_log", usage)
@@ -372,8 +371,8 @@ def reporting(monkeypatch: pytest.MonkeyPatch) -> Iterator[RefusalLog]:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_refusal_log_of_a_process_that_reports_writes_by_itself_and_at_its_end(reporting: RefusalLog) -> None:
-    """The thread starts with the first refusal; the farewell leaves nothing unwritten."""
+def test_refusal_log_of_a_reporting_process_writes_when_stopped(reporting: RefusalLog) -> None:
+    """The thread starts with the first refusal."""
     note(reporting, denied(HOLDER))
     assert reporting._thread is not None
     reporting.stop()
@@ -381,6 +380,6 @@ def test_refusal_log_of_a_process_that_reports_writes_by_itself_and_at_its_end(r
     assert reporting._thread is None
 
 
-def test_refusal_log_of_a_process_without_a_door_has_no_thread(log: RefusalLog) -> None:
+def test_refusal_log_of_a_process_without_reporting_has_no_thread(log: RefusalLog) -> None:
     note(log, denied(HOLDER))
     assert log._thread is None

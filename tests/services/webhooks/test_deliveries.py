@@ -1,4 +1,4 @@
-"""Messages to merchants: at least once and the same each time, tried for days, and nobody held up by a neighbour."""
+"""Webhook deliveries: at least once, identical on each attempt, retried for days, isolated per endpoint."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ from keyvault.wire.webhooks import MAX_ATTEMPTS, verify
 from tests.backends.receivers import LOOPBACK, Receiver, receiver
 from tests.factories import grant, now
 from tests.services.conftest import Scene, make_scene
-from tests.services.racing import PATIENCE_SECONDS, start
+from tests.services.racing import TIMEOUT_SECONDS, start
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -47,19 +47,19 @@ SECOND = timedelta(seconds=1)
 
 
 @pytest.fixture(autouse=True)
-def own_networks() -> Iterator[None]:
+def loopback_networks() -> Iterator[None]:
     with override_settings(WEBHOOK_NETWORKS=LOOPBACK):
         yield
 
 
 @pytest.fixture
-def here() -> Iterator[Receiver]:
+def endpoint_server() -> Iterator[Receiver]:
     with receiver() as found:
         yield found
 
 
 class Clock:
-    """Goes when it is told to. It is a little ahead, so that what the test has just announced is due."""
+    """A clock that tests advance, one minute ahead, so that new messages are due."""
 
     def __init__(self) -> None:
         self.now = now() + timedelta(seconds=60)
@@ -67,7 +67,7 @@ class Clock:
     def __call__(self) -> datetime:
         return self.now
 
-    def go(self, by: timedelta) -> None:
+    def advance(self, by: timedelta) -> None:
         self.now += by
 
 
@@ -82,7 +82,9 @@ def add(scene: Scene, url: str, account: Account | None = None) -> tuple[Webhook
     return endpoint, secret.reveal()
 
 
-def tell(scene: Scene, kind: NoticeKind = KIND, account: Account | None = None, subject: str = SUBJECT) -> Notice:
+def send_notice(
+    scene: Scene, kind: NoticeKind = KIND, account: Account | None = None, subject: str = SUBJECT
+) -> Notice:
     place = account or scene.sandbox
     allowed = grant(scene.admin, P.KEYS_REVOKE, place)
     with recorded(allowed, P.KEYS_REVOKE, "key.revoked", account=place):
@@ -93,14 +95,14 @@ def the_delivery() -> WebhookDelivery:
     return WebhookDelivery.objects.get()
 
 
-def answering(status: int, retry_after: str | None = None) -> Send:
+def replying(status: int, retry_after: str | None = None) -> Send:
     def send(destination: Destination, *args: Any, **options: Any) -> Reply:
         return Reply(status, retry_after)
 
     return send
 
 
-def failing(destination: Destination, *args: Any, **options: Any) -> Reply:
+def refuse_connection(destination: Destination, *args: Any, **options: Any) -> Reply:
     raise OutboundError("The connection was refused.")
 
 
@@ -108,15 +110,15 @@ def events() -> list[str]:
     return list(AuditEntry.objects.order_by("id").values_list("event", flat=True))
 
 
-# --- what arrives ----------------------------------------------------------------------------------------------
+# --- delivered -------------------------------------------------------------------------------------------------
 
 
-def test_message_arrives_signed_and_says_what_happened(scene: Scene, here: Receiver) -> None:
-    """What a merchant's service receives, over a real connection, is what any library of the standard takes."""
-    _, secret = add(scene, here.url())
-    notice = tell(scene)
+def test_message_arrives_signed_with_the_event(scene: Scene, endpoint_server: Receiver) -> None:
+    """Sent over a real connection; any library of the Standard Webhooks specification accepts it."""
+    _, secret = add(scene, endpoint_server.url())
+    notice = send_notice(scene)
     assert deliver_due() == 1
-    (received,) = here.received
+    (received,) = endpoint_server.received
     assert verify(secret, received.headers, received.body, now()) == notice.notice_id
     assert json.loads(received.body) == {
         "type": "rotation.replacement_available",
@@ -133,100 +135,99 @@ def test_message_arrives_signed_and_says_what_happened(scene: Scene, here: Recei
     assert deliver_due() == 0
 
 
-def test_message_tried_again_is_the_same_to_the_byte_but_for_the_time(
-    scene: Scene, here: Receiver, clock: Clock
+def test_message_retried_is_identical_except_for_its_timestamp(
+    scene: Scene, endpoint_server: Receiver, clock: Clock
 ) -> None:
-    """The id tells the merchant that it has seen this one; the signature is of the attempt's own time."""
-    _, secret = add(scene, here.url())
-    tell(scene)
-    here.status = 500
+    """The id identifies the duplicate; the signature covers the attempt's own time."""
+    _, secret = add(scene, endpoint_server.url())
+    send_notice(scene)
+    endpoint_server.status = 500
     deliver_due(clock)
-    clock.go(timedelta(seconds=6))
-    here.status = 204
+    clock.advance(timedelta(seconds=6))
+    endpoint_server.status = 204
     deliver_due(clock)
-    first, second = here.received
+    first, second = endpoint_server.received
     assert first.body == second.body
     assert verify(secret, first.headers, first.body, clock()) == verify(secret, second.headers, second.body, clock())
     assert first.headers["webhook-timestamp"] != second.headers["webhook-timestamp"]
     assert the_delivery().state == DeliveryState.DELIVERED
 
 
-def test_message_during_a_rotation_of_the_secret_is_proved_by_either(scene: Scene, here: Receiver) -> None:
-    endpoint, first = add(scene, here.url())
+def test_message_during_a_secret_rotation_is_signed_with_both_secrets(scene: Scene, endpoint_server: Receiver) -> None:
+    endpoint, first = add(scene, endpoint_server.url())
     second = rotate_secret(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), endpoint).reveal()
-    tell(scene)
+    send_notice(scene)
     deliver_due()
-    (received,) = here.received
+    (received,) = endpoint_server.received
     assert verify(first, received.headers, received.body, now()) == verify(
         second, received.headers, received.body, now()
     )
 
 
-def test_message_goes_to_the_endpoints_of_its_account_only(scene: Scene, here: Receiver) -> None:
-    """What happens in one environment is told in no other (D12)."""
-    add(scene, here.url("/sandbox/1"))
-    add(scene, here.url("/sandbox/2"))
-    add(scene, here.url("/production"), scene.production)
-    tell(scene)
+def test_message_goes_to_the_endpoints_of_its_account_only(scene: Scene, endpoint_server: Receiver) -> None:
+    add(scene, endpoint_server.url("/sandbox/1"))
+    add(scene, endpoint_server.url("/sandbox/2"))
+    add(scene, endpoint_server.url("/production"), scene.production)
+    send_notice(scene)
     deliver_due()
-    assert sorted(received.path for received in here.received) == ["/sandbox/1", "/sandbox/2"]
+    assert sorted(received.path for received in endpoint_server.received) == ["/sandbox/1", "/sandbox/2"]
 
 
-def test_message_for_operators_alone_goes_nowhere(scene: Scene, here: Receiver) -> None:
-    add(scene, here.url())
-    assert tell(scene, NoticeKind.WEBHOOK_FAILED).is_alarm
+def test_message_for_operators_only_is_not_sent(scene: Scene, endpoint_server: Receiver) -> None:
+    add(scene, endpoint_server.url())
+    assert send_notice(scene, NoticeKind.WEBHOOK_FAILED).is_alarm
     assert deliver_due() == 0
-    assert here.received == []
+    assert endpoint_server.received == []
 
 
 @override_settings(ENVIRONMENTS=("production",))
-def test_message_of_an_environment_that_is_not_served_is_left_to_another_worker(here: Receiver) -> None:
-    """A worker without the environment's peppers cannot sign, and does not try."""
+def test_message_of_an_unserved_environment_is_left_to_another_worker(endpoint_server: Receiver) -> None:
+    """A worker without the environment's peppers cannot sign."""
     with override_settings(ENVIRONMENTS=("sandbox", "production")):
         scene = make_scene()
-        add(scene, here.url())
-        tell(scene)
+        add(scene, endpoint_server.url())
+        send_notice(scene)
     load_peppers.cache_clear()
     assert deliver_due() == 0
     assert the_delivery().attempts == 0
     load_peppers.cache_clear()
 
 
-# --- what does not ---------------------------------------------------------------------------------------------
+# --- not delivered ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [301, 302, 400, 404, 429, 500, 503])
-def test_message_answered_with_anything_but_2xx_is_tried_again(scene: Scene, clock: Clock, status: int) -> None:
+def test_message_answered_without_2xx_is_retried(scene: Scene, clock: Clock, status: int) -> None:
     add(scene, "https://acme.example/")
-    tell(scene)
-    assert deliver_due(clock, answering(status)) == 1
+    send_notice(scene)
+    assert deliver_due(clock, replying(status)) == 1
     delivery = the_delivery()
     assert (delivery.state, delivery.last_status) == (DeliveryState.DUE, status)
     assert timedelta(seconds=4) < delivery.due_at - clock() < timedelta(seconds=6)
-    assert deliver_due(clock, answering(status)) == 0
+    assert deliver_due(clock, replying(status)) == 0
 
 
-def test_message_without_an_answer_is_tried_again_and_says_why(scene: Scene, clock: Clock) -> None:
+def test_message_without_a_reply_is_retried_with_the_reason(scene: Scene, clock: Clock) -> None:
     add(scene, "https://acme.example/")
-    tell(scene)
-    deliver_due(clock, failing)
+    send_notice(scene)
+    deliver_due(clock, refuse_connection)
     delivery = the_delivery()
     assert (delivery.state, delivery.last_error) == (DeliveryState.DUE, "The connection was refused.")
 
 
-def test_message_is_held_back_as_long_as_the_endpoint_asks(scene: Scene, clock: Clock) -> None:
+def test_message_is_delayed_as_the_endpoint_requests(scene: Scene, clock: Clock) -> None:
     add(scene, "https://acme.example/")
-    tell(scene)
-    deliver_due(clock, answering(503, "600"))
+    send_notice(scene)
+    deliver_due(clock, replying(503, "600"))
     assert the_delivery().due_at == clock() + timedelta(seconds=600)
 
 
-def test_message_answered_410_ends_the_endpoint_and_alarms_the_operators(scene: Scene, clock: Clock) -> None:
-    """Gone means gone: nothing is sent there again, and somebody hears of it."""
+def test_message_answered_410_disables_the_endpoint_and_alarms(scene: Scene, clock: Clock) -> None:
+    """Nothing is sent to that endpoint again."""
     endpoint, _ = add(scene, "https://acme.example/hooks?secret=1")
-    tell(scene)
-    tell(scene)
-    deliver_due(clock, answering(410))
+    send_notice(scene)
+    send_notice(scene)
+    deliver_due(clock, replying(410))
     endpoint.refresh_from_db()
     assert (endpoint.disabled_at, endpoint.disabled_why) == (clock(), "answered 410")
     assert set(WebhookDelivery.objects.values_list("state", flat=True)) == {DeliveryState.GIVEN_UP}
@@ -235,13 +236,13 @@ def test_message_answered_410_ends_the_endpoint_and_alarms_the_operators(scene: 
     assert alarm.payload["is_disabled"] is True
     assert "secret=1" not in json.dumps(alarm.payload)
     assert events()[-1] == "webhook_endpoint.disabled"
-    clock.go(timedelta(days=1))
-    tell(scene)
-    assert deliver_due(clock, answering(200)) == 0
+    clock.advance(timedelta(days=1))
+    send_notice(scene)
+    assert deliver_due(clock, replying(200)) == 0
 
 
-def _try_to_the_end(clock: Clock, send: Send) -> timedelta:
-    """How long it took from the first attempt to the last."""
+def exhaust_attempts(clock: Clock, send: Send) -> timedelta:
+    """Retry until the last attempt, and return the time since the first."""
     began = clock()
     for _ in range(MAX_ATTEMPTS - 1):
         assert deliver_due(clock, send) == 1
@@ -250,32 +251,32 @@ def _try_to_the_end(clock: Clock, send: Send) -> timedelta:
     return clock() - began
 
 
-def test_message_is_given_up_after_about_75_hours_and_with_it_the_endpoint(scene: Scene, clock: Clock) -> None:
+def test_message_given_up_after_about_75_hours_disables_the_endpoint(scene: Scene, clock: Clock) -> None:
     endpoint, _ = add(scene, "https://acme.example/")
-    tell(scene)
-    assert timedelta(hours=67) < _try_to_the_end(clock, failing) < timedelta(hours=84)
+    send_notice(scene)
+    assert timedelta(hours=67) < exhaust_attempts(clock, refuse_connection) < timedelta(hours=84)
     delivery = the_delivery()
     assert (delivery.state, delivery.attempts) == (DeliveryState.GIVEN_UP, MAX_ATTEMPTS)
     endpoint.refresh_from_db()
     assert endpoint.disabled_why == "The connection was refused."
     assert Notice.objects.filter(kind=NoticeKind.WEBHOOK_FAILED, is_alarm=True).count() == 1
-    clock.go(timedelta(days=30))
-    assert deliver_due(clock, failing) == 0
+    clock.advance(timedelta(days=30))
+    assert deliver_due(clock, refuse_connection) == 0
 
 
-def test_message_that_alone_is_refused_ends_alone(scene: Scene, clock: Clock) -> None:
-    """One message that a merchant's service cannot take does not silence all the others."""
+def test_message_that_alone_fails_is_given_up_alone(scene: Scene, clock: Clock) -> None:
+    """One message that a merchant's service cannot process does not stop all others."""
     endpoint, _ = add(scene, "https://acme.example/")
-    poison = tell(scene)
+    rejected = send_notice(scene)
     began = the_delivery()
 
     def send(destination: Destination, headers: Mapping[str, str], *args: Any, **options: Any) -> Reply:
-        return Reply(500 if headers["webhook-id"] == poison.notice_id else 200, None)
+        return Reply(500 if headers["webhook-id"] == rejected.notice_id else 200, None)
 
-    clock.go(SECOND)
+    clock.advance(SECOND)
     deliver_due(clock, send)
-    tell(scene)
-    clock.go(SECOND)
+    send_notice(scene)
+    clock.advance(SECOND)
     deliver_due(clock, send)
     for _ in range(MAX_ATTEMPTS - 1):
         began.refresh_from_db()
@@ -289,43 +290,42 @@ def test_message_that_alone_is_refused_ends_alone(scene: Scene, clock: Clock) ->
     assert events()[-1] == "webhook_endpoint.message_given_up"
 
 
-def test_test_that_fails_says_so_at_once_and_ends_nothing(scene: Scene, clock: Clock) -> None:
-    """Whoever sends a test looks at the page for its outcome; it is no reason for an alarm."""
+def test_test_message_that_fails_is_given_up_immediately_without_an_alarm(scene: Scene, clock: Clock) -> None:
+    """Its sender watches the page for the outcome."""
     endpoint, _ = add(scene, "https://acme.example/")
     send_test(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), endpoint)
-    clock.go(SECOND)
-    deliver_due(clock, failing)
+    clock.advance(SECOND)
+    deliver_due(clock, refuse_connection)
     assert the_delivery().state == DeliveryState.GIVEN_UP
     endpoint.refresh_from_db()
     assert endpoint.disabled_at is None
     assert not Notice.objects.filter(is_alarm=True).exists()
 
 
-def test_message_that_cannot_even_be_made_is_a_failure_like_any_other(
-    scene: Scene, clock: Clock, here: Receiver
+def test_message_that_cannot_be_built_is_retried_like_any_other(
+    scene: Scene, clock: Clock, endpoint_server: Receiver
 ) -> None:
-    """A row that was tampered with, or a network that is no longer named, stops neither the worker nor the others."""
-    add(scene, here.url("/one"))
+    """A tampered row, or a network that is no longer listed, stops neither the worker nor other messages."""
+    add(scene, endpoint_server.url("/one"))
     add(scene, "https://acme.example/")
-    tell(scene)
-    WebhookEndpoint.objects.get(url=here.url("/one"))
+    send_notice(scene)
     with override_settings(WEBHOOK_NETWORKS=()):
-        assert deliver_due(clock, answering(200)) == 2
+        assert deliver_due(clock, replying(200)) == 2
     states = {each.endpoint.url: each.state for each in WebhookDelivery.objects.select_related("endpoint")}
-    assert states == {here.url("/one"): DeliveryState.DUE, "https://acme.example/": DeliveryState.DELIVERED}
+    assert states == {endpoint_server.url("/one"): DeliveryState.DUE, "https://acme.example/": DeliveryState.DELIVERED}
 
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("status", [500, 410])
-def test_message_to_an_endpoint_disabled_meanwhile_stays_given_up(status: int) -> None:
-    """Disabling wins: an attempt that was under way when it happened changes nothing of it."""
+def test_message_to_an_endpoint_disabled_during_the_attempt_stays_given_up(status: int) -> None:
+    """The disabling takes precedence over the attempt's outcome."""
     scene = make_scene()
     endpoint, _ = add(scene, "https://acme.example/")
-    tell(scene)
+    send_notice(scene)
     allowed = grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox)
 
     def send(destination: Destination, *args: Any, **options: Any) -> Reply:
-        start(lambda: disable_endpoint(allowed, endpoint, "moved")).result(PATIENCE_SECONDS)
+        start(lambda: disable_endpoint(allowed, endpoint, "moved")).result(TIMEOUT_SECONDS)
         return Reply(status, None)
 
     assert deliver_due(send=send) == 1
@@ -334,36 +334,36 @@ def test_message_to_an_endpoint_disabled_meanwhile_stays_given_up(status: int) -
     assert not Notice.objects.filter(kind=NoticeKind.WEBHOOK_FAILED).exists()
 
 
-# --- workers, and neighbours -----------------------------------------------------------------------------------
+# --- isolation and concurrency ---------------------------------------------------------------------------------
 
 
 @pytest.mark.django_db(transaction=True)
-def test_endpoint_that_hangs_holds_up_nobody_but_itself(here: Receiver) -> None:
-    """All messages of a good endpoint arrive while a neighbour's has not answered a single one."""
+def test_endpoint_that_hangs_delays_only_itself(endpoint_server: Receiver) -> None:
+    """All messages of another endpoint arrive while this one has not replied."""
     scene = make_scene()
     add(scene, "https://hangs.example/")
-    add(scene, here.url())
-    told = [tell(scene) for _ in range(5)]
+    add(scene, endpoint_server.url())
+    notices = [send_notice(scene) for _ in range(5)]
     over, sent = threading.Event(), []
 
     def send(destination: Destination, headers: Mapping[str, str], *args: Any, **options: Any) -> Reply:
         if destination.host == "hangs.example":
-            assert over.wait(PATIENCE_SECONDS)
+            assert over.wait(TIMEOUT_SECONDS)
             raise OutboundError("The request timed out.")
         sent.append(headers["webhook-id"])
-        if len(sent) == len(told):
+        if len(sent) == len(notices):
             over.set()
         return Reply(200, None)
 
-    assert start(lambda: deliver_due(send=send)).result(PATIENCE_SECONDS) >= len(told) + 1
-    assert sorted(sent) == sorted(notice.notice_id for notice in told)
+    assert start(lambda: deliver_due(send=send)).result(TIMEOUT_SECONDS) >= len(notices) + 1
+    assert sorted(sent) == sorted(notice.notice_id for notice in notices)
 
 
 @pytest.mark.django_db(transaction=True)
-def test_endpoint_gets_one_message_at_a_time_in_their_order() -> None:
+def test_endpoint_gets_one_message_at_a_time_in_order() -> None:
     scene = make_scene()
     add(scene, "https://acme.example/")
-    told = [tell(scene).notice_id for _ in range(5)]
+    notices = [send_notice(scene).notice_id for _ in range(5)]
     sent, others = [], threading.Event()
 
     def send(destination: Destination, headers: Mapping[str, str], *args: Any, **options: Any) -> Reply:
@@ -375,56 +375,56 @@ def test_endpoint_gets_one_message_at_a_time_in_their_order() -> None:
         return Reply(200, None)
 
     assert deliver_due(send=send) == 5
-    assert sent == told
+    assert sent == notices
 
 
 @pytest.mark.django_db(transaction=True)
-def test_second_worker_does_nothing_while_the_first_is_at_it() -> None:
+def test_worker_beside_a_working_one_sends_nothing() -> None:
     scene = make_scene()
     add(scene, "https://acme.example/")
-    tell(scene)
-    begun, may_end = threading.Event(), threading.Event()
+    send_notice(scene)
+    started, may_end = threading.Event(), threading.Event()
 
     def send(destination: Destination, *args: Any, **options: Any) -> Reply:
-        begun.set()
-        assert may_end.wait(PATIENCE_SECONDS)
+        started.set()
+        assert may_end.wait(TIMEOUT_SECONDS)
         return Reply(200, None)
 
     first = start(lambda: deliver_due(send=send))
-    assert begun.wait(PATIENCE_SECONDS)
+    assert started.wait(TIMEOUT_SECONDS)
     try:
-        assert deliver_due(send=failing) == 0
+        assert deliver_due(send=refuse_connection) == 0
     finally:
         may_end.set()
-    assert first.result(PATIENCE_SECONDS) == 1
+    assert first.result(TIMEOUT_SECONDS) == 1
     assert the_delivery().attempts == 1
 
 
 @pytest.mark.django_db(transaction=True)
-def test_worker_that_comes_back_late_notes_nothing(clock: Clock) -> None:
-    """Fencing: whoever was thought dead cannot undo what its successor has noted."""
+def test_worker_that_returns_after_its_lease_records_nothing(clock: Clock) -> None:
+    """Fencing: a worker that lost its lease cannot undo its successor's record."""
     scene = make_scene()
     add(scene, "https://acme.example/")
-    tell(scene)
-    begun, may_end = threading.Event(), threading.Event()
+    send_notice(scene)
+    started, may_end = threading.Event(), threading.Event()
 
     def slow(destination: Destination, *args: Any, **options: Any) -> Reply:
-        begun.set()
-        assert may_end.wait(PATIENCE_SECONDS)
+        started.set()
+        assert may_end.wait(TIMEOUT_SECONDS)
         return Reply(410, None)
 
     first = start(lambda: deliver_due(clock, slow))
-    assert begun.wait(PATIENCE_SECONDS)
-    clock.go(HOLD + leases.LEASE)
-    assert deliver_due(clock, answering(200)) == 1
+    assert started.wait(TIMEOUT_SECONDS)
+    clock.advance(HOLD + leases.LEASE)
+    assert deliver_due(clock, replying(200)) == 1
     may_end.set()
-    assert first.result(PATIENCE_SECONDS) == 1
+    assert first.result(TIMEOUT_SECONDS) == 1
     delivery = the_delivery()
     assert (delivery.state, delivery.attempts, delivery.last_status) == (DeliveryState.DELIVERED, 2, 200)
     assert WebhookEndpoint.objects.get().disabled_at is None
 
 
-_DYING = """
+_KILLED_SENDER = """
 import os, signal
 import django
 django.setup()
@@ -441,51 +441,53 @@ deliver_due(send=send)
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize(("dies", "arrived"), [("before", 1), ("after", 2)])
-def test_worker_killed_around_sending_loses_no_message(here: Receiver, dies: str, arrived: int) -> None:
-    """Killed with -9 before or after the message left, the next worker sends it, with the same id: at least once."""
+@pytest.mark.parametrize(("killed_when", "arrived"), [("before", 1), ("after", 2)])
+def test_worker_killed_around_sending_loses_no_message(
+    endpoint_server: Receiver, killed_when: str, arrived: int
+) -> None:
+    """The next worker sends the message with the same id: at least once."""
     scene = make_scene()
-    add(scene, here.url())
-    notice = tell(scene)
+    add(scene, endpoint_server.url())
+    notice = send_notice(scene)
     environ = {
         **os.environ,
-        "DIES": dies,
+        "DIES": killed_when,
         "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
         "KEYVAULT_WEBHOOK_NETWORKS": "127.0.0.0/8",
     }
-    done = subprocess.run([sys.executable, "-c", _DYING], env=environ, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", _KILLED_SENDER], env=environ, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
     assert the_delivery().state == DeliveryState.DUE
     assert deliver_due() == 0
     assert deliver_due(lambda: now() + HOLD + SECOND) == 1
-    assert [each.headers["webhook-id"] for each in here.received] == [notice.notice_id] * arrived
+    assert [each.headers["webhook-id"] for each in endpoint_server.received] == [notice.notice_id] * arrived
     assert the_delivery().state == DeliveryState.DELIVERED
 
 
 @pytest.mark.django_db(transaction=True)
-def test_delivery_holds_no_transaction_open_while_it_sends(here: Receiver) -> None:
-    """An endpoint that takes its time keeps no lock: others write meanwhile."""
+def test_delivery_holds_no_transaction_open_while_it_sends(endpoint_server: Receiver) -> None:
+    """A slow endpoint holds no lock."""
     scene = make_scene()
-    add(scene, here.url())
-    tell(scene)
+    add(scene, endpoint_server.url())
+    send_notice(scene)
 
     def once() -> None:
-        if len(here.received) == 1:
-            tell(scene)
+        if len(endpoint_server.received) == 1:
+            send_notice(scene)
 
-    here.before_answer = lambda: start(once).result(PATIENCE_SECONDS)
+    endpoint_server.before_answer = lambda: start(once).result(TIMEOUT_SECONDS)
     assert deliver_due() >= 1
     assert Notice.objects.count() == 2
 
 
-def test_fault_of_one_message_is_logged_without_its_secret(
+def test_message_with_an_unexpected_error_is_logged_without_its_secret(
     scene: Scene, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, secret = add(scene, "https://acme.example/")
-    tell(scene)
+    send_notice(scene)
 
     def send(destination: Destination, headers: Mapping[str, str], *args: Any, **options: Any) -> Reply:
-        raise RuntimeError("something that nobody foresaw")
+        raise RuntimeError("unexpected")
 
     with caplog.at_level(logging.INFO):
         assert deliver_due(clock, send) == 1
@@ -493,68 +495,68 @@ def test_fault_of_one_message_is_logged_without_its_secret(
     assert secret not in caplog.text
 
 
-# --- what is known afterwards ----------------------------------------------------------------------------------
+# --- delivery reports ------------------------------------------------------------------------------------------
 
 
-def test_telling_is_known_once_one_endpoint_took_it(scene: Scene, clock: Clock) -> None:
+def test_delivery_report_is_delivered_once_one_endpoint_accepted(scene: Scene, clock: Clock) -> None:
     add(scene, "https://one.example/")
     add(scene, "https://two.example/")
-    tell(scene)
+    send_notice(scene)
     assert find_delivery_report(KIND, SUBJECT).delivered_at is None
 
     def send(destination: Destination, *args: Any, **options: Any) -> Reply:
         return Reply(200 if destination.host == "two.example" else 500, None)
 
     deliver_due(clock, send)
-    told = find_delivery_report(KIND, SUBJECT)
-    assert (told.delivered_at, told.has_failed) == (clock(), False)
+    notices = find_delivery_report(KIND, SUBJECT)
+    assert (notices.delivered_at, notices.has_failed) == (clock(), False)
 
 
-def test_telling_is_under_way_while_an_endpoint_is_tried(scene: Scene, clock: Clock) -> None:
+def test_delivery_report_is_open_while_an_endpoint_is_retried(scene: Scene, clock: Clock) -> None:
     add(scene, "https://one.example/")
-    tell(scene)
-    deliver_due(clock, failing)
-    told = find_delivery_report(KIND, SUBJECT)
-    assert (told.delivered_at, told.has_failed, told.reason) == (None, False, "The connection was refused.")
+    send_notice(scene)
+    deliver_due(clock, refuse_connection)
+    notices = find_delivery_report(KIND, SUBJECT)
+    assert (notices.delivered_at, notices.has_failed, notices.reason) == (None, False, "The connection was refused.")
 
 
-def test_telling_has_failed_once_every_endpoint_was_given_up(scene: Scene, clock: Clock) -> None:
+def test_delivery_report_has_failed_once_every_endpoint_was_given_up(scene: Scene, clock: Clock) -> None:
     add(scene, "https://one.example/")
-    tell(scene)
-    deliver_due(clock, answering(410))
-    told = find_delivery_report(KIND, SUBJECT)
-    assert (told.delivered_at, told.has_failed, told.reason) == (None, True, "answered 410")
+    send_notice(scene)
+    deliver_due(clock, replying(410))
+    notices = find_delivery_report(KIND, SUBJECT)
+    assert (notices.delivered_at, notices.has_failed, notices.reason) == (None, True, "answered 410")
 
 
-def test_telling_has_failed_where_there_was_no_endpoint(scene: Scene) -> None:
-    tell(scene)
-    told = find_delivery_report(KIND, SUBJECT)
-    assert (told.has_failed, told.reason) == (True, "the account had no enabled webhook endpoint")
+def test_delivery_report_without_an_endpoint_has_failed(scene: Scene) -> None:
+    send_notice(scene)
+    notices = find_delivery_report(KIND, SUBJECT)
+    assert (notices.has_failed, notices.reason) == (True, "the account had no enabled webhook endpoint")
 
 
-def test_telling_of_what_was_never_announced_is_unknown(scene: Scene) -> None:
-    """Another kind, or another subject, does not count."""
+def test_delivery_report_of_another_notice_is_unknown(scene: Scene) -> None:
+    """Another kind or subject does not count."""
     add(scene, "https://one.example/")
-    tell(scene)
-    deliver_due(send=answering(200))
+    send_notice(scene)
+    deliver_due(send=replying(200))
     for kind, subject in ((NoticeKind.ROTATION_ENDED, SUBJECT), (KIND, "rot_" + "B" * 20)):
-        told = find_delivery_report(kind, subject)
-        assert (told.delivered_at, told.has_failed) == (None, False)
+        notices = find_delivery_report(kind, subject)
+        assert (notices.delivered_at, notices.has_failed) == (None, False)
 
 
-def test_deliveries_are_forgotten_in_time_and_notices_are_not(scene: Scene, clock: Clock) -> None:
+def test_deliveries_are_deleted_after_their_retention_and_notices_kept(scene: Scene, clock: Clock) -> None:
     add(scene, "https://one.example/")
-    tell(scene)
-    deliver_due(clock, answering(200))
-    tell(scene)
+    send_notice(scene)
+    deliver_due(clock, replying(200))
+    send_notice(scene)
     forget_due()
     assert WebhookDelivery.objects.count() == 2
-    clock.go(KEEP + SECOND)
+    clock.advance(KEEP + SECOND)
     forget_old_deliveries(clock())
     assert [delivery.state for delivery in WebhookDelivery.objects.all()] == [DeliveryState.DUE]
     assert Notice.objects.count() == 2
 
 
-def test_round_leaves_its_lease_free(scene: Scene) -> None:
-    deliver_due(send=failing)
+def test_delivery_run_releases_its_lease(scene: Scene) -> None:
+    deliver_due(send=refuse_connection)
     assert WorkLease.objects.get(subject="webhooks").until is None

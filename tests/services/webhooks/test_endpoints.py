@@ -1,4 +1,4 @@
-"""Webhook endpoints: what may be added, what is kept of a secret, and what happens to messages of one that is off."""
+"""Webhook endpoints: valid URLs, sealed secrets, and the messages of a disabled endpoint."""
 
 import json
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def add(scene: Scene, url: str = URL, account: Account | None = None) -> tuple[W
     return add_endpoint(grant(scene.tam, P.WEBHOOKS_WRITE, place), place, url)
 
 
-def granted(scene: Scene, **options: Any) -> Any:
+def write_grant(scene: Scene, **options: Any) -> Any:
     return grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox, **options)
 
 
@@ -59,7 +59,7 @@ def revealed(endpoint: WebhookEndpoint, at: Any = None) -> list[str]:
     return [secret.reveal() for secret in signing_secrets(endpoint, at or now())]
 
 
-def announced(scene: Scene, at: Any = None) -> None:
+def send_notice(scene: Scene, at: Any = None) -> None:
     allowed = grant(scene.admin, P.KEYS_REVOKE, scene.sandbox, at=at)
     with recorded(allowed, P.KEYS_REVOKE, "key.revoked", account=scene.sandbox):
         announce(allowed, NoticeKind.KEY_REVOKED, scene.sandbox, "k" * 16)
@@ -73,7 +73,7 @@ def last_entry() -> tuple[str, str, dict[str, Any]]:
 # --- adding ----------------------------------------------------------------------------------------------------
 
 
-def test_endpoint_added_signs_with_the_secret_that_was_shown(scene: Scene) -> None:
+def test_endpoint_added_signs_with_the_returned_secret(scene: Scene) -> None:
     endpoint, secret = add(scene)
     assert revealed(endpoint) == [secret.reveal()]
     event, chain, details = last_entry()
@@ -81,8 +81,8 @@ def test_endpoint_added_signs_with_the_secret_that_was_shown(scene: Scene) -> No
     assert details["host"] == "acme.example"
 
 
-def test_endpoint_secret_is_nowhere_in_the_database(scene: Scene) -> None:
-    """Whoever copies the database can sign nothing; nor does the audit log keep what a merchant put into its URL."""
+def test_endpoint_secret_is_not_stored_in_plaintext(scene: Scene) -> None:
+    """A copy of the database cannot sign; the audit log omits secrets in the URL."""
     _, secret = add(scene)
     text = dump()
     assert secret.reveal() not in text
@@ -91,19 +91,19 @@ def test_endpoint_secret_is_nowhere_in_the_database(scene: Scene) -> None:
 
 
 def test_endpoint_secret_opens_in_its_own_row_only(scene: Scene) -> None:
-    """A sealed secret that is moved to another endpoint, or environment, signs nothing there."""
+    """A sealed secret moved to another endpoint or environment signs nothing."""
     endpoint, _ = add(scene)
     other, _ = add(scene, "https://acme.example/other")
-    there, _ = add(scene, URL, scene.production)
-    for thief in (other, there):
-        thief.secret = endpoint.secret
+    production_endpoint, _ = add(scene, URL, scene.production)
+    for target in (other, production_endpoint):
+        target.secret = endpoint.secret
         with pytest.raises(IntegrityError):
-            signing_secrets(thief, now())
+            signing_secrets(target, now())
 
 
 @override_settings(ENVIRONMENTS=("sandbox",))
-def test_endpoint_of_an_environment_that_is_not_served_cannot_be_added(scene: Scene) -> None:
-    """A process without the environment's peppers neither makes nor opens its secrets."""
+def test_endpoint_of_an_unserved_environment_is_refused(scene: Scene) -> None:
+    """A process without the environment's peppers neither creates nor opens its secrets."""
     load_peppers.cache_clear()
     with pytest.raises(NotFoundError):
         add(scene, URL, scene.production)
@@ -123,7 +123,7 @@ def test_endpoint_of_an_environment_that_is_not_served_cannot_be_added(scene: Sc
         "https://acme.example/kv_prv_sbx_" + "A" * 65,
     ],
 )
-def test_endpoint_that_we_would_not_send_to_is_refused(scene: Scene, url: str) -> None:
+def test_endpoint_with_an_invalid_url_is_refused(scene: Scene, url: str) -> None:
     with pytest.raises(RequestInvalidError) as caught:
         add(scene, url)
     assert [fault.pointer for fault in caught.value.faults] == ["/url"]
@@ -131,40 +131,39 @@ def test_endpoint_that_we_would_not_send_to_is_refused(scene: Scene, url: str) -
     assert not WebhookEndpoint.objects.exists()
 
 
-def test_endpoint_in_a_network_of_the_host_is_taken_over_plain_http_too(scene: Scene) -> None:
+def test_endpoint_in_a_listed_network_may_use_plain_http(scene: Scene) -> None:
     with override_settings(WEBHOOK_NETWORKS=(ip_network("10.1.0.0/16"),)):
         endpoint, _ = add(scene, "http://10.1.0.9:8080/hooks")
     assert host_of(endpoint) == "10.1.0.9:8080"
 
 
 @pytest.mark.parametrize("url", [URL, "HTTPS://ACME.example:443/hooks?token=theirs"])
-def test_endpoint_that_is_there_already_is_refused(scene: Scene, url: str) -> None:
+def test_endpoint_that_exists_already_is_refused(scene: Scene, url: str) -> None:
     add(scene)
     with pytest.raises(StateConflictError, match="already"):
         add(scene, url)
 
 
-def test_endpoint_of_the_other_environment_is_its_own(scene: Scene) -> None:
-    """Sandbox and production share no endpoint and no secret (D12), even where the address is the same."""
+def test_endpoint_of_the_other_environment_is_separate(scene: Scene) -> None:
+    """Sandbox and production share no endpoint and no secret, even for the same URL."""
     sandbox, secret = add(scene)
     production, other = add(scene, URL, scene.production)
     assert secret.reveal() != other.reveal()
     assert sandbox.pk != production.pk
 
 
-def test_endpoints_are_few(scene: Scene) -> None:
+def test_endpoints_above_the_maximum_are_refused(scene: Scene) -> None:
     endpoints = [add(scene, f"https://acme.example/{number}")[0] for number in range(MAX_ENDPOINTS)]
     with pytest.raises(StateConflictError, match="at most"):
         add(scene)
-    disable_endpoint(granted(scene), endpoints[0], "moved")
+    disable_endpoint(write_grant(scene), endpoints[0], "moved")
     add(scene)
     with pytest.raises(StateConflictError, match="at most"):
-        enable_endpoint(granted(scene), endpoints[0])
+        enable_endpoint(write_grant(scene), endpoints[0])
 
 
 @pytest.mark.django_db(transaction=True)
-def test_endpoints_added_at_once_are_few_too() -> None:
-    """The count holds when two are added at the same moment."""
+def test_endpoints_added_concurrently_above_the_maximum_are_refused() -> None:
     scene = make_scene()
     for number in range(MAX_ENDPOINTS - 1):
         add(scene, f"https://acme.example/{number}")
@@ -174,20 +173,20 @@ def test_endpoints_added_at_once_are_few_too() -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_endpoint_added_twice_at_once_is_there_once() -> None:
+def test_endpoint_added_twice_concurrently_exists_once() -> None:
     scene = make_scene()
     results = race(lambda: add(scene), lambda: add(scene))
     assert sum(isinstance(result, StateConflictError) for result in results) == 1
     assert WebhookEndpoint.objects.count() == 1
 
 
-@pytest.mark.parametrize("act", ["add", "rotate", "disable", "enable", "test"])
-def test_endpoint_takes_the_permission_for_this_account(scene: Scene, act: str) -> None:
-    """A grant for another permission, or another environment, opens nothing here."""
+@pytest.mark.parametrize("action", ["add", "rotate", "disable", "enable", "test"])
+def test_endpoint_changed_with_another_grant_is_refused(scene: Scene, action: str) -> None:
+    """A grant for another permission or environment does not suffice."""
     endpoint, _ = add(scene)
-    if act == "enable":
-        disable_endpoint(granted(scene), endpoint, "moved")
-    acts: dict[str, Callable[[Grant], object]] = {
+    if action == "enable":
+        disable_endpoint(write_grant(scene), endpoint, "moved")
+    actions: dict[str, Callable[[Grant], object]] = {
         "add": lambda allowed: add_endpoint(allowed, scene.sandbox, "https://acme.example/2"),
         "rotate": lambda allowed: rotate_secret(allowed, endpoint),
         "disable": lambda allowed: disable_endpoint(allowed, endpoint, "moved"),
@@ -196,102 +195,101 @@ def test_endpoint_takes_the_permission_for_this_account(scene: Scene, act: str) 
     }
     for wrong in (grant(scene.tam, P.WEBHOOKS_WRITE, scene.production), grant(scene.tam, P.KEYS_READ, scene.sandbox)):
         with pytest.raises(PermissionMissingError):
-            acts[act](wrong)
+            actions[action](wrong)
 
 
 # --- secrets ---------------------------------------------------------------------------------------------------
 
 
-def test_secret_rotated_signs_beside_the_one_before_until_the_overlap_ends(scene: Scene) -> None:
+def test_secret_rotated_signs_beside_the_previous_one_during_the_overlap(scene: Scene) -> None:
     endpoint, first = add(scene)
     at = now()
-    second = rotate_secret(granted(scene, at=at), endpoint, 24)
+    second = rotate_secret(write_grant(scene, at=at), endpoint, 24)
     assert revealed(endpoint, at) == [second.reveal(), first.reveal()]
     assert revealed(endpoint, at + timedelta(hours=24)) == [second.reveal()]
     with pytest.raises(StateConflictError, match="two secrets sign until"):
-        rotate_secret(granted(scene, at=at), endpoint, 24)
+        rotate_secret(write_grant(scene, at=at), endpoint, 24)
     assert revealed(endpoint, at) == [second.reveal(), first.reveal()]
     later = at + timedelta(hours=24)
-    third = rotate_secret(granted(scene, at=later), endpoint, 24)
+    third = rotate_secret(write_grant(scene, at=later), endpoint, 24)
     assert revealed(endpoint, later) == [third.reveal(), second.reveal()]
     assert last_entry()[0] == "webhook_endpoint.secret_rotated"
-    fourth = rotate_secret(granted(scene, at=later), endpoint, 0)
+    fourth = rotate_secret(write_grant(scene, at=later), endpoint, 0)
     assert revealed(endpoint, later) == [fourth.reveal()]
 
 
 def test_secret_rotated_without_overlap_signs_alone(scene: Scene) -> None:
-    """After a leak the old secret ends at once."""
+    """For use after a leak."""
     endpoint, _ = add(scene)
-    second = rotate_secret(granted(scene), endpoint, 0)
+    second = rotate_secret(write_grant(scene), endpoint, 0)
     assert revealed(endpoint) == [second.reveal()]
     assert endpoint.previous_secret is None
 
 
 @pytest.mark.parametrize("hours", [-1, 169])
-def test_secret_rotated_with_an_overlap_that_does_not_fit_is_refused(scene: Scene, hours: int) -> None:
+def test_secret_rotated_with_an_invalid_overlap_is_refused(scene: Scene, hours: int) -> None:
     endpoint, first = add(scene)
     with pytest.raises(RequestInvalidError):
-        rotate_secret(granted(scene), endpoint, hours)
+        rotate_secret(write_grant(scene), endpoint, hours)
     assert revealed(endpoint) == [first.reveal()]
 
 
-# --- off and on ------------------------------------------------------------------------------------------------
+# --- disabling and enabling ------------------------------------------------------------------------------------
 
 
-def test_endpoint_disabled_gives_up_what_was_on_its_way_and_enabled_sends_it_after_all(scene: Scene) -> None:
+def test_endpoint_disabled_gives_up_pending_messages_and_enabled_sends_them(scene: Scene) -> None:
     endpoint, _ = add(scene)
-    announced(scene)
-    disable_endpoint(granted(scene), endpoint, "moved")
+    send_notice(scene)
+    disable_endpoint(write_grant(scene), endpoint, "moved")
     assert (endpoint.disabled_why, last_entry()[0]) == ("moved", "webhook_endpoint.disabled")
     assert WebhookDelivery.objects.get().state == DeliveryState.GIVEN_UP
-    announced(scene)
+    send_notice(scene)
     assert WebhookDelivery.objects.count() == 1
-    assert enable_endpoint(granted(scene), endpoint) == 1
+    assert enable_endpoint(write_grant(scene), endpoint) == 1
     delivery = WebhookDelivery.objects.get()
     assert (delivery.state, delivery.attempts) == (DeliveryState.DUE, 0)
     assert (endpoint.disabled_at, endpoint.disabled_why) == (None, "")
 
 
-def test_endpoint_enabled_leaves_alone_what_is_old(scene: Scene) -> None:
-    """Nobody wants to be told today of what happened weeks ago."""
+def test_endpoint_enabled_does_not_send_old_messages(scene: Scene) -> None:
     endpoint, _ = add(scene)
-    announced(scene, at=now() - CATCH_UP - timedelta(minutes=1))
-    disable_endpoint(granted(scene), endpoint, "moved")
-    assert enable_endpoint(granted(scene), endpoint) == 0
+    send_notice(scene, at=now() - CATCH_UP - timedelta(minutes=1))
+    disable_endpoint(write_grant(scene), endpoint, "moved")
+    assert enable_endpoint(write_grant(scene), endpoint) == 0
 
 
 def test_endpoint_disabled_or_enabled_twice_is_refused(scene: Scene) -> None:
     endpoint, _ = add(scene)
     with pytest.raises(StateConflictError):
-        enable_endpoint(granted(scene), endpoint)
-    disable_endpoint(granted(scene), endpoint, "moved")
+        enable_endpoint(write_grant(scene), endpoint)
+    disable_endpoint(write_grant(scene), endpoint, "moved")
     with pytest.raises(StateConflictError):
-        disable_endpoint(granted(scene), endpoint, "moved")
+        disable_endpoint(write_grant(scene), endpoint, "moved")
 
 
-# --- tests and listings ----------------------------------------------------------------------------------------
+# --- test messages and listings --------------------------------------------------------------------------------
 
 
-def test_test_goes_to_that_endpoint_alone(scene: Scene) -> None:
+def test_test_message_goes_to_its_endpoint_only(scene: Scene) -> None:
     endpoint, _ = add(scene)
     add(scene, "https://acme.example/other")
-    notice = send_test(granted(scene), endpoint)
+    notice = send_test(write_grant(scene), endpoint)
     assert notice.kind == NoticeKind.WEBHOOK_TEST
     assert not notice.is_alarm
     assert WebhookDelivery.objects.get().endpoint_id == endpoint.pk
 
 
-def test_test_to_an_endpoint_that_is_off_is_refused(scene: Scene) -> None:
+def test_test_message_to_a_disabled_endpoint_is_refused(scene: Scene) -> None:
     endpoint, _ = add(scene)
-    disable_endpoint(granted(scene), endpoint, "moved")
+    disable_endpoint(write_grant(scene), endpoint, "moved")
     with pytest.raises(StateConflictError):
-        send_test(granted(scene), endpoint)
+        send_test(write_grant(scene), endpoint)
     assert not WebhookDelivery.objects.exists()
 
 
-def test_endpoint_described_counts_its_deliveries_and_tells_no_secret(scene: Scene) -> None:
+def test_endpoint_description_counts_deliveries_without_secrets(scene: Scene) -> None:
     endpoint, secret = add(scene)
-    announced(scene)
-    told = describe_endpoint(endpoint)
-    assert (told["url"], told["due"], told["delivered"], told["given_up"]) == (URL, 1, 0, 0)
-    assert secret.reveal() not in str(told)
+    send_notice(scene)
+    description = describe_endpoint(endpoint)
+    assert (description["url"], description["due"], description["delivered"], description["given_up"]) == (URL, 1, 0, 0)
+    assert secret.reveal() not in str(description)

@@ -12,7 +12,7 @@ from django.db import InterfaceError, OperationalError
 
 from keyvault.services.work import background_thread
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
-from tests.services.racing import PATIENCE_SECONDS
+from tests.services.racing import TIMEOUT_SECONDS
 
 FORK = multiprocessing.get_context("fork")
 
@@ -81,18 +81,18 @@ def test_background_thread_stopped_has_ended_before_the_rest_is_written(writer: 
 
     def work() -> None:
         begun.set()
-        assert may_end.wait(PATIENCE_SECONDS)
+        assert may_end.wait(TIMEOUT_SECONDS)
         writer.events.append("round")
 
     writer.work = work
     writer.start()
-    assert begun.wait(PATIENCE_SECONDS)
+    assert begun.wait(TIMEOUT_SECONDS)
     stopping = threading.Thread(target=writer.stop)
     stopping.start()
-    assert writer._stop.wait(PATIENCE_SECONDS)
+    assert writer._stop.wait(TIMEOUT_SECONDS)
     writer.pending.append("the rest")
     may_end.set()
-    stopping.join(PATIENCE_SECONDS)
+    stopping.join(TIMEOUT_SECONDS)
     assert writer.events == ["prepared", "round", "finished without a thread: True", "the rest"]
     assert running() == []
 
@@ -106,11 +106,11 @@ def test_background_thread_that_hangs_is_waited_for_with_a_bound(
 
     def work() -> None:
         begun.set()
-        assert may_end.wait(PATIENCE_SECONDS)
+        assert may_end.wait(TIMEOUT_SECONDS)
 
     writer.work = work
     writer.start()
-    assert begun.wait(PATIENCE_SECONDS)
+    assert begun.wait(TIMEOUT_SECONDS)
     (thread,) = running()
     try:
         writer.stop()
@@ -119,7 +119,7 @@ def test_background_thread_that_hangs_is_waited_for_with_a_bound(
         writer.start()
     finally:
         may_end.set()
-        thread.join(PATIENCE_SECONDS)
+        thread.join(TIMEOUT_SECONDS)
     assert not thread.is_alive(), "a later start does not revive it"
     assert len(running()) == 1
 
@@ -135,7 +135,7 @@ def test_background_thread_stopped_may_start_again(writer: Writer) -> None:
     rounds = threading.Event()
     writer.work = rounds.set
     writer.start()
-    assert rounds.wait(PATIENCE_SECONDS)
+    assert rounds.wait(TIMEOUT_SECONDS)
 
 
 def test_background_thread_goes_on_after_a_round_that_failed(writer: Writer, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,7 +148,7 @@ def test_background_thread_goes_on_after_a_round_that_failed(writer: Writer, cap
 
     writer.work = work
     writer.start()
-    assert recovered.wait(PATIENCE_SECONDS)
+    assert recovered.wait(TIMEOUT_SECONDS)
     own = [record for record in caplog.records if record.name == background_thread.__name__]
     assert [record.levelname for record in own] == ["ERROR", "WARNING"]
     assert {record.message for record in own} == {"a round of the thread writer failed"}
@@ -197,8 +197,8 @@ def test_background_thread_in_a_forked_child_is_forgotten_and_started_anew(write
     child = FORK.Process(target=_tell_child, args=(writer, told))
     with writer._starting:
         child.start()
-    assert told.get(timeout=PATIENCE_SECONDS) == (None, [], False, False, 1)
-    child.join(PATIENCE_SECONDS)
+    assert told.get(timeout=TIMEOUT_SECONDS) == (None, [], False, False, 1)
+    child.join(TIMEOUT_SECONDS)
     assert (writer._thread, writer.pending) == (thread, ["the parent's"])
 
 
@@ -217,8 +217,8 @@ def test_background_thread_of_a_forked_process_finishes_when_it_ends() -> None:
     told: multiprocessing.queues.Queue[str] = FORK.Queue()
     child = FORK.Process(target=_end_child, args=(told,))
     child.start()
-    assert told.get(timeout=PATIENCE_SECONDS) == "finished"
-    child.join(PATIENCE_SECONDS)
+    assert told.get(timeout=TIMEOUT_SECONDS) == "finished"
+    child.join(TIMEOUT_SECONDS)
     assert child.exitcode == 0
 
 

@@ -1,4 +1,4 @@
-"""Leases: one worker at a time, the next one when that one is gone, and no word from the dead."""
+"""Work leases: one worker at a time, a successor after expiry, and no record by an expired holder."""
 
 from datetime import datetime, timedelta
 from functools import partial
@@ -23,75 +23,73 @@ def at() -> datetime:
     return now()
 
 
-def claimed(subject: str, at: datetime) -> Lease:
+def claim_lease(subject: str, at: datetime) -> Lease:
     lease = claim(subject, at)
     assert lease is not None
     return lease
 
 
-def test_failed_work_is_listed_in_batches_each_once(at: datetime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what has the prefix, and only what failed last."""
+def test_failed_work_is_listed_in_batches_once_each(at: datetime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list holds rows with the prefix whose last attempt failed."""
     monkeypatch.setattr(leases, "_FAILED_BATCH", 2)
     for number in range(5):
         leases.record_failure(f"a:{number}", at, "failed")
     leases.record_failure("b:1", at, "failed")
-    claimed("a:claimed", at)
+    claim_lease("a:claimed", at)
     batches = [[row.subject for row in batch] for batch in leases.list_failed("a:")]
     assert batches == [["a:0", "a:1"], ["a:2", "a:3"], ["a:4"]]
     assert list(leases.list_failed("c:")) == []
 
 
-def test_lease_claimed_is_not_to_be_had_until_it_ends(at: datetime) -> None:
-    """One worker at a time: a claimed piece of work is nobody else's until the lease runs out."""
-    first = claimed("work", at)
+def test_lease_claimed_is_not_available_until_it_expires(at: datetime) -> None:
+    first = claim_lease("work", at)
     assert claim("work", at) is None
     assert claim("work", at + LEASE - timedelta(microseconds=1)) is None
-    second = claimed("work", at + LEASE)
+    second = claim_lease("work", at + LEASE)
     assert (first.attempts, second.attempts) == (1, 2)
     assert first.token != second.token
 
 
-def test_lease_of_one_subject_leaves_the_others_free(at: datetime) -> None:
-    claimed("work", at)
-    assert claimed("other work", at).attempts == 1
+def test_lease_of_one_subject_does_not_block_others(at: datetime) -> None:
+    claim_lease("work", at)
+    assert claim_lease("other work", at).attempts == 1
 
 
-def test_lease_lost_is_not_held(at: datetime) -> None:
-    """Fencing: whoever's lease went to another cannot record an outcome, however late it wakes."""
-    lost = claimed("work", at)
-    kept = claimed("work", at + LEASE)
+def test_lease_lost_to_another_worker_is_not_held(at: datetime) -> None:
+    """Fencing: a worker whose lease went to another cannot record an outcome."""
+    lost = claim_lease("work", at)
+    kept = claim_lease("work", at + LEASE)
     with pytest.raises(StateConflictError, match="Another worker took this over"), transaction.atomic():
         hold(lost)
     hold(kept)
 
 
-def test_lease_run_out_but_not_taken_over_is_still_held(at: datetime) -> None:
-    """A slow worker whom nobody followed may finish: the token decides, not the clock."""
-    hold(claimed("work", at - 2 * LEASE))
+def test_lease_expired_but_not_taken_over_is_still_held(at: datetime) -> None:
+    """A slow worker without a successor may finish: the token decides, not the clock."""
+    hold(claim_lease("work", at - 2 * LEASE))
 
 
-def test_lease_given_back_is_not_held(at: datetime) -> None:
-    lease = claimed("work", at)
+def test_lease_released_is_not_held(at: datetime) -> None:
+    lease = claim_lease("work", at)
     release(lease)
     with pytest.raises(StateConflictError):
         hold(lease)
 
 
-def test_lease_released_is_free_at_once_and_counts_anew(at: datetime) -> None:
-    release(claimed("work", at))
-    assert claimed("work", at).attempts == 1
+def test_lease_released_is_available_and_counts_from_one(at: datetime) -> None:
+    release(claim_lease("work", at))
+    assert claim_lease("work", at).attempts == 1
 
 
-def test_lease_released_until_later_is_not_due_before(at: datetime) -> None:
-    release(claimed("work", at), due_at=at + SECOND)
+def test_lease_released_with_a_due_time_is_not_due_before(at: datetime) -> None:
+    release(claim_lease("work", at), due_at=at + SECOND)
     assert claim("work", at + SECOND / 2) is None
     assert claim("work", at + SECOND) is not None
 
 
-def test_lease_lost_neither_releases_nor_postpones_the_new_holder_s(at: datetime) -> None:
-    """The dead do not give away what is no longer theirs."""
-    lost = claimed("work", at)
-    kept = claimed("work", at + LEASE)
+def test_lease_lost_can_neither_release_nor_postpone_the_new_one(at: datetime) -> None:
+    lost = claim_lease("work", at)
+    kept = claim_lease("work", at + LEASE)
     release(lost)
     postpone(lost, at + LEASE, "late")
     hold(kept)
@@ -99,11 +97,11 @@ def test_lease_lost_neither_releases_nor_postpones_the_new_holder_s(at: datetime
     assert WorkLease.objects.get(subject="work").last_error == ""
 
 
-def test_lease_postponed_waits_longer_after_each_failure_up_to_a_minute(at: datetime) -> None:
-    """A step that keeps failing is tried less and less often, and never less than about once a minute."""
+def test_lease_postponed_repeatedly_waits_longer_up_to_a_minute(at: datetime) -> None:
+    """A step that keeps failing is retried at least about once a minute."""
     pauses = []
     for _ in range(9):
-        postpone(claimed("work", at), at, "it failed")
+        postpone(claim_lease("work", at), at, "it failed")
         due_at = WorkLease.objects.get(subject="work").due_at
         assert due_at is not None
         pauses.append((due_at - at).total_seconds())
@@ -111,53 +109,53 @@ def test_lease_postponed_waits_longer_after_each_failure_up_to_a_minute(at: date
         at = due_at
     doubled = [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert all(least <= pause < least * 1.25 for pause, least in zip(pauses, doubled, strict=True)), pauses
-    assert claimed("work", at).attempts == 10
+    assert claim_lease("work", at).attempts == 10
 
 
-def test_lease_postponed_keeps_why_and_release_forgets_it(at: datetime) -> None:
-    postpone(claimed("work", at), at, "x" * 500)
+def test_lease_postponed_keeps_its_error_until_released(at: datetime) -> None:
+    postpone(claim_lease("work", at), at, "x" * 500)
     assert WorkLease.objects.get(subject="work").last_error == "x" * 300
-    release(claimed("work", at + LEASE))
+    release(claim_lease("work", at + LEASE))
     assert WorkLease.objects.get(subject="work").last_error == ""
 
 
-def test_lease_work_woken_is_due_at_once(at: datetime) -> None:
-    release(claimed("work", at), due_at=at + LEASE)
+def test_lease_woken_is_due_immediately(at: datetime) -> None:
+    release(claim_lease("work", at), due_at=at + LEASE)
     wake("work")
     assert claim("work", at) is not None
 
 
-def test_lease_work_woken_while_somebody_is_at_it_stays_theirs(at: datetime) -> None:
-    """A wake-up is a hint; it takes no lease away."""
-    lease = claimed("work", at)
+def test_lease_woken_while_held_stays_held(at: datetime) -> None:
+    """A wake-up is only a hint."""
+    lease = claim_lease("work", at)
     wake("work")
     assert claim("work", at) is None
     hold(lease)
 
 
-def test_lease_due_lists_what_is_free_in_the_order_given(at: datetime) -> None:
-    claimed("taken", at)
-    release(claimed("later", at), due_at=at + LEASE)
-    release(claimed("given back", at))
-    wanted = ["never tried", "taken", "later", "given back"]
-    assert list_due(wanted, at) == ["never tried", "given back"]
-    assert list_due(wanted, at + LEASE) == wanted
+def test_lease_due_lists_available_subjects_in_the_given_order(at: datetime) -> None:
+    claim_lease("taken", at)
+    release(claim_lease("later", at), due_at=at + LEASE)
+    release(claim_lease("released", at))
+    subjects = ["never tried", "taken", "later", "released"]
+    assert list_due(subjects, at) == ["never tried", "released"]
+    assert list_due(subjects, at + LEASE) == subjects
 
 
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.django_db(transaction=True)
-def test_lease_claimed_by_eight_at_once_goes_to_exactly_one(is_known: bool) -> None:
-    """Of any number of workers that meet, one works; on the first try of a subject too."""
+def test_lease_claimed_by_eight_workers_concurrently_goes_to_one(is_known: bool) -> None:
+    """On the first claim of a subject too."""
     at = now()
     for number in range(5):
         subject = f"work {number}"
         if is_known:
-            release(claimed(subject, at))
+            release(claim_lease(subject, at))
         outcomes = race(*[partial(claim, subject, at)] * 8)
         assert [type(outcome) for outcome in outcomes if outcome is not None] == [Lease]
         assert WorkLease.objects.get(subject=subject).attempts == 1
 
 
-def test_lease_outlives_a_call_to_the_backend() -> None:
-    """Longer than a side effect takes, shorter than anybody wants to wait for a dead worker's work."""
+def test_lease_duration_outlasts_a_backend_call() -> None:
+    """Longer than a side effect takes, and short enough for a successor to take over soon."""
     assert timedelta(seconds=10) <= leases.LEASE <= timedelta(seconds=60)

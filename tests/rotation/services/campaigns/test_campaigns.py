@@ -37,7 +37,7 @@ from rotation.services.campaigns.runner import tick
 from tests.factories import make_operator
 from tests.rotation.campaigning import approved, asked, details_of, events, issued, on_platform
 from tests.rotation.scene import Clock, account, admin, approver, issue, rotate, tam
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -238,7 +238,7 @@ def test_tick_of_a_campaign_altered_after_its_approval_begins_nothing(clock: Clo
 
 def alter(campaign: Campaign, what: str, clock: Clock) -> None:
     """Past the service and the triggers, as somebody with the database's password might."""
-    lift_triggers()
+    disable_triggers()
     if what == "members":
         other, _ = issue(account("smuggled", Environment(campaign.environment)), clock.now)
         CampaignMember.objects.create(campaign=campaign, credential=other.credential)

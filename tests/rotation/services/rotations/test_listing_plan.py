@@ -8,7 +8,7 @@ from rotation.services.rotations.engine import list_due
 from tests.plans import copy_row, explain
 from tests.rotation.scene import Clock
 from tests.rotation.steps import begun
-from tests.services.rows import lift_triggers
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
 def test_list_due_reads_open_rotations_in_order_and_no_whole_table(clock: Clock, verifier: UsageLog) -> None:
     """Guarantee: closed rotations, keys and leases make no sweep slower, however many there are."""
     begun(clock)
-    lift_triggers()
+    disable_triggers()
     copy_row(Rotation, rotation_id="'rot_' || n", state="'completed'")
     plans = explain(lambda: list_due(clock()))
     assert len(plans) == 4
