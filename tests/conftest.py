@@ -62,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("redis")
         if not VAULTS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("openbao")
+            item.add_marker("long")
         (kept if _belongs_here(item) else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
