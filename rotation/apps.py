@@ -1,7 +1,15 @@
-"""Django application configuration."""
+"""Django application: registers the rules of its tables, and restores the database triggers after `migrate`."""
 
 from django.apps import AppConfig
+from django.db.models.signals import post_migrate
 
 
 class RotationConfig(AppConfig):
     name = "rotation"
+
+    def ready(self) -> None:
+        from keyvault.models.triggers import register_rules, restore_triggers
+        from rotation.models.triggers import RULES
+
+        register_rules(self.label, RULES)
+        post_migrate.connect(restore_triggers, sender=self, dispatch_uid="rotation.triggers")

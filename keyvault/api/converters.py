@@ -12,10 +12,6 @@ class IssuanceRequestIdConverter(StringConverter):
     regex = "req_[0-9A-Za-z]{20}"
 
 
-class RotationIdConverter(StringConverter):
-    regex = "rot_[0-9A-Za-z]{20}"
-
-
 class SequenceConverter(StringConverter):
     """Up to 19 digits; the view answers 404 for a number beyond the largest sequence."""
 
@@ -24,5 +20,4 @@ class SequenceConverter(StringConverter):
 
 register_converter(KeyIdConverter, "key_id")
 register_converter(IssuanceRequestIdConverter, "issuance_request_id")
-register_converter(RotationIdConverter, "rotation_id")
 register_converter(SequenceConverter, "sequence")

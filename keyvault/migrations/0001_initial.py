@@ -289,7 +289,7 @@ class Migration(migrations.Migration):
                 ('person', models.CharField(max_length=32)),
                 ('plan_digest', models.CharField(max_length=64)),
                 ('created_at', models.DateTimeField()),
-                ('approver', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='issuance_approvals', to=settings.AUTH_USER_MODEL)),
+                ('approver', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
                 ('request', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='approvals', to='keyvault.issuancerequest')),
             ],
         ),

@@ -4,28 +4,13 @@ from django.db import models
 from django.db.models import Q
 
 from keyvault.access.catalog import Bearer, LimiterFailurePolicy
-from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS
 from keyvault.domain.environments import Environment
-from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.columns import LimitColumns, at, choice, choices_check, created_at, limit_check
 from keyvault.models.merchants import Account
-from keyvault.models.recording import RecordedModel, Subject
+from keyvault.models.recording import Subject
 
 
-def _limit_check(name: str) -> models.CheckConstraint:
-    """Return the constraint that both numbers are within bounds or both are NULL."""
-    return models.CheckConstraint(
-        name=name,
-        condition=Q(limit_count__isnull=True, limit_seconds__isnull=True)
-        | Q(
-            limit_count__isnull=False,
-            limit_count__range=(1, LARGEST_COUNT),
-            limit_seconds__isnull=False,
-            limit_seconds__range=(1, LONGEST_SECONDS),
-        ),
-    )
-
-
-class CatalogEndpoint(RecordedModel):
+class CatalogEndpoint(LimitColumns):
     """One upstream endpoint, with the fields of `access.catalog.Endpoint`. `withdrawn_at`: when it was removed."""
 
     name = models.CharField(primary_key=True, max_length=100)
@@ -37,8 +22,6 @@ class CatalogEndpoint(RecordedModel):
     summary = models.CharField(max_length=200, blank=True)
     merchant_from = models.CharField(max_length=100, blank=True)
     store_from = models.CharField(max_length=100, blank=True)
-    limit_count = models.PositiveIntegerField(null=True, blank=True)
-    limit_seconds = models.PositiveIntegerField(null=True, blank=True)
     on_limiter_loss = choice(LimiterFailurePolicy, default=LimiterFailurePolicy.LOCAL_SHARE)
     created_at = created_at()
     withdrawn_at = at()
@@ -47,7 +30,7 @@ class CatalogEndpoint(RecordedModel):
         constraints = [
             choices_check("endpoint_bearer", "bearer", Bearer),
             choices_check("endpoint_on_limiter_loss", "on_limiter_loss", LimiterFailurePolicy),
-            _limit_check("endpoint_limit_whole"),
+            limit_check("endpoint_limit_whole"),
         ]
 
     def __str__(self) -> str:
@@ -57,7 +40,7 @@ class CatalogEndpoint(RecordedModel):
         return "endpoint", self.name
 
 
-class LimitOverride(RecordedModel):
+class LimitOverride(LimitColumns):
     """The limit of one endpoint for one account, or for all accounts of the environment (account None).
 
     Both numbers None: the override is cleared, and the next more general limit applies.
@@ -66,8 +49,6 @@ class LimitOverride(RecordedModel):
     account = models.ForeignKey(Account, models.PROTECT, null=True, blank=True, related_name="limit_overrides")
     environment = choice(Environment)
     endpoint = models.CharField(max_length=100)
-    limit_count = models.PositiveIntegerField(null=True, blank=True)
-    limit_seconds = models.PositiveIntegerField(null=True, blank=True)
     created_at = created_at()
 
     class Meta:
@@ -77,7 +58,7 @@ class LimitOverride(RecordedModel):
                 fields=["environment", "endpoint"], name="limit_of_endpoint_unique", condition=Q(account__isnull=True)
             ),
             choices_check("limit_environment", "environment", Environment),
-            _limit_check("limit_whole"),
+            limit_check("limit_whole"),
         ]
 
     def __str__(self) -> str:

@@ -1,10 +1,15 @@
-"""Column types shared by all tables."""
+"""Column types shared by all tables, and groups of columns that several tables have."""
 
 from enum import StrEnum
 from typing import Any
 
+from django.conf import settings
 from django.db import models
 from django.db.models import Q
+
+from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS
+from keyvault.domain.digests import DIGEST_BYTES
+from keyvault.models.recording import RecordedModel
 
 
 def choice(values: type[StrEnum] | type[models.TextChoices], **options: Any) -> "models.CharField[Any, Any]":
@@ -25,3 +30,76 @@ def created_at() -> "models.DateTimeField[Any, Any]":
 def at() -> "models.DateTimeField[Any, Any]":
     """Return a column for the time of an event; None: it has not happened."""
     return models.DateTimeField(null=True, blank=True)
+
+
+def limit_check(name: str) -> models.CheckConstraint:
+    """Return the constraint of `LimitColumns`: both numbers are within bounds or both are NULL."""
+    return models.CheckConstraint(
+        name=name,
+        condition=Q(limit_count__isnull=True, limit_seconds__isnull=True)
+        | Q(
+            limit_count__isnull=False,
+            limit_count__range=(1, LARGEST_COUNT),
+            limit_seconds__isnull=False,
+            limit_seconds__range=(1, LONGEST_SECONDS),
+        ),
+    )
+
+
+class LimitColumns(RecordedModel):
+    """A rate limit: requests per seconds; None: the next more general limit applies."""
+
+    limit_count = models.PositiveIntegerField(null=True, blank=True)
+    limit_seconds = models.PositiveIntegerField(null=True, blank=True)
+
+    class Meta:
+        abstract = True
+
+
+class DigestColumns(RecordedModel):
+    """The digest of a secret, and the version of the pepper that made it."""
+
+    digest = models.BinaryField(max_length=DIGEST_BYTES)
+    pepper_version = models.PositiveIntegerField()
+
+    class Meta:
+        abstract = True
+
+
+class TokenColumns(DigestColumns):
+    """A token that expires and can be revoked."""
+
+    token_id = models.CharField(primary_key=True, max_length=16)
+    created_at = created_at()
+    expires_at = models.DateTimeField()
+    revoked_at = at()
+
+    class Meta:
+        abstract = True
+
+    def has_ended(self) -> bool:
+        return self.revoked_at is not None
+
+
+class RequestColumns(RecordedModel):
+    """A request that other people approve: they approve its `plan_digest` and differ from `requester_person`."""
+
+    plan_digest = models.CharField(max_length=64)
+    approvals_needed = models.PositiveSmallIntegerField()
+    requester_person = models.CharField(max_length=32)
+    created_at = created_at()
+
+    class Meta:
+        abstract = True
+
+
+class ApprovalColumns(RecordedModel):
+    """One person's approval of one plan digest."""
+
+    approver = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="+")
+    person = models.CharField(max_length=32)
+    plan_digest = models.CharField(max_length=64)
+    created_at = created_at()
+
+    class Meta:
+        abstract = True

@@ -4,24 +4,18 @@ from django.db import models
 from django.db.models import F, Q
 
 from keyvault.domain.digests import DIGEST_BYTES
-from keyvault.models.columns import at, created_at
+from keyvault.models.columns import TokenColumns
 from keyvault.models.keys import Key
 from keyvault.models.merchants import Account
-from keyvault.models.recording import RecordedModel, Subject
+from keyvault.models.recording import Subject
 
 
-class CustomerToken(RecordedModel):
+class CustomerToken(TokenColumns):
     """`issued_with` is the private key that requested it. Triggers prevent un-revocation, see `models.triggers`."""
 
-    token_id = models.CharField(primary_key=True, max_length=16)
     account = models.ForeignKey(Account, models.PROTECT, related_name="customer_tokens")
     issued_with = models.ForeignKey(Key, models.PROTECT, related_name="customer_tokens")
     customer_id = models.CharField(max_length=128)
-    digest = models.BinaryField(max_length=DIGEST_BYTES)
-    pepper_version = models.PositiveIntegerField()
-    created_at = created_at()
-    expires_at = models.DateTimeField()
-    revoked_at = at()
 
     class Meta:
         constraints = [
@@ -38,6 +32,3 @@ class CustomerToken(RecordedModel):
 
     def alters(self) -> Subject:
         return "customer_token", self.token_id
-
-    def has_ended(self) -> bool:
-        return self.revoked_at is not None

@@ -8,16 +8,15 @@ from django.db.models.functions import Length
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import COLLECTED_DELIVERIES, Delivery, IssuancePlan, IssuanceState
 from keyvault.domain.keys import KeyKind
-from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.columns import ApprovalColumns, RequestColumns, at, choice, choices_check
 from keyvault.models.keys import Credential, Key
 from keyvault.models.merchants import Account
-from keyvault.models.recording import RecordedModel
 from keyvault.models.tokens import ServiceToken
 
 models.CharField.register_lookup(Length)
 
 
-class IssuanceRequest(RecordedModel):
+class IssuanceRequest(RequestColumns):
     """A request for a credential. Approvers differ from `requester_person`; `requested_via`: the service's token."""
 
     request_id = models.CharField(primary_key=True, max_length=32)
@@ -27,13 +26,9 @@ class IssuanceRequest(RecordedModel):
     delivery = choice(Delivery)
     recipient_public_key = models.CharField(max_length=43, blank=True)
     expires_in_days = models.PositiveIntegerField(null=True, blank=True)
-    plan_digest = models.CharField(max_length=64)
-    approvals_needed = models.PositiveSmallIntegerField()
     state = choice(IssuanceState)
     requester = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, null=True, related_name="issuance_requests")
     requested_via = models.ForeignKey(ServiceToken, models.PROTECT, null=True, blank=True)
-    requester_person = models.CharField(max_length=32)
-    created_at = created_at()
     expires_at = models.DateTimeField()
     decided_at = at()
     issued_at = at()
@@ -94,14 +89,10 @@ class IssuanceRequest(RecordedModel):
         )
 
 
-class IssuanceApproval(RecordedModel):
+class IssuanceApproval(ApprovalColumns):
     """One person's approval of one plan digest."""
 
     request = models.ForeignKey(IssuanceRequest, models.PROTECT, related_name="approvals")
-    approver = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="issuance_approvals")
-    person = models.CharField(max_length=32)
-    plan_digest = models.CharField(max_length=64)
-    created_at = created_at()
 
     class Meta:
         constraints = [

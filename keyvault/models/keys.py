@@ -9,7 +9,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.columns import DigestColumns, at, choice, choices_check, created_at
 from keyvault.models.merchants import Account
 from keyvault.models.recording import RecordedModel, Subject
 
@@ -85,13 +85,11 @@ def _stamped(state: KeyState, column: str) -> models.CheckConstraint:
     )
 
 
-class Key(RecordedModel):
+class Key(DigestColumns):
     """One issued key, stored as a digest. Triggers forbid reactivation and a changed expiry, see `models.triggers`."""
 
     key_id = models.CharField(primary_key=True, max_length=16)
     credential = models.ForeignKey(Credential, models.PROTECT, related_name="keys")
-    digest = models.BinaryField(max_length=DIGEST_BYTES)
-    pepper_version = models.PositiveIntegerField()
     state = choice(KeyState, default=KeyState.PRE_ACTIVATION)
     retirement = choice(RetirementReason, null=True, blank=True)
     reason = choice(RevocationReason, null=True, blank=True)

@@ -4,7 +4,7 @@ from django.db import models
 from django.db.models import Q
 
 from keyvault.domain.environments import ConnectionMode, Environment
-from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.columns import LimitColumns, at, choice, choices_check, created_at, limit_check
 from keyvault.models.recording import RecordedModel, Subject
 
 
@@ -35,7 +35,7 @@ class Merchant(RecordedModel):
         return str(self.status) == MerchantStatus.OFFBOARDED
 
 
-class Account(RecordedModel):
+class Account(LimitColumns):
     """A merchant in one environment. `limit_…` None: the default (25 per second in sandbox, 100 in production).
 
     `allowed_origins`: browser origins of its public keys. `customer_token_seconds`: maximum lifetime of a customer
@@ -46,8 +46,6 @@ class Account(RecordedModel):
     environment = choice(Environment)
     status = choice(MerchantStatus, default=MerchantStatus.ACTIVE)
     client_configuration = models.JSONField(default=dict, blank=True)
-    limit_count = models.PositiveIntegerField(null=True, blank=True)
-    limit_seconds = models.PositiveIntegerField(null=True, blank=True)
     allowed_origins = models.JSONField(default=list, blank=True)
     customer_token_seconds = models.PositiveIntegerField(default=3600)
     created_at = created_at()
@@ -57,16 +55,7 @@ class Account(RecordedModel):
             models.UniqueConstraint(fields=["merchant", "environment"], name="account_unique"),
             choices_check("account_environment", "environment", Environment),
             choices_check("account_status", "status", MerchantStatus),
-            models.CheckConstraint(
-                name="account_limit_whole",
-                condition=Q(limit_count__isnull=True, limit_seconds__isnull=True)
-                | Q(
-                    limit_count__isnull=False,
-                    limit_count__range=(1, 1_000_000),
-                    limit_seconds__isnull=False,
-                    limit_seconds__range=(1, 86_400),
-                ),
-            ),
+            limit_check("account_limit_whole"),
             models.CheckConstraint(
                 name="account_customer_token_seconds", condition=Q(customer_token_seconds__range=(60, 86_400))
             ),

@@ -8,22 +8,19 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.digests import DIGEST_BYTES
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import STRING_SCOPE, StringScope
-from keyvault.models.columns import at, choice, choices_check, created_at
-from keyvault.models.recording import RecordedModel, Subject
+from keyvault.models.columns import TokenColumns, choice, choices_check
+from keyvault.models.recording import Subject
 
 
-class ServiceToken(RecordedModel):
+class ServiceToken(TokenColumns):
     """A service token. `merchants` None: all merchants. The creator's person is responsible for its requests.
 
     `lineage` is the id of the first token in a series of rotations. Verifications by a token with `is_probe` are our
     own test calls and never count as use of a key.
     """
 
-    token_id = models.CharField(primary_key=True, max_length=16)
     lineage = models.CharField(max_length=16)
     name = models.CharField(max_length=100)
-    digest = models.BinaryField(max_length=DIGEST_BYTES)
-    pepper_version = models.PositiveIntegerField()
     scope = choice(StringScope)
     permissions = models.JSONField()
     merchants = models.JSONField(null=True, blank=True)
@@ -32,9 +29,6 @@ class ServiceToken(RecordedModel):
         settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="service_tokens"
     )
     creator_person = models.CharField(max_length=64)
-    created_at = created_at()
-    expires_at = models.DateTimeField()
-    revoked_at = at()
 
     class Meta:
         constraints = [
@@ -51,9 +45,6 @@ class ServiceToken(RecordedModel):
 
     def alters(self) -> Subject:
         return "service_token", self.token_id
-
-    def has_ended(self) -> bool:
-        return self.revoked_at is not None
 
     @property
     def environments(self) -> frozenset[Environment]:

@@ -13,7 +13,7 @@ spool.register()
 
 app = Celery("keyvault")
 app.config_from_object("django.conf:settings", namespace="CELERY")
-app.autodiscover_tasks(["keyvault", "rotation"])
+app.autodiscover_tasks()  # of every installed app
 
 
 @worker_init.connect

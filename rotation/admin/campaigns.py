@@ -38,14 +38,13 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
     mono,
-    seconds,
     short_moment,
 )
 from keyvault.domain.environments import Environment
 from keyvault.models import Merchant
-from rotation.admin.plan_fields import PRIVATE_PROOFS, quarantine_field, quiet_field
+from rotation.admin.plan_fields import SHARED_GROUP, PlanForm, form_field, overrides_in, show_override
 from rotation.domain.pacing import MAX_CONCURRENCY, MAX_PER_MINUTE, START_WITHIN, Pace
-from rotation.domain.policy import DEFAULTS, Proof
+from rotation.domain.plan_fields import FIELDS, SHARED_FIELDS, PlanOverrides
 from rotation.models import Campaign, CampaignMember, CampaignState
 from rotation.services.campaigns.campaigns import (
     approve_campaign,
@@ -56,7 +55,6 @@ from rotation.services.campaigns.campaigns import (
     resume_campaign,
 )
 from rotation.services.campaigns.reports import describe_campaign, list_troubled_first
-from rotation.services.rotations.planning import PlanOverrides
 
 C = CampaignState
 
@@ -71,7 +69,9 @@ def _merchant_choices() -> list[tuple[str, str]]:
     return [(name, name) for name in Merchant.objects.order_by("merchant_id").values_list("merchant_id", flat=True)]
 
 
-class CampaignForm(ActionForm):
+class CampaignForm(PlanForm):
+    groups = (SHARED_GROUP,)
+
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
     merchants = forms.MultipleChoiceField(
         required=False,
@@ -111,16 +111,7 @@ class CampaignForm(ActionForm):
         label="Halt above this failure percentage",
         help_text="Share of failed and stalled rotations among those with a result. Empty: never halt.",
     )
-    proof = forms.ChoiceField(choices=[(proof.value, label) for proof, label in PRIVATE_PROOFS.items()])
-    quiet_seconds, quarantine_seconds = quiet_field(), quarantine_field()
-    expires_in_days = forms.IntegerField(
-        required=False,
-        min_value=1,
-        max_value=3650,
-        label="Replacement lifetime in days",
-        help_text="Empty: replacements do not expire.",
-    )
-    reason = forms.CharField(max_length=300, widget=forms.Textarea(attrs={"rows": 3}))
+    reason = form_field(FIELDS["reason"])
 
 
 class ApproveCampaignForm(ApproveForm):
@@ -151,12 +142,7 @@ def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
         environment=Environment(cleaned["environment"]),
         merchants=cleaned["merchants"] or None,
         older_than_days=cleaned["older_than_days"],
-        wish=PlanOverrides(
-            proof=Proof(cleaned["proof"]),
-            quiet_seconds=cleaned["quiet_seconds"],
-            quarantine_seconds=cleaned["quarantine_seconds"],
-            expires_in_days=cleaned["expires_in_days"],
-        ),
+        wish=overrides_in(cleaned, SHARED_FIELDS),
         pace=Pace(
             per_minute=cleaned["per_minute"],
             concurrency=cleaned["concurrency"],
@@ -379,30 +365,10 @@ def _left_out(row: Campaign) -> str:
 
 def _plan(row: Campaign) -> Iterable[tuple[str, Any]]:
     """Yield the chosen values and the defaults; the longest gap differs per credential, so it is not computed here."""
-    overrides, default = PlanOverrides.from_json(row.wish), DEFAULTS[Environment(row.environment)]
-    proof = overrides.proof or Proof.TRAFFIC
-    yield "Proof", PRIVATE_PROOFS.get(proof, proof.value)
-    if proof in {Proof.TRAFFIC, Proof.BOTH}:
-        count, sources = overrides.proof_count or default.proof_count, overrides.proof_sources or default.proof_sources
-        soak = default.soak_seconds if overrides.soak_seconds is None else overrides.soak_seconds
-        yield "Traffic required as proof", f"{count} authentications from {sources} sources, soak time {seconds(soak)}"
-    longer = ", or twice the longest gap observed" if row.environment == Environment.PRODUCTION else ""
-    quiet = (
-        f"{seconds(default.quiet_seconds)}{longer}"
-        if overrides.quiet_seconds is None
-        else seconds(overrides.quiet_seconds)
-    )
-    quarantine = default.quarantine_seconds if overrides.quarantine_seconds is None else overrides.quarantine_seconds
-    yield "Quiet period", quiet
-    yield "Quarantine", seconds(quarantine)
-    yield "Replacement lifetime in days", overrides.expires_in_days or "does not expire"
-    for name in sorted(row.wish.keys() - _SUMMARY_FIELDS):
-        yield name.replace("_", " ").capitalize(), mono(row.wish[name])
-
-
-_SUMMARY_FIELDS = frozenset({"reason", "proof", "proof_count", "proof_sources", "soak_seconds"}) | frozenset(
-    {"quiet_seconds", "quarantine_seconds", "expires_in_days"}
-)
+    overrides, environment = PlanOverrides.from_json(row.wish), Environment(row.environment)
+    for name, field in FIELDS.items():
+        if name != "reason" and (field.is_shared or name in row.wish):
+            yield field.label, show_override(field, getattr(overrides, name), environment)
 
 
 def _notes(request: HttpRequest, row: Campaign, report: Any) -> Iterable[str]:

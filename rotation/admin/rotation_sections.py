@@ -1,7 +1,7 @@
 """Sections of the page of a rotation: plan, status, runbook, users and evidence."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -20,7 +20,6 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
     mono,
-    seconds,
     short_moment,
 )
 from keyvault.admin.keys.keys import key_link
@@ -29,22 +28,17 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Key, WorkLease
 from keyvault.services.webhooks.deliveries import find_delivery_report
-from rotation.admin.rotation_forms import AT_DEADLINE, PROOFS, REINSTATEMENT, WEEKDAYS
+from rotation.admin.plan_fields import show_plan_field
 from rotation.domain.events import RotationState
-from rotation.domain.policy import PLAN_UNREADABLE, DeliveryChannel, Plan, Proof
+from rotation.domain.plan_fields import FIELDS, Condition, DeliveryChannel, Proof
+from rotation.domain.policy import PLAN_UNREADABLE, Plan
 from rotation.domain.runbook import REMEDY_LABELS, Advice, Remedy
 from rotation.domain.states import CLOSED
-from rotation.domain.windows import Window, clock_text
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import predecessor_ended_at, stage_of
 from rotation.services.rotations.reports import subject_of
 
 S = RotationState
-
-CHANNELS = {
-    DeliveryChannel.SECRET_BACKEND: "the secret backend",
-    DeliveryChannel.WEBHOOK: "the merchant's webhook endpoint, which must accept the notification",
-}
 
 _FORWARD_STATES = (
     *(S.REQUESTED, S.AWAITING_APPROVAL, S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF),
@@ -64,36 +58,31 @@ def plan_facts(row: Rotation) -> FactTable:
     plan, credential = row.readable_plan, row.credential
     if plan is None:
         return FactTable("Plan", [(PLAN_UNREADABLE, mono(json.dumps(row.plan, sort_keys=True)))])
-    for_public = " · no effect for a public key" if credential.kind == KeyKind.PUBLIC else ""
-    for_ended = _WITHOUT_EFFECT if has_lost_old_key(row) else ""
-    without_effect = for_ended or for_public
+    unmet = set(_unmet(row, plan))
+    shown = {name: show_plan_field(field, getattr(plan, name), unmet) for name, field in FIELDS.items()}
     rows: list[tuple[str, Any]] = [
         ("Account", credential.account),
         ("Credential", link(reverse("admin:keyvault_credential_change", args=[credential]), mono(credential))),
         ("Kind", f"{credential.kind} API key"),
         ("Key to replace", key_or_nothing(row.predecessor)),
-        ("Reason", plan.reason or NOTHING),
-        ("Not before", moment(plan.not_before)),
-        ("Window", "at any time" if plan.window is None else format_window(plan.window) + for_ended),
-        ("Deadline", format_html("{}{}", moment(plan.deadline), for_ended)),
-        ("When the deadline passes", AT_DEADLINE[plan.at_deadline] + without_effect),
-        ("Proof", PROOFS[plan.proof] + for_ended),
-        ("Traffic required as proof", _format_traffic(plan) + for_ended),
-        ("Old key unused at request", _format_dormancy(plan) + without_effect),
-        ("Delivered to", "; ".join(CHANNELS[channel] for channel in plan.channels)),
-        ("Quiet period", seconds(plan.quiet_seconds) + without_effect),
-        ("Quarantine", seconds(plan.quarantine_seconds) + for_ended),
-        ("Old key used in quarantine", REINSTATEMENT[plan.reinstatement] + without_effect),
-        ("Retired at", format_html("{}{}", moment(plan.retire_at, missing="no date in the plan"), for_ended)),
-        ("Replacement lifetime in days", plan.expires_in_days or "does not expire"),
-        ("Old key may expire meanwhile", ("yes" if plan.predecessor_may_expire else "no") + for_ended),
+        *((FIELDS[name].label, value) for name, value in shown.items()),
+        ("Old key unused at request", _format_dormancy(plan, unmet)),
         ("Digest of the plan (SHA-256)", mono(plan.digest())),
         ("Requested by", requester_name(row.requester, row.requested_via)),
     ]
     return FactTable("Plan", rows)
 
 
-_WITHOUT_EFFECT = " · no effect: the old key has ended"
+def _unmet(row: Rotation, plan: Plan) -> Iterator[Condition]:
+    if has_lost_old_key(row):
+        yield Condition.OLD_KEY
+    if row.credential.kind == KeyKind.PUBLIC:
+        yield Condition.PRIVATE_KEY
+    if plan.proof not in {Proof.TRAFFIC, Proof.BOTH}:
+        yield Condition.TRAFFIC
+
+
+_WITHOUT_EFFECT = f" · {Condition.OLD_KEY.value}"
 
 
 def has_lost_old_key(row: Rotation) -> bool:
@@ -105,21 +94,12 @@ def has_lost_old_key(row: Rotation) -> bool:
     return ended_at is not None and row.quarantined_at is None and (row.closed_at is None or ended_at <= row.closed_at)
 
 
-def format_window(window: Window) -> str:
-    days = ", ".join(WEEKDAYS[day] for day in sorted(window.weekdays)) or "every day"
-    hours = f"{clock_text(window.opens)} to {clock_text(window.closes)}"
-    blackouts = f"; {len(window.blackouts)} blackouts" if window.blackouts else ""
-    return f"{days}, {hours} ({window.time_zone}){blackouts}"
-
-
-def _format_traffic(plan: Plan) -> str:
-    sources = f"{plan.proof_sources} source" + ("" if plan.proof_sources == 1 else "s")
-    traffic = f"{plan.proof_count} authentications from {sources}, soak time {seconds(plan.soak_seconds)}"
-    return traffic if plan.proof in {Proof.TRAFFIC, Proof.BOTH} else f"not required ({traffic})"
-
-
-def _format_dormancy(plan: Plan) -> str:
-    return "yes: an acknowledgement or a confirmation also proves use" if plan.is_dormant else "no"
+def _format_dormancy(plan: Plan, unmet: Container[Condition]) -> str:
+    if not plan.is_dormant:
+        return "no"
+    reason = next((each for each in (Condition.OLD_KEY, Condition.PRIVATE_KEY) if each in unmet), None)
+    shown = "yes: an acknowledgement or a confirmation also proves use"
+    return shown if reason is None else f"{shown} · {reason.value}"
 
 
 # --- status -------------------------------------------------------------------------------------------------

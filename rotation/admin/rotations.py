@@ -45,7 +45,7 @@ from rotation.admin.rotation_sections import (
     users_tables,
 )
 from rotation.domain.events import RotationState
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import Proof
 from rotation.domain.runbook import Case, find_stall, find_wait, fitted
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation

@@ -6,34 +6,24 @@ from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.actions import ActionForm, ActionGroup, Cleaned, RowChoice, VersionedForm
+from keyvault.admin.framework.actions import ActionForm, Cleaned, RowChoice, VersionedForm
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.models import Credential
 from keyvault.services.merchants.merchants import find_account
-from rotation.admin.plan_fields import PRIVATE_PROOFS, quarantine_field, quiet_field
-from rotation.admin.rotation_forms import closes_field, opens_field, time_zone_field, weekdays_field
-from rotation.domain.policy import Proof
-from rotation.domain.windows import Window, clock_text
+from rotation.admin.plan_fields import SHARED_GROUP, WINDOW_GROUP, PlanForm, overrides_in, window_fields, window_in
+from rotation.domain.plan_fields import SHARED_FIELDS, PlanOverrides, to_json
+from rotation.domain.windows import clock_text
 from rotation.models import BlackoutCalendar, RotationSchedule
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_draft, readable_draft
 
-_MINUTES_PER_DAY = 24 * 60
 
-
-class TermsForm(ActionForm):
+class TermsForm(PlanForm):
     """Form with the terms of a schedule; an empty field takes its default."""
 
     groups = (
-        ActionGroup(
-            "Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which rotations may start"
-        ),
-        ActionGroup(
-            "Plan",
-            ("proof", "quiet_seconds", "quarantine_seconds", "expires_in_days", "reason"),
-            "changes to the default plan",
-        ),
+        WINDOW_GROUP,
+        replace(SHARED_GROUP, names=(*SHARED_GROUP.names, "reason")),
     )
 
     cryptoperiod_days = forms.IntegerField(
@@ -60,38 +50,22 @@ class TermsForm(ActionForm):
         label="Blackout calendar",
         help_text="No rotation starts in its periods.",
     )
-    weekdays = weekdays_field("No selection: rotations may start at any time.")
-    opens, closes, time_zone = opens_field(), closes_field(), time_zone_field()
-    proof = forms.ChoiceField(
-        required=False, choices=[("", "default"), *((proof.value, label) for proof, label in PRIVATE_PROOFS.items())]
-    )
-    quiet_seconds, quarantine_seconds = quiet_field(), quarantine_field()
-    expires_in_days = forms.IntegerField(
-        required=False,
-        min_value=1,
-        max_value=3_650,
-        label="Replacement lifetime in days",
-        help_text="More than the cryptoperiod. Empty: replacements do not expire.",
-    )
     reason = forms.CharField(required=False, max_length=300, help_text="Reason of the plans. Empty: the cryptoperiod.")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.fields.update(window_fields("No selection: rotations may start at any time."))
         calendars = self.fields["calendar"]
         if isinstance(calendars, RowChoice):
             calendars.empty_label = "none"
 
-    def show_faults(self, error: RequestInvalidError) -> None:
-        super().show_faults(RequestInvalidError(error.detail, [_by_field(fault) for fault in error.faults]))
+    def form_name(self, pointer: str) -> str:
+        name = pointer.removeprefix("/wish").strip("/")
+        return _FORM_NAMES.get(name, name)
 
 
-_FIELDS = {"account": "merchant", "window": "weekdays", "deadline": "quiet_seconds"}
+_FORM_NAMES = {"account": "merchant", "window": "weekdays", "deadline": "quiet_seconds"}
 """Form field for a service field of another name."""
-
-
-def _by_field(fault: Fault) -> Fault:
-    name = fault.pointer.removeprefix("/wish").strip("/")
-    return Fault(f"/{_FIELDS.get(name, name)}", fault.detail)
 
 
 class ScheduleForm(TermsForm):
@@ -117,7 +91,7 @@ class EditForm(VersionedForm, TermsForm):
         saved = find_draft(row) or readable_draft(row)
         window, overrides = saved.window, saved.wish
         hours = {} if window is None else {name: clock_text(getattr(window, name)) for name in ("opens", "closes")}
-        unchanged = ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")
+        chosen = {field.name: to_json(getattr(overrides, field.name)) for field in SHARED_FIELDS}
         return {
             "version": row.version,
             "cryptoperiod_days": saved.cryptoperiod_days,
@@ -126,9 +100,9 @@ class EditForm(VersionedForm, TermsForm):
             "calendar": row.calendar_id,
             "weekdays": [] if window is None else list(window.weekdays),
             "time_zone": "UTC" if window is None else window.time_zone,
-            "proof": "" if overrides.proof is None else overrides.proof.value,
+            "reason": overrides.reason,
             **hours,
-            **{name: getattr(overrides, name) for name in unchanged},
+            **chosen,
         }
 
 
@@ -192,22 +166,9 @@ def scope_from(cleaned: Cleaned) -> Scope:
 
 def terms_from(cleaned: Cleaned, previous: PlanOverrides | None = None) -> ScheduleDraft:
     """Build the terms of a schedule from the form. Raises RequestInvalidError for an invalid window."""
-    overrides = replace(
-        previous or PlanOverrides(),
-        proof=Proof(cleaned["proof"]) if cleaned["proof"] else None,
-        **{name: cleaned[name] for name in ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")},
-    )
+    overrides = replace(overrides_in(cleaned, SHARED_FIELDS, previous), reason=cleaned["reason"])
     numbers = (cleaned["cryptoperiod_days"], cleaned["jitter_days"], cleaned["lead_days"])
-    return ScheduleDraft(*numbers, _window(cleaned), cleaned["calendar"], overrides)
-
-
-def _window(cleaned: Cleaned) -> Window | None:
-    weekdays, opens, closes = cleaned["weekdays"], cleaned["opens"], cleaned["closes"]
-    if not weekdays and opens is None and closes is None:
-        return None
-    opens, closes = 0 if opens is None else opens, _MINUTES_PER_DAY if closes is None else closes
-    window = Window(cleaned["time_zone"] or "UTC", tuple(weekdays), opens, closes)
-    return Window.from_json(window.as_json())
+    return ScheduleDraft(*numbers, window_in(cleaned), cleaned["calendar"], overrides)
 
 
 def periods_from(text: str) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.widgets import NOTHING, FactTable, Table, badge, link, moment, short_moment
-from rotation.admin.rotation_forms import WEEKDAYS
+from rotation.admin.plan_fields import WEEKDAYS
 from rotation.domain.windows import clock_text
 from rotation.models import RotationSchedule
 from rotation.services.schedules.calendar import ScheduledDate

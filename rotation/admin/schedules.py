@@ -28,13 +28,12 @@ from keyvault.admin.framework.widgets import (
     badge,
     link,
     mono,
-    seconds,
     short_moment,
 )
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Credential
-from rotation.admin.plan_fields import PRIVATE_PROOFS
+from rotation.admin.plan_fields import show_override
 from rotation.admin.schedule_forms import (
     EditForm,
     ScheduleForm,
@@ -52,6 +51,7 @@ from rotation.admin.schedule_widgets import (
     next_facts,
     state_of,
 )
+from rotation.domain.plan_fields import SHARED_FIELDS
 from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.services.schedules.calendar import list_next
 from rotation.services.schedules.schedules import (
@@ -198,13 +198,10 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             ("Lead time", f"{row.lead_days} days" if row.lead_days else NOTHING),
             ("Window", format_schedule_window(row)),
             ("Blackout calendar", _calendar_link(row.calendar)),
-            ("Proof", "default" if overrides.proof is None else PRIVATE_PROOFS[overrides.proof]),
-            ("Quiet period", "default" if overrides.quiet_seconds is None else seconds(overrides.quiet_seconds)),
-            (
-                "Quarantine",
-                "default" if overrides.quarantine_seconds is None else seconds(overrides.quarantine_seconds),
+            *(
+                (field.label, show_override(field, getattr(overrides, field.name), Environment(row.environment)))
+                for field in SHARED_FIELDS
             ),
-            ("Replacement lifetime in days", overrides.expires_in_days or "does not expire"),
             ("In the name of", self.author_name(row)),
         ]
         fault = find_unreadable(row, datetime.now(UTC))

@@ -3,6 +3,7 @@
 from datetime import UTC
 from typing import Any
 
+from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -20,11 +21,10 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.wire.idempotency import IDEMPOTENCY_KEY
 from rotation.api.schemas import RotationBody
 from rotation.domain.events import RotationState
-from rotation.domain.policy import LONGEST_SECONDS, AtDeadline, DeliveryChannel, Proof, Reinstatement
+from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField, PlanOverrides
 from rotation.domain.windows import Window
 from rotation.services.rotations.facts import ACKNOWLEDGEMENT
 from rotation.services.rotations.interventions import abort_rotation, acknowledge
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import describe, find_introduction, get_rotation
 from rotation.services.rotations.requests import request_rotation
 
@@ -46,39 +46,48 @@ class AbortRequest(StrictSerializer):
 
 class RotationRequest(StrictSerializer):
     credential_id = StrictText(max_length=32)
-    reason = StrictText(required=False, max_length=300)
-    not_before = serializers.DateTimeField(required=False, default_timezone=UTC)
-    deadline = serializers.DateTimeField(required=False, default_timezone=UTC)
-    proof = OneOf(Proof, required=False)
-    at_deadline = OneOf(AtDeadline, required=False)
-    reinstatement = OneOf(Reinstatement, required=False)
-    channels = serializers.ListField(
-        child=OneOf(DeliveryChannel),
-        required=False,
-        min_length=1,
-        max_length=len(DeliveryChannel),
-    )
-    retire_at = serializers.DateTimeField(required=False, default_timezone=UTC)
-    window = WindowRequest(required=False)
-    proof_count = StrictInteger(required=False, min_value=1, max_value=1_000_000)
-    proof_sources = StrictInteger(required=False, min_value=1, max_value=10_000)
-    soak_seconds = StrictInteger(required=False, min_value=0, max_value=LONGEST_SECONDS)
-    quiet_seconds = StrictInteger(required=False, min_value=1, max_value=LONGEST_SECONDS)
-    quarantine_seconds = StrictInteger(required=False, min_value=1, max_value=LONGEST_SECONDS)
-    expires_in_days = StrictInteger(required=False, min_value=1, max_value=3650)
-    predecessor_may_expire = StrictBoolean(required=False)
+
+    def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
+        return {**super().get_fields(), **{field.name: _request_field(field) for field in FIELDS.values()}}
 
     def overrides(self) -> PlanOverrides:
         """Return the requested plan overrides. Raises RequestInvalidError for an invalid window."""
-        values = {name: value for name, value in self.validated_data.items() if name != "credential_id"}
-        for name, kind in (("proof", Proof), ("at_deadline", AtDeadline), ("reinstatement", Reinstatement)):
-            if name in values:
-                values[name] = kind(values[name])
-        if "channels" in values:
-            values["channels"] = tuple(dict.fromkeys(map(DeliveryChannel, values["channels"])))
-        if "window" in values:
-            values["window"] = _read_window(values["window"])
-        return PlanOverrides(**values)
+        values = {field.name: field for field in FIELDS.values() if field.name in self.validated_data}
+        return PlanOverrides(**{name: _read(field, self.validated_data[name]) for name, field in values.items()})
+
+
+def _request_field(field: PlanField) -> serializers.Field[Any, Any, Any, Any]:
+    """Return the field of the request. The service checks the bounds, which OpenAPI only documents."""
+    options: dict[str, Any] = {"required": False, "help_text": field.describe()}
+    if field.type in NUMBERS:
+        limits = {"type": "integer", "minimum": min(field.least.values()), "maximum": field.most}
+        return _documented(StrictInteger(**options), limits)
+    if field.type is FieldType.TEXT:
+        # PostgreSQL cannot store NUL.
+        limits = {"type": "string", "maxLength": field.most, "pattern": r"^[^\u0000]*$"}
+        return _documented(StrictText(allow_blank=True, **options), limits)
+    if field.type is FieldType.FLAG:
+        return StrictBoolean(**options)
+    if field.type is FieldType.INSTANT:
+        return serializers.DateTimeField(default_timezone=UTC, **options)
+    if field.type is FieldType.CHOICE:
+        return OneOf(field.choices, **options)
+    if field.type is FieldType.CHANNELS:
+        return serializers.ListField(child=OneOf(field.choices), min_length=1, max_length=len(field.choices), **options)
+    return WindowRequest(required=False)
+
+
+def _documented(field: Any, schema: dict[str, Any]) -> serializers.Field[Any, Any, Any, Any]:
+    described: serializers.Field[Any, Any, Any, Any] = extend_schema_field(schema)(field)
+    return described
+
+
+def _read(field: PlanField, value: Any) -> Any:
+    if field.type is FieldType.CHOICE:
+        return field.read_choice(value)
+    if field.type is FieldType.CHANNELS:
+        return tuple(dict.fromkeys(map(field.read_choice, value)))
+    return _read_window(value) if field.type is FieldType.WINDOW else value
 
 
 def _read_window(values: dict[str, Any]) -> Window:

@@ -1,13 +1,14 @@
 """Response bodies of rotations on the service plane, for the OpenAPI document."""
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from rest_framework import serializers
 
 from keyvault.domain.environments import Environment
 from keyvault.services.usage.reports import TRACES
 from rotation.domain.events import RotationState
-from rotation.domain.policy import AtDeadline, DeliveryChannel, Proof, Reinstatement
+from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField
+from rotation.domain.policy import Plan
 from rotation.models import EvidenceKind
 
 
@@ -16,23 +17,33 @@ class PlanBody(serializers.Serializer[Any]):
 
     credential_id = serializers.CharField()
     predecessor_key_id = serializers.CharField()
-    reason = serializers.CharField()
-    not_before = serializers.DateTimeField()
-    deadline = serializers.DateTimeField(allow_null=True)
-    proof = serializers.ChoiceField(choices=[proof.value for proof in Proof])
-    proof_count = serializers.IntegerField()
-    proof_sources = serializers.IntegerField()
-    soak_seconds = serializers.IntegerField()
-    quiet_seconds = serializers.IntegerField()
-    quarantine_seconds = serializers.IntegerField()
-    expires_in_days = serializers.IntegerField(allow_null=True)
-    predecessor_may_expire = serializers.BooleanField()
     is_dormant = serializers.BooleanField()
-    at_deadline = serializers.ChoiceField(choices=[each.value for each in AtDeadline])
-    reinstatement = serializers.ChoiceField(choices=[each.value for each in Reinstatement])
-    channels = serializers.ListField(child=serializers.ChoiceField(choices=[each.value for each in DeliveryChannel]))
-    window = serializers.DictField(allow_null=True)
-    retire_at = serializers.DateTimeField(allow_null=True)
+
+    def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
+        return {**super().get_fields(), **{field.name: _plan_field(field) for field in FIELDS.values()}}
+
+
+def _plan_field(field: PlanField) -> serializers.Field[Any, Any, Any, Any]:
+    options: dict[str, Any] = {"help_text": field.help}
+    if type(None) in get_args(_PLAN_TYPES[field.name]):
+        options["allow_null"] = True
+    if field.type in NUMBERS:
+        return serializers.IntegerField(**options)
+    if field.type is FieldType.FLAG:
+        return serializers.BooleanField(**options)
+    if field.type is FieldType.INSTANT:
+        return serializers.DateTimeField(**options)
+    if field.type is FieldType.WINDOW:
+        return serializers.DictField(**options)
+    choices = [choice.value for choice in field.choices]
+    if field.type is FieldType.CHOICE:
+        return serializers.ChoiceField(choices=choices, **options)
+    if field.type is FieldType.CHANNELS:
+        return serializers.ListField(child=serializers.ChoiceField(choices=choices), **options)
+    return serializers.CharField(**options)
+
+
+_PLAN_TYPES = get_type_hints(Plan)
 
 
 class EvidenceBody(serializers.Serializer[Any]):

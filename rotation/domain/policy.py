@@ -1,47 +1,28 @@
-"""The plan of a rotation, its defaults per environment, and its validation. PURE."""
+"""The plan of a rotation and its validation; `plan_fields` has its fields, bounds and defaults. PURE."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
-from enum import StrEnum
-from typing import Any
 
 from keyvault.domain.canonical import JsonValue, canonical_digest
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, StateConflictError
 from keyvault.domain.keys import KeyKind
+from rotation.domain.plan_fields import (
+    LONGEST_SECONDS,
+    AtDeadline,
+    DeliveryChannel,
+    FieldType,
+    Proof,
+    Reinstatement,
+    default_of,
+    find_far_fault,
+    find_value_faults,
+    has_excess,
+    read_json,
+    to_json,
+)
 from rotation.domain.windows import Window
-
-
-class Proof(StrEnum):
-    """How the replacement is proved to be in use. `confirmation`: an operator confirms it for the merchant."""
-
-    ACK = "ack"
-    TRAFFIC = "traffic"
-    BOTH = "both"
-    CONFIRMATION = "confirmation"
-
-
-class AtDeadline(StrEnum):
-    """What happens at the deadline while the predecessor is in use. An unproved rotation always stalls."""
-
-    STALL = "stall"
-    REVOKE = "revoke"
-
-
-class Reinstatement(StrEnum):
-    """How often an attempt by a known source reinstates the quarantined predecessor."""
-
-    ONCE = "once"
-    NEVER = "never"
-
-
-class DeliveryChannel(StrEnum):
-    """Where the replacement is written, or announced, before it counts as delivered."""
-
-    SECRET_BACKEND = "secret_backend"  # noqa: S105  a name
-    WEBHOOK = "webhook"
-
 
 PLAN_UNREADABLE = "The plan cannot be read by this release"
 
@@ -82,19 +63,7 @@ class Plan:
 
     def as_shown(self) -> dict[str, JsonValue]:
         """Return every field as a JSON value."""
-        values: dict[str, JsonValue] = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, datetime):
-                value = value.isoformat()
-            elif isinstance(value, Window):
-                value = value.as_json()
-            elif isinstance(value, tuple):
-                value = [str(item) for item in value]
-            elif isinstance(value, StrEnum):
-                value = value.value
-            values[each.name] = value
-        return values
+        return {each.name: to_json(getattr(self, each.name)) for each in fields(self)}
 
     def as_json(self) -> dict[str, JsonValue]:
         """Return what is stored and digested.
@@ -105,83 +74,30 @@ class Plan:
         omitted = {
             each.name
             for each in fields(self)
-            if each.name in _OPTIONAL_FIELDS and getattr(self, each.name) == each.default
+            if each.name not in _ALWAYS_STORED and getattr(self, each.name) == each.default
         }
         return {name: value for name, value in shown.items() if name not in omitted}
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> "Plan":
         """Read what `as_json` wrote. Callers compare the digest before they rely on the plan."""
-        read: dict[str, Any] = dict(values)
-        for name in ("not_before", "deadline", "retire_at"):
-            if read.get(name) is not None:
-                read[name] = datetime.fromisoformat(str(read[name]))
-        read["proof"] = Proof(read["proof"])
-        if "at_deadline" in read:
-            read["at_deadline"] = AtDeadline(read["at_deadline"])
-        if "reinstatement" in read:
-            read["reinstatement"] = Reinstatement(read["reinstatement"])
-        if "channels" in read:
-            read["channels"] = tuple(DeliveryChannel(channel) for channel in read["channels"])
-        if read.get("window") is not None:
-            read["window"] = Window.from_json(read["window"])
-        return cls(**read)
+        return cls(**{name: read_json(name, value) for name, value in values.items()})
 
     def digest(self) -> str:
         return canonical_digest({"what": "rotation", **self.as_json()})
 
 
-_OPTIONAL_FIELDS = frozenset({"is_dormant", "at_deadline", "reinstatement", "channels", "window", "retire_at"})
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """An environment's defaults and the minimum values (`least_*`) of a plan there."""
-
-    proof_count: int
-    proof_sources: int
-    soak_seconds: int
-    quiet_seconds: int
-    quarantine_seconds: int
-    deadline_seconds: int
-    least_quiet_seconds: int
-    least_quarantine_seconds: int
-
-
-DEFAULTS = {
-    Environment.SANDBOX: Defaults(
-        proof_count=5,
-        proof_sources=1,
-        soak_seconds=0,
-        quiet_seconds=3_600,
-        quarantine_seconds=600,
-        deadline_seconds=7 * 86_400,
-        least_quiet_seconds=1,
-        least_quarantine_seconds=1,
-    ),
-    Environment.PRODUCTION: Defaults(
-        proof_count=100,
-        proof_sources=2,
-        soak_seconds=600,
-        quiet_seconds=7 * 86_400,
-        quarantine_seconds=86_400,
-        deadline_seconds=45 * 86_400,
-        least_quiet_seconds=3_600,
-        least_quarantine_seconds=600,
-    ),
-}
+_ALWAYS_STORED = frozenset({"expires_in_days", "predecessor_may_expire"})
+"""Fields of version 1 that have a default."""
 
 APPROVAL_LIFETIME = timedelta(days=7)
-LONGEST_SECONDS = 366 * 86_400
-FARTHEST = timedelta(days=2 * 366)
-"""Maximum distance of a plan's times from now."""
 
 
 def find_far_faults(times: Mapping[str, datetime | None], now: datetime) -> Iterator[Fault]:
     """Yield a fault for each time that is too far away. Call it before computing anything from the times."""
     for name, at in times.items():
-        if at is not None and not now - FARTHEST <= at <= now + FARTHEST:
-            yield Fault(f"/{name}", f"a time in the next {FARTHEST.days} days")
+        if at is not None and (detail := find_far_fault(at, now)) is not None:
+            yield Fault(f"/{name}", detail)
 
 
 REMINDERS = (25, 50, 75)
@@ -200,7 +116,7 @@ def default_quiet_seconds(environment: Environment, longest_gap_seconds: int) ->
 
     In production it is at least twice the longest gap seen on the predecessor, or a weekly job would count as silent.
     """
-    quiet = DEFAULTS[environment].quiet_seconds
+    quiet = default_of("quiet_seconds", environment)
     wanted = max(quiet, 2 * longest_gap_seconds) if environment is Environment.PRODUCTION else quiet
     return min(wanted, LONGEST_SECONDS)
 
@@ -210,18 +126,10 @@ def find_faults(
 ) -> Iterator[Fault]:
     """Yield each reason why this plan cannot be met."""
     yield from _kind_faults(plan, kind, now)
-    least = DEFAULTS[environment]
-    for name, value, floor in (
-        ("quiet_seconds", plan.quiet_seconds, least.least_quiet_seconds),
-        ("quarantine_seconds", plan.quarantine_seconds, least.least_quarantine_seconds),
-        ("proof_count", plan.proof_count, 1),
-        ("proof_sources", plan.proof_sources, 1),
-        ("soak_seconds", plan.soak_seconds, 0),
-    ):
-        if not floor <= value <= LONGEST_SECONDS:
-            yield Fault(f"/{name}", f"{floor} to {LONGEST_SECONDS} in {environment}")
-    if any(value > LONGEST_SECONDS for value in (plan.quiet_seconds, plan.soak_seconds)):
-        return  # Reported above, and datetime arithmetic would overflow.
+    # The default deadline may be later than the latest that can be chosen; chosen times are checked before.
+    yield from find_value_faults(plan, environment, now, frozenset(FieldType) - {FieldType.INSTANT})
+    if has_excess(plan):
+        return
     begins_at = max(now, plan.not_before)
     opens_at = begins_at if plan.window is None else plan.window.next_opening(begins_at)
     if opens_at is None:

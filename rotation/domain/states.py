@@ -16,7 +16,8 @@ from datetime import datetime, timedelta
 
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from rotation.domain.events import OUTCOMES, STAYS, Event, RotationState, Stays
-from rotation.domain.policy import AtDeadline, Plan, Proof, Reinstatement
+from rotation.domain.plan_fields import AtDeadline, Proof, Reinstatement
+from rotation.domain.policy import Plan
 
 S = RotationState
 

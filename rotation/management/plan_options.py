@@ -1,60 +1,63 @@
 """Plan options shared by every command that requests a rotation."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import Any
 
 from django.core.management.base import CommandParser
 
 from keyvault.domain.errors import Fault, RequestInvalidError
-from rotation.domain.policy import AtDeadline, DeliveryChannel, Proof, Reinstatement
-from rotation.services.rotations.planning import PlanOverrides
-
-_NUMBERS = {
-    "proof_count": "number of authentications that prove use",
-    "proof_sources": "number of distinct sources of these",
-    "soak_seconds": "minimum time since the first of these, in seconds",
-    "quiet_seconds": "time without a use of the old key, in seconds",
-    "quarantine_seconds": "time the old key is suspended before it is revoked, in seconds",
-    "expires_in_days": "lifetime of the replacement, in days",
-}
-_TIMES = {
-    "not_before": "the earliest time to begin",
-    "deadline": "when an unfinished rotation stalls and both keys stay",
-    "retire_at": "for a public key: the date on which the old one is taken out of service",
-}
-_CHOICES: dict[str, tuple[type[StrEnum], str]] = {
-    "proof": (Proof, "how the replacement is proved to be in use"),
-    "at_deadline": (AtDeadline, "what a proved rotation does at its deadline"),
-    "reinstatement": (Reinstatement, "whether a known source reinstates the quarantined key"),
-}
+from rotation.domain.plan_fields import FIELDS, NUMBERS, DeliveryChannel, FieldType, PlanField, PlanOverrides
 
 
-def add_plan_options(parser: CommandParser) -> None:
-    parser.add_argument("--reason", default="")
-    for name, (kind, text) in _CHOICES.items():
-        parser.add_argument(_option(name), choices=[each.value for each in kind], help=text)
-    for name, text in _NUMBERS.items():
-        parser.add_argument(_option(name), type=int, metavar="N", help=text)
-    for name, text in _TIMES.items():
-        parser.add_argument(_option(name), metavar="TIME", help=f"{text}; ISO 8601, UTC without an offset")
-    parser.add_argument(
-        "--webhook",
-        action="store_true",
-        help="require that the merchant's endpoint accepts the message before delivery counts",
-    )
+def add_plan_options(parser: CommandParser, plan_fields: Iterable[PlanField] = tuple(FIELDS.values())) -> None:
+    """Add an option for each field but a window, which the console and REST can set."""
+    for field in plan_fields:
+        option = f"--{field.name.replace('_', '-')}"
+        if field.type is FieldType.CHANNELS:
+            parser.add_argument(
+                "--webhook",
+                action="store_true",
+                help="require that the merchant's endpoint accepts the message before delivery counts",
+            )
+        elif field.type is FieldType.FLAG:
+            parser.add_argument(option, action="store_true", help=_help(field))
+        elif field.type is FieldType.CHOICE:
+            parser.add_argument(option, choices=[choice.value for choice in field.choices], help=_help(field))
+        elif field.type in NUMBERS:
+            parser.add_argument(option, type=int, metavar="N", help=_help(field))
+        elif field.type is FieldType.INSTANT:
+            parser.add_argument(
+                option, metavar="TIME", help=f"{_help(field)} The time is in ISO 8601, UTC without an offset."
+            )
+        elif field.type is FieldType.TEXT:
+            parser.add_argument(option, default="", metavar="TEXT", help=_help(field))
 
 
-def read_overrides(options: Mapping[str, Any]) -> PlanOverrides:
+def _help(field: PlanField) -> str:
+    return field.describe().replace("%", "%%")
+
+
+def read_overrides(
+    options: Mapping[str, Any], plan_fields: Iterable[PlanField] = tuple(FIELDS.values())
+) -> PlanOverrides:
     """Read the plan overrides. Raises RequestInvalidError for an invalid time."""
-    values: dict[str, Any] = {"reason": options["reason"]}
-    values |= {name: options[name] for name in _NUMBERS}
-    values |= {name: kind(options[name]) for name, (kind, _) in _CHOICES.items() if options[name]}
-    values |= {name: read_time(name, options[name]) for name in _TIMES if options[name]}
-    if options["webhook"]:
-        values["channels"] = (DeliveryChannel.SECRET_BACKEND, DeliveryChannel.WEBHOOK)
+    values: dict[str, Any] = {}
+    for field in plan_fields:
+        if field.type is FieldType.WINDOW:
+            continue
+        if field.type is FieldType.CHANNELS:
+            if options["webhook"]:
+                values[field.name] = (DeliveryChannel.SECRET_BACKEND, DeliveryChannel.WEBHOOK)
+        elif (value := options[field.name]) is not None:
+            values[field.name] = _read(field, value)
     return PlanOverrides(**values)
+
+
+def _read(field: PlanField, value: Any) -> Any:
+    if field.type is FieldType.INSTANT:
+        return read_time(field.name, value)
+    return field.read_choice(value) if field.type is FieldType.CHOICE else value
 
 
 def read_time(name: str, text: str) -> datetime:
@@ -65,7 +68,3 @@ def read_time(name: str, text: str) -> datetime:
         fault = Fault(f"/{name}", "a time in ISO 8601, such as 2027-01-31T09:00:00+01:00")
         raise RequestInvalidError("The time is invalid.", [fault]) from error
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

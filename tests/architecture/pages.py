@@ -1,16 +1,15 @@
 """Generated documentation: the errors page, and the tables between markers in other pages."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import Counter, Gauge
 
 from keyvault.backends import meters
-from keyvault.domain.environments import Environment
 from keyvault.project.configuration import settings_table
 from keyvault.wire.problems import problems_page
 from rotation.domain.events import OPEN, OUTCOMES, Event, RotationState, Stays
-from rotation.domain.policy import DEFAULTS, Defaults
+from rotation.domain.plan_fields import FARTHEST, FIELDS, NUMBERS, FieldType
 from rotation.domain.runbook import runbook_markdown
 from tests.environment import ROOT
 
@@ -46,7 +45,7 @@ def parts() -> list[Part]:
         Part(docs / "settings.md", "settings", settings_table()),
         Part(docs / "metrics.md", "metrics", metrics_table()),
         Part(rotation, "events", events_table()),
-        Part(rotation, "defaults", defaults_table()),
+        Part(rotation, "plan_fields", plan_fields_table()),
         Part(rotation, "runbook", runbook_markdown().rstrip("\n")),
     ]
 
@@ -77,12 +76,23 @@ def events_table() -> str:
     return _table(["event", *heads], rows)
 
 
-def defaults_table() -> str:
-    rows = [
-        [f"`{each.name}`", *(f"{getattr(DEFAULTS[environment], each.name):,}" for environment in Environment)]
-        for each in fields(Defaults)
-    ]
-    return _table(["", *Environment], rows)
+_OTHER = {FieldType.FLAG: "yes or no", FieldType.WINDOW: "weekdays and hours in a time zone"}
+
+
+def plan_fields_table() -> str:
+    rows = []
+    for each in FIELDS.values():
+        if each.type in NUMBERS:
+            accepted = each.describe_bounds()
+        elif each.type is FieldType.TEXT:
+            accepted = f"at most {each.most} {each.unit}"
+        elif each.type is FieldType.INSTANT:
+            accepted = f"a time in the next {FARTHEST.days} days"
+        else:
+            accepted = ", ".join(f"`{choice}`" for choice in each.choices) or _OTHER[each.type]
+        omitted = "" if each.type is FieldType.TEXT else each.describe_omitted()
+        rows.append([f"`{each.name}`", each.help, accepted, omitted])
+    return _table(["field", "meaning", "accepted", "if omitted"], rows)
 
 
 def _cell(outcome: object) -> str:

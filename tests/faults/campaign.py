@@ -7,11 +7,10 @@ from keyvault.domain.environments import Environment
 from keyvault.services.recording.authorization import authorize
 from rotation.domain.events import RotationState as S
 from rotation.domain.pacing import MAX_CONCURRENCY, MAX_PER_MINUTE, Pace
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.domain.states import CLOSED
 from rotation.models import Campaign, Rotation
 from rotation.services.campaigns.campaigns import get_campaign, request_campaign
-from rotation.services.rotations.planning import PlanOverrides
 from tests.faults import truth
 from tests.faults.results import Result
 from tests.rotation import scene

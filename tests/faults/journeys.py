@@ -13,7 +13,7 @@ from keyvault.domain.keys import KeyState
 from keyvault.models import Key
 from keyvault.services.recording.authorization import authorize
 from rotation.domain.events import RotationState as S
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import Proof
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.emergency import respond_to_compromise

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.apps import apps
 
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
@@ -201,8 +202,8 @@ def test_engine_key_that_had_expired_is_a_revoked_one_once_it_is_reported(scene:
 def kinds() -> dict[str, type[RecordedModel]]:
     """The kinds of subjects that a row may alter."""
     found: dict[str, type[RecordedModel]] = {}
-    for model in RecordedModel.__subclasses__():
-        if not model._meta.abstract:
+    for model in apps.get_models():
+        if issubclass(model, RecordedModel):
             subject = model().alters()
             if subject is not None:
                 found[subject[0]] = model

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from django.db import IntegrityError, connection, transaction
 
-from keyvault.models.triggers import _CONDITIONS
+from keyvault.models.triggers import list_guards
 
 Row = dict[str, Any]
 
-MESSAGES = {refusal.name: refusal.message for refusal in _CONDITIONS}
+MESSAGES = {guard.name: guard.message for guard in list_guards()}
 
 
 def execute(sql: str, *values: Any) -> int:
@@ -99,8 +99,8 @@ def defer_foreign_keys() -> None:
 
 
 def _drop(name: str) -> None:
-    refusal = next(refusal for refusal in _CONDITIONS if refusal.name == name)
-    execute(f"DROP TRIGGER kv_{name}" + (f" ON {refusal.table}" if connection.vendor == "postgresql" else ""))
+    guard = next(guard for guard in list_guards() if guard.name == name)
+    execute(f"DROP TRIGGER kv_{name}" + (f" ON {guard.table}" if connection.vendor == "postgresql" else ""))
 
 
 def _where(where: Row) -> str:

@@ -37,11 +37,11 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.services.tokens.customer_tokens import issue_customer_token
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.pacing import Pace
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import BlackoutCalendar, Campaign, EvidenceKind, Retirement, Rotation, RotationSchedule
 from rotation.services.campaigns.campaigns import approve_campaign, request_campaign
 from rotation.services.rotations.facts import note_evidence
 from rotation.services.rotations.interventions import ask_retirement
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.factories import (
     PRODUCTION,

@@ -14,10 +14,9 @@ from keyvault.models import AuditEntry, Key
 from keyvault.services.recording.authorization import authorize
 from rotation.domain.events import RotationState as S
 from rotation.domain.pacing import Pace
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.models import Campaign, CampaignMember, Rotation
 from rotation.services.campaigns.campaigns import approve_campaign, get_campaign, request_campaign
-from rotation.services.rotations.planning import PlanOverrides
 
 from .scene import Clock, account, approver, issue, tam
 

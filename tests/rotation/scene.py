@@ -19,10 +19,9 @@ from keyvault.models.usage import UseOutcome
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import acknowledge
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import request_rotation
 from tests import factories

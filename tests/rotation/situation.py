@@ -8,7 +8,8 @@ import pytest
 
 from keyvault.domain.keys import DEAD_STATES, KeyState
 from rotation.domain.events import RotationState
-from rotation.domain.policy import Plan, Proof
+from rotation.domain.plan_fields import Proof
+from rotation.domain.policy import Plan
 from rotation.domain.states import BEFORE_APPROVAL, Facts, KeyFacts, Move, RotationAction, Wait, next_step
 
 S, K = RotationState, KeyState

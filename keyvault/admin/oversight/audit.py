@@ -20,6 +20,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.subject_pages import pages_by_field
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
@@ -36,17 +37,6 @@ from keyvault.admin.framework.widgets import (
 from keyvault.domain.audit import account_chain
 from keyvault.models import Account, AuditChain, AuditEntry, LimitOverride, PepperVersion
 from keyvault.services.audit.checkpoints import CheckpointStatus, list_checkpoint_status
-
-PAGES = {
-    "key_id": "keyvault_key",
-    "rotation_id": "rotation_rotation",
-    "request_id": "keyvault_issuancerequest",
-    "token_id": "keyvault_servicetoken",
-    "act_id": "keyvault_breakglass",
-    "credential_id": "keyvault_credential",
-    "merchant_id": "keyvault_merchant",
-}
-"""Admin page for each id field of an entry's details, most specific first."""
 
 _MAX_CHAINS = 40
 _ACCOUNT = "account:"
@@ -128,7 +118,7 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     @admin.display(description="about")
     def about(self, entry: AuditEntry) -> str:
         details = _body(entry).get("details", {})
-        shown = (str(details[name]) for name in (*PAGES, "username") if name in details)
+        shown = (str(details[name]) for name in (*pages_by_field(), "username") if name in details)
         return next(shown, NOTHING)
 
     def get_search_results(
@@ -235,9 +225,10 @@ def _body(entry: AuditEntry) -> dict[str, Any]:
 
 
 def _detail_cell(name: str, value: Any) -> Any:
-    if isinstance(value, str) and name in PAGES:
+    page = pages_by_field().get(name)
+    if isinstance(value, str) and page is not None:
         try:
-            return link(reverse(f"admin:{PAGES[name]}_change", args=[value]), mono(value))
+            return link(reverse(f"admin:{page}_change", args=[value]), mono(value))
         except NoReverseMatch:
             return mono(value)
     if isinstance(value, dict | list):

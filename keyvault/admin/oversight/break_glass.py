@@ -14,6 +14,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, Tone, VersionedForm
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.subject_pages import find_page
 from keyvault.admin.framework.widgets import (
     NOTHING,
     AttentionItem,
@@ -28,9 +29,6 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.models import BreakGlass, Operator
 from keyvault.services.approvals.break_glass import review_break_glass
-
-PAGES = {"req_": "keyvault_issuancerequest", "rot_": "rotation_rotation"}
-"""Admin page of the subject of a break-glass action, by the prefix of its id."""
 
 
 def _review(grant: Grant, action: BreakGlass, cleaned: Cleaned) -> ActionResult:
@@ -148,7 +146,7 @@ def _names(person: str) -> str:
 
 
 def _subject(action: BreakGlass) -> SafeString:
-    page = PAGES.get(action.subject[:4])
+    page = find_page(action.subject)
     return (
         mono(action.subject)
         if page is None

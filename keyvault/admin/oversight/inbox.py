@@ -15,6 +15,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.subject_pages import find_noun, find_page
 from keyvault.admin.framework.widgets import (
     NOTHING,
     AttentionItem,
@@ -32,18 +33,6 @@ from keyvault.admin.framework.widgets import (
 from keyvault.domain.ids import is_key_id
 from keyvault.models import Account, Notice
 from keyvault.services.approvals.inbox import count_unseen, list_notices, list_unseen, mark_all_seen, mark_seen
-
-_PAGES = {
-    "rot_": "rotation_rotation_change",
-    "cmp_": "rotation_campaign_change",
-    "crd_": "keyvault_credential_change",
-    "req_": "keyvault_issuancerequest_change",
-}
-"""Admin page of a subject, by the prefix of its id. Rotation's pages are named only: keyvault does not import it."""
-
-
-_NUMBERED = {"webhook": "webhook endpoint", "schedule": "schedule"}
-"""Noun for notices whose subject is a row number, by the first part of the kind."""
 
 
 class AllSeenForm(ActionForm):
@@ -190,23 +179,16 @@ def _subject(notice: Notice) -> SafeString:
     text, label = notice.subject, _about(notice)
     if notice.account is None:
         return mono(label)  # a name, which may look like an id
-    if is_key_id(text):
-        name = "keyvault_key_change"
-    elif notice.kind.startswith("webhook."):
-        name = "keyvault_webhookendpoint_change"
-    elif notice.kind.startswith("schedule."):
-        name = "rotation_rotationschedule_change"
-    else:
-        name = _PAGES.get(text[:4], "")
+    page = "keyvault_key" if is_key_id(text) else find_page(text, notice.kind)
     try:
-        return link(reverse(f"admin:{name}", args=[text]), label)
+        return link(reverse(f"admin:{page}_change", args=[text]), label)
     except NoReverseMatch:
         return mono(label)
 
 
 def _about(notice: Notice) -> str:
     """Return the label of the subject; a row number is prefixed with its noun."""
-    noun_text = _NUMBERED.get(notice.kind.partition(".")[0])
+    noun_text = find_noun(notice.kind)
     return str(notice.subject) if noun_text is None else f"{noun_text} {notice.subject}"
 
 

@@ -10,11 +10,11 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
 from rotation.domain.pacing import Pace
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import SHARED_FIELDS
 from rotation.management.campaign_watch import WatchingCommand
+from rotation.management.plan_options import add_plan_options, read_overrides
 from rotation.models import Campaign, CampaignState
 from rotation.services.campaigns.campaigns import approve_campaign, cancel_campaign, request_campaign
-from rotation.services.rotations.planning import PlanOverrides
 
 _AS_USUAL = Pace()
 _SHOWN = ("campaign_id", "state", "environment", "progress", "selection", "pace", "approvals", "all_begun_at")
@@ -31,13 +31,7 @@ class Command(WatchingCommand):
         parser.add_argument("--concurrency", type=int, metavar="N", default=_AS_USUAL.concurrency)
         parser.add_argument("--halt-on-stall", action=BooleanOptionalAction, default=_AS_USUAL.halt_on_stall)
         parser.add_argument("--halt-at-failed-percent", type=int, metavar="N", default=_AS_USUAL.halt_at_failed_percent)
-        parser.add_argument("--proof", choices=[proof.value for proof in Proof])
-        parser.add_argument("--proof-count", type=int)
-        parser.add_argument("--proof-sources", type=int)
-        parser.add_argument("--soak-seconds", type=int)
-        parser.add_argument("--quiet-seconds", type=int)
-        parser.add_argument("--quarantine-seconds", type=int)
-        parser.add_argument("--expires-in-days", type=int)
+        add_plan_options(parser, SHARED_FIELDS)
         parser.add_argument("--reason", default="requested on the command line")
         parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
         parser.add_argument("--approved-by", metavar="OPERATOR", help="default: approve it in the console")
@@ -49,7 +43,7 @@ class Command(WatchingCommand):
             environment=Environment(options["environment"]),
             merchants=options["merchant"],
             older_than_days=options["older_than_days"],
-            wish=_overrides(options),
+            wish=read_overrides(options, SHARED_FIELDS),
             pace=Pace(
                 per_minute=options["per_minute"],
                 concurrency=options["concurrency"],
@@ -75,9 +69,3 @@ class Command(WatchingCommand):
             grant = self.grant(self.operator(options["requested_by"]), Permission.ROTATIONS_WRITE)
             cancel_campaign(grant, campaign, "the approval on the command line was refused")
             raise
-
-
-def _overrides(options: Mapping[str, Any]) -> PlanOverrides:
-    names = ("proof_count", "proof_sources", "soak_seconds", "quiet_seconds", "quarantine_seconds", "expires_in_days")
-    chosen = {name: options[name] for name in names}
-    return PlanOverrides(proof=Proof(options["proof"]) if options["proof"] else None, **chosen)

@@ -24,10 +24,10 @@ from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from rotation.domain.pacing import Pace, find_pace_faults
+from rotation.domain.plan_fields import FIELDS, PlanOverrides, find_value_faults
 from rotation.domain.policy import APPROVAL_LIFETIME
 from rotation.models import Campaign, CampaignApproval, CampaignMember, CampaignState
 from rotation.services.campaigns.selection import Selection, select_credentials
-from rotation.services.rotations.planning import PlanOverrides
 
 C = CampaignState
 
@@ -54,13 +54,15 @@ def request_campaign(
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only operators request campaigns")
-    wish = replace(wish, reason=clean_text(reason.strip(), 300))
+    wish = replace(wish, reason=reason.strip())
     selection = Selection(environment, None if merchants is None else tuple(sorted(set(merchants))), older_than_days)
     faults = [*_selection_faults(selection), *find_pace_faults(pace)]
+    faults += find_value_faults(wish, environment, grant.at)
     if not wish.reason:
         faults.append(Fault("/reason", "a short reason"))
     if faults:
         raise RequestInvalidError("The campaign is invalid.", faults)
+    wish = replace(wish, reason=clean_text(wish.reason, FIELDS["reason"].most))
     selected = select_credentials(selection, wish, grant.at)
     if not selected.credentials:
         raise RequestInvalidError(_nothing_selected(selected.left_out), [Fault("/older_than_days", "select more")])

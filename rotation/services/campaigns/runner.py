@@ -35,11 +35,11 @@ from rotation.domain.pacing import (
     judge_halt,
     tally_of,
 )
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.states import CLOSED as CLOSED_ROTATIONS
 from rotation.models import Campaign, CampaignMember, CampaignState, Rotation
 from rotation.services.campaigns.campaigns import CLOSED, about, is_unaltered
 from rotation.services.campaigns.selection import OBSTACLE_LABELS, Selection, find_obstacle
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import begin_rotation
 
 C, S = CampaignState, RotationState

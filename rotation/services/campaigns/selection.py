@@ -15,10 +15,10 @@ from keyvault.domain.errors import Fault, KeyvaultError, RequestInvalidError, St
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Credential, KeyUse, MerchantStatus
 from rotation.domain.pacing import MAX_MEMBERS
-from rotation.domain.policy import DEFAULTS
+from rotation.domain.plan_fields import PlanOverrides, default_of
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
-from rotation.services.rotations.planning import PlanOverrides, plan_rotation
+from rotation.services.rotations.planning import plan_rotation
 
 
 class Obstacle(StrEnum):
@@ -121,7 +121,7 @@ def _find_refusal(credential: Credential, overrides: PlanOverrides, now: datetim
     credential's turn, since that reads every minute of the key's use.
     """
     if overrides.quiet_seconds is None:
-        overrides = replace(overrides, quiet_seconds=DEFAULTS[credential.environment].quiet_seconds)
+        overrides = replace(overrides, quiet_seconds=default_of("quiet_seconds", credential.environment))
     try:
         plan_rotation(credential, overrides, now)
     except (RequestInvalidError, StateConflictError) as error:

@@ -18,7 +18,7 @@ from keyvault.services.usage.recorder import observe
 from keyvault.services.usage.reports import find_attempts, find_last, list_users
 from keyvault.services.webhooks.deliveries import find_delivery_report
 from rotation.domain.events import RotationState
-from rotation.domain.policy import DeliveryChannel
+from rotation.domain.plan_fields import DeliveryChannel
 from rotation.domain.states import Facts, KeyFacts
 from rotation.models import Evidence, EvidenceKind, Rotation
 

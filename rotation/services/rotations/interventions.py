@@ -24,7 +24,8 @@ from keyvault.services.secrets.stored_copies import find_stored, read_string
 from keyvault.services.usage.reports import find_last
 from keyvault.services.work.leases import Lease, claim, hold, release, wake
 from rotation.domain.events import OUTCOMES, Event, RotationState
-from rotation.domain.policy import DEFAULTS, Proof, find_far_faults
+from rotation.domain.plan_fields import Proof, default_of
+from rotation.domain.policy import find_far_faults
 from rotation.domain.states import CLOSED
 from rotation.models import EvidenceKind, Retirement, Rotation
 from rotation.services.rotations.facts import note_evidence
@@ -151,8 +152,8 @@ def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None
 
 def _roll_back_time(rotation: Rotation) -> timedelta:
     """Return the environment's default deadline plus the plan's quiet period."""
-    defaults = DEFAULTS[rotation.credential.environment]
-    return timedelta(seconds=defaults.deadline_seconds + rotation.approved_plan.quiet_seconds)
+    seconds = default_of("deadline", rotation.credential.environment)
+    return timedelta(seconds=seconds + rotation.approved_plan.quiet_seconds)
 
 
 def resume_rotation(grant: Grant, rotation: Rotation) -> Rotation:

@@ -24,9 +24,10 @@ from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.work.leases import wake
 from rotation.domain.events import RotationState
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.policy import APPROVAL_LIFETIME, Plan
 from rotation.models import Campaign, Rotation, RotationApproval, RotationSchedule
-from rotation.services.rotations.planning import PlanOverrides, find_predecessor, plan_reissue, plan_rotation
+from rotation.services.rotations.planning import find_predecessor, plan_reissue, plan_rotation
 from rotation.services.rotations.reports import about, subject_of
 
 S = RotationState

@@ -21,10 +21,10 @@ from keyvault.services.approvals.four_eyes import lock_row
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.transaction import recorded
 from rotation.domain.cryptoperiods import Terms, find_term_faults
-from rotation.domain.policy import DEFAULTS, DeliveryChannel, Plan, Proof, find_faults
+from rotation.domain.plan_fields import FIELDS, PlanOverrides, Proof, default_of, with_defaults
+from rotation.domain.policy import Plan, find_faults
 from rotation.domain.windows import LOOK_AHEAD, Blackout, Window, read_blackouts
 from rotation.models import BlackoutCalendar, RotationSchedule, explain_unreadable
-from rotation.services.rotations.planning import PlanOverrides
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 _UNREADABLE = "The schedule cannot be read by this release"
@@ -284,12 +284,14 @@ def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime)
     for name in _SET_BY_SCHEDULE:
         if getattr(overrides, name) is not None:
             yield Fault(f"/wish/{name}", "the schedule sets it")
-    if overrides.reason and (text_fault := find_text_fault(overrides.reason, 300)) is not None:
-        yield Fault("/wish/reason", text_fault)
+    if overrides.reason:
+        reason = FIELDS["reason"]
+        text_fault = reason.find_fault(overrides.reason, environment, now)
+        text_fault = text_fault or find_text_fault(overrides.reason, reason.most)
+        if text_fault is not None:
+            yield Fault("/wish/reason", text_fault)
     if overrides.expires_in_days is not None and overrides.expires_in_days <= draft.cryptoperiod_days:
         yield Fault("/wish/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation")
-    if DeliveryChannel.SECRET_BACKEND not in overrides.channels:
-        yield Fault("/wish/channels", "secret_backend is required: the merchant reads the replacement there")
     if not faults:
         plan = _sample_plan(environment, overrides, terms.window, now)
         for fault in find_faults(plan, environment, KeyKind.PRIVATE, None, now):
@@ -298,28 +300,12 @@ def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime)
 
 def _sample_plan(environment: Environment, overrides: PlanOverrides, window: Window | None, now: datetime) -> Plan:
     """Return the plan that the schedule would request today for a typical key."""
-    defaults = DEFAULTS[environment]
     not_before = (window.next_opening(now) if window is not None else None) or now
-
-    def of(name: str) -> int:
-        chosen = getattr(overrides, name)
-        return int(getattr(defaults, name) if chosen is None else chosen)
-
-    return Plan(
-        credential_id="any",
-        predecessor_key_id="any",
-        reason="",
-        not_before=not_before,
-        deadline=not_before + timedelta(seconds=defaults.deadline_seconds),
-        proof=overrides.proof or Proof.TRAFFIC,
-        proof_count=of("proof_count"),
-        proof_sources=of("proof_sources"),
-        soak_seconds=of("soak_seconds"),
-        quiet_seconds=of("quiet_seconds"),
-        quarantine_seconds=of("quarantine_seconds"),
-        expires_in_days=overrides.expires_in_days,
-        window=window,
-    )
+    values = with_defaults(overrides, environment)
+    values |= {"not_before": not_before, "window": window, "retire_at": None, "reason": ""}
+    values["deadline"] = not_before + timedelta(seconds=default_of("deadline", environment))
+    values["proof"] = overrides.proof or Proof.TRAFFIC
+    return Plan(credential_id="any", predecessor_key_id="any", **values)
 
 
 def _columns(grant: Grant, draft: ScheduleDraft) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.services.work import leases
 from rotation.domain.cryptoperiods import NextDate, Terms, next_date
 from rotation.domain.events import RotationState
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation, RotationSchedule
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules.schedules import (
     UnreadableScheduleError,

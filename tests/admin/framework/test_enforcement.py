@@ -38,9 +38,9 @@ from keyvault.services.secrets.provider_connections import set_connection
 from keyvault.services.webhooks.endpoints import add_endpoint as add_webhook
 from keyvault.services.webhooks.endpoints import send_test
 from rotation.domain.pacing import Pace
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.campaigns.campaigns import request_campaign
 from rotation.services.rotations.interventions import ask_retirement
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_calendar, save_schedule
 from tests.admin.desk import Desk, browser, make_endpoint, make_refusal

@@ -9,7 +9,7 @@ from keyvault.domain.environments import Environment
 from keyvault.models import Account
 from rotation.domain.events import RotationState as S
 from rotation.domain.pacing import Pace
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import Proof
 from rotation.models import Campaign, CampaignState
 from rotation.services.campaigns.campaigns import get_campaign
 from rotation.services.campaigns.runner import tick
@@ -95,7 +95,7 @@ def test_campaign_asked_for_has_the_plan_and_pace_of_the_form(desk: Desk, clock:
         ("concurrency", "many", "Enter a whole number"),
         ("halt_at_failed_percent", "101", "less than or equal to 100"),
         ("older_than_days", "30", "No credential is selected; left out: 1 too young."),
-        ("quiet_seconds", "0", "1 to 31622400 in sandbox"),
+        ("quiet_seconds", "0", "0 is out of range. Use 1 to 31622400 seconds in sandbox."),
         ("reason", "", "This field is required"),
     ],
 )

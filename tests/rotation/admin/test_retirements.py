@@ -9,9 +9,9 @@ from keyvault.domain.keys import KeyKind
 from keyvault.models import Account
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.interventions import ask_retirement
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import request_rotation
 from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of

@@ -17,10 +17,9 @@ from keyvault.services.approvals.break_glass import review_break_glass
 from keyvault.services.keys.lifecycle import revoke_key
 from rotation.admin.rotation_actions import ROW_ACTIONS
 from rotation.domain.events import RotationState as S
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation, bypass_rotation, reissue_key, request_rotation
 from tests.admin.desk import SHAPED, Desk, address, browser, hidden, set_up_desk, text_of

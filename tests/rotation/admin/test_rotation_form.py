@@ -14,7 +14,8 @@ from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.webhooks.endpoints import add_endpoint
 from rotation.admin.rotation_forms import RotationForm
 from rotation.domain.events import RotationState as S
-from rotation.domain.policy import DEFAULTS, AtDeadline, DeliveryChannel, Plan, Proof, Reinstatement
+from rotation.domain.plan_fields import FIELDS, AtDeadline, DeliveryChannel, Proof, Reinstatement, default_of
+from rotation.domain.policy import Plan
 from rotation.domain.windows import Window
 from rotation.models import Rotation
 from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
@@ -65,9 +66,10 @@ def fault_at(answer: Any, name: str) -> str:
 def test_form_left_as_it_is_asks_for_the_defaults(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     plan = plan_of(desk, key)
-    usual = DEFAULTS[SANDBOX]
-    assert (plan.proof, plan.proof_count, plan.proof_sources) == (Proof.TRAFFIC, usual.proof_count, usual.proof_sources)
-    assert (plan.quiet_seconds, plan.quarantine_seconds) == (usual.quiet_seconds, usual.quarantine_seconds)
+    usual = {name: default_of(name, SANDBOX) for name, each in FIELDS.items() if each.defaults}
+    del usual["deadline"]
+    assert plan.proof is Proof.TRAFFIC
+    assert {name: getattr(plan, name) for name in usual} == usual
     assert (plan.at_deadline, plan.reinstatement) == (AtDeadline.STALL, Reinstatement.ONCE)
     assert (plan.window, plan.retire_at, plan.expires_in_days) == (None, None, None)
     assert plan.channels == (DeliveryChannel.SECRET_BACKEND,)
@@ -134,7 +136,7 @@ def test_form_takes_a_public_key_which_is_confirmed_and_has_no_deadline(desk: De
         ({"weekdays": ["1"], "opens": "09:00", "closes": "09:00"}, "closes", "a time other than opens"),
         ({"quiet_seconds": "300d", "deadline": f"{now() + timedelta(days=9):%Y-%m-%dT%H:%M}"}, "deadline", "past the"),
         ({"expires_in_days": "1"}, "expires_in_days", "before the deadline"),
-        ({"proof_count": "0"}, "proof_count", "greater than"),
+        ({"proof_count": "0"}, "proof_count", "0 is out of range. Use 1 to 1000000 authentications."),
         ({"proof": "confirmation"}, "proof", "public keys"),
     ],
 )
@@ -157,7 +159,7 @@ def test_form_opens_the_group_that_holds_a_mistake_and_folds_the_others(desk: De
 def test_form_shows_every_field_once(desk: Desk) -> None:
     text = text_of(browser(desk.tam).get(address("rotation_rotation_request")))
     names = re.findall(r'<(?:input|select|textarea)[^>]* name="(\w+)"', text)
-    once = set(RotationForm.base_fields) - {"weekdays"}
+    once = set(RotationForm().fields) - {"weekdays"}
     assert {name: names.count(name) for name in once} == dict.fromkeys(once, 1)
     assert names.count("weekdays") == 7
 

@@ -12,11 +12,10 @@ from keyvault.models import BreakGlass, Key
 from keyvault.services.keys.lifecycle import revoke_key, suspend_key
 from keyvault.services.webhooks.endpoints import add_endpoint
 from rotation.domain.events import RotationState as S
-from rotation.domain.policy import AtDeadline, DeliveryChannel, Proof, Reinstatement
+from rotation.domain.plan_fields import AtDeadline, DeliveryChannel, PlanOverrides, Proof, Reinstatement
 from rotation.domain.windows import Window
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.admin.desk import SHAPED, Desk, address, browser, dump, hidden, set_up_desk, text_of
 from tests.factories import grant, issue, now
@@ -148,7 +147,9 @@ def test_rotation_approval_page_shows_the_whole_plan(desk: Desk) -> None:
         f"{plan.not_before:%Y-%m-%d %H:%M:%S}",
         f"{plan.deadline:%Y-%m-%d %H:%M:%S}",
         "traffic: real",
-        "321 authentications from 17 sources, soak time 1 minute 1 second",
+        "<dt>Authentications</dt><dd>321</dd>",
+        "<dt>Sources</dt><dd>17</dd>",
+        "<dt>Soak time</dt><dd>1 minute 1 second</dd>",
         "2 hours 2 minutes 2 seconds",
         "3 hours",
         "222",

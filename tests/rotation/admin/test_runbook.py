@@ -25,7 +25,7 @@ from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.webhooks.endpoints import add_endpoint
 from rotation.admin.rotation_actions import ROW_ACTIONS
 from rotation.domain.events import RotationState as S
-from rotation.domain.policy import DeliveryChannel
+from rotation.domain.plan_fields import DeliveryChannel
 from rotation.domain.runbook import REMEDY_LABELS, STALLS, Case, Remedy, fitted
 from rotation.domain.windows import Window
 from rotation.models import Rotation

@@ -8,7 +8,7 @@ import pytest
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import Proof
 from rotation.domain.windows import Window
 from rotation.models import BlackoutCalendar, Rotation, RotationSchedule
 from rotation.services.schedules.schedules import draft_of

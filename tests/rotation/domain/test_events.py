@@ -7,7 +7,7 @@ from itertools import combinations, product
 import pytest
 
 from rotation.domain.events import OPEN, OUTCOMES, REFUSED, STAYS, Event, Outcome, RotationState
-from rotation.domain.policy import AtDeadline, Reinstatement
+from rotation.domain.plan_fields import AtDeadline, Reinstatement
 from rotation.domain.states import CLOSED, TRANSITIONS, Facts, KeyFacts, Move, Wait, find_events, next_step
 from tests.rotation.situation import (
     ACTIVE,

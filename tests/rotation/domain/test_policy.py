@@ -12,17 +12,20 @@ from hypothesis import strategies as st
 from keyvault.domain.canonical import canonical_digest
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
-from rotation.domain.policy import (
-    APPROVAL_LIFETIME,
-    DEFAULTS,
+from rotation.domain.plan_fields import (
     FARTHEST,
+    FIELDS,
     LONGEST_SECONDS,
-    REMINDERS,
     AtDeadline,
     DeliveryChannel,
-    Plan,
     Proof,
     Reinstatement,
+    default_of,
+)
+from rotation.domain.policy import (
+    APPROVAL_LIFETIME,
+    REMINDERS,
+    Plan,
     default_quiet_seconds,
     due_reminder,
     find_far_faults,
@@ -122,31 +125,32 @@ def faults(
 
 def test_defaults_are_those_of_the_design() -> None:
     """ROTATION.md: 5 from 1 without soak and 100 from 2 over 600 s; 1 h and 7 d of quiet; 10 min and 24 h."""
-    sandbox, production = DEFAULTS[SANDBOX], DEFAULTS[PRODUCTION]
-    assert (sandbox.proof_count, sandbox.proof_sources, sandbox.soak_seconds) == (5, 1, 0)
-    assert (production.proof_count, production.proof_sources, production.soak_seconds) == (100, 2, 600)
-    assert (sandbox.quiet_seconds, production.quiet_seconds) == (HOUR, 7 * DAY)
-    assert (sandbox.quarantine_seconds, production.quarantine_seconds) == (600, DAY)
-    assert (sandbox.least_quiet_seconds, sandbox.least_quarantine_seconds) == (1, 1)
+    defaults = {
+        name: (each.defaults[SANDBOX], each.defaults[PRODUCTION]) for name, each in FIELDS.items() if each.defaults
+    }
+    assert defaults == {
+        "deadline": (7 * DAY, 45 * DAY),
+        "proof_count": (5, 100),
+        "proof_sources": (1, 2),
+        "soak_seconds": (0, 600),
+        "quiet_seconds": (HOUR, 7 * DAY),
+        "quarantine_seconds": (600, DAY),
+    }
 
 
 @pytest.mark.parametrize("environment", Environment)
 def test_defaults_make_a_plan_that_can_be_met(environment: Environment) -> None:
-    defaults = DEFAULTS[environment]
-    plan = changed(
-        deadline=NOW + timedelta(seconds=defaults.deadline_seconds),
-        proof_count=defaults.proof_count,
-        proof_sources=defaults.proof_sources,
-        soak_seconds=defaults.soak_seconds,
-        quiet_seconds=defaults.quiet_seconds,
-        quarantine_seconds=defaults.quarantine_seconds,
-    )
+    numbers = {name: default_of(name, environment) for name, each in FIELDS.items() if each.defaults}
+    deadline = NOW + timedelta(seconds=numbers.pop("deadline"))
+    plan = changed(deadline=deadline, **numbers)
     assert faults(plan, environment) == []
 
 
 def test_defaults_of_production_are_never_laxer_than_those_of_the_sandbox() -> None:
-    sandbox, production = DEFAULTS[SANDBOX], DEFAULTS[PRODUCTION]
-    assert all(getattr(production, field.name) >= getattr(sandbox, field.name) for field in fields(sandbox))
+    for each in FIELDS.values():
+        assert each.least[PRODUCTION] >= each.least[SANDBOX]
+        if each.defaults:
+            assert each.defaults[PRODUCTION] >= each.defaults[SANDBOX]
     assert timedelta(days=1) <= APPROVAL_LIFETIME <= timedelta(days=30)
 
 
@@ -165,29 +169,32 @@ def test_plan_that_can_be_met_has_no_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least"),
+    ("name", "least", "most"),
     [
-        ("quiet_seconds", {SANDBOX: 1, PRODUCTION: 3_600}),
-        ("quarantine_seconds", {SANDBOX: 1, PRODUCTION: 600}),
-        ("proof_count", {SANDBOX: 1, PRODUCTION: 1}),
-        ("proof_sources", {SANDBOX: 1, PRODUCTION: 1}),
-        ("soak_seconds", {SANDBOX: 0, PRODUCTION: 0}),
+        ("quiet_seconds", {SANDBOX: 1, PRODUCTION: 3_600}, 366 * DAY),
+        ("quarantine_seconds", {SANDBOX: 1, PRODUCTION: 600}, 366 * DAY),
+        ("proof_count", {SANDBOX: 1, PRODUCTION: 1}, 1_000_000),
+        ("proof_sources", {SANDBOX: 1, PRODUCTION: 1}, 10_000),
+        ("soak_seconds", {SANDBOX: 0, PRODUCTION: 0}, 366 * DAY),
+        ("expires_in_days", {SANDBOX: 1, PRODUCTION: 1}, 3_650),
     ],
 )
 @pytest.mark.parametrize("environment", Environment)
 def test_plan_value_out_of_its_bounds_is_a_fault(
-    name: str, least: dict[Environment, int], environment: Environment
+    name: str, least: dict[Environment, int], most: int, environment: Environment
 ) -> None:
     """No plan does without proof, quiet or quarantine, not even an approved one."""
-    far = changed(deadline=NOW + timedelta(days=800))
+    far = changed(deadline=NOW + timedelta(days=730))
     for value, is_fault in (
         (least[environment], False),
         (least[environment] - 1, True),
         (-1, True),
-        (LONGEST_SECONDS, False),
-        (LONGEST_SECONDS + 1, True),
+        (most, False),
+        (most + 1, True),
     ):
-        assert (f"/{name}" in faults(replace(far, **{name: value}), environment)) == is_fault  # type: ignore[arg-type]  # an integer
+        plan = replace(far, **{name: value})  # type: ignore[arg-type]  # an integer
+        found = [each.detail for each in find_faults(plan, environment, KeyKind.PRIVATE, None, NOW)]
+        assert any("is out of range" in detail for detail in found) == is_fault
 
 
 def test_plan_whose_soak_and_quiet_do_not_fit_before_the_deadline_is_a_fault() -> None:
@@ -214,12 +221,12 @@ def test_plan_whose_predecessor_expires_before_the_deadline_says_so_or_is_a_faul
 
 def test_plan_with_several_faults_names_each() -> None:
     plan = changed(quiet_seconds=0, quarantine_seconds=0, proof_count=0, deadline=NOW)
-    assert faults(plan) == ["/quiet_seconds", "/quarantine_seconds", "/proof_count", "/deadline"]
+    assert faults(plan) == ["/proof_count", "/quiet_seconds", "/quarantine_seconds", "/deadline"]
 
 
 def test_plan_fault_says_what_would_do() -> None:
     details = [fault.detail for fault in find_faults(changed(quiet_seconds=0), PRODUCTION, KeyKind.PRIVATE, None, NOW)]
-    assert details == ["3600 to 31622400 in production"]
+    assert details == ["0 is out of range. Use 3600 to 31622400 seconds in production."]
 
 
 @given(plans, st.sampled_from(Environment), st.none() | times, st.sampled_from(KeyKind))
@@ -238,6 +245,8 @@ def test_plan_of_any_values_is_judged_without_a_fault_of_ours(
         ("quiet_seconds", 10**12),
         ("soak_seconds", 10**18),
         ("soak_seconds", LONGEST_SECONDS + 1),
+        ("expires_in_days", 10**18),
+        ("proof_count", 10**18),
     ],
 )
 def test_plan_of_astronomical_values_is_listed_as_a_fault(name: str, value: int) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from keyvault.domain.keys import DEAD_STATES, KeyKind
 from rotation.domain.events import Event
-from rotation.domain.policy import AtDeadline, Proof, Reinstatement
+from rotation.domain.plan_fields import AtDeadline, Proof, Reinstatement
 from rotation.domain.states import CLOSED, TRANSITIONS, Facts, KeyFacts, Move, RotationAction, Wait, next_step
 from tests.rotation.situation import DAY, NOW, PLAN, QUARANTINE, QUIET, SECOND, STALLING, K, S, facts, plan
 

@@ -16,9 +16,8 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.services.work import leases
 from rotation.domain.events import RotationState
-from rotation.domain.policy import AtDeadline, Proof, Reinstatement
+from rotation.domain.plan_fields import AtDeadline, PlanOverrides, Proof, Reinstatement
 from rotation.services.rotations import engine
-from rotation.services.rotations.planning import PlanOverrides
 from tests import factories
 from tests.rotation.machine.backend import MemoryBackend
 from tests.rotation.machine.interrupting import DisruptedError

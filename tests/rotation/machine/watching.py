@@ -12,7 +12,7 @@ from keyvault.models import AuditEntry, Key, Material, WorkLease
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import observe
 from rotation.domain.events import RotationState
-from rotation.domain.policy import AtDeadline
+from rotation.domain.plan_fields import AtDeadline
 from rotation.domain.states import CLOSED, TRANSITIONS
 from rotation.models import LedgerEntry, LedgerState, Rotation
 from rotation.services.rotations.reports import subject_of

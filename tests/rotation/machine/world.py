@@ -34,12 +34,11 @@ from keyvault.services.secrets.stored_copies import (
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.work import leases
 from rotation.domain.events import RotationState
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.domain.states import CLOSED, Wait
 from rotation.models import Rotation
 from rotation.services.rotations import interventions, requests
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from tests.factories import the_operator
 from tests.rotation import scene

@@ -14,7 +14,7 @@ from keyvault.models.recording import UnrecordedWriteError
 from keyvault.services.approvals.break_glass import note_break_glass, review_break_glass
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.records import prove_service_token
-from rotation.services.rotations.planning import PlanOverrides
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.factories import approve, grant, issue, issue_request, make_operator, make_token, now, request_key
 from tests.services.conftest import Scene

@@ -19,7 +19,8 @@ from keyvault.services.keys.lifecycle import revoke_key, suspend_key
 from keyvault.services.merchants.merchants import suspend_account
 from keyvault.services.recording.authorization import authorize
 from rotation.domain.pacing import Pace
-from rotation.domain.policy import APPROVAL_LIFETIME, Proof
+from rotation.domain.plan_fields import PlanOverrides, Proof
+from rotation.domain.policy import APPROVAL_LIFETIME
 from rotation.models import Campaign, CampaignMember, CampaignState
 from rotation.services.campaigns import selection
 from rotation.services.campaigns.campaigns import (
@@ -33,7 +34,6 @@ from rotation.services.campaigns.campaigns import (
 )
 from rotation.services.campaigns.reports import describe_campaign
 from rotation.services.campaigns.runner import tick
-from rotation.services.rotations.planning import PlanOverrides
 from tests.factories import make_operator
 from tests.rotation.campaigning import approved, asked, details_of, events, issued, on_platform
 from tests.rotation.scene import Clock, account, admin, approver, issue, rotate, tam

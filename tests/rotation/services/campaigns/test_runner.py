@@ -21,13 +21,13 @@ from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.work.leases import LEASE, claim
 from rotation.domain.events import RotationState as S
 from rotation.domain.pacing import START_WITHIN, Pace
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Campaign, CampaignMember, CampaignState, Rotation
 from rotation.services.campaigns import runner
 from rotation.services.campaigns.campaigns import cancel_campaign, pause_campaign, resume_campaign
 from rotation.services.campaigns.reports import describe_campaign, list_troubled_first
 from rotation.services.campaigns.runner import subject_of, tick
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import begin_rotation
 from tests.rotation.campaigning import asked, become, details_of, events, fresh, issued, oldest, on_platform
 from tests.rotation.scene import Clock, account, acknowledge_replacement, admin, issue, rotate, tam

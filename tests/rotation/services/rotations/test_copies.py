@@ -28,7 +28,7 @@ from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.secrets.stored_copies import find_stored, read_public_string, read_string
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import Proof
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import abort_rotation, ask_retirement, confirm_rotation
 from rotation.services.rotations.reports import get_rotation

@@ -17,7 +17,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
-from rotation.domain.policy import DeliveryChannel
+from rotation.domain.plan_fields import DeliveryChannel
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import resume_rotation

@@ -17,7 +17,7 @@ from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.secrets.stored_copies import find_stored
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import Proof
 from rotation.models import LedgerEntry
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation, resume_rotation

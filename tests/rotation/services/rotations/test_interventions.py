@@ -17,11 +17,10 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import OPEN
 from rotation.domain.events import RotationState as S
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.models import Rotation
 from rotation.services.rotations import engine
 from rotation.services.rotations.interventions import abort_rotation
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import reissue_key, request_rotation
 from tests.rotation import scene

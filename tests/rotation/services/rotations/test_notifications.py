@@ -14,10 +14,10 @@ from keyvault.services.keys.records import prove_service_token
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Rotation
 from rotation.services.rotations import engine
 from rotation.services.rotations.interventions import collect_replacement, confirm_rotation
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, reissue_key, request_rotation
 from tests.factories import make_token, the_operator

@@ -5,7 +5,8 @@ from datetime import datetime, timedelta
 import pytest
 
 from keyvault.domain.keys import KeyKind
-from rotation.domain.policy import Plan, Proof
+from rotation.domain.plan_fields import Proof
+from rotation.domain.policy import Plan
 from rotation.domain.states import KeyFacts, Wait
 from tests.rotation.situation import ACTIVE, DAY, NOW, SECOND, S, plan, step, told, used
 

@@ -14,6 +14,7 @@ from keyvault.models.usage import UseOutcome
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.interventions import (
     approve_retirement,
@@ -21,7 +22,6 @@ from rotation.services.rotations.interventions import (
     collect_replacement,
     confirm_rotation,
 )
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.rotation import scene

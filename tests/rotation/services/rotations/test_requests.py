@@ -17,10 +17,10 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.tokens.service_tokens import create_service_token
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation, acknowledge, collect_replacement
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, reject_rotation, request_rotation
 from tests.factories import make_operator

@@ -7,7 +7,7 @@ import pytest
 
 from keyvault.domain.keys import KeyKind
 from rotation.domain.events import Event
-from rotation.domain.policy import AtDeadline, Proof, Reinstatement
+from rotation.domain.plan_fields import AtDeadline, Proof, Reinstatement
 from rotation.domain.states import KeyFacts, Move, Wait
 from tests.rotation.situation import (
     ACTIVE,

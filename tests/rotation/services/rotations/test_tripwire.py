@@ -9,7 +9,7 @@ from keyvault.models import Notice
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
-from rotation.domain.policy import AtDeadline, Reinstatement
+from rotation.domain.plan_fields import AtDeadline, Reinstatement
 from rotation.models import Rotation
 from tests.rotation import scene
 from tests.rotation.scene import Clock

@@ -16,10 +16,9 @@ from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
 from keyvault.services.merchants.merchants import suspend_account
 from keyvault.services.recording.authorization import authorize
-from rotation.domain.policy import Proof
+from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.domain.windows import Window
 from rotation.models import Rotation
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import reject_rotation
 from rotation.services.schedules.calendar import DateState, ScheduledDate, list_next
 from rotation.services.schedules.starting import ASK_AGAIN, begin_due

@@ -24,13 +24,12 @@ from keyvault.services.merchants.merchants import resume_account, suspend_accoun
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
-from rotation.domain.policy import DeliveryChannel, Proof
+from rotation.domain.plan_fields import DeliveryChannel, PlanOverrides, Proof
 from rotation.domain.states import CLOSED
 from rotation.domain.windows import Window
 from rotation.models import BlackoutCalendar, Rotation, RotationSchedule
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
-from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import approve_rotation, begin_rotation, reject_rotation
 from rotation.services.schedules import starting
 from rotation.services.schedules.schedules import (

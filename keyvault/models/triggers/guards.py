@@ -1,0 +1,114 @@
+"""Keyvault's guards across rows and tables, by name."""
+
+from keyvault.models.triggers.rules import OnWrite, WriteGuard
+
+_MERCHANT_HAS_LEFT = (
+    "NEW.state = 'active' AND EXISTS (SELECT 1 FROM keyvault_credential c "
+    "JOIN keyvault_account a ON a.id = c.account_id JOIN keyvault_merchant m ON m.merchant_id = a.merchant_id "
+    "WHERE c.credential_id = NEW.credential_id AND m.status = 'offboarded')"
+)
+
+AUDIT_CHAINS = (
+    WriteGuard("auditchain_no_delete", "keyvault_auditchain", "DELETE", "1 = 1", "a chain is never deleted"),
+    WriteGuard(
+        "auditchain_no_replace",
+        "keyvault_auditchain",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM keyvault_auditchain c WHERE c.name = NEW.name)",
+        "a chain is opened once",
+    ),
+    WriteGuard(
+        "auditchain_forward",
+        "keyvault_auditchain",
+        "UPDATE",
+        "NEW.name <> OLD.name OR NEW.sequence <> OLD.sequence + 1",
+        "a chain moves one entry at a time",
+    ),
+)
+
+MERCHANTS = (
+    OnWrite(
+        "connection_mode",
+        "keyvault_providerconnection",
+        "coalesce((SELECT a.environment FROM keyvault_account a WHERE a.id = NEW.account_id), '') || ':' || NEW.mode "
+        "NOT IN ('sandbox:test', 'production:live')",
+        "test mode is for sandbox, live mode for production",
+    ),
+    # Unique among rows that are not removed: REPLACE would delete the existing one.
+    WriteGuard(
+        "providerconnection_one",
+        "keyvault_providerconnection",
+        "INSERT",
+        "NEW.removed_at IS NULL AND EXISTS (SELECT 1 FROM keyvault_providerconnection c WHERE c.removed_at IS NULL "
+        "AND c.account_id = NEW.account_id AND c.provider = NEW.provider)",
+        "an account has one connection to a provider",
+    ),
+    # Unique among rows without an account: REPLACE would delete the existing one.
+    WriteGuard(
+        "limitoverride_one_of_endpoint",
+        "keyvault_limitoverride",
+        "INSERT",
+        "NEW.account_id IS NULL AND EXISTS (SELECT 1 FROM keyvault_limitoverride o WHERE o.account_id IS NULL "
+        "AND o.environment = NEW.environment AND o.endpoint = NEW.endpoint)",
+        "an endpoint has one limit in an environment",
+    ),
+)
+
+KEYS = (
+    WriteGuard(
+        "key_of_a_merchant_insert",
+        "keyvault_key",
+        "INSERT",
+        _MERCHANT_HAS_LEFT,
+        "a merchant that has left gets no keys",
+    ),
+    WriteGuard(
+        "key_of_a_merchant_update",
+        "keyvault_key",
+        "UPDATE",
+        f"{_MERCHANT_HAS_LEFT} AND OLD.state <> 'active'",
+        "a merchant that has left gets no keys",
+    ),
+    OnWrite(
+        "key_two_active",
+        "keyvault_key",
+        "NEW.state = 'active' AND (SELECT count(*) FROM keyvault_key k WHERE k.credential_id = NEW.credential_id "
+        "AND k.state = 'active' AND k.key_id <> NEW.key_id) >= 2",
+        "at most two keys of a credential verify",
+    ),
+)
+
+BREAK_GLASS = (
+    WriteGuard(
+        "breakglass_requester",
+        "keyvault_breakglass",
+        "INSERT",
+        "NEW.requester_person = '' OR EXISTS (SELECT 1 FROM keyvault_issuancerequest r "
+        "WHERE r.request_id = NEW.subject AND r.requester_person <> NEW.requester_person)",
+        "an act under break-glass names who asked for it",
+    ),
+    WriteGuard(
+        "breakglass_not_reviewed_yet",
+        "keyvault_breakglass",
+        "INSERT",
+        "NEW.reviewed_at IS NOT NULL OR NEW.reviewer_id IS NOT NULL OR NEW.reviewer_person IS NOT NULL",
+        "an act under break-glass is noted before it is reviewed",
+    ),
+    WriteGuard(
+        "breakglass_second_person",
+        "keyvault_breakglass",
+        "UPDATE",
+        "NEW.reviewer_person IN (NEW.person, NEW.requester_person)",
+        "whoever did or asked for an act under break-glass does not review it",
+    ),
+    WriteGuard(
+        "breakglass_reviewer_is_person",
+        "keyvault_breakglass",
+        "UPDATE",
+        "NEW.reviewer_person IS NOT NULL AND NOT EXISTS (SELECT 1 FROM keyvault_operator o "
+        "WHERE o.id = NEW.reviewer_id AND o.person = NEW.reviewer_person)",
+        "a review is in the name of its reviewer",
+    ),
+)
+
+GUARDS = (*AUDIT_CHAINS, *MERCHANTS, *KEYS, *BREAK_GLASS)

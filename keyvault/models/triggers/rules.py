@@ -1,0 +1,261 @@
+"""The kinds of rules. Each one yields the write guards that enforce it, as SQL that both databases understand."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+UniqueSets = tuple[tuple[str, ...], ...]
+"""Each set of columns that is unique in a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteGuard:
+    """Refuses an operation `when` (INSERT, UPDATE or DELETE) on a row of `table` for which `condition` holds."""
+
+    name: str
+    table: str
+    when: str
+    condition: str
+    message: str
+
+    def guards(self) -> Iterator["WriteGuard"]:
+        yield self
+
+
+class TriggerRule(Protocol):
+    """A rule about one table's rows."""
+
+    @property
+    def table(self) -> str: ...
+
+    def guards(self) -> Iterator[WriteGuard]:
+        """Yield the write guards that enforce the rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppendOnly:
+    """The rows never change and are never deleted, also not by SQLite's REPLACE, which runs no delete trigger."""
+
+    table: str
+    unique: UniqueSets
+
+    def guards(self) -> Iterator[WriteGuard]:
+        short = short_name(self.table)
+        message = f"{short} is append-only"
+        yield WriteGuard(f"{short}_no_update", self.table, "UPDATE", "1 = 1", message)
+        yield WriteGuard(f"{short}_no_delete", self.table, "DELETE", "1 = 1", message)
+        yield _no_replace(self.table, self.unique, message)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The rows are never deleted.
+
+    Replacing a row by any of its unique sets (SQLite's REPLACE) is refused like the update that it would be. The
+    table's `Frozen` refuses an update of such a column, which SQLite's UPDATE OR REPLACE could use to delete another
+    row.
+    """
+
+    table: str
+    unique: UniqueSets
+
+    def guards(self) -> Iterator[WriteGuard]:
+        short = short_name(self.table)
+        yield WriteGuard(f"{short}_no_delete", self.table, "DELETE", "1 = 1", f"{short} rows are never deleted")
+        yield _no_replace(self.table, self.unique, f"{short} rows are never replaced")
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The columns keep their values; `refused_if` is a further condition under which an update is refused.
+
+    A column is a name, or for a nullable or JSON column an expression in which `{row}` stands for the row. The guard's
+    name is `<table>_stays` unless `name` is given.
+    """
+
+    table: str
+    columns: tuple[str, ...]
+    message: str
+    refused_if: str = ""
+    name: str = ""
+
+    def guards(self) -> Iterator[WriteGuard]:
+        conditions = [_changed(column) for column in self.columns]
+        if self.refused_if:
+            conditions.append(self.refused_if)
+        name = self.name or f"{short_name(self.table)}_stays"
+        yield WriteGuard(name, self.table, "UPDATE", " OR ".join(conditions), self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class FinalStates:
+    """A row does not leave these states. `may_move`: it may move from one of them to another."""
+
+    name: str
+    table: str
+    states: tuple[str, ...]
+    message: str
+    may_move: bool = False
+
+    def guards(self) -> Iterator[WriteGuard]:
+        states = sql_list(self.states)
+        left = f"NEW.state NOT IN {states}" if self.may_move else "NEW.state <> OLD.state"
+        yield WriteGuard(self.name, self.table, "UPDATE", f"OLD.state IN {states} AND {left}", self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class InitialState:
+    """A row does not return to this state."""
+
+    name: str
+    table: str
+    state: str
+    message: str
+
+    def guards(self) -> Iterator[WriteGuard]:
+        condition = f"OLD.state <> '{self.state}' AND NEW.state = '{self.state}'"
+        yield WriteGuard(self.name, self.table, "UPDATE", condition, self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class SetOnce:
+    """The column keeps its first value that is not NULL."""
+
+    name: str
+    table: str
+    column: str
+    message: str
+
+    def guards(self) -> Iterator[WriteGuard]:
+        yield WriteGuard(self.name, self.table, "UPDATE", set_again(self.column), self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class OnWrite:
+    """One condition for both INSERT and UPDATE; the guards' names are `<name>_insert` and `<name>_update`."""
+
+    name: str
+    table: str
+    condition: str
+    message: str
+
+    def guards(self) -> Iterator[WriteGuard]:
+        for when in ("INSERT", "UPDATE"):
+            yield WriteGuard(f"{self.name}_{when.lower()}", self.table, when, self.condition, self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class FourEyes:
+    """Requesters do not approve. Each person approves once and the requested digest only.
+
+    The state changes only with enough approvals, and the `frozen` columns keep what was requested. `table` has the
+    requests, `key` is its primary key, and `foreign_key` is the same in the `approval` table. `approved`: the condition
+    that the new state needs the approvals. `environment`: the SQL of the request's environment. `by_services`: a
+    service token may request, and its responsible person is the requester.
+    """
+
+    table: str
+    key: str
+    approval: str
+    foreign_key: str
+    approved: str
+    environment: str
+    frozen: tuple[str, ...]
+    by_services: bool = True
+
+    def guards(self) -> Iterator[WriteGuard]:
+        yield from self._approver_guards()
+        yield from self._request_guards()
+
+    def _approver_guards(self) -> Iterator[WriteGuard]:
+        short = short_name(self.table)
+        asked = f"SELECT 1 FROM {self.table} r WHERE r.{self.key} = NEW.{self.foreign_key}"  # noqa: S608  our own names only
+        yield WriteGuard(
+            f"{short}_second_person",
+            self.approval,
+            "INSERT",
+            f"EXISTS ({asked} AND r.requester_person = NEW.person)",
+            "whoever asked cannot approve",
+        )
+        yield WriteGuard(
+            f"{short}_same_digest",
+            self.approval,
+            "INSERT",
+            f"NOT EXISTS ({asked} AND r.plan_digest = NEW.plan_digest)",
+            "an approval is bound to exactly what was asked",
+        )
+        yield WriteGuard(
+            f"{short}_approver_is_person",
+            self.approval,
+            "INSERT",
+            "NOT EXISTS (SELECT 1 FROM keyvault_operator o WHERE o.id = NEW.approver_id AND o.person = NEW.person)",
+            "an approval is in the name of its approver",
+        )
+
+    def _request_guards(self) -> Iterator[WriteGuard]:
+        short = short_name(self.table)
+        by_token = (
+            " AND NOT EXISTS (SELECT 1 FROM keyvault_servicetoken t "
+            "WHERE t.token_id = NEW.requested_via_id AND t.creator_person = NEW.requester_person)"
+            if self.by_services
+            else ""
+        )
+        yield WriteGuard(
+            f"{short}_requester_is_person",
+            self.table,
+            "INSERT",
+            "NOT EXISTS (SELECT 1 FROM keyvault_operator o "  # noqa: S608  our own names only
+            f"WHERE o.id = NEW.requester_id AND o.person = NEW.requester_person){by_token}",
+            "whoever asks is the person who answers for it",
+        )
+        counted = (
+            f"{self.approved} AND NEW.approvals_needed > (SELECT count(*) FROM {self.approval} v "  # noqa: S608  our own names only
+            f"WHERE v.{self.foreign_key} = NEW.{self.key} AND v.plan_digest = NEW.plan_digest "
+            "AND v.person <> NEW.requester_person)"
+        )
+        yield from OnWrite(f"{short}_enough", self.table, counted, "not enough persons have approved").guards()
+        yield WriteGuard(
+            f"{short}_production_policy",
+            self.table,
+            "INSERT",
+            f"NEW.approvals_needed < 1 AND coalesce({self.environment}, '') <> 'sandbox'",
+            "production takes a second person",
+        )
+        columns = (self.key, "plan_digest", "approvals_needed", "requester_person", *self.frozen)
+        yield from Frozen(self.table, tuple(map(as_text, columns)), "what was asked is not changed afterwards").guards()
+
+
+def short_name(table: str) -> str:
+    """Return the table's name without its app."""
+    return table.split("_", 1)[1]
+
+
+def as_text(column: str) -> str:
+    """Return the expression that compares a column of any type, NULL included."""
+    return f"coalesce(CAST({{row}}.{column} AS TEXT), '')"
+
+
+def sql_list(values: tuple[str, ...]) -> str:
+    return "(" + ", ".join(f"'{value}'" for value in values) + ")"
+
+
+def is_changed(column: str) -> str:
+    """Return the condition that an update changes a column of any type, NULL included."""
+    return _changed(as_text(column))
+
+
+def set_again(column: str) -> str:
+    """Return the condition that an update changes a column that was not NULL."""
+    return f"OLD.{column} IS NOT NULL AND (NEW.{column} IS NULL OR NEW.{column} <> OLD.{column})"
+
+
+def _changed(column: str) -> str:
+    expression = column if "{row}" in column else f"{{row}}.{column}"
+    return f"{expression.format(row='NEW')} <> {expression.format(row='OLD')}"
+
+
+def _no_replace(table: str, unique: UniqueSets, message: str) -> WriteGuard:
+    """Return the guard against a new row that equals an existing one in any of these sets of columns."""
+    same = " OR ".join("(" + " AND ".join(f"t.{column} = NEW.{column}" for column in key) + ")" for key in unique)
+    condition = f"EXISTS (SELECT 1 FROM {table} t WHERE {same})"  # noqa: S608  our own names only
+    return WriteGuard(f"{short_name(table)}_no_replace", table, "INSERT", condition, message)

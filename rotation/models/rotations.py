@@ -1,0 +1,144 @@
+"""Rotations with their approvals."""
+
+from django.conf import settings
+from django.db import models
+from django.db.models import F, Q
+
+from keyvault.domain.errors import RequestInvalidError
+from keyvault.models.columns import ApprovalColumns, RequestColumns, at, choice, choices_check
+from keyvault.models.keys import Credential, Key
+from keyvault.models.tokens import ServiceToken
+from rotation.domain.events import RotationState
+from rotation.domain.policy import PLAN_UNREADABLE, Plan, UnreadablePlanError
+from rotation.domain.states import CLOSED
+from rotation.models.campaigns import Campaign
+from rotation.models.schedules import RotationSchedule
+
+
+def explain_unreadable(error: Exception) -> str:
+    """Explain in one line why this release cannot read stored JSON."""
+    if isinstance(error, RequestInvalidError):
+        return "; ".join(f"{fault.pointer} must be {fault.detail}" for fault in error.faults) or error.detail
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+class Rotation(RequestColumns):
+    """One rotation of a credential's key.
+
+    `accepted_at`, `delivered_at`, `used_at`, `silent_at`: the four facts; none implies another. `deadline_at`: the
+    plan's deadline, or the extended one. `retire_at`: for a public key, the approved date. `quarantined_at`: when the
+    rotation suspended the key that is being retired. `waived_at`: when the predecessor went into quarantine on an
+    approved date, its silence unproved. `bypassed_at`: when the approval was bypassed; the break-glass act stays listed
+    until reviewed. `handover`: for a sealed credential, the replacement's string sealed to the recipient's key.
+    `reminded_percent`, `alarmed_at`: the last reminder to the merchant and the last alarm to the operators.
+    """
+
+    rotation_id = models.CharField(primary_key=True, max_length=32)
+    credential = models.ForeignKey(Credential, models.PROTECT, related_name="rotations")
+    predecessor = models.ForeignKey(Key, models.PROTECT, related_name="retiring_rotations")
+    replacement = models.ForeignKey(Key, models.PROTECT, null=True, blank=True, related_name="introducing_rotations")
+    state = choice(RotationState)
+    stalled_from = choice(RotationState, null=True, blank=True)
+    why = models.CharField(max_length=300, blank=True)
+    plan = models.JSONField()
+    requester = models.ForeignKey(
+        settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="rotations"
+    )
+    requested_via = models.ForeignKey(ServiceToken, models.PROTECT, null=True, blank=True)
+    approval_expires_at = models.DateTimeField()
+    entered_at = models.DateTimeField()
+    accepted_at = at()
+    delivered_at = at()
+    acknowledged_at = at()
+    used_at = at()
+    silent_at = at()
+    collected_at = at()
+    closed_at = at()
+    deadline_at = at()
+    retire_at = at()
+    confirmed_at = at()
+    told_at = at()
+    quarantined_at = at()
+    reinstated_at = at()
+    waived_at = at()
+    written_back_at = at()
+    bypassed_at = at()
+    alarmed_at = at()
+    reminded_percent = models.PositiveSmallIntegerField(default=0)
+    handover = models.JSONField(null=True, blank=True)
+    schedule = models.ForeignKey(RotationSchedule, models.PROTECT, null=True, blank=True, related_name="rotations")
+    campaign = models.ForeignKey(Campaign, models.PROTECT, null=True, blank=True, related_name="rotations")
+
+    class Meta:
+        constraints = [
+            choices_check("rotation_state", "state", RotationState),
+            models.UniqueConstraint(
+                fields=["credential"],
+                name="rotation_one_open",
+                condition=~Q(state__in=sorted(state.value for state in CLOSED)),
+            ),
+            models.CheckConstraint(
+                name="rotation_two_keys", condition=Q(replacement__isnull=True) | ~Q(replacement=F("predecessor"))
+            ),
+            models.CheckConstraint(
+                name="rotation_proved",
+                condition=~Q(state__in=["overlap", "quarantine", "revoking"])
+                | Q(accepted_at__isnull=False, delivered_at__isnull=False, used_at__isnull=False),
+            ),
+            models.CheckConstraint(
+                name="rotation_silent",
+                condition=~Q(state__in=["quarantine", "revoking"])
+                | Q(silent_at__isnull=False)
+                | Q(waived_at__isnull=False),
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["state"], name="rotation_by_state"),
+            models.Index(
+                fields=["rotation_id"],
+                name="rotation_open",
+                condition=~Q(state__in=sorted(state.value for state in CLOSED)),
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return self.rotation_id
+
+    def alters(self) -> None:
+        return None
+
+    @property
+    def current_state(self) -> RotationState:
+        return RotationState(self.state)
+
+    @property
+    def approved_plan(self) -> Plan:
+        """The plan. Raises UnreadablePlanError."""
+        try:
+            return Plan.from_json(self.plan)
+        except Exception as error:
+            # Content of a newer release or a damaged row can fail to parse in any way.
+            raise UnreadablePlanError(f"{PLAN_UNREADABLE}: {explain_unreadable(error)}.") from error
+
+    @property
+    def readable_plan(self) -> Plan | None:
+        """The plan, or None where this release cannot read it; for display."""
+        try:
+            return self.approved_plan
+        except UnreadablePlanError:
+            return None
+
+
+class RotationApproval(ApprovalColumns):
+    """One person's approval of one plan digest."""
+
+    rotation = models.ForeignKey(Rotation, models.PROTECT, related_name="approvals")
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["rotation", "person"], name="rotation_approval_once")]
+
+    def __str__(self) -> str:
+        return f"{self.approver_id} on {self.rotation_id}"
+
+    def alters(self) -> None:
+        return None

@@ -1,0 +1,79 @@
+"""Schedules, which begin rotations, and the calendars of periods in which none begins."""
+
+from django.conf import settings
+from django.db import models
+from django.db.models import F, Q
+
+from keyvault.domain.environments import Environment
+from keyvault.models.columns import choice, choices_check, created_at
+from keyvault.models.keys import Credential
+from keyvault.models.merchants import Account
+from keyvault.models.recording import RecordedModel
+
+
+class BlackoutCalendar(RecordedModel):
+    """A named calendar of periods in which no rotation begins.
+
+    `periods`: [{"begins_at", "ends_at", "why"}], times in ISO 8601 with an offset.
+    """
+
+    name = models.CharField(primary_key=True, max_length=64)
+    periods = models.JSONField(default=list)
+    created_at = created_at()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def alters(self) -> None:
+        return None
+
+
+class RotationSchedule(RecordedModel):
+    """How often keys are rotated in an environment, an account or one credential; the narrowest schedule applies.
+
+    `window`: as `windows.Window.as_json` writes it, without blackouts, which come from the `calendar`; None: any time.
+    A key falls due `cryptoperiod_days` after its activation, less up to `jitter_days` derived from the credential's
+    id. The rotation is requested `lead_days` before, so that it can be approved in time. `wish`: plan overrides of the
+    environment's defaults. `author`: the requester of its rotations.
+    """
+
+    environment = choice(Environment)
+    account = models.ForeignKey(Account, models.PROTECT, null=True, blank=True, related_name="rotation_schedules")
+    credential = models.ForeignKey(Credential, models.PROTECT, null=True, blank=True, related_name="rotation_schedules")
+    cryptoperiod_days = models.PositiveIntegerField()
+    jitter_days = models.PositiveIntegerField(default=0)
+    lead_days = models.PositiveIntegerField(default=0)
+    window = models.JSONField(null=True, blank=True)
+    calendar = models.ForeignKey(BlackoutCalendar, models.PROTECT, null=True, blank=True, related_name="schedules")
+    wish = models.JSONField(default=dict, blank=True)
+    is_enabled = models.BooleanField(default=True)
+    author = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="rotation_schedules")
+    author_person = models.CharField(max_length=32)
+    created_at = created_at()
+
+    class Meta:
+        constraints = [
+            choices_check("schedule_environment", "environment", Environment),
+            models.CheckConstraint(name="schedule_cryptoperiod", condition=Q(cryptoperiod_days__range=(1, 3650))),
+            models.CheckConstraint(name="schedule_jitter", condition=Q(jitter_days__lt=F("cryptoperiod_days"))),
+            models.CheckConstraint(
+                name="schedule_scope", condition=Q(account__isnull=True) | Q(credential__isnull=True)
+            ),
+            models.UniqueConstraint(
+                fields=["environment"],
+                name="schedule_one_of_environment",
+                condition=Q(account__isnull=True, credential__isnull=True),
+            ),
+            models.UniqueConstraint(
+                fields=["account"], name="schedule_one_of_account", condition=Q(account__isnull=False)
+            ),
+            models.UniqueConstraint(
+                fields=["credential"], name="schedule_one_of_credential", condition=Q(credential__isnull=False)
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"every {self.cryptoperiod_days} days in {self.credential_id or self.account or self.environment}"
+
+    def alters(self) -> None:
+        return None

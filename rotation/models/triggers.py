@@ -1,0 +1,147 @@
+"""Rotation's rules for the database triggers, which `keyvault.models.triggers` installs."""
+
+from keyvault.models.triggers.rules import (
+    AppendOnly,
+    FinalStates,
+    FourEyes,
+    Frozen,
+    Kept,
+    TriggerRule,
+    WriteGuard,
+    is_changed,
+    sql_list,
+)
+from rotation.domain.states import CLOSED
+
+_CLOSED = sql_list(tuple(sorted(state.value for state in CLOSED)))
+
+APPEND_ONLY = (
+    AppendOnly("rotation_rotationapproval", (("id",), ("rotation_id", "person"))),
+    AppendOnly("rotation_campaignapproval", (("id",), ("campaign_id", "person"))),
+    AppendOnly("rotation_evidence", (("evidence_id",),)),
+)
+
+KEPT = (
+    Kept("rotation_rotation", (("rotation_id",),)),
+    Kept("rotation_retirement", (("id",),)),
+    Kept("rotation_campaign", (("campaign_id",),)),
+    Kept("rotation_campaignmember", (("id",), ("campaign_id", "credential_id"), ("rotation_id",))),
+)
+
+FROZEN = (
+    Frozen(
+        "rotation_retirement",
+        ("id", "rotation_id", "retire_at", "requester_person"),
+        "a date is approved as it was asked, and once",
+        refused_if="OLD.approved_at IS NOT NULL",
+    ),
+    Frozen(
+        "rotation_campaignmember",
+        ("id", "campaign_id", "credential_id"),
+        "a member stays with its campaign, and gets one rotation",
+        refused_if="(OLD.rotation_id IS NOT NULL AND coalesce(NEW.rotation_id, '') <> OLD.rotation_id)",
+    ),
+)
+
+STATES = (
+    FinalStates(
+        "campaign_no_reopening",
+        "rotation_campaign",
+        ("completed", "rejected", "expired", "cancelled"),
+        "a campaign that is closed stays closed",
+    ),
+)
+
+FOUR_EYES = (
+    FourEyes(
+        table="rotation_rotation",
+        key="rotation_id",
+        approval="rotation_rotationapproval",
+        foreign_key="rotation_id",
+        approved="NEW.state NOT IN ('requested', 'awaiting_approval', 'emergency', 'rejected', 'expired', 'cancelled') "
+        "AND NOT (NEW.bypassed_at IS NOT NULL AND EXISTS (SELECT 1 FROM keyvault_breakglass g "
+        "WHERE g.event = 'rotation.bypassed' AND g.subject = NEW.rotation_id))",
+        environment="(SELECT a.environment FROM keyvault_account a JOIN keyvault_credential c "
+        "ON c.account_id = a.id WHERE c.credential_id = NEW.credential_id)",
+        frozen=("credential_id", "predecessor_id", "plan"),
+    ),
+    FourEyes(
+        table="rotation_campaign",
+        key="campaign_id",
+        approval="rotation_campaignapproval",
+        foreign_key="campaign_id",
+        approved="NEW.state NOT IN ('awaiting_approval', 'rejected', 'expired', 'cancelled')",
+        environment="NEW.environment",
+        frozen=("environment", "selection", "wish", "pace"),
+        by_services=False,
+    ),
+)
+
+# Unique among open rows: REPLACE would delete the existing one.
+_ONE_OPEN = tuple(
+    WriteGuard(
+        f"rotation_one_open_{when.lower()}",
+        "rotation_rotation",
+        when,
+        f"NEW.state NOT IN {_CLOSED} AND EXISTS (SELECT 1 FROM rotation_rotation r "  # noqa: S608  our own names only
+        f"WHERE r.credential_id = NEW.credential_id AND r.rotation_id <> {row}.rotation_id "
+        f"AND r.state NOT IN {_CLOSED})",
+        "a credential has one open rotation",
+    )
+    for when, row in (("INSERT", "NEW"), ("UPDATE", "OLD"))
+)
+
+GUARDS = (
+    *_ONE_OPEN,
+    WriteGuard(
+        "rotation_bypass_stays",
+        "rotation_rotation",
+        "UPDATE",
+        "OLD.bypassed_at IS NOT NULL AND NEW.bypassed_at IS NULL",
+        "a bypass stays in sight",
+    ),
+    WriteGuard(
+        "rotation_retirement_approved",
+        "rotation_rotation",
+        "UPDATE",
+        f"{is_changed('retire_at')} "  # noqa: S608  our own names only
+        "AND NOT EXISTS (SELECT 1 FROM rotation_retirement t WHERE t.rotation_id = NEW.rotation_id "
+        "AND t.retire_at = NEW.retire_at AND t.approved_at IS NOT NULL "
+        "AND (t.approver_person <> '' OR EXISTS (SELECT 1 FROM keyvault_credential c "
+        "JOIN keyvault_account a ON a.id = c.account_id "
+        "WHERE c.credential_id = NEW.credential_id AND a.environment = 'sandbox')))",
+        "a date is approved before it counts",
+    ),
+    WriteGuard(
+        "campaignmember_as_asked",
+        "rotation_campaignmember",
+        "INSERT",
+        "NEW.rotation_id IS NOT NULL OR NOT EXISTS (SELECT 1 FROM rotation_campaign c "
+        "WHERE c.campaign_id = NEW.campaign_id AND c.state = 'awaiting_approval') "
+        "OR EXISTS (SELECT 1 FROM rotation_campaignapproval v WHERE v.campaign_id = NEW.campaign_id)",
+        "a campaign is about what was selected when it was asked for",
+    ),
+    WriteGuard(
+        "rotation_of_campaign",
+        "rotation_rotation",
+        "INSERT",
+        "NEW.campaign_id IS NOT NULL AND NOT EXISTS (SELECT 1 FROM rotation_campaignmember m "
+        "JOIN rotation_campaign c ON c.campaign_id = m.campaign_id WHERE m.campaign_id = NEW.campaign_id "
+        "AND m.credential_id = NEW.credential_id AND m.rotation_id IS NULL AND c.state = 'running')",
+        "a campaign that runs begins one rotation for each of its members",
+    ),
+    WriteGuard(
+        "breakglass_rotation_requester",
+        "keyvault_breakglass",
+        "INSERT",
+        "(NEW.event <> 'rotation.retirement_approved' AND EXISTS (SELECT 1 FROM rotation_rotation r "
+        "WHERE r.rotation_id = NEW.subject AND r.requester_person <> NEW.requester_person)) "
+        "OR (NEW.event = 'rotation.retirement_approved' AND NOT EXISTS (SELECT 1 FROM rotation_retirement t "
+        "WHERE t.rotation_id = NEW.subject AND t.requester_person = NEW.requester_person)) "
+        "OR EXISTS (SELECT 1 FROM rotation_campaign c "
+        "WHERE c.campaign_id = NEW.subject AND c.requester_person <> NEW.requester_person)",
+        "an act about a rotation or a campaign names who asked for that",
+    ),
+)
+
+RULES: tuple[TriggerRule, ...] = (*APPEND_ONLY, *KEPT, *FROZEN, *STATES, *FOUR_EYES, *GUARDS)
