@@ -52,7 +52,7 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
             "Edit",
             P.SCHEDULES_WRITE,
             _edit_calendar,
-            lambda row: "Rotations already requested keep the dates of their plan.",
+            "Rotations already requested keep the dates of their plan.",
             form=EditCalendarForm,
         ),
     )

@@ -19,13 +19,26 @@ from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
     CreateAction,
-    ReasonForm,
     RowAction,
     Tone,
     VersionedForm,
+    from_query,
+    pause_action,
+    reason_field,
+    resume_action,
+    run_service,
 )
+from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
-from keyvault.admin.framework.four_eyes import ApproveForm, approvals_table
+from keyvault.admin.framework.four_eyes import (
+    OWN_REQUEST_NOTE,
+    ApproveForm,
+    approvals_table,
+    approve_action,
+    is_requester,
+    reject_action,
+    submitted,
+)
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -123,12 +136,8 @@ class ApproveCampaignForm(ApproveForm):
 
 
 class OptionalReasonForm(ActionForm):
-    why = forms.CharField(
-        label="Reason",
-        required=False,
-        max_length=300,
-        widget=forms.Textarea(attrs={"rows": 3}),
-        help_text="Recorded in the audit log. Required to resume after a halt.",
+    why = reason_field(
+        "Reason", required=False, help_text="Recorded in the audit log. Required to resume after a halt."
     )
 
 
@@ -152,39 +161,12 @@ def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
         reason=cleaned["reason"],
     )
     count = _credentials(campaign.members.count())
-    if campaign.state == C.AWAITING_APPROVAL:
-        return ActionResult(f"Request for {count} submitted. A second person must approve it.", row=campaign)
-    return ActionResult(
-        f"Request for {count} submitted. No approval is required in this environment; the worker starts now.",
-        row=campaign,
+    return submitted(
+        campaign,
+        is_undecided=_is_undecided(campaign),
+        next_step="the worker starts now.",
+        request=f"Request for {count}",
     )
-
-
-def _approve(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
-    approve_campaign(grant, campaign, cleaned["plan_digest"])
-    if campaign.state == C.RUNNING:
-        return ActionResult("Approved. The worker starts at the approved pace.")
-    return ActionResult("Approval recorded. Another person must approve too.")
-
-
-def _reject(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
-    reject_campaign(grant, campaign, cleaned["why"])
-    return ActionResult("Campaign rejected.")
-
-
-def _pause(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
-    pause_campaign(grant, campaign, cleaned["why"])
-    return ActionResult("Campaign paused. No more rotations start; rotations in progress continue.")
-
-
-def _resume(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
-    resume_campaign(grant, campaign, cleaned["why"])
-    return ActionResult("Campaign resumed.")
-
-
-def _cancel(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
-    cancel_campaign(grant, campaign, cleaned["why"])
-    return ActionResult("Campaign canceled. No more rotations start; rotations in progress continue.")
 
 
 def _is_undecided(row: Campaign) -> bool:
@@ -205,62 +187,52 @@ class CampaignAdmin(ConsoleModelAdmin):
             "Selects the matching private keys now; the selection is final. One approval covers all of them with this "
             "plan and pace; in production a second person must approve. Each key is then rotated individually.",
             "Submit request",
-            preset=lambda query: {"environment": query.get("environment")},
+            preset=from_query("environment"),
         ),
     )
     row_actions = (
-        RowAction(
-            "approve",
-            "Approve",
+        approve_action(
             P.ROTATIONS_APPROVE,
-            _approve,
-            lambda row: (
+            approve_campaign,
+            explain=lambda row: (
                 f"You approve exactly {_credentials(row.members.count())}, listed on the page of the campaign, "
                 "with the plan and pace below."
             ),
+            approved="Approved. The worker starts at the approved pace.",
+            is_undecided=_is_undecided,
             form=ApproveCampaignForm,
-            is_available=_is_undecided,
-            tone=Tone.GOOD,
         ),
-        RowAction(
-            "reject",
-            "Reject",
+        reject_action(
             P.ROTATIONS_APPROVE,
-            _reject,
-            lambda row: "No key is rotated. The requester sees the reason.",
-            form=ReasonForm,
+            run_service(reject_campaign, "Campaign rejected."),
+            "No key is rotated. The requester sees the reason.",
             is_available=_is_undecided,
-            tone=Tone.DANGER,
         ),
-        RowAction(
+        pause_action(
             "pause",
             "Pause",
             P.ROTATIONS_WRITE,
-            _pause,
-            lambda row: "No more rotations start until the campaign is resumed. Rotations in progress continue.",
-            form=OptionalReasonForm,
+            run_service(pause_campaign, "Campaign paused. No more rotations start; rotations in progress continue."),
+            "No more rotations start until the campaign is resumed. Rotations in progress continue.",
             is_available=lambda row: row.state == C.RUNNING,
+            form=OptionalReasonForm,
+            tone=Tone.PLAIN,
         ),
-        RowAction(
+        resume_action(
             "resume",
             "Resume",
             P.ROTATIONS_WRITE,
-            _resume,
-            lambda row: (
-                "Rotations start again at the approved pace. The failures that led to a halt are not counted again."
-            ),
-            form=VersionedOptionalReasonForm,
+            run_service(resume_campaign, "Campaign resumed."),
+            "Rotations start again at the approved pace. The failures that led to a halt are not counted again.",
             is_available=lambda row: row.state in {C.PAUSED, C.HALTED},
-            tone=Tone.GOOD,
+            form=VersionedOptionalReasonForm,
         ),
         RowAction(
             "cancel",
             "Cancel campaign",
             P.ROTATIONS_WRITE,
-            _cancel,
-            lambda row: (
-                "No more rotations start, permanently. Rotations in progress continue; abort them individually."
-            ),
+            run_service(cancel_campaign, "Campaign canceled. No more rotations start; rotations in progress continue."),
+            "No more rotations start, permanently. Rotations in progress continue; abort them individually.",
             form=OptionalReasonForm,
             is_available=lambda row: row.closed_at is None,
             tone=Tone.DANGER,
@@ -276,13 +248,9 @@ class CampaignAdmin(ConsoleModelAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("requester")
 
-    @admin.display(description="state", ordering="state")
-    def state_badge(self, row: Campaign) -> SafeString:
-        return badge(row.state)
-
-    @admin.display(description="environment", ordering="environment")
-    def environment_badge(self, row: Campaign) -> SafeString:
-        return badge(row.environment)
+    state_badge = badge_column("state", "state")
+    environment_badge = badge_column("environment", "environment")
+    created = moment_column("requested (UTC)", "created_at")
 
     @admin.display(description="credentials")
     def credentials(self, row: Campaign) -> int:
@@ -291,10 +259,6 @@ class CampaignAdmin(ConsoleModelAdmin):
     @admin.display(description="requested by", ordering="requester__username")
     def requested_by(self, row: Campaign) -> str:
         return row.requester.username
-
-    @admin.display(description="requested (UTC)", ordering="created_at")
-    def created(self, row: Campaign) -> SafeString:
-        return short_moment(row.created_at)
 
     def name_of(self, row: Campaign) -> str:
         return f"{row.environment} · {row.reason[:60]}"
@@ -376,8 +340,8 @@ def _notes(request: HttpRequest, row: Campaign, report: Any) -> Iterable[str]:
     waiting = report["progress"]["waiting"]
     if row.state == C.AWAITING_APPROVAL:
         yield f"Awaiting approval until {row.approval_expires_at:%Y-%m-%d %H:%M} UTC."
-        if row.requester_person == operator_of(request).person:
-            yield "You requested this. A second person must approve it."
+        if is_requester(request, row):
+            yield OWN_REQUEST_NOTE
     elif row.state == C.HALTED:
         yield (
             f"Halted: {row.why}. No more rotations start; rotations in progress continue, and the old keys of stalled "

@@ -11,7 +11,15 @@ from django import forms
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
+from keyvault.admin.framework.actions import (
+    ActionForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    Tone,
+    reason_field,
+)
 from keyvault.admin.keys.keys import REPORT_EXPLANATION, is_last, warn_if_last_key
 from keyvault.admin.keys.receipts import receipt_url
 from keyvault.admin.site import ConsoleSite
@@ -36,13 +44,7 @@ _MAX_LISTED = 5
 class CompromiseForm(ActionForm):
     """Form without required fields, because nothing may delay stopping a key."""
 
-    reason = forms.CharField(
-        required=False,
-        max_length=300,
-        label="What happened",
-        widget=forms.Textarea(attrs={"rows": 2}),
-        help_text="Recorded in the audit log. Optional.",
-    )
+    reason = reason_field("What happened", required=False, rows=2, help_text="Recorded in the audit log. Optional.")
     replace = forms.BooleanField(
         required=False,
         label="Request a replacement now",

@@ -11,10 +11,11 @@ from django.urls import reverse
 from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 
-from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, Tone, VersionedForm
-from keyvault.admin.framework.enforcement import may, operator_of
+from keyvault.admin.framework.actions import RowAction, Tone, VersionedForm, run_service
+from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, is_requester
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -22,11 +23,9 @@ from keyvault.admin.framework.widgets import (
     Detail,
     FactTable,
     Line,
-    badge,
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.admin.keys.keys import key_link
 from keyvault.admin.keys.usage import use_tables
@@ -37,11 +36,6 @@ from rotation.models import Retirement, Rotation
 from rotation.services.rotations.interventions import approve_retirement
 
 _MAX_VERSIONS = 10
-
-
-def _approve(grant: Grant, retirement: Retirement, cleaned: Cleaned) -> ActionResult:
-    approve_retirement(grant, retirement)
-    return ActionResult(f"Approved. The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
 
 
 def _is_awaiting_approval(retirement: Retirement) -> bool:
@@ -66,8 +60,11 @@ class RetirementAdmin(ConsoleModelAdmin):
             "approve",
             "Approve date",
             P.ROTATIONS_APPROVE,
-            _approve,
-            lambda retirement: (
+            run_service(
+                approve_retirement,
+                lambda retirement: f"Approved. The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.",
+            ),
+            (
                 "The old public key is refused from this date, first in quarantine and then permanently. Shops and "
                 "apps that still use it fail. Traffic does not reinstate it."
             ),
@@ -92,13 +89,9 @@ class RetirementAdmin(ConsoleModelAdmin):
             "approver",
         )
 
-    @admin.display(description="date (UTC)", ordering="retire_at")
-    def retired_at(self, row: Retirement) -> SafeString:
-        return short_moment(row.retire_at)
-
-    @admin.display(description="state")
-    def state_badge(self, row: Retirement) -> SafeString:
-        return badge(_state(row))
+    retired_at = moment_column("date (UTC)", "retire_at")
+    state_badge = badge_column("state", _state)
+    created = moment_column("requested (UTC)", "created_at")
 
     @admin.display(ordering="rotation__credential__account__merchant_id")
     def account(self, row: Retirement) -> str:
@@ -107,10 +100,6 @@ class RetirementAdmin(ConsoleModelAdmin):
     @admin.display(description="requested by", ordering="requester__username")
     def requested_by(self, row: Retirement) -> str:
         return row.requester.username
-
-    @admin.display(description="requested (UTC)", ordering="created_at")
-    def created(self, row: Retirement) -> SafeString:
-        return short_moment(row.created_at)
 
     def name_of(self, row: Retirement) -> str:
         return f"{row.rotation.credential.account} · {row.rotation.credential.label}"
@@ -142,8 +131,8 @@ class RetirementAdmin(ConsoleModelAdmin):
         approver = NOTHING if row.approver is None else row.approver.username
         approval = FactTable("Approval", [("Approved", moment(row.approved_at, missing="not yet")), ("By", approver)])
         notes = []
-        if _state(row) == "awaiting_approval" and row.requester_person == operator_of(request).person:
-            notes.append("You requested this. A second person must approve it.")
+        if _state(row) == "awaiting_approval" and is_requester(request, row):
+            notes.append(OWN_REQUEST_NOTE)
         elif _state(row) == "expired":
             notes.append(
                 "This date was not approved in time, or a later date was requested. It can no longer be approved."

@@ -8,13 +8,13 @@ from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
     CreateAction,
-    ReasonForm,
     RowAction,
     Tone,
-    VersionedForm,
     VersionedReasonForm,
+    resume_action,
+    run_service,
 )
-from keyvault.admin.framework.four_eyes import break_glass_warning
+from keyvault.admin.framework.four_eyes import approve_action, break_glass_warning, reject_action, submitted
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind
@@ -58,23 +58,8 @@ S = RotationState
 
 def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
     rotation = request_rotation(grant, cleaned["credential_id"], overrides_from(cleaned))
-    if rotation.state == S.AWAITING_APPROVAL:
-        return ActionResult("Request submitted. A second person must approve it.", row=rotation)
-    return ActionResult(
-        "Request submitted. No approval is required in this environment; the rotation starts as planned.", row=rotation
-    )
-
-
-def _approve(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
-    approve_rotation(grant, rotation, cleaned["plan_digest"])
-    if not is_undecided(rotation):
-        return ActionResult("Approved. The worker starts the rotation as planned.")
-    return ActionResult("Approval recorded. Another person must approve too.")
-
-
-def _reject(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
-    reject_rotation(grant, rotation, cleaned["why"])
-    return ActionResult("Rotation rejected.")
+    is_waiting = rotation.state == S.AWAITING_APPROVAL
+    return submitted(rotation, is_undecided=is_waiting, next_step="the rotation starts as planned.")
 
 
 def _bypass(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
@@ -100,19 +85,9 @@ def _roll_back(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResu
     return ActionResult(f"Rolling back. Both keys verify meanwhile. {_describe_old_key(rotation)}")
 
 
-def _resume(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
-    resume_rotation(grant, rotation)
-    return ActionResult("Rotation resumed where it stalled, with new timers.")
-
-
 def _extend(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     extend_rotation(grant, rotation, cleaned["deadline"])
     return ActionResult(f"Deadline extended to {cleaned['deadline']:%Y-%m-%d %H:%M} UTC.")
-
-
-def _confirm(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
-    confirm_rotation(grant, rotation, cleaned["why"])
-    return ActionResult("Confirmed under your name. The worker continues the rotation.")
 
 
 def _retire(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
@@ -246,43 +221,36 @@ REQUEST = CreateAction(
 )
 
 ROW_ACTIONS = (
-    RowAction(
-        "approve",
-        REMEDY_LABELS[Remedy.APPROVE],
+    approve_action(
         P.ROTATIONS_APPROVE,
-        _approve,
-        _explain_approval,
-        form=ApprovePlanForm,
+        approve_rotation,
+        explain=_explain_approval,
+        approved="Approved. The worker starts the rotation as planned.",
+        is_undecided=is_undecided,
         is_available=_may_be_approved,
-        tone=Tone.GOOD,
+        form=ApprovePlanForm,
     ),
-    RowAction(
-        "reject",
-        REMEDY_LABELS[Remedy.REJECT],
+    reject_action(
         P.ROTATIONS_APPROVE,
-        _reject,
+        run_service(reject_rotation, "Rotation rejected."),
         lambda rotation: (
             f"No replacement is created. {_describe_remaining_key(rotation)} The requester sees the reason."
         ),
-        form=ReasonForm,
         is_available=_waits_for_approval,
-        tone=Tone.DANGER,
     ),
-    RowAction(
+    resume_action(
         "resume",
         REMEDY_LABELS[Remedy.RESUME],
         P.ROTATIONS_WRITE,
-        _resume,
+        run_service(resume_rotation, "Rotation resumed where it stalled, with new timers."),
         lambda rotation: f"Resumes the rotation from {rotation.get_stalled_from_display()} with new timers.",
-        form=VersionedForm,
         is_available=_may_be_resumed,
-        tone=Tone.GOOD,
     ),
     RowAction(
         "confirm",
         REMEDY_LABELS[Remedy.CONFIRM],
         P.ROTATIONS_WRITE,
-        _confirm,
+        run_service(confirm_rotation, "Confirmed under your name. The worker continues the rotation."),
         _explain_confirmation,
         form=ConfirmForm,
         is_available=may_be_confirmed,
@@ -327,7 +295,7 @@ ROW_ACTIONS = (
         REMEDY_LABELS[Remedy.BYPASS],
         P.ROTATIONS_BYPASS,
         _bypass,
-        lambda rotation: "The plan starts without the approval of a second person.",
+        "The plan starts without the approval of a second person.",
         form=BypassForm,
         is_available=_may_be_approved,
         warn=_warn_of_bypass,

@@ -13,8 +13,10 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import RowAction
+from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
-from keyvault.admin.framework.four_eyes import approvals_table, requester_name
+from keyvault.admin.framework.filters import state_filter
+from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, approvals_table, is_requester, requester_name
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     AttentionItem,
@@ -58,28 +60,31 @@ S = RotationState
 _UNREVIEWED = BreakGlass.objects.filter(event="rotation.bypassed", reviewed_at__isnull=True)
 
 
-class BypassFilter(admin.SimpleListFilter):
-    title = "bypass"
-    parameter_name = "bypass"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("open", "not reviewed yet"), ("all", "every bypass")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() == "open":
-            return queryset.filter(is_unreviewed=True)
-        return queryset.filter(bypassed_at__isnull=False) if self.value() == "all" else queryset
+BYPASS_FILTER = state_filter(
+    {"open": Q(is_unreviewed=True), "all": Q(bypassed_at__isnull=False)},
+    name="bypass",
+    title="bypass",
+    labels={"open": "not reviewed yet", "all": "every bypass"},
+)
 
 
-class HeldUpFilter(admin.SimpleListFilter):
-    title = "blocked"
-    parameter_name = "held"
+def _is_blocked() -> Q:
+    """Select rotations that are blocked but not stalled.
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("up", "by a failing step or an endpoint")]
+    Either the last attempt of a step failed, or the merchant's endpoint does not accept the notification.
+    """
+    failed = WorkLease.objects.filter(subject__startswith=subject_of("")).exclude(last_error="")
+    ids = [subject.removeprefix(subject_of("")) for subject in failed.values_list("subject", flat=True)]
+    is_undelivered = Q(state=S.PUBLISHING, delivered_at__isnull=False)
+    return (Q(pk__in=ids) | is_undelivered) & ~Q(state__in=[S.STALLED, *CLOSED])
 
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return _blocked(queryset) if self.value() == "up" else queryset
+
+BLOCKED_FILTER = state_filter(
+    lambda: {"up": _is_blocked()},
+    name="held",
+    title="blocked",
+    labels={"up": "by a failing step or an endpoint"},
+)
 
 
 @admin.register(Rotation)
@@ -90,7 +95,7 @@ class RotationAdmin(ConsoleModelAdmin):
     row_actions = ROW_ACTIONS
 
     list_display = ("rotation_id", "state_badge", "account", "label", "requested_by", "created")
-    list_filter = ("state", "credential__account__environment", BypassFilter, HeldUpFilter)
+    list_filter = ("state", "credential__account__environment", BYPASS_FILTER, BLOCKED_FILTER)
     search_fields = (
         "=rotation_id",
         "=credential__credential_id",
@@ -131,9 +136,7 @@ class RotationAdmin(ConsoleModelAdmin):
     def requested_by(self, row: Rotation) -> str:
         return requester_name(row.requester, row.requested_via)
 
-    @admin.display(description="requested (UTC)", ordering="created_at")
-    def created(self, row: Rotation) -> SafeString:
-        return short_moment(row.created_at)
+    created = moment_column("requested (UTC)", "created_at")
 
     def name_of(self, row: Rotation) -> str:
         return f"{row.credential.account} · {row.credential.label}"
@@ -189,10 +192,10 @@ class RotationAdmin(ConsoleModelAdmin):
             yield f"Waiting for {waiting_for}."
         elif row.current_state in CLOSED and row.why:
             yield f"Closed: {row.why}."
-        if is_undecided(row) and row.requester_person == operator_of(request).person:
-            yield "You requested this. A second person must approve it."
+        if is_undecided(row) and is_requester(request, row):
+            yield OWN_REQUEST_NOTE
         is_waited_for = row.credential.delivery == Delivery.SHOW_ONCE and may_be_collected(row)
-        if is_waited_for and row.requester_person == operator_of(request).person:
+        if is_waited_for and is_requester(request, row):
             yield "You requested this, so only you can collect the replacement, once."
 
     def _bypass_note(self, request: HttpRequest, row: Rotation) -> SafeString:
@@ -239,7 +242,7 @@ class RotationAdmin(ConsoleModelAdmin):
             mine = rows.filter(requester_person=me, requested_via=None, credential__delivery=Delivery.SHOW_ONCE)
             ready = [row for row in mine.filter(delivered_at__isnull=False, collected_at=None) if may_be_collected(row)]
             yield self.attention_item("Replacements to collect", ready, "", "action")
-        blocked = _blocked(rows)
+        blocked = rows.filter(_is_blocked())
         yield self.attention_item("Rotations blocked by a failing step or an endpoint", blocked, "?held=up", "alarm")
         bypassed = rows.filter(is_unreviewed=True)
         yield self.attention_item("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
@@ -284,17 +287,6 @@ class RotationAdmin(ConsoleModelAdmin):
 
 
 _TO_CONFIRM = f"?state__exact={S.AWAITING_PROOF}"
-
-
-def _blocked(rows: QuerySet[Any]) -> QuerySet[Any]:
-    """Return rotations that are blocked but not stalled.
-
-    Either the last attempt of a step failed, or the merchant's endpoint does not accept the notification.
-    """
-    failed = WorkLease.objects.filter(subject__startswith=subject_of("")).exclude(last_error="")
-    ids = [subject.removeprefix(subject_of("")) for subject in failed.values_list("subject", flat=True)]
-    is_undelivered = Q(state=S.PUBLISHING, delivered_at__isnull=False)
-    return rows.filter(Q(pk__in=ids) | is_undelivered).exclude(state__in=[S.STALLED, *CLOSED])
 
 
 def _to_confirm(rows: QuerySet[Any]) -> QuerySet[Any]:

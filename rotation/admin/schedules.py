@@ -13,9 +13,19 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction, RowAction, Tone, VersionedForm
+from keyvault.admin.framework.actions import (
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    from_query,
+    pause_action,
+    resume_action,
+    run_service,
+)
+from keyvault.admin.framework.columns import badge_column
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.filters import StateFilter
+from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import (
@@ -77,20 +87,6 @@ def _edit(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult
     return ActionResult("Schedule saved. Its rotations are requested in your name from now on.")
 
 
-def _disable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
-    disable_schedule(grant, row)
-    return ActionResult("Schedule disabled. The next broader schedule applies, if there is one.")
-
-
-def _enable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
-    enable_schedule(grant, row)
-    return ActionResult("Schedule enabled. Its rotations are requested in your name from now on.")
-
-
-class ScheduleStateFilter(StateFilter):
-    states = {"enabled": Q(is_enabled=True), "disabled": Q(is_enabled=False)}
-
-
 @admin.register(RotationSchedule)
 class RotationScheduleAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
@@ -109,7 +105,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             "Save schedule",
             account_of=lambda cleaned: scope_from(cleaned).place,
             preset=lambda query: (
-                {name: query.get(name) for name in ("environment", "merchant", "credential")}
+                from_query("environment", "merchant", "credential")(query)
                 | {"jitter_days": 0, "lead_days": 0, "time_zone": "UTC"}
             ),
         ),
@@ -120,32 +116,29 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             "Edit",
             P.SCHEDULES_WRITE,
             _edit,
-            lambda row: "Rotations already requested stay unchanged.",
+            "Rotations already requested stay unchanged.",
             form=EditForm,
         ),
-        RowAction(
+        pause_action(
             "disable",
             "Disable",
             P.SCHEDULES_WRITE,
-            _disable,
-            lambda row: "The schedule requests no more rotations. Rotations already requested continue.",
+            run_service(disable_schedule, "Schedule disabled. The next broader schedule applies, if there is one."),
+            "The schedule requests no more rotations. Rotations already requested continue.",
             is_available=lambda row: row.is_enabled,
-            tone=Tone.DANGER,
         ),
-        RowAction(
+        resume_action(
             "enable",
             "Enable",
             P.SCHEDULES_WRITE,
-            _enable,
-            lambda row: "The schedule requests due rotations again, in your name.",
-            form=VersionedForm,
+            run_service(enable_schedule, "Schedule enabled. Its rotations are requested in your name from now on."),
+            "The schedule requests due rotations again, in your name.",
             is_available=lambda row: not row.is_enabled,
-            tone=Tone.GOOD,
         ),
     )
 
     list_display = ("scope", "environment_badge", "every", "window_text", "calendar", "state", "author_name")
-    list_filter = (ScheduleStateFilter, "environment")
+    list_filter = (state_filter({"enabled": Q(is_enabled=True), "disabled": Q(is_enabled=False)}), "environment")
     search_fields = ("account__merchant__merchant_id", "=credential__credential_id", "credential__label")
     search_help_text = "By merchant or credential."
     ordering = ("environment", "account__merchant_id", "credential_id")
@@ -162,9 +155,8 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
     def scope(self, row: RotationSchedule) -> str:
         return format_scope(row)
 
-    @admin.display(description="environment", ordering="environment")
-    def environment_badge(self, row: RotationSchedule) -> SafeString:
-        return badge(row.environment)
+    environment_badge = badge_column("environment", "environment")
+    state = badge_column("state", state_of, ordering="is_enabled")
 
     @admin.display(description="every", ordering="cryptoperiod_days")
     def every(self, row: RotationSchedule) -> str:
@@ -173,10 +165,6 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
     @admin.display(description="window")
     def window_text(self, row: RotationSchedule) -> str:
         return format_schedule_window(row)
-
-    @admin.display(description="state", ordering="is_enabled")
-    def state(self, row: RotationSchedule) -> SafeString:
-        return badge(state_of(row))
 
     @admin.display(description="in the name of", ordering="author__username")
     def author_name(self, row: RotationSchedule) -> str:
@@ -250,17 +238,9 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
 
     # --- the calendar -------------------------------------------------------------------------------------------
 
-    def _list_view(self, request: HttpRequest) -> HttpResponse:
-        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
+    def list_context(self, request: HttpRequest) -> dict[str, Any]:
         page_links = [Link("Show calendar of rotations", self._calendar_url())]
-        context = {
-            "title": self.plural,
-            "plural": self.plural,
-            "create_links": links,
-            "page_links": page_links,
-            "more": [],
-        }
-        return self.changelist_view(request, extra_context=context)
+        return {**super().list_context(request), "page_links": page_links}
 
     def _calendar_url(self) -> str:
         return reverse("admin:rotation_rotationschedule_calendar")

@@ -27,14 +27,16 @@ from keyvault.admin.framework.actions import (
     Cleaned,
     CreateAction,
     RowAction,
-    Tone,
     VersionedForm,
+    pause_action,
+    resume_action,
+    run_service,
 )
-from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.filters import StateFilter
+from keyvault.admin.framework.columns import badge_column
+from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
-from keyvault.admin.framework.widgets import Detail, FactTable, Link, Table, badge, link, moment, mono
+from keyvault.admin.framework.widgets import Detail, FactTable, Link, Table, link, moment, mono
 from keyvault.domain.keys import KeyKind
 from keyvault.models import CatalogEndpoint
 from keyvault.services.catalog.catalog import current_catalog, endpoint_of
@@ -135,22 +137,12 @@ def _change(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResul
     return ActionResult(f"Changed endpoint {row}. The change applies from the next request.")
 
 
-def _withdraw(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
-    withdraw_endpoint(grant, row)
-    return ActionResult(f"Withdrew endpoint {row}. Requests are refused with endpoint_unknown.")
-
-
-def _restore(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
-    restore_endpoint(grant, row)
-    return ActionResult(f"Restored endpoint {row}.")
-
-
 def _is_live(row: CatalogEndpoint) -> bool:
     return row.withdrawn_at is None
 
 
-class EndpointStateFilter(StateFilter):
-    states = {"active": Q(withdrawn_at__isnull=True), "withdrawn": Q(withdrawn_at__isnull=False)}
+def _state(row: CatalogEndpoint) -> str:
+    return "active" if _is_live(row) else "withdrawn"
 
 
 class CatalogEndpointAdmin(ConsoleModelAdmin):
@@ -175,33 +167,36 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             "Change",
             P.CATALOG_WRITE,
             _change,
-            lambda row: "The new rule applies from the next request.",
+            "The new rule applies from the next request.",
             form=ChangeForm,
             is_available=_is_live,
         ),
-        RowAction(
+        pause_action(
             "withdraw",
             "Withdraw",
             P.CATALOG_WRITE,
-            _withdraw,
-            lambda row: "Requests are refused with endpoint_unknown until the endpoint is restored.",
+            run_service(
+                withdraw_endpoint, lambda row: f"Withdrew endpoint {row}. Requests are refused with endpoint_unknown."
+            ),
+            "Requests are refused with endpoint_unknown until the endpoint is restored.",
             is_available=_is_live,
-            tone=Tone.DANGER,
         ),
-        RowAction(
+        resume_action(
             "restore",
             "Restore",
             P.CATALOG_WRITE,
-            _restore,
-            lambda row: "The endpoint is active again with its previous rule.",
-            form=VersionedForm,
+            run_service(restore_endpoint, lambda row: f"Restored endpoint {row}."),
+            "The endpoint is active again with its previous rule.",
             is_available=lambda row: not _is_live(row),
-            tone=Tone.GOOD,
         ),
     )
 
     list_display = ("name", "method", "path_text", "keys", "bearer", "limit", "state")
-    list_filter = (EndpointStateFilter, "method", "bearer")
+    list_filter = (
+        state_filter({"active": Q(withdrawn_at__isnull=True), "withdrawn": Q(withdrawn_at__isnull=False)}),
+        "method",
+        "bearer",
+    )
     search_fields = ("name", "path")
     ordering = ("name",)
 
@@ -212,16 +207,12 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
         panels = self.guarded(self.view_permissions, ("GET", "HEAD"), self._panels_view)
         return [path("panels/", panels, name="keyvault_catalogendpoint_panels"), *super().get_urls()]
 
-    def _list_view(self, request: HttpRequest) -> HttpResponse:
-        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
-        context = {
-            "title": self.plural,
-            "plural": self.plural,
-            "create_links": links,
+    def list_context(self, request: HttpRequest) -> dict[str, Any]:
+        return {
+            **super().list_context(request),
             "page_links": [Link("Show all authorization panels", panels_url())],
             "more": [_built_in_table()],
         }
-        return self.changelist_view(request, extra_context=context)
 
     def _panels_view(self, request: HttpRequest) -> HttpResponse:
         context = {
@@ -245,9 +236,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
     def limit(self, row: CatalogEndpoint) -> str:
         return format_limit(endpoint_of(row).limit)
 
-    @admin.display(description="state", ordering="withdrawn_at")
-    def state(self, row: CatalogEndpoint) -> SafeString:
-        return badge(_state(row))
+    state = badge_column("state", _state, ordering="withdrawn_at")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).order_by("name")
@@ -277,10 +266,6 @@ def panel_facts(endpoint: Endpoint) -> FactTable:
         (label, mono(text) if label in {"Method", "Path"} else text) for label, text in authorization_panel(endpoint)
     ]
     return FactTable("Authorization", rows)
-
-
-def _state(row: CatalogEndpoint) -> str:
-    return "active" if _is_live(row) else "withdrawn"
 
 
 def _built_in_table() -> Table:

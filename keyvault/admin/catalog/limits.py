@@ -5,17 +5,25 @@ from typing import Any
 from django import forms
 from django.contrib import admin
 from django.db.models import Model, Q, QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.urls import reverse
-from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.endpoint_description import format_limit
 from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Limit
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction
+from keyvault.admin.framework.accounts import account_link, account_query, environment_field
+from keyvault.admin.framework.actions import (
+    ActionForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    from_query,
+)
+from keyvault.admin.framework.columns import badge_column
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.filters import StateFilter
+from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Link, Table, badge, link, mono
 from keyvault.domain.environments import Environment
@@ -45,7 +53,7 @@ _DEFAULT_LABEL = "Reset to the default"
 class LimitForm(ActionForm):
     """Sets a limit by two numbers or removes it by a check box; an empty form changes nothing."""
 
-    environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
+    environment = environment_field()
     merchant = forms.CharField(
         required=False,
         max_length=64,
@@ -105,8 +113,8 @@ def _is_set(row: LimitOverride) -> bool:
     return row.limit_count is not None
 
 
-class LimitStateFilter(StateFilter):
-    states = {"active": Q(limit_count__isnull=False), "cleared": Q(limit_count__isnull=True)}
+def _state(row: LimitOverride) -> str:
+    return "active" if _is_set(row) else "cleared"
 
 
 class LimitOverrideAdmin(ConsoleModelAdmin):
@@ -124,7 +132,7 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
             "endpoint limit applies: merchant and endpoint, then endpoint, then the catalog.",
             "Set limit",
             account_of=_account,
-            preset=lambda query: {name: query.get(name) for name in ("merchant", "environment", "endpoint")},
+            preset=from_query("merchant", "environment", "endpoint"),
         ),
     )
     row_actions = (
@@ -133,22 +141,24 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
             "Clear",
             P.LIMITS_WRITE,
             _clear,
-            lambda row: "The next broader limit of the endpoint applies, if there is one.",
+            "The next broader limit of the endpoint applies, if there is one.",
             is_available=_is_set,
         ),
     )
 
     list_display = ("endpoint", "environment_badge", "whose", "limit", "state")
-    list_filter = (LimitStateFilter, "environment")
+    list_filter = (
+        state_filter({"active": Q(limit_count__isnull=False), "cleared": Q(limit_count__isnull=True)}),
+        "environment",
+    )
     search_fields = ("endpoint", "account__merchant__merchant_id")
     ordering = ("endpoint", "environment", "account__merchant_id")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("account__merchant")
 
-    @admin.display(description="environment", ordering="environment")
-    def environment_badge(self, row: LimitOverride) -> SafeString:
-        return badge(row.environment)
+    environment_badge = badge_column("environment", "environment")
+    state = badge_column("state", _state)
 
     @admin.display(description="for")
     def whose(self, row: LimitOverride) -> str:
@@ -158,19 +168,12 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
     def limit(self, row: LimitOverride) -> str:
         return format_limit(limit_of(row.limit_count, row.limit_seconds))
 
-    @admin.display(description="state")
-    def state(self, row: LimitOverride) -> SafeString:
-        return badge(_state(row))
-
-    def _list_view(self, request: HttpRequest) -> HttpResponse:
-        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
-        context = {
+    def list_context(self, request: HttpRequest) -> dict[str, Any]:
+        return {
+            **super().list_context(request),
             "title": "Limits of endpoints",
-            "plural": self.plural,
-            "create_links": links,
             "more": [_defaults(), _account_table()],
         }
-        return self.changelist_view(request, extra_context=context)
 
     def name_of(self, row: LimitOverride) -> str:
         return f"{row.endpoint} for {row.account or row.environment}"
@@ -212,13 +215,8 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
         ]
         links = []
         if may(request, P.LIMITS_WRITE, row):
-            query = f"?merchant={row.merchant_id}&environment={row.environment}"
-            links.append(Link("Set limit", reverse("admin:keyvault_limitoverride_set") + query))
+            links.append(Link("Set limit", reverse("admin:keyvault_limitoverride_set") + account_query(row)))
         return Extras(links=links, sections=[Table("Limits", ["endpoint", "limit", "set for"], rows)])
-
-
-def _state(row: LimitOverride) -> str:
-    return "active" if _is_set(row) else "cleared"
 
 
 def _defaults() -> FactTable:
@@ -233,7 +231,7 @@ def _account_table() -> Table:
         ["account", "limit"],
         [
             [
-                link(reverse("admin:keyvault_account_change", args=[account.pk]), account),
+                account_link(account),
                 format_limit(Limit(account.limit_count, account.limit_seconds)),
             ]
             for account in accounts[:_MAX_ACCOUNTS]

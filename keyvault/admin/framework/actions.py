@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django import forms
@@ -130,14 +131,37 @@ class RowChoice(_ModelChoiceField):
         return self.label_for(obj)
 
 
-class ReasonForm(ActionForm):
-    why = forms.CharField(
-        label="Why", max_length=300, widget=forms.Textarea(attrs={"rows": 3}), help_text="Recorded in the audit log."
+def reason_field(
+    label: str = "Why", *, required: bool = True, rows: int = 3, help_text: str = "Recorded in the audit log."
+) -> forms.CharField:
+    """Return the field for a reason in a person's own words."""
+    return forms.CharField(
+        label=label,
+        required=required,
+        max_length=300,
+        widget=forms.Textarea(attrs={"rows": rows}),
+        help_text=help_text,
     )
+
+
+class ReasonForm(ActionForm):
+    why = reason_field()
 
 
 class VersionedReasonForm(VersionedForm, ReasonForm):
     """Form with the version of the row and a required reason."""
+
+
+Text = str | Callable[[Any], str]
+"""A text, or a function that writes it for a row."""
+
+
+def format_text(text: Text, row: Any) -> str:
+    return text if isinstance(text, str) else text(row)
+
+
+Run = Callable[[Grant, Any, Cleaned], ActionResult]
+"""Function that carries out an action on a row, with the values of its form."""
 
 
 def _always(row: Any) -> bool:
@@ -164,8 +188,8 @@ class RowAction:
     name: str
     label: str
     permission: Permission
-    run: Callable[[Grant, Any, Cleaned], ActionResult]
-    explain: Callable[[Any], str]
+    run: Run
+    explain: Text
     form: type[ActionForm] = ActionForm
     is_available: Callable[[Any], bool] = _always
     warn: Callable[[Any], str] = _silent
@@ -203,6 +227,33 @@ class CreateAction:
     button: str
     account_of: Callable[[Cleaned], Account | None] = lambda cleaned: None
     preset: Callable[[Mapping[str, str]], dict[str, Any]] = lambda query: {}
+
+
+def run_service(service: Callable[..., object], done: Text) -> Run:
+    """Return the `run` of an action that calls one service and reports what it did.
+
+    Args:
+        service: called with the grant and the row, and with the reason if the form has the field `why`.
+        done: message for the row as the service left it.
+    """
+
+    def run(grant: Grant, row: Any, cleaned: Cleaned) -> ActionResult:
+        service(grant, row, *([cleaned["why"]] if "why" in cleaned else []))
+        return ActionResult(format_text(done, row))
+
+    return run
+
+
+pause_action = partial(RowAction, tone=Tone.DANGER)
+"""Stops something until a `resume_action` restores it. Carries no version: a concurrent change must not delay it."""
+
+resume_action = partial(RowAction, form=VersionedForm, tone=Tone.GOOD)
+"""Restores what was stopped, for the version of the row that the page showed."""
+
+
+def from_query(*names: str) -> Callable[[Mapping[str, str]], dict[str, Any]]:
+    """Return the preset of a form whose fields have the names of the parameters in the query string."""
+    return lambda query: {name: query.get(name) for name in names}
 
 
 def require_version(row: Any, cleaned: Cleaned) -> None:

@@ -1,10 +1,25 @@
 """Shared parts of the pages that require approval by a second person."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from django import forms
+from django.db.models import Model
+from django.http import HttpRequest
 
-from keyvault.admin.framework.actions import ActionForm
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.admin.framework.actions import (
+    ActionForm,
+    ActionResult,
+    Cleaned,
+    ReasonForm,
+    RowAction,
+    Text,
+    Tone,
+)
+from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.widgets import Table, mono, short_moment
 from keyvault.domain.environments import Environment
 from keyvault.models import Account, ServiceToken
@@ -26,6 +41,60 @@ class ApproveForm(ActionForm):
     @classmethod
     def initial_for(cls, row: Any) -> dict[str, Any]:
         return {"plan_digest": cls.plan_of(row).digest()}
+
+
+def approve_action(
+    permission: Permission,
+    approve: Callable[[Grant, Any, str], object],
+    explain: Text,
+    *,
+    approved: str,
+    is_undecided: Callable[[Any], bool],
+    is_available: Callable[[Any], bool] | None = None,
+    form: type[ApproveForm] = ApproveForm,
+) -> RowAction:
+    """Return the action that approves the plan on its page as one person.
+
+    Args:
+        approve: service; called with the grant, the row and the digest that the page showed.
+        approved: message when the row has enough approvals.
+        is_undecided: whether the row still needs an approval.
+        is_available: whether the page can be opened; by default `is_undecided`.
+    """
+
+    def run(grant: Grant, row: Any, cleaned: Cleaned) -> ActionResult:
+        approve(grant, row, cleaned["plan_digest"])
+        return ActionResult("Approval recorded. Another person must approve too." if is_undecided(row) else approved)
+
+    return RowAction(
+        "approve",
+        "Approve",
+        permission,
+        run,
+        explain,
+        form=form,
+        is_available=is_available or is_undecided,
+        tone=Tone.GOOD,
+    )
+
+
+reject_action = partial(RowAction, "reject", "Reject", form=ReasonForm, tone=Tone.DANGER)
+"""Rejects a request with a reason."""
+
+
+def submitted(row: Model, *, is_undecided: bool, next_step: str, request: str = "Request") -> ActionResult:
+    """Return the result of a request. `next_step`: what happens if no approval is required."""
+    if is_undecided:
+        return ActionResult(f"{request} submitted. A second person must approve it.", row=row)
+    return ActionResult(f"{request} submitted. No approval is required in this environment; {next_step}", row=row)
+
+
+OWN_REQUEST_NOTE = "You requested this. A second person must approve it."
+
+
+def is_requester(request: HttpRequest, row: Any) -> bool:
+    """Whether the operator is the person who requested the row."""
+    return bool(row.requester_person == operator_of(request).person)
 
 
 def approvals_table(row: Any) -> Table:

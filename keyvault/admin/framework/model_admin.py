@@ -17,7 +17,15 @@ from django.urls import URLPattern, path, reverse
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.admin.framework.actions import ActionResult, CreateAction, RowAction, SecretView, Tone, require_version
+from keyvault.admin.framework.actions import (
+    ActionResult,
+    CreateAction,
+    RowAction,
+    SecretView,
+    Tone,
+    format_text,
+    require_version,
+)
 from keyvault.admin.framework.enforcement import Guarded, grant_for, may, operator_of
 from keyvault.admin.framework.pages import form_page, page, secret_page
 from keyvault.admin.framework.widgets import AttentionItem, Detail, Extras, FactTable, Line, Link
@@ -104,6 +112,11 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the line of a row on the front page."""
         return Line(self.url_of(row), self.name_of(row), "")
 
+    def list_context(self, request: HttpRequest) -> dict[str, Any]:
+        """Return what the template of the list shows beside the rows."""
+        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
+        return {"title": self.plural, "plural": self.plural, "create_links": links}
+
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         """Return what this model admin adds to the page of another model's row."""
         return None
@@ -149,9 +162,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     # --- views --------------------------------------------------------------------------------------------
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
-        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
-        context = {"title": self.plural, "plural": self.plural, "create_links": links, "section": self.section}
-        return self.changelist_view(request, extra_context=context)
+        return self.changelist_view(request, extra_context=self.list_context(request))
 
     def _detail_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.find_row(request, object_id)
@@ -337,7 +348,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return {
             "title": f"{action.label}: {self.name_of(row)}",
             "summary": self.summary(row),
-            "explain": action.explain(row),
+            "explain": format_text(action.explain, row),
             "warning": warning,
             "button": action.label,
             "tone": Tone.DANGER if warning else action.tone,

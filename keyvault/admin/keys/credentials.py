@@ -7,13 +7,14 @@ from django import forms
 from django.contrib import admin
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest
-from django.urls import reverse
 from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.accounts import account_link
 from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, VersionedForm
+from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -104,9 +105,7 @@ class CredentialAdmin(ConsoleModelAdmin):
     def key_states(self, credential: Credential) -> SafeString | str:
         return format_html_join(" ", "{}", ((badge(key.state),) for key in credential.keys.all())) or NOTHING
 
-    @admin.display(description="created (UTC)", ordering="created_at")
-    def created(self, credential: Credential) -> SafeString:
-        return short_moment(credential.created_at)
+    created = moment_column("created (UTC)", "created_at")
 
     def account_of(self, row: Credential) -> Account:
         return row.account
@@ -155,12 +154,11 @@ class CredentialAdmin(ConsoleModelAdmin):
 
 
 def _facts(credential: Credential) -> FactTable:
-    account = credential.account
     return FactTable(
         "Credential",
         [
             ("Credential id", mono(credential)),
-            ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
+            ("Account", account_link(credential.account)),
             ("Kind", f"{credential.kind} API key"),
             ("Label", credential.label),
             ("Delivery", credential.get_delivery_display()),

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
-from django.contrib import admin
-from django.db.models import QuerySet
-from django.http import HttpRequest
+from django.db.models import Q, QuerySet
 
+from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.widgets import NOTHING, Table, badge, mono, short_moment
 from keyvault.models import Key, UseBucket
 from keyvault.models.usage import EXPOSURES
@@ -43,12 +41,9 @@ def exposure_tables(key: Key) -> Iterable[Table]:
         )
 
 
-class ExposedFilter(admin.SimpleListFilter):
-    title = "suspected exposure"
-    parameter_name = "exposed"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("lately", f"in the last {_EXPOSURE_DAYS} days")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return queryset if self.value() is None else queryset.filter(pk__in=exposures().values("key_id"))
+EXPOSED_FILTER = state_filter(
+    lambda: {"lately": Q(pk__in=exposures().values("key_id"))},
+    name="exposed",
+    title="suspected exposure",
+    labels={"lately": f"in the last {_EXPOSURE_DAYS} days"},
+)

@@ -9,22 +9,33 @@ from django.contrib import admin
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.accounts import account_link
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
     Cleaned,
     CreateAction,
-    ReasonForm,
     RowAction,
     RowChoice,
     Tone,
+    from_query,
+    run_service,
 )
+from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
-from keyvault.admin.framework.four_eyes import ApproveForm, approvals_table, break_glass_warning, requester_name
+from keyvault.admin.framework.four_eyes import (
+    OWN_REQUEST_NOTE,
+    approvals_table,
+    approve_action,
+    break_glass_warning,
+    is_requester,
+    reject_action,
+    requester_name,
+    submitted,
+)
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     AttentionItem,
@@ -37,7 +48,6 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.admin.keys.keys import key_link
 from keyvault.domain.issuance import (
@@ -107,32 +117,15 @@ def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
         delivery=Delivery(cleaned["delivery"]),
         expires_in_days=cleaned["expires_in_days"],
     )
-    if request.state == S.PENDING:
-        return ActionResult("Request submitted. A second person must approve it.", row=request)
-    return ActionResult(
-        "Request submitted. No approval is required in this environment; the worker issues the key now.", row=request
-    )
-
-
-def _approve(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
-    approve_issuance(grant, request, cleaned["plan_digest"])
-    if request.state == S.APPROVED:
-        return ActionResult("Approved. The worker issues the key now. Only the requester can collect it.")
-    return ActionResult("Approval recorded. Another person must approve too.")
-
-
-def _reject(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
-    reject_issuance(grant, request, cleaned["why"])
-    return ActionResult("Request rejected.")
-
-
-def _withdraw(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
-    withdraw_issuance(grant, request)
-    return ActionResult("Request withdrawn.")
+    return submitted(request, is_undecided=_is_pending(request), next_step="the worker issues the key now.")
 
 
 def _collect(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
     return ActionResult("The new key", secret=collect_key(grant, request))
+
+
+def _is_pending(request: IssuanceRequest) -> bool:
+    return bool(request.state == S.PENDING)
 
 
 def _explain_collection(request: IssuanceRequest) -> str:
@@ -157,36 +150,29 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             "Creates a credential with its first key. In production a second person must approve the request first.",
             "Submit request",
             account_of=lambda cleaned: cleaned["account"],
-            preset=lambda query: {"account": query.get("account")},
+            preset=from_query("account"),
         ),
     )
     row_actions = (
-        RowAction(
-            "approve",
-            "Approve",
+        approve_action(
             P.ISSUANCE_APPROVE,
-            _approve,
-            lambda request: "You approve exactly the request below. The worker creates the key; you will not see it.",
-            form=ApproveForm,
-            is_available=lambda request: request.state == S.PENDING,
-            tone=Tone.GOOD,
+            approve_issuance,
+            explain="You approve exactly the request below. The worker creates the key; you will not see it.",
+            approved="Approved. The worker issues the key now. Only the requester can collect it.",
+            is_undecided=_is_pending,
         ),
-        RowAction(
-            "reject",
-            "Reject",
+        reject_action(
             P.ISSUANCE_REJECT,
-            _reject,
-            lambda request: "No key is issued. The requester sees the reason.",
-            form=ReasonForm,
+            run_service(reject_issuance, "Request rejected."),
+            "No key is issued. The requester sees the reason.",
             is_available=lambda request: can_transition_issuance(S(request.state), S.REJECTED),
-            tone=Tone.DANGER,
         ),
         RowAction(
             "withdraw",
             "Withdraw",
             P.ISSUANCE_WITHDRAW,
-            _withdraw,
-            lambda request: "No key is issued. Only the requester can withdraw a request.",
+            run_service(withdraw_issuance, "Request withdrawn."),
+            "No key is issued. Only the requester can withdraw a request.",
             is_available=lambda request: can_transition_issuance(S(request.state), S.WITHDRAWN),
             for_requester=True,
         ),
@@ -219,17 +205,12 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             "key__credential__account__merchant",
         )
 
-    @admin.display(description="state", ordering="state")
-    def state_badge(self, row: IssuanceRequest) -> SafeString:
-        return badge(row.state)
+    state_badge = badge_column("state", "state")
+    created = moment_column("requested (UTC)", "created_at")
 
     @admin.display(description="requested by", ordering="requester__username")
     def requested_by(self, row: IssuanceRequest) -> str:
         return requester_name(row.requester, row.requested_via)
-
-    @admin.display(description="requested (UTC)", ordering="created_at")
-    def created(self, row: IssuanceRequest) -> SafeString:
-        return short_moment(row.created_at)
 
     def name_of(self, row: IssuanceRequest) -> str:
         return f"{row.account} · {row.label}"
@@ -260,9 +241,8 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: IssuanceRequest) -> Detail:
-        account = row.account
         outcome: list[tuple[str, Any]] = [
-            ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
+            ("Account", account_link(row.account)),
             ("Requested", moment(row.created_at)),
             ("Decided", moment(row.decided_at, missing="not yet")),
             ("Issued", moment(row.issued_at, missing="not yet")),
@@ -295,9 +275,9 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         )
 
     def _notes(self, request: HttpRequest, row: IssuanceRequest) -> Iterable[str]:
-        mine = row.requester_person == operator_of(request).person
+        mine = is_requester(request, row)
         if row.state == S.PENDING and mine:
-            yield "You requested this. A second person must approve it."
+            yield OWN_REQUEST_NOTE
         elif row.state == S.PENDING:
             yield "Awaiting approval."
         elif row.state == S.APPROVED:

@@ -13,6 +13,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.accounts import account_link
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -20,8 +21,11 @@ from keyvault.admin.framework.actions import (
     RowAction,
     SecretView,
     Tone,
-    VersionedForm,
+    pause_action,
+    resume_action,
+    run_service,
 )
+from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
@@ -35,9 +39,8 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
     mono,
-    short_moment,
 )
-from keyvault.admin.keys.exposures import ExposedFilter, exposure_tables, exposures
+from keyvault.admin.keys.exposures import EXPOSED_FILTER, exposure_tables, exposures
 from keyvault.admin.keys.receipts import receipt_cell, receipt_detail, receipt_url
 from keyvault.admin.keys.usage import use_facts, use_tables
 from keyvault.domain.errors import NotFoundError
@@ -71,16 +74,6 @@ class RevokeForm(ActionForm):
         label="Reason (RFC 5280)",
         choices=[("", "Choose one"), *((reason.value, label) for reason, label in REASONS.items())],
     )
-
-
-def _suspend(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
-    suspend_key(grant, key)
-    return ActionResult(f"Key {key} is suspended and refused until it is resumed.")
-
-
-def _resume(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
-    resume_key(grant, key)
-    return ActionResult(f"Key {key} is active again.")
 
 
 def _revoke(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
@@ -141,24 +134,23 @@ class KeyAdmin(ConsoleModelAdmin):
         ),
     )
     row_actions: tuple[RowAction, ...] = (
-        RowAction(
+        pause_action(
             "suspend",
             "Suspend",
             P.KEYS_SUSPEND,
-            _suspend,
-            lambda key: "The key is refused until an operator resumes it. An open rotation stalls.",
+            run_service(suspend_key, lambda key: f"Key {key} is suspended and refused until it is resumed."),
+            "The key is refused until an operator resumes it. An open rotation stalls.",
             is_available=_can_become(KeyState.SUSPENDED),
             warn=warn_if_last_key,
+            tone=Tone.PLAIN,
         ),
-        RowAction(
+        resume_action(
             "resume",
             "Resume",
             P.KEYS_RESUME,
-            _resume,
-            lambda key: "The key works again for everyone who holds it.",
-            form=VersionedForm,
+            run_service(resume_key, lambda key: f"Key {key} is active again."),
+            "The key works again for everyone who holds it.",
             is_available=lambda key: key.state == KeyState.SUSPENDED,
-            tone=Tone.GOOD,
         ),
         RowAction(
             "revoke",
@@ -183,7 +175,7 @@ class KeyAdmin(ConsoleModelAdmin):
     )
 
     list_display = ("key_id", "state_badge", "account", "kind", "first_used", "last_used", "expires")
-    list_filter = ("state", "credential__account__environment", "credential__kind", ExposedFilter)
+    list_filter = ("state", "credential__account__environment", "credential__kind", EXPOSED_FILTER)
     search_fields = ("=key_id", "=credential__credential_id", "credential__account__merchant__merchant_id")
     search_help_text = (
         "By key id (the 16 characters after the third underscore), credential id or merchant. Times are UTC."
@@ -223,21 +215,12 @@ class KeyAdmin(ConsoleModelAdmin):
     def kind(self, key: Key) -> str:
         return str(key.credential.kind)
 
-    @admin.display(description="state", ordering="state")
-    def state_badge(self, key: Key) -> SafeString:
-        return badge(key.state)
-
-    @admin.display(description="first used", ordering="use__first_at")
-    def first_used(self, key: Key) -> SafeString:
-        return short_moment(use_of(key, "first_at"), missing="never")
-
-    @admin.display(description="last used", ordering="use__last_at")
-    def last_used(self, key: Key) -> SafeString:
-        return short_moment(use_of(key, "last_at"), missing="never")
-
-    @admin.display(description="expires", ordering="expires_at")
-    def expires(self, key: Key) -> SafeString:
-        return short_moment(key.expires_at, missing="never")
+    state_badge = badge_column("state", "state")
+    first_used = moment_column(
+        "first used", lambda key: use_of(key, "first_at"), ordering="use__first_at", missing="never"
+    )
+    last_used = moment_column("last used", lambda key: use_of(key, "last_at"), ordering="use__last_at", missing="never")
+    expires = moment_column("expires", "expires_at", missing="never")
 
     def account_of(self, row: Key) -> Account:
         return row.credential.account
@@ -271,7 +254,6 @@ class KeyAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Key) -> Detail:
         credential = row.credential
-        account = credential.account
         return Detail(
             title=f"Key {row}",
             state=row.state,
@@ -285,7 +267,7 @@ class KeyAdmin(ConsoleModelAdmin):
                             "Credential",
                             link(reverse("admin:keyvault_credential_change", args=[credential]), credential),
                         ),
-                        ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
+                        ("Account", account_link(credential.account)),
                         ("Kind", f"{credential.kind} API key"),
                         ("Label", credential.label),
                         ("Copy in the secret backend", row.get_material_display()),

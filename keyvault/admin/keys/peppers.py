@@ -11,6 +11,7 @@ from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Detail, FactTable, Table, badge, link, moment, mono, short_moment
 from keyvault.domain.digests import PepperSet
@@ -52,9 +53,7 @@ class PepperVersionAdmin(ConsoleModelAdmin):
     def since(self, row: PepperVersion) -> SafeString:
         return short_moment(row.hashes_from_at, missing=_missing(row.number))
 
-    @admin.display(description="created (UTC)", ordering="created_at")
-    def made_at(self, row: PepperVersion) -> SafeString:
-        return short_moment(row.created_at)
+    made_at = moment_column("created (UTC)", "created_at")
 
     def summary(self, row: PepperVersion) -> FactTable:
         return FactTable("Pepper version", [("Set", row.pepper_set), ("Version", row.number)])

@@ -8,15 +8,23 @@ from django import forms
 from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
-from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
-from keyvault.admin.framework.filters import StateFilter
+from keyvault.admin.framework.actions import (
+    ActionForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    Tone,
+    run_service,
+)
+from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.widgets import Detail, FactTable, badge, moment, mono, short_moment
+from keyvault.admin.framework.widgets import Detail, FactTable, moment, mono
 from keyvault.domain.keystring import StringScope
 from keyvault.models import Merchant, ServiceToken
 from keyvault.services.tokens.service_tokens import (
@@ -91,19 +99,19 @@ def _rotate(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> ActionResult
     return ActionResult(f"The new token of {successor.name}", secret=secret, row=successor)
 
 
-def _revoke(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> ActionResult:
-    revoke_service_token(grant, token)
-    return ActionResult(f"{token} is revoked.")
+def _state_conditions() -> dict[str, Q]:
+    now = datetime.now(UTC)
+    return {
+        "active": Q(revoked_at__isnull=True, expires_at__gt=now),
+        "expired": Q(revoked_at__isnull=True, expires_at__lte=now),
+        "revoked": Q(revoked_at__isnull=False),
+    }
 
 
-class TokenStateFilter(StateFilter):
-    def conditions(self) -> dict[str, Q]:
-        now = datetime.now(UTC)
-        return {
-            "active": Q(revoked_at__isnull=True, expires_at__gt=now),
-            "expired": Q(revoked_at__isnull=True, expires_at__lte=now),
-            "revoked": Q(revoked_at__isnull=False),
-        }
+def token_state(token: ServiceToken) -> str:
+    if token.revoked_at is not None:
+        return "revoked"
+    return "expired" if token.expires_at <= datetime.now(UTC) else "active"
 
 
 class ServiceTokenAdmin(ConsoleModelAdmin):
@@ -138,24 +146,23 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
             "revoke",
             "Revoke token",
             P.TOKENS_WRITE,
-            _revoke,
-            lambda token: "The service that uses the token is refused immediately and permanently.",
+            run_service(revoke_service_token, lambda token: f"{token} is revoked."),
+            "The service that uses the token is refused immediately and permanently.",
             is_available=lambda token: token.revoked_at is None,
             tone=Tone.DANGER,
         ),
     )
 
     list_display = ("token_id", "name", "state_badge", "environments_text", "merchants_text", "expires", "creator_name")
-    list_filter = (TokenStateFilter,)
+    list_filter = (state_filter(_state_conditions),)
     search_fields = ("=token_id", "name")
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("creator")
 
-    @admin.display(description="state")
-    def state_badge(self, token: ServiceToken) -> SafeString:
-        return badge(token_state(token))
+    state_badge = badge_column("state", token_state)
+    expires = moment_column("expires (UTC)", "expires_at")
 
     @admin.display(description="environments", ordering="scope")
     def environments_text(self, token: ServiceToken) -> str:
@@ -164,10 +171,6 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
     @admin.display(description="merchants")
     def merchants_text(self, token: ServiceToken) -> str:
         return "all" if token.merchants is None else ", ".join(token.merchants)
-
-    @admin.display(description="expires (UTC)", ordering="expires_at")
-    def expires(self, token: ServiceToken) -> SafeString:
-        return short_moment(token.expires_at)
 
     @admin.display(description="created by", ordering="creator__username")
     def creator_name(self, token: ServiceToken) -> str:
@@ -193,9 +196,3 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
         if token.is_probe:
             yield "Use", "probes, which do not count as key use"
         yield "Created by", self.creator_name(token)
-
-
-def token_state(token: ServiceToken) -> str:
-    if token.revoked_at is not None:
-        return "revoked"
-    return "expired" if token.expires_at <= datetime.now(UTC) else "active"

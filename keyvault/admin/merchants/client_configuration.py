@@ -90,7 +90,7 @@ BROWSER_ACTIONS = (
         "Change client configuration",
         P.MERCHANTS_WRITE,
         _configure,
-        lambda account: "The endpoint client.configuration returns it from now on. It must not contain secrets.",
+        "The endpoint client.configuration returns it from now on. It must not contain secrets.",
         form=ConfigurationForm,
     ),
     RowAction(
@@ -109,7 +109,7 @@ BROWSER_ACTIONS = (
         "Change customer token lifetime",
         P.MERCHANTS_WRITE,
         _bound_tokens,
-        lambda account: "Maximum lifetime that the merchant can request. Issued tokens keep their lifetime.",
+        "Maximum lifetime that the merchant can request. Issued tokens keep their lifetime.",
         form=TokenBoundForm,
     ),
 )

@@ -10,7 +10,6 @@ from django.contrib import admin
 from django.db.models import Count, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -22,8 +21,11 @@ from keyvault.admin.framework.actions import (
     ReasonForm,
     RowAction,
     Tone,
-    VersionedForm,
+    pause_action,
+    resume_action,
+    run_service,
 )
+from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -35,7 +37,6 @@ from keyvault.admin.framework.widgets import (
     moment,
     mono,
     seconds,
-    short_moment,
 )
 from keyvault.admin.merchants.client_configuration import BROWSER_ACTIONS
 from keyvault.domain.environments import Environment
@@ -75,16 +76,6 @@ def _create(grant: Grant, cleaned: Cleaned) -> ActionResult:
     return ActionResult(f"Created {merchant} with accounts in sandbox and production.", row=merchant)
 
 
-def _suspend_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResult:
-    suspend_merchant(grant, merchant)
-    return ActionResult(f"{merchant} is suspended in both environments.")
-
-
-def _resume_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResult:
-    resume_merchant(grant, merchant)
-    return ActionResult(f"{merchant} is active again.")
-
-
 def _offboard(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResult:
     if cleaned["merchant_id"].strip() != merchant.merchant_id:
         raise RequestInvalidError(
@@ -97,16 +88,6 @@ def _offboard(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResul
 
 def _count_assets(merchant: Merchant) -> MerchantAssets:
     return count_assets(merchant, datetime.now(UTC))
-
-
-def _suspend_account(grant: Grant, account: Account, cleaned: Cleaned) -> ActionResult:
-    suspend_account(grant, account)
-    return ActionResult(f"{account} is suspended.")
-
-
-def _resume_account(grant: Grant, account: Account, cleaned: Cleaned) -> ActionResult:
-    resume_account(grant, account)
-    return ActionResult(f"{account} is active again.")
 
 
 def _limit(account: Account) -> str:
@@ -132,26 +113,21 @@ class MerchantAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Merchant", "Merchants"
     row_actions = (
-        RowAction(
+        pause_action(
             "suspend",
             "Suspend merchant",
             P.MERCHANTS_WRITE,
-            _suspend_merchant,
-            lambda merchant: (
-                "Every key of the merchant is refused in sandbox and production until the merchant is resumed."
-            ),
+            run_service(suspend_merchant, lambda merchant: f"{merchant} is suspended in both environments."),
+            "Every key of the merchant is refused in sandbox and production until the merchant is resumed.",
             is_available=_is_active,
-            tone=Tone.DANGER,
         ),
-        RowAction(
+        resume_action(
             "resume",
             "Resume merchant",
             P.MERCHANTS_WRITE,
-            _resume_merchant,
-            lambda merchant: "The merchant's active keys work again, except in accounts that are suspended themselves.",
-            form=VersionedForm,
+            run_service(resume_merchant, lambda merchant: f"{merchant} is active again."),
+            "The merchant's active keys work again, except in accounts that are suspended themselves.",
             is_available=_is_suspended,
-            tone=Tone.GOOD,
         ),
         RowAction(
             "offboard",
@@ -186,13 +162,8 @@ class MerchantAdmin(ConsoleModelAdmin):
     search_fields = ("merchant_id", "name")
     ordering = ("merchant_id",)
 
-    @admin.display(description="status", ordering="status")
-    def status_badge(self, merchant: Merchant) -> SafeString:
-        return badge(merchant.status)
-
-    @admin.display(description="created (UTC)", ordering="created_at")
-    def created(self, merchant: Merchant) -> SafeString:
-        return short_moment(merchant.created_at)
+    status_badge = badge_column("status", "status")
+    created = moment_column("created (UTC)", "created_at")
 
     def summary(self, row: Merchant) -> FactTable:
         has = _count_assets(row)
@@ -249,26 +220,23 @@ class AccountAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Account", "Accounts"
     row_actions = (
-        RowAction(
+        pause_action(
             "suspend",
             "Suspend account",
             P.MERCHANTS_WRITE,
-            _suspend_account,
+            run_service(suspend_account, lambda account: f"{account} is suspended."),
             lambda account: (
                 f"Every key of the merchant is refused in {account.environment} until the account is resumed."
             ),
             is_available=lambda account: _is_active(account) and not _is_offboarded(account.merchant),
-            tone=Tone.DANGER,
         ),
-        RowAction(
+        resume_action(
             "resume",
             "Resume account",
             P.MERCHANTS_WRITE,
-            _resume_account,
+            run_service(resume_account, lambda account: f"{account} is active again."),
             lambda account: f"The merchant's active keys work again in {account.environment}.",
-            form=VersionedForm,
             is_available=lambda account: _is_suspended(account) and not _is_offboarded(account.merchant),
-            tone=Tone.GOOD,
         ),
         *BROWSER_ACTIONS,
     )
@@ -290,17 +258,9 @@ class AccountAdmin(ConsoleModelAdmin):
     def name(self, account: Account) -> str:
         return account.merchant.name
 
-    @admin.display(description="environment", ordering="environment")
-    def environment_badge(self, account: Account) -> SafeString:
-        return badge(account.environment)
-
-    @admin.display(description="status", ordering="status")
-    def status_badge(self, account: Account) -> SafeString:
-        return badge(account.status)
-
-    @admin.display(description="merchant status", ordering="merchant__status")
-    def merchant_badge(self, account: Account) -> SafeString:
-        return badge(account.merchant.status)
+    environment_badge = badge_column("environment", "environment")
+    status_badge = badge_column("status", "status")
+    merchant_badge = badge_column("merchant status", "merchant__status")
 
     def account_of(self, row: Account) -> Account:
         return row

@@ -4,14 +4,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from django import forms
-from django.contrib import admin
-from django.db.models import Model, Q, QuerySet
+from django.db.models import Model, Q
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.accounts import (
+    AccountForm,
+    AccountRowAdmin,
+    account_from,
+    account_link,
+    account_query,
+    environment_field,
+)
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -20,10 +26,12 @@ from keyvault.admin.framework.actions import (
     RowAction,
     Tone,
     VersionedForm,
+    from_query,
+    run_service,
 )
+from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.filters import StateFilter
-from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
@@ -35,13 +43,11 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.domain.connections import MAX_BYTES
 from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, ProviderConnection
-from keyvault.services.merchants.merchants import find_account
 from keyvault.services.secrets.backend import find_backend_location
 from keyvault.services.secrets.provider_connections import (
     connection_id,
@@ -80,12 +86,8 @@ class CredentialsForm(ActionForm):
     )
 
 
-class ConnectionForm(CredentialsForm):
-    merchant = forms.CharField(max_length=64, help_text="Merchant id.")
-    environment = forms.ChoiceField(
-        choices=[(env.value, env.value) for env in Environment],
-        help_text="Sandbox uses test mode, production uses live mode.",
-    )
+class ConnectionForm(CredentialsForm, AccountForm):
+    environment = environment_field("Sandbox uses test mode, production uses live mode.")
     provider = forms.CharField(max_length=64, help_text="a-z, 0-9 and inner hyphens, such as stripe.")
 
     field_order = ("merchant", "environment", "provider", "credentials")
@@ -95,12 +97,8 @@ class ReplaceForm(VersionedForm, CredentialsForm):
     """Form with the version of the row and the new credentials."""
 
 
-def _account(cleaned: Cleaned) -> Account:
-    return find_account(cleaned["merchant"], cleaned["environment"])
-
-
 def _set(grant: Grant, cleaned: Cleaned) -> ActionResult:
-    account = _account(cleaned)
+    account = account_from(cleaned)
     connection = set_connection(grant, account, cleaned["provider"], cleaned["credentials"])
     return ActionResult(f"Stored {connection} of {account}.", row=connection)
 
@@ -110,20 +108,17 @@ def _replace(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> 
     return ActionResult("Credentials replaced. A worker destroys the previous ones.")
 
 
-def _remove(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> ActionResult:
-    remove_connection(grant, connection)
-    return ActionResult("Connection removed. A worker erases the credentials.")
-
-
 def _is_present(connection: ProviderConnection) -> bool:
     return connection.removed_at is None
 
 
-class ConnectionStateFilter(StateFilter):
-    states = {"enabled": Q(removed_at__isnull=True), "removed": Q(removed_at__isnull=False)}
+def _state(connection: ProviderConnection) -> str:
+    if not _is_present(connection):
+        return "removed"
+    return "pending" if connection.stored_at is None else "enabled"
 
 
-class ProviderConnectionAdmin(ConsoleModelAdmin):
+class ProviderConnectionAdmin(AccountRowAdmin):
     view_permissions = (P.CONNECTIONS_READ,)
     section, singular, plural = "Merchants", "Provider connection", "Provider connections"
     create_actions = (
@@ -136,8 +131,8 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
             "Stores the credentials in the secret backend, where the merchant's backend reads them like its private "
             "keys. They replace the account's credentials for this provider and are never shown again.",
             "Store credentials",
-            account_of=_account,
-            preset=lambda query: {name: query.get(name) for name in ("merchant", "environment")},
+            account_of=account_from,
+            preset=from_query("merchant", "environment"),
         ),
     )
     row_actions = (
@@ -157,8 +152,8 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
             "remove",
             "Remove",
             P.CONNECTIONS_WRITE,
-            _remove,
-            lambda connection: (
+            run_service(remove_connection, "Connection removed. A worker erases the credentials."),
+            (
                 "The credentials are permanently erased from the secret backend. Stop using them first. "
                 "At the provider they stay valid until they are revoked there."
             ),
@@ -168,39 +163,23 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
     )
 
     list_display = ("provider", "merchant", "environment_badge", "mode", "state_badge", "stored")
-    list_filter = (ConnectionStateFilter, "account__environment", "mode")
+    list_filter = (
+        state_filter({"enabled": Q(removed_at__isnull=True), "removed": Q(removed_at__isnull=False)}),
+        "account__environment",
+        "mode",
+    )
     search_fields = ("provider", "account__merchant__merchant_id")
     ordering = ("account__merchant_id", "account__environment", "provider", "created_at")
 
-    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return super().get_queryset(request).select_related("account__merchant")
-
-    @admin.display(ordering="account__merchant_id")
-    def merchant(self, connection: ProviderConnection) -> str:
-        return str(connection.account.merchant_id)
-
-    @admin.display(description="environment", ordering="account__environment")
-    def environment_badge(self, connection: ProviderConnection) -> SafeString:
-        return badge(connection.account.environment)
-
-    @admin.display(description="state", ordering="removed_at")
-    def state_badge(self, connection: ProviderConnection) -> SafeString:
-        return badge(_state(connection))
-
-    @admin.display(description="stored (UTC)", ordering="stored_at")
-    def stored(self, connection: ProviderConnection) -> SafeString:
-        return short_moment(connection.stored_at, missing="not yet")
-
-    def account_of(self, row: ProviderConnection) -> Account:
-        account: Account = row.account
-        return account
+    state_badge = badge_column("state", _state, ordering="removed_at")
+    stored = moment_column("stored (UTC)", "stored_at", missing="not yet")
 
     def summary(self, row: ProviderConnection) -> FactTable:
         return FactTable(
             "Provider connection",
             [
                 ("Provider", row.provider),
-                ("Account", link(reverse("admin:keyvault_account_change", args=[row.account_id]), row.account)),
+                ("Account", account_link(row.account)),
                 ("Environment", badge(row.account.environment)),
                 ("Mode", row.mode),
             ],
@@ -230,8 +209,8 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
             return None
         links = []
         if may(request, P.CONNECTIONS_WRITE, row):
-            query = f"?merchant={row.merchant_id}&environment={row.environment}"
-            links.append(Link("Set provider connection", reverse("admin:keyvault_providerconnection_set") + query))
+            url = reverse("admin:keyvault_providerconnection_set") + account_query(row)
+            links.append(Link("Set provider connection", url))
         table = Table(
             "Provider connections",
             ["provider", "mode", "state", "stored (UTC)"],
@@ -247,9 +226,3 @@ def place_rows(place: Mapping[str, str]) -> list[tuple[str, Any]]:
     """Return rows that state where the merchant's backend reads the secret; empty if it reads none."""
     labels = {"backend_mount": "Mount that the merchant reads", "backend_path": "Path that the merchant reads"}
     return [(labels[name], mono(text)) for name, text in place.items()]
-
-
-def _state(connection: ProviderConnection) -> str:
-    if not _is_present(connection):
-        return "removed"
-    return "pending" if connection.stored_at is None else "enabled"

@@ -4,14 +4,20 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
-from django.contrib import admin
-from django.db.models import Model, Q, QuerySet
+from django.db.models import Model, Q
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.accounts import (
+    AccountForm,
+    AccountRowAdmin,
+    account_from,
+    account_link,
+    account_query,
+)
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -19,12 +25,14 @@ from keyvault.admin.framework.actions import (
     CreateAction,
     ReasonForm,
     RowAction,
-    Tone,
-    VersionedForm,
+    from_query,
+    pause_action,
+    resume_action,
+    run_service,
 )
+from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.filters import StateFilter
-from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
@@ -38,9 +46,7 @@ from keyvault.admin.framework.widgets import (
     mono,
     short_moment,
 )
-from keyvault.domain.environments import Environment
 from keyvault.models import Account, DeliveryState, WebhookDelivery, WebhookEndpoint
-from keyvault.services.merchants.merchants import find_account
 from keyvault.services.webhooks.endpoints import (
     DEFAULT_OVERLAP_HOURS,
     LONGEST_OVERLAP_HOURS,
@@ -57,9 +63,7 @@ from keyvault.wire.webhooks import MOST_ATTEMPTS
 _MAX_DELIVERIES = 25
 
 
-class EndpointForm(ActionForm):
-    merchant = forms.CharField(max_length=64, help_text="Merchant id.")
-    environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
+class EndpointForm(AccountForm):
     url = forms.CharField(
         label="URL",
         max_length=LONGEST_URL,
@@ -78,12 +82,8 @@ class RotateSecretForm(ActionForm):
     )
 
 
-def _account(cleaned: Cleaned) -> Account:
-    return find_account(cleaned["merchant"], cleaned["environment"])
-
-
 def _add(grant: Grant, cleaned: Cleaned) -> ActionResult:
-    endpoint, secret = add_endpoint(grant, _account(cleaned), cleaned["url"])
+    endpoint, secret = add_endpoint(grant, account_from(cleaned), cleaned["url"])
     return ActionResult(f"The signing secret of {host_of(endpoint)}", secret=secret, row=endpoint)
 
 
@@ -92,30 +92,20 @@ def _rotate(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Action
     return ActionResult(f"The new signing secret of {host_of(endpoint)}", secret=secret, row=endpoint)
 
 
-def _disable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
-    disable_endpoint(grant, endpoint, cleaned["why"])
-    return ActionResult("Endpoint disabled. No more messages are sent to it.")
-
-
 def _enable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
     resent = enable_endpoint(grant, endpoint)
     return ActionResult(f"Endpoint enabled. Abandoned messages sent again: {resent}.")
-
-
-def _test(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
-    send_test(grant, endpoint)
-    return ActionResult("Test message queued. It appears first in the list of deliveries.")
 
 
 def _is_enabled(endpoint: WebhookEndpoint) -> bool:
     return endpoint.disabled_at is None
 
 
-class WebhookStateFilter(StateFilter):
-    states = {"enabled": Q(disabled_at__isnull=True), "disabled": Q(disabled_at__isnull=False)}
+def _state(endpoint: WebhookEndpoint) -> str:
+    return "enabled" if _is_enabled(endpoint) else "disabled"
 
 
-class WebhookEndpointAdmin(ConsoleModelAdmin):
+class WebhookEndpointAdmin(AccountRowAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Webhook endpoint", "Webhook endpoints"
     create_actions = (
@@ -128,8 +118,8 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             "Notifies the account of changes to its keys, in the Standard Webhooks format. The next page shows the "
             "signing secret once; the merchant verifies each message with it.",
             "Add endpoint",
-            account_of=_account,
-            preset=lambda query: {name: query.get(name) for name in ("merchant", "environment")},
+            account_of=account_from,
+            preset=from_query("merchant", "environment"),
         ),
     )
     row_actions = (
@@ -137,8 +127,8 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             "test",
             "Send test",
             P.WEBHOOKS_WRITE,
-            _test,
-            lambda endpoint: "Sends a signed message of type webhook.test. It is not retried.",
+            run_service(send_test, "Test message queued. It appears first in the list of deliveries."),
+            "Sends a signed message of type webhook.test. It is not retried.",
             is_available=_is_enabled,
         ),
         RowAction(
@@ -146,7 +136,7 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             "Rotate secret",
             P.WEBHOOKS_WRITE,
             _rotate,
-            lambda endpoint: "The next page shows a new signing secret once.",
+            "The next page shows a new signing secret once.",
             form=RotateSecretForm,
             warn=lambda endpoint: (
                 "The overlap of the last rotation is not over. The older secret ends immediately."
@@ -154,65 +144,45 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
                 else ""
             ),
         ),
-        RowAction(
+        resume_action(
             "enable",
             "Enable",
             P.WEBHOOKS_WRITE,
             _enable,
-            lambda endpoint: "Messages are sent again, starting with those abandoned in the last 7 days.",
-            form=VersionedForm,
+            "Messages are sent again, starting with those abandoned in the last 7 days.",
             is_available=lambda endpoint: not _is_enabled(endpoint),
-            tone=Tone.GOOD,
         ),
-        RowAction(
+        pause_action(
             "disable",
             "Disable",
             P.WEBHOOKS_WRITE,
-            _disable,
-            lambda endpoint: "No more messages are sent, and pending messages are abandoned.",
-            form=ReasonForm,
+            run_service(disable_endpoint, "Endpoint disabled. No more messages are sent to it."),
+            "No more messages are sent, and pending messages are abandoned.",
             is_available=_is_enabled,
-            tone=Tone.DANGER,
+            form=ReasonForm,
         ),
     )
 
     list_display = ("url", "merchant", "environment_badge", "state_badge", "created")
-    list_filter = (WebhookStateFilter, "account__environment")
+    list_filter = (
+        state_filter({"enabled": Q(disabled_at__isnull=True), "disabled": Q(disabled_at__isnull=False)}),
+        "account__environment",
+    )
     search_fields = ("url", "account__merchant__merchant_id")
     ordering = ("account__merchant_id", "account__environment", "created_at")
 
-    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return super().get_queryset(request).select_related("account__merchant")
-
-    @admin.display(ordering="account__merchant_id")
-    def merchant(self, endpoint: WebhookEndpoint) -> str:
-        return str(endpoint.account.merchant_id)
-
-    @admin.display(description="environment", ordering="account__environment")
-    def environment_badge(self, endpoint: WebhookEndpoint) -> SafeString:
-        return badge(endpoint.account.environment)
-
-    @admin.display(description="state", ordering="disabled_at")
-    def state_badge(self, endpoint: WebhookEndpoint) -> SafeString:
-        return badge(_state(endpoint))
-
-    @admin.display(description="created (UTC)", ordering="created_at")
-    def created(self, endpoint: WebhookEndpoint) -> SafeString:
-        return short_moment(endpoint.created_at)
+    state_badge = badge_column("state", _state, ordering="disabled_at")
+    created = moment_column("created (UTC)", "created_at")
 
     def name_of(self, row: WebhookEndpoint) -> str:
         return host_of(row)
-
-    def account_of(self, row: WebhookEndpoint) -> Account:
-        account: Account = row.account
-        return account
 
     def summary(self, row: WebhookEndpoint) -> FactTable:
         return FactTable(
             "Webhook endpoint",
             [
                 ("URL", mono(row.url)),
-                ("Account", link(reverse("admin:keyvault_account_change", args=[row.account_id]), row.account)),
+                ("Account", account_link(row.account)),
                 ("Environment", badge(row.account.environment)),
             ],
         )
@@ -234,8 +204,8 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             return None
         links = []
         if may(request, P.WEBHOOKS_WRITE, row):
-            query = f"?merchant={row.merchant_id}&environment={row.environment}"
-            links.append(Link("Add webhook endpoint", reverse("admin:keyvault_webhookendpoint_add") + query))
+            url = reverse("admin:keyvault_webhookendpoint_add") + account_query(row)
+            links.append(Link("Add webhook endpoint", url))
         endpoints = row.webhook_endpoints.order_by("created_at")
         table = Table(
             "Webhook endpoints",
@@ -246,10 +216,6 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             ],
         )
         return Extras(links=links, sections=[table])
-
-
-def _state(endpoint: WebhookEndpoint) -> str:
-    return "enabled" if _is_enabled(endpoint) else "disabled"
 
 
 def _is_in_overlap(endpoint: WebhookEndpoint) -> bool:

@@ -12,13 +12,14 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import F, Model, QuerySet, Value
 from django.db.models.expressions import Func
 from django.db.models.sql.compiler import SQLCompiler
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html
 from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.subject_pages import pages_by_field
 from keyvault.admin.framework.widgets import (
@@ -32,7 +33,6 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.domain.audit import account_chain
 from keyvault.models import Account, AuditChain, AuditEntry, LimitOverride, PepperVersion
@@ -99,9 +99,8 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     search_help_text = "By any id or name in an entry: key id, credential id, request id, operator."
     ordering = ("-at", "-id")
 
-    def _list_view(self, request: HttpRequest) -> HttpResponse:
-        context = {"title": self.plural, "plural": self.plural, "checkpoints": _checkpoints()}
-        return self.changelist_view(request, extra_context=context)
+    def list_context(self, request: HttpRequest) -> dict[str, Any]:
+        return {**super().list_context(request), "checkpoints": _checkpoints()}
 
     @admin.display(description="#", ordering="sequence")
     def sequence_number(self, entry: AuditEntry) -> int:
@@ -111,9 +110,7 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     def chain_name(self, entry: AuditEntry) -> str:
         return entry.chain_id.removeprefix(_ACCOUNT)
 
-    @admin.display(description="when (UTC)", ordering="at")
-    def when(self, entry: AuditEntry) -> SafeString:
-        return short_moment(entry.at)
+    when = moment_column("when (UTC)", "at")
 
     @admin.display(description="about")
     def about(self, entry: AuditEntry) -> str:

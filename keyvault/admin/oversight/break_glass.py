@@ -4,15 +4,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
-from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, Tone, VersionedForm
+from keyvault.admin.framework.actions import RowAction, Tone, VersionedForm, run_service
+from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
+from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.subject_pages import find_page
 from keyvault.admin.framework.widgets import (
@@ -21,32 +22,24 @@ from keyvault.admin.framework.widgets import (
     Detail,
     FactTable,
     Line,
-    badge,
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.models import BreakGlass, Operator
 from keyvault.services.approvals.break_glass import review_break_glass
 
 
-def _review(grant: Grant, action: BreakGlass, cleaned: Cleaned) -> ActionResult:
-    review_break_glass(grant, action)
-    return ActionResult("Marked as reviewed under your name.")
+REVIEW_FILTER = state_filter(
+    {"open": Q(reviewed_at__isnull=True), "done": Q(reviewed_at__isnull=False)},
+    name="review",
+    title="review",
+    labels={"open": "not reviewed", "done": "reviewed"},
+)
 
 
-class ReviewedFilter(admin.SimpleListFilter):
-    title = "review"
-    parameter_name = "review"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("open", "not reviewed"), ("done", "reviewed")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() in {"open", "done"}:
-            return queryset.filter(reviewed_at__isnull=self.value() == "open")
-        return queryset
+def _state(action: BreakGlass) -> str:
+    return "not_reviewed" if action.reviewed_at is None else "reviewed"
 
 
 class BreakGlassAdmin(ConsoleModelAdmin):
@@ -57,8 +50,8 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             "review",
             "Mark as reviewed",
             P.BREAK_GLASS_REVIEW,
-            _review,
-            lambda action: (
+            run_service(review_break_glass, "Marked as reviewed under your name."),
+            (
                 "You confirm that you have checked who did this and why. "
                 "The reviewer must be neither the person who did it nor the requester."
             ),
@@ -69,7 +62,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
     )
 
     list_display = ("event", "subject", "operator_name", "why", "when", "review_badge")
-    list_filter = (ReviewedFilter,)
+    list_filter = (REVIEW_FILTER,)
     search_fields = ("=act_id", "subject", "operator__username")
     ordering = ("-created_at",)
 
@@ -80,13 +73,8 @@ class BreakGlassAdmin(ConsoleModelAdmin):
     def operator_name(self, action: BreakGlass) -> str:
         return action.operator.username
 
-    @admin.display(description="when (UTC)", ordering="created_at")
-    def when(self, action: BreakGlass) -> SafeString:
-        return short_moment(action.created_at)
-
-    @admin.display(description="review", ordering="reviewed_at")
-    def review_badge(self, action: BreakGlass) -> SafeString:
-        return badge(_state(action))
+    when = moment_column("when (UTC)", "created_at")
+    review_badge = badge_column("review", _state, ordering="reviewed_at")
 
     def requester_person_of(self, row: BreakGlass) -> str:
         return row.person
@@ -152,7 +140,3 @@ def _subject(action: BreakGlass) -> SafeString:
         if page is None
         else link(reverse(f"admin:{page}_change", args=[action.subject]), action.subject)
     )
-
-
-def _state(action: BreakGlass) -> str:
-    return "not_reviewed" if action.reviewed_at is None else "reviewed"

@@ -6,14 +6,24 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.urls import NoReverseMatch, reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionForm, ActionResult, Cleaned, CreateAction, RowAction
+from keyvault.admin.framework.accounts import account_link
+from keyvault.admin.framework.actions import (
+    ActionForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    run_service,
+)
+from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.subject_pages import find_noun, find_page
 from keyvault.admin.framework.widgets import (
@@ -39,11 +49,6 @@ class AllSeenForm(ActionForm):
     until = forms.DateTimeField(widget=forms.HiddenInput)
 
 
-def _seen(grant: Grant, notice: Notice, cleaned: Cleaned) -> ActionResult:
-    mark_seen(grant, notice)
-    return ActionResult("Marked as seen.")
-
-
 def _all_seen(grant: Grant, cleaned: Cleaned) -> ActionResult:
     return ActionResult(f"Alarms marked as seen: {mark_all_seen(grant, cleaned['until'])}.")
 
@@ -52,17 +57,18 @@ def _is_unseen(notice: Notice) -> bool:
     return notice.is_alarm and notice.seen_at is None
 
 
-class AlarmFilter(admin.SimpleListFilter):
-    title = "what"
-    parameter_name = "what"
+ALARM_FILTER = state_filter(
+    {"unseen": Q(is_alarm=True, seen_at__isnull=True), "alarms": Q(is_alarm=True)},
+    name="what",
+    title="what",
+    labels={"unseen": "unseen alarms", "alarms": "all alarms"},
+)
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("unseen", "unseen alarms"), ("alarms", "all alarms")]
 
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        if self.value() == "unseen":
-            return queryset.filter(is_alarm=True, seen_at__isnull=True)
-        return queryset if self.value() is None else queryset.filter(is_alarm=True)
+def _state(notice: Notice) -> str:
+    if not notice.is_alarm:
+        return "notice"
+    return "unseen" if notice.seen_at is None else "seen"
 
 
 class NoticeAdmin(ConsoleModelAdmin):
@@ -85,22 +91,21 @@ class NoticeAdmin(ConsoleModelAdmin):
             "seen",
             "Mark as seen",
             P.NOTICES_MARK,
-            _seen,
-            lambda notice: "The alarm leaves the front page and stays in the inbox with your name.",
+            run_service(mark_seen, "Marked as seen."),
+            "The alarm leaves the front page and stays in the inbox with your name.",
             is_available=_is_unseen,
         ),
     )
 
     list_display = ("kind", "state_badge", "merchant", "environment_badge", "about", "created")
-    list_filter = (AlarmFilter, "account__environment", "kind")
+    list_filter = (ALARM_FILTER, "account__environment", "kind")
     search_fields = ("=subject", "=notice_id", "=account__merchant__merchant_id")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return list_notices().select_related("account__merchant", "seen_by")
 
-    @admin.display(description="state")
-    def state_badge(self, notice: Notice) -> SafeString:
-        return badge(_state(notice))
+    state_badge = badge_column("state", _state)
+    created = moment_column("when (UTC)", "created_at")
 
     @admin.display(ordering="account__merchant_id")
     def merchant(self, notice: Notice) -> str:
@@ -113,10 +118,6 @@ class NoticeAdmin(ConsoleModelAdmin):
     @admin.display(description="about")
     def about(self, notice: Notice) -> SafeString:
         return _subject(notice)
-
-    @admin.display(description="when (UTC)", ordering="created_at")
-    def created(self, notice: Notice) -> SafeString:
-        return short_moment(notice.created_at)
 
     def name_of(self, row: Notice) -> str:
         return str(row.kind)
@@ -162,16 +163,10 @@ class NoticeAdmin(ConsoleModelAdmin):
         return Detail(title=row.kind, state=_state(row), sections=sections)
 
 
-def _state(notice: Notice) -> str:
-    if not notice.is_alarm:
-        return "notice"
-    return "unseen" if notice.seen_at is None else "seen"
-
-
 def _account(notice: Notice) -> SafeString | str:
     if notice.account is None:
         return "none; concerns the installation"
-    return link(reverse("admin:keyvault_account_change", args=[notice.account_id]), notice.account)
+    return account_link(notice.account)
 
 
 def _subject(notice: Notice) -> SafeString:

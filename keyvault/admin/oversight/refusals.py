@@ -1,11 +1,14 @@
 """Recent refusals in the console, by request id and with each rule applied."""
 
+from typing import Any
+
 from django.contrib import admin
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -17,7 +20,6 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.admin.oversight.explain import explain_view, trace_table, verdict_facts
 from keyvault.domain.errors import ErrorCode
@@ -43,9 +45,8 @@ class RefusalAdmin(ConsoleModelAdmin):
     def _explain_view(self, request: HttpRequest) -> HttpResponse:
         return explain_view(self.admin_site, request, self._crumbs(), self.url_of)
 
-    def _list_view(self, request: HttpRequest) -> HttpResponse:
-        context = {"title": self.plural, "plural": self.plural, "page_links": [self._explain_link()]}
-        return self.changelist_view(request, extra_context=context)
+    def list_context(self, request: HttpRequest) -> dict[str, Any]:
+        return {**super().list_context(request), "page_links": [self._explain_link()]}
 
     def create_links(self, request: HttpRequest) -> list[Link]:
         return [self._explain_link()] if self.has_view_permission(request) else []
@@ -53,9 +54,7 @@ class RefusalAdmin(ConsoleModelAdmin):
     def _explain_link(self) -> Link:
         return Link("Why was this refused?", reverse("admin:keyvault_refusal_explain"))
 
-    @admin.display(description="when (UTC)", ordering="at")
-    def when(self, row: Refusal) -> SafeString:
-        return short_moment(row.at)
+    when = moment_column("when (UTC)", "at")
 
     @admin.display(description="key", ordering="key_id")
     def key(self, row: Refusal) -> SafeString | str:

@@ -1,6 +1,6 @@
 """Four-eyes approval: the approver must be a second person. Triggers in both databases enforce the same rule."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from keyvault.access.decision import Grant
 from keyvault.access.principals import Channel, OperatorPrincipal
@@ -9,20 +9,25 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.models.recording import RecordedModel
 from keyvault.services.approvals.break_glass import note_break_glass
+from keyvault.services.merchants.operators import operator_row
 
 _SYSTEM_PREFIX = "system:"
 """Prefix of a token's creator when it is not a person; see `System.actor`."""
 
 
-class _Approvals(Protocol):
-    def filter(self, *, person: str) -> "_Approvals": ...
-    def exists(self) -> bool: ...
-    def count(self) -> int: ...
+class _Approvable(Protocol):
+    """A row with a plan that others than its requester approve."""
+
+    pk: Any
+    approvals: Any
+    approvals_needed: Any
+    plan_digest: Any
+    requester_person: Any
+
+    def compare_and_swap(self, **changes: Any) -> Any: ...
 
 
-def approving_operator(
-    grant: Grant, approvals: _Approvals, *, shown_digest: str, stored_digest: str, requester_person: str
-) -> OperatorPrincipal:
+def approving_operator(grant: Grant, row: _Approvable, shown_digest: str) -> OperatorPrincipal:
     """Return the approving operator.
 
     Raises StateConflictError when the operator made the request, was shown another version of it, or has already
@@ -31,13 +36,35 @@ def approving_operator(
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only an operator can approve")
-    if operator.person == requester_person:
+    if operator.person == row.requester_person:
         raise StateConflictError("This requires a second person: the requester cannot approve it.")
-    if shown_digest != stored_digest:
+    if shown_digest != row.plan_digest:
         raise StateConflictError("This is not what you were shown. Review it again.")
-    if approvals.filter(person=operator.person).exists():
+    if row.approvals.filter(person=operator.person).exists():
         raise StateConflictError("You have already approved this. It takes another person.")
     return operator
+
+
+def record_approval(
+    grant: Grant, row: _Approvable, operator: OperatorPrincipal, approval: Any, *, environment: str, event: str
+) -> bool:
+    """Save the operator's approval of the row's digest, and return whether the row has enough approvals now.
+
+    Call this inside the `recorded` block of the approval. The second of two concurrent approvers waits here, and then
+    gets a StateConflictError.
+
+    Args:
+        operator: from `approving_operator`.
+        approval: new approval of the row, not filled in yet.
+    """
+    lock_row(row)
+    approval.approver = operator_row(operator)
+    approval.person = operator.person
+    approval.plan_digest = row.plan_digest
+    approval.created_at = grant.at
+    approval.save()
+    note_command_line_approval(grant, environment, event=event, subject=row.pk, requester_person=row.requester_person)
+    return bool(row.approvals.count() >= row.approvals_needed)
 
 
 def note_command_line_approval(
@@ -61,7 +88,7 @@ def note_command_line_approval(
         note_break_glass(grant, event=event, subject=subject, requester_person=requester_person, why=why)
 
 
-def lock_row(row: RecordedModel) -> None:
+def lock_row(row: RecordedModel | _Approvable) -> None:
     """Lock the row for this transaction, unless it was written since it was read.
 
     The second of two concurrent approvers waits here, and then gets a StateConflictError.

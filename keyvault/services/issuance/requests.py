@@ -32,7 +32,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import find_recipient_fault
 from keyvault.models import Account, Credential, IssuanceApproval, IssuanceRequest, Key, ServiceToken
 from keyvault.services.approvals.break_glass import note_break_glass
-from keyvault.services.approvals.four_eyes import approving_operator, lock_row, note_command_line_approval
+from keyvault.services.approvals.four_eyes import approving_operator, record_approval
 from keyvault.services.issuance.collection import record_collection, require_collectable
 from keyvault.services.keys.lifecycle import activate_key, discard_key, note_stored, stage_key
 from keyvault.services.merchants.merchants import require_staying
@@ -133,13 +133,7 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
             "The request was altered after it was made. Reject it and make a new one.",
             internal=f"{request.request_id} fails its digest",
         )
-    operator = approving_operator(
-        grant,
-        request.approvals,
-        shown_digest=plan_digest,
-        stored_digest=request.plan_digest,
-        requester_person=request.requester_person,
-    )
+    operator = approving_operator(grant, request, plan_digest)
     with recorded(
         grant,
         P.ISSUANCE_APPROVE,
@@ -148,22 +142,8 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
         **_audit_details(request),
         plan_digest=plan_digest,
     ):
-        lock_row(request)
-        IssuanceApproval(
-            request=request,
-            approver=operator_row(operator),
-            person=operator.person,
-            plan_digest=plan_digest,
-            created_at=grant.at,
-        ).save()
-        note_command_line_approval(
-            grant,
-            request.account.environment,
-            event="issuance.approved",
-            subject=request.request_id,
-            requester_person=request.requester_person,
-        )
-        if request.approvals.count() >= request.approvals_needed:
+        approval, environment = IssuanceApproval(request=request), request.account.environment
+        if record_approval(grant, request, operator, approval, environment=environment, event="issuance.approved"):
             request.compare_and_swap(state=IssuanceState.APPROVED, decided_at=grant.at)
     return request
 

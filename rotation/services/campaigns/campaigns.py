@@ -18,7 +18,7 @@ from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, St
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
 from keyvault.models import Account, Credential
-from keyvault.services.approvals.four_eyes import approving_operator, lock_row, note_command_line_approval
+from keyvault.services.approvals.four_eyes import approving_operator, record_approval
 from keyvault.services.issuance.requests import approvals_needed
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.authorization import authorize
@@ -110,32 +110,12 @@ def approve_campaign(grant: Grant, campaign: Campaign, plan_digest: str) -> Camp
     _require_undecided(grant, campaign)
     if not is_unaltered(campaign):
         raise StateConflictError("The campaign was altered.", internal=f"{campaign.campaign_id} fails its digest")
-    operator = approving_operator(
-        grant,
-        campaign.approvals,
-        shown_digest=plan_digest,
-        stored_digest=campaign.plan_digest,
-        requester_person=campaign.requester_person,
-    )
+    operator = approving_operator(grant, campaign, plan_digest)
     with recorded(
         grant, P.ROTATIONS_APPROVE, "campaign.approved", account=None, **about(campaign), plan_digest=plan_digest
     ):
-        lock_row(campaign)
-        CampaignApproval(
-            campaign=campaign,
-            approver=operator_row(operator),
-            person=operator.person,
-            plan_digest=plan_digest,
-            created_at=grant.at,
-        ).save()
-        note_command_line_approval(
-            grant,
-            campaign.environment,
-            event="campaign.approved",
-            subject=campaign.campaign_id,
-            requester_person=campaign.requester_person,
-        )
-        if campaign.approvals.count() >= campaign.approvals_needed:
+        approval, environment = CampaignApproval(campaign=campaign), campaign.environment
+        if record_approval(grant, campaign, operator, approval, environment=environment, event="campaign.approved"):
             campaign.compare_and_swap(state=C.RUNNING, began_at=grant.at)
     return campaign
 

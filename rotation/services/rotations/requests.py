@@ -16,7 +16,7 @@ from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Credential, Key, ServiceToken
 from keyvault.models import Operator as OperatorRow
 from keyvault.services.approvals.break_glass import note_break_glass
-from keyvault.services.approvals.four_eyes import approving_operator, lock_row, note_command_line_approval
+from keyvault.services.approvals.four_eyes import approving_operator, record_approval
 from keyvault.services.issuance.requests import approvals_needed
 from keyvault.services.merchants.merchants import require_staying
 from keyvault.services.merchants.operators import operator_row
@@ -203,13 +203,7 @@ def announce_end(grant: Grant, rotation: Rotation) -> None:
 def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rotation:
     """Approve exactly this plan as one person. Raises StateConflictError, see `approve_issuance`."""
     _require_undecided(grant, rotation)
-    operator = approving_operator(
-        grant,
-        rotation.approvals,
-        shown_digest=plan_digest,
-        stored_digest=rotation.plan_digest,
-        requester_person=rotation.requester_person,
-    )
+    operator = approving_operator(grant, rotation, plan_digest)
     with recorded(
         grant,
         P.ROTATIONS_APPROVE,
@@ -218,22 +212,11 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
         **about(rotation),
         plan_digest=plan_digest,
     ):
-        lock_row(rotation)
-        RotationApproval(
-            rotation=rotation,
-            approver=operator_row(operator),
-            person=operator.person,
-            plan_digest=plan_digest,
-            created_at=grant.at,
-        ).save()
-        note_command_line_approval(
-            grant,
-            rotation.credential.account.environment,
-            event="rotation.approved",
-            subject=rotation.rotation_id,
-            requester_person=rotation.requester_person,
+        approval, environment = RotationApproval(rotation=rotation), rotation.credential.account.environment
+        is_enough = record_approval(
+            grant, rotation, operator, approval, environment=environment, event="rotation.approved"
         )
-        if rotation.state == S.AWAITING_APPROVAL and rotation.approvals.count() >= rotation.approvals_needed:
+        if is_enough and rotation.state == S.AWAITING_APPROVAL:
             rotation.compare_and_swap(state=S.SCHEDULED, entered_at=grant.at)
             _announce_plan(grant, rotation)
     wake(subject_of(rotation.rotation_id))

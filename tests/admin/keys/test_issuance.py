@@ -8,10 +8,9 @@ import pytest
 from django.contrib.messages import get_messages
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.roles import Role
 from keyvault.domain.issuance import COLLECT_WITHIN, Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
-from keyvault.models import BreakGlass, IssuanceApproval, IssuanceRequest
+from keyvault.models import BreakGlass, IssuanceRequest
 from keyvault.services.issuance.requests import reject_issuance, request_issuance
 from keyvault.services.keys.records import prove_service_token
 from keyvault.services.maintenance import discard_due
@@ -22,7 +21,6 @@ from tests.factories import (
     approve,
     grant,
     issue_request,
-    make_operator,
     make_token,
     now,
     request_key,
@@ -80,43 +78,6 @@ def test_issuance_asked_for_wrongly_says_so_beside_the_field(desk: Desk, field: 
 
 
 # -------------------------------------------------------------------------------------------------- approving
-
-
-def test_issuance_approved_by_whoever_asked_is_refused(desk: Desk) -> None:
-    """Four eyes: a key administrator, who may ask and approve, cannot approve their own request."""
-    row = request_key(desk.production, by=desk.admin)
-    client = browser(desk.admin)
-    page = address("keyvault_issuancerequest_approve", row.pk)
-    for answer in (client.get(page), client.post(page, {"plan_digest": row.plan_digest})):
-        assert answer.status_code == 409
-        assert "second person" in text_of(answer)
-    assert page not in text_of(client.get(address("keyvault_issuancerequest_change", row.pk)))
-    assert fresh(row).state == S.PENDING
-
-
-def test_issuance_approved_by_the_second_log_in_of_whoever_asked_is_refused(desk: Desk) -> None:
-    """Four eyes are two persons': another log-in of the same human being does not count."""
-    row = request_key(desk.production, by=desk.tam)
-    twin = make_operator("tam-approves", Role.APPROVER, person=desk.tam.person)
-    answer = browser(twin).post(address("keyvault_issuancerequest_approve", row.pk), {"plan_digest": row.plan_digest})
-    assert answer.status_code == 409
-    assert not IssuanceApproval.objects.exists()
-
-
-def test_issuance_approved_is_bound_to_the_digest_that_was_shown(desk: Desk) -> None:
-    """An approval is for exactly what stood on the page: its digest goes with the form, and another's is refused."""
-    row = request_key(desk.production, by=desk.tam)
-    other = request_key(desk.production, by=desk.tam, label="another")
-    client = browser(desk.approver)
-    page = address("keyvault_issuancerequest_approve", row.pk)
-    shown = client.get(page)
-    assert hidden(shown, "plan_digest") == row.plan_digest == row.plan().digest()
-    for digest, status in ((other.plan_digest, 409), ("0" * 64, 409), ("", 400)):
-        assert client.post(page, {"plan_digest": digest}).status_code == status
-    assert fresh(row).state == S.PENDING
-    assert client.post(page, {"plan_digest": hidden(shown, "plan_digest")}).status_code == 302
-    assert fresh(row).state == S.APPROVED
-    assert IssuanceApproval.objects.get().plan_digest == row.plan_digest
 
 
 def test_issuance_approval_page_shows_every_field_of_the_plan(desk: Desk) -> None:

@@ -35,16 +35,6 @@ def test_break_glass_reviewed_by_a_second_person_is_out_of_sight(desk: Desk, act
     assert client.post(page, {"version": act.version}).status_code == 409
 
 
-def test_break_glass_reviewed_by_whoever_did_it_is_refused(desk: Desk, act: BreakGlass) -> None:
-    """Nobody reviews their own act, though their role reviews."""
-    client = browser(desk.admin)
-    page = address("keyvault_breakglass_review", act.pk)
-    assert client.get(page).status_code == 409
-    assert client.post(page, {"version": act.version}).status_code == 409
-    act.refresh_from_db()
-    assert act.reviewed_at is None
-
-
 def test_break_glass_reviewed_by_whoever_asked_for_it_is_refused_and_says_why(desk: Desk) -> None:
     """Who asked is not offered the review of an approval that may be their own, and is told why."""
     row = request_key(desk.production, by=desk.admin)

@@ -235,16 +235,6 @@ def without_plan(shown: str) -> str:
     return re.sub(r"<dd>[^<]*(<[^>]*>[^<]*)*?no effect: the old key has ended\s*</dd>", "", shown)
 
 
-def test_credential_reissue_is_not_offered_to_who_may_not_ask(desk: Desk) -> None:
-    key, _ = issue(desk.sandbox)
-    revoke(desk.responder, key)
-    page = address("keyvault_credential_reissue", key.credential_id)
-    for operator in (desk.auditor, desk.approver):
-        client = browser(operator)
-        assert page not in text_of(client.get(address("keyvault_credential_change", key.credential_id)))
-        assert client.post(page, {"reason": "x"}).status_code == 403
-
-
 def test_key_revoked_page_says_what_happens(desk: Desk) -> None:
     """Before the button: whom it hits, that nothing holds it up, and what would be gentler."""
     key, _ = issue(desk.sandbox)

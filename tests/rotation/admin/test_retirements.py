@@ -77,18 +77,6 @@ def test_date_that_cannot_be_says_so_beside_the_field(desk: Desk, sent: str) -> 
     assert not Retirement.objects.exists()
 
 
-def test_date_approved_by_whoever_asked_is_refused(desk: Desk) -> None:
-    """Four eyes: the person who asked for the date cannot approve it; the one who asked for the rotation can."""
-    row = rotated(desk, desk.production)
-    asked = ask_retirement(grant(desk.admin, P.ROTATIONS_WRITE, desk.production), row, in_days(90))
-    client = browser(desk.admin)
-    assert "A second person must approve it" in text_of(client.get(page(asked)))
-    assert page(asked, "approve") not in text_of(client.get(page(asked)))
-    assert client.get(page(asked, "approve")).status_code == 409
-    assert client.post(page(asked, "approve"), {"version": asked.version}).status_code == 409
-    assert get_rotation(row.pk).retire_at is None
-
-
 def test_date_that_was_overtaken_by_a_later_one_cannot_be_approved(desk: Desk) -> None:
     row = rotated(desk, desk.production)
     first, second = dated(desk, row, 30), dated(desk, row, 90)

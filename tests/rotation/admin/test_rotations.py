@@ -101,33 +101,6 @@ def test_rotation_asked_for_twice_is_a_conflict(desk: Desk) -> None:
     assert "open rotation" in text_of(answer)
 
 
-def test_rotation_approved_by_whoever_asked_is_refused(desk: Desk) -> None:
-    """Four eyes: not even a key administrator approves their own rotation."""
-    key, _ = issue(desk.production)
-    row = request_rotation(
-        grant(desk.admin, P.ROTATIONS_WRITE, desk.production), key.credential, PlanOverrides(reason="x")
-    )
-    client = browser(desk.admin)
-    page = address("rotation_rotation_approve", row.pk)
-    assert client.get(page).status_code == 409
-    assert client.post(page, {"plan_digest": row.plan_digest}).status_code == 409
-    assert fresh(row).state == S.AWAITING_APPROVAL
-
-
-def test_rotation_approved_is_bound_to_the_plan_that_was_shown(desk: Desk) -> None:
-    """An approval is for exactly the plan on the page: another digest is refused, and nothing has happened."""
-    key, _ = issue(desk.production)
-    row = asked(desk, key)
-    client = browser(desk.approver)
-    page = address("rotation_rotation_approve", row.pk)
-    digest = hidden(client.get(page), "plan_digest")
-    assert digest == row.plan_digest
-    assert client.post(page, {"plan_digest": "0" * 64}).status_code == 409
-    assert fresh(row).state == S.AWAITING_APPROVAL
-    assert client.post(page, {"plan_digest": digest}).status_code == 302
-    assert fresh(row).state == S.SCHEDULED
-
-
 def test_rotation_approval_page_shows_the_whole_plan(desk: Desk) -> None:
     """Nothing is approved unseen: each value that the digest covers stands on the page."""
     add_endpoint(grant(desk.tam, P.WEBHOOKS_WRITE, desk.production), desk.production, "https://acme.example/")

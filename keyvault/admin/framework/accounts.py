@@ -1,0 +1,60 @@
+"""Accounts on the pages of what they own: the form fields, the link and the columns."""
+
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.admin.framework.actions import ActionForm, Cleaned
+from keyvault.admin.framework.columns import badge_column
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.widgets import link
+from keyvault.domain.environments import Environment
+from keyvault.models import Account
+from keyvault.services.merchants.merchants import find_account
+
+
+def environment_field(help_text: str = "") -> forms.ChoiceField:
+    return forms.ChoiceField(choices=[(env.value, env.value) for env in Environment], help_text=help_text)
+
+
+class AccountForm(ActionForm):
+    """Base form of an action that creates something in an account."""
+
+    merchant = forms.CharField(max_length=64, help_text="Merchant id.")
+    environment = environment_field()
+
+
+def account_from(cleaned: Cleaned) -> Account:
+    """Return the account that an `AccountForm` names. Raises NotFoundError."""
+    return find_account(cleaned["merchant"], cleaned["environment"])
+
+
+def account_query(account: Account) -> str:
+    """Return the query string that presets a form to the account."""
+    return f"?merchant={account.merchant_id}&environment={account.environment}"
+
+
+def account_link(account: Account) -> SafeString:
+    return link(reverse("admin:keyvault_account_change", args=[account.pk]), account)
+
+
+class AccountRowAdmin(ConsoleModelAdmin):
+    """Model admin of rows that an account owns."""
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("account__merchant")
+
+    @admin.display(ordering="account__merchant_id")
+    def merchant(self, row: Any) -> str:
+        return str(row.account.merchant_id)
+
+    environment_badge = badge_column("environment", "account__environment")
+
+    def account_of(self, row: Any) -> Account:
+        account: Account = row.account
+        return account

@@ -1,0 +1,133 @@
+"""Actions that need a second person: one table of them, and the rule for each."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.contrib import admin
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
+from keyvault.admin.framework.four_eyes import ApproveForm
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.domain.environments import Environment
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import BreakGlass
+from keyvault.services.issuance.requests import collect_key
+from keyvault.services.keys.lifecycle import revoke_key
+from rotation.domain.plan_fields import PlanOverrides
+from rotation.services.rotations.interventions import ask_retirement
+from rotation.services.rotations.requests import reissue_key, request_rotation
+from tests.admin.desk import Desk, address, browser, dump, hidden, text_of
+from tests.factories import approve, grant, issue, issue_request, make_operator, now, request_key
+from tests.rotation.campaigning import asked as request_campaign
+from tests.rotation.scene import Clock
+
+pytestmark = pytest.mark.database
+
+DECIDING = frozenset({P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW})
+"""Permissions to decide on what somebody requested. To reject does not take a second person."""
+
+
+def issuance(desk: Desk) -> Any:
+    return request_key(desk.production, by=desk.admin)
+
+
+def rotation(desk: Desk, kind: KeyKind = KeyKind.PRIVATE) -> Any:
+    key, _ = issue(desk.production, kind=kind)
+    return request_rotation(grant(desk.admin, P.ROTATIONS_WRITE, desk.production), key.credential, PlanOverrides())
+
+
+def emergency(desk: Desk) -> Any:
+    key, _ = issue(desk.production)
+    revoke_key(grant(desk.responder, P.KEYS_REVOKE, desk.production), key, RevocationReason.UNSPECIFIED)
+    return reissue_key(grant(desk.admin, P.ROTATIONS_WRITE, desk.production), key.credential, "leaked")
+
+
+def retirement(desk: Desk) -> Any:
+    row = rotation(desk, KeyKind.PUBLIC)
+    return ask_retirement(grant(desk.admin, P.ROTATIONS_WRITE, desk.production), row, now() + timedelta(days=90))
+
+
+def campaign(desk: Desk) -> Any:
+    issue(desk.production)
+    return request_campaign(Clock(now()), environment=Environment.PRODUCTION, by=desk.admin)
+
+
+def collected(desk: Desk) -> Any:
+    """A production key that `admin` had shown."""
+    row = request_key(desk.production, delivery=Delivery.SHOW_ONCE, by=desk.admin)
+    approve(row, by=desk.approver)
+    issue_request(row)
+    collect_key(grant(desk.admin, P.ISSUANCE_COLLECT, desk.production), row)
+    return BreakGlass.objects.get()
+
+
+ROWS: dict[str, dict[Any, str | None]] = {
+    "keyvault_issuancerequest_approve": {issuance: "approved"},
+    "rotation_rotation_approve": {rotation: "scheduled", emergency: "emergency"},
+    "rotation_campaign_approve": {campaign: "running"},
+    "rotation_retirement_approve": {retirement: None},
+    "keyvault_breakglass_review": {collected: None},
+}
+"""Each page that takes a second person, rows that `admin`, who has its permission, requested, and their next state."""
+
+CASES = [pytest.param(page, make, id=f"{page}-{make.__name__}") for page, makes in ROWS.items() for make in makes]
+
+
+def deciding_actions() -> dict[str, Any]:
+    """The registered actions that decide on a request, by the name of their page."""
+    return {
+        f"{model._meta.label_lower.replace('.', '_')}_{action.name}": action
+        for model, model_admin in admin.site._registry.items()
+        if isinstance(model_admin, ConsoleModelAdmin)
+        for action in model_admin.row_actions
+        if action.permission in DECIDING and action.name != "reject"
+    }
+
+
+BOUND = [case for case in CASES if issubclass(deciding_actions()[str(case.values[0])].form, ApproveForm)]
+
+
+def test_every_action_that_takes_a_second_person_is_in_the_table() -> None:
+    assert set(deciding_actions()) == set(ROWS)
+
+
+@pytest.mark.parametrize(("page", "make"), CASES)
+def test_action_by_whoever_asked_is_refused_at_each_of_their_log_ins(desk: Desk, page: str, make: Any) -> None:
+    """Four eyes are two persons': neither a role that may do both, nor another log-in of the same person, counts."""
+    row = make(desk)
+    url, change = address(page, row.pk), address(f"{page.rpartition('_')[0]}_change", row.pk)
+    sent = {"version": row.version, "plan_digest": getattr(row, "plan_digest", "")}
+    twin = make_operator("admin-too", Role.APPROVER, person=desk.admin.person)
+    clients, before = [browser(desk.admin), browser(twin)], dump()
+    for client in clients:
+        for answer in (client.get(url), client.post(url, sent)):
+            assert answer.status_code == 409
+            assert "second person" in text_of(answer)
+        shown = text_of(client.get(change))
+        assert url not in shown
+        assert "A second person must approve it" in shown or "another person must review it" in shown
+    assert dump() == before
+    assert url in text_of(browser(desk.approver).get(change))
+    assert browser(desk.approver).post(url, sent).status_code == 302
+    assert browser(desk.approver).get(url).status_code == 409
+
+
+@pytest.mark.parametrize(("page", "make"), BOUND)
+def test_approval_is_bound_to_the_digest_that_was_shown(desk: Desk, page: str, make: Any) -> None:
+    """An approval is for exactly what stood on the page: its digest goes with the form, and another's is refused."""
+    row, other = make(desk), request_key(desk.production, by=desk.tam, label="another")
+    client, url = browser(desk.approver), address(page, row.pk)
+    shown = hidden(client.get(url), "plan_digest")
+    assert shown == row.plan_digest
+    for digest, status in ((other.plan_digest, 409), ("0" * 64, 409), ("", 400)):
+        assert client.post(url, {"plan_digest": digest}).status_code == status
+    assert not row.approvals.exists()
+    assert type(row).objects.get(pk=row.pk).state == row.state
+    assert client.post(url, {"plan_digest": shown}).status_code == 302
+    assert type(row).objects.get(pk=row.pk).state == ROWS[page][make]
+    approval = row.approvals.get()
+    assert (approval.plan_digest, approval.person) == (row.plan_digest, desk.approver.person)
