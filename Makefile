@@ -7,9 +7,10 @@ ARGS ?=
 SELECTION :=
 BIN = $(VENV)/bin
 CODE = keyvault rotation tests manage.py
+PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run test test-next fuzz faults bench errors lint lock clean ready-to-run ready-to-test
+.PHONY: help demo run check test test-long test-next fuzz faults bench errors lock clean ready-to-run ready-to-test
 
 help: ## this list
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -21,8 +22,18 @@ demo: ready-to-run ## the whole story of a key, told live in a directory of its 
 run: ready-to-run ## the service in the foreground with demo data (PORT=8000)
 	@exec $(BIN)/python manage.py run --port '$(PORT)'
 
-test: ready-to-test ## the suite, on SQLite and on PostgreSQL (ARGS='-k rotate -x': options for pytest)
+check: ready-to-test ## ruff, import contracts, mypy and the tests of the pure packages; under a minute
+	$(BIN)/ruff check --quiet $(CODE)
+	$(BIN)/ruff format --check --quiet $(CODE)
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy $(CODE)
+	KEYVAULT_TEST_DATABASE=sqlite $(BIN)/python -m tests -q $(PURE:%=tests/%)
+
+test: ready-to-test ## every rule, on SQLite and on PostgreSQL (ARGS='-k rotate -x': options for pytest)
 	@exec $(BIN)/python -m tests $(SELECTION) $(ARGS)
+
+test-long: ready-to-test ## the rest: killed processes, whole services, a real OpenBao
+	@exec $(BIN)/python -m tests -m long $(ARGS)
 
 # Linters and PostgreSQL do not depend on the Python version, and entry points run the code of the packages below them.
 # The tests that remain depend on Python itself: pure packages, sockets and TLS, processes and signals.
@@ -49,12 +60,6 @@ bench: ready-to-test ## measure it beside its peers, on the same core; some 20 m
 
 errors: ready-to-run ## every error code with its cause and cure, as in docs/errors.md
 	@exec $(BIN)/python manage.py show_errors
-
-lint: ready-to-test ## ruff, import contracts, mypy (the suite runs them too)
-	$(BIN)/ruff check $(CODE)
-	$(BIN)/ruff format --check $(CODE)
-	$(BIN)/lint-imports --no-logo
-	$(BIN)/mypy $(CODE)
 
 # The options keep a machine's own package index and file paths out of the locks (tests/architecture/test_lock.py).
 COMPILE = $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --python-version 3.11 \

@@ -1,7 +1,8 @@
 """The suite as `make test` runs it: once on SQLite, and the database and race tests again on PostgreSQL.
 
-`python -m tests [pytest's options]`. `KEYVAULT_TEST_DATABASE=sqlite|postgres` runs only that half. The last
-line is the sum of both, for people and for CI; the exit code is 0 only when something ran and nothing failed.
+`python -m tests [pytest's options]` runs all but the tests marked `long`, which `-m long` runs.
+`KEYVAULT_TEST_DATABASE=sqlite|postgres` runs only that half. The last line is the sum of both, for people and for CI;
+the exit code is 0 only when something ran and nothing failed.
 """
 
 import json
@@ -24,6 +25,9 @@ from .servers.throwaway import FailedServerError, MissingServerError
 
 WORKERS = ("-n", "2", "--dist", "worksteal")
 """Before the caller's options, so that `-n0` among them wins."""
+
+WITHOUT_LONG = ("-m", "not long")
+"""For a run without paths: a file or folder that is named runs whole. `-m` among the caller's options wins."""
 
 TIDY_WITHIN_SECONDS = 20
 
@@ -97,7 +101,8 @@ def run_half(database: str, options: list[str]) -> Counts:
             variables[POSTGRES_URL] = stack.enter_context(postgres_server())
         # A cache for each half, or `--lf` would only know the failures of the second.
         cache = ("-o", f"cache_dir=.pytest_cache/{database}")
-        command = [sys.executable, "-m", "pytest", *cache, *WORKERS, *options]
+        selection = () if any(_is_path(option) for option in options) else WITHOUT_LONG
+        command = [sys.executable, "-m", "pytest", *cache, *WORKERS, *selection, *options]
         code = _run_to_the_end(command, variables)
         stats = json.loads(tally.read_text()) if tally.exists() else {}
     failed = stats.get("failed", 0) + stats.get("error", 0)
@@ -109,6 +114,10 @@ def run_half(database: str, options: list[str]) -> Counts:
         failed=failed,
         skipped=stats.get("skipped", 0) + stats.get("xfailed", 0),
     )
+
+
+def _is_path(option: str) -> bool:
+    return Path(ROOT, option.partition("::")[0]).exists()
 
 
 def _without_a_run_around_us() -> dict[str, str]:

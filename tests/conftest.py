@@ -21,7 +21,7 @@ from django.db.models import Model
 from pytest_django import DjangoDbBlocker
 from redis import Redis
 
-from . import environment
+from . import environment, template_database
 from .servers.openbao import RunningVault, VaultOnDisk, openbao_on_disk, openbao_server
 from .servers.redis import redis_server
 from .servers.throwaway import MissingServerError
@@ -62,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("redis")
         if not VAULTS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("openbao")
+            item.add_marker("long")
         (kept if _belongs_here(item) else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -120,7 +121,37 @@ def django_db_modify_db_settings() -> None:
     """
     from django.db import connections
 
-    connections["default"].settings_dict["TEST"]["NAME"] = PLACE.database_name
+    test = connections["default"].settings_dict["TEST"]
+    test["NAME"] = PLACE.database_name
+    if not PLACE.is_controller:
+        if PLACE.database == "postgres":
+            test["TEMPLATE"] = template_database.name_of_postgres_template(PLACE)
+        else:
+            template_database.copy_sqlite_template(PLACE)
+
+
+@pytest.fixture(scope="session")
+def django_db_keepdb() -> bool:
+    """Whether the database exists already: a worker on SQLite copies the run's migrated file."""
+    return not PLACE.is_controller and PLACE.database == "sqlite"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def static_files_found_once() -> Iterator[None]:
+    """Each test client makes the middleware anew; the search for static files is the same each time."""
+    from whitenoise.middleware import WhiteNoiseMiddleware
+
+    search = WhiteNoiseMiddleware.add_files_from_finders
+    found: dict[str, Any] = {}
+
+    def remember(middleware: WhiteNoiseMiddleware) -> None:
+        if not found:
+            search(middleware)
+            found.update(middleware.files)
+        middleware.files.update(found)
+
+    with mock.patch.object(WhiteNoiseMiddleware, "add_files_from_finders", remember):
+        yield
 
 
 @pytest.fixture(scope="session")

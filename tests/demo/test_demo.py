@@ -15,6 +15,8 @@ import pytest
 from tests.environment import REQUIRE, required_servers
 from tests.servers.openbao import find_vault
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPED = re.compile(r"[a-z0-9]+_(?:prv|svc)_(?:sbx|all)_[0-9A-Za-z]{17,}")
 

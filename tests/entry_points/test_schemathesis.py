@@ -25,7 +25,7 @@ from tests.factories import account, issue, issue_request, make_merchant, make_t
 from tests.fuzz.drive import UNLIMITED
 from tests.fuzz.served import serving
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
 
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
 SHOWN_ONCE = {"merchant": "globex", "environment": "sandbox", "kind": "private", "delivery": "show_once"}

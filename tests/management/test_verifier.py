@@ -19,6 +19,8 @@ from keyvault.management.commands.verifier import _environ, listening_at, requir
 from keyvault.management.service import ServiceError, find_free_port
 from tests.project.test_supervisor import are_gone, descendants, eventually
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 90
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"

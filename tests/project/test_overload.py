@@ -16,6 +16,8 @@ import pytest
 from keyvault.management import service
 from keyvault.management.service import SERVER, find_free_port
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
 """Maximum wait for anything here; nothing is asserted about time."""

@@ -22,6 +22,8 @@ from psycopg import sql
 from tests.environment import POSTGRES_URL, ROOT
 from tests.servers.throwaway import free_port
 
+pytestmark = pytest.mark.long
+
 DATABASE = "keyvault_production"
 MARKER = "production"
 READY_SECONDS = 60

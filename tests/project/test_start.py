@@ -1,6 +1,7 @@
 """A process that would run wrong does not start, and says why."""
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SERVER = ["-c", "import keyvault.project.wsgi"]
@@ -22,11 +25,18 @@ def run(words: list[str], folder: Path, **settings: str) -> subprocess.Completed
     )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    done = run(["manage.py", "setup"], tmp_path / "data")
+@pytest.fixture(scope="module")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installation") / "data"
+    done = run(["manage.py", "setup"], folder)
     assert done.returncode == 0, done.stderr
-    return tmp_path / "data"
+    return folder
+
+
+@pytest.fixture
+def folder(installation: Path, tmp_path: Path) -> Path:
+    """A copy of a data folder that `setup` made."""
+    return Path(shutil.copytree(installation, tmp_path / "data"))
 
 
 @pytest.mark.parametrize("words", [SERVER, WORKER], ids=["server", "worker"])

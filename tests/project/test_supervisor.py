@@ -25,6 +25,8 @@ from keyvault.management import supervisor
 from keyvault.management.service import ServiceError, find_free_port, require_free_port
 from keyvault.management.supervisor import Program, Supervisor
 
+pytestmark = pytest.mark.long
+
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]

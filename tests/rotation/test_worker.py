@@ -21,6 +21,8 @@ from rotation.services.rotations.reports import get_rotation
 
 from . import scene
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 POINTS = [
     "rotation.staged:after-commit",

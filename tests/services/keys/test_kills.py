@@ -16,7 +16,7 @@ from keyvault.services.work import leases
 from tests.factories import issue_request, now, request_key
 from tests.services.conftest import make_scene
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.long, pytest.mark.database, pytest.mark.django_db(transaction=True)]
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -21,6 +21,8 @@ import pytest
 from keyvault.management.service import find_free_port
 from tests.servers.postgres import find_postgres
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[3]
 
 START = "import keyvault.project.wsgi"
