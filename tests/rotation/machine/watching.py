@@ -1,4 +1,4 @@
-"""The invariants of ROTATION.md, looked at after every step, from the rows, the audit log and the backend."""
+"""The invariants of a rotation, checked after every step against rows, audit log and backend."""
 
 import json
 from collections import Counter
@@ -39,11 +39,11 @@ IN_BACKEND = {
     Material.DELETED: VersionState.DELETED,
     Material.DESTROYED: VersionState.DESTROYED,
 }
-"""What becomes of a copy whose row says so; nothing else stays for long."""
+"""The backend state of a copy by its row's state; any other combination is temporary."""
 
 
 class ViolationError(BaseException):
-    """An invariant does not hold. Begins with its number."""
+    """A violated invariant; the text begins with its number."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RotationRow:
 
 
 class Watcher:
-    """Knows how everything was at the last look, and what has changed since."""
+    """Knows the state at the last check and what has changed since."""
 
     def __init__(self, world: "World") -> None:
         self.world = world
@@ -73,7 +73,7 @@ class Watcher:
         self.dead: set[str] = set()
         self.counts: Counter[str] = Counter()
 
-    def learn(self, other: "Watcher") -> None:
+    def take_over(self, other: "Watcher") -> None:
         self.keys, self.rotations = dict(other.keys), dict(other.rotations)
         self.last_entry, self.dead = other.last_entry, set(other.dead)
 
@@ -101,8 +101,8 @@ class Watcher:
 
     # --- looking ------------------------------------------------------------------------------------------------
 
-    def look(self, by: str) -> None:
-        """`by`: who has acted since the last look, the `engine` or `people`."""
+    def check(self, by: str) -> None:
+        """Check everything. `by`: who acted since the last check, `engine` or `people`."""
         world = self.world
         keys = {
             key_id: KeyRow(K(state), expires_at)
@@ -147,7 +147,7 @@ class Watcher:
         self.require(self.keys.keys() <= keys.keys(), "a key is gone")
 
     def _check_engine(self, keys: dict[str, KeyRow], entries: list[tuple[str, dict[str, Any]]]) -> None:
-        """Of what the engine alone has done since the last look, with the clock where it is."""
+        """Check the engine's own changes since the last check, at the current time."""
         delivered = self.world.backend.delivered
         self._check_each_transaction(keys, entries)
         for event, details in entries:
@@ -161,7 +161,7 @@ class Watcher:
                 self._check_untried(details)
 
     def _check_each_transaction(self, keys: dict[str, KeyRow], entries: list[tuple[str, dict[str, Any]]]) -> None:
-        """1: not even between two transactions of one step. Each one's entries begin with a rotation's."""
+        """1: holds even between two transactions of one step. Each transaction's entries begin with a rotation's."""
         now, delivered = self.world.now, self.world.backend.delivered
         rows = {key_id: row for key_id, row in self.keys.items() if key_id in delivered}
         had_one = any(_is_good(row, now) for row in rows.values())
@@ -199,7 +199,7 @@ class Watcher:
         self.require(len(is_open) <= 1, "2: two rotations of one credential are open")
 
     def _check_moves(self, rotations: dict[str, RotationRow], entries: list[tuple[str, dict[str, Any]]]) -> None:
-        """The states that the audit log names follow each other as the machine allows."""
+        """Check that the states in the audit log follow the machine's transitions."""
         at = {rotation_id: row.state for rotation_id, row in self.rotations.items()}
         for event, details in entries:
             noun, _, verb = event.partition(".")
@@ -208,7 +208,7 @@ class Watcher:
             to, rotation_id = S(verb), details["rotation_id"]
             was = str(details.get("was"))
             if was in S._value2member_map_:
-                self.require(to in TRANSITIONS[S(was)], f"2: {was} to {to} is no way")
+                self.require(to in TRANSITIONS[S(was)], f"2: {was} to {to} is not permitted")
             at[rotation_id] = to
             self.counts[f"state {to}"] += 1
             if details.get("happened"):
@@ -228,7 +228,7 @@ class Watcher:
     # --- evidence against the truth -----------------------------------------------------------------------------
 
     def _check_silence(self, details: dict[str, Any]) -> None:
-        """4: the predecessor was suspended because it was silent, or on a date that was approved."""
+        """4: the predecessor was suspended after silence, or on an approved date."""
         rotation = Rotation.objects.get(pk=details["rotation_id"])
         plan = rotation.approved_plan
         self.require(rotation.used_at is not None, "4: quarantine without proof")
@@ -266,12 +266,12 @@ class Watcher:
         began_at: datetime,
         sources: set[str] | None = None,
     ) -> None:
-        """Every use that was reported, and the beginning, are a whole period older than what was observed.
+        """Every reported use and the start are a whole period older than the observation.
 
-        `sources`: of attempts, whose count, and only those since the beginning.
+        `sources`: of attempts; only those since the start count.
         """
         seen = observe()
-        self.require(seen.through is not None, "4: silence that nobody observed")
+        self.require(seen.through is not None, "4: silence without an observation")
         assert seen.through is not None
         self.require(began_at + period <= seen.through, "4: not a whole period was observed")
         is_past = seen.lost_at is None or seen.lost_at + period <= seen.through
@@ -284,7 +284,7 @@ class Watcher:
     # --- the backend --------------------------------------------------------------------------------------------
 
     def on_backend_call(self, name: str) -> None:
-        """3: whatever alters the backend, a ledger row was there before it."""
+        """3: a ledger row exists before anything changes the backend."""
         if self.in_engine and name in ALTERING:
             started = LedgerEntry.objects.filter(
                 rotation_id=self.world.rotation_ids[-1], state=LedgerState.STARTED
@@ -293,10 +293,10 @@ class Watcher:
 
     # --- after a turn, and in the end ---------------------------------------------------------------------------
 
-    def require_given_back(self) -> None:
-        """After a whole turn: no predecessor is held in quarantine beside a replacement that is not good.
+    def require_predecessor_reinstated(self) -> None:
+        """After a whole turn no predecessor stays in quarantine beside a replacement that is not good.
 
-        Whatever the backend does. Not while a worker that died still has the lease.
+        This holds whatever the backend does, but not while a dead worker still holds the lease.
         """
         row = self.rotations[self.world.rotation_ids[-1]]
         lease = WorkLease.objects.filter(subject=subject_of(self.world.rotation_ids[-1])).first()
@@ -308,7 +308,7 @@ class Watcher:
         )
 
     def require_nothing_hangs(self) -> None:
-        """After faults have stopped: it is closed, or says what it waits for, and no error is left."""
+        """After the faults have ended, the rotation is closed or names what it waits for, without an error."""
         world = self.world
         if not world.is_open:
             self._check_what_is_read()
@@ -320,7 +320,7 @@ class Watcher:
         self._check_restored()
 
     def require_copies_as_the_rows_say(self) -> None:
-        """After the upkeep has done what was due: each key's copy is readable, hidden or destroyed as its row says."""
+        """After maintenance each key's copy is readable, hidden or destroyed as its row says."""
         mount, path = Mount(self.world.variant.environment.value), self.world.credential().backend_path
         for key in Key.objects.filter(credential_id=self.world.credential_id).exclude(material=Material.NONE):
             state = self.world.backend.state_of(mount, path, key.backend_version)
@@ -330,13 +330,15 @@ class Watcher:
             self.require(not hidden or key.state == K.SUSPENDED, f"8: the copy of a key that is {key.state} is hidden")
 
     def _check_restored(self) -> None:
-        """A replacement that ended gives the suspended predecessor back."""
+        """A replacement that ended reinstates the suspended predecessor."""
         row = self.rotations[self.world.rotation_ids[-1]]
         if row.state is S.QUARANTINE:
             self.require(self.is_good(row.key_ids[1]), "1: in quarantine with no good replacement")
 
     def _check_what_is_read(self) -> None:
-        """A closed rotation leaves no dead key, nor nothing, where the merchant reads, while there is a good one."""
+        """A closed rotation leaves a good key, not a dead one and not nothing, where the merchant reads, if there is
+        one.
+        """
         mount = Mount(self.world.variant.environment.value)
         newest = self.world.backend.newest(mount, self.world.credential().backend_path)
         key_id = None if newest is None else newest.labels.get("key_id")

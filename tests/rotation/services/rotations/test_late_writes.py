@@ -1,4 +1,4 @@
-"""A write whose answer was lost, and that arrives after it was given up: no burned key is left to be read."""
+"""A write whose reply was lost and that arrives after it was given up: no discarded key stays readable."""
 
 import pytest
 
@@ -26,19 +26,19 @@ def stored_key(rotation: Rotation) -> str | None:
 
 
 def after_a_late_write(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple[Rotation, str]:
-    """The first replacement was given up and burned; its write then arrives just before that of the second one.
+    """Return a rotation and the id of its discarded first replacement.
 
-    Returns the id of the first beside.
+    The write of the first replacement arrives just before that of the second one.
     """
     rotation, put, late = begun(clock), LocalKeystore.put, []
 
     def lost(self: LocalKeystore, *args: object, **kwargs: object) -> int:
-        late.append(lambda: put(self, *args, **kwargs))  # type: ignore[arg-type]  # whatever came
+        late.append(lambda: put(self, *args, **kwargs))  # type: ignore[arg-type]  # forwarded arguments
         raise BackendUnavailableError("no answer in time")
 
     def beaten(self: LocalKeystore, *args: object, **kwargs: object) -> int:
         late[0]()
-        return put(self, *args, **kwargs)  # type: ignore[arg-type]  # whatever came
+        return put(self, *args, **kwargs)  # type: ignore[arg-type]  # forwarded arguments
 
     with monkeypatch.context() as outage:
         outage.setattr(LocalKeystore, "put", lost)
@@ -53,14 +53,14 @@ def after_a_late_write(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple[R
 
 
 def settled(rotation: Rotation, clock: Clock, burned: str) -> Rotation:
-    """Some turns later: whatever was found there is noted, so that its copy is destroyed."""
+    """Run some turns: the discarded copy is recorded, so that it will be destroyed."""
     for _ in range(3):
         rotation = advance(get_rotation(rotation.rotation_id), clock, 30)
     assert Key.objects.get(pk=burned).material in {Material.DESTROY_DUE, Material.DESTROYED}
     return rotation
 
 
-def test_rotation_aborted_after_a_late_write_leaves_the_predecessor_to_be_read(
+def test_rotation_aborted_after_a_late_write_keeps_the_predecessor_readable(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rotation, burned = after_a_late_write(clock, monkeypatch)
@@ -71,10 +71,10 @@ def test_rotation_aborted_after_a_late_write_leaves_the_predecessor_to_be_read(
     assert read_string(rotation.predecessor) is not None
 
 
-def test_replacement_revoked_after_a_late_write_leaves_the_predecessor_whole(
+def test_replacement_revoked_after_a_late_write_keeps_the_predecessors_copy(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The active key's only copy is not given away for a burned one's."""
+    """The active key's only copy is not sacrificed for a discarded one's."""
     rotation, burned = after_a_late_write(clock, monkeypatch)
     assert rotation.replacement is not None
     revoke(rotation.replacement, clock)
@@ -84,7 +84,7 @@ def test_replacement_revoked_after_a_late_write_leaves_the_predecessor_whole(
     assert read_string(rotation.predecessor) is not None
 
 
-def test_rotation_goes_on_after_a_late_write_with_a_key_of_its_own(
+def test_rotation_after_a_late_write_continues_with_another_key(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rotation, burned = after_a_late_write(clock, monkeypatch)
