@@ -253,7 +253,7 @@ def test_gateway_with_a_fault_in_the_lookup_denies(dialect: Dialect, gateway: Ga
         assert verdict(dialect, gateway(dialect, key=private())) == (500, "internal_error")
 
 
-# --- the gateway itself -----------------------------------------------------------------------------------
+# --- the gateway's own credentials ------------------------------------------------------------------------
 
 
 @EVERY

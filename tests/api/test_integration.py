@@ -192,7 +192,7 @@ def test_client_configuration_is_the_only_endpoint_for_public_keys(ask: Ask) -> 
         expect(ask(method, path, key=key), 403, "method_not_supported")
 
 
-# -------------------------------------------------------------------------------------------------- everything
+# ----------------------------------------------------------------------------------------------- all endpoints
 
 
 def test_unknown_endpoint_and_wrong_method_are_refused(ask: Ask) -> None:

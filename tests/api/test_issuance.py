@@ -94,7 +94,7 @@ def is_good(call: Call, key: str, environment: str = "sandbox") -> bool:
     return allowed
 
 
-# ------------------------------------------------------------------------------------------------------ asking
+# ---------------------------------------------------------------------------------------------------- requests
 
 
 def test_issuance_requested_answers_with_the_request(call: Call) -> None:
@@ -278,7 +278,7 @@ def test_issuance_other_methods_are_not_allowed(call: Call, method: str, tail: s
     assert set(allow.split(", ")) <= set(answer["Allow"].split(", "))
 
 
-# ----------------------------------------------------------------------------------------------------- looking
+# ----------------------------------------------------------------------------------------------------- reading
 
 
 def test_issuance_read_shows_the_state_and_never_the_key(call: Call) -> None:
@@ -294,7 +294,7 @@ def test_issuance_read_shows_the_state_and_never_the_key(call: Call) -> None:
     assert text.encode() not in seen.content
 
 
-# -------------------------------------------------------------------------------------------------- collecting
+# -------------------------------------------------------------------------------------------------- collection
 
 
 @pytest.mark.parametrize("environment", list(Environment))

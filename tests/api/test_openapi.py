@@ -155,7 +155,7 @@ def test_environments_on_hosts_of_their_own_are_servers_of_the_integration_plane
     assert "{environment}" not in "".join(page["paths"])
 
 
-# --- how it is served -------------------------------------------------------------------------------------
+# --- serving ----------------------------------------------------------------------------------------------
 
 
 def test_page_is_served_without_credentials(client: Client) -> None:

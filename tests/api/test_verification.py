@@ -61,7 +61,7 @@ def grant_for(permission: P, key: Key) -> Any:
     return grant(the_operator("admin", Role.KEY_ADMINISTRATOR), permission, key.credential.account)
 
 
-# --- yes --------------------------------------------------------------------------------------------------
+# --- allowed ----------------------------------------------------------------------------------------------
 
 
 def test_verify_valid_key_is_allowed_and_identified(call: Call, key: tuple[Key, str]) -> None:
@@ -87,7 +87,7 @@ def test_verify_by_method_and_path_finds_the_endpoint(call: Call, key: tuple[Key
     assert call("POST", "/v1/keys/verify", body).body["allowed"] is True
 
 
-# --- no ---------------------------------------------------------------------------------------------------
+# --- denied -----------------------------------------------------------------------------------------------
 
 
 def test_verify_without_a_key_is_credential_missing(call: Call) -> None:
@@ -316,7 +316,7 @@ def test_verify_dry_run_traces_each_rule_in_the_contracts_order(call: Call, key:
     ]
 
 
-# --- shape ------------------------------------------------------------------------------------------------
+# --- request format ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_path_with_traversal_reaches_no_other_path(backend: SecretBackend, path:
     assert list(backend.list_paths(Mount.PRODUCTION)) == []
 
 
-# --- as a whole -------------------------------------------------------------------------------------------
+# --- whole backend ----------------------------------------------------------------------------------------
 
 
 def test_health_of_a_working_backend_is_ready(backend: SecretBackend) -> None:

@@ -61,7 +61,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-# --- where a record opens ---------------------------------------------------------------------------------
+# --- binding to the place ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_records_of_the_same_secret_look_different(tmp_path: Path) -> None:
     assert {len(nonce) for nonce, _ in rows} == {12}
 
 
-# --- what the files show ----------------------------------------------------------------------------------
+# --- content of the files ---------------------------------------------------------------------------------
 
 
 def spellings(text: str) -> list[bytes]:
@@ -453,7 +453,7 @@ def test_first_run_killed_at_any_moment_is_repeatable(tmp_path: Path) -> None:
         assert LocalKeystore(folder).read(BOX, "a").secret.reveal() == SECRET
 
 
-# --- trouble ----------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------
 
 
 def test_health_of_a_vanished_keystore_is_reported_and_creates_none(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", connect)
 
 
-# --- what is sent ----------------------------------------------------------------------------------------------
+# --- the request -----------------------------------------------------------------------------------------------
 
 
 def test_post_arrives_once_and_unchanged(here: Receiver) -> None:
@@ -101,7 +101,7 @@ def test_post_ignores_proxies_of_the_environment(here: Receiver, monkeypatch: py
         assert proxy.received == []
 
 
-# --- where it is sent ------------------------------------------------------------------------------------------
+# --- the destination -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_post_over_tls_to_a_plain_server_reports_it(here: Receiver, authority: A
         send(to(here.port, scheme="https"), trust=authority.trust())
 
 
-# --- servers that take their time ------------------------------------------------------------------------------
+# --- slow servers ----------------------------------------------------------------------------------------------
 
 _SHORT_SECONDS = 0.3
 """Time limit in seconds; each of these tests waits for it, and each server below never finishes."""

@@ -78,7 +78,7 @@ def _cut_tail() -> None:
     ensure_triggers(connection)
 
 
-# --- off the host ----------------------------------------------------------------------------------------------
+# --- outside the host ------------------------------------------------------------------------------------------
 
 
 def test_audit_check_of_a_whole_export_reports_what_it_proves(files: tuple[str, str, str]) -> None:

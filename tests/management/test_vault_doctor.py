@@ -51,7 +51,7 @@ def list_accessors(made: InstalledVault) -> list[str]:
     return list(cast("Any", made.admin.list("auth/token/accessors"))["data"]["keys"])
 
 
-# --- nothing wrong ------------------------------------------------------------------------------------------
+# --- healthy installations ----------------------------------------------------------------------------------
 
 
 def test_vault_doctor_of_a_healthy_installation_finds_nothing(vault_service: InstalledVault) -> None:
@@ -214,7 +214,7 @@ def test_vault_doctor_without_an_address_is_a_usage_error() -> None:
     assert refused.value.returncode == 2
 
 
-# --- what the server has ------------------------------------------------------------------------------------
+# --- content of the server ----------------------------------------------------------------------------------
 
 Stage = Callable[[InstalledVault, str], object]
 
@@ -366,7 +366,7 @@ def test_vault_doctor_names_a_secret_id_that_ends_soon(vault_service: InstalledV
     assert problems_of(doctor()) == [(name, "Its secret id expires in 2 days.")]
 
 
-# --- what this host has -------------------------------------------------------------------------------------
+# --- files of this host -------------------------------------------------------------------------------------
 
 
 def test_vault_doctor_names_a_missing_login_and_the_hosts_that_need_it(vault_service: InstalledVault) -> None:

@@ -797,7 +797,7 @@ def test_triggers_orm_approval_by_the_requester_is_refused(world: World) -> None
         approval.save_base(force_insert=True)
 
 
-# ---------------------------------------------------------------------------------- the rules stay where they are
+# -------------------------------------------------------------------------------------- installation of the rules
 
 
 def test_triggers_after_migrate_all_are_in_force() -> None:

@@ -45,7 +45,7 @@ def test_machine_runs_on_either_database() -> None:
     assert {"ended completed", "ended cancelled", "ended rolled_back"} & set(tally.counts)
 
 
-# --- what the watching finds ------------------------------------------------------------------------------------
+# --- detected violations ----------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -106,7 +106,7 @@ class VaultHarness:
         verdict = answer.json()
         return verdict["allowed"], verdict["code"]
 
-    # --- what the server has, seen by an administrator ------------------------------------------------------
+    # --- server content, as an administrator ----------------------------------------------------------------
 
     def read_newest(self, path: str) -> tuple[str, Plaintext] | None:
         """Return the key id and the key string that a merchant reads at the path."""

@@ -190,7 +190,7 @@ class Journey:
                 is_allowed, code = self.harness.verify(self.strings[key_id])
                 self.trial.asked += 1
                 self.trial.verified += is_allowed
-                self.trial.expect(is_allowed, f"{key_id}is good but refused in {state}: {code}")
+                self.trial.expect(is_allowed, f"{key_id} is good but refused in {state}: {code}")
 
     def _is_over(self) -> bool:
         """Return whether the rotation is closed and no copy has work pending."""

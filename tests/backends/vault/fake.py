@@ -118,7 +118,7 @@ class FakeVault:
     _key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    # --- what a test does -----------------------------------------------------------------------------------
+    # --- control by tests -----------------------------------------------------------------------------------
 
     def fail(self, fault: Fault, path: str = "", method: str = "", times: int = 1) -> None:
         """Inject the fault into the next calls whose path contains `path`."""
@@ -157,7 +157,7 @@ class FakeVault:
         """List the calls so far whose path contains `path`."""
         return [call for call in self.calls if path in call.path and method in ("", call.method)]
 
-    # --- one call -------------------------------------------------------------------------------------------
+    # --- handling one call ----------------------------------------------------------------------------------
 
     def fault_of(self, call: Call) -> Fault | None:
         with self._lock:

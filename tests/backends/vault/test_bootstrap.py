@@ -57,7 +57,7 @@ def log_in(made: InstalledVault, name: str, folder: Path | None = None) -> hvac.
     return client
 
 
-# --- repeating ----------------------------------------------------------------------------------------------
+# --- repetition ---------------------------------------------------------------------------------------------
 
 
 def test_bootstrap_second_run_changes_and_reports_nothing(installed_vault: InstalledVault) -> None:

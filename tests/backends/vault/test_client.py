@@ -33,7 +33,7 @@ def count(fake: FakeVault, path: str = "approle/login") -> int:
     return len(fake.calls_to(path))
 
 
-# --- logging in -------------------------------------------------------------------------------------------
+# --- login ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

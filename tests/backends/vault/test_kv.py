@@ -79,7 +79,7 @@ def test_put_with_a_label_that_would_hide_the_secret_is_refused(
     assert fake.calls == []
 
 
-# --- who does what ----------------------------------------------------------------------------------------
+# --- logins by kind of call -------------------------------------------------------------------------------
 
 
 def test_each_kind_of_call_uses_its_own_login(store: VaultBackend, fake: FakeVault) -> None:

@@ -133,7 +133,7 @@ def test_reply_with_a_malformed_body_is_unavailable(
         assert isinstance(failure(act), BackendUnavailableError)
 
 
-# --- no answer --------------------------------------------------------------------------------------------
+# --- missing replies --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", [Fault(), Fault(is_reset=True), lost_reply(), Fault(is_reset=True, has_effect=True)])
@@ -198,7 +198,7 @@ def test_reply_with_a_missing_ca_file_is_unavailable(fake: FakeVault, tmp_path: 
     assert "none.pem" in error.internal
 
 
-# --- what must never happen -------------------------------------------------------------------------------
+# --- redirects, repetition, secrets -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

@@ -213,7 +213,7 @@ def test_event_base_facts_show_none(state: RotationState) -> None:
     assert list(find_events(facts(state), NOW)) == dead_by_then.get(state, [])
 
 
-# --- several at once --------------------------------------------------------------------------------------------
+# --- several events ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", OPEN)
@@ -263,7 +263,7 @@ def test_event_deadline_counts_from_the_second_it_names(state: RotationState) ->
     assert Event.DEADLINE not in set(find_events(replace(known, deadline=None), NOW + 9999 * DAY))
 
 
-# --- the two cells that the plan may decide otherwise -------------------------------------------------------------
+# --- cells that depend on the plan --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", OPEN)

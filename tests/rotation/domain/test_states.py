@@ -51,7 +51,7 @@ WAY = [
 ]
 SIDE = [S.REJECTED, S.EXPIRED, S.CANCELLED, S.STALLED, S.ROLLING_BACK, S.ROLLED_BACK, S.EMERGENCY]
 
-# --- the machine as it is drawn ---------------------------------------------------------------------------
+# --- states and transitions -------------------------------------------------------------------------------
 
 
 def test_states_are_the_documented_ones() -> None:
@@ -346,7 +346,7 @@ def test_step_rolling_back_writes_the_predecessor_first() -> None:
         (used(1, 1, NOW), used(1, 1, LONG_AGO), NOW - QUIET + SECOND, "wait"),
     ],
     ids=[
-        "nobody had the replacement in use",
+        "replacement never in use",
         "back on the predecessor, replacement silent",
         "replacement used a second too late",
         "predecessor not used since",
@@ -400,7 +400,7 @@ def test_step_rolling_back_stalls_at_its_deadline_outside_quarantine() -> None:
     assert outcome_of(step(S.ROLLING_BACK, NOW, **late, replacement=suspended, quarantined_at=ENTERED)) == "wait"
 
 
-# --- each state says one thing ----------------------------------------------------------------------------
+# --- every state ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", OPEN)

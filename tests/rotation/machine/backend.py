@@ -145,7 +145,7 @@ class MemoryBackend:
     def health(self) -> Health:
         return Health(ready=not self.is_down, detail="down" if self.is_down else "ready")
 
-    # --- how it fails -------------------------------------------------------------------------------------------
+    # --- injected faults ----------------------------------------------------------------------------------------
 
     def _called(self, name: str, mount: Mount, act: Callable[[], T], late: Callable[[], None] | None = None) -> T:
         if mount is Mount.PEPPERS:

@@ -81,7 +81,7 @@ class Watcher:
         if not holds:
             raise ViolationError(what)
 
-    # --- reading ------------------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------
 
     def is_living(self, state: str) -> bool:
         return state in LIVING
@@ -99,7 +99,7 @@ class Watcher:
         retiring = 1 if row.state is S.ROLLING_BACK else 0
         return not (row.quarantined_at is not None and which == retiring)
 
-    # --- looking ------------------------------------------------------------------------------------------------
+    # --- checking -----------------------------------------------------------------------------------------------
 
     def check(self, by: str) -> None:
         """Check everything. `by`: who acted since the last check, `engine` or `people`."""
@@ -133,7 +133,7 @@ class Watcher:
             self.counts[event] += 1
         return entries
 
-    # --- what must hold -----------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------
 
     def _check_keys(self, keys: dict[str, KeyRow]) -> None:
         now = self.world.now
@@ -291,7 +291,7 @@ class Watcher:
             ).exists()
             self.require(started, f"3: {name} without a ledger row before it")
 
-    # --- after a turn, and in the end ---------------------------------------------------------------------------
+    # --- after a turn and at the end ----------------------------------------------------------------------------
 
     def require_predecessor_reinstated(self) -> None:
         """After a whole turn no predecessor stays in quarantine beside a replacement that is not good.

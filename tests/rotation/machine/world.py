@@ -58,7 +58,7 @@ PERIOD = timedelta(seconds=601)
 
 @dataclass(frozen=True)
 class Variant:
-    """What is rotated, and by which plan."""
+    """The kind of key to rotate, and its plan."""
 
     name: str
     wish: PlanOverrides
@@ -102,7 +102,7 @@ class World:
         }
         self.watcher = Watcher(self)
 
-    # --- how it begins ------------------------------------------------------------------------------------------
+    # --- creation -----------------------------------------------------------------------------------------------
 
     def create(self) -> None:
         """Create a credential with one good key, used before where the variant requires it, and two verifiers."""
@@ -140,7 +140,7 @@ class World:
         again.watcher.take_over(self.watcher)
         return again
 
-    # --- what is there ------------------------------------------------------------------------------------------
+    # --- current state ------------------------------------------------------------------------------------------
 
     @property
     def now(self) -> datetime:

@@ -317,7 +317,7 @@ def test_members_that_stalled_or_failed_are_listed_first(clock: Clock) -> None:
     assert listed == [S.STALLED, S.CANCELLED, S.SCHEDULED, S.OVERLAP, None]
 
 
-# --- workers that die, double or are late -------------------------------------------------------------------
+# --- dead, duplicate and late workers -----------------------------------------------------------------------
 
 
 def test_tick_killed_between_start_and_link_starts_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +417,7 @@ def test_campaign_with_the_engine_rotates_all_of_them(clock: Clock, verifier: Us
     assert verify_audit().first_broken is None
 
 
-# --- at once, where there is more than one writer -----------------------------------------------------------
+# --- races on a database with several writers ---------------------------------------------------------------
 
 
 @pytest.mark.postgres

@@ -66,7 +66,7 @@ def newest_key(rotation: Rotation) -> str | None:
     return None if stored is None else stored.labels["key_id"]
 
 
-# --- what happens in quarantine -----------------------------------------------------------------------------
+# --- quarantine ---------------------------------------------------------------------------------------------
 
 
 def test_copy_of_a_key_in_quarantine_is_hidden_and_reported_once(clock: Clock, verifier: UsageLog) -> None:
@@ -257,7 +257,7 @@ def test_merchant_offboarded_in_quarantine_leaves_no_copy(clock: Clock, verifier
     assert copy_of(rotation.predecessor) == copy_of(rotation.replacement) == DESTROYED
 
 
-# --- a backend that is away, refuses, or has lost something -------------------------------------------------
+# --- backend outages, denials and losses --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [BackendUnavailableError("sealed"), BackendDeniedError("refused", status=403)])

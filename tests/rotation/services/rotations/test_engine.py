@@ -29,7 +29,7 @@ from tests.rotation.steps import advance, begun, key_states, overlapping, quaran
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-# --- the happy path ---------------------------------------------------------------------------------------
+# --- forward path -----------------------------------------------------------------------------------------
 
 
 def test_rotation_by_acknowledgement_deploys_before_it_revokes(clock: Clock, verifier: UsageLog) -> None:
@@ -102,7 +102,7 @@ def test_rotation_advanced_by_two_workers_changes_once(clock: Clock, verifier: U
     assert rotation.credential.keys.count() == 2
 
 
-# --- silence is observed ----------------------------------------------------------------------------------
+# --- observed silence -------------------------------------------------------------------------------------
 
 
 def test_silence_restarts_at_each_use_of_the_predecessor(clock: Clock, verifier: UsageLog) -> None:
@@ -172,7 +172,7 @@ def test_time_alone_never_revokes(clock: Clock, verifier: UsageLog) -> None:
     assert key_states(rotation) == ("active", "active")
 
 
-# --- what happens when ------------------------------------------------------------------------------------
+# --- events -----------------------------------------------------------------------------------------------
 
 
 def test_replacement_revoked_in_quarantine_reinstates_the_predecessor(clock: Clock, verifier: UsageLog) -> None:

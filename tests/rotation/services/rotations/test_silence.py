@@ -49,7 +49,7 @@ OLD_USE = NOW - QUIET
         (NOW, ENTERED - DAY, ENTERED - DAY, "to quarantine"),
     ],
     ids=[
-        "nobody reports",
+        "no verifier reports",
         "observed: nothing yet",
         "observed: a second short",
         "observed: the whole period",

@@ -238,7 +238,7 @@ def test_calendar_with_invalid_values_is_refused_with_the_field(
     assert pointer in pointers(refused.value)
 
 
-# --- beginning ----------------------------------------------------------------------------------------------
+# --- starting -----------------------------------------------------------------------------------------------
 
 
 def test_begin_due_requests_once_at_the_end_of_the_cryptoperiod(clock: Clock) -> None:
