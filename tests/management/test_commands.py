@@ -1,6 +1,4 @@
-"""The scripting commands: one JSON object; exit 0 for success, 1 for refused, 2 for usage; secrets only on request,
-once.
-"""
+"""The scripting commands: one JSON object; exit 0, 1 (refused) or 2 (usage); secrets only on request, once."""
 
 import io
 import json

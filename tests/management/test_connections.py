@@ -1,6 +1,4 @@
-"""Provider connections on the command line: set from a file or standard input, listed, removed; the secret is never
-printed.
-"""
+"""Provider connections on the command line: set from a file or standard input, listed, removed; never printed."""
 
 import io
 import json

@@ -1,6 +1,4 @@
-"""Operators on the host's command line: listed, disabled, given new roles and passwords; Django's own commands are
-refused.
-"""
+"""Operators on the host's command line: listed, disabled, changed; Django's own commands are refused."""
 
 import io
 import json

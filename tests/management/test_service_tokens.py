@@ -1,6 +1,4 @@
-"""Service tokens on the command line: rotated with an overlap, revoked immediately; the token is printed only with
---reveal.
-"""
+"""Service tokens on the command line: rotated with an overlap, revoked immediately, printed only with --reveal."""
 
 import io
 import json

@@ -60,8 +60,9 @@ from tests.verifiers import confirm, make_verifier
 
 @dataclass(frozen=True)
 class World:
-    """The rows of the fixture. In production, `pending` awaits approval and `issued` had one; likewise `waiting` and
-    `scheduled`.
+    """The rows of the fixture.
+
+    In production, `pending` awaits approval and `issued` had one; likewise `waiting` and `scheduled`.
 
     `tam` requests everything and has a second login, `tam_too`; `approver` approves.
     """

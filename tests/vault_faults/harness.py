@@ -1,5 +1,4 @@
-"""A server on disk with this project's policies and AppRole logins, a proxy before it, and this process's service on
-it.
+"""A server on disk with the policies and AppRole logins, a proxy before it, and this process's service on it.
 
 The scene's clock advances only when a test advances it. The breakers and the maintenance use the same clock, so the
 duration of an outage is counted and never waited for. Only the timeouts are real, and short.

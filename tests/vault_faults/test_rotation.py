@@ -1,5 +1,6 @@
-"""Rotations on the real server with a fault at one call of each kind; `python -m tests.faults vault` covers every
-call.
+"""Rotations on the real server with a fault at one call of each kind.
+
+`python -m tests.faults vault` covers every call.
 """
 
 import pytest
