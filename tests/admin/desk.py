@@ -70,7 +70,7 @@ def make_endpoint(name: str = "refunds.create", **wished: Any) -> CatalogEndpoin
     return add_endpoint(grant(adding, Permission.CATALOG_WRITE), EndpointDraft(name, **{**wish, **wished}))
 
 
-def make_refusal(request_id: str = "R" * 22, **told: Any) -> Refusal:
+def make_refusal(request_id: str = "R" * 22, **changes: Any) -> Refusal:
     """Store a refusal of an unauthenticated key."""
     columns = {
         "door": "verify",
@@ -81,7 +81,7 @@ def make_refusal(request_id: str = "R" * 22, **told: Any) -> Refusal:
         "source": "192.0.2.7",
         "trace": [["credential_invalid", False]],
     }
-    return Refusal.objects.create(request_id=request_id, at=now(), **{**columns, **told})
+    return Refusal.objects.create(request_id=request_id, at=now(), **{**columns, **changes})
 
 
 def browser(operator: principals.OperatorPrincipal, **options: Any) -> Client:

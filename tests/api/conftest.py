@@ -24,8 +24,8 @@ def usage(monkeypatch: pytest.MonkeyPatch) -> UsageLog:
     """Return the usage log of the planes, without its thread; a test flushes it itself."""
     log = UsageLog()
     monkeypatch.setattr(UsageLog, "start", lambda self: None)
-    for door in ("keyvault.hotpath.adapters.assembly", "keyvault.api.integration"):
-        monkeypatch.setattr(f"{door}.usage_log", log)
+    for module in ("keyvault.hotpath.adapters.assembly", "keyvault.api.integration"):
+        monkeypatch.setattr(f"{module}.usage_log", log)
     return log
 
 

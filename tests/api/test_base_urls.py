@@ -80,7 +80,7 @@ def test_host_of_an_environment_serves_nothing_else(settings: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "words"),
+    ("environ", "message"),
     [
         ({"SANDBOX_BASE_URL": "https://a.example", "PRODUCTION_BASE_URL": "https://a.example"}, "another host or path"),
         ({"SANDBOX_BASE_URL": "https://a.example", "PRODUCTION_BASE_URL": "https://A.example/p"}, "another host"),
@@ -92,11 +92,11 @@ def test_host_of_an_environment_serves_nothing_else(settings: Any) -> None:
         ({"PRODUCTION_BASE_URL": "https://keys.example/v1/keys"}, "its own path"),
     ],
 )
-def test_base_urls_that_are_not_distinct_prevent_the_start(environ: dict[str, str], words: str) -> None:
+def test_base_urls_that_are_not_distinct_prevent_the_start(environ: dict[str, str], message: str) -> None:
     values = read_settings(
         {"KEYVAULT_ORIGIN": "https://keys.example"} | {f"KEYVAULT_{name}": url for name, url in environ.items()}
     )
-    with pytest.raises(ImproperlyConfigured, match=words):
+    with pytest.raises(ImproperlyConfigured, match=message):
         find_base_urls(values)
 
 

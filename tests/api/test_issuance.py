@@ -427,12 +427,12 @@ def test_issuance_of_a_revoked_or_discarded_key_is_not_collectable(call: Call) -
     ended = issued(call, delivery="show_once")
     assert ended.key is not None
     call("POST", f"/v1/keys/{ended.key.key_id}/revoke", {"reason": "superseded"})
-    burned = issued(call, recipient_public_key=PUBLIC, at=now() - COLLECT_WITHIN)
-    unswept = collect(call, burned.pk)
+    discarded = issued(call, recipient_public_key=PUBLIC, at=now() - COLLECT_WITHIN)
+    unswept = collect(call, discarded.pk)
     maintenance.discard_due()
-    for answer in (collect(call, ended.pk), unswept, collect(call, burned.pk)):
+    for answer in (collect(call, ended.pk), unswept, collect(call, discarded.pk)):
         assert (answer.status_code, answer.body["code"]) == (409, "state_conflict")
-    assert call("GET", f"{REQUESTS}/{burned.pk}").body["state"] == "burned"
+    assert call("GET", f"{REQUESTS}/{discarded.pk}").body["state"] == "burned"
 
 
 def test_issuance_collected_during_a_backend_outage_is_retryable(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,8 @@ def receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            told = {name.lower(): value for name, value in self.headers.items()}
-            here.received.append(Received(self.path, told, body))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            here.received.append(Received(self.path, headers, body))
             here.before_answer()
             self.send_response(here.status)
             for name, value in here.headers.items():

@@ -72,7 +72,7 @@ def test_replay_reapplies_every_kind_of_revocation(scene: Scene) -> None:
     lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
     engine = grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox)
     staged, _ = lifecycle.stage_key(engine, revoked.credential, expires_in_days=9)
-    burned, _ = lifecycle.stage_key(engine, leaked.credential, expires_in_days=9)
+    discarded, _ = lifecycle.stage_key(engine, leaked.credential, expires_in_days=9)
     service, _ = make_token()
     customer, _ = token_of(leaked)
     make_merchant("globex")
@@ -84,7 +84,7 @@ def test_replay_reapplies_every_kind_of_revocation(scene: Scene) -> None:
             log_line("key", leaked.key_id, "compromised", "key_compromise"),
             log_line("key", suspended.key_id, "deactivated", "privilege_withdrawn"),
             log_line("key", staged.key_id, "deactivated", "cessation_of_operation"),
-            log_line("key", burned.key_id, "destroyed"),
+            log_line("key", discarded.key_id, "destroyed"),
             log_line("service_token", service.token_id),
             log_line("customer_token", customer.token_id),
             log_line("merchant", "globex"),
@@ -101,7 +101,7 @@ def test_replay_reapplies_every_kind_of_revocation(scene: Scene) -> None:
         leaked.key_id: ("compromised", None, "key_compromise"),
         suspended.key_id: ("deactivated", "revoked", "privilege_withdrawn"),
         staged.key_id: ("destroyed", None, None),
-        burned.key_id: ("destroyed", None, None),
+        discarded.key_id: ("destroyed", None, None),
     }
     assert ServiceToken.objects.get(pk=service.pk).revoked_at is not None
     assert CustomerToken.objects.get(pk=customer.pk).revoked_at is not None

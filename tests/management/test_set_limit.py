@@ -112,9 +112,9 @@ def test_show_catalog_prints_every_endpoint_with_its_rule_and_limits() -> None:
     )
     add_endpoint(adding, draft)
     answer = run("show_catalog")
-    told = {endpoint.pop("name"): endpoint for endpoint in answer["endpoints"]}
-    assert told.keys() == {endpoint.name for endpoint in BUILT_IN.endpoints} | {"refunds.create"}
-    assert told["refunds.create"] == {
+    endpoints = {endpoint.pop("name"): endpoint for endpoint in answer["endpoints"]}
+    assert endpoints.keys() == {endpoint.name for endpoint in BUILT_IN.endpoints} | {"refunds.create"}
+    assert endpoints["refunds.create"] == {
         "method": "POST",
         "path": "/refunds/<refund_id>",
         "credential": "public or private",
@@ -128,8 +128,8 @@ def test_show_catalog_prints_every_endpoint_with_its_rule_and_limits() -> None:
         "built_in": False,
         "summary": "",
     }
-    assert told["orders.create"]["limit"] is None
-    assert told["orders.create"]["idempotency_key"] is True
+    assert endpoints["orders.create"]["limit"] is None
+    assert endpoints["orders.create"]["idempotency_key"] is True
     assert answer["account_limits"] == {
         "sandbox": {"count": 25, "seconds": 1},
         "production": {"count": 100, "seconds": 1},

@@ -176,12 +176,14 @@ def test_vault_doctor_names_an_address_without_a_server() -> None:
     assert problem.startswith("The server does not answer")
 
 
-@pytest.mark.parametrize(("seconds", "word"), [(3600, "ahead of"), (-3600, "behind")])
-def test_vault_doctor_names_a_clock_that_is_off(seconds: int, word: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seconds", "expected"), [(3600, "ahead of"), (-3600, "behind")])
+def test_vault_doctor_names_a_clock_that_is_off(seconds: int, expected: str, tmp_path: Path) -> None:
     health = {"sealed": False, "server_time_utc": int(time.time()) + seconds}
     with answering(200, health) as address, pointed_at(address, VAULT_LOGINS=tmp_path / "none"):
         report = doctor()
-    assert [subject for subject, problem in problems_of(report) if word in problem and "clock" in problem] == [address]
+    assert [subject for subject, problem in problems_of(report) if expected in problem and "clock" in problem] == [
+        address
+    ]
 
 
 def test_vault_doctor_names_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:

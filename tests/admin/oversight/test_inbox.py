@@ -17,7 +17,7 @@ from keyvault.services.webhooks.endpoints import add_endpoint
 from tests.admin.desk import Desk, address, browser, hidden, text_of
 from tests.factories import grant, issue, now
 
-ALARM, NEWS = NoticeKind.ROTATION_STALLED, NoticeKind.KEY_ISSUED
+ALARM, NOTIFICATION = NoticeKind.ROTATION_STALLED, NoticeKind.KEY_ISSUED
 LIST = "/admin/keyvault/notice/"
 
 
@@ -29,7 +29,7 @@ def create_notice(desk: Desk, kind: NoticeKind = ALARM, subject: str = "rot_" + 
 
 def test_inbox_lists_alarms_first(desk: Desk) -> None:
     create_notice(desk)
-    create_notice(desk, NEWS, "k" * 16)
+    create_notice(desk, NOTIFICATION, "k" * 16)
     text = text_of(browser(desk.auditor).get(LIST))
     assert text.index('<a href="/admin/keyvault/notice/') > 0
     rows = re.findall(r'badge badge-(unseen|seen|notice)"', text)
@@ -39,7 +39,7 @@ def test_inbox_lists_alarms_first(desk: Desk) -> None:
 @pytest.mark.parametrize(("what", "count"), [("unseen", 1), ("alarms", 1), (None, 2)])
 def test_inbox_filters_by_status(desk: Desk, what: str | None, count: int) -> None:
     create_notice(desk)
-    create_notice(desk, NEWS, "k" * 16)
+    create_notice(desk, NOTIFICATION, "k" * 16)
     text = text_of(browser(desk.auditor).get(LIST, {} if what is None else {"what": what}))
     assert len(re.findall(r'badge badge-(?:unseen|notice)"', text)) == count
 
@@ -61,7 +61,7 @@ def test_notice_links_its_subject(desk: Desk) -> None:
     endpoint, _ = add_endpoint(grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox), desk.sandbox, "https://acme.example/")
     client = browser(desk.auditor)
     for subject, kind, place in (
-        (key.pk, NEWS, address("keyvault_key_change", key.pk)),
+        (key.pk, NOTIFICATION, address("keyvault_key_change", key.pk)),
         (
             key.credential_id,
             NoticeKind.CREDENTIAL_WITHOUT_KEY,

@@ -62,9 +62,9 @@ class Fault:
     passes: bool = False
 
 
-def refused(status: int, words: str = "", **headers: str) -> Fault:
+def refused(status: int, message: str = "", **headers: str) -> Fault:
     """Return a fault with the server's own error."""
-    body = json.dumps({"errors": [words] if words else []}).encode()
+    body = json.dumps({"errors": [message] if message else []}).encode()
     return Fault(status=status, body=body, headers={name.replace("_", "-"): text for name, text in headers.items()})
 
 
@@ -300,8 +300,8 @@ class FakeVault:
         return None if token is None or token.ends_at <= self._now() else token
 
 
-def _errors(status: int, *words: str) -> Answer:
-    return status, {"errors": list(words)}
+def _errors(status: int, *messages: str) -> Answer:
+    return status, {"errors": list(messages)}
 
 
 def _read(versions: dict[int, _Version], asked: int) -> Answer:

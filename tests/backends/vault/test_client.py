@@ -119,11 +119,11 @@ def test_client_refused_repeatedly_creates_no_more_tokens(fake: FakeVault, clien
     assert count(fake) == 3
 
 
-@pytest.mark.parametrize(("status", "words"), [(400, "invalid role or secret ID"), (403, "permission denied")])
+@pytest.mark.parametrize(("status", "message"), [(400, "invalid role or secret ID"), (403, "permission denied")])
 def test_client_whose_login_is_refused_is_denied_immediately(
-    fake: FakeVault, client: VaultClient, status: int, words: str
+    fake: FakeVault, client: VaultClient, status: int, message: str
 ) -> None:
-    fake.fail(refused(status, words), "login", times=9)
+    fake.fail(refused(status, message), "login", times=9)
     with pytest.raises(BackendDeniedError) as raised:
         lookup_self(client)
     assert raised.value.status == status

@@ -19,7 +19,7 @@ from tests.environment import ROOT
 from .conftest import ROLE
 from .fake import FakeVault, Fault, lost_reply, refused
 from .installation import InstalledVault, opened
-from .test_client import count, look
+from .test_client import count, lookup_self
 
 CREATION_PATH = f"auth/approle/role/{ROLE}/secret-id"
 READER = """
@@ -45,9 +45,9 @@ def wrapped(fake: FakeVault, logins: Path) -> Path:
 
 
 def test_wrapped_secret_id_is_unwrapped_once_and_stored(fake: FakeVault, client: VaultClient, wrapped: Path) -> None:
-    look(client)
+    lookup_self(client)
     fake.revoke_all()
-    look(client)
+    lookup_self(client)
     assert (count(fake, "wrapping/lookup"), count(fake, "unwrap")) == (1, 1)
     assert not wrapped.exists()
     assert stat.S_IMODE(wrapped.with_name(f"{ROLE}.secret_id").stat().st_mode) == 0o600
@@ -58,12 +58,12 @@ def test_wrapped_secret_id_left_by_a_killed_process_is_no_theft(
 ) -> None:
     """The process was killed, or lost power, right after it stored the secret id."""
     token = wrapped.read_text()
-    look(client)
+    lookup_self(client)
     kept = wrapped.with_name(f"{ROLE}.secret_id")
     wrapped.write_text(token)
     os.utime(wrapped, ns=(kept.stat().st_mtime_ns - 1,) * 2)
     fake.revoke_all()
-    look(client)
+    lookup_self(client)
     assert (count(fake, "unwrap"), wrapped.exists()) == (1, False)
 
 
@@ -73,7 +73,7 @@ def test_wrapped_secret_id_newer_than_the_stored_one_replaces_it(
     kept = logins / f"{ROLE}.secret_id"
     kept.write_text("that of last year")
     os.utime(kept, ns=(wrapped.stat().st_mtime_ns - 1,) * 2)
-    look(client)
+    lookup_self(client)
     assert count(fake, "unwrap") == 1
     assert kept.read_text() != "that of last year"
 
@@ -109,7 +109,7 @@ def test_wrapped_secret_id_of_two_processes_is_unwrapped_by_one(fake: FakeVault,
 
 def taken(client: VaultClient) -> TakenLoginError:
     with pytest.raises(BackendError) as raised:
-        look(client)
+        lookup_self(client)
     assert isinstance(raised.value, TakenLoginError)
     return raised.value
 
@@ -147,7 +147,7 @@ def test_wrapped_secret_id_with_a_lost_unwrap_reply_is_reported(
     """No party has it, but that is indistinguishable from a theft."""
     fake.fail(lost_reply(), "unwrap")
     with pytest.raises(BackendUnavailableError):
-        look(client)
+        lookup_self(client)
     assert count(fake, "unwrap") == 1
     taken(client)
 
@@ -159,8 +159,8 @@ def test_wrapped_secret_id_survives_an_outage(
 ) -> None:
     fake.fail(fault, path)
     with pytest.raises(BackendUnavailableError):
-        look(client)
-    look(client)
+        lookup_self(client)
+    lookup_self(client)
     assert count(fake, "unwrap") == 1
 
 
@@ -170,7 +170,7 @@ def test_wrapped_secret_id_that_cannot_be_stored_is_not_unwrapped(
     """A folder that is not writable would lose the secret id with the process."""
     (wrapped.parent / f"{ROLE}.lock").mkdir()
     with pytest.raises(BackendDeniedError) as raised:
-        look(client)
+        lookup_self(client)
     assert "cannot be written" in raised.value.internal
     assert fake.calls == []
 

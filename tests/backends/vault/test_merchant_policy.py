@@ -115,14 +115,14 @@ def test_merchant_reads_its_keys_and_connections_at_the_shown_places(
         "backend_path": key.credential.backend_path,
     }
     assert read(client, mount, key.credential.backend_path)["secret"] == text
-    told = describe_connection(connection)
-    assert told["backend_mount"] == mount
-    body = read(client, told["backend_mount"], told["backend_path"])
+    shown = describe_connection(connection)
+    assert shown["backend_mount"] == mount
+    body = read(client, shown["backend_mount"], shown["backend_path"])
     assert body.pop("write_id")
     assert body == {
         "schema": "1",
         "secret": f"secret of {place}",
-        "connection_id": told["connection_id"],
+        "connection_id": shown["connection_id"],
         "provider": "stripe",
         "environment": environment.value,
         "mode": {SANDBOX: "test", PRODUCTION: "live"}[environment],
@@ -200,9 +200,9 @@ def test_merchant_cannot_list_write_or_destroy(people: None, vault_service: Inst
 def test_console_and_commands_show_where_the_merchant_reads(people: None, vault_service: InstalledVault) -> None:
     """The console's pages and the commands show mount and path, and no secret."""
     place, key, text, connection = issue_and_connect("acme", SANDBOX)
-    told = {"backend_mount": mounts(vault_service)[SANDBOX], "backend_path": connection.backend_path}
+    shown = {"backend_mount": mounts(vault_service)[SANDBOX], "backend_path": connection.backend_path}
     (listed,) = call("list_connections", "--merchant", "acme", "--environment", "sandbox")["connections"]
-    assert told.items() <= listed.items()
+    assert shown.items() <= listed.items()
     shown = call("show_key", key.key_id)
     assert shown["backend_path"] == key.credential.backend_path
     client = browser(the_operator("admin"))
@@ -212,7 +212,7 @@ def test_console_and_commands_show_where_the_merchant_reads(people: None, vault_
     ]
     for page, path in zip(pages, (connection.backend_path, key.credential.backend_path), strict=True):
         assert path in text_of(page)
-        assert told["backend_mount"] in text_of(page)
+        assert shown["backend_mount"] in text_of(page)
         assert text not in text_of(page)
         assert f"secret of {place}" not in text_of(page)
 

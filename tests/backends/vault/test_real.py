@@ -17,9 +17,9 @@ from keyvault.backends.vault.layout import SecretsEngine, VaultRole
 from keyvault.domain.plaintext import Plaintext
 from tests.servers.openbao import VaultOnDisk
 
-from .behind_faulty_proxy import behind_faulty_proxy
 from .conftest import SHORT_TIMEOUTS
 from .fake import Fault, lost_reply, slow
+from .faulty_proxy import behind_faulty_proxy
 from .installation import InstalledVault, installed
 
 BOX = Mount.SANDBOX

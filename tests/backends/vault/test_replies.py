@@ -50,7 +50,7 @@ def failure(act: Callable[[], object]) -> BackendError:
 
 
 @pytest.mark.parametrize(
-    ("status", "words", "expected"),
+    ("status", "message", "expected"),
     [
         (400, "check-and-set parameter did not match the current version", BackendConflictError),
         (400, "invalid role or secret ID", BackendDeniedError),
@@ -72,15 +72,15 @@ def failure(act: Callable[[], object]) -> BackendError:
     ],
 )
 def test_reply_of_each_status_is_mapped_to_a_backend_error_with_the_status(
-    fake: FakeVault, store: VaultBackend, status: int, words: str, expected: type[BackendError]
+    fake: FakeVault, store: VaultBackend, status: int, message: str, expected: type[BackendError]
 ) -> None:
     # Twice: a denial is answered by a login and one retry.
-    fake.fail(refused(status, words), DATA, times=2)
+    fake.fail(refused(status, message), DATA, times=2)
     error = failure(lambda: store.read(BOX, "1/crd_a"))
     assert type(error) is expected
     assert error.status == status
-    assert " ".join(words.split())[:20] in " ".join(error.internal.split())
-    assert not words or words not in error.detail
+    assert " ".join(message.split())[:20] in " ".join(error.internal.split())
+    assert not message or message not in error.detail
 
 
 @pytest.mark.parametrize(
@@ -304,11 +304,17 @@ def test_health_reports_the_state_of_the_server(fake: FakeVault) -> None:
     fake.is_sealed = True
     assert (read_health(server).ready, read_health(server).detail) == (False, "the secrets manager is sealed")
     fake.is_sealed = False
-    for status, word in [(429, "standby"), (472, "recovery"), (473, "performance"), (501, "initialized"), (418, "418")]:
+    for status, expected in [
+        (429, "standby"),
+        (472, "recovery"),
+        (473, "performance"),
+        (501, "initialized"),
+        (418, "418"),
+    ]:
         fake.fail(Fault(status, b"{}"), "sys/health")
         health = read_health(server)
         assert not health.ready
-        assert word in health.detail
+        assert expected in health.detail
 
 
 @pytest.mark.parametrize("fault", [Fault(), Fault(200, HTML, "text/html"), Fault(307), Fault(is_reset=True)])

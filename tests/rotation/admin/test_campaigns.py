@@ -192,6 +192,6 @@ def test_campaign_actions_are_offered_by_permission_and_state(desk: Desk, clock:
 def test_campaign_list_is_searchable_by_credential(desk: Desk, clock: Clock) -> None:
     many(2, clock)
     row = asked(clock)
-    asked_of = row.members.order_by("pk")[0].credential_id
-    found = text_of(browser(desk.auditor).get(f"{address('rotation_campaign_changelist')}?q={asked_of}"))
+    credential_id = row.members.order_by("pk")[0].credential_id
+    found = text_of(browser(desk.auditor).get(f"{address('rotation_campaign_changelist')}?q={credential_id}"))
     assert address("rotation_campaign_change", row.pk) in found

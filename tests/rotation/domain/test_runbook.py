@@ -135,7 +135,7 @@ def test_runbook_entry_is_true_for_the_rotation(entry: RunbookEntry, case: Case)
     advice = fitted(entry, case)
     advice_text = " ".join((advice.happened, *advice.steps)).lower()
     assert advice.steps
-    assert [words for words in untrue_texts(case) if words in advice_text] == []
+    assert [phrase for phrase in untrue_texts(case) if phrase in advice_text] == []
 
 
 _NEEDS_THE_OLD_KEY = {
@@ -156,18 +156,18 @@ _WITH_OLD_KEY = [entry for entry in (*STALLS, *WAITS) if entry.title in _NEEDS_T
 
 
 @pytest.mark.parametrize(
-    ("delivery", "words"),
+    ("delivery", "phrase"),
     [
         (Delivery.SECRET_BACKEND, "waits in the secret backend"),
         (Delivery.SHOW_ONCE, "shown once"),
         (Delivery.SEALED, "sealed to"),
     ],
 )
-def test_runbook_of_an_unused_replacement_names_its_place(delivery: Delivery, words: str) -> None:
+def test_runbook_of_an_unused_replacement_names_its_place(delivery: Delivery, phrase: str) -> None:
     entry = find_wait("traffic on the replacement: 0 of 5", is_failing=False)
     assert entry is not None
     advice = fitted(entry, Case(delivery, KeyKind.PRIVATE, has_old_key=True))
-    assert words in " ".join((advice.happened, *advice.steps))
+    assert phrase in " ".join((advice.happened, *advice.steps))
 
 
 def test_runbook_of_an_unconfirmed_public_key_names_its_place() -> None:

@@ -154,7 +154,7 @@ class Watcher:
             if event == "key.burned":
                 key_id = details["key_id"]
                 held = key_id in delivered and key_id not in self.world.backend.arrived_late
-                self.require(not held, "6: a key was burned that the merchant could have read")
+                self.require(not held, "6: a discarded key was readable by the merchant")
             if event == "rotation.quarantine":
                 self._check_silence(details)
             if event == "rotation.revoking":
@@ -174,7 +174,7 @@ class Watcher:
             if event in STATE_AFTER and key_id in delivered:
                 rows[key_id] = KeyRow(STATE_AFTER[event], keys[key_id].expires_at)
         fits = all(keys[key_id].state is row.state for key_id, row in rows.items())
-        self.require(fits, "7: the entries tell of other states than the rows")
+        self.require(fits, "7: the entries name other states than the rows")
 
     def _check_recorded(
         self,
@@ -186,12 +186,14 @@ class Watcher:
         for key_id, row in keys.items():
             before = self.keys.get(key_id)
             changed = before is None or before.state is not row.state
-            self.require(not changed or key_id in named, f"7: a key became {row.state} and no entry says so")
-        told = {details.get("rotation_id") for event, details in entries if event.startswith("rotation.")}
+            self.require(not changed or key_id in named, f"7: a key became {row.state} without an audit entry")
+        recorded_ids = {details.get("rotation_id") for event, details in entries if event.startswith("rotation.")}
         for rotation_id, rotation in rotations.items():
             known = self.rotations.get(rotation_id)
             changed = known is None or known.version != rotation.version
-            self.require(not changed or rotation_id in told, f"7: a rotation became {rotation.state} unrecorded")
+            self.require(
+                not changed or rotation_id in recorded_ids, f"7: a rotation became {rotation.state} unrecorded"
+            )
             self.require(known is None or known.version <= rotation.version, "2: a version went back")
             is_reopened = known is not None and known.state in CLOSED and known.state is not rotation.state
             self.require(not is_reopened, "2: a closed rotation was opened")

@@ -236,8 +236,8 @@ def test_tick_without_a_halt_continues_past_stalls(clock: Clock) -> None:
     ticked(clock)
     campaign = fresh(campaign)
     assert (campaign.state, begun(campaign)) == (C.COMPLETED, 3)
-    told = describe_campaign(campaign, clock.now)
-    assert (told["percent_proved"], told["percent_ended"]) == (0, 100)
+    description = describe_campaign(campaign, clock.now)
+    assert (description["percent_proved"], description["percent_ended"]) == (0, 100)
 
 
 # --- pause and end ------------------------------------------------------------------------------------------
@@ -277,8 +277,12 @@ def test_tick_completes_when_no_rotation_is_running(clock: Clock) -> None:
     ticked(clock)
     campaign = fresh(campaign)
     assert (campaign.state, campaign.closed_at) == (C.COMPLETED, clock.now)
-    told = describe_campaign(campaign, clock.now)
-    assert (told["percent_proved"], told["percent_ended"], told["all_begun_at"]) == (100, 100, None)
+    description = describe_campaign(campaign, clock.now)
+    assert (description["percent_proved"], description["percent_ended"], description["all_begun_at"]) == (
+        100,
+        100,
+        None,
+    )
 
 
 @pytest.mark.parametrize("act", [None, pause_campaign])

@@ -103,13 +103,13 @@ def test_proof_that_is_missing_is_named(proof: Proof, is_dormant: bool) -> None:
     """The text names what the rotation waits for and every sufficient proof."""
     found = step(S.AWAITING_PROOF, plan=plan(proof=proof, is_dormant=is_dormant))
     assert isinstance(found, Wait)
-    words = {
+    phrases = {
         Proof.ACK: ["acknowledge"],
         Proof.TRAFFIC: ["traffic", "0 of 5", "0 of 2"],
         Proof.BOTH: ["traffic", "0 of 5", "0 of 2"],
         Proof.CONFIRMATION: ["operator"],
     }[proof] + (["operator", "acknowledge"] if is_dormant else [])
-    assert [word for word in words if word not in found.waiting_for] == []
+    assert [phrase for phrase in phrases if phrase not in found.waiting_for] == []
 
 
 def test_proof_of_both_names_the_traffic_first_and_then_the_acknowledgement() -> None:
