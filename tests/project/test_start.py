@@ -1,6 +1,7 @@
 """A misconfigured process refuses to start and states the reason."""
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -22,11 +23,18 @@ def run(arguments: list[str], folder: Path, **settings: str) -> subprocess.Compl
     )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    done = run(["manage.py", "setup"], tmp_path / "data")
+@pytest.fixture(scope="module")
+def set_up_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Set up one data folder; each test gets a copy."""
+    data = tmp_path_factory.mktemp("installation") / "data"
+    done = run(["manage.py", "setup"], data)
     assert done.returncode == 0, done.stderr
-    return tmp_path / "data"
+    return data
+
+
+@pytest.fixture
+def folder(set_up_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(set_up_folder, tmp_path / "data"))
 
 
 @pytest.mark.parametrize("arguments", [SERVER, WORKER], ids=["server", "worker"])
