@@ -1,4 +1,4 @@
-"""Operators at their browsers: logged in, and where in the console they go."""
+"""Logged-in operators and the console's addresses, for tests."""
 
 import html
 import re
@@ -60,7 +60,7 @@ def set_up_desk() -> Desk:
 
 
 def make_endpoint(name: str = "refunds.create", **wished: Any) -> CatalogEndpoint:
-    """An upstream endpoint that an operator added: a POST for private keys, unless told otherwise."""
+    """Create an upstream endpoint that an operator added, by default a POST for private keys."""
     wish: dict[str, Any] = {
         "method": "POST",
         "path": "/refunds/<refund_id>",
@@ -70,8 +70,8 @@ def make_endpoint(name: str = "refunds.create", **wished: Any) -> CatalogEndpoin
     return add_endpoint(grant(adding, Permission.CATALOG_WRITE), EndpointDraft(name, **{**wish, **wished}))
 
 
-def make_refusal(request_id: str = "R" * 22, **told: Any) -> Refusal:
-    """A stored one, of a key that nobody proved."""
+def make_refusal(request_id: str = "R" * 22, **changes: Any) -> Refusal:
+    """Store a refusal of an unauthenticated key."""
     columns = {
         "door": "verify",
         "environment": SANDBOX,
@@ -81,23 +81,23 @@ def make_refusal(request_id: str = "R" * 22, **told: Any) -> Refusal:
         "source": "192.0.2.7",
         "trace": [["credential_invalid", False]],
     }
-    return Refusal.objects.create(request_id=request_id, at=now(), **{**columns, **told})
+    return Refusal.objects.create(request_id=request_id, at=now(), **{**columns, **changes})
 
 
 def browser(operator: principals.OperatorPrincipal, **options: Any) -> Client:
-    """Logged in as them. A fault of ours is an answer with status 500, as for everybody else."""
+    """Return a logged-in client of the operator. Internal faults are answered with status 500."""
     client = Client(raise_request_exception=False, **options)
     client.force_login(Operator.objects.get(username=operator.username))
     return client
 
 
 def address(page: str, *ids: object) -> str:
-    """Of a page by its name, such as `keyvault_key_revoke` and a key's id."""
+    """Return the address of a page by its name, such as `keyvault_key_revoke`, and ids."""
     return reverse(f"admin:{page}", args=[str(each) for each in ids])
 
 
 def hidden(response: Any, name: str) -> str:
-    """What a form carries unseen."""
+    """Return the value of a hidden form field."""
     found = re.search(rf'<input type="hidden" name="{name}" value="([^"]*)"', text_of(response))
     assert found is not None, f"no hidden {name} on the page"
     return html.unescape(found[1])
@@ -109,7 +109,7 @@ def text_of(response: Any) -> str:
 
 
 def dump() -> str:
-    """Everything in the database, as text: to look for what must not be there."""
+    """Return everything in the database as text, to search for what must not be there."""
     parts = []
     with connection.cursor() as cursor:
         for table in connection.introspection.table_names(cursor):

@@ -1,4 +1,4 @@
-"""The way in and out of the console, and how it answers what cannot be done."""
+"""Login and logout of the console, and its answers to invalid requests."""
 
 import re
 from typing import Any
@@ -25,7 +25,7 @@ def log_in(username: str, password: str = PASSWORD) -> Any:
     return client.post("/admin/login/?next=/admin/", {"username": username, "password": password})
 
 
-def test_site_login_with_the_password_leads_in(desk: Desk) -> None:
+def test_site_login_with_the_password_succeeds(desk: Desk) -> None:
     answer = log_in("tam")
     assert (answer.status_code, answer["Location"]) == (302, "/admin/")
 
@@ -37,7 +37,7 @@ def test_site_login_with_a_wrong_password_is_refused(desk: Desk) -> None:
 
 
 def test_site_login_without_a_role_is_refused_as_a_wrong_password_is(desk: Desk) -> None:
-    """A log-in without a role does not get a session, and does not learn that its password was right."""
+    """A login without a role gets no session and does not learn that its password was right."""
     make_operator("nobody")
     answer = log_in("nobody")
     assert answer.status_code == 200
@@ -45,8 +45,8 @@ def test_site_login_without_a_role_is_refused_as_a_wrong_password_is(desk: Desk)
     assert "Wrong user name or password" in text_of(answer)
 
 
-def test_site_suspended_operator_is_locked_out_at_once(desk: Desk) -> None:
-    """An operator whose log-in is disabled is out with the next click, and cannot come back."""
+def test_site_suspended_operator_is_signed_out_immediately(desk: Desk) -> None:
+    """A disabled operator is signed out with the next request and cannot sign in again."""
     client = browser(desk.admin)
     assert client.get("/admin/").status_code == 200
     make_operator("second", Role.KEY_ADMINISTRATOR)
@@ -58,16 +58,16 @@ def test_site_suspended_operator_is_locked_out_at_once(desk: Desk) -> None:
     assert log_in("admin").status_code == 200
 
 
-def test_site_user_who_is_no_staff_is_locked_out(desk: Desk) -> None:
-    """The console is for operators whose log-in says so."""
+def test_site_user_without_staff_status_is_refused(desk: Desk) -> None:
+    """The console requires a staff login."""
     client = browser(desk.admin)
     with collect_subjects():
         Operator.objects.get(username="admin").swap_beside({}, is_staff=False)
     assert client.get("/admin/").status_code == 302
 
 
-def test_site_logout_takes_a_post(desk: Desk) -> None:
-    """No link and no image on another page logs an operator out."""
+def test_site_logout_requires_a_post(desk: Desk) -> None:
+    """No link or image on another page logs an operator out."""
     client = browser(desk.tam)
     assert client.get("/admin/logout/").status_code == 405
     assert client.get("/admin/").status_code == 200
@@ -76,7 +76,7 @@ def test_site_logout_takes_a_post(desk: Desk) -> None:
 
 
 def test_site_post_without_csrf_token_is_refused(desk: Desk) -> None:
-    """No other site can make an operator's browser act."""
+    """No other site can act through an operator's browser."""
     client = browser(desk.admin, enforce_csrf_checks=True)
     assert client.post(address("keyvault_merchant_suspend", "acme")).status_code == 403
     desk.sandbox.merchant.refresh_from_db()
@@ -84,8 +84,8 @@ def test_site_post_without_csrf_token_is_refused(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "login/", "keyvault/key/", "keyvault/auditentry/", "keyvault/key/nothing/"])
-def test_site_page_brings_its_policy_and_keeps_it(desk: Desk, path: str) -> None:
-    """Only our own files run or are shown: no inline script or style stands in a page, nor one from elsewhere."""
+def test_site_page_sends_and_follows_its_content_security_policy(desk: Desk, path: str) -> None:
+    """Only the console's own files run: pages contain no inline script or style and none from elsewhere."""
     issue(desk.sandbox)
     client = Client() if path == "login/" else browser(desk.admin)
     answer = client.get(f"/admin/{path}")
@@ -98,15 +98,15 @@ def test_site_page_brings_its_policy_and_keeps_it(desk: Desk, path: str) -> None
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//", text)
 
 
-def test_site_page_is_kept_by_no_cache(desk: Desk) -> None:
-    """What operators see stays in no cache, on the way or in the browser."""
+def test_site_page_is_not_cacheable(desk: Desk) -> None:
+    """Pages of the console are stored in no cache, on the way or in the browser."""
     client = browser(desk.auditor)
     for path in ("/admin/", "/admin/keyvault/key/", "/admin/keyvault/merchant/acme/"):
         assert "no-store" in client.get(path)["Cache-Control"]
 
 
 def test_site_key_in_the_address_is_refused_and_not_repeated(desk: Desk) -> None:
-    """A whole key that was pasted into a search box is not looked for and not shown back."""
+    """A whole key pasted into a search field is neither searched nor shown."""
     _, text = issue(desk.sandbox)
     answer = browser(desk.tam).get("/admin/keyvault/key/", {"q": text.reveal()})
     assert answer.status_code == 400
@@ -114,7 +114,7 @@ def test_site_key_in_the_address_is_refused_and_not_repeated(desk: Desk) -> None
     assert "search by key id" in text_of(answer)
 
 
-def test_site_refusal_says_which_permission_is_missing(desk: Desk) -> None:
+def test_site_refusal_names_the_missing_permission(desk: Desk) -> None:
     answer = browser(desk.approver).get(address("keyvault_merchant_create"))
     assert answer.status_code == 403
     assert "merchants:write" in text_of(answer)
@@ -128,15 +128,15 @@ def test_site_unknown_address_is_a_page_and_no_fault(desk: Desk, path: str) -> N
 
 
 def test_site_refusal_by_the_database_is_a_conflict_and_no_fault(desk: Desk) -> None:
-    """Where two acts at once meet in a constraint, the slower one reads that it was slower."""
+    """When concurrent actions meet in a constraint, the slower one gets a conflict."""
     with mock.patch.object(KeyAdmin, "find_row", side_effect=IntegrityError("a trigger")):
         answer = browser(desk.admin).get(address("keyvault_key_change", "x"))
     assert answer.status_code == 409
     assert "Review the current version and try again" in text_of(answer)
 
 
-def test_site_front_page_shows_to_each_what_waits_for_them(desk: Desk) -> None:
-    """Whoever asked is not offered to approve; whoever may approve is."""
+def test_site_front_page_shows_each_operators_pending_work(desk: Desk) -> None:
+    """The requester is not offered to approve; possible approvers are."""
     request_key(desk.production, label="live-checkout", by=desk.tam)
     assert "Key requests to approve" in text_of(browser(desk.approver).get("/admin/"))
     tams = text_of(browser(desk.tam).get("/admin/"))
@@ -146,7 +146,7 @@ def test_site_front_page_shows_to_each_what_waits_for_them(desk: Desk) -> None:
 
 
 def test_site_front_page_of_a_person_with_two_log_ins_offers_no_own_request(desk: Desk) -> None:
-    """Persons are compared, not log-ins: the second log-in of whoever asked is not offered to approve."""
+    """Persons are compared, not logins: a requester's second login is not offered to approve."""
     request_key(desk.production, label="live-checkout", by=desk.tam)
     twin = make_operator("tam-approves", Role.APPROVER, person=desk.tam.person)
     assert "live-checkout" not in text_of(browser(twin).get("/admin/"))
@@ -160,8 +160,8 @@ def test_site_side_bar_lists_what_the_role_may_see(desk: Desk) -> None:
 
 
 @pytest.mark.django_db
-def test_session_is_not_looked_at_outside_the_console(client: Client, django_assert_num_queries: Any) -> None:
-    """A cookie of the console opens nothing on the other planes: it costs no query, and no answer varies by it."""
+def test_session_outside_the_console_is_ignored(client: Client, django_assert_num_queries: Any) -> None:
+    """A console cookie is ignored on the other planes: it costs no query, and no answer varies by it."""
     client.cookies["session"] = "x" * 32
     with django_assert_num_queries(0):
         answer = client.get("/healthz")

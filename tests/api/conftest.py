@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from django.test import Client
 
-import keyvault.project.urls  # noqa: F401  with all environments, whichever test comes first
+import keyvault.project.urls  # noqa: F401  loads all environments, whichever test runs first
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
@@ -21,11 +21,11 @@ Call = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def usage(monkeypatch: pytest.MonkeyPatch) -> UsageLog:
-    """The usage log of the doors, without its thread: a test flushes it by hand."""
+    """Return the usage log of the planes, without its thread; a test flushes it itself."""
     log = UsageLog()
     monkeypatch.setattr(UsageLog, "start", lambda self: None)
-    for door in ("keyvault.hotpath.adapters.assembly", "keyvault.api.integration"):
-        monkeypatch.setattr(f"{door}.usage_log", log)
+    for module in ("keyvault.hotpath.adapters.assembly", "keyvault.api.integration"):
+        monkeypatch.setattr(f"{module}.usage_log", log)
     return log
 
 
@@ -38,7 +38,7 @@ def token(db: None) -> str:
 
 @pytest.fixture
 def call(token: str) -> Call:
-    """Sends JSON with the service token; the answer's body is parsed in `.body`."""
+    """Return a function that sends JSON with the service token and sets `.body` to the parsed answer."""
     client = Client(raise_request_exception=False)
 
     def send(method: str, path: str, body: Any = None, **headers: str) -> Any:
@@ -63,7 +63,7 @@ def _json(body: Any) -> bytes:
 
 @pytest.fixture
 def ask(db: None, client: Client) -> Ask:
-    """The integration plane of `acme` and `globex`, whose limits no test reaches by accident."""
+    """Return a client of the integration plane for `acme` and `globex`, with limits that no test reaches."""
     for merchant_id in ("acme", "globex"):
         make_merchant(merchant_id)
         for environment in Environment:

@@ -1,4 +1,4 @@
-"""A merchant's backend and a browser, for the tests of the integration plane."""
+"""A merchant's backend and a browser, for tests of the integration plane."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +32,7 @@ _NO_BODY: Any = object()
 
 
 def asking(client: Client) -> Ask:
-    """An Idempotency-Key, a fresh one unless told otherwise, goes with every POST; None leaves it out."""
+    """Return an `Ask`. Each POST carries a fresh Idempotency-Key unless one is given; None omits it."""
 
     def send(
         method: str,
@@ -62,7 +62,7 @@ def asking(client: Client) -> Ask:
 
 @contextmanager
 def losing(what: str) -> Iterator[None]:
-    """The engine's database is lost when it is asked for this: `KEY`, `TOKEN`, `CUSTOMER` or `RULES`."""
+    """Make the engine's database fail when it is asked for this: `KEY`, `TOKEN`, `CUSTOMER` or `RULES`."""
     find = DatabaseStore.find
 
     def find_or_lose(store: DatabaseStore, kind: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
@@ -79,7 +79,7 @@ def losing(what: str) -> Iterator[None]:
 
 
 def change_account(merchant_id: str = "acme", environment: Environment = SANDBOX, **changes: Any) -> Account:
-    """The account with these columns, whatever they say."""
+    """Return the account with these columns set."""
     row = account(merchant_id, environment)
     with recorded(grant(HOST, P.MERCHANTS_WRITE, row), P.MERCHANTS_WRITE, "test.changed", account=row):
         row.compare_and_swap(**changes)
@@ -87,7 +87,7 @@ def change_account(merchant_id: str = "acme", environment: Environment = SANDBOX
 
 
 def expect(response: Any, status: int, code: str) -> None:
-    """A problem document of that code, as every answer of the plane is."""
+    """Expect a problem document with that status and code."""
     assert (response.status_code, response.body.get("code")) == (status, code), response.content
     assert response["Content-Type"] == "application/problem+json"
     assert response["Cache-Control"] == "no-store"
@@ -114,7 +114,7 @@ def issue_token(ask: Ask, key: Plaintext, customer_id: str = "cust-1", **body: A
 
 
 def holder_of(key: Key) -> KeyHolder:
-    """Whoever presented it, for the services."""
+    """Return the key's holder, for the services."""
     credential = key.credential
     return KeyHolder(
         key.key_id,

@@ -27,7 +27,7 @@ URL = "/sandbox/credentials/acknowledge"
 JSON = "application/json"
 
 
-def test_rotation_over_rest_is_asked_for_approved_and_read(call: Call) -> None:
+def test_rotation_over_rest_is_requested_approved_and_read(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     asked = call("POST", "/v1/rotations", {"credential_id": key.credential_id, "proof": "ack", "quiet_seconds": 1})
     assert asked.status_code == 201
@@ -51,14 +51,14 @@ def test_rotation_over_rest_is_asked_for_approved_and_read(call: Call) -> None:
         ({"credential_id": "x", "soon": True}, 400, "request_invalid"),
     ],
 )
-def test_rotation_request_that_cannot_be_meant_is_refused(
+def test_rotation_request_with_invalid_fields_is_refused(
     call: Call, body: dict[str, object], status: int, code: str
 ) -> None:
     response = call("POST", "/v1/rotations", body)
     assert (response.status_code, response.body["code"]) == (status, code)
 
 
-def test_rotation_deadline_that_cannot_be_met_is_pointed_at(call: Call) -> None:
+def test_rotation_request_with_an_infeasible_deadline_names_the_field(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     body = {"credential_id": key.credential_id, "deadline": "2027-01-01T00:00:00Z", "quiet_seconds": 360 * 86_400}
     response = call("POST", "/v1/rotations", body)
@@ -75,8 +75,8 @@ def test_rotation_of_another_merchant_is_not_found(call: Call) -> None:
     assert call("GET", f"/v1/rotations/{rotation.rotation_id}", **header).status_code == 404
 
 
-def test_acknowledgement_by_the_replacement_is_taken_once_and_repeatable(client: Client, call: Call) -> None:
-    """The merchant's half of the proof: only the replacement itself can give it."""
+def test_acknowledgement_by_the_replacement_counts_once_and_is_repeatable(client: Client, call: Call) -> None:
+    """Only the replacement itself can acknowledge the rotation."""
     key, old = issue(find_account("acme", Environment.SANDBOX))
     rotation = scene.rotate(key.credential, datetime.now(UTC))
     advance_rotation(rotation.rotation_id)
@@ -92,7 +92,7 @@ def test_acknowledgement_by_the_replacement_is_taken_once_and_repeatable(client:
     assert get_rotation(rotation.rotation_id).acknowledged_at is not None
 
 
-def test_acknowledgement_needs_a_good_private_key_of_the_environment(client: Client, token: str) -> None:
+def test_acknowledgement_without_a_valid_private_key_of_the_environment_is_refused(client: Client, token: str) -> None:
     _, public = issue(find_account("acme", Environment.SANDBOX), kind=KeyKind.PUBLIC)
     _, private = issue(find_account("acme", Environment.SANDBOX))
     for url, headers, code in (
@@ -121,15 +121,15 @@ def test_acknowledgement_needs_a_good_private_key_of_the_environment(client: Cli
             assert response.status_code == 400
 
 
-def test_acknowledgement_cannot_be_given_by_a_service(call: Call) -> None:
-    """No service token can say for the merchant that a key arrived."""
+def test_acknowledgement_by_a_service_token_is_refused(call: Call) -> None:
+    """No service token can acknowledge on the merchant's behalf."""
     assert call("POST", URL).body["code"] == "credential_missing"
 
 
-def test_acknowledgement_tried_with_a_suspended_key_is_an_attempt_in_quarantine(
+def test_acknowledgement_with_a_suspended_key_is_an_attempt_in_quarantine(
     client: Client, token: str, usage: UsageLog
 ) -> None:
-    """Our own door counts too: a quarantine is not called untried after somebody tried the key here."""
+    """Uses of the key at this service count as attempts in quarantine."""
     key, text = issue(find_account("acme", Environment.SANDBOX))
     admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
     suspend_key(grant(admin, P.KEYS_SUSPEND, key.credential.account), get_key(key.key_id) or key)

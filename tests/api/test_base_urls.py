@@ -1,4 +1,4 @@
-"""Base URLs on hosts and paths of the operator's choice: each environment answers on its own and nowhere else."""
+"""Configured base URLs: each environment answers on its own host and path and nowhere else."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ RENAMED = {"sandbox": "https://keys.example/api/sbx", "production": "https://key
         (RENAMED, "keys.example", "/sandbox", UNKNOWN, UNKNOWN),
     ],
 )
-def test_environment_answers_on_its_base_url_and_on_no_other(
+def test_environment_answers_on_its_own_base_url_only(
     settings: Any, bases: dict[str, str], host: str, base: str, sandbox: str, production: str
 ) -> None:
     client = served(settings, bases)
@@ -63,14 +63,14 @@ def test_environment_answers_on_its_base_url_and_on_no_other(
         response = client.generic(
             "POST", f"{base}/credentials/acknowledge", headers={"Host": host, "X-Api-Key": key.reveal()}
         )
-        # A good key that replaces no other: the endpoint itself has judged it.
-        met = SERVED if "replacement of a rotation" in response.json()["detail"] else response.json()["code"]
-        assert met == expected
+        # A good key that is no replacement: the endpoint itself answered.
+        outcome = SERVED if "replacement of a rotation" in response.json()["detail"] else response.json()["code"]
+        assert outcome == expected
 
 
 @pytest.mark.django_db
 def test_host_of_an_environment_serves_nothing_else(settings: Any) -> None:
-    """Neither the service plane nor the console, by whatever name; a load balancer still asks how it is."""
+    """Neither the service plane nor the console answers there; a load balancer's health check still does."""
     client = served(settings, BY_HOST)
     for path in ("/v1/credentials", "/admin/login/", "/static/keyvault/console.css"):
         assert client.get(path, headers={"Host": "sandbox.example"}).json()["code"] == UNKNOWN
@@ -80,7 +80,7 @@ def test_host_of_an_environment_serves_nothing_else(settings: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "words"),
+    ("environ", "message"),
     [
         ({"SANDBOX_BASE_URL": "https://a.example", "PRODUCTION_BASE_URL": "https://a.example"}, "another host or path"),
         ({"SANDBOX_BASE_URL": "https://a.example", "PRODUCTION_BASE_URL": "https://A.example/p"}, "another host"),
@@ -92,11 +92,11 @@ def test_host_of_an_environment_serves_nothing_else(settings: Any) -> None:
         ({"PRODUCTION_BASE_URL": "https://keys.example/v1/keys"}, "its own path"),
     ],
 )
-def test_base_urls_that_cannot_be_told_apart_stop_the_start(environ: dict[str, str], words: str) -> None:
+def test_base_urls_that_are_not_distinct_prevent_the_start(environ: dict[str, str], message: str) -> None:
     values = read_settings(
         {"KEYVAULT_ORIGIN": "https://keys.example"} | {f"KEYVAULT_{name}": url for name, url in environ.items()}
     )
-    with pytest.raises(ImproperlyConfigured, match=words):
+    with pytest.raises(ImproperlyConfigured, match=message):
         find_base_urls(values)
 
 
@@ -122,8 +122,10 @@ KEY = "kv_prv_sbx_" + "a" * 65
         ("/nowhere", "/nowhere%2f", NOT_FOUND),
     ],
 )
-def test_path_that_was_sent_escaped_is_no_path_of_ours(path: str, raw: str, code: str) -> None:
-    """Guarantee: what a gateway compared is what is served: no escape is undone on the way to an endpoint."""
+def test_path_sent_escaped_is_not_found(path: str, raw: str, code: str) -> None:
+    """Guarantee: the served path equals the path that a gateway compared: no escape is decoded on the way to an
+    endpoint.
+    """
     sent: dict[str, Any] = {RAW_PATH: raw}
     answer = Client().generic("POST" if path == ACKNOWLEDGE else "GET", path, **sent)
     assert answer.json()["code"] == code
@@ -131,8 +133,8 @@ def test_path_that_was_sent_escaped_is_no_path_of_ours(path: str, raw: str, code
 
 @pytest.mark.django_db
 @pytest.mark.parametrize("bases", [BY_HOST, RENAMED], ids=["host", "path"])
-def test_environment_that_is_not_served_here_answers_nothing(settings: Any, bases: dict[str, str]) -> None:
-    """Guarantee: a process pinned to one environment does not even say whether a key of the other is one."""
+def test_environment_not_served_here_is_not_found(settings: Any, bases: dict[str, str]) -> None:
+    """Guarantee: a process pinned to one environment does not reveal whether a key of the other exists."""
     settings.ENVIRONMENTS = ("production",)
     client = served(settings, bases)
     for environment, expected in ((Environment.SANDBOX, UNKNOWN), (Environment.PRODUCTION, "credential_missing")):
@@ -142,7 +144,7 @@ def test_environment_that_is_not_served_here_answers_nothing(settings: Any, base
 
 
 @pytest.mark.django_db
-def test_envoys_question_is_ours_whatever_host_its_client_asked_for(settings: Any, rf: RequestFactory) -> None:
+def test_authorize_envoy_with_any_client_host_is_served(settings: Any, rf: RequestFactory) -> None:
     seen: list[HttpRequest] = []
 
     def keep(request: HttpRequest) -> HttpResponse:
@@ -159,7 +161,7 @@ def test_envoys_question_is_ours_whatever_host_its_client_asked_for(settings: An
 
 @pytest.mark.django_db
 @pytest.mark.parametrize("path", ["/admin/?k={}", "/admin/{}/", "/admin/login/?next=/admin/%3Fk%3D{}"])
-def test_console_repeats_no_key_of_an_address_on_the_way_to_the_log_in(path: str) -> None:
+def test_console_redirect_to_login_repeats_no_key_of_the_url(path: str) -> None:
     answer = Client().get(path.format(KEY))
     assert (answer.status_code, answer.json()["code"]) == (400, "credential_in_url")
     assert KEY not in answer.content.decode()

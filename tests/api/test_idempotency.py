@@ -1,4 +1,4 @@
-"""Idempotency-Key over REST: rotations asked for twice, and a show-once secret on its way out."""
+"""Idempotency-Key over REST: repeated rotation requests, and the replay of show-once secrets."""
 
 from datetime import timedelta
 from typing import Any
@@ -29,8 +29,8 @@ def wanted(token: str) -> dict[str, Any]:
     return {"credential_id": key.credential_id}
 
 
-def test_rotation_asked_for_twice_under_one_key_is_one(call: Call, wanted: dict[str, Any]) -> None:
-    """The retry gets the same status and bytes, and says that it is a replay; quoted or not, it is the same key."""
+def test_rotation_requested_twice_with_one_key_is_created_once(call: Call, wanted: dict[str, Any]) -> None:
+    """The retry gets the same status and bytes and is marked as a replay; a quoted key equals the unquoted one."""
     first = call("POST", "/v1/rotations", wanted, **{KEY: "abc"})
     again = call("POST", "/v1/rotations", wanted, **{KEY: '"abc"'})
     assert (first.status_code, again.status_code) == (201, 201)
@@ -40,7 +40,7 @@ def test_rotation_asked_for_twice_under_one_key_is_one(call: Call, wanted: dict[
     assert Rotation.objects.count() == 1
 
 
-def test_rotation_asked_for_without_a_key_is_as_before(call: Call, wanted: dict[str, Any]) -> None:
+def test_rotation_requested_without_a_key_is_not_idempotent(call: Call, wanted: dict[str, Any]) -> None:
     assert call("POST", "/v1/rotations", wanted).status_code == 201
     assert call("POST", "/v1/rotations", wanted).body["code"] == "state_conflict"
     assert not IdempotentRequest.objects.exists()
@@ -60,10 +60,10 @@ def test_rotation_asked_for_without_a_key_is_as_before(call: Call, wanted: dict[
         ("other", b'{"credential_id": "crd_%s"}', 404, "not_found"),
     ],
 )
-def test_rotation_asked_for_again_otherwise_is_refused(
+def test_rotation_requested_again_with_another_body_is_refused(
     call: Call, wanted: dict[str, Any], key: str, body: bytes, status: int, code: str
 ) -> None:
-    """One more byte is another body, good or bad; a key that is no key does nothing."""
+    """One more byte makes it another body, valid or not; an invalid key executes nothing."""
     sent = b'{"credential_id": "%s"}' % wanted["credential_id"].encode()
     assert call("POST", "/v1/rotations", sent, **{KEY: "abc"}).status_code == 201
     response = call("POST", "/v1/rotations", body % wanted["credential_id"].encode(), **{KEY: key})
@@ -71,7 +71,7 @@ def test_rotation_asked_for_again_otherwise_is_refused(
     assert Rotation.objects.count() == 1
 
 
-def test_rotation_still_being_asked_for_says_when_to_come_back(call: Call, wanted: dict[str, Any]) -> None:
+def test_rotation_request_in_progress_answers_retry_after(call: Call, wanted: dict[str, Any]) -> None:
     call("POST", "/v1/rotations", wanted, **{KEY: "abc"})
     IdempotentRequest.objects.update(status=None, held_until=now() + timedelta(seconds=HOLD_SECONDS))
     response = call("POST", "/v1/rotations", wanted, **{KEY: "abc"})
@@ -80,7 +80,7 @@ def test_rotation_still_being_asked_for_says_when_to_come_back(call: Call, wante
 
 
 def test_rotation_replayed_to_a_token_without_the_permission_is_refused(call: Call, wanted: dict[str, Any]) -> None:
-    """Credentials are judged before any replay: a stored answer is no way round a permission."""
+    """Credentials are checked before any replay: a stored answer does not bypass a permission."""
     call("POST", "/v1/rotations", wanted, **{KEY: "abc"})
     response = call("POST", "/v1/rotations", wanted, **{KEY: "abc", "HTTP_AUTHORIZATION": "Bearer nothing"})
     assert (response.status_code, response.body["code"]) == (401, "service_token_invalid")
@@ -120,8 +120,10 @@ def ask(path: str = "/make", body: bytes = b"{}", *, at: Any = None) -> Any:
     return View.as_view()(sent).render()
 
 
-def test_secret_replayed_in_time_is_the_same_answer_byte_for_byte() -> None:
-    """A client that lost the first answer gets it whole; one that comes too late is told that it is gone."""
+def test_secret_replayed_in_time_is_identical() -> None:
+    """A client that lost the first answer gets it in full; after the retention time it learns that the secret is
+    gone.
+    """
     have_peppers()
     begun = now()
     first, again = ask(at=begun), ask(at=begun + timedelta(seconds=1))
@@ -133,7 +135,7 @@ def test_secret_replayed_in_time_is_the_same_answer_byte_for_byte() -> None:
 
 
 def test_secret_of_another_path_is_never_replayed() -> None:
-    """The path says for whom a token is made: with the same key and body it is another request, and refused."""
+    """The path names the customer: the same key and body on another path are another request, and refused."""
     have_peppers()
     ask("/customers/one/access-tokens")
     with pytest.raises(IdempotencyError) as caught:

@@ -1,4 +1,4 @@
-"""CORS on the integration plane: for public keys, from the origins of their own account, and nowhere else."""
+"""CORS on the integration plane: for public keys only, from the origins of their own account."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ SHOP, OTHER = "https://shop.example", "https://other.example"
 
 @pytest.fixture(autouse=True)
 def origins(ask: Ask) -> None:
-    """`acme` lists SHOP and `globex` lists OTHER, in sandbox."""
+    """Set SHOP for `acme` and OTHER for `globex`, in sandbox."""
     for merchant_id, origin in (("acme", SHOP), ("globex", OTHER)):
         place = account(merchant_id, SANDBOX)
         set_allowed_origins(grant(HOST, P.MERCHANTS_WRITE, place), place, [origin, "http://localhost:3000"])
 
 
 def preflight(ask: Ask, url: str = URL, origin: str = SHOP, method: str = "GET") -> dict[str, str]:
-    """The CORS headers of an answer that must be 204."""
+    """Return the CORS headers of a preflight, which must answer 204."""
     answer = ask("OPTIONS", url, Origin=origin, Access_Control_Request_Method=method)
     assert (answer.status_code, answer.content) == (204, b"")
     assert {"Origin", "Access-Control-Request-Method"} <= varies(answer)
@@ -44,7 +44,7 @@ def varies(answer: Any) -> set[str]:
 
 
 def allowed(answer: Any) -> dict[str, str]:
-    """Its CORS headers."""
+    """Return the answer's CORS headers."""
     return {name: value for name, value in answer.items() if name.startswith("Access-Control-")}
 
 
@@ -78,7 +78,7 @@ def test_preflight_from_an_origin_that_any_account_lists_is_granted(ask: Ask, or
     ],
 )
 def test_preflight_from_any_other_origin_is_not_granted(ask: Ask, origin: str) -> None:
-    """An origin is compared as a whole, and nothing in it is taken for a pattern."""
+    """An origin is compared as a whole, never as a pattern."""
     assert preflight(ask, origin=origin) == {}
 
 
@@ -108,16 +108,16 @@ def test_preflight_of_a_suspended_accounts_origin_is_not_granted(ask: Ask, whole
         ("/sandbox/nowhere", "GET", 404, "endpoint_unknown"),
     ],
 )
-def test_preflight_for_a_private_endpoint_or_none_at_all_is_an_options_request_like_any_other(
+def test_preflight_for_a_private_or_unknown_endpoint_is_a_plain_options_request(
     ask: Ask, url: str, method: str, status: int, code: str
 ) -> None:
-    """A browser never gets leave to send a private key."""
+    """A browser never gets permission to send a private key."""
     answer = ask("OPTIONS", url, Origin=SHOP, Access_Control_Request_Method=method)
     expect(answer, status, code)
     assert allowed(answer) == {}
 
 
-def test_options_that_are_no_preflight_are_not_allowed(ask: Ask) -> None:
+def test_options_without_preflight_headers_is_not_allowed(ask: Ask) -> None:
     for headers in ({}, {"Origin": SHOP}, {"Access_Control_Request_Method": "GET"}):
         answer = ask("OPTIONS", URL, **headers)
         expect(answer, 405, "method_not_allowed")
@@ -125,7 +125,7 @@ def test_options_that_are_no_preflight_are_not_allowed(ask: Ask) -> None:
 
 
 def test_answer_is_for_the_origins_of_the_keys_own_account(ask: Ask) -> None:
-    """A preflight was granted for another merchant's origin; the answer itself is not."""
+    """A preflight may be granted for another merchant's origin; the answer itself is not."""
     key = public()
     for origin, listed in ((SHOP, True), (OTHER, False), ("null", False), (None, False)):
         answer = ask("GET", URL, key=key, **({} if origin is None else {"Origin": origin}))
@@ -141,7 +141,7 @@ def test_answer_is_for_the_origins_of_the_keys_own_account(ask: Ask) -> None:
         )
 
 
-def test_answer_that_denies_can_be_read_by_the_shop_once_the_key_is_proved(ask: Ask) -> None:
+def test_denial_after_authentication_is_readable_by_the_shop(ask: Ask) -> None:
     change_account(limit_count=1, limit_seconds=3600)
     key = public()
     assert ask("GET", URL, key=key, Origin=SHOP).status_code == 200
@@ -153,8 +153,8 @@ def test_answer_that_denies_can_be_read_by_the_shop_once_the_key_is_proved(ask: 
 
 
 @pytest.mark.parametrize("key", [None, mint(), "x", ""])
-def test_answer_before_proof_allows_no_origin(ask: Ask, key: str | None) -> None:
-    """Whose origins count is known once a key was proved, and not before."""
+def test_answer_before_authentication_allows_no_origin(ask: Ask, key: str | None) -> None:
+    """The account's origins are known only once a key is authenticated."""
     answer = ask("GET", URL, key=None if key is None else Plaintext(key), Origin=SHOP)
     assert answer.status_code == 401
     assert "Origin" in varies(answer)
@@ -162,20 +162,20 @@ def test_answer_before_proof_allows_no_origin(ask: Ask, key: str | None) -> None
 
 
 def test_answer_of_a_private_endpoint_allows_no_origin(ask: Ask) -> None:
-    """Not even one that the account lists: a private key has no business in a browser."""
+    """A private endpoint allows no origin, not even a listed one: private keys do not belong in browsers."""
     answer = ask("GET", "/sandbox/merchants/orders/x", key=private(), Origin=SHOP)
     expect(answer, 403, "private_key_in_browser")
     assert allowed(answer) == {}
     assert "Origin" not in varies(answer)
 
 
-def test_answer_of_the_other_environment_goes_by_its_own_list(ask: Ask) -> None:
+def test_answer_of_the_other_environment_uses_its_own_origins(ask: Ask) -> None:
     answer = ask("GET", "/production/client/configuration", key=public("acme", PRODUCTION), Origin=SHOP)
     assert (answer.status_code, allowed(answer)) == (200, {})
 
 
-def test_use_of_a_public_key_is_noted_with_the_shop_it_came_from(ask: Ask, usage: UsageLog) -> None:
-    """Whoever retires it sees which shops hold it; what a client claims for its origin is bounded, and clean."""
+def test_use_of_a_public_key_is_recorded_with_its_origin(ask: Ask, usage: UsageLog) -> None:
+    """The usage report names the shops that hold the key; the recorded Origin is bounded and redacted."""
     key, shown = public(), mint(seed="shown by mistake")
     ask("GET", URL, key=key, Origin=SHOP)
     ask("GET", URL, key=key)

@@ -1,4 +1,4 @@
-"""Whoever holds a leaked private key may end it: at once, whatever became of it, as often as they like."""
+"""The holder of a leaked private key revokes it: immediately, in any state, repeatably."""
 
 import pytest
 from django.db import connection
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 URL = "/sandbox/credentials/revoke-self"
 
 
-def by_admin(permission: P) -> Grant:
+def admin_grant(permission: P) -> Grant:
     return grant(the_operator("admin", Role.KEY_ADMINISTRATOR), permission, account())
 
 
@@ -49,7 +49,7 @@ def test_revoke_self_ends_the_presented_key_and_no_other(ask: Ask) -> None:
 
 
 def test_revoke_self_repeated_answers_the_same_and_writes_nothing(ask: Ask) -> None:
-    """A repeat must not be a way to fill the audit log."""
+    """A repetition must not fill the audit log."""
     key, text = issue(account())
     first = ask("POST", URL, key=text)
     row = Key.objects.get(pk=key.pk)
@@ -61,8 +61,8 @@ def test_revoke_self_repeated_answers_the_same_and_writes_nothing(ask: Ask) -> N
     assert Key.objects.get(pk=key.pk).version == row.version
 
 
-def test_revoke_self_repeated_too_often_is_refused_until_its_time_has_come(ask: Ask) -> None:
-    """Guarantee: one dead key is no way to keep the database busy, and keeps no other key from ending."""
+def test_revoke_self_repeated_too_often_is_refused_until_the_limit_refills(ask: Ask) -> None:
+    """Guarantee: a dead key can neither keep the database busy nor delay the revocation of another key."""
     key, text = issue(account())
     first = ask("POST", URL, key=text)
     for _ in range(REPEAT_LIMIT.count):
@@ -75,28 +75,26 @@ def test_revoke_self_repeated_too_often_is_refused_until_its_time_has_come(ask: 
     assert refused.headers["RateLimit-Policy"] == f'"repeat";q={REPEAT_LIMIT.count};w={REPEAT_LIMIT.seconds}'
     assert refused.headers["RateLimit"].startswith('"repeat";r=0;t=')
     assert Key.objects.get(pk=key.pk).state == "compromised"
-    # Counted by the key that was proved, wherever it comes from: another one of the account has its own.
+    # Repetitions are counted per authenticated key, from any address: another key of the account has its own count.
     _, other = issue(account())
     assert [ask("POST", URL, key=other).status_code for _ in range(2)] == [202, 202]
 
 
 def test_revoke_self_is_counted_across_processes(ask: Ask, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: with a shared store a repeat is counted once for all processes of the service."""
+    """Guarantee: with a shared store, repetitions are counted once for all processes of the service."""
     _, text = issue(account())
     assert ask("POST", URL, key=text).status_code == 202
     found = []
     for _ in range(REPEAT_LIMIT.count + 1):
-        # Each time another process, which has nothing in memory.
+        # Each call runs in another process, with empty memory.
         process = Limiter(RedisStore(redis_url), LocalStore(), 100)
         monkeypatch.setattr(limiter, "limiter", lambda process=process: process)
         found.append(ask("POST", URL, key=text).status_code)
     assert found == [202] * REPEAT_LIMIT.count + [429]
 
 
-def test_revoke_self_the_first_time_is_not_counted_though_the_bucket_is_empty(
-    ask: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guarantee: nothing that is counted, and no lost store, keeps a leaked key alive."""
+def test_revoke_self_of_a_live_key_succeeds_with_an_empty_bucket(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: neither a counter nor a lost store keeps a leaked key alive."""
 
     def refuse(*args: object, **options: object) -> None:
         raise DependencyUnavailableError("the limits are away")
@@ -105,13 +103,13 @@ def test_revoke_self_the_first_time_is_not_counted_though_the_bucket_is_empty(
     key, text = issue(account())
     assert ask("POST", URL, key=text).status_code == 202
     superseded, another = issue(account())
-    lifecycle.revoke_key(by_admin(P.KEYS_REVOKE), superseded, RevocationReason.SUPERSEDED)
+    lifecycle.revoke_key(admin_grant(P.KEYS_REVOKE), superseded, RevocationReason.SUPERSEDED)
     assert ask("POST", URL, key=another).status_code == 202
     assert {Key.objects.get(pk=each.pk).state for each in (key, superseded)} == {"compromised"}
 
 
 def test_revoke_self_is_never_rate_limited(ask: Ask) -> None:
-    """Whoever found the key cannot keep it alive by using up its quota."""
+    """A finder of the key cannot keep it alive by exhausting its quota."""
     change_account(limit_count=1, limit_seconds=3600)
     _, text = issue(account())
     assert ask("POST", ORDERS, ORDER, key=text).status_code == 201
@@ -120,24 +118,24 @@ def test_revoke_self_is_never_rate_limited(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("stop", ["key", "account", "merchant", "superseded"])
-def test_revoke_self_of_a_key_that_was_stopped_otherwise_ends_it_for_good(ask: Ask, stop: str) -> None:
-    """A suspension could be taken back: the leaked key is ended all the same."""
+def test_revoke_self_of_an_already_stopped_key_marks_it_compromised(ask: Ask, stop: str) -> None:
+    """A suspension could be lifted, so the leaked key is revoked nevertheless."""
     key, text = issue(account())
     if stop == "key":
-        lifecycle.suspend_key(by_admin(P.KEYS_SUSPEND), key)
+        lifecycle.suspend_key(admin_grant(P.KEYS_SUSPEND), key)
     elif stop == "account":
         suspend_account(grant(HOST, P.MERCHANTS_WRITE, account()), account())
     elif stop == "merchant":
         suspend_merchant(grant(HOST, P.MERCHANTS_WRITE), account().merchant)
     else:
-        lifecycle.revoke_key(by_admin(P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
+        lifecycle.revoke_key(admin_grant(P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
     assert ask("POST", ORDERS, ORDER, key=text).status_code in {401, 403}
     first, again = ask("POST", URL, key=text), ask("POST", URL, key=text)
     assert (first.status_code, first.body["state"]) == (202, "compromised")
     assert again.body == first.body
 
 
-def test_revoke_self_of_a_key_that_was_never_good_or_has_expired_is_refused(ask: Ask) -> None:
+def test_revoke_self_of_an_inactive_or_expired_key_is_refused(ask: Ask) -> None:
     key, _ = issue(account())
     staged, text = lifecycle.stage_key(
         grant(WORKER, P.ISSUANCE_EXECUTE, account()), key.credential, expires_in_days=None
@@ -150,8 +148,8 @@ def test_revoke_self_of_a_key_that_was_never_good_or_has_expired_is_refused(ask:
         assert Key.objects.get(pk=row.pk).state == row.state
 
 
-def test_revoke_self_is_for_the_holders_of_private_keys(ask: Ask) -> None:
-    """A public key's holders are shoppers: none of them may end it, not even where it is refused anyway."""
+def test_revoke_self_with_a_public_key_is_refused(ask: Ask) -> None:
+    """A public key is known to every shopper, so it cannot revoke itself, in any state."""
     key, text = issue(account())
     shown = public()
     expect(ask("POST", URL, key=shown), 403, "method_not_supported")
@@ -164,8 +162,8 @@ def test_revoke_self_is_for_the_holders_of_private_keys(ask: Ask) -> None:
     assert Key.objects.get(pk=key.pk).state == "active"
 
 
-def test_revoke_self_names_the_same_sequence_after_the_material_is_gone(ask: Ask) -> None:
-    """What is written of the key later does not change when it ended."""
+def test_revoke_self_repeated_after_destruction_names_the_same_sequence(ask: Ask) -> None:
+    """Later changes to the key do not change the sequence of its end."""
     key, text = issue(account())
     first = ask("POST", URL, key=text).body
     destroy_string(grant(WORKER, P.ISSUANCE_EXECUTE, account()), Key.objects.get(pk=key.pk))
@@ -173,8 +171,8 @@ def test_revoke_self_names_the_same_sequence_after_the_material_is_gone(ask: Ask
     assert ask("POST", URL, key=text).body == first
 
 
-def test_revoke_self_has_no_leave_to_end_another_key_of_the_account(ask: Ask) -> None:
-    """What whoever holds one leaked key may do to the merchant's others is nothing."""
+def test_revoke_self_cannot_revoke_another_key_of_the_account(ask: Ask) -> None:
+    """A holder of one leaked key has no rights over the merchant's other keys."""
     (mine, _), (other, _) = issue(account()), issue(account())
     allowed = grant(holder_of(mine), P.KEYS_REVOKE_SELF, account())
     with pytest.raises(PermissionMissingError):

@@ -1,4 +1,4 @@
-"""Credentials over REST: asked for by a service, looked at, collected exactly once, and only by whoever asked."""
+"""Credentials over REST: requested by a service, read, and collected exactly once by the requester only."""
 
 import base64
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ PUBLIC = spelled(RECIPIENT.public_key().public_bytes_raw())
 
 
 def ask(call: Call, key: str | None = None, **changed: Any) -> Any:
-    """`None` takes a field away."""
+    """Request an issuance; `None` removes a field."""
     body = {name: value for name, value in {**ASKED, **changed}.items() if value is not None}
     return call("POST", REQUESTS, body, HTTP_IDEMPOTENCY_KEY=key or f"ask-{next(_numbers)}")
 
@@ -62,7 +62,7 @@ def collect(call: Call, issuance_request_id: str, key: str | None = None, **head
 
 
 def issued(call: Call, *, at: datetime | None = None, **changed: Any) -> IssuanceRequest:
-    """Asked for over REST, approved where that is needed, made by the worker."""
+    """Request over REST, approve where necessary, and issue as the worker does."""
     answer = ask(call, **changed)
     assert answer.status_code == 201, answer.body
     request = fresh(answer.body["issuance_request_id"])
@@ -82,7 +82,7 @@ def bearer(*permissions: P, **options: Any) -> dict[str, str]:
     return {"HTTP_AUTHORIZATION": f"Bearer {make_token(*permissions, **options)[1].reveal()}"}
 
 
-def opened(sealed: dict[str, str]) -> str:
+def unsealed(sealed: dict[str, str]) -> str:
     enc, ciphertext = (base64.urlsafe_b64decode(sealed[part] + "==") for part in ("enc", "ciphertext"))
     suite = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
     return suite.decrypt(enc + ciphertext, RECIPIENT).decode()
@@ -94,10 +94,10 @@ def is_good(call: Call, key: str, environment: str = "sandbox") -> bool:
     return allowed
 
 
-# ------------------------------------------------------------------------------------------------------ asking
+# ---------------------------------------------------------------------------------------------------- requests
 
 
-def test_issuance_asked_for_answers_with_what_was_asked(call: Call) -> None:
+def test_issuance_requested_answers_with_the_request(call: Call) -> None:
     answer = ask(call, label="checkout-backend", expires_in_days=30)
     assert answer.status_code == 201
     request = IssuanceRequest.objects.get()
@@ -120,15 +120,15 @@ def test_issuance_asked_for_answers_with_what_was_asked(call: Call) -> None:
     assert f"service:{ServiceToken.objects.get().token_id}".encode() in bytes(entry.body)
 
 
-def test_issuance_asked_for_in_production_waits_for_a_person(call: Call) -> None:
-    """No service gets a production key that no person has approved."""
+def test_issuance_requested_in_production_awaits_approval(call: Call) -> None:
+    """No service gets a production key without a person's approval."""
     answer = ask(call, environment="production", recipient_public_key=PUBLIC)
     assert (answer.body["state"], answer.body["approvals_needed"]) == ("pending", 1)
     assert answer.body["recipient_public_key"] == PUBLIC
-    assert answer.body["delivery"] == "sealed", "which goes without saying when there is a recipient"
+    assert answer.body["delivery"] == "sealed", "a recipient implies sealed delivery"
 
 
-def test_issuance_label_is_the_token_s_name_unless_given(call: Call) -> None:
+def test_issuance_label_defaults_to_the_tokens_name(call: Call) -> None:
     assert ask(call).body["label"] == "gateway"
 
 
@@ -166,20 +166,20 @@ LOW_ORDER = spelled(bytes(32))
         ({"approvals_needed": 0}, "/approvals_needed"),
     ],
 )
-def test_issuance_asked_for_wrongly_says_where(call: Call, changed: dict[str, Any], pointer: str) -> None:
+def test_issuance_requested_with_an_invalid_field_names_it(call: Call, changed: dict[str, Any], pointer: str) -> None:
     answer = ask(call, **changed)
     assert (answer.status_code, answer.body["code"]) == (400, "request_invalid")
     assert [error["pointer"] for error in answer.body["errors"]] == [pointer]
     assert not IssuanceRequest.objects.exists()
 
 
-def test_issuance_asked_for_without_an_idempotency_key_is_refused(call: Call) -> None:
+def test_issuance_requested_without_an_idempotency_key_is_refused(call: Call) -> None:
     answer = call("POST", REQUESTS, ASKED)
     assert (answer.status_code, answer.body["code"]) == (400, "idempotency_key_missing")
     assert not IssuanceRequest.objects.exists()
 
 
-def test_issuance_asked_for_twice_with_one_key_is_asked_once(call: Call) -> None:
+def test_issuance_requested_twice_with_one_key_is_created_once(call: Call) -> None:
     first, again, other = ask(call, "one"), ask(call, "one"), ask(call, "one", label="else")
     assert first.content == again.content
     assert (again.status_code, again["Idempotent-Replayed"]) == (201, "true")
@@ -191,8 +191,8 @@ BAD_BODIES = [b"not json", b"[]", b'{"merchant": "nobody"}', b'{"unknown": 1}']
 
 
 @pytest.mark.parametrize("body", BAD_BODIES)
-def test_issuance_asked_for_reads_the_idempotency_key_before_the_body(call: Call, body: bytes) -> None:
-    """A retry with another body is told so, however bad that is; and so is a request without a key."""
+def test_issuance_request_checks_the_idempotency_key_before_the_body(call: Call, body: bytes) -> None:
+    """A retry with another body gets a mismatch, however invalid the body; a request without a key gets key_missing."""
     ask(call, "one")
     retried, keyless = call("POST", REQUESTS, body, HTTP_IDEMPOTENCY_KEY="one"), call("POST", REQUESTS, body)
     assert (retried.status_code, retried.body["code"]) == (422, "idempotency_body_mismatch")
@@ -200,8 +200,8 @@ def test_issuance_asked_for_reads_the_idempotency_key_before_the_body(call: Call
     assert IssuanceRequest.objects.count() == 1
 
 
-def test_issuance_asked_for_again_for_a_merchant_beyond_the_token_is_a_mismatch(call: Call) -> None:
-    """The key is the holder's own: what it was used for comes before what the other body may ask."""
+def test_issuance_retried_for_a_merchant_outside_the_token_is_a_mismatch(call: Call) -> None:
+    """The Idempotency-Key is compared before the body's merchant is checked against the token."""
     acme_only = bearer(P.ISSUANCE_REQUEST, merchants=["acme"])
     assert call("POST", REQUESTS, ASKED, HTTP_IDEMPOTENCY_KEY="one", **acme_only).status_code == 201
     foreign = {**ASKED, "merchant": "globex"}
@@ -210,7 +210,7 @@ def test_issuance_asked_for_again_for_a_merchant_beyond_the_token_is_a_mismatch(
     assert IssuanceRequest.objects.count() == 1
 
 
-def test_issuance_outside_the_token_s_environments_is_permission_missing(call: Call) -> None:
+def test_issuance_outside_the_tokens_environments_is_permission_missing(call: Call) -> None:
     sandbox_only = bearer(P.ISSUANCE_REQUEST, scope=StringScope.SANDBOX)
     body = {**ASKED, "environment": "production"}
     answers = [
@@ -222,8 +222,8 @@ def test_issuance_outside_the_token_s_environments_is_permission_missing(call: C
     assert call("GET", f"{REQUESTS}/{there.pk}", **sandbox_only).status_code == 403
 
 
-def test_issuance_for_a_foreign_merchant_is_as_absent_as_for_none(call: Call) -> None:
-    """A token learns nothing about merchants that are not its own: the answers are the same to the byte."""
+def test_issuance_for_a_foreign_merchant_answers_as_for_an_unknown_one(call: Call) -> None:
+    """A token learns nothing about foreign merchants: the answers are byte-identical."""
     globex_only = bearer(P.ISSUANCE_REQUEST, merchants=["globex"])
     foreign, absent = (
         call("POST", REQUESTS, {**ASKED, "merchant": merchant}, HTTP_IDEMPOTENCY_KEY="k", **headers)
@@ -249,15 +249,17 @@ def _expect_same_404(first: Any, second: Any) -> None:
         ("POST", f"{REQUESTS}/req_{'0' * 20}/collect", P.ISSUANCE_COLLECT),
     ],
 )
-def test_issuance_takes_its_permission_before_anything_is_read(call: Call, method: str, path: str, needed: P) -> None:
-    """A token without the permission is told that, and nothing about the body or the request it names."""
+def test_issuance_without_the_permission_is_refused_before_the_body_is_read(
+    call: Call, method: str, path: str, needed: P
+) -> None:
+    """A token without the permission learns only that, nothing about the body or the named request."""
     others = bearer(*({P.KEYS_READ, P.ISSUANCE_REQUEST, P.ISSUANCE_COLLECT} - {needed}))
     answer = call(method, path, b"not json" if method == "POST" else None, **others)
     assert (answer.status_code, answer.body["code"]) == (403, "permission_missing")
 
 
 @pytest.mark.parametrize("name", ["req_0", "req_" + "0" * 20, "%00", "req_" + "a" * 5000, "rot_" + "0" * 20])
-def test_issuance_request_that_is_none_is_not_found(call: Call, name: str) -> None:
+def test_issuance_request_with_an_unknown_id_is_not_found(call: Call, name: str) -> None:
     for answer in (call("GET", f"{REQUESTS}/{name}"), collect(call, name)):
         assert (answer.status_code, answer.body["code"]) == (404, "not_found")
 
@@ -276,28 +278,28 @@ def test_issuance_other_methods_are_not_allowed(call: Call, method: str, tail: s
     assert set(allow.split(", ")) <= set(answer["Allow"].split(", "))
 
 
-# ----------------------------------------------------------------------------------------------------- looking
+# ----------------------------------------------------------------------------------------------------- reading
 
 
-def test_issuance_read_shows_how_far_it_is_and_never_material(call: Call) -> None:
-    """State, credential and key once there are some; the string never."""
+def test_issuance_read_shows_the_state_and_never_the_key(call: Call) -> None:
+    """The answer shows state, credential and key once they exist; never the key string."""
     asked = ask(call, recipient_public_key=PUBLIC).body
     assert call("GET", f"{REQUESTS}/{asked['issuance_request_id']}").body == asked
     key = issue_request(fresh(asked["issuance_request_id"]))
     seen = call("GET", f"{REQUESTS}/{asked['issuance_request_id']}")
     assert seen.body == {**asked, "state": "issued", "credential_id": key.credential_id, "key_id": key.key_id}
-    text = opened(collect(call, asked["issuance_request_id"]).body["sealed"])
+    text = unsealed(collect(call, asked["issuance_request_id"]).body["sealed"])
     seen = call("GET", f"{REQUESTS}/{asked['issuance_request_id']}")
     assert seen.body["state"] == "collected"
     assert text.encode() not in seen.content
 
 
-# -------------------------------------------------------------------------------------------------- collecting
+# -------------------------------------------------------------------------------------------------- collection
 
 
 @pytest.mark.parametrize("environment", list(Environment))
-def test_issuance_sealed_key_is_collected_opened_and_good(call: Call, environment: Environment) -> None:
-    """Only the recipient reads it: not the gateway between, not the stored answer, not a dump of the database."""
+def test_issuance_sealed_key_is_collected_unsealed_and_valid(call: Call, environment: Environment) -> None:
+    """Only the recipient can read the key: not a gateway, not the stored answer, not a database dump."""
     request = issued(call, environment=environment.value, recipient_public_key=PUBLIC)
     answer = collect(call, request.pk, "once")
     assert answer.status_code == 200
@@ -305,10 +307,10 @@ def test_issuance_sealed_key_is_collected_opened_and_good(call: Call, environmen
     body = answer.body
     assert set(body) == {"issuance_request_id", "credential_id", "key_id", "sealed"}
     assert body["sealed"]["suite"] == "DHKEM(X25519, HKDF-SHA256), HKDF-SHA256, AES-256-GCM"
-    text = opened(body["sealed"])
+    text = unsealed(body["sealed"])
     assert text[11:27] == body["key_id"]
     assert is_good(call, text, environment.value)
-    assert collect(call, request.pk, "once").content == answer.content, "ciphertext is replayed as it is"
+    assert collect(call, request.pk, "once").content == answer.content, "the same ciphertext is replayed"
     maintenance.destroy_due()
     assert Key.objects.get().material == Material.DESTROYED
 
@@ -323,8 +325,8 @@ def test_issuance_plain_key_is_collected_once(call: Call) -> None:
     assert "collected already" in again.body["detail"]
 
 
-def test_issuance_collection_replayed_has_the_key_for_a_while(call: Call) -> None:
-    """A lost answer costs no key: the same Idempotency-Key gets it again, until it is shredded."""
+def test_issuance_collection_replayed_in_time_returns_the_key(call: Call) -> None:
+    """A lost answer loses no key: the same Idempotency-Key gets it again until it is shredded."""
     request = issued(call, delivery="show_once")
     first = collect(call, request.pk, "mine")
     again = collect(call, request.pk, "mine")
@@ -340,7 +342,7 @@ def test_issuance_collection_replayed_has_the_key_for_a_while(call: Call) -> Non
 
 
 def test_issuance_collected_under_the_key_of_another_request_is_a_mismatch(call: Call) -> None:
-    """One Idempotency-Key is for one request: it never hands out another one's key."""
+    """One Idempotency-Key belongs to one request and never returns another request's key."""
     first, second = issued(call, delivery="show_once"), issued(call, delivery="show_once")
     collect(call, first.pk, "same")
     answer = collect(call, second.pk, "same")
@@ -355,7 +357,7 @@ def test_issuance_collected_without_an_idempotency_key_is_refused(call: Call) ->
     assert fresh(request.pk).state == "issued"
 
 
-def test_issuance_collected_with_a_body_that_says_something_is_refused(call: Call) -> None:
+def test_issuance_collected_with_a_body_is_refused(call: Call) -> None:
     request = issued(call, delivery="show_once")
     path = f"{REQUESTS}/{request.pk}/collect"
     answer = call("POST", path, {"reveal": True}, HTTP_IDEMPOTENCY_KEY="k")
@@ -364,7 +366,7 @@ def test_issuance_collected_with_a_body_that_says_something_is_refused(call: Cal
 
 
 @pytest.mark.parametrize("body", [b"not json", b"[]", b'{"reveal": true}'])
-def test_issuance_collected_reads_the_idempotency_key_before_the_body(call: Call, body: bytes) -> None:
+def test_issuance_collection_checks_the_idempotency_key_before_the_body(call: Call, body: bytes) -> None:
     request = issued(call, delivery="show_once")
     path = f"{REQUESTS}/{request.pk}/collect"
     assert call("POST", path, {}, HTTP_IDEMPOTENCY_KEY="k").status_code == 200
@@ -378,19 +380,19 @@ def test_issuance_collected_before_it_is_issued_is_a_conflict(call: Call) -> Non
     answer = collect(call, asked["issuance_request_id"], "k")
     assert (answer.status_code, answer.body["code"]) == (409, "state_conflict")
     issue_request(fresh(asked["issuance_request_id"]))
-    assert collect(call, asked["issuance_request_id"], "k").status_code == 200, "a refusal is not remembered"
+    assert collect(call, asked["issuance_request_id"], "k").status_code == 200, "a refusal is not stored"
 
 
-def test_issuance_unsealed_in_production_is_not_collected_here(call: Call) -> None:
-    """A production key is read in the secret backend, or it was sealed."""
+def test_issuance_unsealed_in_production_is_not_collectable(call: Call) -> None:
+    """A production key is either read from the secret backend or sealed."""
     request = issued(call, environment="production")
     answer = collect(call, request.pk)
     assert (answer.status_code, answer.body["code"]) == (409, "state_conflict")
     assert "secret backend" in answer.body["detail"]
 
 
-def test_issuance_collected_by_any_other_token_is_as_absent_as_none(call: Call) -> None:
-    """Who did not ask learns not even that there is such a request, whatever their rights."""
+def test_issuance_collected_by_another_token_is_not_found(call: Call) -> None:
+    """Any other token, whatever its permissions, does not even learn that the request exists."""
     request = issued(call, delivery="show_once")
     other = bearer(P.ISSUANCE_REQUEST, P.ISSUANCE_COLLECT)
     elsewhere = bearer(P.ISSUANCE_REQUEST, P.ISSUANCE_COLLECT, scope=StringScope.PRODUCTION)
@@ -402,8 +404,8 @@ def test_issuance_collected_by_any_other_token_is_as_absent_as_none(call: Call) 
     assert fresh(request.pk).state == "issued"
 
 
-def test_issuance_rotated_token_collects_and_replays_what_its_predecessor_asked(call: Call) -> None:
-    """A rotation in the middle loses nothing: requests and retries belong to the whole line of tokens."""
+def test_issuance_requested_by_a_predecessor_token_is_collected_by_its_successor(call: Call) -> None:
+    """A token rotation in between loses nothing: requests and retries belong to the whole token lineage."""
     request = issued(call, delivery="show_once")
     predecessor = ServiceToken.objects.get()
     _, text = rotate_service_token(grant(HOST, P.TOKENS_WRITE), predecessor, 1)
@@ -413,37 +415,35 @@ def test_issuance_rotated_token_collects_and_replays_what_its_predecessor_asked(
     assert collect(call, request.pk, "k").content == first.content
 
 
-def test_issuance_revoked_token_is_not_answered_from_the_store(call: Call) -> None:
-    """The credential is judged before any replay: a revoked token is given nothing that it was given before."""
+def test_issuance_replay_with_a_revoked_token_is_refused(call: Call) -> None:
+    """The credential is checked before any replay: a revoked token gets no stored answer."""
     request = issued(call, delivery="show_once")
     collect(call, request.pk, "k")
     revoke_service_token(grant(HOST, P.TOKENS_WRITE), ServiceToken.objects.get())
     assert collect(call, request.pk, "k").status_code == 401
 
 
-def test_issuance_key_that_was_ended_or_burned_is_not_collected(call: Call) -> None:
+def test_issuance_of_a_revoked_or_discarded_key_is_not_collectable(call: Call) -> None:
     ended = issued(call, delivery="show_once")
     assert ended.key is not None
     call("POST", f"/v1/keys/{ended.key.key_id}/revoke", {"reason": "superseded"})
-    burned = issued(call, recipient_public_key=PUBLIC, at=now() - COLLECT_WITHIN)
-    unswept = collect(call, burned.pk)
+    discarded = issued(call, recipient_public_key=PUBLIC, at=now() - COLLECT_WITHIN)
+    unswept = collect(call, discarded.pk)
     maintenance.discard_due()
-    for answer in (collect(call, ended.pk), unswept, collect(call, burned.pk)):
+    for answer in (collect(call, ended.pk), unswept, collect(call, discarded.pk)):
         assert (answer.status_code, answer.body["code"]) == (409, "state_conflict")
-    assert call("GET", f"{REQUESTS}/{burned.pk}").body["state"] == "burned"
+    assert call("GET", f"{REQUESTS}/{discarded.pk}").body["state"] == "burned"
 
 
-def test_issuance_collected_while_the_backend_is_away_is_tried_again(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An outage of the secret backend costs nothing but time."""
+def test_issuance_collected_during_a_backend_outage_is_retryable(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outage of the secret backend only delays the collection."""
     request = issued(call, delivery="show_once")
 
-    def away(*_: object, **__: object) -> None:
+    def unavailable(*_: object, **__: object) -> None:
         raise BackendUnavailableError("The secret backend does not answer.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(secret_backend(), "read", away)
+        patch.setattr(secret_backend(), "read", unavailable)
         answer = collect(call, request.pk, "k")
     assert (answer.status_code, answer.body["code"]) == (503, "dependency_unavailable")
     assert int(answer["Retry-After"]) >= 1
@@ -451,7 +451,7 @@ def test_issuance_collected_while_the_backend_is_away_is_tried_again(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_issuance_collected_with_many_keys_at_once_is_handed_to_one(call: Call) -> None:
+def test_issuance_collected_concurrently_with_many_keys_is_returned_to_one(call: Call) -> None:
     """Different Idempotency-Keys are different attempts: one gets the key, every other one a conflict."""
     for request in (issued(call, delivery="show_once"), issued(call, recipient_public_key=PUBLIC)):
         answers = race(*[partial(collect, call, request.pk) for _ in range(6)])
@@ -461,8 +461,8 @@ def test_issuance_collected_with_many_keys_at_once_is_handed_to_one(call: Call) 
 
 
 @pytest.mark.django_db(transaction=True)
-def test_issuance_collected_with_one_key_at_once_is_the_same_answer(call: Call) -> None:
-    """Parallel retries have one effect: each gets that one key, or is told that it is still at work."""
+def test_issuance_collected_concurrently_with_one_key_is_one_answer(call: Call) -> None:
+    """Parallel retries have one effect: each gets the same key, or learns that the request is in progress."""
     request = issued(call, delivery="show_once")
     answers = race(*[partial(collect, call, request.pk, "one") for _ in range(6)])
     assert {answer.status_code for answer in answers} <= {200, 409}

@@ -28,12 +28,12 @@ def test_key_is_shown_without_anything_secret(call: Call) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/keys/0000000000000000", "/v1/keys/..", "/v1/keys/%00", "/v1/keys/" + "a" * 5000])
-def test_key_that_is_none_is_not_found(call: Call, path: str) -> None:
+def test_key_with_an_unknown_id_is_not_found(call: Call, path: str) -> None:
     response = call("GET", path)
     assert (response.status_code, response.body["code"]) == (404, "not_found")
 
 
-def test_key_of_another_merchant_is_as_absent_as_none(call: Call) -> None:
+def test_key_of_another_merchant_is_not_found(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     _, scoped = make_token(P.KEYS_READ, P.KEYS_REVOKE, merchants=["globex"])
     header = {"HTTP_AUTHORIZATION": f"Bearer {scoped.reveal()}"}
@@ -52,8 +52,8 @@ def test_key_of_an_environment_outside_the_token_is_permission_missing(call: Cal
     assert (response.status_code, response.body["code"]) == (403, "permission_missing")
 
 
-def test_revoke_ends_the_key_at_once_and_answers_with_the_sequence(call: Call) -> None:
-    """The very next verification refuses it."""
+def test_revoke_ends_the_key_immediately_and_answers_with_the_sequence(call: Call) -> None:
+    """The next verification refuses the key."""
     key, text = issue(find_account("acme", Environment.SANDBOX))
     verify = {"key": text.reveal(), "environment": "sandbox", "endpoint": "orders.create"}
     assert call("POST", "/v1/keys/verify", verify).body["allowed"] is True
@@ -75,7 +75,7 @@ def test_revoke_twice_is_one_revocation_and_the_same_answer(call: Call) -> None:
     assert second.status_code == 202
 
 
-def test_revoke_for_compromise_marks_it_even_when_it_was_revoked_before(call: Call) -> None:
+def test_revoke_for_compromise_marks_an_already_revoked_key(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": "superseded"})
     response = call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": "key_compromise"})
@@ -90,7 +90,7 @@ def test_revoke_without_a_known_reason_is_refused(call: Call, body: dict[str, ob
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "detail"),
     [
         ("because", '"because" is none of '),
         ("\ud800", '"\\ud800" is none of '),
@@ -101,14 +101,14 @@ def test_revoke_without_a_known_reason_is_refused(call: Call, body: dict[str, ob
     ],
     ids=["a word", "half a surrogate pair", "much", "nothing", "a number", "null"],
 )
-def test_revoke_for_another_reason_is_told_which_there_are(call: Call, sent: object, told: str) -> None:
+def test_revoke_for_an_unknown_reason_lists_the_valid_ones(call: Call, sent: object, detail: str) -> None:
     key, text = issue(find_account("acme", Environment.SANDBOX))
     response = call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": sent})
     assert (response.status_code, response.body["code"]) == (400, "request_invalid")
     (fault,) = response.body["errors"]
-    if told.endswith("none of "):
-        told += ", ".join(RevocationReason) + "."
-    assert fault == {"pointer": "/reason", "detail": told}
+    if detail.endswith("none of "):
+        detail += ", ".join(RevocationReason) + "."
+    assert fault == {"pointer": "/reason", "detail": detail}
     shown = call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": text.reveal()})
     assert text.reveal()[30:] not in str(shown.body)
 
@@ -131,7 +131,7 @@ def test_credentials_are_filtered_and_paged(call: Call) -> None:
     assert set(seen) == made
 
 
-def test_credentials_of_a_scoped_token_are_its_own(call: Call) -> None:
+def test_credentials_listed_by_a_scoped_token_are_its_merchants_only(call: Call) -> None:
     issue(find_account("acme", Environment.SANDBOX))
     own, _ = issue(find_account("globex", Environment.SANDBOX))
     _, scoped = make_token(P.KEYS_READ, merchants=["globex"], scope=StringScope.SANDBOX)
@@ -142,13 +142,13 @@ def test_credentials_of_a_scoped_token_are_its_own(call: Call) -> None:
 
 
 @pytest.mark.parametrize("query", ["colour=red", "environment=x", "limit=0", "limit=999", "cursor=../etc"])
-def test_credentials_query_that_cannot_be_meant_is_refused(call: Call, query: str) -> None:
+def test_credentials_with_an_invalid_query_is_refused(call: Call, query: str) -> None:
     response = call("GET", f"/v1/credentials?{query}")
     assert (response.status_code, response.body["code"]) == (400, "request_invalid")
 
 
 @pytest.mark.parametrize("credential", ["", "Bearer", "Bearer x", "Basic eA==", "bearer  ", "Bearer a,b"])
-def test_service_plane_without_a_good_token_is_refused(client: Client, db: None, credential: str) -> None:
+def test_service_plane_without_a_valid_token_is_refused(client: Client, db: None, credential: str) -> None:
     headers = {"Authorization": credential} if credential else {}
     response = client.get("/v1/credentials", headers=headers)
     assert response.status_code == 401
@@ -156,8 +156,8 @@ def test_service_plane_without_a_good_token_is_refused(client: Client, db: None,
     assert response["WWW-Authenticate"].startswith("Bearer")
 
 
-def test_api_key_and_admin_session_are_no_credential_on_the_service_plane(client: Client, call: Call) -> None:
-    """A credential of one plane is never accepted on another (D4)."""
+def test_api_key_and_admin_session_are_refused_on_the_service_plane(client: Client, call: Call) -> None:
+    """A credential of one plane is never accepted on another."""
     from keyvault.access.roles import Role
     from keyvault.models import Operator
     from tests.factories import make_operator

@@ -1,4 +1,4 @@
-"""/metrics: what there is to watch, and nothing of anybody's."""
+"""/metrics: exposes service metrics, and no merchant data."""
 
 from pathlib import Path
 from subprocess import run
@@ -25,7 +25,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_metrics_of_one_process_tell_the_outcome_of_calls(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_of_one_process_count_calls_by_outcome(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     meters.note_call("keyvault-reader-production", "conflict")
     meters.note_lease("keyvault-reader-production", None)
@@ -40,8 +40,8 @@ def test_metrics_of_one_process_tell_the_outcome_of_calls(client: Client, monkey
     assert 'keyvault_pepper_version{set="sandbox"} 2.0' in text
 
 
-def test_metrics_of_several_processes_add_up_and_a_dead_one_s_state_is_gone(client: Client, shared: Path) -> None:
-    """Counters outlive whoever counted; that a process saw the Vault sealed does not."""
+def test_metrics_of_several_processes_are_summed_without_gauges_of_dead_ones(client: Client, shared: Path) -> None:
+    """Counters outlive their process; its gauge of a sealed Vault does not."""
     run([executable, "-c", ELSEWHERE, str(shared)], check=True)
     run([executable, "-c", ELSEWHERE, str(shared)], check=True)
     assert len(list(shared.glob("gauge_livemax_*.db"))) == 2
@@ -51,6 +51,6 @@ def test_metrics_of_several_processes_add_up_and_a_dead_one_s_state_is_gone(clie
     assert list(shared.glob("gauge_livemax_*.db")) == []
 
 
-def test_metrics_are_read_only_and_refuse_a_key_in_their_address(client: Client) -> None:
+def test_metrics_are_read_only_and_refuse_a_key_in_the_url(client: Client) -> None:
     assert client.post("/metrics").status_code == 405
     assert client.get("/metrics?key=kv_prv_sbx_" + "0" * 65).status_code == 400

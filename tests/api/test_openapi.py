@@ -1,4 +1,4 @@
-"""The OpenAPI page: whole, exact, and about what is really served."""
+"""The OpenAPI page: complete, exact, and equal to the served routes."""
 
 import re
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ metrics openapi orders_create orders_retrieve readyz
 revocations_read
 rotations_abort rotations_create rotations_read
 """
-"""Stable for ever: generated clients have methods of these names."""
+"""Stable ids: generated clients have methods of these names."""
 
 Operation = dict[str, Any]
 
@@ -54,19 +54,19 @@ def codes_of(response: dict[str, Any]) -> set[str]:
     return set() if problem is None else set(problem["schema"]["properties"]["code"]["enum"])
 
 
-def test_page_is_valid_and_made_without_a_warning() -> None:
+def test_page_is_valid_and_generated_without_a_warning() -> None:
     written = StringIO()
     call_command("spectacular", "--validate", "--fail-on-warn", stdout=written)
     assert written.getvalue().startswith("openapi: 3.1.0")
 
 
-def test_operation_ids_are_those_that_clients_were_generated_from() -> None:
+def test_operation_ids_are_stable() -> None:
     ids = [operation["operationId"] for _, _, operation in operations()]
     assert sorted(ids) == OPERATION_IDS.split()
 
 
 def routed(patterns: list[URLPattern | URLResolver]) -> Iterator[tuple[str, str]]:
-    """Method and path of everything outside the console that a request can be for."""
+    """Yield method and path of every route outside the console."""
     for pattern in patterns:
         if isinstance(pattern, URLResolver):
             if pattern.app_name != "admin":
@@ -90,12 +90,12 @@ def test_page_and_routes_have_the_same_operations() -> None:
     assert {(method, path) for method, path, _ in operations()} == served
 
 
-def test_every_error_code_is_documented_where_it_can_be_answered() -> None:
+def test_every_error_code_is_documented_at_each_operation_that_returns_it() -> None:
     documented = set().union(*(codes_of(response) for _, _, response in responses()))
     assert documented == set(ErrorCode)
 
 
-def test_every_response_says_which_headers_it_carries() -> None:
+def test_every_response_lists_its_headers() -> None:
     for operation_id, status, response in responses():
         needed = {"X-Request-Id", "Cache-Control"}
         needed |= {"401": {"WWW-Authenticate"}, "405": {"Allow"}}.get(status, set())
@@ -115,12 +115,12 @@ def test_every_refusal_is_a_problem_document() -> None:
             assert content["schema"]["allOf"] == [{"$ref": "#/components/schemas/Problem"}], (operation_id, status)
 
 
-def test_bodies_have_no_field_that_is_not_listed() -> None:
+def test_bodies_allow_no_unlisted_field() -> None:
     for name, schema in openapi_page()["components"]["schemas"].items():
         assert schema["additionalProperties"] is False, name
 
 
-def test_endpoints_show_the_authorization_panel_in_words_and_as_data() -> None:
+def test_endpoints_show_the_authorization_panel_as_text_and_data() -> None:
     found = {operation["operationId"]: operation for _, _, operation in operations()}
     for endpoint in BUILT_IN.endpoints:
         operation = found[endpoint.name.replace(".", "_")]
@@ -155,10 +155,10 @@ def test_environments_on_hosts_of_their_own_are_servers_of_the_integration_plane
     assert "{environment}" not in "".join(page["paths"])
 
 
-# --- how it is served -------------------------------------------------------------------------------------
+# --- serving ----------------------------------------------------------------------------------------------
 
 
-def test_page_is_served_to_anybody(client: Client) -> None:
+def test_page_is_served_without_credentials(client: Client) -> None:
     response = client.get("/v1/openapi.json")
     assert (response.status_code, response["Content-Type"]) == (200, "application/json")
     assert response["Cache-Control"] == "no-store"
@@ -184,13 +184,13 @@ def test_docs_load_nothing_from_elsewhere(client: Client) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/openapi.json", "/v1/docs"])
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
-def test_page_and_docs_are_only_read(client: Client, method: str, path: str) -> None:
+def test_page_and_docs_are_read_only(client: Client, method: str, path: str) -> None:
     response = Client(enforce_csrf_checks=True).generic(method, path)
     assert (response.status_code, response.json()["code"]) == (405, "method_not_allowed")
     assert response["Allow"] == "GET, HEAD"
 
 
 @pytest.mark.parametrize("path", ["/v1/openapi.json", "/v1/docs", "/healthz"])
-def test_key_in_the_address_of_a_public_page_is_told_so(client: Client, path: str) -> None:
+def test_key_in_the_url_of_a_public_page_is_refused(client: Client, path: str) -> None:
     response = client.get(f"{path}?key=kv_prv_sbx_{'a' * 65}")
     assert (response.status_code, response.json()["code"]) == (400, "credential_in_url")

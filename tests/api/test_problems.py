@@ -1,4 +1,4 @@
-"""Whatever goes wrong is a problem document, with our request id, and never a 500 that a client can bring about."""
+"""Every error is a problem document with the request id; no client input causes a 500."""
 
 import json
 
@@ -33,9 +33,7 @@ def refused(response: object) -> tuple[int, str]:
         ("PUT", "/v1/keys/verify", (405, "method_not_allowed")),
     ],
 )
-def test_request_that_nothing_answers_is_a_problem(
-    call: Call, method: str, path: str, expected: tuple[int, str]
-) -> None:
+def test_request_without_a_route_is_a_problem(call: Call, method: str, path: str, expected: tuple[int, str]) -> None:
     response = call(method, path)
     assert refused(response) == expected
 
@@ -52,10 +50,8 @@ def test_request_that_nothing_answers_is_a_problem(
         ("TRACE", "/v1/keys/0000000000000000", "GET, HEAD"),
     ],
 )
-def test_method_that_a_view_lacks_is_refused_with_those_it_has(
-    call: Call, method: str, path: str, allowed: str
-) -> None:
-    """OPTIONS is such a method too: it would tell a view's name and docstring, and without a key."""
+def test_method_not_supported_is_refused_with_allow(call: Call, method: str, path: str, allowed: str) -> None:
+    """OPTIONS is refused too: it would reveal the view's name and docstring without a key."""
     response = call(method, path)
     assert response["Allow"] == allowed
     assert response.status_code == 405
@@ -84,7 +80,7 @@ def test_service_token_sent_twice_is_service_token_invalid(call: Call, token: st
         b"1" * 5_000,
     ],
 )
-def test_body_that_is_no_json_object_is_request_invalid(call: Call, body: bytes) -> None:
+def test_body_that_is_not_a_json_object_is_request_invalid(call: Call, body: bytes) -> None:
     assert refused(call("POST", "/v1/keys/verify", body)) == (400, "request_invalid")
 
 
@@ -100,13 +96,11 @@ def test_body_of_another_type_is_media_type_unsupported(client: Client, token: s
 
 
 @pytest.mark.parametrize("accept", ["text/html", "application/xml", "*/*;q=0", "nonsense"])
-def test_answer_is_json_whatever_is_accepted(call: Call, accept: str) -> None:
+def test_answer_is_json_for_any_accept_header(call: Call, accept: str) -> None:
     assert call("GET", "/v1/credentials", HTTP_ACCEPT=accept).status_code == 200
 
 
-def test_database_that_does_not_answer_is_unavailable_and_not_a_fault(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_database_outage_is_unavailable_and_not_a_fault(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(key_id: str) -> None:
         raise OperationalError("gone")
 
@@ -116,7 +110,7 @@ def test_database_that_does_not_answer_is_unavailable_and_not_a_fault(
     assert int(response["Retry-After"]) >= 1
 
 
-def test_fault_of_ours_tells_nothing_about_itself(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_fault_discloses_nothing(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(key_id: str) -> None:
         raise RuntimeError("the secret is hunter2")
 
@@ -127,8 +121,8 @@ def test_fault_of_ours_tells_nothing_about_itself(call: Call, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("host", ["evil.example", "a b", "a,b", ""])
-def test_host_that_is_not_ours_is_refused(client: Client, caplog: pytest.LogCaptureFixture, host: str) -> None:
-    """And told to the log in one plain line: anybody could fill the log of errors otherwise."""
+def test_unknown_host_is_refused(client: Client, caplog: pytest.LogCaptureFixture, host: str) -> None:
+    """The log gets one plain line and no traceback, so clients cannot flood the error log."""
     caplog.set_level("INFO")
     response = client.get("/healthz", headers={"Host": host})
     assert refused(response) == (400, "request_invalid")
@@ -138,7 +132,7 @@ def test_host_that_is_not_ours_is_refused(client: Client, caplog: pytest.LogCapt
     ]
 
 
-def test_form_too_large_is_refused_without_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_oversized_form_is_refused_without_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     form = b"username=" + b"x" * 70_000
     response = Client().post("/admin/login/", form, "application/x-www-form-urlencoded")
     assert response.status_code == 400
@@ -146,10 +140,10 @@ def test_form_too_large_is_refused_without_an_error_in_the_log(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("place", ["/sandbox/{}", "/v1/keys/{}", "/sandbox/" + "x" * 240 + "/{}"])
-def test_path_is_redacted_before_it_is_cut_and_logged(
+def test_path_is_redacted_before_it_is_truncated_and_logged(
     client: Client, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:
-    """Half a key no longer looks like one: cut first, it would stay readable."""
+    """Redaction comes first: a truncated key would no longer be recognized and would stay readable."""
     caplog.set_level("INFO")
     client.get(place.format("kv_prv_sbx_" + "k" * 16 + "s" * 49))
     paths = [vars(record)["path"] for record in caplog.records if record.name == "keyvault.requests"]
@@ -158,7 +152,7 @@ def test_path_is_redacted_before_it_is_cut_and_logged(
     assert "kv_prv_sbx_" in paths[0]
 
 
-def test_health_lives_without_a_database_and_readiness_names_what_is_missing(
+def test_health_succeeds_without_a_database_and_readiness_names_what_is_missing(
     client: Client, token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert client.get("/healthz").json() == {"status": "ok"}
@@ -178,18 +172,18 @@ def test_health_lives_without_a_database_and_readiness_names_what_is_missing(
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
-def test_health_is_only_read(client: Client, method: str, path: str) -> None:
+def test_health_is_read_only(client: Client, method: str, path: str) -> None:
     response = Client(enforce_csrf_checks=True).generic(method, path)
     assert refused(response) == (405, "method_not_allowed")
     assert response["Allow"] == "GET, HEAD"
 
 
 @pytest.mark.parametrize("path", ["/v1/credentials?key=", "/v1/keys/", "/v1/nowhere?x="])
-def test_key_in_a_url_of_the_service_plane_is_told_so(call: Call, path: str) -> None:
+def test_key_in_a_url_of_the_service_plane_is_refused(call: Call, path: str) -> None:
     assert refused(call("GET", path + "kv_prv_sbx_" + "a" * 65)) == (400, "credential_in_url")
 
 
-def test_query_of_too_many_parameters_is_request_invalid_and_not_logged(
+def test_query_with_too_many_parameters_is_request_invalid_and_not_logged(
     call: Call, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -200,7 +194,7 @@ def test_query_of_too_many_parameters_is_request_invalid_and_not_logged(
     assert "hunter2" not in "".join(RedactedJSONFormatter().format(record) for record in caplog.records)
 
 
-def test_request_that_cannot_be_read_lists_that_as_a_fault(call: Call, client: Client) -> None:
+def test_unreadable_request_lists_the_fault(call: Call, client: Client) -> None:
     for response in (call("POST", "/v1/keys/verify", b"{"), client.get("/healthz", headers={"Host": "evil.example"})):
         assert refused(response) == (400, "request_invalid")
         body = response.json()

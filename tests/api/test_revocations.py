@@ -1,4 +1,4 @@
-"""The receipt of a revocation on the service plane: waited for, and asked for."""
+"""The receipt of a revocation on the service plane, waited for or queried."""
 
 from datetime import datetime
 from typing import Any
@@ -25,7 +25,7 @@ def revoke(call: Call, key: Key, prefer: str | None = None) -> Any:
     return call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": "superseded"}, **headers)
 
 
-def a_key(merchant_id: str = "acme") -> Key:
+def issue_key(merchant_id: str = "acme") -> Key:
     return issue(find_account(merchant_id, Environment.SANDBOX))[0]
 
 
@@ -36,24 +36,24 @@ def bearer(*permissions: P, **options: Any) -> dict[str, str]:
 # --- Prefer: wait -----------------------------------------------------------------------------------------
 
 
-def test_revoke_that_prefers_to_wait_answers_with_the_complete_receipt(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The answer comes with the last confirmation, and says who has confirmed, and when."""
+def test_revoke_with_prefer_wait_answers_with_the_complete_receipt(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is sent with the last confirmation, and lists who confirmed and when."""
     verifier = make_verifier()
     monkeypatch.setattr(receipts, "sleep", lambda seconds: confirm(verifier, Change.objects.latest("pk").sequence))
-    response = revoke(call, a_key(), "wait=5")
+    response = revoke(call, issue_key(), "wait=5")
     assert (response.status_code, response["Preference-Applied"]) == (202, "wait=5")
     receipt = response.body["receipt"]
     assert (receipt["sequence"], receipt["complete"]) == (response.body["sequence"], True)
-    told = receipt["verifiers"]
-    assert [(row["verifier_id"], row["door"], row["state"]) for row in told] == [("verifier-1", "server", "confirmed")]
-    assert datetime.fromisoformat(told[0]["confirmed_at"]) == Confirmation.objects.get().at
+    receipt_body = receipt["verifiers"]
+    assert [(row["verifier_id"], row["door"], row["state"]) for row in receipt_body] == [
+        ("verifier-1", "server", "confirmed")
+    ]
+    assert datetime.fromisoformat(receipt_body[0]["confirmed_at"]) == Confirmation.objects.get().at
 
 
-def test_revoke_whose_wait_was_in_vain_is_no_error(call: Call) -> None:
-    """It is revoked all the same: the same 202, and a receipt that says who is waited for."""
-    key = a_key()
+def test_revoke_whose_wait_times_out_succeeds(call: Call) -> None:
+    """The key is revoked nevertheless: the same 202, with a receipt that names the missing verifiers."""
+    key = issue_key()
     make_verifier()
     response = revoke(call, key, "wait=0")
     assert (response.status_code, response["Preference-Applied"]) == (202, "wait=0")
@@ -63,14 +63,14 @@ def test_revoke_whose_wait_was_in_vain_is_no_error(call: Call) -> None:
     assert response.body["receipt"]["verifiers"][0]["confirmed_at"] is None
 
 
-def test_revoke_whose_receipt_cannot_be_read_is_no_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever fails after the commit, the answer says that the key has ended."""
+def test_revoke_with_an_unreadable_receipt_succeeds(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails after the commit, the answer states that the key is revoked."""
 
     def fail(sequence: int) -> None:
         raise DatabaseError("gone")
 
     monkeypatch.setattr(receipts, "_receipt", fail)
-    response = revoke(call, a_key(), "wait=5")
+    response = revoke(call, issue_key(), "wait=5")
     assert (response.status_code, response.body["state"]) == (202, "deactivated")
     assert response.body["receipt"] == {
         "sequence": response.body["sequence"],
@@ -80,23 +80,23 @@ def test_revoke_whose_receipt_cannot_be_read_is_no_error(call: Call, monkeypatch
     }
 
 
-def test_revoke_waits_no_longer_than_the_server_is_ready_to(call: Call) -> None:
-    response = revoke(call, a_key(), "wait=86400")
+def test_revoke_wait_is_capped_by_the_server(call: Call) -> None:
+    response = revoke(call, issue_key(), "wait=86400")
     assert response["Preference-Applied"] == "wait=10"
     assert response.body["receipt"]["complete"] is True
 
 
 @pytest.mark.parametrize("prefer", [None, "respond-async", "wait", "wait=soon", "wait=-1", 'wait="5', "x" * 4000])
-def test_revoke_without_a_readable_wait_has_no_receipt(call: Call, prefer: str | None) -> None:
-    """A preference that is malformed, or another one, is passed over (RFC 7240)."""
-    response = revoke(call, a_key(), prefer)
+def test_revoke_without_a_valid_wait_has_no_receipt(call: Call, prefer: str | None) -> None:
+    """A malformed or unknown preference is ignored (RFC 7240)."""
+    response = revoke(call, issue_key(), prefer)
     assert response.status_code == 202
     assert response.body.keys() == {"key_id", "state", "sequence"}
     assert "Preference-Applied" not in response
 
 
-def test_revoke_repeated_has_the_receipt_of_the_end(call: Call) -> None:
-    key = a_key()
+def test_revoke_repeated_answers_with_the_same_receipt(call: Call) -> None:
+    key = issue_key()
     first, second = (revoke(call, key, "wait=1") for _ in range(2))
     assert first.body == second.body
 
@@ -104,18 +104,20 @@ def test_revoke_repeated_has_the_receipt_of_the_end(call: Call) -> None:
 # --- GET /v1/revocations/<sequence> -----------------------------------------------------------------------
 
 
-def test_revocation_says_which_verifiers_have_confirmed(call: Call) -> None:
-    """One that has, one that is waited for, one that was silent for too long; no more than that of them."""
+def test_revocation_lists_the_verifiers_by_status(call: Call) -> None:
+    """The receipt lists a confirmed, a pending and an expired verifier, and no other details about them."""
     first, _, third = (make_verifier(f"verifier-{number}") for number in (1, 2, 3))
-    sequence = revoke(call, a_key()).body["sequence"]
+    sequence = revoke(call, issue_key()).body["sequence"]
     confirm(first, sequence)
     fall_silent(third)
     response = call("GET", f"/v1/revocations/{sequence}")
     assert response.status_code == 200
     assert response.body.keys() == {"sequence", "complete", "changed_at", "verifiers"}
     assert (response.body["sequence"], response.body["complete"]) == (sequence, False)
-    told = {row["verifier_id"]: (row["state"], row["confirmed_at"] is None) for row in response.body["verifiers"]}
-    assert told == {
+    receipt_body = {
+        row["verifier_id"]: (row["state"], row["confirmed_at"] is None) for row in response.body["verifiers"]
+    }
+    assert receipt_body == {
         "verifier-1": ("confirmed", False),
         "verifier-2": ("waiting", True),
         "verifier-3": ("expired", True),
@@ -126,14 +128,14 @@ def test_revocation_says_which_verifiers_have_confirmed(call: Call) -> None:
     "sequence",
     ["0", "4611686018427387904", str(2**63 - 1), str(2**63), "9" * 19, "9" * 20, "9" * 5000, "-1", "1.0", "x"],
 )
-def test_revocation_that_is_none_is_not_found(call: Call, sequence: str) -> None:
-    """However large the number is, or if it is none."""
+def test_revocation_with_an_unknown_sequence_is_not_found(call: Call, sequence: str) -> None:
+    """Covers numbers of any size and values that are no number."""
     response = call("GET", f"/v1/revocations/{sequence}")
     assert (response.status_code, response.body["code"]) == (404, "not_found")
 
 
-def test_revocation_of_another_merchant_is_as_absent_as_none(call: Call) -> None:
-    sequence = revoke(call, a_key()).body["sequence"]
+def test_revocation_of_another_merchant_is_not_found(call: Call) -> None:
+    sequence = revoke(call, issue_key()).body["sequence"]
     header = bearer(P.KEYS_READ, merchants=["globex"])
     there, absent = (call("GET", f"/v1/revocations/{number}", **header) for number in (sequence, 2**40))
     for response in (there, absent):
@@ -144,20 +146,20 @@ def test_revocation_of_another_merchant_is_as_absent_as_none(call: Call) -> None
 
 
 def test_revocation_in_an_environment_outside_the_token_is_permission_missing(call: Call) -> None:
-    sequence = revoke(call, a_key()).body["sequence"]
+    sequence = revoke(call, issue_key()).body["sequence"]
     response = call("GET", f"/v1/revocations/{sequence}", **bearer(P.KEYS_READ, scope=StringScope.PRODUCTION))
     assert (response.status_code, response.body["code"]) == (403, "permission_missing")
 
 
 def test_revocation_without_the_permission_is_permission_missing(call: Call) -> None:
-    """Asked before it is looked for: nobody learns which sequences there are."""
-    for number in (revoke(call, a_key()).body["sequence"], 2**40):
+    """The permission is checked before the lookup, so sequences cannot be probed."""
+    for number in (revoke(call, issue_key()).body["sequence"], 2**40):
         response = call("GET", f"/v1/revocations/{number}", **bearer(P.KEYS_REVOKE))
         assert (response.status_code, response.body["code"]) == (403, "permission_missing")
     assert call("GET", "/v1/revocations/1", HTTP_AUTHORIZATION="").status_code == 401
 
 
-def test_revocation_that_is_of_no_account_is_for_tokens_of_all_merchants(call: Call) -> None:
+def test_revocation_without_an_account_is_readable_by_all_merchant_tokens(call: Call) -> None:
     make_merchant("third")
     number = Change.objects.filter(subject_kind="merchant").latest("sequence").sequence
     assert call("GET", f"/v1/revocations/{number}").status_code == 200

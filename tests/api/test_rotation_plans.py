@@ -1,4 +1,4 @@
-"""Rotations over REST: what a plan may say, and how a rotation is ended."""
+"""Rotations over REST: the fields of a plan, and how a rotation is aborted."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -27,7 +27,7 @@ def asked(call: Call, **plan: Any) -> Any:
     return call("POST", "/v1/rotations", {"credential_id": key.credential_id, **plan})
 
 
-def test_rotation_plan_over_rest_says_all_that_is_approved(call: Call) -> None:
+def test_rotation_plan_over_rest_shows_every_approved_field(call: Call) -> None:
     answer = asked(
         call, proof="both", at_deadline="revoke", reinstatement="never", channels=["secret_backend"], window=WINDOW
     )
@@ -59,21 +59,21 @@ def test_rotation_plan_over_rest_says_all_that_is_approved(call: Call) -> None:
         ({"retire_at": "2027-01-01T00:00:00Z"}, "/retire_at"),
     ],
 )
-def test_rotation_plan_that_cannot_be_meant_is_pointed_at(call: Call, plan: dict[str, Any], pointer: str) -> None:
+def test_rotation_plan_with_an_invalid_field_names_it(call: Call, plan: dict[str, Any], pointer: str) -> None:
     answer = asked(call, **plan)
     assert (answer.status_code, answer.body["code"]) == (400, "request_invalid")
     assert pointer in [fault["pointer"] for fault in answer.body["errors"]]
     assert not Rotation.objects.exists()
 
 
-def test_rotation_aborted_over_rest_before_delivery_is_cancelled_and_stays_so(call: Call) -> None:
+def test_rotation_aborted_over_rest_before_delivery_is_canceled(call: Call) -> None:
     rotation_id = asked(call).body["rotation_id"]
     for _ in range(2):
         answer = call("POST", f"/v1/rotations/{rotation_id}/abort", {"reason": "not now"})
         assert (answer.status_code, answer.body["state"], answer.body["why"]) == (200, "cancelled", "not now")
 
 
-def test_rotation_aborted_over_rest_after_delivery_rolls_back_and_a_closed_one_conflicts(call: Call) -> None:
+def test_rotation_aborted_over_rest_after_delivery_rolls_back_unless_closed(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     rotation = scene.rotate(key.credential, datetime.now(UTC))
     advance_rotation(rotation.rotation_id)
@@ -89,8 +89,8 @@ def test_rotation_aborted_over_rest_after_delivery_rolls_back_and_a_closed_one_c
     assert (answer.status_code, answer.body["code"]) == (409, "state_conflict")
 
 
-def test_rotation_of_another_merchant_is_not_aborted(call: Call) -> None:
-    """Not found, as if it did not exist."""
+def test_rotation_of_another_merchant_is_not_found_for_abort(call: Call) -> None:
+    """The answer is not found, as if the rotation did not exist."""
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     rotation = scene.rotate(key.credential, datetime.now(UTC))
     _, scoped = make_token(P.ROTATIONS_WRITE, merchants=["globex"])

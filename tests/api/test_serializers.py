@@ -1,4 +1,4 @@
-"""What is asked on the service plane is read as it was sent, or refused: nothing is coerced, trimmed or chosen from."""
+"""Input on the service plane is read exactly as sent, or refused: nothing is coerced or trimmed."""
 
 from typing import Any
 
@@ -27,23 +27,23 @@ VERIFY = {"key": None, "environment": "sandbox", "endpoint": "orders.create"}
         {"dry_run": 1},
     ],
 )
-def test_verify_takes_no_field_of_another_type_or_form(call: Call, change: dict[str, Any]) -> None:
+def test_verify_field_of_a_wrong_type_or_format_is_refused(call: Call, change: dict[str, Any]) -> None:
     response = call("POST", "/v1/keys/verify", VERIFY | change)
     assert (response.status_code, response.body["code"]) == (400, "request_invalid")
     assert [fault["pointer"] for fault in response.body["errors"]] == [f"/{name}" for name in change]
 
 
 @pytest.mark.parametrize("method", ["get", " GET", "GET\n", "GET ", "", "A" * 17])
-def test_verify_takes_a_method_as_it_stands_in_a_request_line(call: Call, method: str) -> None:
+def test_verify_method_in_another_form_is_refused(call: Call, method: str) -> None:
     asked = {"key": None, "environment": "sandbox", "method": method, "path": "/merchants/orders"}
     response = call("POST", "/v1/keys/verify", asked)
     assert [fault["pointer"] for fault in response.body["errors"]] == ["/method"]
 
 
-def test_verify_batch_takes_one_to_a_hundred(call: Call) -> None:
-    for many, expected in ((0, 400), (1, 200), (100, 200), (101, 400)):
-        response = call("POST", "/v1/keys/verify-batch", {"requests": [VERIFY] * many})
-        assert response.status_code == expected, many
+def test_verify_batch_accepts_1_to_100_requests(call: Call) -> None:
+    for count, expected in ((0, 400), (1, 200), (100, 200), (101, 400)):
+        response = call("POST", "/v1/keys/verify-batch", {"requests": [VERIFY] * count})
+        assert response.status_code == expected, count
     response = call("POST", "/v1/keys/verify-batch", {"requests": [VERIFY, VERIFY | {"endpoint": 4}]})
     assert [fault["pointer"] for fault in response.body["errors"]] == ["/requests/1/endpoint"]
 
@@ -67,7 +67,7 @@ def test_verify_batch_takes_one_to_a_hundred(call: Call) -> None:
         "nonsense=1",
     ],
 )
-def test_query_of_credentials_is_exact(call: Call, query: str) -> None:
+def test_credentials_query_with_unknown_or_repeated_parameters_is_refused(call: Call, query: str) -> None:
     response = call("GET", f"/v1/credentials?{query}")
     assert (response.status_code, response.body["code"]) == (400, "request_invalid")
     assert [fault["pointer"] for fault in response.body["errors"]] == [f"/{query.partition('=')[0]}"]

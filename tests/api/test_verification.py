@@ -1,4 +1,4 @@
-"""POST /v1/keys/verify, row by row of the contract's table of verdicts."""
+"""POST /v1/keys/verify, row by row of the table of verdicts."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -57,14 +57,14 @@ def fresh(key: Key) -> Key:
     return found
 
 
-def may(permission: P, key: Key) -> Any:
+def grant_for(permission: P, key: Key) -> Any:
     return grant(the_operator("admin", Role.KEY_ADMINISTRATOR), permission, key.credential.account)
 
 
-# --- yes --------------------------------------------------------------------------------------------------
+# --- allowed ----------------------------------------------------------------------------------------------
 
 
-def test_verify_good_key_is_allowed_and_named(call: Call, key: tuple[Key, str]) -> None:
+def test_verify_valid_key_is_allowed_and_identified(call: Call, key: tuple[Key, str]) -> None:
     answer = ask(call, key[1])
     assert answer["allowed"] is True
     assert outcome(answer) == (200, None, None)
@@ -87,7 +87,7 @@ def test_verify_by_method_and_path_finds_the_endpoint(call: Call, key: tuple[Key
     assert call("POST", "/v1/keys/verify", body).body["allowed"] is True
 
 
-# --- no ---------------------------------------------------------------------------------------------------
+# --- denied -----------------------------------------------------------------------------------------------
 
 
 def test_verify_without_a_key_is_credential_missing(call: Call) -> None:
@@ -108,7 +108,7 @@ def _service_string() -> str:
 @pytest.mark.parametrize(
     "text", ["", " ", "nonsense", "ключ", "kv_prv_sbx_", "\x00", "\ud800", "x" * 10_000, _service_string()]
 )
-def test_verify_what_is_no_api_key_is_credential_invalid(call: Call, text: str) -> None:
+def test_verify_text_that_is_no_api_key_is_credential_invalid(call: Call, text: str) -> None:
     assert outcome(ask(call, text)) == (401, "credential_invalid", 1)
 
 
@@ -119,8 +119,8 @@ def test_verify_key_of_the_other_environment_names_the_right_base_url(call: Call
     assert "key_id" not in answer
 
 
-def test_verify_unknown_and_wrong_secret_are_one_answer(call: Call, key: tuple[Key, str]) -> None:
-    """Nothing tells an unknown key id from a wrong secret."""
+def test_verify_unknown_key_and_wrong_secret_get_the_same_answer(call: Call, key: tuple[Key, str]) -> None:
+    """An unknown key id and a wrong secret are indistinguishable."""
     import zlib
 
     from keyvault.domain.base62 import encode
@@ -138,11 +138,11 @@ def test_verify_unknown_and_wrong_secret_are_one_answer(call: Call, key: tuple[K
 def test_verify_suspended_revoked_compromised_and_expired(call: Call, token: str) -> None:
     place = find_account("acme", SANDBOX)
     suspended, suspended_text = issue(place)
-    suspend_key(may(P.KEYS_SUSPEND, suspended), fresh(suspended))
+    suspend_key(grant_for(P.KEYS_SUSPEND, suspended), fresh(suspended))
     revoked, revoked_text = issue(place)
-    revoke_key(may(P.KEYS_REVOKE, revoked), fresh(revoked), RevocationReason.SUPERSEDED)
+    revoke_key(grant_for(P.KEYS_REVOKE, revoked), fresh(revoked), RevocationReason.SUPERSEDED)
     leaked, leaked_text = issue(place)
-    report_compromise(may(P.KEYS_REPORT_COMPROMISE, leaked), fresh(leaked))
+    report_compromise(grant_for(P.KEYS_REPORT_COMPROMISE, leaked), fresh(leaked))
     for text, code, key_id in (
         (suspended_text, "key_not_active", suspended.key_id),
         (revoked_text, "key_revoked", revoked.key_id),
@@ -154,7 +154,7 @@ def test_verify_suspended_revoked_compromised_and_expired(call: Call, token: str
 
 
 def test_verify_key_past_its_expiry_is_refused_before_any_sweep(call: Call, token: str) -> None:
-    """Expiry is a fact of the clock: no job has to run for it."""
+    """Expiry depends on the clock alone: no job has to run for it."""
     long_ago = datetime.now(UTC) - timedelta(days=40)
     expired, text = issue(find_account("acme", SANDBOX), expires_in_days=30, at=long_ago)
     assert fresh(expired).state == "active"
@@ -191,8 +191,8 @@ def test_verify_public_key_on_a_private_endpoint_and_the_reverse(call: Call, key
     assert ask(call, public.reveal(), endpoint="client.configuration")["allowed"] is True
 
 
-def test_verify_customer_token_where_none_is_taken_or_any_is_unknown(call: Call, key: tuple[Key, str]) -> None:
-    """A Bearer never replaces the private key, and what nobody issued is not valid."""
+def test_verify_unknown_or_unaccepted_customer_token_is_refused(call: Call, key: tuple[Key, str]) -> None:
+    """A Bearer never replaces the private key, and an unknown token is invalid."""
     assert outcome(ask(call, key[1], customer_token="x")) == (401, "bearer_not_supported", 3)
     assert outcome(ask(call, key[1], endpoint="customers.me")) == (401, "customer_token_missing", 5)
     assert outcome(ask(call, key[1], endpoint="customers.me", customer_token="x")) == (401, "customer_token_invalid", 5)
@@ -226,8 +226,8 @@ def test_verify_token_for_another_environment_is_permission_missing(call: Call, 
     assert (response.status_code, response.body["code"]) == (403, "permission_missing")
 
 
-def test_verify_key_outside_the_tokens_merchants_is_as_if_unknown(call: Call, key: tuple[Key, str]) -> None:
-    """A token scoped to one merchant learns nothing of another's keys: no name, no state, no difference."""
+def test_verify_key_outside_the_tokens_merchants_is_unknown(call: Call, key: tuple[Key, str]) -> None:
+    """A token scoped to one merchant learns nothing about another merchant's keys."""
     _, scoped = make_token(P.KEYS_VERIFY, merchants=["globex"])
     response = call(
         "POST",
@@ -264,7 +264,7 @@ def probe() -> str:
 
 
 def test_verify_by_a_probe_counts_as_no_use(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
-    """Our own test calls are answered like everybody's, told as what they are, and are evidence of nothing."""
+    """Probes get normal answers, are marked as probes, and are no evidence of use."""
     token = probe()
     asked = {"key": key[1], "environment": "sandbox", "endpoint": "orders.create", "client_ip": "192.0.2.9"}
     answers = [call("POST", "/v1/keys/verify", asked, HTTP_AUTHORIZATION=token).body]
@@ -275,20 +275,20 @@ def test_verify_by_a_probe_counts_as_no_use(call: Call, key: tuple[Key, str], us
     assert not KeyUse.objects.exists()
     bucket = UseBucket.objects.get()
     assert (bucket.outcome, bucket.count, bucket.source) == ("probed", 3, "192.0.2.9")
-    told = call("GET", f"/v1/keys/{key[0].key_id}").body
-    assert (told["first_used_at"], told["last_used_at"]) == (None, None)
+    shown = call("GET", f"/v1/keys/{key[0].key_id}").body
+    assert (shown["first_used_at"], shown["last_used_at"]) == (None, None)
 
 
-def test_verify_by_a_probe_trips_no_quarantine(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
-    """A probe of a suspended key is no attempt on it: it neither alerts anybody nor reinstates."""
-    suspend_key(may(P.KEYS_SUSPEND, key[0]), fresh(key[0]))
+def test_verify_by_a_probe_does_not_trigger_the_quarantine(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
+    """A probe of a suspended key is no attempt: it neither raises an alarm nor reinstates the key."""
+    suspend_key(grant_for(P.KEYS_SUSPEND, key[0]), fresh(key[0]))
     asked = {"key": key[1], "environment": "sandbox", "endpoint": "orders.create"}
     assert call("POST", "/v1/keys/verify", asked, HTTP_AUTHORIZATION=probe()).body["code"] == "key_not_active"
     usage.flush()
     assert UseBucket.objects.get().outcome == "probed"
 
 
-def test_verify_notes_the_origin_of_a_public_key(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
+def test_verify_records_the_origin_of_a_public_key(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
     _, text = issue(find_account("acme", SANDBOX), kind=KeyKind.PUBLIC)
     origin = "https://shop.example"
     ask(call, text.reveal(), endpoint="client.configuration", origin=origin, user_agent="browser")
@@ -298,8 +298,8 @@ def test_verify_notes_the_origin_of_a_public_key(call: Call, key: tuple[Key, str
     assert list(origins) == [("allowed", origin), ("denied", ""), ("exposed_in_browser", "")]
 
 
-def test_verify_suspended_key_notes_the_attempt(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
-    suspend_key(may(P.KEYS_SUSPEND, key[0]), fresh(key[0]))
+def test_verify_suspended_key_records_the_attempt(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
+    suspend_key(grant_for(P.KEYS_SUSPEND, key[0]), fresh(key[0]))
     ask(call, key[1], client_ip="192.0.2.9")
     usage.flush()
     assert UseBucket.objects.get().outcome == "refused"
@@ -316,7 +316,7 @@ def test_verify_dry_run_traces_each_rule_in_the_contracts_order(call: Call, key:
     ]
 
 
-# --- shape ------------------------------------------------------------------------------------------------
+# --- request format ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_verify_dry_run_traces_each_rule_in_the_contracts_order(call: Call, key:
         ({"user_agent": "\x00"}, "/user_agent"),
     ],
 )
-def test_verify_malformed_field_is_pointed_at(call: Call, change: dict[str, Any], pointer: str) -> None:
+def test_verify_malformed_field_is_named_by_pointer(call: Call, change: dict[str, Any], pointer: str) -> None:
     body = {"key": "x", "environment": "sandbox", "endpoint": "orders.create", **change}
     response = call("POST", "/v1/keys/verify", body)
     assert response.status_code == 400
@@ -349,7 +349,7 @@ def test_verify_malformed_field_is_pointed_at(call: Call, change: dict[str, Any]
     assert pointer in [fault["pointer"] for fault in response.body["errors"]]
 
 
-def test_verify_answers_are_never_cached_and_carry_our_request_id(call: Call) -> None:
+def test_verify_answers_are_not_cacheable_and_carry_the_request_id(call: Call) -> None:
     body = {"key": None, "environment": "sandbox", "endpoint": "orders.create"}
     response = call("POST", "/v1/keys/verify", body, HTTP_X_REQUEST_ID="mine")
     assert response["Cache-Control"] == "no-store"
@@ -392,7 +392,9 @@ def test_verify_customer_token_expired_revoked_or_of_another_merchant(call: Call
 
 
 def test_verify_address_outside_the_credentials_networks_is_ip_not_allowed(call: Call, key: tuple[Key, str]) -> None:
-    restrict_credential(may(P.CREDENTIALS_RESTRICT, key[0]), key[0].credential, ["192.0.2.0/24"], OriginHeader.REFUSE)
+    restrict_credential(
+        grant_for(P.CREDENTIALS_RESTRICT, key[0]), key[0].credential, ["192.0.2.0/24"], OriginHeader.REFUSE
+    )
     assert ask(call, key[1], client_ip="192.0.2.9")["allowed"] is True
     assert ask(call, key[1], client_ip="::ffff:192.0.2.9")["allowed"] is True
     assert outcome(ask(call, key[1], client_ip="198.51.100.1")) == (403, "ip_not_allowed", 5)
@@ -407,7 +409,9 @@ def add(name: str, path: str, **rule: Any) -> None:
 def test_verify_added_endpoint_reads_its_context_from_the_path_or_from_the_caller(
     call: Call, key: tuple[Key, str]
 ) -> None:
-    """And the two may not disagree: whoever names one merchant does not get at another's things by the path."""
+    """Path and caller must agree: a caller that names one merchant cannot reach another merchant's resources by
+    path.
+    """
     add("payouts.list", "/payouts/<shop>", merchant_from="path:shop", store_from="header:X-Store")
 
     def ask_line(path: str, **more: Any) -> Any:
@@ -430,10 +434,10 @@ def test_verify_added_endpoint_reads_its_context_from_the_path_or_from_the_calle
 
 def limit(key: Key, count: int, seconds: int = 3600) -> None:
     place = find_account(key.credential.account.merchant_id, SANDBOX)
-    set_account_limit(may(P.LIMITS_WRITE, key), place, Limit(count, seconds))
+    set_account_limit(grant_for(P.LIMITS_WRITE, key), place, Limit(count, seconds))
 
 
-def test_verify_tells_what_is_left_of_the_limit(call: Call, key: tuple[Key, str]) -> None:
+def test_verify_reports_the_remaining_limit(call: Call, key: tuple[Key, str]) -> None:
     limit(key[0], 10)
     answer = ask(call, key[1])
     assert answer["limit"] == {"policy": "account", "remaining": 9, "reset_seconds": 360}
@@ -442,7 +446,7 @@ def test_verify_tells_what_is_left_of_the_limit(call: Call, key: tuple[Key, str]
     assert "Retry-After" not in answer["headers"]
 
 
-def test_verify_beyond_the_limit_is_rate_limited_and_says_when(call: Call, key: tuple[Key, str]) -> None:
+def test_verify_beyond_the_limit_is_rate_limited_with_retry_after(call: Call, key: tuple[Key, str]) -> None:
     limit(key[0], 3)
     assert ask(call, key[1], cost=3)["allowed"] is True
     answer = ask(call, key[1])
@@ -454,7 +458,7 @@ def test_verify_beyond_the_limit_is_rate_limited_and_says_when(call: Call, key: 
     assert "check" not in answer["problem"]
 
 
-def test_verify_tells_nothing_of_limits_before_proof(call: Call, key: tuple[Key, str]) -> None:
+def test_verify_reports_no_limits_before_authentication(call: Call, key: tuple[Key, str]) -> None:
     limit(key[0], 10)
     answer = ask(call, key[1][:-1])
     assert "limit" not in answer
@@ -469,11 +473,11 @@ def test_verify_dry_run_spends_nothing(call: Call, key: tuple[Key, str]) -> None
     assert ask(call, key[1])["code"] == "rate_limited"
 
 
-def test_verify_failed_proofs_of_an_address_are_told_to_wait_and_a_good_key_passes(
+def test_verify_failed_proofs_of_an_address_are_limited_and_a_valid_key_passes(
     call: Call, key: tuple[Key, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the end client's address, not the gateway's: one guesser does not lock out everybody behind it."""
-    # The clock stands, so that nothing is given back meanwhile.
+    """Failures are counted by the end client's address, so one guesser does not lock out all clients of a gateway."""
+    # The clock stands still, so that the allowance is not refilled meanwhile.
     proofs = FailedProofs(Limiter(LocalStore(lambda: 0), None, 100), lambda: 0.0)
     for module in ("assembly", "stores"):
         monkeypatch.setattr(f"keyvault.hotpath.adapters.{module}.failed_proofs", lambda: proofs)
@@ -491,7 +495,7 @@ def test_verify_failed_proofs_of_an_address_are_told_to_wait_and_a_good_key_pass
 
 
 def test_verify_lost_database_is_verifier_stale(call: Call, key: tuple[Key, str]) -> None:
-    """Neither yes nor no; and the call itself has answered: 200 with a decision."""
+    """The decision is neither allow nor deny, and the call itself succeeds with 200."""
     with losing(KEY):
         answer = ask(call, key[1])
     assert outcome(answer) == (503, "verifier_stale", None)
@@ -499,7 +503,7 @@ def test_verify_lost_database_is_verifier_stale(call: Call, key: tuple[Key, str]
     assert "key_id" not in answer
 
 
-# --- several at once --------------------------------------------------------------------------------------
+# --- concurrency ------------------------------------------------------------------------------------------
 
 
 def batch(call: Call, *asked: dict[str, Any]) -> Any:
@@ -507,7 +511,7 @@ def batch(call: Call, *asked: dict[str, Any]) -> Any:
     return call("POST", "/v1/keys/verify-batch", {"requests": requests})
 
 
-def test_batch_answers_each_in_order_with_an_id_of_its_own(call: Call, key: tuple[Key, str]) -> None:
+def test_batch_answers_in_order_with_a_request_id_each(call: Call, key: tuple[Key, str]) -> None:
     response = batch(call, {"key": key[1]}, {}, {"key": "x"}, {"key": key[1], "merchant": "globex"})
     decisions = response.body["decisions"]
     assert [each["code"] for each in decisions] == [
@@ -522,7 +526,7 @@ def test_batch_answers_each_in_order_with_an_id_of_its_own(call: Call, key: tupl
     assert all(each["problem"]["request_id"] == each["request_id"] for each in decisions[1:])
 
 
-def test_batch_spends_for_each_that_is_allowed(call: Call, key: tuple[Key, str]) -> None:
+def test_batch_spends_one_request_for_each_allowed_decision(call: Call, key: tuple[Key, str]) -> None:
     limit(key[0], 3)
     decisions = batch(call, *[{"key": key[1]}] * 5).body["decisions"]
     assert [each["status"] for each in decisions] == [200, 200, 200, 429, 429]
@@ -535,7 +539,7 @@ def test_batch_that_is_malformed_is_refused_as_a_whole(call: Call, requests: Any
     assert all(fault["pointer"].startswith("/requests") for fault in response.body["errors"])
 
 
-def test_batch_with_one_malformed_request_points_at_it_and_judges_none(
+def test_batch_with_one_malformed_request_names_it_and_decides_none(
     call: Call, key: tuple[Key, str], usage: UsageLog
 ) -> None:
     response = batch(call, {"key": key[1]}, {"key": key[1], "cost": 0})
@@ -551,7 +555,7 @@ def test_batch_of_more_than_a_hundred_is_request_invalid(call: Call) -> None:
     assert (response.status_code, response.body["code"]) == (400, "request_invalid")
 
 
-def test_batch_with_one_foreign_environment_is_refused_before_any_is_judged(
+def test_batch_with_one_foreign_environment_is_refused_before_any_decision(
     call: Call, key: tuple[Key, str], usage: UsageLog
 ) -> None:
     _, own = make_token(P.KEYS_VERIFY, scope=StringScope.SANDBOX)

@@ -1,1 +1,1 @@
-"""Proofs of keyvault/backends."""
+"""Tests of keyvault/backends."""

@@ -1,4 +1,4 @@
-"""Each test of the contract, once for every backend."""
+"""Fixtures that run each contract test once for every backend."""
 
 import shutil
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from keyvault.backends.base import BackendMissingError, SecretBackend
 from keyvault.backends.vault.layout import ENGINE_OF, PEPPER_PATH, SecretsEngine, VaultRole, scopes_of
 from tests.servers.openbao import RunningVault
 
-from .stores import BACKENDS, leave_vault
+from .stores import BACKENDS, write_connection
 from .vault.fake import FakeVault, running_fake
 from .vault.installation import InstalledVault, installed
 
@@ -27,12 +27,12 @@ def backend_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def backend(backend_name: str, tmp_path: Path, request: pytest.FixtureRequest) -> SecretBackend:
-    """An empty backend on the test's own folder."""
+    """Return an empty backend in the test's own folder."""
     if backend_name == "fake":
         fake: FakeVault = request.getfixturevalue("fake")
-        lay_fake(fake, tmp_path)
+        write_fake_logins(fake, tmp_path)
     elif backend_name == "openbao":
-        lay_real(request.getfixturevalue("shared_vault"), tmp_path)
+        write_real_logins(request.getfixturevalue("shared_vault"), tmp_path)
     return BACKENDS[backend_name](tmp_path)
 
 
@@ -44,14 +44,14 @@ def fake() -> Iterator[FakeVault]:
 
 @pytest.fixture(scope="module")
 def shared_vault(vault: RunningVault, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InstalledVault]:
-    """One installation for all tests of a file, which each find empty."""
+    """Install once for all tests of a file; each test starts empty."""
     with installed(vault, tmp_path_factory.mktemp("logins")) as made:
         yield made
 
 
-def lay_fake(fake: FakeVault, folder: Path) -> None:
-    """Logins of every role."""
-    logins = leave_vault(folder, fake.address, "kv")
+def write_fake_logins(fake: FakeVault, folder: Path) -> None:
+    """Create a role and a login on the fake for every Vault role."""
+    logins = write_connection(folder, fake.address, "kv")
     for role in VaultRole:
         for scope in scopes_of(ENGINE_OF[role]):
             name = f"kv-{role}-{scope}"
@@ -60,8 +60,8 @@ def lay_fake(fake: FakeVault, folder: Path) -> None:
             (logins / f"{name}.secret_id").write_text(secret_id)
 
 
-def lay_real(made: InstalledVault, folder: Path) -> None:
-    logins = leave_vault(folder, made.server.address, made.layout.prefix)
+def write_real_logins(made: InstalledVault, folder: Path) -> None:
+    logins = write_connection(folder, made.server.address, made.layout.prefix)
     shutil.copytree(made.logins, logins, dirs_exist_ok=True)
     for scope in scopes_of(SecretsEngine.KEYS):
         _empty(made.admin, made.layout.mount(SecretsEngine.KEYS, scope), "")

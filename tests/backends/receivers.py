@@ -1,4 +1,4 @@
-"""Real servers on this machine that webhooks are sent to, each as good or as bad as a test wants it."""
+"""Real servers on this machine that receive webhooks and behave as a test requires."""
 
 import socket
 import ssl
@@ -29,7 +29,7 @@ class Received:
 
 @dataclass
 class Receiver:
-    """Answers each request with `status` and `headers`, and keeps what it got. `names`: what TLS asked for."""
+    """Answers each request with `status` and `headers` and records it. `names` are the TLS server names requested."""
 
     port: int
     status: int = 200
@@ -44,13 +44,13 @@ class Receiver:
 
 @contextmanager
 def receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
-    """Listens on 127.0.0.1 until the block ends."""
+    """Listen on 127.0.0.1 until the block ends."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            told = {name.lower(): value for name, value in self.headers.items()}
-            here.received.append(Received(self.path, told, body))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            here.received.append(Received(self.path, headers, body))
             here.before_answer()
             self.send_response(here.status)
             for name, value in here.headers.items():
@@ -64,7 +64,7 @@ def receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *args: Any) -> None:
-            """A client that goes away, or does not trust us, is what some tests are about."""
+            """Ignore clients that disconnect or do not trust the certificate; some tests do so on purpose."""
 
         def get_request(self) -> tuple[Any, Any]:
             request, address = super().get_request()
@@ -87,7 +87,7 @@ def receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
 
 @contextmanager
 def raw_server(talk: Callable[[socket.socket, threading.Event], None]) -> Iterator[int]:
-    """The port of a server that talks to its one client as it likes, and hears by the event that the test is over."""
+    """Yield the port of a server that runs `talk` with its one client; the event is set when the test ends."""
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -97,7 +97,7 @@ def raw_server(talk: Callable[[socket.socket, threading.Event], None]) -> Iterat
                 with client:
                     talk(client, over)
             except OSError:
-                """The client is gone, or nobody came."""
+                """The client has disconnected, or none connected."""
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -111,7 +111,7 @@ def raw_server(talk: Callable[[socket.socket, threading.Event], None]) -> Iterat
 
 @dataclass(frozen=True)
 class Authority:
-    """A CA of the test's own."""
+    """A certificate authority for one test."""
 
     folder: Path
     key: ec.EllipticCurvePrivateKey
@@ -123,7 +123,7 @@ class Authority:
         return context
 
     def server(self, *names: str, days: int = 1) -> ssl.SSLContext:
-        """What a server with a certificate for these names serves; `days` below nothing: it has expired."""
+        """Return a server context with a certificate for these names; a negative `days` means expired."""
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = _certificate(names[0], key, self.key, self.certificate.subject, names, days)
         chain = self.folder / f"{names[0]}.pem"
@@ -135,8 +135,8 @@ class Authority:
 
 def make_authority(folder: Path) -> Authority:
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a CA of this test")])
-    return Authority(folder, key, _certificate("a CA of this test", key, key, subject, (), 1))
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a test CA")])
+    return Authority(folder, key, _certificate("a test CA", key, key, subject, (), 1))
 
 
 def _certificate(
@@ -178,7 +178,7 @@ _SIGNS_CERTIFICATES = x509.KeyUsage(
     encipher_only=False,
     decipher_only=False,
 )
-"""RFC 5280 section 4.2.1.3: what a CA's certificate says, and Python 3.13 insists on."""
+"""RFC 5280 section 4.2.1.3: a CA certificate states its key usage; Python 3.13 requires it."""
 
 
 def _alternative(name: str) -> x509.GeneralName:

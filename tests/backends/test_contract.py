@@ -1,4 +1,4 @@
-"""The contract of every secret backend (`keyvault.backends.base`), asked of each that there is."""
+"""The contract of every secret backend (`keyvault.backends.base`), run against each backend."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +23,14 @@ from keyvault.backends.base import (
 from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.plaintext import Plaintext
 
-from .stores import BACKENDS, cue, said, started
+from .stores import BACKENDS, read_line, send_cue, start_process
 
 BOX = Mount.SANDBOX
 KEPT_VERSIONS = 10
-"""A Vault erases the oldest beyond that."""
+"""Number of versions that a Vault keeps before it erases the oldest."""
 
 MOUNTS = (Mount.SANDBOX, Mount.PRODUCTION, Mount.PEPPERS)
-"""Those of every backend."""
+"""The mounts of every backend."""
 
 LIVE, DELETED, DESTROYED = VersionState.LIVE, VersionState.DELETED, VersionState.DESTROYED
 
@@ -40,7 +40,7 @@ def put(backend: SecretBackend, text: str, after: int, path: str = "a", mount: M
 
 
 def filled(backend: SecretBackend, count: int = 3) -> SecretBackend:
-    """Versions 1 to `count` at one path: one, two, three."""
+    """Put versions 1 to `count` at one path: one, two, three."""
     for version in range(count):
         put(backend, ("one", "two", "three")[version], version)
     return backend
@@ -65,15 +65,15 @@ def test_put_numbers_versions_from_one(backend: SecretBackend) -> None:
     assert backend.versions(BOX, "a") == [StoredVersion(version, LIVE) for version in (1, 2, 3)]
 
 
-def test_read_gives_the_newest_or_the_named_version(backend: SecretBackend) -> None:
+def test_read_returns_the_newest_or_the_given_version(backend: SecretBackend) -> None:
     filled(backend)
     assert text_at(backend) == "three"
     assert [text_at(backend, version) for version in (1, 2, 3)] == ["one", "two", "three"]
     assert backend.read(BOX, "a").version == 3
 
 
-def test_read_gives_a_secret_in_its_type(backend: SecretBackend) -> None:
-    """What comes out of a backend is masked wherever it is shown."""
+def test_read_returns_a_masked_secret(backend: SecretBackend) -> None:
+    """Secrets from a backend are masked in every representation."""
     filled(backend)
     stored = backend.read(BOX, "a")
     assert isinstance(stored.secret, Plaintext)
@@ -81,8 +81,8 @@ def test_read_gives_a_secret_in_its_type(backend: SecretBackend) -> None:
 
 
 @pytest.mark.parametrize("expected", [0, 1, 2, 4, 5, -1, 10**6])
-def test_put_after_another_version_than_the_newest_writes_nothing(backend: SecretBackend, expected: int) -> None:
-    """Check-and-set: nothing is ever overwritten that the writer has not seen."""
+def test_put_after_an_outdated_version_conflicts(backend: SecretBackend, expected: int) -> None:
+    """Check-and-set: a version that the writer has not seen is never overwritten."""
     filled(backend)
     with pytest.raises(BackendConflictError):
         put(backend, "mine", expected)
@@ -91,14 +91,14 @@ def test_put_after_another_version_than_the_newest_writes_nothing(backend: Secre
 
 
 @pytest.mark.parametrize("expected", [1, 2, -1])
-def test_put_after_a_version_that_never_was_writes_nothing(backend: SecretBackend, expected: int) -> None:
+def test_put_after_a_nonexistent_version_conflicts(backend: SecretBackend, expected: int) -> None:
     with pytest.raises(BackendConflictError):
         put(backend, "mine", expected)
     assert backend.versions(BOX, "a") == []
 
 
-def test_put_may_be_repeated_after_a_lost_answer_and_told_from_another_s(backend: SecretBackend) -> None:
-    """The second try conflicts, and the labels read back say that the first one was ours."""
+def test_put_repeated_after_a_lost_reply_is_recognized_by_its_labels(backend: SecretBackend) -> None:
+    """The retry conflicts, and the stored labels show that the first attempt succeeded."""
     filled(backend, 1)
     with pytest.raises(BackendConflictError):
         put(backend, "one", 0)
@@ -106,24 +106,24 @@ def test_put_may_be_repeated_after_a_lost_answer_and_told_from_another_s(backend
 
 
 @pytest.mark.parametrize("version", [None, 1, 0, 7])
-def test_read_where_nothing_was_written_is_missing(backend: SecretBackend, version: int | None) -> None:
+def test_read_of_an_empty_path_is_missing(backend: SecretBackend, version: int | None) -> None:
     with pytest.raises(BackendMissingError):
         backend.read(BOX, "a", version)
 
 
 @pytest.mark.parametrize("version", [0, 4, -1])
-def test_read_of_a_version_that_never_was_is_missing(backend: SecretBackend, version: int) -> None:
+def test_read_of_a_nonexistent_version_is_missing(backend: SecretBackend, version: int) -> None:
     filled(backend)
     with pytest.raises(BackendMissingError):
         backend.read(BOX, "a", version)
 
 
-def test_versions_where_nothing_was_written_are_none(backend: SecretBackend) -> None:
+def test_versions_of_an_empty_path_are_none(backend: SecretBackend) -> None:
     assert backend.versions(BOX, "a") == []
 
 
-def test_mounts_share_nothing(backend: SecretBackend) -> None:
-    """Sandbox, production and the peppers: the same path in each is another secret (D12)."""
+def test_mounts_are_separate(backend: SecretBackend) -> None:
+    """The same path in sandbox, production and peppers holds different secrets."""
     # A path that a pepper may have.
     path = "service"
     for mount in MOUNTS:
@@ -137,8 +137,8 @@ def test_mounts_share_nothing(backend: SecretBackend) -> None:
     assert text_at(backend, path=path, mount=Mount.PRODUCTION) == "in production"
 
 
-def test_paths_share_nothing(backend: SecretBackend) -> None:
-    """No path is a prefix, a pattern or another spelling of another."""
+def test_paths_are_separate(backend: SecretBackend) -> None:
+    """No path is a prefix, a pattern or another spelling of another path."""
     paths = ["a", "a/b", "a/b/c", "A", "a%", "a_", "%", "a ", "ab"]
     for path in paths:
         assert put(backend, f"at {path}", 0, path=path) == 1
@@ -151,7 +151,7 @@ def test_paths_share_nothing(backend: SecretBackend) -> None:
 # --- soft delete, undelete, destroy -----------------------------------------------------------------------
 
 
-def test_soft_delete_hides_a_version_until_it_is_brought_back(backend: SecretBackend) -> None:
+def test_soft_delete_hides_a_version_until_undelete(backend: SecretBackend) -> None:
     filled(backend)
     backend.soft_delete(BOX, "a", 2)
     with pytest.raises(BackendMissingError):
@@ -164,7 +164,7 @@ def test_soft_delete_hides_a_version_until_it_is_brought_back(backend: SecretBac
 
 @pytest.mark.parametrize("act", ["soft_delete", "destroy"])
 def test_read_newest_never_falls_back_to_an_older_version(backend: SecretBackend, act: str) -> None:
-    """Nobody is handed a superseded secret because the newest is gone."""
+    """A deleted newest version never exposes a superseded secret."""
     filled(backend)
     getattr(backend, act)(BOX, "a", 3)
     with pytest.raises(BackendMissingError):
@@ -172,8 +172,8 @@ def test_read_newest_never_falls_back_to_an_older_version(backend: SecretBackend
     assert text_at(backend, 2) == "two"
 
 
-def test_destroy_is_for_ever(backend: SecretBackend) -> None:
-    """A destroyed version is never readable again, by no sequence of acts."""
+def test_destroy_is_permanent(backend: SecretBackend) -> None:
+    """A destroyed version is never readable again, by any sequence of calls."""
     filled(backend)
     backend.destroy(BOX, "a", 2)
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_destroy_is_for_ever(backend: SecretBackend) -> None:
     assert states(backend) == {1: LIVE, 2: DESTROYED, 3: LIVE}
 
 
-def test_destroy_of_a_deleted_version_is_for_ever_too(backend: SecretBackend) -> None:
+def test_destroy_of_a_deleted_version_is_permanent(backend: SecretBackend) -> None:
     filled(backend)
     backend.soft_delete(BOX, "a", 1)
     backend.destroy(BOX, "a", 1)
@@ -195,8 +195,8 @@ def test_destroy_of_a_deleted_version_is_for_ever_too(backend: SecretBackend) ->
 
 
 @pytest.mark.parametrize("act", ["soft_delete", "destroy"])
-def test_acts_may_be_repeated(backend: SecretBackend, act: str) -> None:
-    """A worker that died after the act does it again: the same result, and no error."""
+def test_calls_are_repeatable(backend: SecretBackend, act: str) -> None:
+    """A worker that died after the call repeats it: same result, no error."""
     filled(backend)
     for _ in range(3):
         getattr(backend, act)(BOX, "a", 2)
@@ -205,7 +205,7 @@ def test_acts_may_be_repeated(backend: SecretBackend, act: str) -> None:
 
 @pytest.mark.parametrize("act", ["soft_delete", "destroy"])
 @pytest.mark.parametrize(("path", "version"), [("a", 4), ("a", 0), ("nowhere", 1)])
-def test_acts_on_a_missing_version_are_no_error_and_make_none(
+def test_calls_on_a_missing_version_succeed_and_create_none(
     backend: SecretBackend, act: str, path: str, version: int
 ) -> None:
     filled(backend)
@@ -215,7 +215,7 @@ def test_acts_on_a_missing_version_are_no_error_and_make_none(
 
 
 @pytest.mark.parametrize(("path", "version"), [("a", 4), ("a", 0), ("nowhere", 1)])
-def test_undelete_of_a_version_that_never_was_is_missing(backend: SecretBackend, path: str, version: int) -> None:
+def test_undelete_of_a_nonexistent_version_is_missing(backend: SecretBackend, path: str, version: int) -> None:
     filled(backend)
     with pytest.raises(BackendMissingError):
         backend.undelete(BOX, path, version)
@@ -228,8 +228,8 @@ def test_undelete_of_a_living_version_changes_nothing(backend: SecretBackend) ->
 
 
 @pytest.mark.parametrize("act", ["soft_delete", "destroy"])
-def test_put_after_the_newest_is_gone_goes_on_counting(backend: SecretBackend, act: str) -> None:
-    """A version's number is never used again for another secret."""
+def test_put_after_the_newest_was_removed_continues_the_numbering(backend: SecretBackend, act: str) -> None:
+    """A version number is never reused for another secret."""
     filled(backend)
     getattr(backend, act)(BOX, "a", 3)
     with pytest.raises(BackendConflictError):
@@ -241,8 +241,8 @@ def test_put_after_the_newest_is_gone_goes_on_counting(backend: SecretBackend, a
 # --- forget and list --------------------------------------------------------------------------------------
 
 
-def test_forget_leaves_nothing_of_a_path(backend: SecretBackend) -> None:
-    """An account that is gone: neither its secrets nor that there were any."""
+def test_forget_removes_a_path_completely(backend: SecretBackend) -> None:
+    """Neither the secrets nor their metadata remain."""
     filled(backend).destroy(BOX, "a", 2)
     put(backend, "beside", 0, "a/b")
     for _ in range(2):
@@ -256,14 +256,14 @@ def test_forget_leaves_nothing_of_a_path(backend: SecretBackend) -> None:
     assert text_at(backend, path="a/b") == "beside"
 
 
-def test_forget_lets_a_path_begin_again(backend: SecretBackend) -> None:
+def test_forgotten_path_starts_at_version_one(backend: SecretBackend) -> None:
     filled(backend).forget(BOX, "a")
     assert put(backend, "one", 0) == 1
     assert states(backend) == {1: LIVE}
 
 
 def test_list_paths_names_every_path_of_one_mount(backend: SecretBackend) -> None:
-    """Those too whose versions are all gone: whoever compares must know of them."""
+    """Paths whose versions are all destroyed are listed too, for reconciliation."""
     assert list(backend.list_paths(BOX)) == []
     paths = {"a", "a/b", "a/b/c", "b/c/d/e", "A", "a b/c d", "ä/%41"}
     for path in paths:
@@ -275,8 +275,8 @@ def test_list_paths_names_every_path_of_one_mount(backend: SecretBackend) -> Non
 
 
 @pytest.mark.parametrize("path", ["", "/", "a//b", "/a", "a/", ".", "..", "a/../b", "../production/a", "a/./b"])
-def test_path_that_leads_elsewhere_reaches_nothing(backend: SecretBackend, path: str) -> None:
-    """No spelling of a path reads, writes or ends what another path holds."""
+def test_path_with_traversal_reaches_no_other_path(backend: SecretBackend, path: str) -> None:
+    """No spelling of a path reads, writes or destroys what another path holds."""
     others = ["a", "b", "a/b", "production/a"]
     for other in others:
         put(backend, f"at {other}", 0, other)
@@ -297,7 +297,7 @@ def test_path_that_leads_elsewhere_reaches_nothing(backend: SecretBackend, path:
     assert list(backend.list_paths(Mount.PRODUCTION)) == []
 
 
-# --- as a whole -------------------------------------------------------------------------------------------
+# --- whole backend ----------------------------------------------------------------------------------------
 
 
 def test_health_of_a_working_backend_is_ready(backend: SecretBackend) -> None:
@@ -305,7 +305,7 @@ def test_health_of_a_working_backend_is_ready(backend: SecretBackend) -> None:
     assert backend.health().detail
 
 
-def test_store_opened_again_holds_what_was_put(backend: SecretBackend, backend_name: str, tmp_path: Path) -> None:
+def test_store_reopened_holds_what_was_put(backend: SecretBackend, backend_name: str, tmp_path: Path) -> None:
     filled(backend).soft_delete(BOX, "a", 1)
     backend.destroy(BOX, "a", 2)
     again = BACKENDS[backend_name](tmp_path)
@@ -315,7 +315,7 @@ def test_store_opened_again_holds_what_was_put(backend: SecretBackend, backend_n
 
 
 def test_errors_show_no_secret(backend: SecretBackend) -> None:
-    """What goes wrong with a secret is told without it, to the caller and to the log."""
+    """Errors carry no secret, neither to the caller nor to the log."""
     put(backend, "hunter2", 0)
     failing: list[Callable[[], object]] = [
         lambda: put(backend, "hunter2", 0),
@@ -331,7 +331,7 @@ def test_errors_show_no_secret(backend: SecretBackend) -> None:
 LABEL = st.text(max_size=10).filter(lambda name: name not in {"secret", "schema"})
 
 SHARED = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-"""The backend is emptied before the test, not before each example, which has a path of its own."""
+"""The backend is emptied once per test; each example uses its own path."""
 
 
 @SHARED
@@ -343,7 +343,7 @@ SHARED = settings(max_examples=25, suppress_health_check=[HealthCheck.function_s
 def test_put_and_read_any_text_round_trips_or_is_refused(
     backend: SecretBackend, text: str, labels: dict[str, str], path: str
 ) -> None:
-    """Of what cannot be a path there, nothing is written anywhere else."""
+    """A path that the backend cannot store is refused, and nothing is written elsewhere."""
     place = f"{uuid4()}/{path}"
     try:
         version = backend.put(BOX, place, Plaintext(text), labels, expected_version=0)
@@ -357,7 +357,7 @@ def test_put_and_read_any_text_round_trips_or_is_refused(
 
 
 class Model(RuleBasedStateMachine):
-    """Any sequence of acts, beside a dictionary that says what should come of it."""
+    """Random call sequences, compared with a dictionary of expected results."""
 
     backend: SecretBackend
 
@@ -415,7 +415,7 @@ class Model(RuleBasedStateMachine):
         assert found == {number: state for number, (state, _) in self.expected.items()}
 
 
-def test_any_sequence_of_acts_does_what_the_contract_says(backend: SecretBackend) -> None:
+def test_any_sequence_of_calls_matches_the_model(backend: SecretBackend) -> None:
     class Machine(Model):
         pass
 
@@ -423,30 +423,30 @@ def test_any_sequence_of_acts_does_what_the_contract_says(backend: SecretBackend
     run_state_machine_as_test(Machine, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
 
 
-# --- several at once --------------------------------------------------------------------------------------
+# --- concurrency ------------------------------------------------------------------------------------------
 
 
-def test_put_by_several_processes_at_once_is_won_by_exactly_one(
+def test_put_by_several_processes_succeeds_for_exactly_one(
     backend: SecretBackend, backend_name: str, tmp_path: Path
 ) -> None:
-    """Two workers that publish at the same moment: one writes, the others are told, and nothing is lost."""
+    """Two workers that publish at the same moment: one writes, the others get a conflict, and nothing is lost."""
     rounds = KEPT_VERSIONS
-    processes = [started(backend_name, tmp_path, "race", str(who)) for who in range(4)]
+    processes = [start_process(backend_name, tmp_path, "race", str(who)) for who in range(4)]
     with ExitStack() as stack:
         for process in processes:
             stack.enter_context(process)
             stack.callback(process.kill)
-        assert [(said(process), said(process)) for process in processes] == [("ready", "opened")] * 4
+        assert [(read_line(process), read_line(process)) for process in processes] == [("ready", "opened")] * 4
         for version in range(1, rounds + 1):
             for process in processes:
-                cue(process)
-            answers = [said(process) for process in processes]
+                send_cue(process)
+            answers = [read_line(process) for process in processes]
             assert sorted(answers) == ["conflict"] * 3 + ["won"], version
             assert backend.read(BOX, "raced", version).labels == {"who": str(answers.index("won"))}
     assert states(backend, "raced") == dict.fromkeys(range(1, rounds + 1), LIVE)
 
 
-def test_put_by_several_threads_at_once_is_won_by_exactly_one(backend: SecretBackend) -> None:
+def test_put_by_several_threads_succeeds_for_exactly_one(backend: SecretBackend) -> None:
     def attempt(number: int) -> bool:
         try:
             put(backend, str(number), 0)
@@ -460,8 +460,8 @@ def test_put_by_several_threads_at_once_is_won_by_exactly_one(backend: SecretBac
     assert text_at(backend) == str(won[0])
 
 
-def test_acts_by_several_threads_at_once_all_take_place(backend: SecretBackend) -> None:
-    """Writers of different paths do not lose each other's work, nor fail because others write too."""
+def test_calls_by_several_threads_all_succeed(backend: SecretBackend) -> None:
+    """Writers of different paths do not lose each other's work and do not fail."""
 
     def work(number: int) -> None:
         path = f"path {number}"
@@ -476,29 +476,29 @@ def test_acts_by_several_threads_at_once_all_take_place(backend: SecretBackend) 
         assert text_at(backend, path=f"path {number}") == "two"
 
 
-def test_put_killed_in_the_middle_leaves_a_whole_store(
+def test_put_killed_halfway_leaves_a_consistent_store(
     backend: SecretBackend, backend_name: str, tmp_path: Path
 ) -> None:
-    """kill -9 at any moment: what was acknowledged is there, the rest is there or not, and nothing is torn."""
+    """kill -9 at any moment: acknowledged versions are stored, later ones are stored or not, and none is torn."""
     acknowledged = 0
     for turn in range(6):
-        with started(backend_name, tmp_path, "pour", "poured") as process:
+        with start_process(backend_name, tmp_path, "write_until_killed", "written") as process:
             try:
-                assert (said(process), said(process)) == ("ready", "opened")
+                assert (read_line(process), read_line(process)) == ("ready", "opened")
                 for _ in range(1 + 3 * turn):
-                    acknowledged = int(said(process))
+                    acknowledged = int(read_line(process))
             finally:
                 process.kill()
             assert process.stdout is not None
             for line in process.stdout:
                 if line.strip():
                     acknowledged = int(line)
-        found = [each.version for each in backend.versions(BOX, "poured")]
+        found = [each.version for each in backend.versions(BOX, "written")]
         assert found == list(range(found[0], found[-1] + 1))
         assert len(found) >= min(acknowledged, KEPT_VERSIONS)
         assert acknowledged <= found[-1] <= acknowledged + 1
         for version in found:
-            stored = backend.read(BOX, "poured", version)
+            stored = backend.read(BOX, "written", version)
             assert stored.labels == {"number": str(version)}
             assert stored.secret.reveal().startswith(f"secret {version} ")
-    assert backend.put(BOX, "poured", Plaintext("after"), {}, expected_version=found[-1]) == found[-1] + 1
+    assert backend.put(BOX, "written", Plaintext("after"), {}, expected_version=found[-1]) == found[-1] + 1

@@ -1,4 +1,4 @@
-"""The embedded keystore: its master key, what its files show, and that a record opens only where it was put."""
+"""The embedded keystore: its master key, the content of its files, and that a record opens only at its own place."""
 
 import base64
 import json
@@ -26,11 +26,11 @@ from keyvault.backends.base import (
 from keyvault.backends.local import LocalKeystore, parse_master_key
 from keyvault.domain.plaintext import Plaintext
 
-from .stores import cue, said, started
+from .stores import read_line, send_cue, start_process
 
 BOX = Mount.SANDBOX
 KEY = bytes(range(224, 256))
-"""Its base64 has characters that the two alphabets write differently."""
+"""Contains characters that the two base64 alphabets encode differently."""
 KEY_TEXT = base64.b64encode(KEY).decode()
 OTHER_KEY_TEXT = base64.b64encode(bytes(32)).decode()
 SECRET = "a-secret-that-nobody-must-find-on-the-disk"
@@ -42,7 +42,7 @@ def put(store: LocalKeystore, text: str = SECRET, after: int = 0, path: str = "a
 
 @contextmanager
 def database(folder: Path) -> Iterator[sqlite3.Connection]:
-    """The keystore's file, as an attacker with the disk in their hands has it."""
+    """Open the keystore's file as an attacker with access to the disk."""
     with closing(sqlite3.connect(folder / "keystore.sqlite3", isolation_level=None)) as connection:
         yield connection
 
@@ -61,7 +61,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-# --- where a record opens ---------------------------------------------------------------------------------
+# --- binding to the place ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,17 +79,17 @@ def mode(path: Path) -> int:
 def test_record_moved_to_another_place_does_not_open(
     change: str, mount: Mount, path: str, version: int, tmp_path: Path
 ) -> None:
-    """Mount, path and version are bound into the seal: no sandbox secret is made a production one on the disk."""
+    """Mount, path and version are authenticated: a sandbox secret cannot be moved to production on disk."""
     store = LocalKeystore(tmp_path)
     put(store)
-    alter(tmp_path, f"UPDATE records SET {change}")  # noqa: S608  the test's own words
+    alter(tmp_path, f"UPDATE records SET {change}")  # noqa: S608  the test's own SQL
     with pytest.raises(BackendInvalidError):
         store.read(mount, path, version)
 
 
 @pytest.mark.parametrize(("mount", "path", "version"), [(Mount.PRODUCTION, "a", 1), (BOX, "b", 1), (BOX, "a", 2)])
 def test_record_copied_over_another_does_not_open(mount: Mount, path: str, version: int, tmp_path: Path) -> None:
-    """An old version cannot be put in a new one's place, nor one credential's secret in another's."""
+    """An old version cannot replace a new one, nor one credential's secret another's."""
     store = LocalKeystore(tmp_path)
     put(store)
     for after in range(version):
@@ -107,7 +107,7 @@ def test_record_copied_over_another_does_not_open(mount: Mount, path: str, versi
 
 
 def test_record_place_is_unambiguous() -> None:
-    """No two places have the same associated data, whatever characters a path has."""
+    """No two places have the same associated data, whatever characters a path contains."""
     paths = ["a", "a\0", "a\x001", "a\x001\x001", "\0a", "a/1", ""]
     places = {
         local._associated_data(mount, path, version) for mount in Mount for path in paths for version in (1, 11, 111)
@@ -117,33 +117,33 @@ def test_record_place_is_unambiguous() -> None:
 
 @pytest.mark.parametrize("column", ["nonce", "sealed"])
 def test_record_with_any_byte_altered_does_not_open(column: str, tmp_path: Path) -> None:
-    """AES-GCM authenticates: not one byte on the disk can be changed unnoticed."""
+    """AES-GCM authenticates every byte on disk."""
     store = LocalKeystore(tmp_path)
     put(store, "s")
     with database(tmp_path) as connection:
-        whole = connection.execute(f"SELECT {column} FROM records").fetchone()[0]  # noqa: S608  the test's own words
+        whole = connection.execute(f"SELECT {column} FROM records").fetchone()[0]  # noqa: S608  the test's own SQL
     for at in range(len(whole)):
         altered = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
-        alter(tmp_path, f"UPDATE records SET {column} = ?", altered)  # noqa: S608  the test's own words
+        alter(tmp_path, f"UPDATE records SET {column} = ?", altered)  # noqa: S608  the test's own SQL
         with pytest.raises(BackendInvalidError):
             store.read(BOX, "a")
-    alter(tmp_path, f"UPDATE records SET {column} = ?", whole)  # noqa: S608  the test's own words
+    alter(tmp_path, f"UPDATE records SET {column} = ?", whole)  # noqa: S608  the test's own SQL
     assert store.read(BOX, "a").secret.reveal() == "s"
 
 
 @pytest.mark.parametrize("column", ["nonce", "sealed"])
 @pytest.mark.parametrize("value", [b"", b"x", b"x" * 7, b"x" * 15, b"x" * 200, "text", 7, 1.5, None], ids=repr)
-def test_record_with_a_mangled_column_does_not_open_and_is_no_fault(column: str, value: object, tmp_path: Path) -> None:
-    """A wrong length or type is told like any other alteration; it does not end the worker."""
+def test_record_with_a_mangled_column_is_reported_as_unreadable(column: str, value: object, tmp_path: Path) -> None:
+    """A wrong length or type is reported like any other alteration and does not end the worker."""
     store = LocalKeystore(tmp_path)
     put(store)
-    alter(tmp_path, f"UPDATE records SET {column} = ?", value)  # noqa: S608  the test's own words
+    alter(tmp_path, f"UPDATE records SET {column} = ?", value)  # noqa: S608  the test's own SQL
     with pytest.raises(BackendInvalidError):
         store.read(BOX, "a")
 
 
-def test_record_destroyed_cannot_be_declared_living(tmp_path: Path) -> None:
-    """Nothing is left to bring back, whatever the state column is made to say."""
+def test_record_destroyed_cannot_be_marked_live(tmp_path: Path) -> None:
+    """The ciphertext is gone, whatever the state column says."""
     store = LocalKeystore(tmp_path)
     put(store)
     store.destroy(BOX, "a", 1)
@@ -153,7 +153,7 @@ def test_record_destroyed_cannot_be_declared_living(tmp_path: Path) -> None:
 
 
 def test_records_of_the_same_secret_look_different(tmp_path: Path) -> None:
-    """A fresh nonce for every record: equal secrets cannot be told to be equal."""
+    """Every record has a fresh nonce, so equal secrets are not recognizable."""
     store = LocalKeystore(tmp_path)
     for number in range(50):
         put(store, path=f"path {number}")
@@ -164,11 +164,11 @@ def test_records_of_the_same_secret_look_different(tmp_path: Path) -> None:
     assert {len(nonce) for nonce, _ in rows} == {12}
 
 
-# --- what the files show ----------------------------------------------------------------------------------
+# --- content of the files ---------------------------------------------------------------------------------
 
 
 def spellings(text: str) -> list[bytes]:
-    """Every way in which a program may have written it down."""
+    """Yield every encoding in which a program may have written the text."""
     raw = text.encode()
     return [
         raw,
@@ -182,8 +182,8 @@ def spellings(text: str) -> list[bytes]:
     ]
 
 
-def test_files_never_show_a_secret_nor_its_labels(tmp_path: Path) -> None:
-    """Neither the database nor its log holds plaintext, while it is open, after it was closed, after destroying."""
+def test_files_never_contain_a_secret_or_its_labels(tmp_path: Path) -> None:
+    """Neither database nor log file holds plaintext: while open, after closing, and after destruction."""
     store = LocalKeystore(tmp_path)
     with database(tmp_path) as held:
         held.execute("SELECT count(*) FROM records").fetchone()
@@ -205,8 +205,8 @@ def _expect_nothing(folder: Path) -> None:
         assert b"of a-secret" not in content, name
 
 
-def test_destroy_leaves_no_byte_of_the_sealed_record(tmp_path: Path) -> None:
-    """Not even what an attacker with the master key could open: not in a free page, nor in the log."""
+def test_destroy_erases_every_byte_of_the_sealed_record(tmp_path: Path) -> None:
+    """Not even an attacker with the master key finds the record, in free pages or in the log."""
     store = LocalKeystore(tmp_path)
     with database(tmp_path) as held:
         held.execute("SELECT count(*) FROM records").fetchone()
@@ -222,8 +222,8 @@ def test_destroy_leaves_no_byte_of_the_sealed_record(tmp_path: Path) -> None:
             assert not [name for name, content in files(tmp_path).items() if piece in content]
 
 
-def test_destroy_that_cannot_erase_for_certain_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that holds the log keeps the old page there: destroying is then not reported as done."""
+def test_destroy_that_cannot_erase_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that holds the log keeps the old page there, so destruction is not reported as done."""
     monkeypatch.setattr(local, "_BUSY_SECONDS", 0.05)
     store = LocalKeystore(tmp_path)
     put(store)
@@ -238,8 +238,8 @@ def test_destroy_that_cannot_erase_for_certain_says_so(tmp_path: Path, monkeypat
     assert [each.state for each in store.versions(BOX, "a")] == [VersionState.DESTROYED]
 
 
-def test_files_are_their_owner_s_only_whatever_the_umask(tmp_path: Path) -> None:
-    """The log files of the database too."""
+def test_files_with_any_umask_are_owner_only(tmp_path: Path) -> None:
+    """Covers the database's log files too."""
     before = os.umask(0)
     try:
         store = LocalKeystore(tmp_path)
@@ -253,7 +253,7 @@ def test_files_are_their_owner_s_only_whatever_the_umask(tmp_path: Path) -> None
     assert set(modes.values()) == {0o600}
 
 
-def test_errors_of_an_altered_record_show_nothing_of_it(tmp_path: Path) -> None:
+def test_errors_of_an_altered_record_contain_nothing_of_it(tmp_path: Path) -> None:
     store = LocalKeystore(tmp_path, KEY_TEXT)
     put(store)
     alter(tmp_path, "UPDATE records SET path = 'b'")
@@ -269,7 +269,7 @@ def test_errors_of_an_altered_record_show_nothing_of_it(tmp_path: Path) -> None:
 # --- the master key ---------------------------------------------------------------------------------------
 
 
-def test_master_key_is_made_at_the_first_run_and_never_again(tmp_path: Path) -> None:
+def test_master_key_is_created_at_the_first_run_only(tmp_path: Path) -> None:
     put(LocalKeystore(tmp_path))
     text = (tmp_path / "master.key").read_text()
     assert len(base64.b64decode(text, validate=True)) == 32
@@ -287,8 +287,8 @@ def test_master_keys_of_two_keystores_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [0o640, 0o620, 0o610, 0o604, 0o602, 0o601, 0o660, 0o644, 0o666, 0o777])
-def test_master_key_that_others_may_touch_is_refused(bits: int, tmp_path: Path) -> None:
-    """A key that was readable by others for a while is no secret: it does not start, and says what to do."""
+def test_master_key_accessible_by_others_is_refused(bits: int, tmp_path: Path) -> None:
+    """A key that others could read is no secret: start is refused with a remedy."""
     LocalKeystore(tmp_path)
     (tmp_path / "master.key").chmod(bits)
     with pytest.raises(ImproperlyConfigured, match="chmod 600"):
@@ -298,8 +298,8 @@ def test_master_key_that_others_may_touch_is_refused(bits: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("has_secret", [True, False])
-def test_master_key_missing_with_data_there_is_refused(has_secret: bool, tmp_path: Path) -> None:
-    """It never makes a new key over data that another one sealed: that would be the end of them."""
+def test_master_key_missing_with_existing_data_is_refused(has_secret: bool, tmp_path: Path) -> None:
+    """A new key over existing data would make that data unreadable."""
     store = LocalKeystore(tmp_path)
     if has_secret:
         put(store)
@@ -315,15 +315,15 @@ def test_master_key_missing_with_data_there_is_refused(has_secret: bool, tmp_pat
 
 
 @pytest.mark.parametrize("text", ["", "\n", "  "])
-def test_master_key_file_that_is_empty_is_refused(text: str, tmp_path: Path) -> None:
+def test_master_key_file_without_content_is_refused(text: str, tmp_path: Path) -> None:
     LocalKeystore(tmp_path)
     (tmp_path / "master.key").write_text(text)
     with pytest.raises(ImproperlyConfigured, match="empty"):
         LocalKeystore(tmp_path)
 
 
-def test_master_key_that_is_not_the_right_one_refuses_to_start(tmp_path: Path) -> None:
-    """Wrong key, right form: noticed at the start, before anything is written with it."""
+def test_master_key_of_another_installation_is_refused(tmp_path: Path) -> None:
+    """A wrong key of valid form is detected at start, before anything is written with it."""
     store = LocalKeystore(tmp_path, KEY_TEXT)
     put(store)
     before = files(tmp_path)["keystore.sqlite3"]
@@ -335,7 +335,7 @@ def test_master_key_that_is_not_the_right_one_refuses_to_start(tmp_path: Path) -
     assert LocalKeystore(tmp_path, KEY_TEXT).read(BOX, "a").secret.reveal() == SECRET
 
 
-def test_master_key_file_of_another_keystore_refuses_to_start(tmp_path: Path) -> None:
+def test_master_key_file_of_another_keystore_is_refused(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         LocalKeystore(tmp_path / name)
@@ -346,15 +346,15 @@ def test_master_key_file_of_another_keystore_refuses_to_start(tmp_path: Path) ->
 
 @pytest.mark.parametrize("column", ["nonce", "sealed"])
 @pytest.mark.parametrize("value", [b"x", b"x" * 12, "text"], ids=repr)
-def test_master_key_check_that_was_altered_refuses_to_start(column: str, value: object, tmp_path: Path) -> None:
+def test_master_key_check_altered_is_refused(column: str, value: object, tmp_path: Path) -> None:
     LocalKeystore(tmp_path)
-    alter(tmp_path, f"UPDATE master_key_check SET {column} = ?", value)  # noqa: S608  the test's own words
+    alter(tmp_path, f"UPDATE master_key_check SET {column} = ?", value)  # noqa: S608  the test's own SQL
     with pytest.raises(ImproperlyConfigured, match="not the one"):
         LocalKeystore(tmp_path)
 
 
-def test_master_key_from_the_environment_makes_no_file_and_wins_over_one(tmp_path: Path) -> None:
-    """Whoever keeps the key elsewhere finds none on the disk."""
+def test_master_key_from_the_environment_takes_precedence_and_creates_no_file(tmp_path: Path) -> None:
+    """An installation that keeps the key elsewhere has no key file."""
     put(LocalKeystore(tmp_path, KEY_TEXT))
     assert not (tmp_path / "master.key").exists()
     (tmp_path / "master.key").touch(0o600)
@@ -364,7 +364,7 @@ def test_master_key_from_the_environment_makes_no_file_and_wins_over_one(tmp_pat
         LocalKeystore(tmp_path)
 
 
-def test_master_key_may_move_from_the_file_to_the_environment(tmp_path: Path) -> None:
+def test_master_key_moved_from_the_file_to_the_environment_is_accepted(tmp_path: Path) -> None:
     put(LocalKeystore(tmp_path))
     text = (tmp_path / "master.key").read_text()
     (tmp_path / "master.key").unlink()
@@ -399,8 +399,8 @@ def test_master_key_in_either_base64_is_the_same_key(text: str, tmp_path: Path) 
     ],
     ids=lambda text: ascii(text[:12]) + str(len(text)),
 )
-def test_master_key_of_another_form_is_refused_and_not_repeated(text: str, tmp_path: Path) -> None:
-    """Half a key, a pass phrase, hexadecimal: no start, and no key in the message either."""
+def test_master_key_of_invalid_form_is_refused_and_not_repeated(text: str, tmp_path: Path) -> None:
+    """Part of a key, a passphrase or hexadecimal: start is refused, and the message does not repeat the text."""
     with pytest.raises(ImproperlyConfigured, match="32 bytes in base64") as raised:
         LocalKeystore(tmp_path, text)
     assert text not in str(raised.value)
@@ -414,23 +414,23 @@ def test_master_key_of_any_text_is_32_bytes_or_refused(text: str) -> None:
         assert len(parse_master_key(text)) == 32
 
 
-def test_first_run_by_several_processes_at_once_agrees_on_one_master_key(tmp_path: Path) -> None:
-    """Server, worker and beat start together on an empty folder: none fails, and each reads what the others put."""
+def test_first_run_by_several_processes_agrees_on_one_master_key(tmp_path: Path) -> None:
+    """Server, worker and beat start together on an empty folder: none fails, and each reads the others' secrets."""
     for turn in range(4):
         folder = tmp_path / str(turn)
         folder.mkdir()
-        processes = [started("local", folder, "first", str(who)) for who in range(5)]
+        processes = [start_process("local", folder, "first", str(who)) for who in range(5)]
         with ExitStack() as stack:
             for process in processes:
                 stack.enter_context(process)
                 stack.callback(process.kill)
-            assert [said(process) for process in processes] == ["ready"] * 5
+            assert [read_line(process) for process in processes] == ["ready"] * 5
             for process in processes:
-                cue(process)
-            assert [said(process) for process in processes] == ["opened"] * 5
+                send_cue(process)
+            assert [read_line(process) for process in processes] == ["opened"] * 5
             for process in processes:
-                cue(process)
-            assert sorted(map(said, processes)) == ["conflict"] * 4 + ["won"]
+                send_cue(process)
+            assert sorted(map(read_line, processes)) == ["conflict"] * 4 + ["won"]
         store = LocalKeystore(folder)
         assert store.read(BOX, "raced").secret.reveal().startswith("by ")
         assert mode(folder / "master.key") == 0o600
@@ -438,14 +438,14 @@ def test_first_run_by_several_processes_at_once_agrees_on_one_master_key(tmp_pat
         assert not [name for name in files(folder) if name.startswith("tmp")]
 
 
-def test_first_run_killed_at_any_moment_can_be_repeated(tmp_path: Path) -> None:
-    """A first run that died left no master key, or a whole one: the next one goes on."""
+def test_first_run_killed_at_any_moment_is_repeatable(tmp_path: Path) -> None:
+    """A killed first run leaves either no master key or a complete one; the next run continues."""
     for turn in range(6):
         folder = tmp_path / str(turn)
         folder.mkdir()
-        with started("local", folder, "first", "a") as process:
-            assert said(process) == "ready"
-            cue(process)
+        with start_process("local", folder, "first", "a") as process:
+            assert read_line(process) == "ready"
+            send_cue(process)
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(turn * 0.004)
             process.kill()
@@ -453,11 +453,11 @@ def test_first_run_killed_at_any_moment_can_be_repeated(tmp_path: Path) -> None:
         assert LocalKeystore(folder).read(BOX, "a").secret.reveal() == SECRET
 
 
-# --- trouble ----------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------
 
 
-def test_health_of_a_keystore_that_vanished_is_told_and_makes_no_new_one(tmp_path: Path) -> None:
-    """An empty keystore is never taken for the real one that somebody moved away."""
+def test_health_of_a_vanished_keystore_is_reported_and_creates_none(tmp_path: Path) -> None:
+    """An empty keystore is never taken for the real one that was moved away."""
     store = LocalKeystore(tmp_path)
     put(store)
     for path in tmp_path.glob("keystore.sqlite3*"):
@@ -470,7 +470,7 @@ def test_health_of_a_keystore_that_vanished_is_told_and_makes_no_new_one(tmp_pat
     assert not (tmp_path / "keystore.sqlite3").exists()
 
 
-def test_health_of_a_keystore_that_is_no_database_is_told(tmp_path: Path) -> None:
+def test_health_of_a_keystore_that_is_no_database_is_reported(tmp_path: Path) -> None:
     store = LocalKeystore(tmp_path)
     (tmp_path / "keystore.sqlite3").write_bytes(b"no database" * 1000)
     health = store.health()
@@ -480,10 +480,10 @@ def test_health_of_a_keystore_that_is_no_database_is_told(tmp_path: Path) -> Non
         store.read(BOX, "a")
 
 
-def test_put_while_another_holds_the_keystore_waits_and_then_is_unavailable(
+def test_put_while_the_keystore_is_locked_waits_and_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lock that is never let go is an outage, to be tried again later, and nothing half written."""
+    """A lock that is never released is an outage: retryable, and nothing is half written."""
     store = LocalKeystore(tmp_path)
     monkeypatch.setattr(local, "_BUSY_SECONDS", 0.05)
     with database(tmp_path) as other:
@@ -496,7 +496,7 @@ def test_put_while_another_holds_the_keystore_waits_and_then_is_unavailable(
     assert put(store) == 1
 
 
-def test_repr_of_a_keystore_shows_no_key(tmp_path: Path) -> None:
+def test_repr_of_a_keystore_contains_no_key(tmp_path: Path) -> None:
     store = LocalKeystore(tmp_path, KEY_TEXT)
     shown = f"{store!r} {store} {json.dumps(vars(store), default=repr)}"
     assert KEY_TEXT not in shown

@@ -1,4 +1,4 @@
-"""Requests to somebody else's server: to the address that was judged and no other, and never for long."""
+"""Requests to foreign servers: only to the validated address, and within one time limit."""
 
 import socket
 import threading
@@ -14,7 +14,7 @@ from .receivers import LOOPBACK, Authority, Receiver, make_authority, raw_server
 
 NAME = "hooks.acme.example"
 BODY = b'{"type":"webhook.test"}'
-PATIENCE_SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def to(port: int, *, scheme: str = "http", host: str = NAME, target: str = "/hoo
 
 
 class Resolver:
-    """Says these addresses, one list for each time that it is asked."""
+    """Returns one list of these addresses per call."""
 
     def __init__(self, *answers: list[str]) -> None:
         self.answers, self.asked = list(answers), 0
@@ -45,13 +45,13 @@ class Resolver:
 
 def send(destination: Destination, resolver: Resolver | None = None, **options: Any) -> Reply:
     options.setdefault("own_networks", LOOPBACK)
-    options.setdefault("within_seconds", PATIENCE_SECONDS)
+    options.setdefault("within_seconds", TIMEOUT_SECONDS)
     return post(destination, {"webhook-id": "ntc_1"}, BODY, resolve=resolver or Resolver(["127.0.0.1"]), **options)
 
 
 @pytest.fixture
 def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing may be connected to, whatever it is."""
+    """Make every connection attempt fail the test."""
 
     def connect(self: socket.socket, address: object) -> None:
         raise AssertionError(f"connected to {address}")
@@ -59,10 +59,10 @@ def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", connect)
 
 
-# --- what is sent ----------------------------------------------------------------------------------------------
+# --- the request -----------------------------------------------------------------------------------------------
 
 
-def test_post_arrives_once_as_it_was_given(here: Receiver) -> None:
+def test_post_arrives_once_and_unchanged(here: Receiver) -> None:
     assert send(to(here.port, target="/hooks?account=1")) == Reply(200, None)
     (received,) = here.received
     assert (received.path, received.body) == ("/hooks?account=1", BODY)
@@ -72,19 +72,19 @@ def test_post_arrives_once_as_it_was_given(here: Receiver) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 204, 400, 410, 500])
-def test_post_answer_is_told_with_its_status(here: Receiver, status: int) -> None:
+def test_post_returns_the_status(here: Receiver, status: int) -> None:
     here.status = status
     assert send(to(here.port)).status == status
 
 
-def test_post_answer_is_told_with_its_retry_after(here: Receiver) -> None:
+def test_post_returns_retry_after(here: Receiver) -> None:
     here.status, here.headers = 503, {"Retry-After": "120"}
     assert send(to(here.port)) == Reply(503, "120")
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_post_redirect_is_not_followed(here: Receiver, status: int) -> None:
-    """An endpoint cannot send us on to a place that nobody judged."""
+    """An endpoint cannot redirect requests to an address that was not validated."""
     with receiver() as elsewhere:
         here.status, here.headers = status, {"Location": elsewhere.url()}
         assert send(to(here.port)).status == status
@@ -92,8 +92,8 @@ def test_post_redirect_is_not_followed(here: Receiver, status: int) -> None:
     assert len(here.received) == 1
 
 
-def test_post_asks_no_proxy_of_the_environment(here: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy would resolve the name for itself, and so undo the judgement."""
+def test_post_ignores_proxies_of_the_environment(here: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy would resolve the name itself and bypass the validation."""
     with receiver() as proxy:
         for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
             monkeypatch.setenv(name, proxy.url("/"))
@@ -101,7 +101,7 @@ def test_post_asks_no_proxy_of_the_environment(here: Receiver, monkeypatch: pyte
         assert proxy.received == []
 
 
-# --- where it is sent ------------------------------------------------------------------------------------------
+# --- the destination -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,22 +123,22 @@ def test_post_asks_no_proxy_of_the_environment(here: Receiver, monkeypatch: pyte
     ],
 )
 @pytest.mark.usefixtures("no_connection")
-def test_post_to_an_address_that_is_not_public_is_refused_unconnected(address: str) -> None:
-    """No name that an operator or a merchant chooses opens a way into our own networks (SSRF)."""
+def test_post_to_a_non_public_address_is_refused_without_connecting(address: str) -> None:
+    """No name chosen by an operator or a merchant reaches internal networks (SSRF)."""
     with pytest.raises(OutboundError, match="not public"):
         send(to(443, scheme="https"), Resolver([address]), own_networks=())
 
 
 @pytest.mark.usefixtures("no_connection")
 @pytest.mark.parametrize("addresses", [["8.8.8.8", "127.0.0.1"], ["127.0.0.1", "8.8.8.8"], ["2606:4700::1", "::1"]])
-def test_post_to_a_name_with_one_address_of_ours_is_refused_unconnected(addresses: list[str]) -> None:
-    """A name that is public and ours at once is a trap: which one it would be is up to whoever set it."""
+def test_post_to_a_name_with_an_internal_address_is_refused_without_connecting(addresses: list[str]) -> None:
+    """A name with both public and internal addresses is refused: its owner chooses which one is used."""
     with pytest.raises(OutboundError, match="not public"):
         send(to(443, scheme="https"), Resolver(addresses), own_networks=())
 
 
-def test_post_resolves_once_and_connects_to_that_very_address(here: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DNS rebinding: whatever the name says a moment later is not asked for, not even by the act of connecting."""
+def test_post_resolves_once_and_connects_to_that_address(here: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DNS rebinding: the name is not resolved again after validation, not even while connecting."""
 
     def never(*args: object, **options: object) -> None:
         raise AssertionError(f"resolved again: {args}")
@@ -149,8 +149,8 @@ def test_post_resolves_once_and_connects_to_that_very_address(here: Receiver, mo
     assert (resolver.asked, len(here.received)) == (1, 1)
 
 
-def test_post_judges_the_answer_that_it_connects_by(here: Receiver) -> None:
-    """A name that was public when it was saved, and means our own machine now, is refused now."""
+def test_post_validates_the_address_at_connection_time(here: Receiver) -> None:
+    """A name that was public when saved and now resolves to this machine is refused."""
     resolver = Resolver(["127.0.0.1"])
     with pytest.raises(OutboundError, match="not public"):
         send(to(here.port, scheme="https"), resolver, own_networks=())
@@ -158,24 +158,24 @@ def test_post_judges_the_answer_that_it_connects_by(here: Receiver) -> None:
 
 
 @pytest.mark.usefixtures("no_connection")
-def test_post_over_plain_http_to_a_public_address_is_refused_unconnected() -> None:
-    """Messages leave our networks encrypted or not at all."""
+def test_post_over_plain_http_to_a_public_address_is_refused_without_connecting() -> None:
+    """Messages leave the internal network only encrypted."""
     with pytest.raises(OutboundError, match="Plain http"):
         send(to(80), Resolver(["8.8.8.8"]), own_networks=LOOPBACK)
 
 
-def test_post_tries_the_next_address_when_nobody_listens_at_the_first(here: Receiver) -> None:
+def test_post_to_a_closed_first_address_tries_the_next(here: Receiver) -> None:
     assert send(to(here.port), Resolver(["127.0.0.2", "127.0.0.1"])).status == 200
 
 
-def test_post_where_nobody_listens_says_so() -> None:
+def test_post_to_a_closed_port_reports_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(OutboundError, match="connection was refused"):
         send(to(port))
 
 
-def test_post_to_a_name_that_does_not_resolve_says_so() -> None:
+def test_post_to_an_unresolvable_name_reports_it() -> None:
     def resolver(host: str, port: int) -> list[Address]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -186,8 +186,8 @@ def test_post_to_a_name_that_does_not_resolve_says_so() -> None:
 # --- TLS -------------------------------------------------------------------------------------------------------
 
 
-def test_post_over_tls_asks_for_the_name_and_checks_the_certificate(authority: Authority) -> None:
-    """The connection goes to an address; SNI and the certificate are about the name."""
+def test_post_over_tls_sends_the_name_and_checks_the_certificate(authority: Authority) -> None:
+    """The connection goes to an address; SNI and certificate check use the name."""
     with receiver(authority.server(NAME)) as secured:
         assert send(to(secured.port, scheme="https"), trust=authority.trust()).status == 200
         assert secured.names == [NAME]
@@ -202,7 +202,7 @@ def test_post_over_tls_to_an_address_checks_the_certificate_for_it(authority: Au
 
 @pytest.mark.parametrize("names", [("elsewhere.example",), ("127.0.0.1",)])
 def test_post_to_a_server_with_another_name_is_refused(authority: Authority, names: tuple[str, ...]) -> None:
-    """Whoever can point a name at a server of theirs has no certificate for that name."""
+    """An attacker who redirects a name has no certificate for it."""
     with receiver(authority.server(*names)) as secured:
         with pytest.raises(OutboundError, match="certificate"):
             send(to(secured.port, scheme="https"), trust=authority.trust())
@@ -217,22 +217,22 @@ def test_post_to_a_server_with_an_expired_certificate_is_refused(authority: Auth
 
 
 def test_post_to_a_server_of_an_unknown_authority_is_refused(authority: Authority) -> None:
-    """By default the host's own authorities count, and nobody else's."""
+    """Only the host's own authorities are trusted by default."""
     with receiver(authority.server(NAME)) as secured:
         with pytest.raises(OutboundError, match="certificate"):
             send(to(secured.port, scheme="https"))
         assert secured.received == []
 
 
-def test_post_over_tls_to_a_plain_server_says_so(here: Receiver, authority: Authority) -> None:
+def test_post_over_tls_to_a_plain_server_reports_it(here: Receiver, authority: Authority) -> None:
     with pytest.raises(OutboundError, match="TLS"):
         send(to(here.port, scheme="https"), trust=authority.trust())
 
 
-# --- servers that take their time ------------------------------------------------------------------------------
+# --- slow servers ----------------------------------------------------------------------------------------------
 
-_SOON = 0.3
-"""Short, since every one of these tests waits it out; each server below goes on for ever."""
+_SHORT_SECONDS = 0.3
+"""Time limit in seconds; each of these tests waits for it, and each server below never finishes."""
 
 
 def _hangs(client: socket.socket, over: threading.Event) -> None:
@@ -245,22 +245,22 @@ def _drips_headers(client: socket.socket, over: threading.Event) -> None:
         client.sendall(b"x")
 
 
-def _says_continue_for_ever(client: socket.socket, over: threading.Event) -> None:
+def _sends_continue_forever(client: socket.socket, over: threading.Event) -> None:
     while not over.wait(0.01):
         client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-@pytest.mark.parametrize("talk", [_hangs, _drips_headers, _says_continue_for_ever])
-def test_post_to_a_server_that_takes_its_time_is_given_up(
+@pytest.mark.parametrize("talk", [_hangs, _drips_headers, _sends_continue_forever])
+def test_post_to_a_slow_server_times_out(
     talk: Callable[[socket.socket, threading.Event], None],
 ) -> None:
-    """One limit for the whole of it: a byte now and then does not keep a worker."""
+    """One limit covers the whole request: a byte now and then does not keep a worker busy."""
     with raw_server(talk) as port, pytest.raises(OutboundError, match="timed out"):
-        send(to(port), within_seconds=_SOON)
+        send(to(port), within_seconds=_SHORT_SECONDS)
 
 
-def test_post_to_a_server_that_reads_nothing_is_given_up() -> None:
-    """The limit counts for what is sent, too: a body that fits into no buffer does not keep a worker."""
+def test_post_to_a_server_that_reads_nothing_times_out() -> None:
+    """The limit covers sending too: a body larger than every buffer does not keep a worker busy."""
     with raw_server(_hangs) as port, pytest.raises(OutboundError, match="timed out"):
         post(
             to(port),
@@ -268,17 +268,17 @@ def test_post_to_a_server_that_reads_nothing_is_given_up() -> None:
             bytes(50_000_000),
             own_networks=LOOPBACK,
             resolve=Resolver(["127.0.0.1"]),
-            within_seconds=_SOON,
+            within_seconds=_SHORT_SECONDS,
         )
 
 
-def test_post_to_a_server_that_never_ends_the_handshake_is_given_up(authority: Authority) -> None:
+def test_post_to_a_server_that_never_ends_the_handshake_times_out(authority: Authority) -> None:
     with raw_server(_hangs) as port, pytest.raises(OutboundError, match="timed out"):
-        send(to(port, scheme="https"), within_seconds=_SOON, trust=authority.trust())
+        send(to(port, scheme="https"), within_seconds=_SHORT_SECONDS, trust=authority.trust())
 
 
-def test_post_while_the_resolver_hangs_is_given_up() -> None:
-    """The resolver's own time limits are its host's, and longer than ours."""
+def test_post_while_the_resolver_hangs_times_out() -> None:
+    """The resolver's own time limits belong to its host and exceed this one."""
     over = threading.Event()
 
     def resolver(host: str, port: int) -> list[Address]:
@@ -287,14 +287,14 @@ def test_post_while_the_resolver_hangs_is_given_up() -> None:
 
     try:
         with pytest.raises(OutboundError, match="timed out"):
-            post(to(443, scheme="https"), {}, BODY, resolve=resolver, within_seconds=_SOON)
+            post(to(443, scheme="https"), {}, BODY, resolve=resolver, within_seconds=_SHORT_SECONDS)
     finally:
         over.set()
 
 
 @pytest.mark.parametrize("begin", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "])
-def test_post_takes_the_status_of_an_answer_that_never_ends(begin: bytes) -> None:
-    """What was said with the status counts; the rest is cut off, and thrown away."""
+def test_post_returns_the_status_of_an_endless_answer(begin: bytes) -> None:
+    """The received status counts; the rest is discarded."""
 
     def talk(client: socket.socket, over: threading.Event) -> None:
         client.sendall(begin)
@@ -305,14 +305,14 @@ def test_post_takes_the_status_of_an_answer_that_never_ends(begin: bytes) -> Non
         assert send(to(port)).status == 200
 
 
-def test_post_takes_the_status_of_an_answer_whose_body_drips() -> None:
+def test_post_returns_the_status_of_an_answer_with_a_slow_body() -> None:
     def talk(client: socket.socket, over: threading.Event) -> None:
         client.sendall(b"HTTP/1.1 202 Accepted\r\nContent-Length: 1000000\r\n\r\n")
         while not over.wait(0.01):
             client.sendall(b"x")
 
     with raw_server(talk) as port:
-        assert send(to(port), within_seconds=_SOON).status == 202
+        assert send(to(port), within_seconds=_SHORT_SECONDS).status == 202
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_post_takes_the_status_of_an_answer_whose_body_drips() -> None:
         b"",
     ],
 )
-def test_post_answer_that_cannot_be_read_is_no_answer(answer: bytes) -> None:
+def test_post_malformed_answer_is_an_error(answer: bytes) -> None:
     def talk(client: socket.socket, over: threading.Event) -> None:
         client.recv(65_536)
         client.sendall(answer)
@@ -333,8 +333,8 @@ def test_post_answer_that_cannot_be_read_is_no_answer(answer: bytes) -> None:
         send(to(port))
 
 
-def test_post_repeats_nothing_of_what_the_other_side_wrote() -> None:
-    """What is kept as the reason of a failure is ours, not an attacker's text."""
+def test_post_error_repeats_nothing_of_the_answer() -> None:
+    """The stored failure reason is the service's own text, never an attacker's."""
 
     def talk(client: socket.socket, over: threading.Event) -> None:
         client.recv(65_536)

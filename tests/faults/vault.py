@@ -12,9 +12,9 @@ from django.test.utils import setup_test_environment, teardown_test_environment
 from tests.faults import truth
 from tests.faults.results import Asked, Result, say
 from tests.servers.openbao import openbao_on_disk
-from tests.vault_faults.faults import FAULTS, WAYS, can_be_staged
+from tests.vault_faults.faults import FAULTS, SCENARIOS, can_be_injected
+from tests.vault_faults.harness import VaultHarness, running_harness
 from tests.vault_faults.journey import Fault, Journey, Trial
-from tests.vault_faults.stand import Stand, standing
 
 
 def run(asked: Asked) -> Result:
@@ -23,27 +23,27 @@ def run(asked: Asked) -> Result:
         setup_test_environment()  # Django's test client is the door
         stack.callback(teardown_test_environment)
         server = stack.enter_context(openbao_on_disk())
-        stand = stack.enter_context(standing(server, _folder(asked.folder)))
-        for way in WAYS:
-            undisturbed = Journey(stand, aborted_in=WAYS[way]).run()
+        harness = stack.enter_context(running_harness(server, _folder(asked.folder)))
+        for way in SCENARIOS:
+            undisturbed = Journey(harness, aborted_in=SCENARIOS[way]).run()
             result.must_be(not undisturbed.violations, f"undisturbed, {way}: {undisturbed.violations}")
-            for fault in filter(can_be_staged, FAULTS):
+            for fault in filter(can_be_injected, FAULTS):
                 say(f"{fault.name}, {way}: at each of {len(undisturbed.calls)} calls")
-                _sweep(stand, fault, way, undisturbed.calls, result)
+                _sweep(harness, fault, way, undisturbed.calls, result)
                 verified = round(result.counts["verifications of a good key"])
                 say(f"{result.n} fault points, {verified} verifications, {result.number_of_violations} violations")
-    result.counts["faults"] = len([each for each in FAULTS if can_be_staged(each)])
+    result.counts["faults"] = len([each for each in FAULTS if can_be_injected(each)])
     result.must_be_none("rotations stuck", truth.find_stuck())
     result.must_be_none("broken audit", truth.find_broken_audit())
     return result
 
 
-def _sweep(stand: Stand, fault: Fault, way: str, calls: list[str], result: Result) -> None:
+def _sweep(harness: VaultHarness, fault: Fault, way: str, calls: list[str], result: Result) -> None:
     for number, call in enumerate(calls, 1):
-        trial = Journey(stand, fault, number, aborted_in=WAYS[way]).run()
+        trial = Journey(harness, fault, number, aborted_in=SCENARIOS[way]).run()
         where = f"{fault.name} at {number} {call}, {way}"
         result.n += 1
-        result.must_be(trial.was_struck, f"{where}: never came so far")
+        result.must_be(trial.was_injected, f"{where}: the call was not reached")
         broken = [f"{where}: {each}" for each in trial.violations]
         result.must_be_none("broken promises", broken)
         for each in broken:

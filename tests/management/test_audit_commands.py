@@ -1,4 +1,4 @@
-"""The audit log on its way to an auditor: verified here, exported, and checked there by a program without Django."""
+"""The audit log for an auditor: verified on the host, exported, and checked elsewhere by a program without Django."""
 
 import io
 import json
@@ -24,30 +24,32 @@ ROOT = Path(__file__).resolve().parents[2]
 CHAIN = "account:acme/sandbox"
 
 
-def printed(*words: str) -> str:
+def printed(*arguments: str) -> str:
     output = io.StringIO()
-    call_command(*words, stdout=output, stderr=io.StringIO())
+    call_command(*arguments, stdout=output, stderr=io.StringIO())
     return output.getvalue()
 
 
-def saved(folder: Path, name: str, *words: str) -> str:
+def saved(folder: Path, name: str, *arguments: str) -> str:
     path = folder / name
-    path.write_text(printed(*words))
+    path.write_text(printed(*arguments))
     return str(path)
 
 
-def check(*words: str) -> "subprocess.CompletedProcess[str]":
-    """In a process of its own, where Django is nowhere to be found."""
+def check(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run the check in a separate process that cannot import Django."""
     code = (
         "import sys; sys.modules['django'] = None\n"
         "from keyvault.client.audit_check import main; sys.exit(main(sys.argv[1:]))"
     )
-    return subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture
 def signed(db: None) -> None:
-    """Two checkpoints of the sandbox, with entries before, between and after them."""
+    """Create two checkpoints of the sandbox, with entries before, between and after them."""
     make_merchant("acme")
     for turn in range(2):
         issue(account("acme"), label=f"key {turn}")
@@ -57,7 +59,7 @@ def signed(db: None) -> None:
 
 @pytest.fixture
 def files(signed: None, tmp_path: Path) -> tuple[str, str, str]:
-    """An export, the public keys, and checkpoints to keep."""
+    """Return an export, the public keys, and checkpoints kept outside the host."""
     return (
         saved(tmp_path, "log.jsonl", "export_audit"),
         saved(tmp_path, "keys.json", "audit_public_key"),
@@ -66,7 +68,7 @@ def files(signed: None, tmp_path: Path) -> tuple[str, str, str]:
 
 
 def _cut_tail() -> None:
-    """Entries, head and newest checkpoint go back together."""
+    """Roll back entries, head and newest checkpoint together."""
     drop_triggers(connection)
     rows = AuditCheckpoint.objects.filter(scope="sandbox")
     rows.filter(number=2).delete()
@@ -76,10 +78,10 @@ def _cut_tail() -> None:
     ensure_triggers(connection)
 
 
-# --- off the host ----------------------------------------------------------------------------------------------
+# --- outside the host ------------------------------------------------------------------------------------------
 
 
-def test_audit_check_of_a_whole_export_says_what_it_proves_and_what_not(files: tuple[str, str, str]) -> None:
+def test_audit_check_of_a_whole_export_reports_what_it_proves(files: tuple[str, str, str]) -> None:
     export, keys, kept = files
     done = check(export, "--public-key", keys, "--kept", kept)
     assert (done.returncode, done.stderr) == (0, "")
@@ -99,7 +101,7 @@ def test_audit_check_as_json_counts_by_scope(files: tuple[str, str, str]) -> Non
 
 
 def test_audit_check_of_an_altered_entry_names_it(files: tuple[str, str, str], tmp_path: Path) -> None:
-    """Exit 1, and the place in plain words."""
+    """The exit code is 1, and the message names the place."""
     export, keys, _ = files
     records = [json.loads(line) for line in Path(export).read_text().splitlines()]
     entry = next(each for each in records if each.get("chain") == CHAIN and each["sequence"] == 3)
@@ -112,10 +114,10 @@ def test_audit_check_of_an_altered_entry_names_it(files: tuple[str, str, str], t
     assert "THE AUDIT LOG IS NOT INTACT." in done.stdout
 
 
-def test_audit_check_of_a_log_set_back_is_found_with_kept_checkpoints(
+def test_audit_check_of_a_rolled_back_log_fails_with_kept_checkpoints(
     files: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    """The one thing that nothing inside the database can show."""
+    """Nothing inside the database can reveal a rollback; checkpoints kept elsewhere do."""
     _, keys, kept = files
     _cut_tail()
     export = saved(tmp_path, "later.jsonl", "export_audit")
@@ -126,7 +128,7 @@ def test_audit_check_of_a_log_set_back_is_found_with_kept_checkpoints(
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("damage", "reported"),
     [
         (lambda whole: whole[: len(whole) // 2], "not a complete line of JSON: the file was truncated or altered"),
         (
@@ -140,34 +142,34 @@ def test_audit_check_of_a_log_set_back_is_found_with_kept_checkpoints(
         (lambda whole: b"[" * 200_000 + b"\n", "line 1: not a complete line of JSON"),
     ],
 )
-def test_audit_check_of_a_spoilt_file_is_refused_with_the_reason(
-    files: tuple[str, str, str], tmp_path: Path, spoil: Any, said: str
+def test_audit_check_of_a_damaged_file_is_refused_with_the_reason(
+    files: tuple[str, str, str], tmp_path: Path, damage: Any, reported: str
 ) -> None:
-    """Exit 2: nothing is said of the log when the file is no export."""
+    """The exit code is 2: a damaged file is no statement about the log."""
     export, keys, _ = files
-    spoilt = tmp_path / "spoilt.jsonl"
-    spoilt.write_bytes(spoil(Path(export).read_bytes()))
-    done = check(str(spoilt), "--public-key", keys)
+    damaged = tmp_path / "damaged.jsonl"
+    damaged.write_bytes(damage(Path(export).read_bytes()))
+    done = check(str(damaged), "--public-key", keys)
     assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
+    assert reported in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_audit_check_of_a_part_of_the_log_is_refused_unless_it_was_asked_for(
+def test_audit_check_of_a_partial_export_is_refused_unless_requested(
     files: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    """Whoever hands over less than was asked for does not get a "holds" for it."""
+    """An export of fewer scopes than expected does not pass as intact."""
     _, keys, kept = files
-    for words in (["--scope", "sandbox"], ["--since", now().isoformat()]):
-        part = saved(tmp_path, "part.jsonl", "export_audit", *words)
+    for arguments in (["--scope", "sandbox"], ["--since", now().isoformat()]):
+        part = saved(tmp_path, "part.jsonl", "export_audit", *arguments)
         done = check(part, "--public-key", keys)
         assert (done.returncode, done.stdout) == (2, "")
         assert "--partial" in done.stderr
         assert check(part, "--public-key", keys, "--partial", "--kept", kept).returncode == 0
 
 
-def test_audit_check_runs_from_its_two_folders_alone(files: tuple[str, str, str], tmp_path: Path) -> None:
-    """What the auditor takes along: keyvault/domain and keyvault/client, nothing else of ours."""
+def test_audit_check_needs_only_its_two_folders(files: tuple[str, str, str], tmp_path: Path) -> None:
+    """An auditor needs keyvault/domain and keyvault/client only."""
     export, keys, _ = files
     for folder in ("domain", "client"):
         shutil.copytree(ROOT / "keyvault" / folder, tmp_path / "taken" / "keyvault" / folder)
@@ -189,21 +191,21 @@ def test_audit_check_without_usable_files_is_refused(files: tuple[str, str, str]
 # --- on the host -----------------------------------------------------------------------------------------------
 
 
-def test_audit_verify_tells_of_the_checkpoints_too(signed: None) -> None:
+def test_audit_verify_reports_the_checkpoints(signed: None) -> None:
     answer = json.loads(printed("audit_verify", "--json"))
     assert (answer["intact"], answer["first_broken"], answer["entries"]) == (True, None, AuditEntry.objects.count())
     sandbox = answer["checkpoints"]["sandbox"]
     assert (sandbox["count"], sandbox["newest"], sandbox["unsigned_entries"]) == (2, 2, 6)
     assert sandbox["signatures"] == "checked"
     assert answer["checkpoints"]["production"]["count"] == 0
-    words = printed("audit_verify")
-    assert "intact: True" in words
-    assert "checkpoints of sandbox: 2, the newest is 2 of" in words
-    assert "checkpoints of production: none, 0 entries unsigned" in words
+    text = printed("audit_verify")
+    assert "intact: True" in text
+    assert "checkpoints of sandbox: 2, the newest is 2 of" in text
+    assert "checkpoints of production: none, 0 entries unsigned" in text
 
 
-def test_audit_verify_of_a_database_set_back_is_broken_with_kept_checkpoints(files: tuple[str, str, str]) -> None:
-    """Exit 1, in the same words and the same JSON as a broken chain."""
+def test_audit_verify_of_a_rolled_back_database_fails_with_kept_checkpoints(files: tuple[str, str, str]) -> None:
+    """The exit code, texts and JSON equal those of a broken chain."""
     _, keys, kept = files
     _cut_tail()
     assert json.loads(printed("audit_verify", "--json"))["intact"]
@@ -219,12 +221,12 @@ def test_audit_verify_of_a_database_set_back_is_broken_with_kept_checkpoints(fil
 
 def test_audit_verify_with_no_usable_files_is_refused(files: tuple[str, str, str], tmp_path: Path) -> None:
     export, keys, _ = files
-    for words in (["--public-key", export], ["--checkpoints", keys], ["--checkpoints", str(tmp_path / "none")]):
+    for arguments in (["--public-key", export], ["--checkpoints", keys], ["--checkpoints", str(tmp_path / "none")]):
         with pytest.raises(CommandError):
-            call_command("audit_verify", *words)
+            call_command("audit_verify", *arguments)
 
 
-def test_export_audit_takes_scopes_and_a_beginning(signed: None) -> None:
+def test_export_audit_selects_scopes_and_start(signed: None) -> None:
     lines = [json.loads(line) for line in printed("export_audit", "--scope", "service").splitlines()]
     assert {line["record"] for line in lines} == {"export", "entry", "checkpoint", "head", "end"}
     assert {line["chain"] for line in lines if "chain" in line} == {"platform"}
@@ -236,11 +238,11 @@ def test_export_audit_takes_scopes_and_a_beginning(signed: None) -> None:
         call_command("export_audit", "--since", "yesterday")
 
 
-def test_audit_public_key_before_the_first_signature_says_so(db: None, tmp_path: Path) -> None:
-    """The file that an auditor gets is never one without keys."""
+def test_audit_public_key_before_the_first_signature_is_refused(db: None, tmp_path: Path) -> None:
+    """An auditor never receives a file without keys."""
     with own_keystore(tmp_path), pytest.raises(CommandError, match="there is no public key yet"):
         call_command("audit_public_key")
 
 
-def test_audit_public_key_in_both_forms_is_the_same_file(signed: None) -> None:
+def test_audit_public_key_in_both_formats_is_the_same_key(signed: None) -> None:
     assert json.loads(printed("audit_public_key")) == json.loads(printed("audit_public_key", "--json"))

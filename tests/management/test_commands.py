@@ -1,4 +1,4 @@
-"""The scripting commands: one JSON object, exit 0, 1 refused, 2 usage; material only when asked for, and once."""
+"""The scripting commands: one JSON object; exit 0, 1 (refused) or 2 (usage); secrets only on request, once."""
 
 import io
 import json
@@ -25,17 +25,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-def run(*words: str) -> Any:
+def run(*arguments: str) -> Any:
     output = io.StringIO()
-    call_command(*words, "--json", stdout=output)
+    call_command(*arguments, "--json", stdout=output)
     lines = output.getvalue().splitlines()
     assert len(lines) == 1
     return json.loads(lines[0])
 
 
-def tell(*words: str) -> str:
+def run_text(*arguments: str) -> str:
     output = io.StringIO()
-    call_command(*words, stdout=output)
+    call_command(*arguments, stdout=output)
     return output.getvalue()
 
 
@@ -45,8 +45,8 @@ def seeded() -> Any:
 
 
 def issue(environment: str = "sandbox", *more: str) -> Any:
-    words = ["--merchant", "acme", "--environment", environment, "--kind", "private"]
-    return run("issue_key", *words, "--requested-by", "tam", "--approved-by", "approver", *more)
+    arguments = ["--merchant", "acme", "--environment", environment, "--kind", "private"]
+    return run("issue_key", *arguments, "--requested-by", "tam", "--approved-by", "approver", *more)
 
 
 def test_seed_demo_is_idempotent_and_makes_no_superuser(seeded: Any) -> None:
@@ -58,8 +58,10 @@ def test_seed_demo_is_idempotent_and_makes_no_superuser(seeded: Any) -> None:
 
 
 @pytest.mark.parametrize("served", list(Environment))
-def test_demo_of_a_pinned_process_keeps_to_its_environment(served: Environment) -> None:
-    """In production alone there is no demo key, no demo token, and a reason in place of the command to verify it."""
+def test_demo_in_a_single_environment_process_stays_in_that_environment(served: Environment) -> None:
+    """A process for production only has no demo key and no demo token, and prints a reason in place of the curl
+    command.
+    """
     with override_settings(ENVIRONMENTS=(served.value,)):
         assert [environment["name"] for environment in run("seed_demo")["environments"]] == [served]
         curl = _demo_curl(8000)
@@ -81,32 +83,32 @@ def test_issue_key_reveals_only_when_asked(seeded: Any) -> None:
     assert shown["credential_id"] != hidden["credential_id"]
 
 
-def test_issue_key_in_production_wants_two_names(seeded: Any) -> None:
-    """The same name twice is refused, and leaves nothing behind that somebody could approve by mistake."""
-    words = ["issue_key", "--merchant", "acme", "--environment", "production", "--kind", "private"]
+def test_issue_key_in_production_requires_two_persons(seeded: Any) -> None:
+    """Two identical names are refused, and no pending request remains that a person could approve by mistake."""
+    arguments = ["issue_key", "--merchant", "acme", "--environment", "production", "--kind", "private"]
     with pytest.raises(CommandError, match="second person"):
-        run(*words, "--requested-by", "admin", "--approved-by", "admin")
+        run(*arguments, "--requested-by", "admin", "--approved-by", "admin")
     with pytest.raises(CommandError, match="second person"):
-        run(*words, "--requested-by", "tam")
+        run(*arguments, "--requested-by", "tam")
     with pytest.raises(CommandError, match="permission_missing"):
-        run(*words, "--requested-by", "tam", "--approved-by", "auditor")
+        run(*arguments, "--requested-by", "tam", "--approved-by", "auditor")
     assert set(IssuanceRequest.objects.values_list("state", flat=True)) == {"withdrawn"}
     assert not Credential.objects.exists()
 
 
 def test_issue_key_in_production_is_break_glass_until_reviewed(seeded: Any) -> None:
-    """A command line proves no identity: the approval stays in sight, with the host's user beside the operator."""
+    """A command line proves no identity: the approval awaits review and names the host's user beside the operator."""
     issue("production")
     act = BreakGlass.objects.get()
     assert (act.event, act.reviewed_at) == ("issuance.approved", None)
     assert act.host_user
-    assert act.requester_person == Operator.objects.get(username="tam").person, "who does not review it"
+    assert act.requester_person == Operator.objects.get(username="tam").person, "the requester may not review it"
     approved = AuditEntry.objects.get(event="issuance.approved")
     assert json.loads(bytes(approved.body))["details"]["host_user"] == act.host_user
     assert json.loads(bytes(approved.body))["channel"] == "command_line"
 
 
-def test_rotation_is_begun_shown_and_collected_once(seeded: Any) -> None:
+def test_rotation_is_requested_shown_and_collected_once(seeded: Any) -> None:
     issued = issue()
     begun = run(
         "rotate_key",
@@ -128,63 +130,63 @@ def test_rotation_is_begun_shown_and_collected_once(seeded: Any) -> None:
 
 def test_rotate_key_whose_approval_is_refused_leaves_no_open_rotation(seeded: Any) -> None:
     issued = issue("production")
-    words = ["--credential", issued["credential_id"], "--requested-by", "admin"]
+    arguments = ["--credential", issued["credential_id"], "--requested-by", "admin"]
     with pytest.raises(CommandError, match="second person"):
-        run("rotate_key", *words, "--approved-by", "admin")
-    assert run("rotate_key", *words, "--approved-by", "approver")["state"] == "scheduled"
+        run("rotate_key", *arguments, "--approved-by", "admin")
+    assert run("rotate_key", *arguments, "--approved-by", "approver")["state"] == "scheduled"
 
 
-def test_revoke_key_answers_and_repeats(seeded: Any) -> None:
+def test_revoke_key_repeated_answers_the_same(seeded: Any) -> None:
     issued = issue()
-    words = ("revoke_key", issued["key_id"], "--reason", "superseded", "--by", "admin")
-    first = run(*words)
+    arguments = ("revoke_key", issued["key_id"], "--reason", "superseded", "--by", "admin")
+    first = run(*arguments)
     assert first["state"] == "deactivated"
     assert first["sequence"] > 0
-    assert run(*words) == first
+    assert run(*arguments) == first
     assert run("show_key", issued["key_id"])["state"] == "deactivated"
     with pytest.raises(CommandError, match="permission_missing"):
         run("revoke_key", issued["key_id"], "--reason", "superseded", "--by", "auditor")
 
 
-def test_revoke_key_that_waits_answers_with_the_receipt(seeded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Revoked either way: the exit is 0 with a receipt that is not complete too."""
+def test_revoke_key_with_wait_answers_with_the_receipt(seeded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit code is 0 also with an incomplete receipt: the key is revoked."""
     issued = issue()
-    words = ("revoke_key", issued["key_id"], "--reason", "superseded", "--by", "admin", "--wait")
+    arguments = ("revoke_key", issued["key_id"], "--reason", "superseded", "--by", "admin", "--wait")
     verifier = make_verifier()
-    assert run(*words, "0")["receipt"]["complete"] is False
-    sequence = run(*words, "0")["sequence"]
+    assert run(*arguments, "0")["receipt"]["complete"] is False
+    sequence = run(*arguments, "0")["sequence"]
     monkeypatch.setattr(receipts, "sleep", lambda seconds: confirm(verifier, sequence))
-    answer = run(*words, "5")
+    answer = run(*arguments, "5")
     assert (answer["receipt"]["sequence"], answer["receipt"]["complete"]) == (sequence, True)
     assert [row["state"] for row in answer["receipt"]["verifiers"]] == ["confirmed"]
-    told = tell(*words, "0")
-    assert "receipt: complete" in told
-    assert "verifier-1: confirmed, 20" in told
+    output_text = run_text(*arguments, "0")
+    assert "receipt: complete" in output_text
+    assert "verifier-1: confirmed, 20" in output_text
 
 
-def test_collect_key_by_request_is_for_whoever_asked_and_once(seeded: Any) -> None:
+def test_collect_key_by_request_is_for_its_requester_once(seeded: Any) -> None:
     issued = issue()
-    words = ("collect_key", "--request", issued["issuance_request_id"], "--reveal", "--by")
+    arguments = ("collect_key", "--request", issued["issuance_request_id"], "--reveal", "--by")
     with pytest.raises(CommandError, match="person who requested"):
-        run(*words, "admin")
-    assert run(*words, "tam")["key_id"] == issued["key_id"]
+        run(*arguments, "admin")
+    assert run(*arguments, "tam")["key_id"] == issued["key_id"]
     with pytest.raises(CommandError, match="already"):
-        run(*words, "tam")
+        run(*arguments, "tam")
 
 
 def test_create_service_token_reveals_only_when_asked(seeded: Any) -> None:
-    words = ("create_service_token", "gateway", "--environment", "all", "--permission", "keys:verify")
-    assert "token" not in run(*words)
-    shown = run(*words, "--reveal")
+    arguments = ("create_service_token", "gateway", "--environment", "all", "--permission", "keys:verify")
+    assert "token" not in run(*arguments)
+    shown = run(*arguments, "--reveal")
     assert shown["key_id"] in shown["token"]
     with pytest.raises(CommandError, match="no merchant"):
-        run(*words, "--merchant", "nobody")
+        run(*arguments, "--merchant", "nobody")
 
 
-def test_create_service_token_for_probes_only_when_asked(seeded: Any) -> None:
-    words = ("create_service_token", "probe", "--environment", "all", "--permission", "keys:verify")
-    assert run(*words)["is_probe"] is False
-    assert run(*words, "--probe")["is_probe"] is True
+def test_create_service_token_is_a_probe_only_when_asked(seeded: Any) -> None:
+    arguments = ("create_service_token", "probe", "--environment", "all", "--permission", "keys:verify")
+    assert run(*arguments)["is_probe"] is False
+    assert run(*arguments, "--probe")["is_probe"] is True
 
 
 def test_audit_verify_counts_and_is_intact(seeded: Any) -> None:
@@ -209,7 +211,7 @@ def test_catalog_lists_every_endpoint_of_the_contract() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("arguments", "code"),
     [
         (["show_catalog", "--json"], 0),
         (["show_key", "nobody", "--json"], 1),
@@ -221,9 +223,9 @@ def test_catalog_lists_every_endpoint_of_the_contract() -> None:
     ],
 )
 @pytest.mark.django_db(transaction=True)
-def test_command_exit_code_tells_refused_from_misused(words: list[str], code: int) -> None:
+def test_command_exit_code_distinguishes_refusal_from_usage_error(arguments: list[str], code: int) -> None:
     done = subprocess.run(
-        [sys.executable, "manage.py", *words],
+        [sys.executable, "manage.py", *arguments],
         cwd=ROOT,
         env={**os.environ},
         capture_output=True,
@@ -239,14 +241,22 @@ def test_command_exit_code_tells_refused_from_misused(words: list[str], code: in
 
 
 def test_create_service_token_for_both_environments_serves_both(seeded: Any) -> None:
-    """`--environment` is repeatable: none of those named is silently dropped."""
-    words = ["create_service_token", "gateway", "--environment", "sandbox", "--permission", "keys:verify", "--reveal"]
-    assert "_svc_sbx_" in run(*words)["token"]
-    assert "_svc_all_" in run(*words, "--environment", "production")["token"]
+    """`--environment` is repeatable: no named environment is silently dropped."""
+    arguments = [
+        "create_service_token",
+        "gateway",
+        "--environment",
+        "sandbox",
+        "--permission",
+        "keys:verify",
+        "--reveal",
+    ]
+    assert "_svc_sbx_" in run(*arguments)["token"]
+    assert "_svc_all_" in run(*arguments, "--environment", "production")["token"]
 
 
 def test_command_error_repeats_no_key_string(seeded: Any) -> None:
-    """A whole key pasted where an id belongs is not printed again."""
+    """A whole key pasted in place of an id is not printed."""
     key = issue("sandbox", "--reveal")["key"]
     with pytest.raises(CommandError) as refused:
         run("show_key", key)

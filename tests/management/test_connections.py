@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def said(command: str, *arguments: str) -> str:
+def output_of(command: str, *arguments: str) -> str:
     out = StringIO()
     call_command(command, *arguments, stdout=out)
     return out.getvalue()
@@ -48,19 +48,19 @@ def stored() -> str:
     return secret_backend().read(Mount.SANDBOX, row.backend_path).secret.reveal()
 
 
-def test_set_connection_stores_what_the_file_holds_and_prints_none_of_it(file: Path) -> None:
-    """Neither with --json nor without is anything printed that a terminal's history would keep."""
-    words = said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
-    answer = json.loads(said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam", "--json"))
+def test_set_connection_stores_the_file_and_prints_no_secret(file: Path) -> None:
+    """The secret is printed neither with --json nor without."""
+    text = output_of("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
+    answer = json.loads(output_of("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam", "--json"))
     assert stored() == SECRET
-    assert SECRET not in words + json.dumps(answer)
+    assert SECRET not in text + json.dumps(answer)
     assert (answer["provider"], answer["mode"], answer["backend_version"]) == ("stripe", "test", 2)
     assert answer["stored_by"] == "operator:tam"
 
 
 def test_set_connection_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b'{"user": "a", "password": "b"}\n')))
-    said("set_connection", *STRIPE, "--secret-file", "-", "--by", "tam")
+    output_of("set_connection", *STRIPE, "--secret-file", "-", "--by", "tam")
     assert stored() == '{"user": "a", "password": "b"}'
 
 
@@ -68,39 +68,43 @@ def test_set_connection_reads_standard_input(monkeypatch: pytest.MonkeyPatch) ->
     ("content", "reason"),
     [(b"", "must not be empty"), (b"\xff\xfe", "UTF-8"), (b"x" * 20_000, "8192 bytes"), (b"sk_live_51H", "live key")],
 )
-def test_set_connection_that_does_not_fit_is_refused_with_the_reason(file: Path, content: bytes, reason: str) -> None:
+def test_set_connection_with_invalid_credentials_is_refused_with_the_reason(
+    file: Path, content: bytes, reason: str
+) -> None:
     file.write_bytes(content)
     with pytest.raises(CommandError, match=reason) as refused:
-        said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
+        output_of("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
     assert "sk_live_51H" not in str(refused.value)
     assert not ProviderConnection.objects.exists()
 
 
-def test_set_connection_from_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_set_connection_from_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="/secret_file: cannot be read"):
-        said("set_connection", *STRIPE, "--secret-file", str(tmp_path / "none"), "--by", "tam")
+        output_of("set_connection", *STRIPE, "--secret-file", str(tmp_path / "none"), "--by", "tam")
 
 
-def test_set_connection_in_the_name_of_an_auditor_is_refused(file: Path) -> None:
-    """A command line opens no more than the console does."""
+def test_set_connection_by_an_auditor_is_refused(file: Path) -> None:
+    """The command line grants no more than the operator's role."""
     with pytest.raises(CommandError, match="permission_missing"):
-        said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "auditor")
+        output_of("set_connection", *STRIPE, "--secret-file", str(file), "--by", "auditor")
 
 
-def test_connections_lists_those_of_the_account_without_their_secrets(file: Path) -> None:
-    said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
-    told = said("list_connections", *PLACE, "--json")
-    (listed,) = json.loads(told)["connections"]
-    assert SECRET not in told + said("list_connections", *PLACE)
+def test_list_connections_shows_the_accounts_connections_without_secrets(file: Path) -> None:
+    output_of("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
+    listing = output_of("list_connections", *PLACE, "--json")
+    (listed,) = json.loads(listing)["connections"]
+    assert SECRET not in listing + output_of("list_connections", *PLACE)
     assert listed["connection_id"].startswith("con_")
-    assert "backend_path" not in listed, "nobody but us reads the local keystore"
-    production = json.loads(said("list_connections", "--merchant", "acme", "--environment", "production", "--json"))
+    assert "backend_path" not in listed, "only the service reads the local keystore"
+    production = json.loads(
+        output_of("list_connections", "--merchant", "acme", "--environment", "production", "--json")
+    )
     assert production == {"connections": []}
 
 
-def test_remove_connection_takes_it_out_of_the_list(file: Path) -> None:
-    said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
-    assert json.loads(said("remove_connection", *STRIPE, "--by", "tam", "--json"))["removed_at"]
-    assert json.loads(said("list_connections", *PLACE, "--json")) == {"connections": []}
+def test_removed_connection_is_not_listed(file: Path) -> None:
+    output_of("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
+    assert json.loads(output_of("remove_connection", *STRIPE, "--by", "tam", "--json"))["removed_at"]
+    assert json.loads(output_of("list_connections", *PLACE, "--json")) == {"connections": []}
     with pytest.raises(CommandError, match="not_found"):
-        said("remove_connection", *STRIPE, "--by", "tam")
+        output_of("remove_connection", *STRIPE, "--by", "tam")

@@ -1,4 +1,4 @@
-"""`manage.py offboard_merchant`: nothing without --yes, everything with it, and again until nothing is left."""
+"""`manage.py offboard_merchant`: changes nothing without --yes, ends everything with it, and is repeatable."""
 
 import io
 import json
@@ -24,24 +24,24 @@ def _merchant(db: None) -> None:
     issue(account("acme"))
 
 
-def run(*words: str, output: io.StringIO | None = None) -> Any:
-    said = output or io.StringIO()
-    call_command("offboard_merchant", *words, "--why", "contract ended", "--json", stdout=said)
-    return json.loads(said.getvalue())
+def run(*arguments: str, output: io.StringIO | None = None) -> Any:
+    stream = output or io.StringIO()
+    call_command("offboard_merchant", *arguments, "--why", "contract ended", "--json", stdout=stream)
+    return json.loads(stream.getvalue())
 
 
-def test_offboard_merchant_without_yes_tells_what_it_would_end(db: None) -> None:
+def test_offboard_merchant_without_yes_lists_what_it_would_end(db: None) -> None:
     with pytest.raises(CommandError, match=r"sandbox: 1 key\. This is irreversible"):
         run("acme", "--by", "responder")
     assert Merchant.objects.get().status == "active"
     assert Key.objects.get().state == "active"
 
 
-def test_offboard_merchant_ends_everything_and_can_be_run_again(db: None) -> None:
-    told = run("acme", "--by", "responder", "--yes")
-    assert (told["merchant_id"], told["status"], told["is_complete"]) == ("acme", "offboarded", True)
-    assert told["ended"]["sandbox"]["keys"] == 1
-    assert set(told["left"]["sandbox"].values()) == {0}
+def test_offboard_merchant_ends_everything_and_is_repeatable(db: None) -> None:
+    counts = run("acme", "--by", "responder", "--yes")
+    assert (counts["merchant_id"], counts["status"], counts["is_complete"]) == ("acme", "offboarded", True)
+    assert counts["ended"]["sandbox"]["keys"] == 1
+    assert set(counts["left"]["sandbox"].values()) == {0}
     again = run("acme", "--by", "responder", "--yes")
     assert again["ended"]["sandbox"]["keys"] == 0
     assert Key.objects.get().state == "deactivated"
@@ -50,8 +50,8 @@ def test_offboard_merchant_ends_everything_and_can_be_run_again(db: None) -> Non
     assert b'"channel":"command_line"' in bytes(entry.body)
 
 
-def test_offboard_merchant_that_leaves_something_says_so_and_fails(db: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counts are told all the same, and exit 1 says that it is to be run again."""
+def test_offboard_merchant_with_remains_reports_them_and_fails(db: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counts are printed, and exit 1 asks for a repetition."""
 
     def in_use(*_: object) -> None:
         raise StateConflictError("Somebody else changed this meanwhile.")
@@ -64,7 +64,9 @@ def test_offboard_merchant_that_leaves_something_says_so_and_fails(db: None, mon
 
 
 @pytest.mark.parametrize(("merchant", "by"), [("nobody", "responder"), ("acme", "tam"), ("acme", "nobody")])
-def test_offboard_merchant_by_or_of_the_wrong_one_is_refused(db: None, merchant: str, by: str) -> None:
+def test_offboard_merchant_with_unknown_merchant_or_forbidden_operator_is_refused(
+    db: None, merchant: str, by: str
+) -> None:
     with pytest.raises(CommandError):
         run(merchant, "--by", by, "--yes")
     assert Key.objects.get().state == "active"

@@ -1,4 +1,4 @@
-"""Operators on the host's command line: listed, given other roles and passwords, ended; and Django's ways refused."""
+"""Operators on the host's command line: listed, disabled, changed; Django's own commands are refused."""
 
 import io
 import json
@@ -30,9 +30,9 @@ def administrator() -> None:
     make_operator("admin", Role.KEY_ADMINISTRATOR)
 
 
-def run(*words: str) -> Any:
+def run(*arguments: str) -> Any:
     output = io.StringIO()
-    call_command(*words, "--json", stdout=output)
+    call_command(*arguments, "--json", stdout=output)
     return json.loads(output.getvalue())
 
 
@@ -52,8 +52,8 @@ def signs_in(username: str, password: str) -> bool:
     return Client().post("/admin/login/", {"username": username, "password": password}).status_code == 302
 
 
-def test_disable_operator_ends_sessions_and_sign_in_at_once() -> None:
-    """Whoever leaves is out with the next click, in every browser, and does not come back."""
+def test_disable_operator_ends_sessions_and_sign_in_immediately() -> None:
+    """A disabled operator is signed out of every browser with the next request and cannot sign in again."""
     tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     browsers = [browser(tam), browser(tam)]
     assert [each.get("/admin/").status_code for each in browsers] == [200, 200]
@@ -65,8 +65,8 @@ def test_disable_operator_ends_sessions_and_sign_in_at_once() -> None:
         run("disable_operator", "tam")
 
 
-def test_disabled_operator_enabled_by_a_stray_write_has_no_session_back() -> None:
-    """Sessions are ended, not suspended: whatever becomes of the row later, an old cookie opens nothing."""
+def test_disabled_operator_enabled_by_a_stray_write_regains_no_session() -> None:
+    """Sessions are ended, not suspended: an old cookie stays invalid whatever happens to the row later."""
     client = browser(make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER))
     run("disable_operator", "tam")
     row = Operator.objects.get(username="tam")
@@ -75,25 +75,27 @@ def test_disabled_operator_enabled_by_a_stray_write_has_no_session_back() -> Non
     assert client.get("/admin/").status_code == 302
 
 
-@pytest.mark.parametrize("words", [["disable_operator", "admin"], ["set_operator_roles", "admin", "--role", "auditor"]])
-def test_last_administrator_is_not_ended(words: list[str]) -> None:
-    """The installation is never left with nobody to administer it."""
+@pytest.mark.parametrize(
+    "arguments", [["disable_operator", "admin"], ["set_operator_roles", "admin", "--role", "auditor"]]
+)
+def test_last_administrator_is_not_disabled(arguments: list[str]) -> None:
+    """The installation always keeps an active administrator."""
     with pytest.raises(
         CommandError, match=r"the last active one with the role key_administrator\. Create another first"
     ):
-        run(*words)
+        run(*arguments)
     row = Operator.objects.get(username="admin")
     assert row.is_active
     assert row.roles == {Role.KEY_ADMINISTRATOR}
     assert not AuditEntry.objects.filter(event__in=["operator.disabled", "operator.roles_changed"]).exists()
     make_operator("second", Role.KEY_ADMINISTRATOR)
-    run(*words)
+    run(*arguments)
     with pytest.raises(CommandError, match="the last active one"):
         run("disable_operator", "second")
 
 
 def test_set_operator_roles_replaces_them_and_ends_sessions() -> None:
-    """A session never goes on with roles that were taken away."""
+    """No session continues with roles that were removed."""
     client = browser(make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER, Role.AUDITOR))
     assert run("set_operator_roles", "tam", "--role", "approver") == {"username": "tam", "roles": ["approver"]}
     assert Operator.objects.get(username="tam").roles == {Role.APPROVER}
@@ -123,7 +125,7 @@ def test_reset_operator_password_reveals_a_random_one_once() -> None:
 
 
 def test_reset_operator_password_of_a_disabled_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new password does not bring back whoever was ended."""
+    """A new password does not re-enable a disabled operator."""
     make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     run("disable_operator", "tam")
     type_in(monkeypatch, NEW)
@@ -131,13 +133,13 @@ def test_reset_operator_password_of_a_disabled_one_is_refused(monkeypatch: pytes
         run("reset_operator_password", "tam")
 
 
-@pytest.mark.parametrize("words", [["disable_operator"], ["set_operator_roles", "--role", "auditor"]])
-def test_operator_that_there_is_not_is_named(words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["disable_operator"], ["set_operator_roles", "--role", "auditor"]])
+def test_unknown_operator_is_refused_by_name(arguments: list[str]) -> None:
     with pytest.raises(CommandError, match=r"There is no operator nobody\. `manage\.py list_operators` lists them"):
-        run(words[0], "nobody", *words[1:])
+        run(arguments[0], "nobody", *arguments[1:])
 
 
-def test_list_operators_tells_roles_state_and_last_sign_in_and_no_hash() -> None:
+def test_list_operators_shows_roles_state_and_last_sign_in_without_hash() -> None:
     make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     before = datetime.now(UTC)
     assert signs_in("admin", PASSWORD)
@@ -160,8 +162,8 @@ def test_list_operators_tells_roles_state_and_last_sign_in_and_no_hash() -> None
         ("loaddata", "replay_revocations"),
     ],
 )
-def test_django_s_own_way_round_the_services_is_refused(command: str, ours: str, tmp_path: Path) -> None:
-    """No command line writes past the audit log; the refusal is one line, exit 2, and names what to run."""
+def test_django_command_that_bypasses_the_services_is_refused(command: str, ours: str, tmp_path: Path) -> None:
+    """No command line bypasses the audit log; the refusal is one line, exits with 2, and names the command to run."""
     environment = {
         **os.environ,
         "KEYVAULT_DATA_DIR": str(tmp_path),

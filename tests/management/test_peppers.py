@@ -1,4 +1,4 @@
-"""Peppers on the command line: rotated, looked at, retired; and what is wrong with them is said and exits 1."""
+"""Peppers on the command line: rotated, listed, retired; any fault is named and exits 1."""
 
 import io
 import json
@@ -51,14 +51,14 @@ def first_peppers(folder: Path, db: None) -> None:
     have_peppers()
 
 
-def run(*words: str) -> Any:
+def run(*arguments: str) -> Any:
     output = io.StringIO()
-    call_command(*words, "--json", stdout=output)
+    call_command(*arguments, "--json", stdout=output)
     return json.loads(output.getvalue())
 
 
 def status(*more: str) -> tuple[int, Any]:
-    """The exit status, and the answer."""
+    """Return the exit code and the answer."""
     output, code = io.StringIO(), 0
     try:
         call_command("pepper_status", *more, "--json", stdout=output)
@@ -71,8 +71,10 @@ def of(answer: Any, pepper_set: str, number: int) -> Any:
     return next(each for each in answer["versions"] if (each["pepper_set"], each["number"]) == (pepper_set, number))
 
 
-def test_pepper_commands_take_a_pepper_through_its_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotated; the key that is used moves; the one that is not is named; once it is gone, the old one is retired."""
+def test_pepper_commands_rotate_list_and_retire_a_pepper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rotation, a used key moves to the new pepper and an unused one is listed; once it has ended, the old
+    pepper retires.
+    """
     make_merchant("acme")
     _, used = issue(account(), label="used")
     idle, _ = issue(account(), label="idle")
@@ -90,8 +92,8 @@ def test_pepper_commands_take_a_pepper_through_its_life(monkeypatch: pytest.Monk
     assert idle.key_id in {each["key_id"] for each in answer["dormant"]}
     with pytest.raises(CommandError) as refused:
         run("retire_pepper", "--set", "sandbox", "--version", "1")
-    for told in (idle.key_id, idle.credential_id, "acme", "never used", "rotate or revoke"):
-        assert told in str(refused.value)
+    for expected in (idle.key_id, idle.credential_id, "acme", "never used", "rotate or revoke"):
+        assert expected in str(refused.value)
     make_operator("responder", Role.INCIDENT_RESPONDER)
     run("revoke_key", idle.key_id, "--by", "responder", "--reason", "superseded")
     retired = run("retire_pepper", "--set", "sandbox", "--version", "1")
@@ -99,7 +101,7 @@ def test_pepper_commands_take_a_pepper_through_its_life(monkeypatch: pytest.Monk
     with pytest.raises(CommandError, match="may be destroyed from"):
         run("retire_pepper", "--set", "sandbox", "--version", "1", "--destroy")
     code, answer = status()
-    assert (code, of(answer, "sandbox", 1)["stored"]) == (0, True), "its waiting is no fault"
+    assert (code, of(answer, "sandbox", 1)["stored"]) == (0, True), "waiting for destruction is no fault"
     output = io.StringIO()
     call_command("pepper_status", stdout=output)
     assert f"can be destroyed from {retired['destroyable_from'][:10]}" in output.getvalue()
@@ -112,14 +114,14 @@ def test_pepper_commands_take_a_pepper_through_its_life(monkeypatch: pytest.Monk
     assert AuditEntry.objects.filter(event="pepper.destroyed").count() == 1
 
 
-def test_pepper_status_in_words_names_every_version() -> None:
+def test_pepper_status_as_text_names_every_version() -> None:
     output = io.StringIO()
     call_command("pepper_status", "--list", stdout=output)
     for pepper_set in PepperSet:
         assert f"{pepper_set} 1  loaded, creates the digests" in output.getvalue()
 
 
-def test_pepper_status_says_what_is_missing() -> None:
+def test_pepper_status_names_a_missing_pepper() -> None:
     secret_backend().destroy(Mount.PEPPERS, PepperSet.SANDBOX, 1)
     load_peppers.cache_clear()
     code, answer = status()
@@ -130,8 +132,8 @@ def test_pepper_status_says_what_is_missing() -> None:
         require_ready()
 
 
-def test_pepper_status_says_which_environments_were_swapped(folder: Path) -> None:
-    """Each in the other's place: both are named, and the process does not start."""
+def test_pepper_status_names_swapped_environments(folder: Path) -> None:
+    """Both swapped peppers are named, and the process does not start."""
     sandbox, production, service = (stored(each) for each in PepperSet)
     swap_keystore(folder, {PepperSet.SANDBOX: production, PepperSet.PRODUCTION: sandbox, PepperSet.SERVICE: service})
     code, answer = status()
@@ -143,7 +145,7 @@ def test_pepper_status_says_which_environments_were_swapped(folder: Path) -> Non
 
 
 def test_pepper_status_of_a_pepper_in_memory_only_is_an_alarm() -> None:
-    """It works until the process ends: the last moment to restore it."""
+    """Such a pepper works until the process ends, so it can still be restored."""
     secret_backend().destroy(Mount.PEPPERS, PepperSet.SANDBOX, 1)
     code, answer = status()
     assert code == 1
@@ -151,24 +153,24 @@ def test_pepper_status_of_a_pepper_in_memory_only_is_an_alarm() -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_pepper_start_with_the_backend_away_says_so_and_is_ready_when_it_is_back(
+def test_pepper_start_without_the_backend_is_logged_and_ready_once_it_returns(
     client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody has to start it again; until then it vouches for nothing."""
+    """No restart is needed; until the backend returns the process is not ready."""
 
     def sealed(*_: object) -> object:
         raise BackendUnavailableError("The secrets manager cannot answer now.", internal="Vault is sealed")
 
     forget_keystore()
-    with monkeypatch.context() as away:
-        away.setattr(LocalKeystore, "read", sealed)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalKeystore, "read", sealed)
         require_ready()
         assert {getattr(record, "why", "") for record in caplog.records} == {"Vault is sealed"}
         assert client.get("/readyz").status_code == 503
     assert client.get("/readyz").json()["status"] == "ready"
 
 
-def test_dormant_key_is_one_not_used_for_long() -> None:
+def test_dormant_key_is_a_key_unused_for_long() -> None:
     make_merchant("acme")
     old, _ = issue(account(), at=now() - timedelta(days=40))
     new, _ = issue(account(), label="new")

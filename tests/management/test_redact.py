@@ -1,4 +1,4 @@
-"""`manage.py redact`: a support attachment goes in, the same without its secrets comes out."""
+"""`manage.py redact`: removes secrets from a support attachment."""
 
 import io
 import subprocess
@@ -20,7 +20,7 @@ SECRET = KEY[27:]
 
 
 def filtered(attachment: bytes, *arguments: str) -> bytes:
-    """What the command makes of its standard input, in this process."""
+    """Return the command's output for this standard input, in this process."""
     output = io.BytesIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(attachment)))
@@ -31,7 +31,7 @@ def filtered(attachment: bytes, *arguments: str) -> bytes:
 
 
 def run(*arguments: str, attachment: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """The command as support types it."""
+    """Run the command in a shell, as support does."""
     return subprocess.run(
         [sys.executable, "manage.py", "redact", *arguments],
         cwd=ROOT,
@@ -41,8 +41,8 @@ def run(*arguments: str, attachment: bytes = b"") -> subprocess.CompletedProcess
     )
 
 
-def test_redact_standard_input_comes_out_without_its_secrets() -> None:
-    """`manage.py redact < support.log`: no secret leaves, and nothing but the secrets is changed."""
+def test_redact_standard_input_is_written_without_its_secrets() -> None:
+    """`manage.py redact < support.log` removes every secret and changes nothing else."""
     attachment = (
         f"GET /\r\nX-Api-Key: {KEY}\r\nAuthorization: Bearer {KEY}\r\n\r\nbody é\n".encode() + b"\xff\xfe\x00\n"
     )
@@ -51,7 +51,7 @@ def test_redact_standard_input_comes_out_without_its_secrets() -> None:
     assert done.stdout == attachment.replace(SECRET.encode(), b"***")
 
 
-def test_redact_file_comes_out_on_standard_output_and_stays_as_it_is(tmp_path: Path) -> None:
+def test_redact_file_is_written_to_standard_output_and_left_unchanged(tmp_path: Path) -> None:
     attachment = tmp_path / "support.log"
     attachment.write_text(f"sent {KEY}\n")
     done = run(str(attachment))
@@ -75,21 +75,21 @@ def test_redact_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "attachment", [b"", b"\n", b"\r\n", b"\r", b"a\rb\nc\r\n", b"\x00\x80\xff", b"\xef\xbb\xbfa", b"no end"]
 )
-def test_redact_attachment_without_secrets_comes_out_byte_by_byte(attachment: bytes) -> None:
-    """Line ends, NULs and bytes that are no text are the attachment's own."""
+def test_redact_attachment_without_secrets_is_unchanged(attachment: bytes) -> None:
+    """Line ends, NULs and bytes that are not text are kept."""
     assert filtered(attachment) == attachment
 
 
 @pytest.mark.parametrize("before", [65_536 - 10, 65_536 - 27, 65_536 - 40, 65_536 - 90, 131_072 - 30])
 def test_redact_secret_across_two_reads_leaks_nothing(before: int) -> None:
-    """The file is read piece by piece; a secret that lies in two of them is one all the same."""
+    """The file is read in blocks; a secret across two blocks is still found."""
     attachment = b"-" * before + KEY.encode() + b"\n" + KEY.encode() + b"-" * 70_000
     assert filtered(attachment) == attachment.replace(SECRET.encode(), b"***")
 
 
 @settings(max_examples=30)
 @given(st.lists(st.binary(max_size=30) | st.just(KEY.encode()) | st.just(b"Authorization: Basic aHVudGVyMg==\n")))
-def test_redact_any_bytes_come_out_as_the_pure_redactor_has_them(parts: list[bytes]) -> None:
+def test_redact_any_bytes_equals_the_pure_redactor(parts: list[bytes]) -> None:
     attachment = b"".join(parts)
     clean = filtered(attachment)
     assert clean == redact(attachment.decode(errors="surrogateescape")).encode(errors="surrogateescape")

@@ -48,7 +48,7 @@ def scene(db: None) -> Scene:
 
 
 def replay(*more: str) -> tuple[int, Any]:
-    """The exit status, and the answer."""
+    """Return the exit code and the answer."""
     output, code = io.StringIO(), 0
     try:
         call_command("replay_revocations", *more, "--json", stdout=output)
@@ -57,35 +57,37 @@ def replay(*more: str) -> tuple[int, Any]:
     return code, json.loads(output.getvalue())
 
 
-def told(kind: str, name: str, state: str = "", reason: str = "", sequence: int = 1) -> Ended:
-    """A line of what had ended before the backup came back."""
+def log_line(kind: str, name: str, state: str = "", reason: str = "", sequence: int = 1) -> Ended:
+    """Return a log line of something that had ended before the backup was restored."""
     return Ended(sequence, now(), kind, name, state, reason)
 
 
-def test_replay_ends_every_kind_again(scene: Scene) -> None:
-    """Revoked, compromised, in the making: each is ended as it had been, with its reason, through the audit log."""
+def test_replay_reapplies_every_kind_of_revocation(scene: Scene) -> None:
+    """Keys revoked, compromised or in preparation end again in their former state, with their reason, through the audit
+    log.
+    """
     revoked, text = issue(scene.sandbox, label="revoked")
     leaked, _ = issue(scene.sandbox, label="leaked")
     suspended, _ = issue(scene.sandbox, label="suspended")
     lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
     engine = grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox)
     staged, _ = lifecycle.stage_key(engine, revoked.credential, expires_in_days=9)
-    burned, _ = lifecycle.stage_key(engine, leaked.credential, expires_in_days=9)
+    discarded, _ = lifecycle.stage_key(engine, leaked.credential, expires_in_days=9)
     service, _ = make_token()
     customer, _ = token_of(leaked)
     make_merchant("globex")
     assert verdict(text) is None
     append_lines(
         [
-            told("key", revoked.key_id, "deactivated", "superseded", sequence=7),
-            told("key", leaked.key_id, "deactivated", "superseded"),
-            told("key", leaked.key_id, "compromised", "key_compromise"),
-            told("key", suspended.key_id, "deactivated", "privilege_withdrawn"),
-            told("key", staged.key_id, "deactivated", "cessation_of_operation"),
-            told("key", burned.key_id, "destroyed"),
-            told("service_token", service.token_id),
-            told("customer_token", customer.token_id),
-            told("merchant", "globex"),
+            log_line("key", revoked.key_id, "deactivated", "superseded", sequence=7),
+            log_line("key", leaked.key_id, "deactivated", "superseded"),
+            log_line("key", leaked.key_id, "compromised", "key_compromise"),
+            log_line("key", suspended.key_id, "deactivated", "privilege_withdrawn"),
+            log_line("key", staged.key_id, "deactivated", "cessation_of_operation"),
+            log_line("key", discarded.key_id, "destroyed"),
+            log_line("service_token", service.token_id),
+            log_line("customer_token", customer.token_id),
+            log_line("merchant", "globex"),
         ]
     )
     notices = Notice.objects.count()
@@ -99,7 +101,7 @@ def test_replay_ends_every_kind_again(scene: Scene) -> None:
         leaked.key_id: ("compromised", None, "key_compromise"),
         suspended.key_id: ("deactivated", "revoked", "privilege_withdrawn"),
         staged.key_id: ("destroyed", None, None),
-        burned.key_id: ("destroyed", None, None),
+        discarded.key_id: ("destroyed", None, None),
     }
     assert ServiceToken.objects.get(pk=service.pk).revoked_at is not None
     assert CustomerToken.objects.get(pk=customer.pk).revoked_at is not None
@@ -111,17 +113,17 @@ def test_replay_ends_every_kind_again(scene: Scene) -> None:
     assert (body["actor"], body["details"]["key_id"]) == ("system:host", revoked.key_id)
     assert body["details"]["journal"]["sequence"] == 7
     assert AuditEntry.objects.filter(event__endswith="_replayed").count() == 8
-    assert Change.objects.filter(subject_kind="key", subject_id=revoked.key_id).count() == 3, "verifiers learn of it"
-    assert Notice.objects.count() == notices, "everybody was told at the time"
+    assert Change.objects.filter(subject_kind="key", subject_id=revoked.key_id).count() == 3, "verifiers are notified"
+    assert Notice.objects.count() == notices, "notices were sent at the time"
     assert verify_audit().first_broken is None
     require_current()
 
 
-def test_replay_of_a_compromise_marks_a_key_that_is_merely_revoked(scene: Scene) -> None:
-    """The backup knows of the revocation and not of the report that came after."""
+def test_replay_of_a_compromise_marks_a_revoked_key_as_compromised(scene: Scene) -> None:
+    """The backup contains the revocation but not the later compromise report."""
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
-    append_lines([told("key", key.key_id, "compromised", "key_compromise")])
+    append_lines([log_line("key", key.key_id, "compromised", "key_compromise")])
     assert replay()[0] == 0
     assert (Key.objects.get(pk=key.pk).state, last_body("key.revocation_replayed")["details"]["was"]) == (
         "compromised",
@@ -129,11 +131,11 @@ def test_replay_of_a_compromise_marks_a_key_that_is_merely_revoked(scene: Scene)
     )
 
 
-def test_replay_passes_over_customer_tokens_that_have_expired(scene: Scene, django_assert_num_queries: Any) -> None:
-    """They verify no more, revoked or not: start asks the database nothing about them."""
+def test_replay_skips_expired_customer_tokens(scene: Scene, django_assert_num_queries: Any) -> None:
+    """Expired tokens do not verify, revoked or not, so start spends no queries on them."""
     key, _ = issue(scene.sandbox)
     token, _ = token_of(key)
-    line = told("customer_token", token.token_id)
+    line = log_line("customer_token", token.token_id)
     append_lines([replace(line, sequence=read_counter(), expires_at=now())])
     with django_assert_num_queries(1):  # the sequence of changes
         found = compare_revocation_log()
@@ -146,10 +148,10 @@ def test_replay_passes_over_customer_tokens_that_have_expired(scene: Scene, djan
 
 def test_replay_is_repeatable_and_dry_run_changes_nothing(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
-    append_lines([told("key", key.key_id, "deactivated", "superseded", sequence=read_counter() + 50)])
+    append_lines([log_line("key", key.key_id, "deactivated", "superseded", sequence=read_counter() + 50)])
     before = dump_tables()
     code, answer = replay("--dry-run")
-    assert (code, answer["ok"]) == (1, False), "nothing is mended by it"
+    assert (code, answer["ok"]) == (1, False), "a dry run repairs nothing"
     assert answer["left"] == [{"kind": "key", "id": key.key_id}]
     assert dump_tables() == before
     assert replay()[0] == 0
@@ -159,18 +161,18 @@ def test_replay_is_repeatable_and_dry_run_changes_nothing(scene: Scene) -> None:
     assert dump_tables() == before
 
 
-def test_replay_lists_what_the_database_does_not_know() -> None:
-    """What is in no row proves nothing, so it is told and is no reason to refuse."""
+def test_replay_lists_lines_without_a_row() -> None:
+    """A line without a row proves nothing: it is listed and does not prevent the start."""
     make_scene()
-    append_lines([told("key", "Unknown1", "deactivated", "superseded"), told("merchant", "nobody")])
+    append_lines([log_line("key", "Unknown1", "deactivated", "superseded"), log_line("merchant", "nobody")])
     require_current()
     code, answer = replay()
     assert code == 0
     assert answer["unknown"] == [{"kind": "key", "id": "Unknown1"}, {"kind": "merchant", "id": "nobody"}]
 
 
-def test_replay_moves_the_sequence_on_so_that_no_receipt_goes_back(scene: Scene) -> None:
-    """Start is refused while the database ends before the log, though nothing that it knows was lost."""
+def test_replay_advances_the_sequence_so_that_no_receipt_goes_back(scene: Scene) -> None:
+    """Start is refused while the database's sequence is behind the log, even when no known revocation was lost."""
     highest = read_counter() + 1000
     append_lines([CaughtUp(highest)])
     with pytest.raises(ImproperlyConfigured, match=f"the log's is {highest}.*manage.py replay_revocations"):
@@ -183,8 +185,8 @@ def test_replay_moves_the_sequence_on_so_that_no_receipt_goes_back(scene: Scene)
     require_current()
 
 
-def test_replay_moves_the_sequence_of_a_database_that_has_drawn_none() -> None:
-    """A database made anew beside an old log, which is how a wrong data folder looks too."""
+def test_replay_advances_the_sequence_of_a_new_database() -> None:
+    """A new database beside an old log, which is also how a wrong data folder looks."""
     if connection.vendor == "sqlite":
         with connection.cursor() as cursor:
             cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'keyvault_change'")
@@ -194,10 +196,10 @@ def test_replay_moves_the_sequence_of_a_database_that_has_drawn_none() -> None:
     assert (replay()[0], read_counter()) == (0, expected)
 
 
-def test_replay_of_a_damaged_revocation_log_ends_what_it_can_and_exits_1(scene: Scene, path: Path) -> None:
-    """A line that went bad is told by its number, with what to do; the others are heeded all the same."""
+def test_replay_of_a_damaged_log_applies_readable_lines_and_exits_1(scene: Scene, path: Path) -> None:
+    """A damaged line is reported by number with a remedy; the other lines are applied."""
     key, _ = issue(scene.sandbox)
-    append_lines([told("key", key.key_id, "deactivated", "superseded"), CaughtUp(1)])
+    append_lines([log_line("key", key.key_id, "deactivated", "superseded"), CaughtUp(1)])
     path.write_bytes(path.read_bytes() + b"garbage\n")
     with pytest.raises(ImproperlyConfigured, match=r"line 4 fails its checksum.*replay_revocations"):
         require_current()
@@ -209,9 +211,9 @@ def test_replay_of_a_damaged_revocation_log_ends_what_it_can_and_exits_1(scene: 
     require_current()
 
 
-def test_replay_of_a_row_that_others_write_all_the_time_says_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_of_a_contended_row_reports_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     key, _ = issue(scene.sandbox)
-    append_lines([told("key", key.key_id, "deactivated", "superseded")])
+    append_lines([log_line("key", key.key_id, "deactivated", "superseded")])
 
     def lose(*_: object, **__: object) -> None:
         raise StateConflictError("Somebody else changed this meanwhile.")
@@ -223,9 +225,9 @@ def test_replay_of_a_row_that_others_write_all_the_time_says_so(scene: Scene, mo
     assert replay()[0] == 0
 
 
-def test_replay_killed_in_the_middle_is_run_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_killed_halfway_is_repeatable(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = [issue(scene.sandbox, label=f"key {number}")[0] for number in range(3)]
-    append_lines([told("key", key.key_id, "deactivated", "superseded") for key in ended])
+    append_lines([log_line("key", key.key_id, "deactivated", "superseded") for key in ended])
     real = lifecycle.reapply_revocation
     done: list[Any] = []
 
@@ -243,7 +245,7 @@ def test_replay_killed_in_the_middle_is_run_again(scene: Scene, monkeypatch: pyt
     assert set(Key.objects.values_list("state", flat=True)) == {"deactivated"}
 
 
-def test_replay_of_an_installation_that_has_issued_nothing_has_nothing_to_do(path: Path) -> None:
+def test_replay_of_an_empty_installation_changes_nothing(path: Path) -> None:
     path.unlink()
     have_peppers()
     code, answer = replay()
@@ -251,7 +253,7 @@ def test_replay_of_an_installation_that_has_issued_nothing_has_nothing_to_do(pat
     require_current()
 
 
-def test_replay_of_a_revocation_log_that_cannot_be_read_says_so(path: Path) -> None:
+def test_replay_of_an_unreadable_log_is_refused(path: Path) -> None:
     path.unlink()
     path.mkdir()
     with pytest.raises(CommandError, match="cannot be used: Is a directory"):
@@ -260,27 +262,27 @@ def test_replay_of_a_revocation_log_that_cannot_be_read_says_so(path: Path) -> N
         require_current()
 
 
-def test_replay_in_words_says_what_was_done(scene: Scene) -> None:
+def test_replay_as_text_lists_what_was_done(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
-    append_lines([told("key", key.key_id, "deactivated", "superseded"), told("key", "Unknown1")])
+    append_lines([log_line("key", key.key_id, "deactivated", "superseded"), log_line("key", "Unknown1")])
     output = io.StringIO()
     call_command("replay_revocations", stdout=output)
     for text in (f"revoked again: key {key.key_id}", "1 are not in the database", "is not behind the log"):
         assert text in output.getvalue()
 
 
-def test_replay_reads_a_long_revocation_log_in_batches(scene: Scene, django_assert_max_num_queries: Any) -> None:
-    """Start looks at every line: so many ids at a time, and never one by one."""
+def test_replay_reads_a_long_log_in_batches(scene: Scene, django_assert_max_num_queries: Any) -> None:
+    """Start reads every line in batches of ids, never one by one."""
     key, _ = issue(scene.sandbox)
-    append_lines([told("key", f"Unknown{number}", "deactivated", "superseded") for number in range(5_000)])
-    append_lines([told("key", key.key_id, "deactivated", "superseded")])
+    append_lines([log_line("key", f"Unknown{number}", "deactivated", "superseded") for number in range(5_000)])
+    append_lines([log_line("key", key.key_id, "deactivated", "superseded")])
     with django_assert_max_num_queries(20):
         found = compare_revocation_log()
     assert (list(found.lost), len(found.unknown)) == ([("key", key.key_id)], 5_000)
 
 
-def test_what_ends_by_itself_agrees_with_the_revocation_log(scene: Scene) -> None:
-    """Whatever the service has ended and noted, the database has too: a start after an ordinary day is not refused."""
+def test_ordinary_revocations_agree_with_the_log(scene: Scene) -> None:
+    """A database contains every end that the service recorded, so an ordinary restart is not refused."""
     ends = [issue(scene.sandbox, label=str(reason))[0] for reason in RevocationReason]
     for key, reason in zip(ends, RevocationReason, strict=True):
         lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, reason)
@@ -294,7 +296,7 @@ def test_what_ends_by_itself_agrees_with_the_revocation_log(scene: Scene) -> Non
 
 
 def test_start_is_refused_while_the_database_is_behind() -> None:
-    """What the server and the workers make sure of before they serve."""
+    """Server and workers run this check before they serve."""
     make_scene()
     append_lines([CaughtUp(read_counter() + 1)])
     with pytest.raises(ImproperlyConfigured, match="the database is behind the revocation log"):

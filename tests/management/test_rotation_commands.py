@@ -1,4 +1,4 @@
-"""Commands that ask for rotations and step in on their way."""
+"""Commands that request rotations and intervene in them."""
 
 from typing import Any
 
@@ -18,15 +18,15 @@ def seeded() -> Any:
     return run("seed_demo")
 
 
-def begun(*words: str, environment: str = "sandbox") -> str:
-    asked = run("rotate_key", "--credential", issue(environment)["credential_id"], "--requested-by", "tam", *words)
+def requested(*arguments: str, environment: str = "sandbox") -> str:
+    asked = run("rotate_key", "--credential", issue(environment)["credential_id"], "--requested-by", "tam", *arguments)
     rotation_id: str = asked["rotation_id"]
     advance_rotation(rotation_id)
     return rotation_id
 
 
-def test_rotate_key_takes_the_whole_plan(seeded: Any) -> None:
-    rotation_id = begun(
+def test_rotate_key_accepts_every_plan_option(seeded: Any) -> None:
+    rotation_id = requested(
         *("--proof", "both", "--proof-count", "3", "--proof-sources", "2", "--soak-seconds", "5"),
         *("--quiet-seconds", "60", "--quarantine-seconds", "60", "--expires-in-days", "90", "--reason", "yearly"),
         *("--at-deadline", "revoke", "--reinstatement", "never", "--deadline", "2027-01-15T09:00:00+01:00"),
@@ -41,27 +41,27 @@ def test_rotate_key_takes_the_whole_plan(seeded: Any) -> None:
     assert plan["deadline"] == "2027-01-15T09:00:00+01:00"
 
 
-@pytest.mark.parametrize("words", [("--deadline", "soon"), ("--webhook",), ("--retire-at", "2027-01-01")])
-def test_rotate_key_with_a_plan_that_cannot_be_met_says_which_part(seeded: Any, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", [("--deadline", "soon"), ("--webhook",), ("--retire-at", "2027-01-01")])
+def test_rotate_key_with_an_infeasible_plan_names_the_option(seeded: Any, arguments: tuple[str, ...]) -> None:
     with pytest.raises(CommandError, match=r"/(deadline|channels|retire_at): "):
-        begun(*words)
+        requested(*arguments)
 
 
-def test_rotate_key_by_bypass_begins_in_production_and_is_noted(seeded: Any) -> None:
+def test_rotate_key_by_bypass_starts_in_production_and_is_recorded(seeded: Any) -> None:
     credential_id = issue("production")["credential_id"]
-    words = ("rotate_key", "--credential", credential_id, "--requested-by", "admin", "--bypass")
+    arguments = ("rotate_key", "--credential", credential_id, "--requested-by", "admin", "--bypass")
     with pytest.raises(CommandError, match="needs a reason"):
-        run(*words, " ")
-    asked = run(*words, "the key is on a forum")
+        run(*arguments, " ")
+    asked = run(*arguments, "the key is on a forum")
     assert asked["state"] == "scheduled"
     act = BreakGlass.objects.get(event="rotation.bypassed", subject=asked["rotation_id"])
     assert act.requester_person == act.person == Operator.objects.get(username="admin").person
 
 
-def test_rotation_is_aborted_before_delivery_and_rolled_back_after_it(seeded: Any) -> None:
-    waiting = begun("--not-before", "2027-06-01")
+def test_rotation_is_aborted_before_delivery_and_rolled_back_afterwards(seeded: Any) -> None:
+    waiting = requested("--not-before", "2027-06-01")
     assert run("abort_rotation", waiting, "--by", "tam", "--reason", "too early")["state"] == "cancelled"
-    delivered = begun("--proof", "ack")
+    delivered = requested("--proof", "ack")
     assert run("abort_rotation", delivered, "--by", "tam", "--reason", "a mistake")["state"] == "rolling_back"
     with pytest.raises(CommandError, match="can no longer be ended"):
         run("abort_rotation", delivered, "--by", "tam", "--reason", "again")
@@ -69,8 +69,8 @@ def test_rotation_is_aborted_before_delivery_and_rolled_back_after_it(seeded: An
         run("abort_rotation", delivered, "--by", "auditor", "--reason", "again")
 
 
-def test_rotation_is_extended_and_only_a_stalled_one_resumed(seeded: Any) -> None:
-    rotation_id = begun("--proof", "ack")
+def test_rotation_is_extended_and_resumed_only_when_stalled(seeded: Any) -> None:
+    rotation_id = requested("--proof", "ack")
     run("extend_rotation", rotation_id, "--by", "tam", "--deadline", "2028-01-01")
     assert run("show_rotation", rotation_id)["deadline"] == "2028-01-01T00:00:00+00:00"
     with pytest.raises(CommandError, match="current deadline"):
@@ -80,7 +80,7 @@ def test_rotation_is_extended_and_only_a_stalled_one_resumed(seeded: Any) -> Non
 
 
 def test_dormant_credential_is_confirmed_with_a_reason(seeded: Any) -> None:
-    rotation_id = begun()
+    rotation_id = requested()
     with pytest.raises(CommandError, match="who informed you"):
         run("confirm_rotation", rotation_id, "--by", "tam", "--reason", " ")
     run("confirm_rotation", rotation_id, "--by", "tam", "--reason", "Ada of Acme, by telephone")
@@ -88,9 +88,9 @@ def test_dormant_credential_is_confirmed_with_a_reason(seeded: Any) -> None:
     assert run("show_rotation", rotation_id)["confirmed_at"] is not None
 
 
-def test_public_key_gets_its_date_and_a_private_one_none(seeded: Any) -> None:
-    words = ["--merchant", "acme", "--environment", "production", "--kind", "public"]
-    issued = run("issue_key", *words, "--requested-by", "tam", "--approved-by", "approver")
+def test_retirement_date_is_set_for_public_keys_only(seeded: Any) -> None:
+    arguments = ["--merchant", "acme", "--environment", "production", "--kind", "public"]
+    issued = run("issue_key", *arguments, "--requested-by", "tam", "--approved-by", "approver")
     people = ("--requested-by", "tam", "--approved-by", "approver")
     rotation_id = run("rotate_key", "--credential", issued["credential_id"], *people)["rotation_id"]
     with pytest.raises(CommandError, match="second person"):
@@ -98,6 +98,6 @@ def test_public_key_gets_its_date_and_a_private_one_none(seeded: Any) -> None:
     answer = run("retire_key", rotation_id, "--at", "2027-12-01", *people)
     assert answer == {"rotation_id": rotation_id, "retire_at": "2027-12-01T00:00:00+00:00", "approved": True}
     act = BreakGlass.objects.get(event="rotation.retirement_approved")
-    assert act.requester_person == Operator.objects.get(username="tam").person, "who does not review it"
+    assert act.requester_person == Operator.objects.get(username="tam").person, "the requester may not review it"
     with pytest.raises(CommandError, match="public key"):
-        run("retire_key", begun(), "--at", "2027-12-01", *people)
+        run("retire_key", requested(), "--at", "2027-12-01", *people)

@@ -1,4 +1,4 @@
-"""Service tokens on the command line: rotated with an overlap, revoked at once; the token only with --reveal."""
+"""Service tokens on the command line: rotated with an overlap, revoked immediately, printed only with --reveal."""
 
 import io
 import json
@@ -16,9 +16,9 @@ from tests.factories import make_operator, make_token, now
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-def run(*words: str) -> Any:
+def run(*arguments: str) -> Any:
     output = io.StringIO()
-    call_command(*words, "--json", stdout=output)
+    call_command(*arguments, "--json", stdout=output)
     lines = output.getvalue().splitlines()
     assert len(lines) == 1
     return json.loads(lines[0])
@@ -28,7 +28,7 @@ def rotate(token: ServiceToken, *more: str, hours: int = 24) -> Any:
     return run("rotate_service_token", token.token_id, "--overlap-hours", str(hours), *more)
 
 
-def test_rotate_service_token_answers_with_both_tokens_and_reveals_when_asked() -> None:
+def test_rotate_service_token_answers_with_both_tokens_and_reveals_on_request() -> None:
     token, old = make_token()
     answer = rotate(token, "--reveal")
     assert set(answer) == {"key_id", "token", "expires_at", "predecessor_key_id", "predecessor_expires_at"}
@@ -41,20 +41,20 @@ def test_rotate_service_token_answers_with_both_tokens_and_reveals_when_asked() 
     assert prove_service_token(old.reveal(), ends_at) is None
 
 
-def test_service_token_made_without_reveal_is_printed_nowhere_and_that_is_told(
+def test_service_token_created_without_reveal_is_not_printed_and_warns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     token, _ = make_token()
-    words = ("create_service_token", "gateway", "--environment", "sandbox", "--permission", "keys:verify")
-    for command in (("rotate_service_token", token.token_id, "--overlap-hours", "1"), words):
+    arguments = ("create_service_token", "gateway", "--environment", "sandbox", "--permission", "keys:verify")
+    for command in (("rotate_service_token", token.token_id, "--overlap-hours", "1"), arguments):
         assert "token" not in run(*command)
         assert "without --reveal: this token can never be read" in capsys.readouterr().err
-    run(*words, "--reveal")
+    run(*arguments, "--reveal")
     assert capsys.readouterr().err == ""
 
 
-def test_rotate_service_token_by_an_operator_is_in_their_name_and_the_host_user_s() -> None:
-    """A command line proves no identity: the entry names both."""
+def test_rotate_service_token_is_recorded_with_operator_and_host_user() -> None:
+    """A command line proves no identity: the entry names the operator and the host's user."""
     admin = make_operator("admin", Role.KEY_ADMINISTRATOR)
     token, _ = make_token()
     answer = rotate(token, "--by", "admin")
@@ -65,7 +65,7 @@ def test_rotate_service_token_by_an_operator_is_in_their_name_and_the_host_user_
 
 
 @pytest.mark.parametrize("command", ["rotate_service_token", "revoke_service_token"])
-def test_service_token_command_refuses_who_may_not_and_what_is_none(command: str) -> None:
+def test_service_token_command_refuses_missing_permission_and_unknown_token(command: str) -> None:
     make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     token, text = make_token()
     more = ["--overlap-hours", "1"] if command.startswith("rotate") else []
@@ -83,8 +83,8 @@ def test_rotate_service_token_with_an_overlap_out_of_bounds_is_refused(hours: in
         rotate(token, hours=hours)
 
 
-def test_revoke_service_token_ends_it_at_once() -> None:
-    """Whoever holds it is refused from now on; a second time there is nothing to revoke."""
+def test_revoke_service_token_is_effective_immediately() -> None:
+    """The token is refused immediately; a second revocation is refused."""
     token, text = make_token()
     answer = run("revoke_service_token", token.token_id)
     assert (answer["key_id"], answer["state"]) == (token.token_id, "revoked")

@@ -1,4 +1,4 @@
-"""`set_limit` and `show_catalog`: what an operator's script sets and reads."""
+"""`set_limit` and `show_catalog` for scripts."""
 
 import io
 import json
@@ -26,17 +26,17 @@ def people() -> None:
     make_operator("auditor", Role.AUDITOR)
 
 
-def run(*words: str) -> Any:
+def run(*arguments: str) -> Any:
     output = io.StringIO()
-    call_command(*words, "--json", stdout=output)
+    call_command(*arguments, "--json", stdout=output)
     return json.loads(output.getvalue())
 
 
-def set_limit(*words: str, by: str = "admin") -> Any:
-    return run("set_limit", "--environment", "sandbox", *words, "--by", by)
+def set_limit(*arguments: str, by: str = "admin") -> Any:
+    return run("set_limit", "--environment", "sandbox", *arguments, "--by", by)
 
 
-def test_set_limit_of_an_account_answers_what_is_in_force() -> None:
+def test_set_limit_of_an_account_answers_the_effective_limit() -> None:
     answer = set_limit("--merchant", "acme", "--rate", "7", "--per-seconds", "60")
     assert answer == {
         "merchant": "acme",
@@ -72,7 +72,7 @@ def test_set_limit_is_recorded_with_the_operator_and_the_host_user() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "returncode"),
+    ("arguments", "returncode"),
     [
         (["--merchant", "acme", "--rate", "0", "--per-seconds", "1"], 1),
         (["--merchant", "acme", "--rate", "1", "--per-seconds", "86401"], 1),
@@ -86,22 +86,22 @@ def test_set_limit_is_recorded_with_the_operator_and_the_host_user() -> None:
         (["--rate", "1", "--per-seconds", "1"], 2),
     ],
 )
-def test_set_limit_that_is_none_is_refused(words: list[str], returncode: int) -> None:
+def test_set_limit_with_invalid_arguments_is_refused(arguments: list[str], returncode: int) -> None:
     with pytest.raises(CommandError) as refused:
-        set_limit(*words)
+        set_limit(*arguments)
     assert refused.value.returncode == returncode
     assert (account("acme").limit_count, LimitOverride.objects.count()) == (None, 0)
 
 
-def test_set_limit_by_whoever_may_not_is_refused() -> None:
-    """A command line is bound by the operator's roles, as the console is."""
+def test_set_limit_without_the_permission_is_refused() -> None:
+    """The command line is bound by the operator's roles, as the console is."""
     with pytest.raises(CommandError, match="permission_missing"):
         set_limit("--merchant", "acme", "--rate", "7", "--per-seconds", "60", by="auditor")
 
 
-def test_catalog_prints_every_endpoint_with_its_rule_and_limits() -> None:
+def test_show_catalog_prints_every_endpoint_with_its_rule_and_limits() -> None:
     adding = grant(make_operator("cataloger", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE)
-    wish = EndpointDraft(
+    draft = EndpointDraft(
         "refunds.create",
         "POST",
         "/refunds/<refund_id>",
@@ -110,11 +110,11 @@ def test_catalog_prints_every_endpoint_with_its_rule_and_limits() -> None:
         limit_count=5,
         limit_seconds=60,
     )
-    add_endpoint(adding, wish)
+    add_endpoint(adding, draft)
     answer = run("show_catalog")
-    told = {endpoint.pop("name"): endpoint for endpoint in answer["endpoints"]}
-    assert told.keys() == {endpoint.name for endpoint in BUILT_IN.endpoints} | {"refunds.create"}
-    assert told["refunds.create"] == {
+    endpoints = {endpoint.pop("name"): endpoint for endpoint in answer["endpoints"]}
+    assert endpoints.keys() == {endpoint.name for endpoint in BUILT_IN.endpoints} | {"refunds.create"}
+    assert endpoints["refunds.create"] == {
         "method": "POST",
         "path": "/refunds/<refund_id>",
         "credential": "public or private",
@@ -128,15 +128,15 @@ def test_catalog_prints_every_endpoint_with_its_rule_and_limits() -> None:
         "built_in": False,
         "summary": "",
     }
-    assert told["orders.create"]["limit"] is None
-    assert told["orders.create"]["idempotency_key"] is True
+    assert endpoints["orders.create"]["limit"] is None
+    assert endpoints["orders.create"]["idempotency_key"] is True
     assert answer["account_limits"] == {
         "sandbox": {"count": 25, "seconds": 1},
         "production": {"count": 100, "seconds": 1},
     }
 
 
-def test_catalog_without_json_is_a_table() -> None:
+def test_show_catalog_without_json_is_a_table() -> None:
     output = io.StringIO()
     call_command("show_catalog", stdout=output)
     lines = output.getvalue().splitlines()

@@ -1,4 +1,4 @@
-"""`vault_bootstrap`: what an administrator's script passes and reads."""
+"""`vault_bootstrap`: the options and output that an administrator's script uses."""
 
 import io
 import json
@@ -30,30 +30,30 @@ def token_file(vault: RunningVault, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fresh(installed_vault: InstalledVault) -> Iterator[Layout]:
-    """The settings name the server, and a prefix that has nothing yet. The backend is the local keystore."""
+    """Point the settings at the server with an unused prefix; the backend is the local keystore."""
     layout = Layout(f"{installed_vault.layout.prefix}-{secrets.token_hex(2)}")
     with override_settings(VAULT_ADDRESS=installed_vault.server.address, VAULT_PREFIX=layout.prefix):
         yield layout
 
 
-def run(*words: str) -> Any:
+def run(*arguments: str) -> Any:
     output = io.StringIO()
-    call_command("vault_bootstrap", *words, "--json", stdout=output)
+    call_command("vault_bootstrap", *arguments, "--json", stdout=output)
     lines = output.getvalue().splitlines()
     assert len(lines) == 1
     return json.loads(lines[0])
 
 
 def test_vault_bootstrap_answers_its_changes_once(fresh: Layout, token_file: Path) -> None:
-    told = run(*BOTH, "--token-file", str(token_file), "--dry-run")
-    assert told["dry_run"]
+    answer = run(*BOTH, "--token-file", str(token_file), "--dry-run")
+    assert answer["dry_run"]
     done = run(*BOTH, "--token-file", str(token_file))
-    assert done == {"dry_run": False, "changes": told["changes"]}
+    assert done == {"dry_run": False, "changes": answer["changes"]}
     assert f"policy {fresh.prefix}-issuer-sandbox: made" in done["changes"]
     assert run(*BOTH, "--token-file", str(token_file)) == {"dry_run": False, "changes": []}
 
 
-def test_vault_bootstrap_in_words_says_each_change_and_the_count(fresh: Layout, token_file: Path) -> None:
+def test_vault_bootstrap_as_text_lists_each_change_and_the_count(fresh: Layout, token_file: Path) -> None:
     output = io.StringIO()
     call_command("vault_bootstrap", "--environment", "sandbox", "--token-file", str(token_file), stdout=output)
     lines = output.getvalue().splitlines()
@@ -71,10 +71,10 @@ def test_vault_bootstrap_reads_the_token_from_standard_input(
     assert run(*BOTH, "--token-file", "-")["changes"]
 
 
-def test_vault_bootstrap_takes_no_token_from_the_environment(
+def test_vault_bootstrap_ignores_a_token_in_the_environment(
     fresh: Layout, vault: RunningVault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever runs it says with which token: what lies about is never picked up."""
+    """The caller names the token explicitly; ambient tokens are ignored."""
     monkeypatch.setenv("VAULT_TOKEN", vault.root_token)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".vault-token").write_text(vault.root_token)
@@ -84,29 +84,29 @@ def test_vault_bootstrap_takes_no_token_from_the_environment(
 
 
 @pytest.mark.parametrize(("host", "count"), [("web", 3 * 2 + 1), ("worker", 8 * 2 + 2), ("setup", 2 * 3), ("all", 21)])
-def test_vault_bootstrap_makes_the_logins_of_a_kind_of_host(
+def test_vault_bootstrap_creates_the_logins_of_a_host_kind(
     fresh: Layout, token_file: Path, tmp_path: Path, host: str, count: int
 ) -> None:
     folder = tmp_path / "handover"
-    words = [*BOTH, "--token-file", str(token_file), "--logins-folder", str(folder), "--host", host]
-    made = run(*words)["logins"]
+    arguments = [*BOTH, "--token-file", str(token_file), "--logins-folder", str(folder), "--host", host]
+    made = run(*arguments)["logins"]
     assert len(made) == count
     assert {path.name for path in folder.iterdir()} == {
         f"{name}.{kind}" for name in made for kind in ("role_id", "wrapped_secret_id")
     }
-    assert run(*words)["logins"] == []
+    assert run(*arguments)["logins"] == []
 
 
-def test_vault_bootstrap_makes_one_role_plain(fresh: Layout, token_file: Path, tmp_path: Path) -> None:
+def test_vault_bootstrap_creates_one_role_unwrapped(fresh: Layout, token_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "handover"
-    words = ["--environment", "sandbox", "--token-file", str(token_file), "--logins-folder", str(folder)]
-    assert run(*words, "--role", "destroyer", "--plain")["logins"] == [f"{fresh.prefix}-destroyer-sandbox"]
+    arguments = ["--environment", "sandbox", "--token-file", str(token_file), "--logins-folder", str(folder)]
+    assert run(*arguments, "--role", "destroyer", "--plain")["logins"] == [f"{fresh.prefix}-destroyer-sandbox"]
     first = (folder / f"{fresh.prefix}-destroyer-sandbox.secret_id").read_text()
-    run(*words, "--role", "destroyer", "--plain", "--renew-logins")
+    run(*arguments, "--role", "destroyer", "--plain", "--renew-logins")
     assert (folder / f"{fresh.prefix}-destroyer-sandbox.secret_id").read_text() != first
 
 
-def test_vault_bootstrap_wishes_reach_the_roles(
+def test_vault_bootstrap_options_are_applied_to_the_roles(
     fresh: Layout, token_file: Path, installed_vault: InstalledVault
 ) -> None:
     run(*BOTH, "--token-file", str(token_file), "--cidr", "10.1.0.0/16", "--secret-id-days", "7")
@@ -117,16 +117,16 @@ def test_vault_bootstrap_wishes_reach_the_roles(
 
 
 def test_vault_bootstrap_prints_no_secret(fresh: Layout, token_file: Path, tmp_path: Path) -> None:
-    """Its output may go into a ticket."""
+    """The output may be copied into a ticket."""
     output, folder = io.StringIO(), tmp_path / "handover"
-    words = [*BOTH, "--token-file", str(token_file), "--logins-folder", str(folder), "--plain"]
-    call_command("vault_bootstrap", *words, stdout=output)
+    arguments = [*BOTH, "--token-file", str(token_file), "--logins-folder", str(folder), "--plain"]
+    call_command("vault_bootstrap", *arguments, stdout=output)
     for path in [token_file, *folder.iterdir()]:
         assert path.read_text().strip() not in output.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("words", "returncode"),
+    ("arguments", "returncode"),
     [
         (["--role", "reader"], 2),
         (["--host", "web"], 2),
@@ -139,10 +139,10 @@ def test_vault_bootstrap_prints_no_secret(fresh: Layout, token_file: Path, tmp_p
         (["--wrap-seconds", "0", "--logins-folder", "x"], 1),
     ],
 )
-def test_vault_bootstrap_that_cannot_be_meant_is_refused(tmp_path: Path, words: list[str], returncode: int) -> None:
+def test_vault_bootstrap_with_invalid_options_is_refused(tmp_path: Path, arguments: list[str], returncode: int) -> None:
     (tmp_path / "token").write_text("root")
     with override_settings(VAULT_ADDRESS="http://127.0.0.1:1"), pytest.raises(CommandError) as refused:
-        run(*BOTH, "--token-file", str(tmp_path / "token"), *words)
+        run(*BOTH, "--token-file", str(tmp_path / "token"), *arguments)
     assert refused.value.returncode == returncode
     assert not os.path.exists("x")
 

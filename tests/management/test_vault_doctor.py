@@ -1,4 +1,4 @@
-"""`vault_doctor`: it finds each fault that was staged, says so in plain words, and how to mend it; and no other."""
+"""`vault_doctor`: it reports each staged fault with a remedy, and no other fault."""
 
 import io
 import json
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.django_db
 Report = dict[str, Any]
 
 
-def doctor(*words: str) -> Report:
-    """The answer, which goes with the exit code."""
+def doctor(*arguments: str) -> Report:
+    """Run the doctor and return its report; the exit code must match."""
     output, code = io.StringIO(), 0
     try:
-        call_command("vault_doctor", "--json", *words, stdout=output)
+        call_command("vault_doctor", "--json", *arguments, stdout=output)
     except SystemExit as left:
         code = int(left.code or 0)
     report: Report = json.loads(output.getvalue())
@@ -43,7 +43,7 @@ def doctor(*words: str) -> Report:
     return report
 
 
-def told(report: Report) -> list[tuple[str, str]]:
+def problems_of(report: Report) -> list[tuple[str, str]]:
     return [(finding["subject"], finding["problem"]) for finding in report["findings"]]
 
 
@@ -51,35 +51,35 @@ def list_accessors(made: InstalledVault) -> list[str]:
     return list(cast("Any", made.admin.list("auth/token/accessors"))["data"]["keys"])
 
 
-# --- nothing wrong ------------------------------------------------------------------------------------------
+# --- healthy installations ----------------------------------------------------------------------------------
 
 
-def test_vault_doctor_of_a_good_installation_finds_nothing(vault_service: InstalledVault) -> None:
+def test_vault_doctor_of_a_healthy_installation_finds_nothing(vault_service: InstalledVault) -> None:
     report = doctor()
     assert report["findings"] == []
     assert {"server", "pepper sandbox", "pepper production", "pepper service"} <= set(report["checked"])
     assert len(report["checked"]) == 1 + 21 + 3
-    assert doctor() == report  # It ends its own tokens and nothing else.
+    assert doctor() == report  # The run ends its own tokens and nothing else.
 
 
-def test_vault_doctor_in_words_says_that_all_is_well(vault_service: InstalledVault) -> None:
+def test_vault_doctor_as_text_reports_no_problems(vault_service: InstalledVault) -> None:
     output = io.StringIO()
     call_command("vault_doctor", stdout=output)
     assert output.getvalue().endswith(": no problems.\n")
 
 
 def test_vault_doctor_leaves_no_token_behind(vault_service: InstalledVault) -> None:
-    """Whoever finds a token of the doctor's finds a dead one."""
+    """Every token of the doctor's is revoked at the end."""
     before = set(list_accessors(vault_service))
     doctor()
     assert set(list_accessors(vault_service)) == before
 
 
-def test_vault_doctor_before_the_switch_says_that_nothing_uses_it(installed_vault: InstalledVault) -> None:
+def test_vault_doctor_before_the_switch_reports_that_the_vault_is_unused(installed_vault: InstalledVault) -> None:
     with pointed_at(installed_vault.server.address, installed_vault):
-        said = io.StringIO()
-        call_command("vault_doctor", stdout=said)
-    assert "The Vault is not in use: KEYVAULT_BACKEND is local" in said.getvalue()
+        output = io.StringIO()
+        call_command("vault_doctor", stdout=output)
+    assert "The Vault is not in use: KEYVAULT_BACKEND is local" in output.getvalue()
 
 
 def test_vault_doctor_before_the_switch_compares_no_pepper(installed_vault: InstalledVault) -> None:
@@ -90,10 +90,10 @@ def test_vault_doctor_before_the_switch_compares_no_pepper(installed_vault: Inst
     assert [name for name in report["checked"] if name.startswith("pepper")] == []
 
 
-def test_vault_doctor_before_setup_says_that_there_is_no_pepper(installed_vault: InstalledVault) -> None:
+def test_vault_doctor_before_setup_reports_missing_peppers(installed_vault: InstalledVault) -> None:
     with pointed_at(installed_vault.server.address, installed_vault, IS_VAULT=True):
         report = doctor()
-    assert [problem for _, problem in told(report)] == [
+    assert [problem for _, problem in problems_of(report)] == [
         f"The database has no {pepper_set} pepper." for pepper_set in ("sandbox", "production", "service")
     ]
     assert {finding["cure"] for finding in report["findings"]} == {"Run manage.py setup."}
@@ -111,7 +111,7 @@ def pointed_at(address: str, made: InstalledVault | None = None, **more: Any) ->
 
 @contextmanager
 def answering(status: int, body: object, tls: ssl.SSLContext | None = None) -> Iterator[str]:
-    """A server that answers every GET so; its address."""
+    """Serve this answer to every GET and yield the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -127,7 +127,7 @@ def answering(status: int, body: object, tls: ssl.SSLContext | None = None) -> I
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *args: Any) -> None:
-            """A client that does not trust us is what a test is about."""
+            """A client that does not trust the certificate is part of the test."""
 
         def get_request(self) -> tuple[Any, Any]:
             request, address = super().get_request()
@@ -159,41 +159,43 @@ def answering(status: int, body: object, tls: ssl.SSLContext | None = None) -> I
 )
 def test_vault_doctor_names_a_server_that_is_not_ready(status: int, problem: str) -> None:
     with answering(status, {"sealed": status == 503}) as address, pointed_at(address):
-        assert told(doctor()) == [(address, problem)]
+        assert problems_of(doctor()) == [(address, problem)]
 
 
-def test_vault_doctor_names_a_server_that_is_no_vault() -> None:
+def test_vault_doctor_names_a_server_that_is_not_a_vault() -> None:
     with answering(200, {"hello": "world"}) as address, pointed_at(address):
-        assert told(doctor()) == [(address, "Its health check answers 200.")]
+        assert problems_of(doctor()) == [(address, "Its health check answers 200.")]
 
 
-def test_vault_doctor_names_an_address_where_nobody_is() -> None:
+def test_vault_doctor_names_an_address_without_a_server() -> None:
     with answering(200, {}) as address:
         pass
     with pointed_at(address):
-        [(subject, problem)] = told(doctor())
+        [(subject, problem)] = problems_of(doctor())
     assert subject == address
     assert problem.startswith("The server does not answer")
 
 
-@pytest.mark.parametrize(("seconds", "word"), [(3600, "ahead of"), (-3600, "behind")])
-def test_vault_doctor_names_a_clock_that_is_off(seconds: int, word: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seconds", "expected"), [(3600, "ahead of"), (-3600, "behind")])
+def test_vault_doctor_names_a_clock_that_is_off(seconds: int, expected: str, tmp_path: Path) -> None:
     health = {"sealed": False, "server_time_utc": int(time.time()) + seconds}
     with answering(200, health) as address, pointed_at(address, VAULT_LOGINS=tmp_path / "none"):
         report = doctor()
-    assert [subject for subject, problem in told(report) if word in problem and "clock" in problem] == [address]
+    assert [subject for subject, problem in problems_of(report) if expected in problem and "clock" in problem] == [
+        address
+    ]
 
 
 def test_vault_doctor_names_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:
     tls = make_authority(tmp_path).server("127.0.0.1")
     with answering(200, {}, tls) as address, pointed_at(address):
-        [(_, problem)] = told(doctor())
+        [(_, problem)] = problems_of(doctor())
     assert problem.startswith("The server's certificate is not trusted")
 
 
-def test_vault_doctor_names_a_ca_file_that_is_not_there(tmp_path: Path) -> None:
+def test_vault_doctor_names_a_missing_ca_file(tmp_path: Path) -> None:
     with pointed_at("https://127.0.0.1:1", VAULT_CA_FILE=tmp_path / "ca.pem"):
-        [(_, problem)] = told(doctor())
+        [(_, problem)] = problems_of(doctor())
     assert problem == f"The CA file {tmp_path / 'ca.pem'} cannot be read."
 
 
@@ -202,7 +204,7 @@ def test_vault_doctor_names_a_sealed_server(vault_on_disk: VaultOnDisk, tmp_path
         assert doctor()["findings"] == []
         vault_on_disk.seal()
         try:
-            assert told(doctor()) == [(made.server.address, "The server is sealed.")]
+            assert problems_of(doctor()) == [(made.server.address, "The server is sealed.")]
         finally:
             vault_on_disk.unseal()
         assert doctor()["findings"] == []
@@ -214,7 +216,7 @@ def test_vault_doctor_without_an_address_is_a_usage_error() -> None:
     assert refused.value.returncode == 2
 
 
-# --- what the server has ------------------------------------------------------------------------------------
+# --- content of the server ----------------------------------------------------------------------------------
 
 Stage = Callable[[InstalledVault, str], object]
 
@@ -237,12 +239,12 @@ def _narrower(made: InstalledVault, prefix: str) -> None:
 def _used_wrapping(made: InstalledVault, prefix: str) -> None:
     name = f"{prefix}-reader-sandbox"
     make_logins(made.admin, made.layout, [name], made.logins, wrap_seconds=60, renew=True)
-    thief = (made.logins / f"{name}.wrapped_secret_id").read_text()
-    open_client(made.server, Plaintext(thief)).write_data("sys/wrapping/unwrap", data={})
+    wrapping_token = (made.logins / f"{name}.wrapped_secret_id").read_text()
+    open_client(made.server, Plaintext(wrapping_token)).write_data("sys/wrapping/unwrap", data={})
 
 
 def _swapped(made: InstalledVault, prefix: str) -> None:
-    """Another pepper in the place of the database's."""
+    """Replace the database's pepper by another one."""
     text = "QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVphYmNkZWY="
     made.admin.delete(f"{prefix}-peppers-sandbox/metadata/hmac")
     made.admin.write_data(
@@ -269,7 +271,7 @@ FAULTS: dict[str, tuple[Stage, str, str]] = {
         "P-anchor-service",
         "The login is not accepted",
     ),
-    "secret id opened by somebody else": (_used_wrapping, "P-reader-sandbox", "unwrapped already"),
+    "secret id opened by another party": (_used_wrapping, "P-reader-sandbox", "unwrapped already"),
     "bound to another network": (
         lambda made, p: made.admin.write_data(
             f"auth/approle/role/{p}-issuer-sandbox", data={"secret_id_bound_cidrs": ["192.0.2.1/32"]}
@@ -345,12 +347,12 @@ def test_vault_doctor_finds_the_fault_and_no_other(vault_service: InstalledVault
     stage, subject, problem = FAULTS[fault]
     prefix = vault_service.layout.prefix
     stage(vault_service, prefix)
-    [(found_subject, found_problem)] = told(doctor())
+    [(found_subject, found_problem)] = problems_of(doctor())
     assert found_subject == subject.replace("P-", f"{prefix}-")
     assert problem.replace("P-", f"{prefix}-") in found_problem
 
 
-def test_vault_doctor_is_content_again_after_the_bootstrap_that_it_asks_for(vault_service: InstalledVault) -> None:
+def test_vault_doctor_finds_nothing_after_the_bootstrap_that_it_recommends(vault_service: InstalledVault) -> None:
     prefix = vault_service.layout.prefix
     for fault in ("policy missing", "policy widened", "one policy more", "cas_required off", "signing key deletable"):
         FAULTS[fault][0](vault_service, prefix)
@@ -363,40 +365,40 @@ def test_vault_doctor_names_a_secret_id_that_ends_soon(vault_service: InstalledV
     name = vault_service.layout.login(VaultRole.LOOKUP, "service")
     vault_service.admin.write_data(f"auth/approle/role/{name}", data={"secret_id_ttl": "72h"})
     make_logins(vault_service.admin, vault_service.layout, [name], vault_service.logins, wrap_seconds=None, renew=True)
-    assert told(doctor()) == [(name, "Its secret id expires in 2 days.")]
+    assert problems_of(doctor()) == [(name, "Its secret id expires in 2 days.")]
 
 
-# --- what this host has -------------------------------------------------------------------------------------
+# --- files of this host -------------------------------------------------------------------------------------
 
 
-def test_vault_doctor_names_a_login_that_this_host_lacks_and_who_needs_it(vault_service: InstalledVault) -> None:
+def test_vault_doctor_names_a_missing_login_and_the_hosts_that_need_it(vault_service: InstalledVault) -> None:
     name = f"{vault_service.layout.prefix}-destroyer-production"
     (vault_service.logins / f"{name}.secret_id").unlink()
-    assert told(doctor()) == [(name, "This host lacks the login; hosts of kind worker need it (--host).")]
+    assert problems_of(doctor()) == [(name, "This host lacks the login; hosts of kind worker need it (--host).")]
 
 
-def test_vault_doctor_names_logins_that_this_kind_of_host_should_not_have(vault_service: InstalledVault) -> None:
-    """Whoever takes a web host should find nothing on it that destroys."""
+def test_vault_doctor_names_logins_that_this_host_does_not_need(vault_service: InstalledVault) -> None:
+    """An attacker on a web host must find no login that can destroy."""
     report = doctor("--host", "web")
-    assert {problem for _, problem in told(report)} == {"This host has a login that it does not need."}
-    assert f"{vault_service.layout.prefix}-destroyer-production" in {subject for subject, _ in told(report)}
+    assert {problem for _, problem in problems_of(report)} == {"This host has a login that it does not need."}
+    assert f"{vault_service.layout.prefix}-destroyer-production" in {subject for subject, _ in problems_of(report)}
     assert len(report["findings"]) == 23 - (3 * 2 + 3)
 
 
-def test_vault_doctor_asks_only_for_the_environments_that_this_host_serves(vault_service: InstalledVault) -> None:
+def test_vault_doctor_checks_only_the_environments_that_this_host_serves(vault_service: InstalledVault) -> None:
     for path in vault_service.logins.glob("*-production.*"):
         path.unlink()
     with override_settings(ENVIRONMENTS=("sandbox",)):
         assert doctor()["findings"] == []
 
 
-def test_vault_doctor_names_files_that_others_may_open(vault_service: InstalledVault) -> None:
-    """A login that others read is theirs."""
+def test_vault_doctor_names_files_that_others_can_access(vault_service: InstalledVault) -> None:
+    """A login file that others can read counts as compromised."""
     file = vault_service.logins / f"{vault_service.layout.prefix}-lookup-service.secret_id"
     file.chmod(0o640)
     vault_service.logins.chmod(0o755)
     try:
-        assert told(doctor()) == [
+        assert problems_of(doctor()) == [
             (str(vault_service.logins), "Other users can access it (mode 755)."),
             (str(file), "Other users can access it (mode 640)."),
         ]
@@ -404,25 +406,25 @@ def test_vault_doctor_names_files_that_others_may_open(vault_service: InstalledV
         vault_service.logins.chmod(0o700)
 
 
-def test_vault_doctor_names_a_folder_that_is_not_there(vault_service: InstalledVault, tmp_path: Path) -> None:
+def test_vault_doctor_names_a_missing_folder(vault_service: InstalledVault, tmp_path: Path) -> None:
     with override_settings(VAULT_LOGINS=tmp_path / "none"):
-        assert told(doctor()) == [(str(tmp_path / "none"), "The folder of the logins is missing.")]
+        assert problems_of(doctor()) == [(str(tmp_path / "none"), "The folder of the logins is missing.")]
 
 
-def test_vault_doctor_as_another_user_opens_no_wrapped_secret_id(
+def test_vault_doctor_as_another_user_unwraps_no_secret_id(
     vault_service: InstalledVault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it opened as root would be root's, and the service could not read it."""
+    """A secret id unwrapped as root would belong to root, and the service could not read it."""
     name = vault_service.layout.login(VaultRole.LOOKUP, "service")
     make_logins(vault_service.admin, vault_service.layout, [name], vault_service.logins, wrap_seconds=60, renew=True)
     monkeypatch.setattr("os.geteuid", lambda: 4711)
-    [(subject, problem)] = told(doctor())
+    [(subject, problem)] = problems_of(doctor())
     assert subject == str(vault_service.logins)
     assert "belongs to user" in problem
     assert (vault_service.logins / f"{name}.wrapped_secret_id").exists()
 
 
-def test_vault_doctor_with_an_agents_tokens_finds_a_dead_one_and_ends_none(
+def test_vault_doctor_with_agent_tokens_finds_an_expired_one_and_revokes_none(
     vault_service: InstalledVault, tmp_path: Path
 ) -> None:
     folder = tmp_path / "tokens"
@@ -436,14 +438,14 @@ def test_vault_doctor_with_an_agents_tokens_finds_a_dead_one_and_ends_none(
         assert doctor()["findings"] == []
         dead = (folder / f"{names[0]}.token").read_text()
         vault_service.admin.write_data("auth/token/revoke", data={"token": dead})
-        [(subject, problem)] = told(doctor())
+        [(subject, problem)] = problems_of(doctor())
     assert subject == names[0]
     assert "an agent's token has expired" in problem
 
 
-def test_vault_doctor_says_nothing_secret(vault_service: InstalledVault) -> None:
-    """What it prints may go into a ticket."""
-    for fault in ("policy missing", "secret id wrong", "secret id opened by somebody else", "pepper swapped"):
+def test_vault_doctor_prints_no_secret(vault_service: InstalledVault) -> None:
+    """The output may be copied into a ticket."""
+    for fault in ("policy missing", "secret id wrong", "secret id opened by another party", "pepper swapped"):
         FAULTS[fault][0](vault_service, vault_service.layout.prefix)
     text = json.dumps(doctor())
     for path in vault_service.logins.iterdir():
@@ -451,10 +453,10 @@ def test_vault_doctor_says_nothing_secret(vault_service: InstalledVault) -> None
         assert len(content) < 6 or content not in text
 
 
-def test_vault_doctor_of_another_prefix_says_so_and_sends_nobody_to_delete_good_logins(
+def test_vault_doctor_with_a_wrong_prefix_reports_the_prefix_and_spares_the_logins(
     vault_service: InstalledVault,
 ) -> None:
-    with override_settings(VAULT_PREFIX=Layout("nobodys").prefix):
+    with override_settings(VAULT_PREFIX=Layout("unused").prefix):
         (finding,) = doctor()["findings"]
-    assert "None of the logins here is of this service: KEYVAULT_VAULT_PREFIX is 'nobodys'" in finding["problem"]
+    assert "None of the logins here is of this service: KEYVAULT_VAULT_PREFIX is 'unused'" in finding["problem"]
     assert "change no file before that" in finding["cure"]

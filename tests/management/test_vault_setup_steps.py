@@ -1,4 +1,4 @@
-"""deploy/vault/README.md, executed as it stands: from an empty OpenBao with TLS to hosts that the doctor finds well."""
+"""deploy/vault/README.md executed as written: from an empty OpenBao with TLS to hosts that pass the doctor."""
 
 import json
 import os
@@ -28,7 +28,7 @@ TIMEOUT_SECONDS = 300
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of the page; `place` is the second word of its fence: whose host it is run on."""
+    """A fenced block of the page; `place` is the second word of its fence, the host on which it runs."""
 
     language: str
     place: str
@@ -37,7 +37,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Empty:
-    """An initialised, unsealed server with nothing on it."""
+    """An initialized, unsealed server with nothing on it."""
 
     address: str
     ca_file: Path
@@ -52,7 +52,7 @@ def blocks() -> list[Block]:
 
 @contextmanager
 def empty_server(folder: Path) -> Iterator[Empty]:
-    """Started from the page's own configuration, with paths and addresses of this machine."""
+    """Start a server from the page's own configuration, with paths and addresses of this machine."""
     binary = find_vault()
     if binary is None or "OpenBao" not in subprocess.check_output([binary, "version"], text=True):
         pytest.skip("the page's configuration is OpenBao's, and there is no bao on this machine")
@@ -105,7 +105,7 @@ def _answers(address: str, ca_file: Path) -> bool:
 
 
 def _initialised(address: str, ca_file: Path) -> str:
-    """What the holders of the key shares do."""
+    """Initialize and unseal, as the holders of the key shares do."""
 
     def ask(path: str, body: dict[str, object]) -> Any:
         answer = requests.put(f"{address}/v1/sys/{path}", json=body, verify=str(ca_file), timeout=30)
@@ -122,7 +122,7 @@ def _initialised(address: str, ca_file: Path) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder from which `manage.py` and the rest are reached, and where the steps leave their files."""
+    """Return a folder from which `manage.py` can be run and where the steps leave their files."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     for name in ("manage.py", "keyvault", "rotation", "deploy"):
@@ -132,7 +132,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A machine's own: nothing of the test's settings but the path."""
+    """Return a plain host environment: PATH and nothing of the test's settings."""
     tools = tmp_path / "bin"
     tools.mkdir()
     binary = find_vault()
@@ -159,10 +159,10 @@ def run(text: str, folder: Path, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def test_setup_steps_of_the_page_make_an_installation_that_the_doctor_finds_well(
+def test_setup_steps_of_the_page_make_an_installation_that_passes_the_doctor(
     vault: RunningVault, tmp_path: Path, checkout: Path, environment: dict[str, str]
 ) -> None:
-    """Asks for `vault` only in order to be skipped, or to fail, where there is no server."""
+    """The `vault` fixture is requested only to skip, or fail, where no server is available."""
     with empty_server(tmp_path) as server:
         environment |= {"VAULT_ADDR": server.address, "VAULT_CACERT": str(server.ca_file)}
         (checkout / "admin.token").write_text(server.root_token)
@@ -170,9 +170,9 @@ def test_setup_steps_of_the_page_make_an_installation_that_the_doctor_finds_well
         at_home = [block.text for block in shell if not block.place]
         before_switch, at_the_end = at_home[:-1], at_home[-1]
         assert "revoke -self" in at_the_end
-        said = run("\n".join(before_switch), checkout, environment)
-        assert "first/" in said
-        assert "second/" in said
+        output = run("\n".join(before_switch), checkout, environment)
+        assert "first/" in output
+        assert "second/" in output
 
         environment["KEYVAULT_BACKEND"] = "vault"
         for host in ("setup-1", "web-1", "worker-1"):
@@ -203,8 +203,8 @@ def test_setup_steps_of_the_page_make_an_installation_that_the_doctor_finds_well
             assert json.loads(log.read_text().splitlines()[-1])
 
 
-def test_setup_steps_name_every_kind_of_host_and_every_block_is_run() -> None:
-    """A block that no test runs is a block that nobody knows to work."""
+def test_setup_steps_cover_every_host_kind_and_every_block_is_run() -> None:
+    """A block that no test runs may not work."""
     places = [block.place for block in blocks() if block.language == "sh"]
     assert set(places) == {"", "setup-1", "web-1", "worker-1", "operator", "merchant", "leak"}
     assert {block.language for block in blocks()} == {"sh", "hcl"}

@@ -1,4 +1,4 @@
-"""`manage.py verifier`: several processes on one port or Unix socket, none lost, none left behind."""
+"""`manage.py verifier`: several processes on one port or Unix socket; none is lost and none is left behind."""
 
 import json
 import os
@@ -27,7 +27,7 @@ HEALTH = b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 
 
 class Verifying:
-    """A verifier on a data folder that is set up, from its start until it is told to end."""
+    """A verifier on a data folder that is set up, from its start until it is stopped."""
 
     def __init__(self, data: Path, folder: Path, *place: str) -> None:
         self.folder = folder
@@ -54,11 +54,11 @@ class Verifying:
                 os.kill(process, signal.SIGKILL)
 
 
-def manage(data: Path, folder: Path, *words: str) -> "subprocess.Popen[bytes]":
+def manage(data: Path, folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
     environ = {name: text for name, text in os.environ.items() if not name.startswith("KEYVAULT_")}
     with (folder / "stderr").open("ab") as stderr:
         return subprocess.Popen(
-            [sys.executable, ROOT / "manage.py", *words],
+            [sys.executable, ROOT / "manage.py", *arguments],
             cwd=folder,
             env=environ | {"KEYVAULT_DATA_DIR": str(data)},
             stdin=subprocess.DEVNULL,
@@ -81,7 +81,7 @@ def ask(place: str | tuple[str, int], sent: bytes = HEALTH) -> bytes:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Set up once: what a verifier leaves there is of no concern to the next one."""
+    """Set up one data folder for all tests; leftovers of one verifier do not affect the next."""
     folder = tmp_path_factory.mktemp("verifier")
     assert manage(folder / "data", folder, "setup").communicate(timeout=START_SECONDS)
     return folder / "data"
@@ -95,8 +95,10 @@ def on_port(data: Path, tmp_path: Path) -> Iterator[Verifying]:
 
 
 @pytest.mark.timeout(240)
-def test_verifier_serves_from_every_process_mends_itself_and_stops_on_sigterm(data: Path, on_port: Verifying) -> None:
-    """Guarantee: what it prints is true, a process that dies is replaced, and SIGTERM ends all with exit 0."""
+def test_verifier_serves_from_every_process_restarts_dead_ones_and_stops_on_sigterm(
+    data: Path, on_port: Verifying
+) -> None:
+    """Guarantee: its output is true, a process that dies is replaced, and SIGTERM ends all with exit 0."""
     place = ("127.0.0.1", int(on_port.answer["url"].rpartition(":")[2]))
     workers = set(on_port.answer["pids"])
     assert len(workers) == on_port.answer["workers"] == 2
@@ -123,8 +125,8 @@ def test_verifier_serves_from_every_process_mends_itself_and_stops_on_sigterm(da
 
 
 @pytest.mark.timeout(240)
-def test_verifier_killed_outright_leaves_no_process(on_port: Verifying) -> None:
-    """Guarantee: kill -9 of the parent ends all that it started."""
+def test_verifier_killed_with_sigkill_leaves_no_process(on_port: Verifying) -> None:
+    """Guarantee: kill -9 of the parent ends every process that it started."""
     started = descendants(on_port.process.pid)
     assert len(started) == 2
     on_port.process.kill()
@@ -133,8 +135,8 @@ def test_verifier_killed_outright_leaves_no_process(on_port: Verifying) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_verifier_answers_what_was_asked_before_it_stops(on_port: Verifying) -> None:
-    """Guarantee: a deployment loses no answer of a connection that was there."""
+def test_verifier_answers_pending_requests_before_it_stops(on_port: Verifying) -> None:
+    """Guarantee: a deployment loses no answer on an open connection."""
     port = int(on_port.answer["url"].rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=20) as wire:
         wire.sendall(b"POST /v1/keys/verify HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n")
@@ -176,10 +178,8 @@ def test_verifier_on_a_unix_socket_serves_it_and_removes_it(data: Path, tmp_path
         verifying.close()
 
 
-def test_meters_of_two_verifiers_on_the_same_data_are_kept_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guarantee: one that starts takes no other's meters away; what it left itself, it does."""
+def test_meters_of_two_verifiers_on_the_same_data_are_separate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: a starting verifier removes its own old meters and no other verifier's."""
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     places = ("/run/a.sock", "/run/b.sock", "http://127.0.0.1:8100", "http://[::1]:8100")
     with override_settings(DATA_DIR=tmp_path):
@@ -191,7 +191,7 @@ def test_meters_of_two_verifiers_on_the_same_data_are_kept_apart(
     assert [(folder / "counter_1.db").exists() for folder in folders] == [False, True, True, True]
 
 
-def test_socket_of_a_verifier_that_was_killed_is_replaced(tmp_path: Path) -> None:
+def test_socket_of_a_killed_verifier_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "verifier.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -200,7 +200,7 @@ def test_socket_of_a_verifier_that_was_killed_is_replaced(tmp_path: Path) -> Non
     assert not path.exists()
 
 
-def test_file_in_the_place_of_the_socket_is_left_alone(tmp_path: Path) -> None:
+def test_file_at_the_socket_path_is_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("data")
     with pytest.raises(ServiceError, match="is not a socket"), listening_at(path):
@@ -226,11 +226,11 @@ def test_address_of_another_machine_is_refused() -> None:
 
 
 @pytest.mark.timeout(240)
-def test_verifier_that_cannot_serve_says_why_and_leaves_no_process(tmp_path: Path) -> None:
-    """Guarantee: rather no verifier than one on a database that is not set up."""
+def test_verifier_that_cannot_serve_reports_why_and_leaves_no_process(tmp_path: Path) -> None:
+    """Guarantee: no verifier runs on a database that is not set up."""
     process = manage(tmp_path / "data", tmp_path, "verifier", "--workers", "1", "--port", str(find_free_port()))
     assert process.communicate(timeout=START_SECONDS)[0] == b""
     assert process.returncode == 1
-    said = (tmp_path / "stderr").read_text()
-    assert "verifier-1 has exited." in said
-    assert "the database is not set up; run: manage.py setup" in said  # the end of its log
+    output = (tmp_path / "stderr").read_text()
+    assert "verifier-1 has exited." in output
+    assert "the database is not set up; run: manage.py setup" in output  # the end of its log

@@ -25,38 +25,38 @@ def people() -> None:
     make_operator("auditor", Role.AUDITOR)
 
 
-def said(command: str, *arguments: str) -> str:
+def output_of(command: str, *arguments: str) -> str:
     out = StringIO()
     call_command(command, *arguments, stdout=out)
     return out.getvalue()
 
 
-def test_add_webhook_reveals_the_secret_when_asked_to() -> None:
-    answer = json.loads(said("add_webhook", *PLACE, "--url", URL, "--by", "tam", "--reveal", "--json"))
+def test_add_webhook_with_reveal_prints_the_secret() -> None:
+    answer = json.loads(output_of("add_webhook", *PLACE, "--url", URL, "--by", "tam", "--reveal", "--json"))
     endpoint = WebhookEndpoint.objects.get(pk=answer["endpoint"])
     assert [secret.reveal() for secret in signing_secrets(endpoint, now())] == [answer["secret"]]
 
 
-def test_add_webhook_keeps_the_secret_to_itself_otherwise() -> None:
-    """Nothing is printed that a terminal's history or a log of a build would keep."""
-    assert "whsec_" not in said("add_webhook", *PLACE, "--url", URL, "--by", "tam")
-    assert "whsec_" not in said("list_webhooks", *PLACE, "--json")
+def test_add_webhook_without_reveal_prints_no_secret() -> None:
+    """The secret is not printed, so neither terminal history nor build logs keep it."""
+    assert "whsec_" not in output_of("add_webhook", *PLACE, "--url", URL, "--by", "tam")
+    assert "whsec_" not in output_of("list_webhooks", *PLACE, "--json")
 
 
-def test_add_webhook_that_does_not_fit_is_refused_with_the_reason() -> None:
+def test_add_webhook_with_an_invalid_url_is_refused_with_the_reason() -> None:
     with pytest.raises(CommandError, match="/url: must have a public address"):
-        said("add_webhook", *PLACE, "--url", "https://10.0.0.1/", "--by", "tam")
+        output_of("add_webhook", *PLACE, "--url", "https://10.0.0.1/", "--by", "tam")
 
 
-def test_add_webhook_in_the_name_of_an_auditor_is_refused() -> None:
-    """A command line opens no more than the console does."""
+def test_add_webhook_by_an_auditor_is_refused() -> None:
+    """The command line grants no more than the operator's role."""
     with pytest.raises(CommandError, match="permission_missing"):
-        said("add_webhook", *PLACE, "--url", URL, "--by", "auditor")
+        output_of("add_webhook", *PLACE, "--url", URL, "--by", "auditor")
 
 
-def test_webhooks_lists_the_endpoints_of_the_account() -> None:
-    said("add_webhook", *PLACE, "--url", URL, "--by", "tam")
-    (listed,) = json.loads(said("list_webhooks", *PLACE, "--json"))["endpoints"]
+def test_list_webhooks_shows_the_endpoints_of_the_account() -> None:
+    output_of("add_webhook", *PLACE, "--url", URL, "--by", "tam")
+    (listed,) = json.loads(output_of("list_webhooks", *PLACE, "--json"))["endpoints"]
     assert (listed["url"], listed["disabled_at"], listed["due"]) == (URL, None, 0)
-    production = json.loads(said("list_webhooks", "--merchant", "acme", "--environment", "production", "--json"))
+    production = json.loads(output_of("list_webhooks", "--merchant", "acme", "--environment", "production", "--json"))
     assert production == {"endpoints": []}

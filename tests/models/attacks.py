@@ -1,4 +1,4 @@
-"""What somebody with the database's password can try: SQL past the models and past the services."""
+"""SQL that bypasses models and services, as an attacker with the database password could run it."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ MESSAGES = {guard.name: guard.message for guard in list_guards()}
 
 
 def execute(sql: str, *values: Any) -> int:
-    """One statement, as it stands."""
+    """Execute one statement unchanged and return the number of affected rows."""
     with connection.cursor() as cursor:
         cursor.execute(sql, values)
         return int(cursor.rowcount)
 
 
 def read_row(table: str, **where: Any) -> Row:
-    """The one row, column by column, or the first of several."""
+    """Return the matching row by column, or the first of several."""
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT * FROM {table} {_where(where)} ORDER BY 1", list(where.values()))  # noqa: S608  our own
         found = cursor.fetchone()
@@ -37,7 +37,7 @@ def insert(table: str, row: Row, *, verb: str = "INSERT", tail: str = "") -> Non
 
 
 def insert_copy(table: str, changes: Row, *, verb: str = "INSERT", tail: str = "", **where: Any) -> None:
-    """The row again, with changes; None for `id` lets the database choose a new one."""
+    """Insert a copy of the row with changes; None for `id` lets the database choose a new one."""
     row = read_row(table, **where) | changes
     if row.get("id", "") is None:
         del row["id"]
@@ -45,42 +45,42 @@ def insert_copy(table: str, changes: Row, *, verb: str = "INSERT", tail: str = "
 
 
 def update(table: str, changes: Row, *, or_replace: bool = False, **where: Any) -> None:
-    """`or_replace`: SQLite deletes whatever row stands in the way; PostgreSQL knows no such thing."""
+    """Update rows. `or_replace` makes SQLite delete conflicting rows; PostgreSQL has no equivalent."""
     assignments = ", ".join(f"{column} = %s" for column in changes)
     verb = "UPDATE OR REPLACE" if or_replace and connection.vendor == "sqlite" else "UPDATE"
     sql = f"{verb} {table} SET {assignments} {_where(where)}"
-    assert execute(sql, *changes.values(), *where.values()), "the attack met no row"
+    assert execute(sql, *changes.values(), *where.values()), "the attack matched no row"
 
 
 def delete(table: str, **where: Any) -> None:
-    assert execute(f"DELETE FROM {table} {_where(where)}", *where.values()), "the attack met no row"  # noqa: S608  our own
+    assert execute(f"DELETE FROM {table} {_where(where)}", *where.values()), "the attack matched no row"  # noqa: S608  our own
 
 
 @contextmanager
 def refused(because: str) -> Iterator[None]:
-    """The database refuses what is tried inside, for that reason, and the transaction around goes on."""
+    """Expect the database to refuse the block for that reason; the outer transaction continues."""
     with pytest.raises(IntegrityError, match=re.escape(because)), transaction.atomic():
         yield
 
 
 def expect_refusal(name: str, attack: Callable[[], object]) -> None:
-    """The rule of that name refuses the attack; with that one rule gone, nothing else gives its reason."""
+    """Expect the named rule to refuse the attack, and nothing else to give its reason once that rule is dropped."""
     with refused(MESSAGES[name]):
         attack()
     with undone():
         _drop(name)
-        told = ""
+        error_text = ""
         try:
             with transaction.atomic():
                 attack()
         except IntegrityError as other:
-            told = str(other)
-        assert MESSAGES[name] not in told, "another rule says the same, so this one proves nothing"
+            error_text = str(other)
+        assert MESSAGES[name] not in error_text, "another rule gives the same reason, so the test proves nothing"
 
 
 @contextmanager
 def undone() -> Iterator[None]:
-    """Whatever happens inside is rolled back."""
+    """Roll back everything inside the block."""
     with transaction.atomic():
         settle_foreign_keys()
         yield
@@ -88,7 +88,7 @@ def undone() -> Iterator[None]:
 
 
 def settle_foreign_keys() -> None:
-    """PostgreSQL changes or empties no table while foreign keys wait for the end of the transaction."""
+    """Check deferred foreign keys now: PostgreSQL alters or truncates no table while some are pending."""
     if connection.vendor == "postgresql":
         execute("SET CONSTRAINTS ALL IMMEDIATE")
 

@@ -1,4 +1,4 @@
-"""One of everything, in the places where the rules of the database matter most."""
+"""One row of each kind that the database rules protect."""
 
 import secrets
 from dataclasses import dataclass
@@ -60,9 +60,11 @@ from tests.verifiers import confirm, make_verifier
 
 @dataclass(frozen=True)
 class World:
-    """In production: `pending` waits for its approval and `issued` had one; `waiting` and `scheduled` likewise.
+    """The rows of the fixture.
 
-    `tam` asks for everything and has a second log-in, `tam_too`; `approver` approves.
+    In production, `pending` awaits approval and `issued` had one; likewise `waiting` and `scheduled`.
+
+    `tam` requests everything and has a second login, `tam_too`; `approver` approves.
     """
 
     tam: principals.OperatorPrincipal
@@ -86,7 +88,7 @@ class World:
 
 @pytest.fixture
 def world(db: None) -> World:
-    """A merchant in both environments, with keys, requests, rotations, a token, uses and an act under break-glass."""
+    """Create a merchant in both environments with keys, requests, rotations, a token, uses and a break-glass act."""
     tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     tam_too = make_operator("tam-too", Role.KEY_ADMINISTRATOR, person=tam.person)
     approver = make_operator("approver", Role.APPROVER)
@@ -143,14 +145,14 @@ def _rotation(tam: principals.OperatorPrincipal, key: Key) -> Rotation:
 
 
 def _retirement(tam: principals.OperatorPrincipal, place: Account) -> Retirement:
-    """Of a public key's rotation; nobody has approved it."""
+    """Request the retirement of a public key in a rotation; it is not approved."""
     key, _ = issue(place, kind=KeyKind.PUBLIC)
     rotation = _rotation(tam, key)
     return ask_retirement(grant(tam, Permission.ROTATIONS_WRITE, place), rotation, now() + timedelta(days=90))
 
 
 def _campaign(tam: principals.OperatorPrincipal, approver: principals.OperatorPrincipal, place: Account) -> Campaign:
-    """One that waits for its approval, beside one that had it; and a schedule with its calendar."""
+    """Create a campaign that awaits approval, an approved one, and a schedule with its calendar."""
     made = []
     for _ in range(2):
         issue(place)
@@ -190,7 +192,7 @@ def _connect(place: Account, mode: str) -> None:
 
 
 def _integrate(place: Account) -> tuple[CustomerToken, Order]:
-    """What a merchant's private key makes on the integration plane, and one request that was refused there."""
+    """Create what a merchant's private key makes on the integration plane, and one refused request."""
     key, _ = issue(place)
     credential, merchant_id = key.credential, place.merchant_id
     holder = principals.KeyHolder(key.key_id, credential.credential_id, KeyKind.PRIVATE, SANDBOX, merchant_id)
@@ -212,7 +214,7 @@ def _integrate(place: Account) -> tuple[CustomerToken, Order]:
 
 
 def _configure(place: Account) -> None:
-    """An upstream endpoint, and a limit of it in the account's environment and one for the account alone."""
+    """Create an upstream endpoint, a limit for it in the account's environment, and a limit for the account alone."""
     allowed = grant(HOST, Permission.MERCHANTS_WRITE, place)
     with recorded(allowed, Permission.MERCHANTS_WRITE, "test.configured", account=place):
         CatalogEndpoint(

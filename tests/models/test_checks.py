@@ -1,6 +1,6 @@
-"""Every CHECK and every uniqueness rule of keyvault's tables, by SQL that goes past the models.
+"""Every CHECK and every unique constraint of keyvault's tables, tested by SQL that bypasses the models.
 
-The triggers are lifted here, so that each constraint is seen to hold by itself.
+The triggers are dropped here, so each constraint is seen to hold on its own.
 """
 
 import re
@@ -28,7 +28,7 @@ HALF_OR_OUTSIDE: list[Row] = [
     {"limit_count": 1_000_001, "limit_seconds": 1},
     {"limit_count": 1, "limit_seconds": 86_401},
 ]
-"""Limits that are none."""
+"""Invalid limits."""
 
 FORBIDDEN: list[tuple[str, str, Row]] = [
     ("operator_no_superuser", "keyvault_operator", {"is_superuser": True}),
@@ -108,10 +108,12 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     ("limit_environment", "keyvault_limitoverride", {"environment": "staging"}),
     ("refusal_environment", "keyvault_refusal", {"environment": "staging"}),
 ]
-"""A constraint, a table, and what no row of it may say. The first row is one that says it otherwise."""
+"""A constraint, a table, and values that it must refuse. The first entry violates the constraint in the plainest
+way.
+"""
 
 ROWS: dict[str, Row] = {"keyvault_issuancerequest": {"state": "issued"}, "keyvault_key": {"state": "active"}}
-"""Which row is attacked, where the first one would not do."""
+"""The row to attack, where the first one would not do."""
 ONCE: dict[str, str] = {
     "account_unique": "keyvault_account",
     "connection_unique": "keyvault_providerconnection",
@@ -127,24 +129,24 @@ ONCE: dict[str, str] = {
     "webhook_delivery_once": "keyvault_webhookdelivery",
     "confirmation_unique": "keyvault_confirmation",
 }
-"""A uniqueness rule, and the table of which no row may stand twice."""
+"""A unique constraint and the table whose rows it covers."""
 
 AGAIN: dict[str, Row] = {
     "limit_of_endpoint_unique": {"account_id": None},
 }
-"""How the second row differs from the first one, where an equal one would meet another rule."""
+"""How the second row differs from the first, where an equal row would violate another rule."""
 
 
 @pytest.fixture
 def bare_world(world: World) -> World:
-    """The same without triggers."""
+    """Return the world without triggers."""
     settle_foreign_keys()
     drop_triggers(connection)
     return world
 
 
-def test_checks_every_constraint_of_keyvault_is_attacked_here() -> None:
-    """A constraint that nobody ever saw refuse something may be one that NULL slips through."""
+def test_checks_every_constraint_of_keyvault_is_tested() -> None:
+    """A constraint that no test has seen refuse a row may be one that NULL passes."""
     checks, uniques = set(), set()
     for model in apps.get_app_config("keyvault").get_models():
         for constraint in model._meta.constraints:
@@ -157,7 +159,7 @@ def test_checks_every_constraint_of_keyvault_is_attacked_here() -> None:
 
 
 def test_checks_forbidden_value_is_refused_by_its_constraint(bare_world: World, subtests: pytest.Subtests) -> None:
-    """The database itself holds every value and every stamp to the rules, whoever writes."""
+    """The database itself checks every value and timestamp, whichever program writes."""
     for name, table, changes in FORBIDDEN:
         row = read_row(table, **ROWS.get(table, {}))
         key = next(iter(row))
@@ -169,24 +171,24 @@ def test_checks_forbidden_value_is_refused_by_its_constraint(bare_world: World, 
             update(table, changes, **{key: row[key]})
 
 
-def test_checks_break_glass_reviewed_by_its_own_person_is_refused(bare_world: World) -> None:
-    """Nobody reviews what they did or asked for under break-glass themselves, under whichever log-in."""
+def test_checks_break_glass_reviewed_by_the_same_person_is_refused(bare_world: World) -> None:
+    """No person reviews a break-glass act that they did or requested, under any of their logins."""
     act = read_row("keyvault_breakglass")
     for column, name in (("person", "break_glass_second_person"), ("requester_person", "break_glass_not_requester")):
         with pytest.raises(IntegrityError, match=name), transaction.atomic():
             update("keyvault_breakglass", {"reviewed_at": act["created_at"], "reviewer_person": act[column]})
 
 
-def test_checks_second_row_of_the_same_is_refused(bare_world: World, subtests: pytest.Subtests) -> None:
-    """What can be there once is there once: an account per environment, an approval per person, an entry per number."""
+def test_checks_duplicate_row_is_refused(bare_world: World, subtests: pytest.Subtests) -> None:
+    """One account per environment, one approval per person, one entry per number."""
     for name, table in ONCE.items():
-        said = name if connection.vendor == "postgresql" else rf"UNIQUE constraint failed: {table}\.{_columns(name)}"
-        with subtests.test(name), pytest.raises(IntegrityError, match=said), transaction.atomic():
+        message = name if connection.vendor == "postgresql" else rf"UNIQUE constraint failed: {table}\.{_columns(name)}"
+        with subtests.test(name), pytest.raises(IntegrityError, match=message), transaction.atomic():
             insert_copy(table, {"id": None, **AGAIN.get(name, {})})
 
 
 def _columns(name: str) -> str:
-    """The columns of a uniqueness rule, as SQLite names the rule."""
+    """Return the columns of a unique constraint in the form in which SQLite names it."""
     for model in apps.get_app_config("keyvault").get_models():
         for constraint in model._meta.constraints:
             if constraint.name == name and isinstance(constraint, UniqueConstraint):

@@ -1,4 +1,4 @@
-"""What the database holds of peppers and digests, attacked by SQL; `test_triggers` counts these in."""
+"""Database rules on peppers and digests, attacked by SQL; `test_triggers` includes these attacks."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +18,7 @@ OTHER_DIGEST = b"x" * 32
 
 
 def _pepper(pepper_set: str, number: int, *, is_retired: bool = False) -> None:
-    """Another version, which makes digests since yesterday."""
+    """Add a version that has been creating digests since yesterday."""
     yesterday = now() - timedelta(days=1)
     row = {"id": None, "number": number, "hashes_from_at": yesterday, "retired_at": now() if is_retired else None}
     insert_copy("keyvault_pepperversion", row, pepper_set=pepper_set, number=1)
@@ -29,7 +29,7 @@ def _retire(pepper_set: str, number: int) -> None:
 
 
 def _move(table: str, pepper_set: str, *, is_retired: bool, **row: Any) -> None:
-    """The row's digest is replaced by one of version 3."""
+    """Replace the row's digest by one of version 3."""
     _pepper(pepper_set, 3, is_retired=is_retired)
     update(table, {"digest": OTHER_DIGEST, "pepper_version": 3}, **row)
 
@@ -90,20 +90,20 @@ ATTACKS: dict[str, Callable[[World], object]] = {
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_triggers_digest_moved_back_to_an_older_pepper_is_refused(world: World, version: int) -> None:
-    """A digest only ever goes to a newer pepper: an old one that leaked is no way back in."""
+    """A digest only moves to a newer pepper, so a leaked old pepper cannot be used again."""
     update("keyvault_key", {"digest": OTHER_DIGEST, "pepper_version": 2}, key_id=world.key.pk)
     with refused("only replaced by one of a newer pepper"):
         update("keyvault_key", {"digest": b"z" * 32, "pepper_version": version}, key_id=world.key.pk)
 
 
 def test_triggers_pepper_of_a_suspended_key_is_not_retired(world: World) -> None:
-    """It may be resumed, and must be proved then."""
+    """A suspended key may be resumed and must then be verifiable."""
     update("keyvault_key", {"state": "suspended", "suspended_at": now()}, key_id=world.key.pk)
     with refused("a pepper that a living key is hashed with is not retired"):
         _retire_under("keyvault_key", "production", key_id=world.key.pk)
 
 
-def test_triggers_pepper_of_dead_keys_alone_is_retired(world: World) -> None:
+def test_triggers_pepper_of_dead_keys_only_is_retired(world: World) -> None:
     _move("keyvault_key", "production", is_retired=False, key_id=world.dead_key.pk)
     _pepper("production", 4)
     _retire("production", 3)
@@ -111,7 +111,7 @@ def test_triggers_pepper_of_dead_keys_alone_is_retired(world: World) -> None:
 
 
 def test_triggers_pepper_of_the_other_environments_keys_is_retired(world: World) -> None:
-    """Version 3 of production leans on nothing of sandbox's version 3."""
+    """Production's version 3 does not depend on sandbox's version 3."""
     _move("keyvault_key", "production", is_retired=False, key_id=world.key.pk)
     _pepper("sandbox", 3)
     _pepper("sandbox", 4)
@@ -127,7 +127,7 @@ def test_triggers_pepper_destroyed_before_it_is_retired_is_refused(world: World)
 
 
 def test_triggers_pepper_whose_successor_does_not_hash_yet_is_not_retired(world: World) -> None:
-    """Until then keys are being hashed with it."""
+    """Until then keys are hashed with the old pepper."""
     _pepper("sandbox", 3)
     soon = now() + timedelta(seconds=30)
     insert_copy(

@@ -1,4 +1,4 @@
-"""A migration that rebuilds a table leaves every rule of the database in force."""
+"""A migration that rebuilds a table keeps every database rule in force."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keyvault.models.triggers import missing_triggers
 
 
 def _change_column(old: models.Field[str, str], new: models.Field[str, str]) -> None:
-    """Change the table as `migrate` does, with the signals that it sends."""
+    """Change the table as `migrate` does, including the signals that it sends."""
     plan = [(Migration("rebuilding", "keyvault"), False)]
     emit_pre_migrate_signal(0, False, "default", plan=plan)
     with connection.schema_editor() as editor:
@@ -22,8 +22,8 @@ def _change_column(old: models.Field[str, str], new: models.Field[str, str]) -> 
 
 @pytest.mark.database
 @pytest.mark.django_db(transaction=True)
-def test_rebuilding_a_table_keeps_its_triggers() -> None:
-    """SQLite renames a table to rebuild it, and refuses while a trigger of another table names it."""
+def test_rebuilt_table_keeps_its_triggers() -> None:
+    """SQLite renames a table to rebuild it, and refuses while another table's trigger names it."""
     field: models.Field[str, str] = ServiceToken._meta.get_field("name")
     wider: models.Field[str, str] = models.CharField(max_length=1000)
     wider.set_attributes_from_name("name")

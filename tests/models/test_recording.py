@@ -1,4 +1,4 @@
-"""Rows that only a recorded transaction may write, and what such a write says of itself."""
+"""Rows that only a recorded transaction may write, and what each write alters."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
 def recorded_models() -> Iterator[type[RecordedModel]]:
-    """Every table of ours that only a recorded transaction writes."""
+    """Yield every model that only a recorded transaction writes."""
     for model in apps.get_models():
         if issubclass(model, RecordedModel):
             yield model
@@ -61,32 +61,30 @@ WRITES: dict[str, Callable[[World], object]] = {
 ALWAYS_REFUSED = {
     name for name in WRITES if name.startswith(("queryset", "bulk", "related.update", "related.add", "related.clear"))
 } | {"delete", "base manager"}
-"""Refused inside a recorded transaction as well: they name no subject."""
+"""Refused inside a recorded transaction as well: these writes name no subject."""
 
 
 def test_recorded_model_written_outside_a_recorded_block_raises(world: World, subtests: pytest.Subtests) -> None:
-    """No service can forget its audit entry: without `recorded` there is no way to write."""
+    """No service can omit its audit entry: outside `recorded` every write raises."""
     for name, write in WRITES.items():
         with subtests.test(name), pytest.raises(UnrecordedWriteError):
             write(world)
 
 
-def test_recorded_model_written_as_a_set_inside_a_recorded_block_raises(
-    world: World, subtests: pytest.Subtests
-) -> None:
-    """A write of a whole set could not say whose verdicts it alters, so there is none."""
+def test_recorded_model_bulk_write_inside_a_recorded_block_raises(world: World, subtests: pytest.Subtests) -> None:
+    """A bulk write cannot name the verdicts that it alters, so it is refused."""
     for name in ALWAYS_REFUSED:
         with subtests.test(name), collect_subjects(), pytest.raises(UnrecordedWriteError):
             WRITES[name](world)
 
 
-def test_recorded_model_every_table_says_what_it_alters() -> None:
-    """Whoever adds a table decides, in that table, whether a write to it alters a verdict."""
+def test_recorded_model_every_model_declares_what_it_alters() -> None:
+    """Each model decides explicitly whether a write to it alters a verdict."""
     silent = [model.__name__ for model in recorded_models() if "alters" not in vars(model)]
     assert silent == []
 
 
-def test_recorded_model_every_table_that_a_verdict_reads_names_a_subject(world: World) -> None:
+def test_recorded_model_every_table_read_by_a_verdict_names_a_subject(world: World) -> None:
     """A row that a verdict depends on cannot be written without a change row, or caches would go stale."""
     _, token_text = make_token()
     key, customer_token = read_string(world.key).reveal(), mint(StringKind.CUSTOMER_TOKEN, StringScope.PRODUCTION)
@@ -115,7 +113,7 @@ def test_recorded_model_every_table_that_a_verdict_reads_names_a_subject(world: 
 
 
 def test_recorded_model_written_inside_a_block_notes_its_subject(world: World) -> None:
-    """A change row comes by construction: the write itself notes its subject, and only tables without one do not."""
+    """The write itself notes its subject; only models without a subject do not."""
     for model in recorded_models():
         row = model._base_manager.first()
         assert row is not None, f"the world lacks a {model.__name__}"
@@ -126,7 +124,7 @@ def test_recorded_model_written_inside_a_block_notes_its_subject(world: World) -
             "Evidence",
             "Installation",
         }:
-            continue  # Append-only: there is nothing to swap.
+            continue  # Append-only: nothing to swap.
         with transaction.atomic(), collect_subjects() as subjects:
             row.compare_and_swap()
         assert list(subjects) == ([] if row.alters() is None else [row.alters()]), model.__name__
@@ -138,8 +136,8 @@ def test_recorded_model_new_row_notes_its_subject() -> None:
     assert list(subjects) == [("merchant", "initech")]
 
 
-def test_recorded_model_stale_row_swapped_raises_and_writes_nothing(world: World) -> None:
-    """Whoever decided on what they saw does not write over what they did not see."""
+def test_recorded_model_swap_of_a_stale_row_raises_and_writes_nothing(world: World) -> None:
+    """A writer that decided on a stale row does not overwrite the newer one."""
     stale = IssuanceRequest.objects.get(pk=world.pending.pk)
     with collect_subjects():
         world.pending.compare_and_swap(state="withdrawn")
@@ -150,15 +148,15 @@ def test_recorded_model_stale_row_swapped_raises_and_writes_nothing(world: World
     assert (fresh.state, fresh.version) == ("withdrawn", world.pending.version)
 
 
-def test_recorded_model_existing_row_saved_blindly_is_refused(world: World) -> None:
-    """`save` only inserts: an update goes by the version that was read, or not at all."""
+def test_recorded_model_save_of_an_existing_row_is_refused(world: World) -> None:
+    """`save` only inserts; an update names the version that was read."""
     world.key.material = "destroyed"
     with collect_subjects(), pytest.raises(IntegrityError), transaction.atomic():
         world.key.save()
     assert Key.objects.get(pk=world.key.pk).material == "held"
 
 
-def test_recorded_model_block_left_closes_the_door(world: World) -> None:
+def test_recorded_model_write_after_the_block_raises(world: World) -> None:
     with collect_subjects(), collect_subjects():
         pass
     with pytest.raises(UnrecordedWriteError):
@@ -166,7 +164,7 @@ def test_recorded_model_block_left_closes_the_door(world: World) -> None:
 
 
 def test_operator_made_superuser_is_refused() -> None:
-    """There are no superusers, not even by Django's own way to make one."""
+    """There are no superusers; Django's own method cannot create one either."""
     with collect_subjects():
         with pytest.raises(IntegrityError, match="operator_no_superuser"), transaction.atomic():
             Operator.objects.create_superuser("root", password="correct horse battery staple")
@@ -175,8 +173,8 @@ def test_operator_made_superuser_is_refused() -> None:
             row.compare_and_swap(is_superuser=True)
 
 
-def test_operator_log_ins_are_of_different_persons_unless_told() -> None:
-    """Four eyes compare persons: two log-ins share one only when whoever made them said so."""
+def test_operator_logins_are_different_persons_by_default() -> None:
+    """Approvals compare persons: two logins share a person only when their creator says so."""
     with collect_subjects():
         first, second = Operator.objects.create_user("one"), Operator.objects.create_user("two")
     assert first.person != second.person
@@ -204,15 +202,15 @@ OPERATOR_WRITES: dict[str, Callable[[Operator], object]] = {
 
 
 @pytest.mark.parametrize("how", OPERATOR_WRITES)
-def test_operator_is_written_by_services_only(how: str) -> None:
-    """No way of Django's to change a log-in goes past the audit log: outside a recorded block nothing is written."""
+def test_operator_write_outside_services_is_refused(how: str) -> None:
+    """No Django method changes an operator outside the audit log: without a recorded block nothing is written."""
     make_operator("tam", Role.AUDITOR)
     row = Operator.objects.get()
     before = Operator.objects.values().get()
     row.is_active = False
     with transaction.atomic():
         if how in {"Django's sign-in", "Django's hash upgrade"}:
-            OPERATOR_WRITES[how](row)  # nothing is refused: nothing is tried
+            OPERATOR_WRITES[how](row)  # nothing is refused: no write is attempted
         else:
             with pytest.raises(UnrecordedWriteError):
                 OPERATOR_WRITES[how](row)
@@ -221,8 +219,8 @@ def test_operator_is_written_by_services_only(how: str) -> None:
     assert not row.user_permissions.exists()
 
 
-def test_models_every_table_is_recorded_or_known_not_to_be() -> None:
-    """A new table is under the guard, or somebody wrote down here why it need not be."""
+def test_models_every_table_is_recorded_or_listed_as_exempt() -> None:
+    """A new table is recorded, or this test states why it need not be."""
     beside = {
         "AuditChain": "the log itself",
         "AuditEntry": "the log itself",
@@ -231,11 +229,11 @@ def test_models_every_table_is_recorded_or_known_not_to_be() -> None:
         "KeyUse": "counts, no part of a verdict",
         "UseBucket": "counts",
         "UsageReporter": "who counts",
-        "Verifier": "who judges from memory, and how far it has followed the feed",
-        "Confirmation": "when it got there",
-        "IdempotentRequest": "answers that were given; a claim of a key is nobody's act",
+        "Verifier": "a process that decides from memory, and its position in the feed",
+        "Confirmation": "when it arrived",
+        "IdempotentRequest": "stored answers; claiming a key is no operator's act",
         "Refusal": "what was refused, for support; no part of a verdict",
-        "WorkLease": "bookkeeping beside the rows that matter",
+        "WorkLease": "bookkeeping beside the recorded rows",
         "LedgerEntry": "bookkeeping of tries",
         "WebhookDelivery": "bookkeeping of tries",
         "CampaignMember": "bookkeeping; each rotation that it gets is recorded",

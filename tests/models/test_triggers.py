@@ -1,7 +1,7 @@
-"""Every rule that only a trigger can hold, attacked by SQL that goes past the models.
+"""Every rule that only a trigger can enforce, attacked by SQL that bypasses the models.
 
-One attack at least for each rule of `keyvault.models.triggers`, by the rule's name: with that one trigger gone
-the attack no longer meets its reason, so that each is seen to work by itself.
+Each rule of `keyvault.models.triggers` has at least one attack, listed by the rule's name. With that trigger dropped
+the attack no longer gets its reason, so each trigger is seen to work on its own.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ REPLACE = "INSERT OR REPLACE"
 
 
 def _replace(table: str, changes: Row | None = None, **where: Any) -> None:
-    """SQLite puts the new row over the old one without asking a DELETE trigger; PostgreSQL only knows INSERT."""
+    """Replace a row: SQLite does so without firing a DELETE trigger; PostgreSQL only supports INSERT."""
     insert_copy(table, changes or {}, verb=REPLACE if connection.vendor == "sqlite" else "INSERT", **where)
 
 
@@ -69,11 +69,11 @@ _REQUESTS = {
     "rotation_rotationapproval": ("waiting", "rotation_id"),
     "rotation_campaignapproval": ("campaign", "campaign_id"),
 }
-"""What each table of approvals approves: the world's one that waits for it, and the column that names it."""
+"""The subject of each approval table: the world's pending one, and the column that names it."""
 
 
 def _approval(table: str, world: World, **changes: object) -> Row:
-    """A good approval of what is pending, with changes: what `insert` puts in."""
+    """Return a valid approval of the pending subject, with changes, for `insert`."""
     attribute, column = _REQUESTS[table]
     subject: Any = getattr(world, attribute)
     return {
@@ -95,12 +95,12 @@ def _by_tam(world: World) -> Row:
     return {"approver_id": _row_of("tam").pk, "person": world.tam.person}
 
 
-def _elsewhere(world: World) -> Row:
-    """A new rotation of a credential that has no open one."""
+def _new_rotation(world: World) -> Row:
+    """Return a new rotation of a credential that has no open one."""
     return {"rotation_id": fresh_id(), "credential_id": world.dead_key.credential_id}
 
 
-def _come_back() -> None:
+def _reactivate() -> None:
     update("keyvault_merchant", {"status": "offboarded"})
     update("keyvault_merchant", {"status": "active"})
 
@@ -143,7 +143,7 @@ def _unbypass(world: World) -> None:
 
 
 def _reopen(world: World) -> None:
-    """SQLite would delete the open rotation to make room for the one that was closed."""
+    """SQLite would delete the open rotation to make room for the closed one."""
     closed = {"rotation_id": fresh_id(), "state": "cancelled"}
     insert_copy("rotation_rotation", closed, rotation_id=world.waiting.pk)
     update("rotation_rotation", {"state": "awaiting_approval"}, or_replace=True, rotation_id=closed["rotation_id"])
@@ -160,12 +160,12 @@ def _revive_customer_token(world: World, revoked_at: object) -> None:
     update("keyvault_customertoken", {"revoked_at": revoked_at}, token_id=token.pk)
 
 
-def _limit_of_nobody() -> int:
+def _empty_limit() -> int:
     return LimitOverride.objects.get(account=None).pk
 
 
 def _third_active(write: Callable[[World], None]) -> Callable[[World], None]:
-    """Two keys of a credential verify; then somebody tries for a third."""
+    """Two keys of a credential verify; the attack adds a third."""
 
     def attack(world: World) -> None:
         _copy_key(world, "second000000key0", state="active")
@@ -184,7 +184,7 @@ def _activate_third(world: World) -> None:
 
 
 ATTACKS: dict[str, Callable[[World], object]] = {
-    # Append-only: what was written once stays.
+    # Append-only: written rows stay.
     "auditentry_no_update": lambda _: update("keyvault_auditentry", {"actor": "operator:nobody"}),
     "auditentry_no_delete": lambda _: delete("keyvault_auditentry", sequence=2),
     "auditentry_no_replace": lambda _: _replace("keyvault_auditentry", {"actor": "operator:nobody"}),
@@ -209,11 +209,11 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "evidence_no_update": lambda _: update("rotation_evidence", {"kind": "silent"}),
     "evidence_no_delete": lambda _: delete("rotation_evidence"),
     "evidence_no_replace": lambda _: _replace("rotation_evidence", {"kind": "silent"}),
-    # The head of a chain moves one entry at a time.
+    # The head of a chain advances by one entry at a time.
     "auditchain_no_delete": lambda _: delete("keyvault_auditchain", name="account:acme/sandbox"),
     "auditchain_no_replace": lambda _: _replace("keyvault_auditchain", {"sequence": 0}, name="platform"),
     "auditchain_forward": lambda _: update("keyvault_auditchain", {"sequence": 0}, name="platform"),
-    # The two environments stay apart.
+    # The environments stay separate.
     "connection_mode_insert": lambda world: insert_copy(
         "keyvault_providerconnection", {"id": None, "provider": "other", "account_id": world.sandbox.pk}, mode="live"
     ),
@@ -229,7 +229,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "account_stays": lambda world: update("keyvault_account", {"environment": "sandbox"}, id=world.production.pk),
     "account_no_delete": lambda world: delete("keyvault_account", id=world.sandbox.pk),
     "account_no_replace": lambda world: _replace("keyvault_account", {"environment": "x"}, id=world.production.pk),
-    # Keys: no way back from the dead, at most two alive.
+    # Keys: no revival of a dead key, at most two active.
     "credential_stays": lambda world: update(
         "keyvault_credential", {"account_id": world.sandbox.pk}, credential_id=world.key.credential_id
     ),
@@ -298,11 +298,11 @@ ATTACKS: dict[str, Callable[[World], object]] = {
         "rotation_campaignmember", {"id": _next_member()}, campaign_id=world.campaign.pk
     ),
     "rotation_of_campaign": lambda world: insert_copy(
-        "rotation_rotation", {**_elsewhere(world), "campaign_id": world.campaign.pk}, rotation_id=world.waiting.pk
+        "rotation_rotation", {**_new_rotation(world), "campaign_id": world.campaign.pk}, rotation_id=world.waiting.pk
     ),
     "merchant_no_delete": lambda _: delete("keyvault_merchant"),
     "merchant_no_replace": lambda _: _replace("keyvault_merchant", {"status": "active"}),
-    "merchant_stays_gone": lambda _: _come_back(),
+    "merchant_stays_gone": lambda _: _reactivate(),
     "key_of_a_merchant_insert": lambda world: _after_leaving(
         lambda: _copy_key(world, "second000000key0", state="active")
     ),
@@ -330,12 +330,12 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     ),
     "rotation_requester_is_person": lambda world: insert_copy(
         "rotation_rotation",
-        {**_elsewhere(world), "requester_person": "per_nobody"},
+        {**_new_rotation(world), "requester_person": "per_nobody"},
         rotation_id=world.waiting.pk,
     ),
     "rotation_same_digest": lambda world: _approve("rotation_rotationapproval", world, plan_digest="0" * 64),
     "rotation_enough_insert": lambda world: insert_copy(
-        "rotation_rotation", {**_elsewhere(world), "state": "scheduled"}, rotation_id=world.waiting.pk
+        "rotation_rotation", {**_new_rotation(world), "state": "scheduled"}, rotation_id=world.waiting.pk
     ),
     "rotation_enough_update": lambda world: update(
         "rotation_rotation", {"state": "scheduled"}, rotation_id=world.waiting.pk
@@ -354,7 +354,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
         "rotation_rotation", {"rotation_id": fresh_id()}, rotation_id=world.waiting.pk
     ),
     "rotation_one_open_update": lambda world: _reopen(world),
-    # Who asks and who answers for it.
+    # The requester and the person responsible.
     "operator_no_delete": lambda _: delete("keyvault_operator", username="admin"),
     "operator_no_replace": lambda world: _replace(
         "keyvault_operator", {"person": world.approver.person}, username="tam"
@@ -367,7 +367,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "servicetoken_stays": lambda world: update(
         "keyvault_servicetoken", {"creator_person": world.approver.person}, token_id=world.token.pk
     ),
-    # What merchants' backends made: a token ends when it was said to, an order says what it said.
+    # Rows made by merchants' backends: a token keeps its expiry, an order keeps its content.
     "customertoken_no_delete": lambda world: delete("keyvault_customertoken", token_id=world.customer_token.pk),
     "customertoken_no_replace": lambda world: _replace(
         "keyvault_customertoken", {"customer_id": "bob"}, token_id=world.customer_token.pk
@@ -379,7 +379,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "order_no_delete": lambda world: delete("keyvault_order", order_token=world.order.pk),
     "order_no_replace": lambda world: _replace("keyvault_order", {"amount_minor": 2}, order_token=world.order.pk),
     "order_stays": lambda world: update("keyvault_order", {"amount_minor": 2}, order_token=world.order.pk),
-    # The catalog and its limits are changed, never taken away.
+    # The catalog and its limits are changed, never deleted.
     "catalogendpoint_no_delete": lambda _: delete("keyvault_catalogendpoint", name="stays.search"),
     "catalogendpoint_no_replace": lambda _: _replace("keyvault_catalogendpoint", {"path": "/x"}, name="stays.search"),
     "catalogendpoint_stays": lambda _: update("keyvault_catalogendpoint", {"name": "other"}, name="stays.search"),
@@ -387,11 +387,11 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "limitoverride_no_replace": lambda world: _replace(
         "keyvault_limitoverride", {"id": None}, account_id=world.production.pk
     ),
-    "limitoverride_one_of_endpoint": lambda _: _replace("keyvault_limitoverride", {"id": None}, id=_limit_of_nobody()),
+    "limitoverride_one_of_endpoint": lambda _: _replace("keyvault_limitoverride", {"id": None}, id=_empty_limit()),
     "limitoverride_stays": lambda world: update(
         "keyvault_limitoverride", {"endpoint": "orders.create"}, account_id=world.production.pk
     ),
-    # An act under break-glass stays in sight.
+    # A break-glass act stays visible.
     "breakglass_stays": lambda _: update("keyvault_breakglass", {"person": "per_nobody"}),
     "breakglass_requester": lambda world: _note_act(subject=world.pending.pk, requester_person="per_nobody"),
     "breakglass_rotation_requester": lambda world: _note_act(subject=world.waiting.pk, requester_person="per_nobody"),
@@ -417,8 +417,8 @@ def _review_act(operator: principals.OperatorPrincipal, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("event", ["rotation.retirement_approved", "rotation.approved"])
-def test_triggers_act_about_a_rotation_names_who_asked_for_it(world: World, event: str) -> None:
-    """Of a retirement it is who asked for the date; every other act is about the rotation."""
+def test_triggers_act_on_a_rotation_with_a_wrong_requester_is_refused(world: World, event: str) -> None:
+    """A retirement's requester is the person who asked for the date; every other act names the rotation's requester."""
     with refused("an act about a rotation or a campaign names who asked for that"):
         _note_act(subject=world.retirement.rotation_id, event=event, requester_person="per_nobody")
     _note_act(subject=world.retirement.rotation_id, event=event, requester_person=world.tam.person)
@@ -426,8 +426,8 @@ def test_triggers_act_about_a_rotation_names_who_asked_for_it(world: World, even
         _note_act(subject=world.campaign.pk, requester_person="per_nobody")
 
 
-def test_triggers_act_of_an_earlier_release_is_given_its_requester_once(world: World) -> None:
-    """A migration fills it in; from then on nobody is put in the requester's place to review it."""
+def test_triggers_act_of_an_earlier_release_gets_its_requester_once(world: World) -> None:
+    """A migration fills the requester in; afterwards it cannot be replaced to allow a review."""
     with refused("an act under break-glass stays as it was noted"):
         update("keyvault_breakglass", {"requester_person": "per_nobody"})
     with undone():
@@ -439,19 +439,19 @@ def test_triggers_act_of_an_earlier_release_is_given_its_requester_once(world: W
             update("keyvault_breakglass", {"requester_person": ""})
 
 
-def test_credential_keeps_its_delivery(world: World) -> None:
-    """The delivery is part of what was approved: a sealed credential's keys are never shown to a person."""
+def test_triggers_delivery_of_a_credential_changed_is_refused(world: World) -> None:
+    """The delivery is part of the approved request: a sealed credential's keys are never shown to a person."""
     with refused("a credential never changes its account, its kind or its delivery"):
         update("keyvault_credential", {"delivery": "show_once"}, credential_id=world.key.credential_id)
 
 
-def test_triggers_every_rule_is_attacked_here() -> None:
-    """A rule that nobody ever saw refuse something may be misspelt."""
+def test_triggers_every_rule_is_tested() -> None:
+    """A rule that no test has seen refuse a statement may be misspelled."""
     assert set(ATTACKS) == expected_triggers()
 
 
 def test_triggers_attack_on_a_rule_is_refused_by_that_rule(world: World, subtests: pytest.Subtests) -> None:
-    """Each rule of the database holds for raw SQL, and holds by itself."""
+    """Each database rule holds for raw SQL, on its own."""
     for name, attack in ATTACKS.items():
         with subtests.test(name):
             expect_refusal(name, partial(attack, world))
@@ -462,7 +462,7 @@ def test_triggers_attack_on_a_rule_is_refused_by_that_rule(world: World, subtest
 
 @pytest.mark.postgres
 def test_triggers_truncate_of_a_kept_table_is_refused(world: World, subtests: pytest.Subtests) -> None:
-    """TRUNCATE asks no row trigger; every table whose rows stay refuses it as a whole."""
+    """TRUNCATE fires no row trigger; every kept table refuses it."""
     settle_foreign_keys()
     for table in list_never_truncated():
         with subtests.test(table), refused("is never truncated"):
@@ -473,14 +473,14 @@ def test_triggers_truncate_of_a_kept_table_is_refused(world: World, subtests: py
     "table", ["keyvault_auditentry", "keyvault_auditcheckpoint", "keyvault_change", "keyvault_issuanceapproval"]
 )
 def test_triggers_upsert_on_an_append_only_row_is_refused(world: World, table: str) -> None:
-    """`INSERT … ON CONFLICT DO UPDATE` is an update by another name."""
+    """`INSERT … ON CONFLICT DO UPDATE` is an update."""
     key = "sequence" if table == "keyvault_change" else "id"
     with refused("is append-only"):
         insert_copy(table, {}, tail=f"ON CONFLICT ({key}) DO UPDATE SET {key} = excluded.{key}")
 
 
 def test_triggers_upsert_on_a_dead_key_does_not_revive_it(world: World) -> None:
-    """A dead key never verifies again, also not as the update half of an upsert."""
+    """A dead key never verifies again, not even through the update half of an upsert."""
     with refused("key rows are never replaced"):
         insert_copy(
             "keyvault_key",
@@ -491,26 +491,26 @@ def test_triggers_upsert_on_a_dead_key_does_not_revive_it(world: World) -> None:
 
 
 def test_triggers_dead_key_deleted_and_inserted_anew_is_refused(world: World) -> None:
-    """A dead key never verifies again, also not by way of its deletion, for which foreign keys would wait."""
+    """A dead key never verifies again, not even after its deletion, for which foreign keys would be deferred."""
     defer_foreign_keys()
     with refused("key rows are never deleted"):
         delete("keyvault_key", key_id=world.dead_key.key_id)
 
 
 def test_triggers_account_replaced_by_its_merchant_and_environment_is_refused(world: World) -> None:
-    """The other way to the same row: a new number for the same merchant's place in the same environment."""
+    """Covers the unique pair of merchant and environment, with a new primary key."""
     with refused("account rows are never replaced"):
         _replace("keyvault_account", {"id": None, "status": "active"}, id=world.production.pk)
 
 
-def test_triggers_log_in_replaced_by_its_name_is_refused(world: World) -> None:
-    """A new row under an old name would answer for the old one's acts."""
+def test_triggers_operator_replaced_by_name_is_refused(world: World) -> None:
+    """A new row under an old name would be credited with the old row's acts."""
     with refused("operator rows are never replaced"):
         _replace("keyvault_operator", {"id": None, "person": "per_nobody"}, username="tam")
 
 
-def test_triggers_notice_of_the_installation_given_to_an_account_is_refused(world: World) -> None:
-    """What concerns no account stays so: NULL slips through no rule."""
+def test_triggers_notice_without_account_moved_to_an_account_is_refused(world: World) -> None:
+    """A notice without an account stays so: NULL passes no rule."""
     row = {"notice_id": "ntc_installation", "kind": "operator.locked", "account_id": None, "is_alarm": True}
     insert("keyvault_notice", read_row("keyvault_notice") | row | {"seen_at": None, "seen_by_id": None})
     with refused("what was announced stays as it was"):
@@ -522,11 +522,11 @@ _PARTIAL: dict[str, set[tuple[str, ...]]] = {
     "keyvault_limitoverride": {("environment", "endpoint")},
     "keyvault_providerconnection": {("account_id", "provider")},
 }
-"""Unique among some of the rows only: a rule of its own sees to each."""
+"""Unique among some of the rows only; each has its own rule."""
 
 
-def test_triggers_every_unique_set_of_a_kept_table_is_known(subtests: pytest.Subtests) -> None:
-    """A unique constraint that a later migration adds opens no way to replace a row."""
+def test_triggers_every_unique_constraint_of_a_kept_table_is_listed(subtests: pytest.Subtests) -> None:
+    """A unique constraint added by a later migration opens no way to replace a row."""
     kept = {rule.table: rule.unique for rule in list_rules() if isinstance(rule, AppendOnly | Kept)}
     with connection.cursor() as cursor:
         for table, known in kept.items():
@@ -547,14 +547,14 @@ def test_triggers_every_unique_set_of_a_kept_table_is_known(subtests: pytest.Sub
     ],
 )
 def test_triggers_row_moved_onto_another_is_refused(world: World, table: str, key: str, because: str) -> None:
-    """UPDATE OR REPLACE deletes the row whose key it takes, without asking a DELETE trigger."""
+    """UPDATE OR REPLACE deletes the row whose key it takes, without firing a DELETE trigger."""
     first, second, *_ = [value for (value,) in _column(table, key)]
     with refused(because):
         update(table, {key: first}, or_replace=True, **{key: second})
 
 
 def test_triggers_request_moved_onto_an_approved_one_is_refused(world: World) -> None:
-    """Nor does what waits for its approval take the name of what had one."""
+    """A pending request cannot take the name of an approved one."""
     with refused("what was asked is not changed"):
         changes = {"request_id": world.issued.pk}
         update("keyvault_issuancerequest", changes, or_replace=True, request_id=world.pending.pk)
@@ -564,7 +564,7 @@ def test_triggers_request_moved_onto_an_approved_one_is_refused(world: World) ->
 
 
 def test_triggers_request_given_to_another_token_is_refused(world: World) -> None:
-    """Which token asked decides who collects: no plain UPDATE lets another one have the key."""
+    """The requesting token decides who collects; no UPDATE hands the key to another token."""
     for request in (world.pending, world.issued):
         with refused(MESSAGES["issuancerequest_stays"]):
             update("keyvault_issuancerequest", {"requested_via_id": world.token.pk}, request_id=request.pk)
@@ -572,7 +572,7 @@ def test_triggers_request_given_to_another_token_is_refused(world: World) -> Non
 
 @pytest.mark.parametrize("revoked_at", [None, "2099-01-01 00:00:00+00:00"])
 def test_triggers_revoked_token_given_another_time_is_refused(world: World, revoked_at: str | None) -> None:
-    """A revoked token proves nothing ever again, neither at once nor from some later day."""
+    """A revoked token never becomes valid again, neither immediately nor from a later date."""
     with refused("a revoked token stays revoked"):
         _revive_token(world, revoked_at)
 
@@ -591,8 +591,8 @@ def test_triggers_revoked_customer_token_given_another_time_is_refused(world: Wo
         {"token_id": "0" * 16},
     ],
 )
-def test_triggers_customer_token_given_to_another_or_prolonged_is_refused(world: World, changes: Row) -> None:
-    """What a merchant was told of a token holds: whose it is, and until when."""
+def test_triggers_customer_token_reassigned_or_prolonged_is_refused(world: World, changes: Row) -> None:
+    """A customer token keeps its owner and its expiry."""
     with refused("a token keeps its account, its customer and its expiry"):
         update("keyvault_customertoken", changes, token_id=world.customer_token.pk)
 
@@ -608,14 +608,14 @@ def test_triggers_order_changed_afterwards_is_refused(world: World, changes: Row
 
 @pytest.mark.parametrize("step", [-1, 0, 2, 10])
 def test_triggers_chain_head_moves_by_any_other_step_is_refused(world: World, step: int) -> None:
-    """The head of a chain moves with an entry and by one: it is neither set back nor run ahead."""
+    """The head of a chain moves only with an entry and by one, neither back nor further ahead."""
     head = read_row("keyvault_auditchain", name="platform")
     with refused("a chain moves one entry at a time"):
         update("keyvault_auditchain", {"sequence": head["sequence"] + step}, name="platform")
 
 
 def test_triggers_chain_renamed_is_refused(world: World) -> None:
-    """A chain keeps its name, so that none can take another's place."""
+    """A chain keeps its name, so that no chain can replace another."""
     head = read_row("keyvault_auditchain", name="platform")
     changes = {"name": "elsewhere", "sequence": head["sequence"] + 1}
     with refused("a chain moves one entry at a time"):
@@ -626,13 +626,13 @@ def test_triggers_chain_renamed_is_refused(world: World) -> None:
 
 
 def test_triggers_account_moved_to_the_other_environment_is_refused(world: World) -> None:
-    """What was made for sandbox never turns into production, with its keys and connections."""
+    """A sandbox account never becomes a production account with its keys and connections."""
     with refused("an account never changes its merchant or environment"):
         update("keyvault_account", {"environment": "production"}, id=world.sandbox.pk)
 
 
 def test_triggers_connection_moved_to_the_other_environment_is_refused(world: World) -> None:
-    """A connection in test mode does not come to stand in production by changing its account."""
+    """A test-mode connection cannot reach production through a change of its account."""
     with refused("test mode is for sandbox, live mode for production"):
         update(
             "keyvault_providerconnection",
@@ -641,8 +641,8 @@ def test_triggers_connection_moved_to_the_other_environment_is_refused(world: Wo
         )
 
 
-def test_triggers_connection_of_an_account_that_is_yet_to_come_is_refused(world: World) -> None:
-    """PostgreSQL lets a foreign key wait for the end of the transaction; the rule about modes does not wait."""
+def test_triggers_connection_of_a_missing_account_is_refused(world: World) -> None:
+    """PostgreSQL defers a foreign key to the end of the transaction; the rule about modes is checked immediately."""
     defer_foreign_keys()
     with refused("test mode is for sandbox, live mode for production"):
         insert_copy("keyvault_providerconnection", {"id": None, "account_id": 999_999}, mode="live")
@@ -651,7 +651,7 @@ def test_triggers_connection_of_an_account_that_is_yet_to_come_is_refused(world:
 @pytest.mark.parametrize("state", ["active", "suspended"])
 @pytest.mark.parametrize("dead", ["deactivated", "compromised", "destroyed"])
 def test_triggers_dead_key_to_any_living_state_is_refused(world: World, dead: str, state: str) -> None:
-    """A key that was revoked, compromised or destroyed never verifies again, whoever writes."""
+    """A revoked, compromised or destroyed key never verifies again, whichever program writes."""
     stamps = {"compromised_at": world.key.created_at, "destroyed_at": world.key.created_at}
     update("keyvault_key", {"state": dead, **stamps}, key_id=world.dead_key.key_id)
     with refused("a dead key never verifies again"):
@@ -660,7 +660,7 @@ def test_triggers_dead_key_to_any_living_state_is_refused(world: World, dead: st
 
 @pytest.mark.parametrize("days", [-1, 1, None])
 def test_triggers_expiry_of_a_key_changed_is_refused(world: World, days: int | None) -> None:
-    """A key's expiry is set when it is issued and known to everyone: neither sooner, nor later, nor never."""
+    """A key's expiry is fixed when the key is issued; it cannot be moved or removed."""
     assert world.key.expires_at is not None
     expires_at = None if days is None else world.key.expires_at + timedelta(days=days)
     with refused("a key keeps its credential and its expiry"):
@@ -668,14 +668,14 @@ def test_triggers_expiry_of_a_key_changed_is_refused(world: World, days: int | N
 
 
 def test_triggers_expiry_given_to_a_key_without_one_is_refused(world: World) -> None:
-    """A key that was issued for good is not ended by an expiry that comes later."""
+    """A key issued without expiry cannot be ended by adding one."""
     assert world.other_key.expires_at is None
     with refused("a key keeps its credential and its expiry"):
         update("keyvault_key", {"expires_at": "2099-01-01 00:00:00+00:00"}, key_id=world.other_key.key_id)
 
 
 def test_triggers_two_active_keys_of_a_credential_are_accepted(world: World) -> None:
-    """The rule about a third key must not forbid the overlap of a rotation."""
+    """The rule about a third key must permit the overlap of a rotation."""
     _copy_key(world, "second000000key0", state="active")
     assert Key.objects.filter(credential=world.key.credential, state="active").count() == 2
 
@@ -683,14 +683,14 @@ def test_triggers_two_active_keys_of_a_credential_are_accepted(world: World) -> 
 # ---------------------------------------------------------------------------------------------------- four eyes
 
 
-def test_triggers_second_log_in_of_the_requester_approving_is_refused(world: World) -> None:
-    """Persons are compared, not log-ins: a second account of whoever asked is the same person."""
+def test_triggers_approval_by_the_requesters_second_login_is_refused(world: World) -> None:
+    """Persons are compared, not logins: a second login of the requester is the same person."""
     with refused("whoever asked cannot approve"):
         _approve("keyvault_issuanceapproval", world, approver_id=_row_of("tam-too").pk, person=world.tam_too.person)
 
 
 def test_triggers_second_approval_of_one_person_is_refused(world: World) -> None:
-    """One person counts once, also under a second log-in."""
+    """One person counts once, also under a second login."""
     again = make_operator("approver-too", person=world.approver.person)
     _approve("keyvault_issuanceapproval", world)
     with refused("issuanceapproval is append-only"):
@@ -698,20 +698,20 @@ def test_triggers_second_approval_of_one_person_is_refused(world: World) -> None
 
 
 def test_triggers_approval_in_the_name_of_another_is_refused(world: World) -> None:
-    """Whoever asked cannot write an approval under the name of a person who never gave it."""
+    """The requester cannot insert an approval in the name of a person who did not give it."""
     with refused("an approval is in the name of its approver"):
         _approve("keyvault_issuanceapproval", world, approver_id=_row_of("tam").pk, person=world.approver.person)
 
 
-def test_triggers_log_in_passed_to_another_person_is_refused(world: World) -> None:
-    """The comparison of persons rests on each log-in staying its person's."""
+def test_triggers_login_moved_to_another_person_is_refused(world: World) -> None:
+    """The comparison of persons depends on each login staying with its person."""
     with refused("a log-in never passes to another person"):
         update("keyvault_operator", {"person": "per_somebody"}, username="tam-too")
 
 
 @pytest.mark.parametrize("state", ["approved", "issued", "collected"])
 def test_triggers_approved_state_without_approvals_is_refused(world: World, state: str) -> None:
-    """No state that only approvals lead to can be written without them."""
+    """States that require approvals cannot be written without them."""
     row = read_row("keyvault_issuancerequest", request_id=world.issued.pk)
     filled = {name: row[name] for name in ("key_id", "credential_id", "issued_at")}
     changes = {"state": state, "collected_at": row["issued_at"], **filled}
@@ -720,13 +720,13 @@ def test_triggers_approved_state_without_approvals_is_refused(world: World, stat
 
 
 def test_triggers_approved_state_with_its_approval_is_accepted(world: World) -> None:
-    """The rule about approvals must not forbid what was approved."""
+    """The rule about approvals must permit an approved request."""
     _approve("keyvault_issuanceapproval", world)
     update("keyvault_issuancerequest", {"state": "approved"}, request_id=world.pending.pk)
 
 
 def test_triggers_one_approval_where_two_are_needed_is_refused(world: World) -> None:
-    """Enough is as many as were needed when it was asked."""
+    """The required number of approvals is the one at the time of the request."""
     request_id = fresh_id()
     insert_copy(
         "keyvault_issuancerequest", {"request_id": request_id, "approvals_needed": 2}, request_id=world.pending.pk
@@ -749,13 +749,15 @@ def test_triggers_one_approval_where_two_are_needed_is_refused(world: World) -> 
     ids=lambda changes: next(iter(changes)),
 )
 def test_triggers_request_changed_after_it_was_asked_is_refused(world: World, changes: Row) -> None:
-    """What was approved is what was asked: no part of it, nor who asked, nor how many must agree, is changed."""
+    """No part of a request changes after it was made: neither its content, nor its requester, nor its required
+    approvals.
+    """
     with refused("what was asked is not changed afterwards"):
         update("keyvault_issuancerequest", changes, request_id=world.pending.pk)
 
 
-def test_triggers_expiry_asked_for_changed_afterwards_is_refused(world: World) -> None:
-    """The lifetime of the key is part of what was approved, be it none."""
+def test_triggers_requested_expiry_changed_afterwards_is_refused(world: World) -> None:
+    """The lifetime of the key is part of the approved request, even when it has none."""
     with refused("what was asked is not changed afterwards"):
         update("keyvault_issuancerequest", {"expires_in_days": 3650}, request_id=world.pending.pk)
     with refused("what was asked is not changed afterwards"):
@@ -763,21 +765,21 @@ def test_triggers_expiry_asked_for_changed_afterwards_is_refused(world: World) -
 
 
 def test_triggers_plan_of_a_rotation_changed_afterwards_is_refused(world: World) -> None:
-    """The engine goes by the plan that was approved, whose periods nobody shortens in the table."""
+    """The engine uses the approved plan, whose periods cannot be shortened in the table."""
     with refused("what was asked is not changed afterwards"):
         update("rotation_rotation", {"plan": '{"quiet_seconds": 0}'}, rotation_id=world.scheduled.pk)
 
 
 def test_triggers_request_in_production_without_approvals_needed_is_refused(world: World) -> None:
-    """In production the least is one second person; in sandbox none is a policy that may be chosen."""
+    """Production requires at least one second person; sandbox may require none."""
     changes = {"request_id": fresh_id(), "approvals_needed": 0}
     with refused("production takes a second person"):
         insert_copy("keyvault_issuancerequest", changes, request_id=world.pending.pk)
     insert_copy("keyvault_issuancerequest", changes | {"account_id": world.sandbox.pk}, request_id=world.pending.pk)
 
 
-def test_triggers_request_for_an_account_that_is_yet_to_come_takes_a_second_person(world: World) -> None:
-    """An account that does not exist yet is no sandbox: the rule does not wait for the foreign key."""
+def test_triggers_request_for_a_missing_account_without_approvals_is_refused(world: World) -> None:
+    """A missing account does not count as sandbox: the rule is checked before the deferred foreign key."""
     defer_foreign_keys()
     changes = {"request_id": fresh_id(), "approvals_needed": 0, "account_id": 999_999}
     with refused("production takes a second person"):
@@ -785,7 +787,7 @@ def test_triggers_request_for_an_account_that_is_yet_to_come_takes_a_second_pers
 
 
 def test_triggers_orm_approval_by_the_requester_is_refused(world: World) -> None:
-    """The rule holds for Django's own writes too, when somebody goes round `RecordedModel`."""
+    """The rule also holds for Django's own writes that bypass `RecordedModel`."""
     approval = IssuanceApproval(
         request=world.pending,
         approver=_row_of("tam"),
@@ -797,35 +799,33 @@ def test_triggers_orm_approval_by_the_requester_is_refused(world: World) -> None
         approval.save_base(force_insert=True)
 
 
-# ---------------------------------------------------------------------------------- the rules stay where they are
+# -------------------------------------------------------------------------------------- installation of the rules
 
 
 def test_triggers_after_migrate_all_are_in_force() -> None:
-    """The rules in force are exactly those written down: none is missing, none is left from an older day."""
+    """The rules in force are exactly the declared ones: none is missing and none is left from an older release."""
     assert list_triggers(connection) == expected_triggers(connection.vendor)
 
 
-def test_triggers_of_the_database_lifted_one_by_one_are_missed() -> None:
-    """Whoever compares the two lists, such as /readyz, sees each rule that somebody took away."""
+def test_triggers_dropped_rule_is_reported_missing() -> None:
+    """A comparison of the two lists, as in /readyz, shows each dropped rule."""
     execute("DROP TRIGGER kv_key_no_revival" + (" ON keyvault_key" if connection.vendor == "postgresql" else ""))
     assert expected_triggers(connection.vendor) - list_triggers(connection) == {"key_no_revival"}
 
 
 @pytest.mark.postgres
-def test_triggers_disabled_rule_is_missed() -> None:
-    """A trigger that is there but switched off does not count as in force."""
+def test_triggers_disabled_rule_is_reported_missing() -> None:
     execute("ALTER TABLE keyvault_key DISABLE TRIGGER kv_key_no_revival")
     assert expected_triggers("postgresql") - list_triggers(connection) == {"key_no_revival"}
 
 
-def test_triggers_put_in_place_twice_are_the_same() -> None:
-    """Every `migrate` puts them in place anew."""
+def test_triggers_installed_twice_are_unchanged() -> None:
     ensure_triggers(connection)
     ensure_triggers(connection)
     assert list_triggers(connection) == expected_triggers(connection.vendor)
 
 
-def test_triggers_lifted_and_put_back_hold_again(world: World) -> None:
+def test_triggers_removed_and_reinstalled_are_enforced(world: World) -> None:
     settle_foreign_keys()
     drop_triggers(connection)
     assert list_triggers(connection) == set()
@@ -835,7 +835,7 @@ def test_triggers_lifted_and_put_back_hold_again(world: World) -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_triggers_table_rebuilt_by_a_migration_has_them_after_migrate() -> None:
+def test_triggers_of_a_rebuilt_table_are_restored_by_migrate() -> None:
     """SQLite rebuilds a table when a column changes and loses its triggers; the end of `migrate` restores them."""
     before = expected_triggers(connection.vendor)
     field = Order._meta.get_field("currency")
@@ -846,7 +846,7 @@ def test_triggers_table_rebuilt_by_a_migration_has_them_after_migrate() -> None:
         with connection.schema_editor() as editor:
             editor.alter_field(Order, field, wider)
         if connection.vendor == "sqlite":
-            assert not any(name.startswith("order_") for name in list_triggers(connection)), "no rebuild, no proof"
+            assert not any(name.startswith("order_") for name in list_triggers(connection)), "the table was not rebuilt"
         call_command("migrate", interactive=False, verbosity=0)
         assert list_triggers(connection) == before
     finally:

@@ -1,4 +1,4 @@
-"""The bridge from ASGI to WSGI by itself: what it hands on, what it refuses, and in which threads."""
+"""The ASGI-to-WSGI bridge on its own: what it forwards, what it refuses, and in which threads."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ JSON = (b"content-type", b"application/json")
 
 
 class Application:
-    """A WSGI application that keeps what it was asked."""
+    """A WSGI application that records its requests."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], Iterable[bytes]] = lambda environ: [b"o", b"k"]) -> None:
         self.answer = answer
@@ -50,11 +50,11 @@ def ask(
     body: Iterable[Message] = (),
     verify_known: VerifyKnown | None = None,
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes, int]:
-    """Status, headers and body of the answer, and how many messages were taken."""
-    waiting, taken, sent = list(body), [], list[Message]()
+    """Return status, headers and body of the response, and the number of messages taken."""
+    unread, taken, sent = list(body), [], list[Message]()
 
     async def receive() -> Message:
-        taken.append(waiting.pop(0))
+        taken.append(unread.pop(0))
         return taken[-1]
 
     async def send(message: Any) -> None:
@@ -90,7 +90,7 @@ def refused(answer: tuple[int, list[tuple[bytes, bytes]], bytes, int]) -> tuple[
     return status, problem["code"]
 
 
-def test_bridge_hands_on_the_request_as_it_was_sent() -> None:
+def test_bridge_forwards_the_request_as_it_was_sent() -> None:
     application = Application()
     headers = ((b"host", b"kv.example"), (b"x-a", b"1"), (b"x_a", b"2"), (b"X-A", b"\xe9"), (b"content-type", b"a/b"))
     assert ask(application, *headers, raw_path=b"/a%2Fb%ff;x/..")[0] == 201
@@ -106,7 +106,7 @@ def test_bridge_hands_on_the_request_as_it_was_sent() -> None:
     )
 
 
-def test_bridge_gives_back_status_headers_and_the_whole_body_and_closes_the_response() -> None:
+def test_bridge_returns_status_headers_and_whole_body_and_closes_the_response() -> None:
     application = Application()
     status, headers, body, _ = ask(application)
     assert (status, body, application.closed) == (201, b"ok", 1)
@@ -114,7 +114,7 @@ def test_bridge_gives_back_status_headers_and_the_whole_body_and_closes_the_resp
 
 
 @pytest.mark.parametrize("headers", [((b"content-length", b"4"),), ((b"transfer-encoding", b"Chunked"),)])
-def test_bridge_body_comes_whole_however_its_length_was_told(headers: tuple[tuple[bytes, bytes], ...]) -> None:
+def test_bridge_body_with_any_framing_arrives_whole(headers: tuple[tuple[bytes, bytes], ...]) -> None:
     application = Application(lambda environ: [environ["wsgi.input"].read()])
     body = [chunk(b"ab", more=True), chunk(b"", more=True), chunk(b"cd")]
     assert ask(application, *headers, body=body)[2] == b"abcd"
@@ -122,7 +122,7 @@ def test_bridge_body_comes_whole_however_its_length_was_told(headers: tuple[tupl
     assert "HTTP_TRANSFER_ENCODING" not in application.environs[0]
 
 
-def test_bridge_body_of_the_limit_is_taken() -> None:
+def test_bridge_body_at_the_limit_is_accepted() -> None:
     application = Application(lambda environ: [environ["wsgi.input"].read()])
     body = [chunk(b"a" * LIMIT)]
     assert ask(application, (b"content-length", b"%d" % LIMIT), body=body)[2] == b"a" * LIMIT
@@ -133,10 +133,10 @@ def test_bridge_body_of_the_limit_is_taken() -> None:
     [(((b"content-length", b"65537"),), 0), (((b"transfer-encoding", b"chunked"),), 3)],
     ids=["announced", "chunked"],
 )
-def test_bridge_body_above_the_limit_is_left_unread_and_told_to_whoever_wants_it(
+def test_bridge_body_above_the_limit_is_left_unread_and_reported_on_read(
     headers: tuple[tuple[bytes, bytes], ...], taken: int
 ) -> None:
-    """Guarantee: no more than the limit and one chunk is kept, and nobody takes the beginning for the whole."""
+    """Guarantee: at most the limit and one chunk is kept, and a partial body is never taken for the whole."""
 
     def answer(environ: dict[str, Any]) -> Iterable[bytes]:
         assert int(environ["CONTENT_LENGTH"]) > LIMIT
@@ -162,7 +162,7 @@ def test_bridge_body_above_the_limit_is_left_unread_and_told_to_whoever_wants_it
         ((b"content-length", b"9" * 5000),),
     ],
 )
-def test_bridge_body_that_two_servers_could_frame_differently_is_refused(
+def test_bridge_body_with_ambiguous_framing_is_refused(
     headers: tuple[tuple[bytes, bytes], ...],
 ) -> None:
     application = Application()
@@ -171,14 +171,14 @@ def test_bridge_body_that_two_servers_could_frame_differently_is_refused(
     assert (application.environs, answer[3]) == ([], 0)
 
 
-def test_bridge_body_that_breaks_off_reaches_nobody() -> None:
+def test_bridge_truncated_body_is_not_forwarded() -> None:
     application = Application()
     body = [chunk(b"ab", more=True), {"type": "http.disconnect"}]
     assert refused(ask(application, (b"content-length", b"4"), body=body)) == (400, "request_invalid")
     assert application.environs == []
 
 
-def test_bridge_fault_of_the_application_is_logged_and_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_bridge_application_fault_is_logged_and_not_disclosed(caplog: pytest.LogCaptureFixture) -> None:
     def fail(environ: dict[str, Any]) -> Iterable[bytes]:
         raise RuntimeError("the secret is hunter2")
 
@@ -189,23 +189,23 @@ def test_bridge_fault_of_the_application_is_logged_and_tells_nothing(caplog: pyt
     assert vars(record)["request_id"] == json.loads(answer[2])["request_id"]
 
 
-def test_bridge_threads_are_few_and_stay_until_the_end() -> None:
-    """Guarantee: a database connection, which belongs to a thread, is not made anew for each request."""
+def test_bridge_threads_are_few_and_reused_until_shutdown() -> None:
+    """Guarantee: a database connection belongs to a thread and is not opened anew for each request."""
     application = Application()
-    told: list[str] = []
+    sent_types: list[str] = []
 
     async def live() -> None:
         bridge = Bridge(application, capacity=Capacity(threads=2))
         events: asyncio.Queue[Message] = asyncio.Queue()
 
-        async def tell(message: Any) -> None:
-            told.append(message["type"])
+        async def record(message: Any) -> None:
+            sent_types.append(message["type"])
 
-        lifespan = asyncio.create_task(bridge({"type": "lifespan"}, events.get, tell))
+        lifespan = asyncio.create_task(bridge({"type": "lifespan"}, events.get, record))
         await events.put({"type": "lifespan.startup"})
         scope = {"type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "raw_path": b"/"}
         scope |= {"query_string": b"", "headers": ()}
-        await asyncio.gather(*(bridge(scope, events.get, tell) for _ in range(50)))
+        await asyncio.gather(*(bridge(scope, events.get, record) for _ in range(50)))
         assert all(thread.is_alive() for thread in threading.enumerate() if thread.ident in application.threads)
         await events.put({"type": "lifespan.shutdown"})
         await lifespan
@@ -214,13 +214,13 @@ def test_bridge_threads_are_few_and_stay_until_the_end() -> None:
     assert len(application.environs) == 50
     assert len(application.threads) <= 2
     assert not application.threads & {thread.ident for thread in threading.enumerate()}
-    assert [each for each in told if each.startswith("lifespan")] == [
+    assert [each for each in sent_types if each.startswith("lifespan")] == [
         "lifespan.startup.complete",
         "lifespan.shutdown.complete",
     ]
 
 
-def test_bridge_speaks_http_only() -> None:
+def test_bridge_refuses_other_protocols_than_http() -> None:
     async def nothing(*_: Any) -> Any:
         raise AssertionError("nothing is received or sent")
 
@@ -239,8 +239,8 @@ CONTENT_TYPES = (
 
 
 @pytest.mark.parametrize("sent", CONTENT_TYPES)
-def test_bridge_content_type_of_any_kind_is_one_that_django_reads(sent: bytes) -> None:
-    """Guarantee: no header makes Django fail before, or while, it looks at the query."""
+def test_bridge_any_content_type_is_readable_by_django(sent: bytes) -> None:
+    """Guarantee: no header makes Django fail before or while it reads the query."""
 
     def answer(environ: dict[str, Any]) -> Iterable[bytes]:
         return [WSGIRequest(environ).GET["limit"].encode()]
@@ -250,16 +250,16 @@ def test_bridge_content_type_of_any_kind_is_one_that_django_reads(sent: bytes) -
 
 
 @pytest.mark.parametrize("sent", ["application/json; charset=UTF-8", "multipart/form-data; boundary=x", "a/b"])
-def test_bridge_content_type_that_can_be_read_is_handed_on_as_it_is(sent: str) -> None:
+def test_bridge_readable_content_type_is_forwarded_unchanged(sent: str) -> None:
     application = Application()
     ask(application, (b"content-type", sent.encode()))
     assert application.environs[0]["CONTENT_TYPE"] == sent
 
 
-def test_bridge_whose_engine_meets_a_fault_in_the_loop_goes_the_whole_way(caplog: pytest.LogCaptureFixture) -> None:
-    """Guarantee: a fault of ours is told to the log, and its client has an answer all the same."""
+def test_bridge_engine_fault_in_the_loop_falls_back_to_the_slow_path(caplog: pytest.LogCaptureFixture) -> None:
+    """Guarantee: an internal error is logged, and its client still gets an answer from the slow path."""
 
-    def fail(*asked: object) -> NoReturn:
+    def fail(*_: object) -> NoReturn:
         raise ZeroDivisionError
 
     application = Application()
@@ -269,7 +269,7 @@ def test_bridge_whose_engine_meets_a_fault_in_the_loop_goes_the_whole_way(caplog
     assert [record.message for record in caplog.records if record.exc_info] == ["unhandled"]
 
 
-def test_bridge_path_and_query_above_the_limit_are_refused_before_anybody_is_asked() -> None:
+def test_bridge_path_and_query_above_the_limit_are_refused_before_the_application_runs() -> None:
     application = Application()
     query = len(b"a=%2f\xc3\xa9")
     assert ask(application, raw_path=b"/" * (8192 - query))[0] == 201
@@ -278,7 +278,7 @@ def test_bridge_path_and_query_above_the_limit_are_refused_before_anybody_is_ask
     assert (len(application.environs), answer[3]) == (1, 0)
 
 
-def test_bridge_body_that_cannot_be_read_is_listed_as_a_fault() -> None:
+def test_bridge_unreadable_body_is_listed_as_a_fault() -> None:
     problem = json.loads(ask(Application(), (b"content-length", b"+2"))[2])
     assert problem["errors"] == [{"pointer": "", "detail": problem["detail"]}]
 
@@ -306,16 +306,16 @@ class Held:
         return [environ["PATH_INFO"].encode()]
 
     async def arrive(self, count: int) -> None:
-        """Return when so many requests hold their threads."""
+        """Return when `count` requests hold their threads."""
         for _ in range(count):
             assert await asyncio.to_thread(self._arrived.acquire, timeout=60)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._let_go.set()
 
 
 class Client:
-    """One request whose ASGI events the test hands over by hand."""
+    """One request whose ASGI events the test delivers by hand."""
 
     def __init__(self, bridge: Bridge, path: bytes, *headers: tuple[bytes, bytes]) -> None:
         self.sent: list[Any] = []
@@ -340,29 +340,29 @@ class Client:
 
 @asynccontextmanager
 async def living(bridge: Bridge, held: Held) -> AsyncIterator[asyncio.Queue[Message]]:
-    """The events of the bridge's lifespan; its threads end whatever the test finds."""
+    """Yield the events of the bridge's lifespan; its threads end whatever the outcome of the test."""
     events: asyncio.Queue[Message] = asyncio.Queue()
 
-    async def tell(message: Any) -> None:
+    async def record(message: Any) -> None:
         pass
 
-    lifespan = asyncio.create_task(bridge({"type": "lifespan"}, events.get, tell))
+    lifespan = asyncio.create_task(bridge({"type": "lifespan"}, events.get, record))
     await events.put({"type": "lifespan.startup"})
     try:
         yield events
     finally:
-        held.let_go()
+        held.release()
         await events.put({"type": "lifespan.shutdown"})
         await lifespan
 
 
-async def turn_the_loop() -> None:
-    """Let everything that is ready run."""
+async def run_ready_tasks() -> None:
+    """Run everything that is ready."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-def test_bridge_sign_ins_that_hold_every_console_thread_leave_the_other_planes_theirs() -> None:
+def test_bridge_sign_ins_on_every_console_thread_leave_the_other_planes_free() -> None:
     """Guarantee: no number of anonymous sign-ins delays a request of the integration or the service plane."""
     held = Held()
 
@@ -371,18 +371,18 @@ def test_bridge_sign_ins_that_hold_every_console_thread_leave_the_other_planes_t
         async with living(bridge, held):
             sign_ins = [Client(bridge, b"/admin/login/") for _ in range(12)]
             await held.arrive(2)
-            await turn_the_loop()
+            await run_ready_tasks()
             assert (await Client(bridge, b"/echo").answer())[::2] == (200, b"/echo")
             assert held.ran == ["/admin/login/", "/admin/login/", "/echo"]
-            held.let_go()
+            held.release()
             assert [(await each.answer())[0] for each in sign_ins] == [200] * 12
 
     asyncio.run(live())
 
 
 @pytest.mark.parametrize("path", [b"/admin/login/", b"/%61dmin/login/", b"/admin%2flogin/"])
-def test_bridge_console_is_told_by_the_path_that_django_routes(path: bytes) -> None:
-    """Guarantee: no spelling of the console's address takes the other planes' threads."""
+def test_bridge_console_is_recognized_by_the_path_that_django_routes(path: bytes) -> None:
+    """Guarantee: no spelling of the console's address occupies the other planes' threads."""
     held = Held()
 
     async def live() -> None:
@@ -395,7 +395,7 @@ def test_bridge_console_is_told_by_the_path_that_django_routes(path: bytes) -> N
     asyncio.run(live())
 
 
-def test_bridge_full_queue_is_a_problem_that_says_when_to_come_again() -> None:
+def test_bridge_full_queue_answers_a_problem_with_retry_after() -> None:
     held = Held()
 
     async def live() -> None:
@@ -404,12 +404,12 @@ def test_bridge_full_queue_is_a_problem_that_says_when_to_come_again() -> None:
             runs = Client(bridge, b"/runs")
             await held.arrive(1)
             waits = Client(bridge, b"/waits")
-            await turn_the_loop()
+            await run_ready_tasks()
             status, headers, body = await Client(bridge, b"/refused").answer()
             assert refused((status, list(headers.items()), body, 0)) == (503, "dependency_unavailable")
             assert headers[b"retry-after"] == b"1"
             assert (await Client(bridge, b"/admin/echo").answer())[0] == 200
-            held.let_go()
+            held.release()
             assert [(await each.answer())[2] for each in (runs, waits)] == [b"/runs", b"/waits"]
         assert "/refused" not in held.ran
 
@@ -417,12 +417,12 @@ def test_bridge_full_queue_is_a_problem_that_says_when_to_come_again() -> None:
 
 
 def test_bridge_verdict_from_memory_needs_no_thread() -> None:
-    """Guarantee: verify goes on from memory while every thread is held and no queue has room."""
+    """Guarantee: verification continues from memory while every thread is held and every queue is full."""
     held = Held()
     known = HttpResponse(200, b"known", "r" * 22)
 
     async def live() -> None:
-        bridge = Bridge(held, lambda *asked: known, Capacity(threads=1, queue=0, console_threads=1, console_queue=0))
+        bridge = Bridge(held, lambda *_: known, Capacity(threads=1, queue=0, console_threads=1, console_queue=0))
         async with living(bridge, held):
             for path in (b"/held", b"/admin/held"):
                 Client(bridge, path)
@@ -435,7 +435,7 @@ def test_bridge_verdict_from_memory_needs_no_thread() -> None:
     asyncio.run(live())
 
 
-def test_bridge_full_console_queue_is_a_page() -> None:
+def test_bridge_full_console_queue_answers_a_page() -> None:
     held = Held()
 
     async def live() -> None:
@@ -453,8 +453,8 @@ def test_bridge_full_console_queue_is_a_page() -> None:
 
 
 @pytest.mark.parametrize("body", [(), (chunk(b"a", more=True), chunk(b"b"))], ids=["no body", "body"])
-def test_bridge_request_whose_client_is_gone_never_runs(body: tuple[Message, ...]) -> None:
-    """Guarantee: a client that disconnects takes its place in the queue with it, and nothing is done for it."""
+def test_bridge_request_of_a_disconnected_client_never_runs(body: tuple[Message, ...]) -> None:
+    """Guarantee: a client that disconnects leaves the queue, and its request is not executed."""
     held = Held()
 
     async def live() -> None:
@@ -467,21 +467,21 @@ def test_bridge_request_whose_client_is_gone_never_runs(body: tuple[Message, ...
             for client in (gone, stays):
                 for message in body or (EMPTY,):
                     await client.events.put(message)
-            await turn_the_loop()
+            await run_ready_tasks()
             assert (await Client(bridge, b"/refused").answer())[0] == 503
             await gone.events.put(GONE)
             await asyncio.wait_for(gone.task, 60)
             assert gone.sent == []
             late = Client(bridge, b"/late")
-            await turn_the_loop()
-            held.let_go()
+            await run_ready_tasks()
+            held.release()
             assert [(await each.answer())[2] for each in (runs, stays, late)] == [b"/runs", b"/stays", b"/late"]
         assert held.ran == ["/runs", "/stays", "/late"]
 
     asyncio.run(live())
 
 
-def test_bridge_client_that_leaves_at_its_turn_gives_the_thread_to_the_next() -> None:
+def test_bridge_client_that_disconnects_at_its_turn_frees_the_thread() -> None:
     held = Held()
 
     async def live() -> None:
@@ -490,9 +490,9 @@ def test_bridge_client_that_leaves_at_its_turn_gives_the_thread_to_the_next() ->
             runs = Client(bridge, b"/runs")
             await held.arrive(1)
             gone, late = Client(bridge, b"/gone"), Client(bridge, b"/late")
-            await turn_the_loop()
-            # Both in one turn of the loop: its thread is free, and its client is gone.
-            held.let_go()
+            await run_ready_tasks()
+            # In one turn of the loop, its thread becomes free and its client disconnects.
+            held.release()
             runs.task.add_done_callback(lambda task: gone.events.put_nowait(GONE))
             assert [(await each.answer())[2] for each in (runs, late)] == [b"/runs", b"/late"]
             await asyncio.wait_for(gone.task, 60)
@@ -500,7 +500,7 @@ def test_bridge_client_that_leaves_at_its_turn_gives_the_thread_to_the_next() ->
     asyncio.run(live())
 
 
-def test_bridge_oversized_body_is_left_unread_while_its_request_waits() -> None:
+def test_bridge_oversized_body_of_a_queued_request_is_left_unread() -> None:
     held = Held()
 
     async def live() -> None:
@@ -509,15 +509,17 @@ def test_bridge_oversized_body_is_left_unread_while_its_request_waits() -> None:
             Client(bridge, b"/runs")
             await held.arrive(1)
             large = Client(bridge, b"/large", (b"content-length", b"65537"))
-            await turn_the_loop()
-            held.let_go()
+            await run_ready_tasks()
+            held.release()
             assert ((await large.answer())[0], large.received) == (200, 0)
 
     asyncio.run(live())
 
 
-def test_bridge_body_that_never_ends_is_answered_and_holds_no_thread() -> None:
-    """Guarantee: a slow sender costs a place among the requests in progress, for a stated time, and nothing else."""
+def test_bridge_endless_body_is_answered_and_holds_no_thread() -> None:
+    """Guarantee: a slow sender occupies one place among the requests in progress, for a bounded time, and nothing
+    else.
+    """
     held = Held()
 
     async def live() -> None:
@@ -534,8 +536,8 @@ def test_bridge_body_that_never_ends_is_answered_and_holds_no_thread() -> None:
     asyncio.run(live())
 
 
-def test_bridge_requests_in_progress_are_bounded_with_those_whose_body_arrives() -> None:
-    """Guarantee: the memory that bodies take is bounded, however Granian was started."""
+def test_bridge_requests_in_progress_are_bounded_including_arriving_bodies() -> None:
+    """Guarantee: the memory that bodies take is bounded, however Granian is started."""
     held = Held()
 
     async def live() -> None:
@@ -543,10 +545,10 @@ def test_bridge_requests_in_progress_are_bounded_with_those_whose_body_arrives()
         async with living(bridge, held):
             slow = Client(bridge, b"/echo", (b"content-length", b"2"))
             await slow.events.put(chunk(b"a", more=True))
-            await turn_the_loop()
+            await run_ready_tasks()
             refused_one = Client(bridge, b"/echo", (b"content-length", b"2"))
             assert ((await refused_one.answer())[0], refused_one.received) == (503, 0)
-            assert (await Client(bridge, b"/healthz").answer())[0] == 200, "a busy process must not look dead"
+            assert (await Client(bridge, b"/healthz").answer())[0] == 200, "a busy process must pass its liveness probe"
             await slow.events.put(chunk(b"b"))
             assert (await slow.answer())[0] == 200
             assert (await Client(bridge, b"/echo").answer())[0] == 200
@@ -554,7 +556,7 @@ def test_bridge_requests_in_progress_are_bounded_with_those_whose_body_arrives()
     asyncio.run(live())
 
 
-def test_bridge_that_ends_answers_what_waits_and_refuses_what_is_new() -> None:
+def test_bridge_at_shutdown_answers_queued_requests_and_refuses_new_ones() -> None:
     held = Held()
 
     async def live() -> None:
@@ -563,11 +565,11 @@ def test_bridge_that_ends_answers_what_waits_and_refuses_what_is_new() -> None:
             runs = Client(bridge, b"/runs")
             await held.arrive(1)
             waits = Client(bridge, b"/waits")
-            await turn_the_loop()
+            await run_ready_tasks()
             await events.put({"type": "lifespan.shutdown"})
-            await turn_the_loop()
+            await run_ready_tasks()
             assert (await Client(bridge, b"/new").answer())[0] == 503
-            held.let_go()
+            held.release()
             assert [(await each.answer())[0] for each in (runs, waits)] == [200, 200]
 
     asyncio.run(live())

@@ -1,4 +1,4 @@
-"""One deadline for many tasks, on a clock that the test sets."""
+"""One deadline for many tasks, on a clock that the test controls."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -15,11 +15,11 @@ class Clock:
 
     async def set(self, now: float) -> None:
         self.now = now
-        await turn_the_loop()
+        await run_ready_tasks()
 
 
-async def turn_the_loop() -> None:
-    """Let everything that is ready or due run."""
+async def run_ready_tasks() -> None:
+    """Run everything that is ready or due."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -28,7 +28,7 @@ def on_a_clock(scenario: Callable[[Clock], Coroutine[Any, Any, None]]) -> None:
     clock = Clock()
 
     async def live() -> None:
-        asyncio.get_running_loop().time = lambda: clock.now  # type: ignore[method-assign]  # a clock set by hand
+        asyncio.get_running_loop().time = lambda: clock.now  # type: ignore[method-assign]  # the test controls the clock
         await scenario(clock)
 
     asyncio.run(live())
@@ -38,7 +38,7 @@ async def forever() -> None:
     await asyncio.get_running_loop().create_future()
 
 
-def test_deadline_each_task_has_the_whole_time() -> None:
+def test_deadline_each_task_gets_the_full_time() -> None:
     async def scenario(clock: Clock) -> None:
         deadline = BodyDeadline(10)
         first = asyncio.ensure_future(deadline.bound(forever()))
@@ -65,7 +65,7 @@ def test_deadline_each_task_has_the_whole_time() -> None:
     on_a_clock(scenario)
 
 
-def test_deadline_leaves_what_ends_in_time_alone() -> None:
+def test_deadline_task_that_ends_in_time_is_not_canceled() -> None:
     async def scenario(clock: Clock) -> None:
         deadline = BodyDeadline(10)
         assert await deadline.bound(asyncio.sleep(0, "done")) == "done"
@@ -81,17 +81,17 @@ def test_deadline_leaves_what_ends_in_time_alone() -> None:
     on_a_clock(scenario)
 
 
-def test_deadline_passes_on_a_cancellation_that_is_not_its_own() -> None:
+def test_deadline_foreign_cancellation_is_propagated() -> None:
     async def scenario(clock: Clock) -> None:
         deadline = BodyDeadline(10)
         canceled, both = (asyncio.ensure_future(deadline.bound(forever())) for _ in range(2))
-        await turn_the_loop()
+        await run_ready_tasks()
         canceled.cancel()
-        await turn_the_loop()
+        await run_ready_tasks()
         assert canceled.cancelled()
         both.cancel()
         clock.now = 10
-        await turn_the_loop()
+        await run_ready_tasks()
         assert both.cancelled()
 
     on_a_clock(scenario)

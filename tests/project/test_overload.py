@@ -1,4 +1,4 @@
-"""Overload of a real Granian with our bridge: who is answered, who is refused, and who is dropped."""
+"""Overload of a real Granian with the bridge: which requests are answered, refused or dropped."""
 
 import json
 import os
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
-"""Maximum wait for anything here; nothing is asserted about time."""
+"""Maximum wait for one event in these tests, in seconds; no assertion depends on it."""
 
 THREADS, QUEUE = 2, 2
 CONSOLE_THREADS, CONSOLE_QUEUE = 2, 12
@@ -28,7 +28,7 @@ CONSOLE_THREADS, CONSOLE_QUEUE = 2, 12
 
 @dataclass
 class Gate:
-    """Where requests report that they hold a thread, and wait to be let go."""
+    """Where requests report that they hold a thread, and wait to be released."""
 
     listener: socket.socket
     held: list[socket.socket] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Gate:
         self.held.append(connection)
         return connection.makefile().readline().rstrip()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         for connection in self.held:
             connection.close()
         self.held.clear()
@@ -79,7 +79,7 @@ Start = Callable[..., Site]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the site with the options of `make run`, some of them replaced."""
+    """Start the site with the options of `make run`, some of them replaced."""
     with ExitStack() as stack:
 
         def serve(*, body_seconds: float = SECONDS, **options: int) -> Site:
@@ -99,7 +99,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             stack.callback(process.wait, 20)
             stack.callback(process.terminate)
             site = Site(port, Gate(gate), stack)
-            stack.callback(site.gate.let_go)
+            stack.callback(site.gate.release)
             _wait_until_it_listens(process, port)
             return site
 
@@ -115,68 +115,68 @@ def _wait_until_it_listens(process: "subprocess.Popen[bytes]", port: int) -> Non
         select.select([], [], [], 0.05)
 
 
-def one_refused(connections: list[socket.socket]) -> tuple[socket.socket, Answer]:
-    """The first one with an answer while all threads are held."""
+def first_refused(connections: list[socket.socket]) -> tuple[socket.socket, Answer]:
+    """Return the first connection with an answer while all threads are held."""
     (connection, *_), _, _ = select.select(connections, [], [], SECONDS)
     return connection, read(connection)
 
 
-def test_sign_ins_that_hold_the_console_leave_the_other_planes_answered(start: Start) -> None:
+def test_sign_ins_on_every_console_thread_leave_the_other_planes_answering(start: Start) -> None:
     """Guarantee: no number of anonymous sign-ins delays a request of the integration or the service plane."""
     site = start()
     count = CONSOLE_THREADS + CONSOLE_QUEUE
     sign_ins = [site.send("POST /admin/login/", b"username=a&password=b") for _ in range(count + 1)]
     assert [site.gate.next_report() for _ in range(CONSOLE_THREADS)] == ["/admin/login/"] * CONSOLE_THREADS
-    refused, page = one_refused(sign_ins)  # so every other one is queued by now
+    refused, page = first_refused(sign_ins)  # all others are queued by now
     assert (page.status, page.headers["content-type"]) == (503, "text/html; charset=utf-8")
     assert (page.headers["retry-after"], page.headers["cache-control"]) == ("1", "no-store")
     assert site.get("/sandbox/echo").status == 200
     sign_ins.remove(refused)
-    site.gate.let_go()
+    site.gate.release()
     for _ in range(CONSOLE_QUEUE):
         assert site.gate.next_report() == "/admin/login/"
-        site.gate.let_go()
+        site.gate.release()
     assert [read(connection).status for connection in sign_ins] == [200] * count
 
 
-def test_queue_that_is_full_refuses_with_a_problem_and_leaves_the_console_answered(start: Start) -> None:
+def test_full_queue_refuses_with_a_problem_and_the_console_still_answers(start: Start) -> None:
     site = start()
     requests = [site.send("GET /held") for _ in range(THREADS + QUEUE + 1)]
     assert [site.gate.next_report() for _ in range(THREADS)] == ["/held"] * THREADS
-    _, answer = one_refused(requests)
+    _, answer = first_refused(requests)
     problem = json.loads(answer.body)
     assert (answer.status, problem["code"]) == (503, "dependency_unavailable")
     assert problem["request_id"] == answer.headers["x-request-id"]
     assert (answer.headers["retry-after"], answer.headers["cache-control"]) == ("1", "no-store")
     assert site.get("/admin/echo").status == 200
-    # A liveness probe that is refused would restart a process that is only busy.
+    # Refusing a liveness probe would restart a process that is only busy.
     assert [site.get(path).status for path in ("/healthz", "/readyz")] == [200, 200]
 
 
 @pytest.mark.parametrize("body", [b"", b"{}"])
 def test_queued_request_whose_client_disconnects_never_runs(start: Start, body: bytes) -> None:
-    """Guarantee: nothing is done for a client that is gone."""
+    """Guarantee: the request of a disconnected client is not executed."""
     site = start()
     for _ in range(THREADS):
         site.send("GET /held")
         assert site.gate.next_report() == "/held"
     sent = {site.send(f"POST /{number}", body): f"/{number}" for number in range(QUEUE + 1)}
-    refused, answer = one_refused(list(sent))  # so the other ones are queued
+    refused, answer = first_refused(list(sent))  # the others are queued by now
     assert answer.status == 503
     del sent[refused]
     (gone, _), (stays, stays_path) = sent.items()
     gone.close()
     assert site.gate.next_report() == "disconnect"
-    assert site.get("/admin/echo").status == 200  # so the loop has dropped it
+    assert site.get("/admin/echo").status == 200  # the loop has dropped it by now
     late = site.send("POST /late", body)
-    site.gate.let_go()
+    site.gate.release()
     assert {site.gate.next_report(), site.gate.next_report()} == {stays_path, "/late"}
-    site.gate.let_go()
+    site.gate.release()
     assert (read(stays).body, read(late).body) == (stays_path.encode(), b"/late")
 
 
-def test_body_that_never_ends_is_answered_and_its_connection_closed(start: Start) -> None:
-    """Guarantee: a slow sender holds no thread, and its connection for a stated time only."""
+def test_endless_body_is_answered_and_its_connection_closed(start: Start) -> None:
+    """Guarantee: a slow sender holds no thread, and its connection only for a bounded time."""
     site = start(body_seconds=0.2)
     slow = []
     for _ in range(THREADS + QUEUE + 1):
@@ -191,20 +191,20 @@ def test_body_that_never_ends_is_answered_and_its_connection_closed(start: Start
     assert site.get("/echo").status == 200
 
 
-def test_connection_beyond_the_cap_waits_until_another_one_is_closed(start: Start) -> None:
+def test_connection_above_the_cap_waits_until_another_closes(start: Start) -> None:
     site = start(backpressure=1)
     first = site.send("GET /echo")
     assert read(first).status == 200
     site.send("GET /waits")
     first.sendall(b"GET /runs HTTP/1.1\r\nHost: a\r\n\r\n")
     assert site.gate.next_report() == "/runs"
-    site.gate.let_go()
+    site.gate.release()
     assert read(first).status == 200
     first.close()
     assert site.gate.next_report() == "/waits"
 
 
-def test_idle_connections_are_closed_and_keep_nobody_out(start: Start) -> None:
+def test_idle_connections_are_closed_and_do_not_block_others(start: Start) -> None:
     site = start(backpressure=2, http1_header_read_timeout=300)
     silent = site.stack.enter_context(socket.create_connection(("127.0.0.1", site.port), timeout=SECONDS))
     half = site.stack.enter_context(socket.create_connection(("127.0.0.1", site.port), timeout=SECONDS))

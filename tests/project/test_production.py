@@ -32,11 +32,11 @@ LOOK_SECONDS = 0.2
 
 
 def documented_commands() -> list[list[str]]:
-    """Return the page's commands, without those that make the environment and set its variables."""
+    """Return the page's commands, except those that create the environment and set its variables."""
     text = (ROOT / "docs" / "operations.md").read_text()
     block = text.split(f"<!-- {MARKER} -->\n")[1].split(f"<!-- /{MARKER} -->")[0]
     commands = [shlex.split(line, comments=True) for line in block.splitlines()]
-    return [words for words in commands if words[0] not in ("make", ".", "export")]
+    return [arguments for arguments in commands if arguments[0] not in ("make", ".", "export")]
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Production:
     folder: Path
     port: int
 
-    def manage(self, *words: str, typed: str = "") -> dict[str, Any]:
+    def manage(self, *arguments: str, typed: str = "") -> dict[str, Any]:
         """The JSON answer of a management command."""
         done = subprocess.run(
-            [self.python, "manage.py", *words, "--json"],
+            [self.python, "manage.py", *arguments, "--json"],
             cwd=ROOT,
             env=self.variables,
             input=typed,
@@ -60,7 +60,7 @@ class Production:
             timeout=60,
             check=False,
         )
-        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 
@@ -110,13 +110,13 @@ def production(runtime: Path, redis_url: str, tmp_path: Path) -> Iterator[Produc
 @pytest.mark.postgres
 @pytest.mark.timeout(600)
 def test_documented_commands_on_the_runtime_lock_issue_and_rotate_a_key(production: Production) -> None:
-    """A production installation needs nothing that only the lock of the tests holds."""
+    """A production installation needs nothing that only the test lock contains."""
     setup, *processes = documented_commands()
-    assert [words[0] for words in processes] == ["granian", "celery", "celery"]
+    assert [arguments[0] for arguments in processes] == ["granian", "celery", "celery"]
     subprocess.run(setup, cwd=ROOT, env=production.variables, check=True, timeout=120, stdout=subprocess.DEVNULL)
     production.manage("seed_demo")
     with ExitStack() as stack:
-        running = [stack.enter_context(_running(production, words)) for words in processes]
+        running = [stack.enter_context(_running(production, arguments)) for arguments in processes]
 
         def until(what: str, holds: Callable[[], bool], seconds: float) -> None:
             deadline = time.monotonic() + seconds
@@ -141,7 +141,7 @@ def test_documented_commands_on_the_runtime_lock_issue_and_rotate_a_key(producti
             shown: str = production.manage("show_rotation", rotation)["state"]
             return shown == state
 
-        # Only the worker, woken by beat through Redis, takes these steps.
+        # Only the worker, started by beat through Redis, takes these steps.
         until("the replacement is delivered", lambda: is_in("awaiting_proof"), ROTATION_SECONDS)
         replacement = production.manage("collect_key", "--rotation", rotation, "--by", "tam", "--reveal")["key"]
         assert production.request("POST", "/credentials/acknowledge", replacement).status_code == 204
@@ -152,11 +152,11 @@ def test_documented_commands_on_the_runtime_lock_issue_and_rotate_a_key(producti
 
 
 @contextmanager
-def _running(production: Production, words: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
-    """A documented command at work in a process group of its own, which ends with it."""
-    with (production.folder / f"{words[0]}-{words[-1]}.log").open("wb") as output:
+def _running(production: Production, arguments: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a documented command in its own process group and end that group afterwards."""
+    with (production.folder / f"{arguments[0]}-{arguments[-1]}.log").open("wb") as output:
         process = subprocess.Popen(
-            words,
+            arguments,
             cwd=ROOT,
             env=production.variables,
             stdin=subprocess.DEVNULL,

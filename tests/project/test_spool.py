@@ -1,4 +1,4 @@
-"""The spool's promises, with real processes, real signals and real files."""
+"""The spool's guarantees, with real processes, signals and files."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ from keyvault.project import spool
 
 TASKS: Any = Queue("tasks", Exchange("tasks", type="direct"), "tasks")
 
-# Scripts and workers import the module by itself (a link to the file): it needs kombu and nothing of the project.
+# Scripts and workers import the module through a link: it needs kombu and nothing of the project.
 PRELUDE = """
 import os, pathlib, signal, sys
 import spool_alone as spool
@@ -35,9 +35,9 @@ connection = Connection(spool.spool_url(home / "spool"))
 channel = connection.channel()
 tasks = Queue("tasks", Exchange("tasks", type="direct"), "tasks")(channel)
 tasks.declare()
-def say(word):
-    with open(home / f"said-{sys.argv[1]}", "a") as file:
-        file.write(f"{word}\\n")
+def report(line):
+    with open(home / f"reported-{sys.argv[1]}", "a") as file:
+        file.write(f"{line}\\n")
 """
 PRODUCE = """
 for number in range(int(sys.argv[2])):
@@ -45,7 +45,7 @@ for number in range(int(sys.argv[2])):
 """
 CONSUME = """
 def take(body, message):
-    say(body)
+    report(body)
     message.ack()
 with connection.Consumer(tasks, callbacks=[take], prefetch_count=4):
     while not (home / "stop").exists():
@@ -56,19 +56,19 @@ with connection.Consumer(tasks, callbacks=[take], prefetch_count=4):
 """
 HOLD = """
 held = [tasks.get() for _ in range(int(sys.argv[2]))]
-say("ready")
+report("ready")
 signal.pause()
 """
 FORK = """
 held = tasks.get()
 if os.fork() == 0:
     channel.close()  # as forked pool processes do with the connections that they inherit
-    say(os.getpid())
+    report(os.getpid())
 signal.pause()
 """
 LISTEN = """
-Queue("mailbox", Exchange("news", type="fanout"), exclusive=True)(channel).declare()
-say("ready")
+Queue("mailbox", Exchange("broadcast", type="fanout"), exclusive=True)(channel).declare()
+report("ready")
 signal.pause()
 """
 DIE_AT_SYNC = """
@@ -80,7 +80,7 @@ def fsync(descriptor, sync=os.fsync):
         os.kill(os.getpid(), signal.SIGKILL)
     sync(descriptor)
 os.fsync = fsync
-Producer(channel).publish("last words", exchange="tasks", routing_key="tasks")
+Producer(channel).publish("last message", exchange="tasks", routing_key="tasks")
 """
 APP = """
 import os, pathlib, time
@@ -102,12 +102,12 @@ def mark(number):
 def eventually(condition: Callable[[], bool], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.02)
 
 
 class Home:
-    """A folder with a spool in it, and the processes that this test started around it."""
+    """A folder with a spool in it, and the processes that this test started on it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -135,8 +135,8 @@ class Home:
         options = ["-P", pool, "-c", "2", "-n", f"{name}@spool", "--without-gossip", "--without-mingle"]
         return self.start("-m", "celery", "-A", "app", "worker", *options, "-l", "WARNING", worker=name)
 
-    def said(self, name: str) -> list[str]:
-        file = self.path / f"said-{name}"
+    def reported(self, name: str) -> list[str]:
+        file = self.path / f"reported-{name}"
         return file.read_text().splitlines() if file.exists() else []
 
     def files(self, *parts: str) -> list[Path]:
@@ -157,7 +157,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
     yield home
     for process in home.processes:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the children of a killed parent, too
+            os.killpg(process.pid, signal.SIGKILL)  # also the children of a killed parent
         process.wait()
 
 
@@ -168,7 +168,7 @@ def publish(connection: Any, *bodies: object) -> None:
 
 
 def bodies_left(connection: Any) -> list[Any]:
-    """Take and acknowledge what is ready, sweeping first."""
+    """Take and acknowledge the ready messages, after a sweep."""
     channel = connection.default_channel
     channel.claims.next_sweep = 0
     queue, bodies = TASKS(channel), []
@@ -178,15 +178,15 @@ def bodies_left(connection: Any) -> list[Any]:
     return bodies
 
 
-def test_race_three_producers_three_consumers_delivers_each_message_once(home: Home) -> None:
-    """Guarantee: processes that publish and consume at the same time neither lose nor double a message."""
+def test_race_of_producers_and_consumers_delivers_each_message_once(home: Home) -> None:
+    """Guarantee: processes that publish and consume concurrently neither lose nor duplicate a message."""
     for name in "abc":
         home.script(CONSUME, f"consumer-{name}")
     producers = [home.script(PRODUCE, name, "200") for name in "abc"]
     assert [process.wait(30) for process in producers] == [0, 0, 0]
 
     def received() -> list[str]:
-        return [body for name in "abc" for body in home.said(f"consumer-{name}")]
+        return [body for name in "abc" for body in home.reported(f"consumer-{name}")]
 
     eventually(lambda: len(received()) >= 600)
     (home.path / "stop").touch()
@@ -196,7 +196,7 @@ def test_race_three_producers_three_consumers_delivers_each_message_once(home: H
 
 
 def test_race_threads_of_one_process_deliver_each_message_once(home: Home) -> None:
-    """Guarantee: threads share a process's claims folder without losing or doubling a message."""
+    """Guarantee: threads share a process's claims folder without losing or duplicating a message."""
     received: list[str] = []
 
     def produce(name: str) -> None:
@@ -215,15 +215,15 @@ def test_race_threads_of_one_process_deliver_each_message_once(home: Home) -> No
     assert sorted(received) == sorted(f"{name}/{number}" for name in "abcd" for number in range(50))
 
 
-def test_claims_consumer_killed_are_delivered_again_by_another_process(home: Home) -> None:
-    """Guarantee: kill -9 of a consumer loses nothing that it had not acknowledged; a live one keeps its claims.
+def test_claims_of_a_killed_consumer_are_delivered_to_another_process(home: Home) -> None:
+    """Guarantee: kill -9 of a consumer loses no unacknowledged message; a live consumer keeps its claims.
 
-    The other process was there all the time: it looks for the dead now and then, not only when it starts.
+    The other process runs throughout: it checks for dead consumers periodically, not only at its start.
     """
     with home.connect() as connection:
         publish(connection, *range(5))
         holder = home.script(HOLD, "holder", "3")
-        eventually(lambda: home.said("holder") == ["ready"])
+        eventually(lambda: home.reported("holder") == ["ready"])
         assert bodies_left(connection) == [3, 4]
         holder.kill()
         holder.wait()
@@ -236,34 +236,34 @@ def test_claims_consumer_killed_are_delivered_again_by_another_process(home: Hom
         assert home.files("claims") == [connection.default_channel.claims.path]
 
 
-def test_claims_consumer_forks_stay_with_the_parent_and_end_with_it(home: Home) -> None:
-    """Guarantee: a forked child neither gives back what its parent holds nor keeps it locked after the parent."""
+def test_claims_of_a_forked_consumer_stay_with_the_parent(home: Home) -> None:
+    """Guarantee: a forked child neither releases its parent's claims nor keeps them locked after the parent ends."""
     with home.connect() as connection:
         publish(connection, "precious")
         parent = home.script(FORK, "fork")
-        eventually(lambda: len(home.said("fork")) == 1)
-        child = int(home.said("fork")[0])
+        eventually(lambda: len(home.reported("fork")) == 1)
+        child = int(home.reported("fork")[0])
         assert bodies_left(connection) == []
         parent.kill()
         parent.wait()
         assert bodies_left(connection) == ["precious"]
-        os.kill(child, 0)  # still there, and held nothing
+        os.kill(child, 0)  # still running, and held nothing
 
 
 @pytest.mark.parametrize(("sync", "survives"), [(1, False), (2, True)], ids=["before rename", "after rename"])
-def test_publish_producer_killed_leaves_all_of_the_message_or_nothing(home: Home, sync: int, survives: bool) -> None:
-    """Guarantee: kill -9 of a producer never publishes half a message, and never leaves its draft behind."""
+def test_publish_by_a_killed_producer_leaves_the_whole_message_or_none(home: Home, sync: int, survives: bool) -> None:
+    """Guarantee: kill -9 of a producer never publishes half a message and never leaves its draft behind."""
     home.script("", "declare").wait(30)
     producer = home.script(DIE_AT_SYNC, "producer", str(sync))
     assert producer.wait(30) == -signal.SIGKILL
     with home.connect() as connection:
-        assert bodies_left(connection) == (["last words"] if survives else [])
+        assert bodies_left(connection) == (["last message"] if survives else [])
         assert home.files("claims") == [connection.default_channel.claims.path]
         assert home.files("dead") == []
 
 
 def test_publish_disk_full_raises_and_publishes_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: a publisher hears of the failure, as an error kombu counts as a connection's, and may retry."""
+    """Guarantee: a publisher gets the failure as a kombu connection error, and may retry."""
 
     def refuse(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "no space left")
@@ -300,7 +300,7 @@ STEM = f"{1:020d}-{'a' * 32}"
 def test_garbage_file_in_a_queue_goes_to_dead_and_consumption_continues(
     home: Home, name: str, content: bytes | None
 ) -> None:
-    """Guarantee: no file, whatever is in it, stops a consumer, and none is thrown away."""
+    """Guarantee: no file, whatever its content, stops a consumer, and none is deleted."""
     with home.connect() as connection:
         publish(connection, "good")
         path = home.spool / "queues" / "tasks" / name
@@ -315,7 +315,7 @@ def test_garbage_file_in_a_queue_goes_to_dead_and_consumption_continues(
         assert home.files("queues", "tasks") == []
 
 
-def test_garbage_file_beside_the_queues_is_passed_over(home: Home) -> None:
+def test_garbage_file_beside_the_queues_is_ignored(home: Home) -> None:
     """Guarantee: a stray file anywhere in the spool stops neither publishers nor consumers."""
     with home.connect() as connection:
         fanout = Exchange("fanout", type="fanout")
@@ -330,8 +330,8 @@ def test_garbage_file_beside_the_queues_is_passed_over(home: Home) -> None:
         assert not (home.spool / "claims" / "left-unfinished").exists()
 
 
-def test_dead_files_above_the_bound_make_room_for_new_ones(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: dead/ does not grow for ever."""
+def test_dead_files_above_the_bound_are_dropped_oldest_first(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: dead/ does not grow without bound."""
     monkeypatch.setattr(spool, "DEAD_FILES", 2)
     with home.connect() as connection:
         publish(connection, *range(4))
@@ -344,8 +344,8 @@ def test_dead_files_above_the_bound_make_room_for_new_ones(home: Home, monkeypat
 
 
 @pytest.mark.parametrize("umask", [0, 0o277])
-def test_modes_any_umask_are_for_the_owner_alone(home: Home, umask: int) -> None:
-    """Guarantee: nobody but the owner reads or writes anything in the spool."""
+def test_modes_with_any_umask_are_owner_only(home: Home, umask: int) -> None:
+    """Guarantee: only the owner can read or write anything in the spool."""
     before = os.umask(umask)
     try:
         with home.connect() as connection:
@@ -361,8 +361,8 @@ def test_modes_any_umask_are_for_the_owner_alone(home: Home, umask: int) -> None
         os.umask(before)
 
 
-def test_root_others_may_write_there_is_refused(home: Home) -> None:
-    """Guarantee: a spool in a folder where another user could plant messages is not used."""
+def test_root_writable_by_others_is_refused(home: Home) -> None:
+    """Guarantee: a folder where another user could plant messages is not used as a spool."""
     home.spool.mkdir()
     home.spool.chmod(0o770)
     with home.connect() as connection, pytest.raises(PermissionError, match="writable by no other user"):
@@ -384,15 +384,15 @@ def test_reject_with_requeue_delivers_again_and_without_goes_to_dead(home: Home)
         assert bodies_left(connection) == ["later"]
 
 
-def test_close_with_unacknowledged_messages_puts_them_back_in_order(home: Home) -> None:
-    """Guarantee: a consumer that leaves in peace hands over at once, without waiting for a sweep."""
+def test_close_with_unacknowledged_messages_requeues_them_in_order(home: Home) -> None:
+    """Guarantee: a consumer that closes normally returns its messages immediately, without waiting for a sweep."""
     with home.connect() as connection:
         publish(connection, *range(3))
         queue = TASKS(connection.channel())
         late = [queue.get() for _ in range(2)][1]
         queue.channel.close()
         assert bodies_left(connection) == [0, 1, 2]
-        late.ack()  # too late, and harmless
+        late.ack()  # too late, no effect
 
 
 def test_queue_long_backlog_is_delivered_in_order(home: Home) -> None:
@@ -417,7 +417,7 @@ def test_queue_purge_and_delete_count_and_remove(home: Home) -> None:
             channel.queue_declare("tasks", passive=True)
 
 
-def test_spool_folder_emptied_under_a_running_process_starts_anew(home: Home) -> None:
+def test_spool_folder_emptied_at_runtime_is_recreated(home: Home) -> None:
     with home.connect() as connection:
         publish(connection, "old")
         shutil.rmtree(home.spool)
@@ -443,7 +443,7 @@ def test_exchange_direct_and_topic_reach_queues_bound_by_another_connection(home
         producer.publish("d", exchange=direct, routing_key="paid", declare=[direct])
         producer.publish("t", exchange=topic, routing_key="task.sent", declare=[topic])
         producer.publish("w", exchange=topic, routing_key="worker.on/off")
-        producer.publish("?", exchange=direct, routing_key="nobody")
+        producer.publish("?", exchange=direct, routing_key="unbound")
 
         def drained(queue: Queue) -> list[object]:
             return [message.payload for message in iter(lambda: queue.get(no_ack=True), None)]
@@ -457,12 +457,12 @@ def test_exchange_direct_and_topic_reach_queues_bound_by_another_connection(home
 
 
 def test_fanout_two_consumers_receive_a_copy_each(home: Home) -> None:
-    news = Exchange("news", type="fanout")
+    broadcast = Exchange("broadcast", type="fanout")
     with home.connect() as connection, home.connect() as publisher:
         heard: list[tuple[str, object]] = []
         consumers = [
             connection.Consumer(
-                Queue(name, news, auto_delete=True),
+                Queue(name, broadcast, auto_delete=True),
                 callbacks=[lambda body, message, name=name: heard.append((name, body))],
                 no_ack=True,
             )
@@ -470,7 +470,7 @@ def test_fanout_two_consumers_receive_a_copy_each(home: Home) -> None:
         ]
         for consumer in consumers:
             consumer.consume()
-        Producer(publisher.default_channel).publish("extra", exchange=news, declare=[news])
+        Producer(publisher.default_channel).publish("extra", exchange=broadcast, declare=[broadcast])
         for _ in range(2):
             connection.drain_events(timeout=5)
         assert sorted(heard) == [("one", "extra"), ("two", "extra")]
@@ -478,8 +478,8 @@ def test_fanout_two_consumers_receive_a_copy_each(home: Home) -> None:
             connection.drain_events(timeout=0.05)
 
 
-def test_fanout_order_to_shut_down_is_delivered_only_once(home: Home) -> None:
-    """Guarantee: an order that ends the worker which reads it does not wait for the next worker of that name."""
+def test_fanout_shutdown_order_is_delivered_once(home: Home) -> None:
+    """Guarantee: a shutdown order for a worker is not delivered again to the next worker of that name."""
 
     def shut_down(message: object) -> None:
         raise SystemExit
@@ -491,47 +491,49 @@ def test_fanout_order_to_shut_down_is_delivered_only_once(home: Home) -> None:
         assert list(home.spool.glob("*/*/*@tasks")) == home.files("exchanges", "tasks")
 
 
-def test_mailbox_owner_killed_is_dropped_and_its_namesake_starts_empty(home: Home) -> None:
-    """Guarantee: mailboxes of dead workers do not grow, and old orders do not reach a worker of the same name."""
-    news = Exchange("news", type="fanout")
+def test_mailbox_of_a_killed_owner_is_dropped_and_a_new_owner_starts_empty(home: Home) -> None:
+    """Guarantee: mailboxes of dead workers do not grow, and old orders do not reach a new worker of the same name."""
+    broadcast = Exchange("broadcast", type="fanout")
     owner = home.script(LISTEN, "owner")
-    eventually(lambda: home.said("owner") == ["ready"])
+    eventually(lambda: home.reported("owner") == ["ready"])
     with home.connect() as connection:
         channel = connection.default_channel
         channel.claims.next_sweep = 0
         assert bodies_left(connection) == []
-        Producer(channel).publish("shut down", exchange=news, declare=[news])
+        Producer(channel).publish("shut down", exchange=broadcast, declare=[broadcast])
         assert len(home.files("queues", "mailbox")) == 1
         owner.kill()
         owner.wait()
-        mailbox: Any = Queue("mailbox", news, exclusive=True)(channel)
+        mailbox: Any = Queue("mailbox", broadcast, exclusive=True)(channel)
         mailbox.declare()
         assert mailbox.get() is None
-        Producer(channel).publish("welcome", exchange=news)
+        Producer(channel).publish("welcome", exchange=broadcast)
         assert mailbox.get(no_ack=True).payload == "welcome"
 
 
-def test_mailbox_every_owner_dead_disappears_with_its_binding(home: Home) -> None:
-    """Guarantee: broadcasts leave no file behind once nobody listens."""
+def test_mailbox_without_live_owner_is_removed_with_its_binding(home: Home) -> None:
+    """Guarantee: broadcasts leave no file behind once no worker listens."""
     owner = home.script(LISTEN, "owner")
-    eventually(lambda: home.said("owner") == ["ready"])
+    eventually(lambda: home.reported("owner") == ["ready"])
     owner.kill()
     owner.wait()
     with home.connect() as connection:
         assert bodies_left(connection) == []
-        news = Exchange("news", type="fanout")
-        Producer(connection.default_channel).publish("anyone?", exchange=news, declare=[news])
+        broadcast = Exchange("broadcast", type="fanout")
+        Producer(connection.default_channel).publish("anyone?", exchange=broadcast, declare=[broadcast])
         assert [path.name for path in home.files("queues")] == ["tasks"]
-        assert home.files("exchanges", "news") == []
+        assert home.files("exchanges", "broadcast") == []
 
 
-def test_mailbox_live_owner_never_reads_loses_what_is_stale(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: a mailbox that its living owner forgot does not grow for ever; lasting queues keep everything."""
+def test_mailbox_never_read_by_its_owner_drops_stale_messages(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: a mailbox that its live owner never reads does not grow without bound; durable queues keep
+    everything.
+    """
     monkeypatch.setattr(spool, "STALE_SECONDS", -1)
-    news = Exchange("news", type="fanout")
+    broadcast = Exchange("broadcast", type="fanout")
     with home.connect() as connection:
-        Queue("mailbox", news, auto_delete=True)(connection.default_channel).declare()
-        Producer(connection.default_channel).publish("old news", exchange=news)
+        Queue("mailbox", broadcast, auto_delete=True)(connection.default_channel).declare()
+        Producer(connection.default_channel).publish("stale", exchange=broadcast)
         publish(connection, "task")
         assert bodies_left(connection) == ["task"]
         assert home.files("queues", "mailbox") == []
@@ -560,8 +562,8 @@ def test_url_without_absolute_path_raises_value_error() -> None:
         spool.spool_url("var/lib/kv")
 
 
-def test_worker_torn_file_runs_on_answers_ping_and_obeys_shutdown(home: Home) -> None:
-    """Guarantee: the file that ends a worker on kombu's filesystem transport does not end this one."""
+def test_worker_with_a_torn_file_answers_ping_and_obeys_shutdown(home: Home) -> None:
+    """Guarantee: a file that ends a worker on kombu's filesystem transport does not end this one."""
     folder = home.spool / "queues" / "celery"
     with home.client() as client:
         (home.path / "go").touch()
@@ -581,13 +583,13 @@ def test_worker_torn_file_runs_on_answers_ping_and_obeys_shutdown(home: Home) ->
         assert worker.wait(30) == 0
         assert [path.name for path in home.files("queues", "celery")] == []
         with home.connect() as connection:
-            assert bodies_left(connection) == []  # which sweeps
+            assert bodies_left(connection) == []  # this call sweeps
         assert [path.name for path in home.files("queues")] == ["celery"]
 
 
 @pytest.mark.parametrize(("first", "second"), [("prefork", "threads"), ("threads", "prefork"), ("solo", "solo")])
 def test_worker_killed_with_late_acks_second_worker_completes_every_task(home: Home, first: str, second: str) -> None:
-    """Guarantee: kill -9 of a worker's main process loses no task that it had not finished, whatever the pool."""
+    """Guarantee: kill -9 of a worker's main process loses no unfinished task, in any pool."""
     with home.client() as client:
         worker = home.worker("one", first)
         for number in range(6):
@@ -598,7 +600,7 @@ def test_worker_killed_with_late_acks_second_worker_completes_every_task(home: H
         worker.wait()
         (home.path / "go").touch()
         home.worker("two", second)
-        # Each is there before it says who made it.
+        # Each file exists before it names its producer.
         eventually(lambda: sum(bool(path.read_text()) for path in home.path.glob("done-*")) == 6)
         assert {path.read_text() for path in home.path.glob("done-*")} == {"two"}
         eventually(lambda: not list(home.spool.glob("claims/*/*@*")))

@@ -1,4 +1,4 @@
-"""A process that would run wrong does not start, and says why."""
+"""A misconfigured process refuses to start and states the reason."""
 
 import os
 import shutil
@@ -17,51 +17,50 @@ SERVER = ["-c", "import keyvault.project.wsgi"]
 WORKER = ["-m", "celery", "-A", "keyvault.project", "worker", "--pool", "solo"]
 
 
-def run(words: list[str], folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KEYVAULT_")}
     environment |= {"KEYVAULT_DATA_DIR": str(folder), "C_FORCE_ROOT": "1", **settings}
     return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
 
 
 @pytest.fixture(scope="module")
-def installation(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("installation") / "data"
-    done = run(["manage.py", "setup"], folder)
+def set_up_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Set up one data folder; each test gets a copy."""
+    data = tmp_path_factory.mktemp("installation") / "data"
+    done = run(["manage.py", "setup"], data)
     assert done.returncode == 0, done.stderr
-    return folder
+    return data
 
 
 @pytest.fixture
-def folder(installation: Path, tmp_path: Path) -> Path:
-    """A copy of a data folder that `setup` made."""
-    return Path(shutil.copytree(installation, tmp_path / "data"))
+def folder(set_up_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(set_up_folder, tmp_path / "data"))
 
 
-@pytest.mark.parametrize("words", [SERVER, WORKER], ids=["server", "worker"])
-def test_start_with_another_master_key_is_refused(folder: Path, words: list[str]) -> None:
-    """A keystore that this master key did not seal is never served from."""
-    done = run(words, folder, KEYVAULT_MASTER_KEY="A" * 43 + "=")
+@pytest.mark.parametrize("arguments", [SERVER, WORKER], ids=["server", "worker"])
+def test_start_with_another_master_key_is_refused(folder: Path, arguments: list[str]) -> None:
+    done = run(arguments, folder, KEYVAULT_MASTER_KEY="A" * 43 + "=")
     assert done.returncode != 0
     assert "master key is not the one" in done.stderr
 
 
-@pytest.mark.parametrize("words", [SERVER, WORKER], ids=["server", "worker"])
-def test_start_without_the_master_key_is_refused_and_makes_no_new_one(folder: Path, words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [SERVER, WORKER], ids=["server", "worker"])
+def test_start_without_the_master_key_is_refused_and_creates_none(folder: Path, arguments: list[str]) -> None:
     (folder / "master.key").unlink()
-    done = run(words, folder)
+    done = run(arguments, folder)
     assert done.returncode != 0
     assert "master.key is missing" in done.stderr
     assert not (folder / "master.key").exists()
 
 
-@pytest.mark.parametrize("words", [SERVER, WORKER, ["manage.py", "setup"]], ids=["server", "worker", "setup"])
-def test_start_with_a_lost_keystore_is_refused(folder: Path, words: list[str]) -> None:
-    """Digests without their peppers verify nothing: a fresh keystore must not quietly take the old one's place."""
+@pytest.mark.parametrize("arguments", [SERVER, WORKER, ["manage.py", "setup"]], ids=["server", "worker", "setup"])
+def test_start_with_a_lost_keystore_is_refused(folder: Path, arguments: list[str]) -> None:
+    """Digests cannot be verified without their peppers: a fresh keystore must not silently replace the lost one."""
     for name in ("keystore.sqlite3", "keystore.sqlite3-wal", "keystore.sqlite3-shm", "master.key"):
         (folder / name).unlink(missing_ok=True)
-    done = run(words, folder)
+    done = run(arguments, folder)
     assert done.returncode != 0
     assert "restore the keystore" in done.stderr
 
@@ -69,7 +68,7 @@ def test_start_with_a_lost_keystore_is_refused(folder: Path, words: list[str]) -
 VERIFIER = ["-m", "keyvault.project.verifier", "--port", "1", "--ready", "1"]
 
 
-@pytest.mark.parametrize("words", [SERVER, WORKER, VERIFIER], ids=["server", "worker", "verifier"])
+@pytest.mark.parametrize("arguments", [SERVER, WORKER, VERIFIER], ids=["server", "worker", "verifier"])
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -78,10 +77,10 @@ VERIFIER = ["-m", "keyvault.project.verifier", "--port", "1", "--ready", "1"]
     ],
     ids=["before setup", "without its database"],
 )
-def test_start_without_tables_is_refused_in_one_line_that_says_what_to_run(
-    tmp_path: Path, words: list[str], settings: dict[str, str], why: str
+def test_start_without_tables_is_refused_and_names_the_setup_command(
+    tmp_path: Path, arguments: list[str], settings: dict[str, str], why: str
 ) -> None:
-    done = run(words, tmp_path / "data", **settings)
+    done = run(arguments, tmp_path / "data", **settings)
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if "does not start" in line]
     assert why in line
@@ -104,8 +103,8 @@ def last_migration(app: str) -> str:
 
 
 @pytest.mark.parametrize("who", PROGRAMS)
-def test_start_on_a_schema_that_is_behind_is_refused_in_one_line_that_says_what_to_run(folder: Path, who: str) -> None:
-    """A half-finished deployment serves nobody: no process runs on columns and rules that are not there yet."""
+def test_start_on_an_older_schema_is_refused_and_names_the_setup_command(folder: Path, who: str) -> None:
+    """Guarantee: no process of a half-finished deployment runs on a schema that lacks columns and rules."""
     name = last_migration("rotation")
     execute(folder, "DELETE FROM django_migrations WHERE app = 'rotation' AND name = ?", name)
     assert (
@@ -115,8 +114,8 @@ def test_start_on_a_schema_that_is_behind_is_refused_in_one_line_that_says_what_
 
 
 @pytest.mark.parametrize("who", PROGRAMS)
-def test_start_on_a_schema_that_is_ahead_is_refused_in_one_line(folder: Path, who: str) -> None:
-    """An older release does not run beside the rules of a newer one, which it does not know."""
+def test_start_on_a_newer_schema_is_refused_in_one_line(folder: Path, who: str) -> None:
+    """Guarantee: an older release does not run on the schema of a newer one."""
     execute(folder, "INSERT INTO django_migrations (app, name, applied) VALUES ('keyvault', '9999_x', '2026-11-21')")
     assert (
         f"the {who} does not start: the database is ahead of this release: it has keyvault.9999_x, which this release "
@@ -124,22 +123,22 @@ def test_start_on_a_schema_that_is_ahead_is_refused_in_one_line(folder: Path, wh
     ) in refusal(PROGRAMS[who], folder)
 
 
-def refusal(words: list[str], folder: Path, **settings: str) -> str:
-    done = run(words, folder, **settings)
+def refusal(arguments: list[str], folder: Path, **settings: str) -> str:
+    done = run(arguments, folder, **settings)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "does not start" in line]
     return line
 
 
-def test_start_of_beat_without_its_database_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_start_of_beat_without_database_is_refused_in_one_line(tmp_path: Path) -> None:
     line = refusal(BEAT, tmp_path / "data", KEYVAULT_DATABASE_URL="postgresql://a:hunter2@127.0.0.1:1/x")
     assert "the beat does not start: the database cannot be used: connection failed" in line
     assert "hunter2" not in line
 
 
-def test_start_after_a_squash_takes_old_names_for_what_they_are(folder: Path) -> None:
-    """Rows of migrations that this release has put together are older than what it knows, not newer."""
+def test_start_after_a_squash_accepts_old_migration_names(folder: Path) -> None:
+    """Names of migrations that a squash replaced count as older, not as newer."""
     execute(folder, "INSERT INTO django_migrations (app, name, applied) VALUES ('keyvault', '0001_old', '2026-11-21')")
     done = run(SERVER, folder)
     assert done.returncode == 0, done.stderr
@@ -176,10 +175,8 @@ def test_start_after_setup_works(folder: Path) -> None:
         ({"KEYVAULT_DATA_DIR": "/dev/null/x"}, "KEYVAULT_DATA_DIR: /dev/null/x cannot be created: Not a directory"),
     ],
 )
-def test_start_with_a_setting_that_cannot_be_meant_is_refused(
-    tmp_path: Path, settings: dict[str, str], complaint: str
-) -> None:
-    """No switch turns safety off, and a misspelt one is not silently without effect."""
+def test_start_with_an_invalid_setting_is_refused(tmp_path: Path, settings: dict[str, str], complaint: str) -> None:
+    """No switch turns safety off, and a misspelled value is not silently ignored."""
     done = run(["manage.py", "setup"], tmp_path / "data", **settings)
     assert done.returncode != 0
     assert complaint in done.stderr
@@ -187,8 +184,8 @@ def test_start_with_a_setting_that_cannot_be_meant_is_refused(
     assert "Traceback" not in done.stderr
 
 
-def test_start_leaves_nothing_in_the_data_folder_that_others_can_read(tmp_path: Path) -> None:
-    """Whatever the umask, and even in a folder that others may enter."""
+def test_start_leaves_no_file_in_the_data_folder_readable_by_others(tmp_path: Path) -> None:
+    """Holds for any umask, and in a folder that others may enter."""
     folder = tmp_path / "data"
     folder.mkdir(mode=0o755)
     command = f"umask 000; exec {sys.executable} manage.py setup"

@@ -1,4 +1,4 @@
-"""The embedded service as processes: none is lost, none is left behind, whoever dies first."""
+"""The embedded service as processes: none is lost and none is left behind, whichever ends first."""
 
 import json
 import os
@@ -50,13 +50,13 @@ READY = "Press Ctrl-C to stop"
 def eventually(look: Callable[[], T], seconds: float = 30) -> T:
     deadline = time.monotonic() + seconds
     while not (seen := look()):
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.02)
     return seen
 
 
 def parent_of(process_id: int) -> int | None:
-    """None for a process that is gone, or dead and only waiting to be reaped."""
+    """Return None for a process that is gone, or a zombie."""
     try:
         state, parent = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[:2]
     except (FileNotFoundError, ProcessLookupError):
@@ -81,36 +81,36 @@ def are_gone(process_ids: set[int]) -> bool:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def supervise(tmp_path: Path, said: list[str]) -> Callable[..., Supervisor]:
+def supervise(tmp_path: Path, messages: list[str]) -> Callable[..., Supervisor]:
     def make(**commands: tuple[str, ...]) -> Supervisor:
         programs = [Program(name, command) for name, command in commands.items()]
-        return Supervisor(programs, os.environ, tmp_path, tmp_path / "logs", said.append)
+        return Supervisor(programs, os.environ, tmp_path, tmp_path / "logs", messages.append)
 
     return make
 
 
 def process_id(service: Supervisor, name: str) -> int:
-    """Of the program's latest process, as that says itself."""
+    """Return the process id that the program's latest process printed."""
     log = service.logs / f"{name}.log"
     return int(eventually(lambda: re.findall(r"I am (\d+)\n", log.read_text()))[-1])
 
 
-def test_supervisor_program_killed_is_started_again_and_said(
-    supervise: Callable[..., Supervisor], said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_supervisor_killed_program_is_restarted_and_reported(
+    supervise: Callable[..., Supervisor], messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.1)
     with supervise(one=SLEEP, other=SLEEP) as service:
         killed, spared = process_id(service, "one"), process_id(service, "other")
         os.kill(killed, signal.SIGKILL)
-        service.wait(10)  # which ends at once
+        service.wait(10)  # returns immediately
         service.restart_ended()
-        assert len(said) == 1
-        assert "one has exited (killed by SIGKILL); it restarts" in said[0]
+        assert len(messages) == 1
+        assert "one has exited (killed by SIGKILL); it restarts" in messages[0]
         while not service.is_running("one"):
             service.wait(10)
             service.restart_ended()
@@ -119,22 +119,20 @@ def test_supervisor_program_killed_is_started_again_and_said(
     assert not service.is_running("one")
 
 
-def test_supervisor_program_that_keeps_dying_is_started_at_growing_pauses(
-    supervise: Callable[..., Supervisor], said: list[str]
+def test_supervisor_crashing_program_is_restarted_with_growing_pauses(
+    supervise: Callable[..., Supervisor], messages: list[str]
 ) -> None:
     with supervise(broken=(sys.executable, "-c", "raise SystemExit(3)")) as service:
-        while len(said) < 2:
+        while len(messages) < 2:
             service.wait(10)
             service.restart_ended()
-    assert ["exit 3" in line for line in said] == [True, True]
-    assert "it restarts in 1 s" in said[0]
-    assert "it restarts in 2 s" in said[1]
+    assert ["exit 3" in line for line in messages] == [True, True]
+    assert "it restarts in 1 s" in messages[0]
+    assert "it restarts in 2 s" in messages[1]
 
 
-def test_supervisor_what_a_dead_program_left_behind_is_killed(
-    supervise: Callable[..., Supervisor], tmp_path: Path
-) -> None:
-    """Guarantee: no orphan goes on serving, or working, beside the program that replaces its parent."""
+def test_supervisor_orphans_of_a_dead_program_are_killed(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    """Guarantee: no orphan keeps serving or working beside the program that replaces its parent."""
     log = tmp_path / "logs" / "parent.log"
     with supervise(parent=(sys.executable, "-c", LEAVE_A_CHILD)) as service:
         child = int(eventually(lambda: re.findall(r"child (\d+)\n", log.read_text()))[0])
@@ -144,8 +142,8 @@ def test_supervisor_what_a_dead_program_left_behind_is_killed(
         eventually(lambda: are_gone({child}))
 
 
-def test_supervisor_stops_in_reverse_order_and_kills_what_does_not_hear(
-    supervise: Callable[..., Supervisor], said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_supervisor_stops_in_reverse_order_and_kills_unresponsive_programs(
+    supervise: Callable[..., Supervisor], messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
     with supervise(deaf=(sys.executable, "-c", IGNORE_SIGTERM), quick=SLEEP) as service:
@@ -153,10 +151,10 @@ def test_supervisor_stops_in_reverse_order_and_kills_what_does_not_hear(
         began = time.monotonic()
     assert time.monotonic() - began < 5
     assert are_gone(started)
-    assert ["deaf did not stop in time" in line for line in said] == [True]
+    assert ["deaf did not stop in time" in line for line in messages] == [True]
 
 
-def test_supervisor_logs_are_for_the_owner_alone(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+def test_supervisor_logs_are_owner_only(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         with supervise(one=SLEEP):
@@ -168,7 +166,7 @@ def test_supervisor_logs_are_for_the_owner_alone(supervise: Callable[..., Superv
 
 
 def test_supervisor_log_tail_is_redacted(supervise: Callable[..., Supervisor]) -> None:
-    """Guarantee: what a program wrote by mistake is not repeated on a terminal."""
+    """Guarantee: a secret in a program's output is not repeated on the terminal."""
     shaped = f"kv_prv_sbx_{'k' * 16}{'s' * 49}"
     with supervise(one=(sys.executable, "-c", f"print('x' * 30000, '{shaped}')")) as service:
         eventually(lambda: not service.is_running("one"))
@@ -178,7 +176,7 @@ def test_supervisor_log_tail_is_redacted(supervise: Callable[..., Supervisor]) -
 
 
 def test_supervisor_in_another_thread_starts_nothing(supervise: Callable[..., Supervisor]) -> None:
-    """Guarantee: no program dies with a thread that merely happened to start it."""
+    """Guarantee: no program ends with a thread that happened to start it."""
     errors = []
 
     def start() -> None:
@@ -193,7 +191,7 @@ def test_supervisor_in_another_thread_starts_nothing(supervise: Callable[..., Su
     assert ["main thread" in error for error in errors] == [True]
 
 
-def test_supervisor_start_that_fails_halfway_leaves_nothing(
+def test_supervisor_start_that_fails_halfway_leaves_no_process(
     supervise: Callable[..., Supervisor], tmp_path: Path
 ) -> None:
     service = supervise(one=SLEEP, two=SLEEP)
@@ -206,13 +204,13 @@ def test_supervisor_start_that_fails_halfway_leaves_nothing(
 # ------------------------------------------------------------------------------------------------- the port
 
 
-def test_port_free_is_not_refused() -> None:
+def test_port_that_is_free_is_accepted() -> None:
     require_free_port(find_free_port())
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])  # noqa: S104  a stranger's server, for a moment
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])  # noqa: S104  a foreign server, for a moment
 def test_port_with_a_listener_that_shares_it_is_refused(address: str) -> None:
-    """Guarantee: two servers never divide the requests of one port between them unnoticed."""
+    """Guarantee: two servers never share the requests of one port unnoticed."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((address, 0))
@@ -222,15 +220,15 @@ def test_port_with_a_listener_that_shares_it_is_refused(address: str) -> None:
             require_free_port(port)
 
 
-def test_port_bound_by_somebody_who_does_not_listen_is_refused() -> None:
+def test_port_bound_without_listening_is_refused() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         with pytest.raises(ServiceError, match="is in use"):
             require_free_port(holder.getsockname()[1])
 
 
-def test_port_of_connections_that_are_still_closing_is_not_refused() -> None:
-    """Guarantee: `make run` can be stopped and started again at once."""
+def test_port_with_closing_connections_is_accepted() -> None:
+    """Guarantee: `make run` can be restarted immediately."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))
@@ -247,7 +245,7 @@ def test_port_of_connections_that_are_still_closing_is_not_refused() -> None:
 
 
 class Running:
-    """`manage.py run` in a data folder of its own, read until it says that it serves."""
+    """`manage.py run` in its own data folder, read until it reports that it serves."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder, self.port = folder, port
@@ -264,10 +262,10 @@ class Running:
             )
         self.text = ""
 
-    def read_until(self, words: str, seconds: float = 90) -> None:
+    def read_until(self, text: str, seconds: float = 90) -> None:
         assert self.process.stdout is not None
         deadline = time.monotonic() + seconds
-        while words not in self.text:
+        while text not in self.text:
             assert select.select([self.process.stdout], [], [], deadline - time.monotonic())[0], self.text
             chunk = os.read(self.process.stdout.fileno(), 65536).decode()
             assert chunk, f"{self.text}\n{self.stderr}"
@@ -294,14 +292,14 @@ def running(tmp_path: Path) -> Iterator[Running]:
                 os.kill(process, signal.SIGKILL)
 
 
-def ask_as_printed(text: str) -> dict[str, object]:
-    """Sends what the printed curl line would send."""
+def send_as_printed(text: str) -> dict[str, object]:
+    """Send what the printed curl line would send."""
     (line,) = (line for line in text.splitlines() if line.strip().startswith("curl "))
-    words = shlex.split(line)
-    headers = dict(word.split(": ", 1) for before, word in pairwise(words) if before == "-H")
-    url = next(word for word in words if word.startswith("http://127.0.0.1:"))
-    body = words[words.index("-d") + 1].encode()
-    request = urllib.request.Request(url, body, headers)  # noqa: S310  the address was looked at
+    arguments = shlex.split(line)
+    headers = dict(argument.split(": ", 1) for before, argument in pairwise(arguments) if before == "-H")
+    url = next(argument for argument in arguments if argument.startswith("http://127.0.0.1:"))
+    body = arguments[arguments.index("-d") + 1].encode()
+    request = urllib.request.Request(url, body, headers)  # noqa: S310  the test checked the address
     with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310  the same
         decision: dict[str, object] = json.load(answer)
         return decision
@@ -316,10 +314,10 @@ def worker_of(running: Running) -> int | None:
 
 
 @pytest.mark.timeout(240)
-def test_run_serves_what_it_prints_mends_itself_and_stops_on_sigterm(running: Running) -> None:
-    """Guarantee: SIGTERM ends everything that `make run` started, in order and with exit 0."""
+def test_run_serves_what_it_prints_restarts_programs_and_stops_on_sigterm(running: Running) -> None:
+    """Guarantee: SIGTERM ends everything that `make run` started, in order, with exit 0."""
     running.read_until(READY)
-    decision = ask_as_printed(running.text)
+    decision = send_as_printed(running.text)
     assert (decision["allowed"], decision["merchant_id"]) == (True, "acme")
     for operator in ("admin", "approver", "auditor", "responder", "tam"):
         assert re.search(rf"^  {operator} +\S{{16}} +[a-z_]+$", running.text, re.MULTILINE)
@@ -342,7 +340,7 @@ def test_run_serves_what_it_prints_mends_itself_and_stops_on_sigterm(running: Ru
 
 
 @pytest.mark.timeout(240)
-def test_run_killed_outright_leaves_no_child(running: Running) -> None:
+def test_run_killed_with_sigkill_leaves_no_child(running: Running) -> None:
     """Guarantee: kill -9 of the supervisor ends the server, its worker process, the worker and the beat."""
     running.read_until(READY)
     started = descendants(running.process.pid)
@@ -353,8 +351,8 @@ def test_run_killed_outright_leaves_no_child(running: Running) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_run_server_process_killed_is_replaced_and_not_doubled(running: Running) -> None:
-    """Guarantee: of a killed server nothing goes on answering beside its successor."""
+def test_run_killed_server_process_is_replaced_once(running: Running) -> None:
+    """Guarantee: no process of a killed server keeps answering beside its successor."""
     running.read_until(READY)
     before = descendants(running.process.pid)
     (server,) = (
@@ -368,7 +366,7 @@ def test_run_server_process_killed_is_replaced_and_not_doubled(running: Running)
 
     def answers() -> bool:
         try:
-            return ask_as_printed(running.text)["allowed"] is True
+            return send_as_printed(running.text)["allowed"] is True
         except OSError:
             return False
 
@@ -376,8 +374,8 @@ def test_run_server_process_killed_is_replaced_and_not_doubled(running: Running)
     assert "server has exited (killed by SIGKILL)" in running.stderr
 
 
-def test_run_port_taken_is_refused_before_anything_is_started(tmp_path: Path) -> None:
-    """Guarantee: the second `make run` says what is wrong, and touches no data."""
+def test_run_on_a_taken_port_is_refused_before_any_start(tmp_path: Path) -> None:
+    """Guarantee: the second `make run` states what is wrong and touches no data."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Many credentials, and a campaign over them: what the tests of campaigns begin with."""
+"""Many credentials and a campaign over them, for the campaign tests."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from .scene import Clock, account, approver, issue, tam
 
 
 def issued(clock: Clock, count: int, environment: Environment = Environment.SANDBOX) -> list[Key]:
-    """One key each for that many merchants, the first the oldest."""
+    """Issue one key per merchant, the first one oldest."""
     return [issue(account(f"merchant-{number}", environment), clock.now)[0] for number in range(count)]
 
 
@@ -41,7 +41,7 @@ def asked(
     reason: str = "yearly",
     by: OperatorPrincipal | None = None,
 ) -> Campaign:
-    """By `tam`; acknowledgement and the shortest periods of the environment, unless told otherwise."""
+    """Request a campaign as `tam`, by acknowledgement and with the environment's shortest periods by default."""
     short = {"quiet_seconds": 5, "quarantine_seconds": 5} if environment is Environment.SANDBOX else {}
     chosen: dict[str, Any] = {"proof": Proof.ACK, **short}
     return request_campaign(
@@ -56,13 +56,13 @@ def asked(
 
 
 def approved(clock: Clock, campaign: Campaign, by: OperatorPrincipal | None = None) -> Campaign:
-    """By `approver` unless told otherwise."""
+    """Approve the campaign, by default as `approver`."""
     grant = on_platform(by or approver(), P.ROTATIONS_APPROVE, clock, campaign.requester_person)
     return approve_campaign(grant, campaign, campaign.plan_digest)
 
 
 def events(campaign: Campaign) -> list[str]:
-    """What the audit log says of the campaign itself, in order."""
+    """Return the events of the campaign's own audit entries, in order."""
     entries = AuditEntry.objects.filter(event__startswith="campaign.").order_by("pk")
     return [entry.event for entry in entries if details_of(entry).get("campaign_id") == campaign.campaign_id]
 
@@ -73,7 +73,7 @@ def details_of(entry: AuditEntry) -> dict[str, Any]:
 
 
 def become(rotation: Rotation, state: S, clock: Clock) -> None:
-    """As if the engine had brought it there now."""
+    """Put the rotation into the state as if the engine had moved it there now."""
     facts = {"accepted_at": clock.now, "delivered_at": clock.now, "used_at": clock.now, "silent_at": clock.now}
     proved = facts if state in {S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED} else {}
     models.QuerySet(Rotation).filter(pk=rotation.pk).update(
@@ -86,7 +86,7 @@ def become(rotation: Rotation, state: S, clock: Clock) -> None:
 
 
 def oldest(campaign: Campaign) -> Rotation:
-    """The member's that was begun first and has no news yet."""
+    """Return the rotation that was started first and has not changed since."""
     member = CampaignMember.objects.filter(campaign=campaign, rotation__state=S.SCHEDULED).order_by("pk")[0]
     assert member.rotation is not None
     return member.rotation

@@ -1,4 +1,4 @@
-"""A clock that stands still, and a verifier that reports by it."""
+"""A clock that tests control, and a verifier that reports by it."""
 
 from datetime import UTC, datetime
 
@@ -17,7 +17,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def verifier(clock: Clock, db: None) -> UsageLog:
-    """A live reporter; `flush` says that all is reported up to the clock's now."""
+    """Return a live reporter; `flush` reports all uses up to the clock's time."""
     log = UsageLog(now=clock)
     UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=clock(), flushed_through_at=clock())
     return log

@@ -1,4 +1,4 @@
-"""What the secret backend holds of a rotation's keys, and the upkeep's turn."""
+"""What the secret backend holds of a rotation's keys, and one maintenance run."""
 
 from datetime import timedelta
 
@@ -9,20 +9,20 @@ from keyvault.services import maintenance
 from keyvault.services.secrets.backend import MOUNT, secret_backend
 
 
-def keep_up() -> None:
-    """All that the upkeep does about copies, whatever was put off until later."""
+def run_maintenance() -> None:
+    """Perform all pending maintenance of copies, including what was postponed."""
     WorkLease.objects.filter(subject__startswith="copy:").update(due_at=None)
     maintenance.destroy_due()
     maintenance.settle_due()
 
 
 def lose_leases() -> None:
-    """As long after a worker died as its leases last."""
+    """Expire every lease, as if its worker had died long ago."""
     WorkLease.objects.update(until=timezone.now() - timedelta(seconds=1), due_at=None)
 
 
 def copy_of(key: Key | str | None) -> tuple[str, str | None]:
-    """What the row says of the key's copy, and how the copy is."""
+    """Return the material state of the key's row and the state of its copy in the backend."""
     row = Key.objects.select_related("credential__account").get(pk=key.pk if isinstance(key, Key) else key)
     place = MOUNT[row.credential.environment], row.credential.backend_path
     found = (each.state.value for each in secret_backend().versions(*place) if each.version == row.backend_version)
@@ -30,7 +30,7 @@ def copy_of(key: Key | str | None) -> tuple[str, str | None]:
 
 
 def versions_of(key: Key) -> list[str]:
-    """How every version of the key's credential is, oldest first."""
+    """Return the state of every version of the key's credential, oldest first."""
     credential = key.credential
     return [
         each.state.value for each in secret_backend().versions(MOUNT[credential.environment], credential.backend_path)

@@ -1,6 +1,6 @@
-"""A credential with one good key, and a rotation of it: what the tests of the engine begin with.
+"""A credential with one good key and a rotation of it, for the engine's tests.
 
-Through the real services, and without a fixture, since the crash tests' own processes use it too.
+It uses the real services and no fixture, because the processes of the crash tests use it too.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from tests.factories import make_merchant, the_operator
 
 @dataclass
 class Clock:
-    """A clock that stands still until it is told."""
+    """A clock that advances only on request."""
 
     now: datetime
 
@@ -59,27 +59,27 @@ def admin() -> OperatorPrincipal:
 
 
 def account(merchant_id: str = "acme", environment: Environment = Environment.SANDBOX) -> Account:
-    """The account of a merchant, made at the first mention."""
+    """Return the merchant's account, created on first use."""
     if not Merchant.objects.filter(merchant_id=merchant_id).exists():
         make_merchant(merchant_id)
     return find_account(merchant_id, environment)
 
 
 def issue(place: Account, now: datetime, **chosen: Any) -> tuple[Key, Plaintext]:
-    """A new credential's first key, and its string."""
+    """Create a credential and return its first key and the key string."""
     key, text = factories.issue(place, at=now, **chosen)
     return Key.objects.select_related("credential__account__merchant").get(pk=key.pk), text
 
 
 def rotate(credential: Credential, now: datetime, **wish: object) -> Rotation:
-    """An approved rotation in the sandbox; by acknowledgement, with short periods, unless told otherwise."""
+    """Return an approved sandbox rotation, by acknowledgement and with short periods by default."""
     chosen = {"proof": Proof.ACK, "quiet_seconds": 5, "quarantine_seconds": 5, **wish}
     grant = authorize(tam(), P.ROTATIONS_WRITE, credential.account, now=now)
-    return request_rotation(grant, credential, PlanOverrides(**chosen))  # type: ignore[arg-type]  # a test's own words
+    return request_rotation(grant, credential, PlanOverrides(**chosen))  # type: ignore[arg-type]  # the test's own values
 
 
 def holder_of(key: Key) -> KeyHolder:
-    """Whoever proved that key."""
+    """Return the holder that authenticated with the key."""
     place = key.credential.account
     return KeyHolder(
         key_id=key.key_id,
@@ -101,12 +101,12 @@ def acknowledge_replacement(rotation_id: str, now: datetime) -> None:
 def use(
     log: UsageLog, key_id: str, count: int = 1, source: str = "192.0.2.1", outcome: UseOutcome = UseOutcome.ALLOWED
 ) -> None:
-    """Real traffic on a key, reported."""
+    """Use the key and report the use."""
     for _ in range(count):
         log.note(key_id, source=source, user_agent="test", endpoint="orders.create", outcome=outcome)
     log.flush()
 
 
 def unavailable(*args: object, **kwargs: object) -> int:
-    """In place of a backend's method: an outage."""
+    """Stand in for a backend method during an outage."""
     raise BackendUnavailableError("The backend is sealed.")

@@ -1,4 +1,4 @@
-"""A rotation in each of its states, with nothing wrong about it: the facts that the pure tests begin with."""
+"""A rotation in each of its states, with no event pending: the base facts of the pure tests."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -50,7 +50,9 @@ dead = pytest.mark.parametrize("key", DEAD, ids=lambda key: f"{key.state}{'-expi
 
 
 def facts(state: RotationState, **changes: Any) -> Facts:
-    """A rotation in that state (a stalled one: in overlap), or as changed, with nothing yet to move it on."""
+    """Return the facts of a rotation in the state (if stalled: from overlap), with changes and nothing that moves it
+    on.
+    """
     stage = changes.get("stalled_from", S.OVERLAP) if state is S.STALLED else state
     base = Facts(
         state=state,
@@ -82,8 +84,8 @@ def step(state: RotationState, now: datetime = NOW, /, **changes: Any) -> Wait |
     return next_step(facts(state, **changes), now)
 
 
-def told(found: Wait | Move | RotationAction) -> str:
-    """The step in one word, for tables."""
+def outcome_of(found: Wait | Move | RotationAction) -> str:
+    """Return the step as one word, for tables."""
     if isinstance(found, Move):
         return f"to {found.to}"
     return "act" if isinstance(found, RotationAction) else "wait"
@@ -94,5 +96,5 @@ def plan(**changes: Any) -> Plan:
 
 
 def used(count: int, sources: int, first: datetime | None, last: datetime | None = None) -> KeyFacts:
-    """A good key that was used so often, by so many, between these times."""
+    """Return a good key that `sources` used `count` times between these times."""
     return KeyFacts(K.ACTIVE, count=count, sources=sources, first_used_at=first, last_used_at=last or first)

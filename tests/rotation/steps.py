@@ -1,4 +1,4 @@
-"""A rotation taken to where a test begins, by the real engine and a clock that stands still."""
+"""Take a rotation to the start of a test, by the real engine and a clock that tests control."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from .scene import Clock
 
 
 def damage(rotation: Rotation, changes: dict[str, Any]) -> Rotation:
-    """Write the plan as another release would, which no service of this one does."""
+    """Write the plan as another release would; no service of this release does so."""
     disable_triggers()
     rows: QuerySet[Rotation] = QuerySet(Rotation)
     rows.filter(pk=rotation.pk).update(plan={**rotation.plan, **changes})
@@ -45,7 +45,7 @@ def begun(clock: Clock, **wish: object) -> Rotation:
 
 
 def overlapping(clock: Clock, verifier: UsageLog, **wish: object) -> Rotation:
-    """A rotation whose replacement is proved."""
+    """Return a rotation whose replacement is proved."""
     rotation = advance(begun(clock, **wish), clock)
     scene.acknowledge_replacement(rotation.rotation_id, clock())
     verifier.flush()
@@ -70,7 +70,7 @@ def revoke(key: Key, clock: Clock, reason: RevocationReason = RevocationReason.U
 
 
 def wait(rotation: Rotation, clock: Clock, verifier: UsageLog, seconds: float) -> Rotation:
-    """Time passes in which every verifier reports, and the engine then has its turn."""
+    """Advance the time while every verifier reports, then run the engine once."""
     clock.tick(seconds)
     verifier.flush()
     return advance(rotation, clock, 3)

@@ -1,4 +1,4 @@
-"""Beat: its entries are the settings', whatever happened to their rows; two at once begin each rotation once."""
+"""Beat: its entries equal the settings whatever its rows contain; two beats start each rotation once."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -34,7 +34,7 @@ ENTRIES: dict[str, dict[str, Any]] = app.conf.beat_schedule
 
 @pytest.fixture
 def beats() -> Iterator[list[Scheduler]]:
-    """Collect schedulers; none of them writes to the database once the test is over. They skip the startup checks."""
+    """Collect schedulers that skip the startup checks and stop writing to the database after the test."""
     made: list[Scheduler] = []
     with mock.patch("keyvault.project.beat.start_or_exit"):
         yield made
@@ -44,9 +44,9 @@ def beats() -> Iterator[list[Scheduler]]:
 
 @pytest.fixture
 def eager() -> Iterator[None]:
-    """Messages arrive and are carried out at once; what a task raises comes back to whoever sent it.
+    """Execute messages immediately; a task's exception reaches the sender.
 
-    Beat carries out only a task that its process knows, which a worker's start sees to and here this line.
+    Beat only executes registered tasks; a worker's start registers them, and here this line does.
     """
     app.loader.import_default_modules()
     app.conf.update(task_always_eager=True, task_eager_propagates=True)
@@ -55,7 +55,7 @@ def eager() -> Iterator[None]:
 
 
 def start(beats: list[Scheduler]) -> Scheduler:
-    """It has looked at the rows a second time too: from then on it sees when they change."""
+    """Start a scheduler and let it read the rows twice: from then on it notices changes."""
     beats.append(Scheduler(app=app))
     _ = beats[-1].schedule
     return beats[-1]
@@ -77,14 +77,14 @@ def test_beat_has_exactly_the_entries_of_the_settings(beats: list[Scheduler]) ->
     assert app.conf.beat_scheduler == "keyvault.project.beat:Scheduler"
 
 
-def test_beat_entries_are_tasks_that_exist_and_say_nothing_else() -> None:
+def test_beat_entries_name_existing_tasks_without_arguments() -> None:
     app.loader.import_default_modules()
     assert {entry["task"] for entry in ENTRIES.values()} <= set(app.tasks)
     assert {name for entry in ENTRIES.values() for name in entry} == {"task", "schedule"}
 
 
-def test_beat_started_again_forgets_what_the_settings_no_longer_have(beats: list[Scheduler]) -> None:
-    """A renamed entry does not tick under both of its names, and a row that somebody put there does not tick."""
+def test_beat_restarted_drops_entries_missing_from_the_settings(beats: list[Scheduler]) -> None:
+    """A renamed entry does not tick under both names, and a foreign row does not tick."""
     start(beats)
     every = IntervalSchedule.objects.first()
     PeriodicTask.objects.create(name="old-name", task="rotation.tasks.advance_due", interval=every)
@@ -107,8 +107,8 @@ HARM: list[dict[str, Any]] = [
 ]
 
 
-def test_beat_puts_right_a_row_that_somebody_changed(beats: list[Scheduler]) -> None:
-    """Nobody stops the rotations by editing a row of the scheduler."""
+def test_beat_corrects_a_changed_row(beats: list[Scheduler]) -> None:
+    """Rotations cannot be stopped by editing a row of the scheduler."""
     scheduler = start(beats)
     name = "begin-scheduled-rotations"
     row = PeriodicTask.objects.filter(name=name)
@@ -121,7 +121,7 @@ def test_beat_puts_right_a_row_that_somebody_changed(beats: list[Scheduler]) -> 
         assert all(now[column] != value for column, value in harm.items()), harm
 
 
-def test_beat_started_again_goes_on_where_it_was(beats: list[Scheduler]) -> None:
+def test_beat_restarted_continues_its_schedule(beats: list[Scheduler]) -> None:
     start(beats)
     ran_at = datetime.now(UTC) - timedelta(hours=3)
     PeriodicTask.objects.filter(name="upkeep").update(last_run_at=ran_at, total_run_count=7)
@@ -130,7 +130,7 @@ def test_beat_started_again_goes_on_where_it_was(beats: list[Scheduler]) -> None
 
 
 def test_beat_ticks_write_nothing(beats: list[Scheduler]) -> None:
-    """SQLite has one writer: beat does not take its place every second."""
+    """SQLite has one writer, and beat does not occupy it every second."""
     scheduler = start(beats)
     sent: list[str] = []
     _make_due()
@@ -148,10 +148,10 @@ def test_beat_ticks_write_nothing(beats: list[Scheduler]) -> None:
     assert [sql for sql in ticks if not sql.startswith(("SELECT", "COMMIT"))] == []
 
 
-def test_beat_without_the_database_goes_on_with_what_it_has(
+def test_beat_without_the_database_continues_with_its_entries(
     beats: list[Scheduler], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A database that restarts does not end beat."""
+    """A database restart does not end beat."""
     scheduler = start(beats)
     PeriodicTasks.update_changed()
     with mock.patch.object(PeriodicTask.objects, "exclude", side_effect=OperationalError("it restarts")):
@@ -161,10 +161,10 @@ def test_beat_without_the_database_goes_on_with_what_it_has(
             start(beats)
 
 
-def test_two_beats_tick_and_each_rotation_is_begun_once(
+def test_two_beats_start_each_rotation_once(
     beats: list[Scheduler], monkeypatch: pytest.MonkeyPatch, eager: None
 ) -> None:
-    """Both send every tick; the rows, not the messages, say what is to be done."""
+    """Both send every tick; the rows, not the messages, define the work."""
     now = datetime.now(UTC)
     place = scene.account(environment=Environment.PRODUCTION)
     for number in range(3):
@@ -189,8 +189,8 @@ def test_two_beats_tick_and_each_rotation_is_begun_once(
     assert Rotation.objects.exclude(state__in=CLOSED).values("credential").distinct().count() == 3
 
 
-def test_two_beats_that_start_at_once_have_one_set_of_entries(beats: list[Scheduler]) -> None:
-    """The second one finds that the first was faster, and reads what that one wrote."""
+def test_two_beats_starting_together_share_one_set_of_entries(beats: list[Scheduler]) -> None:
+    """The second one finds that the first was faster, and reads its entries."""
     start(beats)
     stale = PeriodicTask.objects.none()
     real = PeriodicTask.objects.select_related
@@ -201,12 +201,12 @@ def test_two_beats_that_start_at_once_have_one_set_of_entries(beats: list[Schedu
 
 
 def test_beat_rows_have_no_page_in_the_console() -> None:
-    """What ticks is code; there is no form to change it."""
+    """The schedule is code, without a form to change it."""
     registered = {model._meta.app_label for model in admin.site._registry}
     assert "django_celery_beat" not in registered
 
 
-def test_beat_tables_are_made_by_the_normal_set_up_and_raise_no_warning() -> None:
+def test_beat_tables_are_created_by_migrate_without_warnings() -> None:
     call_command("check", fail_level="WARNING")
     call_command("makemigrations", "django_celery_beat", check=True, dry_run=True, interactive=False, verbosity=0)
     assert issubclass(Scheduler, PlainScheduler)

@@ -1,4 +1,4 @@
-"""A share of the random event sequences, and that the watching finds what it is there for."""
+"""A share of the random event sequences, and tests that the watcher detects each violation."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ EACH = 6
 
 @pytest.mark.parametrize(("variant", "chain"), list(shares()), ids=lambda value: getattr(value, "name", str(value)))
 def test_machine_no_sequence_violates_an_invariant(variant: Variant, chain: int) -> None:
-    """Workers that die, doubles, people, traffic, clocks and a backend that fails: ROTATION.md's invariants hold."""
+    """The invariants hold under worker deaths, duplicates, operators, traffic, clocks and a failing backend."""
     tally = play_share(variant, chain, EACH, 1, thorough_every=4)
     assert tally.violations == []
     assert tally.sequences >= EACH
@@ -38,31 +38,31 @@ def test_machine_no_sequence_violates_an_invariant(variant: Variant, chain: int)
 
 
 @pytest.mark.database
-def test_machine_plays_on_either_database() -> None:
-    """The savepoints that keep the scenes hold on PostgreSQL too; sequences come to their end."""
+def test_machine_runs_on_either_database() -> None:
+    """The savepoints of the scenes work on PostgreSQL too; sequences finish."""
     tally = play_share(VARIANTS[0], 0, 2, 1, thorough_every=1)
     assert tally.violations == []
     assert {"ended completed", "ended cancelled", "ended rolled_back"} & set(tally.counts)
 
 
-# --- what the watching finds ------------------------------------------------------------------------------------
+# --- detected violations ----------------------------------------------------------------------------------------
 
 
 @contextmanager
 def played(state: RotationState) -> Iterator[World]:
-    """The world at the last scene of that state, rotated by acknowledgement."""
+    """Return the world at the last scene in that state, rotated by acknowledgement."""
     with transaction.atomic(), stage() as backend:
         for scene in play(backend, VARIANTS[0], 0):
             if scene.name == state:
                 transaction.savepoint_rollback(scene.savepoint)
-                backend.become(scene.backend)
+                backend.restore_from(scene.backend)
                 yield scene.world.copied()
         transaction.set_rollback(True)
 
 
 @contextmanager
 def engine_that(judges: Callable[[Facts, datetime], Wait | Move | RotationAction]) -> Iterator[None]:
-    """An engine whose next step is another one."""
+    """Replace the engine's next step."""
     with mock.patch.object(engine, "next_step", judges):
         yield
 
@@ -76,7 +76,7 @@ def act(world: World) -> None:
     world.engine(world.work)
 
 
-def test_watching_an_engine_as_it_is_finds_nothing() -> None:
+def test_watching_the_real_engine_finds_nothing() -> None:
     with played(S.OVERLAP) as world:
         act(world)
 
@@ -93,8 +93,8 @@ def test_watching_finds_a_quarantine_cut_short() -> None:
         act(world)
 
 
-def test_watching_finds_an_engine_that_takes_the_last_good_key() -> None:
-    """Invariant 1, with the two checks that hold it, in `next_step` and in the transaction, both taken out."""
+def test_watching_finds_the_loss_of_the_last_good_key() -> None:
+    """Invariant 1, without the two checks that enforce it, in `next_step` and in the transaction."""
     with played(S.OVERLAP) as world:
         world.people_do(lambda: world.suspend(1))
         unchecked = mock.patch.object(transitions, "_require_living")
@@ -110,45 +110,45 @@ def test_watching_finds_a_side_effect_without_a_ledger_row() -> None:
             act(world)
 
 
-def test_watching_finds_a_dead_key_that_lives_again() -> None:
-    """No row can be made so, which a trigger sees to; so the watcher is told that this one was dead before."""
+def test_watching_finds_a_revived_key() -> None:
+    """A trigger prevents such a row, so the watcher is given the key as dead before."""
     with played(S.OVERLAP) as world:
         world.watcher.dead.add(world.key_ids()[1])
         with pytest.raises(ViolationError, match="6: a dead key"):
-            world.watcher.look("engine")
+            world.watcher.check("engine")
 
 
 def test_watching_finds_a_change_without_an_audit_entry() -> None:
     with played(S.OVERLAP) as world:
         models.QuerySet(Key).filter(pk=world.key_ids()[0]).update(state=KeyState.SUSPENDED, suspended_at=world.now)
         with pytest.raises(ViolationError, match="7: a key became suspended"):
-            world.watcher.look("people")
+            world.watcher.check("people")
 
 
 def test_watching_finds_an_expiry_that_was_moved() -> None:
-    """Here too a trigger is before us."""
+    """A trigger prevents this row too."""
     with played(S.OVERLAP) as world:
         key_id = world.key_ids()[0]
         world.watcher.keys[key_id] = replace(world.watcher.keys[key_id], expires_at=world.now)
         with pytest.raises(ViolationError, match="6: an expiry"):
-            world.watcher.look("people")
+            world.watcher.check("people")
 
 
 def test_watching_finds_a_predecessor_that_is_kept_in_quarantine() -> None:
-    """With the replacement gone and the backend down, which the transaction of its own is there for."""
+    """The replacement is gone and the backend is down, which the separate transaction covers."""
     with played(S.QUARANTINE) as world:
         world.backend.is_down = True
         world.people_do(lambda: world.revoke(1))
         with mock.patch.object(engine, "lift_quarantine"):
             act(world)
         with pytest.raises(ViolationError, match="1: the predecessor is kept"):
-            world.watcher.require_given_back()
+            world.watcher.require_predecessor_reinstated()
         act(world)
-        world.watcher.require_given_back()
+        world.watcher.require_predecessor_reinstated()
 
 
 def test_watching_finds_a_merchant_with_nothing_to_read() -> None:
-    """The dead replacement's copy is destroyed, and nobody writes the predecessor back."""
+    """The dead replacement's copy is destroyed, and the predecessor is not written back."""
     with played(S.OVERLAP) as world:
         world.people_do(lambda: world.compromise(1))
         world.sweep()
@@ -158,8 +158,8 @@ def test_watching_finds_a_merchant_with_nothing_to_read() -> None:
             world.watcher.require_nothing_hangs()
 
 
-def test_watching_finds_a_fault_that_the_engine_takes_in() -> None:
-    """The engine lives on with a rotation's fault, and only logs it; here it is a violation."""
+def test_watching_finds_a_fault_that_the_engine_swallows() -> None:
+    """The engine logs a rotation's fault and continues; here the fault is a violation."""
     broken = engine_that(mock.Mock(side_effect=KeyError("a plan's field")))
     with played(S.OVERLAP) as world, broken, pytest.raises(ViolationError, match="unforeseen: KeyError"):
         act(world)

@@ -1,4 +1,4 @@
-"""Rotations moved by a real Celery worker and beat, killed with SIGKILL at each step of the happy path."""
+"""Rotations advanced by a real Celery worker and beat, killed with SIGKILL at each step of the forward path."""
 
 import os
 import signal
@@ -35,12 +35,12 @@ POINTS = [
     "rotation.revoking:after-commit",
     "revoking:after-destroy",
 ]
-"""See `tests.faults.crashing`; `make faults` has them all."""
+"""See `tests.faults.crashing`; `make faults` covers all points."""
 
 
 @pytest.fixture
 def broker(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The embedded spool on SQLite; Redis, as a deployment has it, on PostgreSQL."""
+    """Return the embedded spool on SQLite, and Redis, as in a deployment, on PostgreSQL."""
     if connection.vendor == "postgresql":
         url: str = request.getfixturevalue("redis_url")
         return url
@@ -69,14 +69,14 @@ def worker(point: str, broker: str, log: Path) -> Iterator[subprocess.Popen[byte
     try:
         yield process
     finally:
-        # Its embedded beat is a child of its own, and outlives a worker that was killed.
+        # The embedded beat is a child process and outlives a killed worker.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def until(holds: Callable[[], bool], seconds: float, what: str) -> None:
-    """Looks again and again; the event is in another process, and this is how one awaits it in a database."""
+    """Poll the condition: the event happens in another process and is visible only in the database."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -85,7 +85,7 @@ def until(holds: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 def acknowledge_delivered() -> None:
-    """The merchants' part."""
+    """Acknowledge delivered replacements as the merchants."""
     for rotation in Rotation.objects.filter(state=S.AWAITING_PROOF, acknowledged_at=None):
         scene.acknowledge_replacement(rotation.rotation_id, datetime.now(UTC))
 
@@ -94,7 +94,7 @@ def acknowledge_delivered() -> None:
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.timeout(240)
 def test_worker_killed_at_each_step_leaves_a_rotation_that_completes(broker: str, tmp_path: Path) -> None:
-    """kill -9 of the worker at any step of the happy path loses nothing: the next worker finishes the rotation."""
+    """kill -9 of the worker at any step loses nothing: the next worker finishes the rotation."""
     verifier = UsageLog()
     verifier.start()
     log = tmp_path / "worker.log"

@@ -1,4 +1,4 @@
-"""A server of the test's own with everything of ours on it."""
+"""A Vault server with this installation on it, one per test."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 
 from tests.servers.openbao import VaultOnDisk
 
-from .stand import Stand, standing
+from .harness import VaultHarness, running_harness
 
 
 @pytest.fixture
-def stand(vault_on_disk: VaultOnDisk, tmp_path: Path, db: None) -> Iterator[Stand]:
+def harness(vault_on_disk: VaultOnDisk, tmp_path: Path, db: None) -> Iterator[VaultHarness]:
     folder = tmp_path / "vault-logins"
     folder.mkdir(mode=0o700)
-    with standing(vault_on_disk, folder) as made:
+    with running_harness(vault_on_disk, folder) as made:
         yield made

@@ -1,44 +1,56 @@
-"""What may befall the server, or a request to it."""
+"""The faults that are injected into the server or into one of its requests."""
 
 import shutil
 
 from rotation.domain.events import RotationState as S
 
+from .harness import SHORT_TIMEOUT_SECONDS, VaultHarness
 from .journey import Fault
-from .proxy import Strike
-from .stand import IMPATIENT_SECONDS, Stand
+from .proxy import Injection
 
-TOO_LATE_SECONDS = 1.5 * IMPATIENT_SECONDS
+TOO_LATE_SECONDS = 1.5 * SHORT_TIMEOUT_SECONDS
 
-SEALED = Fault("sealed", lambda stand: Strike(before=stand.server.seal), lambda stand: stand.server.unseal())
-KILLED = Fault("killed", lambda stand: Strike(before=stand.kill), Stand.start_again)
+SEALED = Fault("sealed", lambda harness: Injection(before=harness.server.seal), lambda harness: harness.server.unseal())
+KILLED = Fault("killed", lambda harness: Injection(before=harness.kill), VaultHarness.restart)
 KILLED_AFTER = Fault(
-    "killed before it answers", lambda stand: Strike(after=stand.kill, is_lost=True), Stand.start_again
+    "killed before it answers", lambda harness: Injection(after=harness.kill, is_lost=True), VaultHarness.restart
 )
-REVOKED = Fault("tokens revoked", lambda stand: Strike(before=stand.revoke_tokens), lasts=False)
-DELETED = Fault("roles deleted", lambda stand: Strike(before=stand.delete_roles), Stand.mend_roles, stalls=True)
+REVOKED = Fault("tokens revoked", lambda harness: Injection(before=harness.revoke_tokens), lasts=False)
+DELETED = Fault(
+    "roles deleted", lambda harness: Injection(before=harness.delete_roles), VaultHarness.restore_roles, stalls=True
+)
 NARROWED = Fault(
-    "policies narrowed", lambda stand: Strike(before=stand.narrow_policies), Stand.mend_access, stalls=True
+    "policies narrowed",
+    lambda harness: Injection(before=harness.narrow_policies),
+    VaultHarness.restore_access,
+    stalls=True,
 )
-LIMITED = Fault("rate limited", lambda stand: Strike(before=stand.limit_rate), Stand.lift_limit)
-FULL = Fault("audit disk full", lambda stand: Strike(before=stand.fill_disk), Stand.empty_disk)
-LOST = Fault("reply lost", lambda stand: Strike(is_lost=True), lasts=False)
-SLOW = Fault("reply too late", lambda stand: Strike(slow_seconds=TOO_LATE_SECONDS), lasts=False, is_impatient=True)
-LATE = Fault("request too late", lambda stand: Strike(late_seconds=TOO_LATE_SECONDS), lasts=False, is_impatient=True)
+LIMITED = Fault("rate limited", lambda harness: Injection(before=harness.limit_rate), VaultHarness.lift_limit)
+FULL = Fault("audit disk full", lambda harness: Injection(before=harness.fill_disk), VaultHarness.empty_disk)
+LOST = Fault("reply lost", lambda harness: Injection(is_lost=True), lasts=False)
+SLOW = Fault(
+    "reply too late", lambda harness: Injection(slow_seconds=TOO_LATE_SECONDS), lasts=False, needs_short_timeouts=True
+)
+LATE = Fault(
+    "request too late", lambda harness: Injection(late_seconds=TOO_LATE_SECONDS), lasts=False, needs_short_timeouts=True
+)
 CRAWLING = Fault(
-    "all replies too late", lambda stand: Strike(before=stand.slow_down), Stand.speed_up, is_impatient=True
+    "all replies too late",
+    lambda harness: Injection(before=harness.slow_down),
+    VaultHarness.restore_speed,
+    needs_short_timeouts=True,
 )
 
 FAULTS = (SEALED, KILLED, KILLED_AFTER, REVOKED, DELETED, NARROWED, LIMITED, FULL, LOST, SLOW, LATE, CRAWLING)
 
-WAYS: dict[str, S | None] = {
+SCENARIOS: dict[str, S | None] = {
     "forward": None,
     "aborted when delivered": S.AWAITING_PROOF,
     "aborted in quarantine": S.QUARANTINE,
 }
-"""Of a rotation: in which state it is aborted."""
+"""The state in which a scenario aborts the rotation."""
 
 
-def can_be_staged(fault: Fault) -> bool:
-    """Whether this machine has what it takes."""
+def can_be_injected(fault: Fault) -> bool:
+    """Return whether this machine can inject the fault."""
     return fault is not FULL or shutil.which("prlimit") is not None

@@ -1,7 +1,7 @@
-"""What stands between the service and a Vault in these tests: it counts the requests, and strikes at one of them.
+"""A proxy between the service and a Vault that counts requests and injects a fault into one of them.
 
-Nothing in the product knows of it. It opens a new connection for each request that it passes on, so that it needs no
-telling when the server is killed and started again.
+The product does not know about it. It opens a new upstream connection for each request, so a server restart needs no
+handling.
 """
 
 import http.client
@@ -24,10 +24,11 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
-    """What happens to a request. `before`, `after`: done around its passing on. `is_lost`: its answer is.
+class Injection:
+    """What happens to one request.
 
-    `late_seconds` before it is passed on, `slow_seconds` before it is answered.
+    `before` and `after` run around forwarding it. `is_lost`: its reply is dropped. `late_seconds`: delay before it is
+    forwarded. `slow_seconds`: delay before it is answered.
     """
 
     before: Callable[[], object] = _nothing
@@ -37,13 +38,14 @@ class Strike:
     slow_seconds: float = 0.0
 
 
-UNDISTURBED = Strike()
+NO_FAULT = Injection()
 
 
 class Proxy:
-    """`calls`: the requests by name, in order. `struck`: the one it was told of has come, and may be under way.
+    """Counts requests and injects one `Injection`.
 
-    `failures`: of the strikes themselves, which then did not happen.
+    `calls`: the names of the requests, in order. `injected`: set once the selected request has arrived; it may still be
+    in progress. `failures`: errors of the injections themselves, which then did not happen.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -51,22 +53,22 @@ class Proxy:
         self._lock = threading.Lock()
         self._busy = 0
         self._idle = threading.Condition(self._lock)
-        self._at, self._strike, self.every = 0, UNDISTURBED, UNDISTURBED
+        self._at, self._injection, self.every = 0, NO_FAULT, NO_FAULT
         self.calls: list[str] = []
         self.failures: list[Exception] = []
-        self.struck = threading.Event()
+        self.injected = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.address = f"http://127.0.0.1:{self._server.server_port}"
 
-    def strike_at(self, number: int, strike: Strike) -> None:
-        """At that request from now on, counting from 1; 0: at none. Every other one is as `every` says."""
+    def inject_at(self, number: int, injection: Injection) -> None:
+        """Inject at request number `number`, counting from 1; 0 injects nowhere. All other requests use `every`."""
         with self._lock:
-            self._at, self._strike, self.every, self.calls = number, strike, UNDISTURBED, []
-            self.struck.clear()
+            self._at, self._injection, self.every, self.calls = number, injection, NO_FAULT, []
+            self.injected.clear()
 
     def wait_until_idle(self) -> None:
-        """Until nothing is on its way to the server any more, be its sender still there or not."""
+        """Wait until no request is on its way to the server, even if its sender has disconnected."""
         with self._idle:
             assert self._idle.wait_for(lambda: self._busy == 0, timeout=30)
 
@@ -83,14 +85,14 @@ class Proxy:
 
     # --- one request ----------------------------------------------------------------------------------------
 
-    def _draw(self, method: str, path: str) -> Strike:
+    def _draw(self, method: str, path: str) -> Injection:
         with self._lock:
             self._busy += 1
             self.calls.append(name_call(method, path))
             if len(self.calls) != self._at:
                 return self.every
-            self.struck.set()
-            return self._strike
+            self.injected.set()
+            return self._injection
 
     def _end(self) -> None:
         with self._idle:
@@ -98,23 +100,23 @@ class Proxy:
             self._idle.notify_all()
 
     def _pass_on(
-        self, strike: Strike, method: str, path: str, headers: dict[str, str], body: bytes
+        self, injection: Injection, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes] | None:
-        """The server's answer; None: nobody is told one."""
-        time.sleep(strike.late_seconds)
-        strike.before()
+        """Return the server's reply; None: the client gets no reply."""
+        time.sleep(injection.late_seconds)
+        injection.before()
         upstream = http.client.HTTPConnection(self._upstream, timeout=30)
         try:
             upstream.request(method, path, body, headers)
             reply = upstream.getresponse()
-            told = reply.status, reply.getheaders(), reply.read()
+            forwarded = reply.status, reply.getheaders(), reply.read()
         except (OSError, http.client.HTTPException):
-            told = None
+            forwarded = None
         finally:
             upstream.close()
-        strike.after()
-        time.sleep(strike.slow_seconds)
-        return None if strike.is_lost else told
+        injection.after()
+        time.sleep(injection.slow_seconds)
+        return None if injection.is_lost else forwarded
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         proxy = self
@@ -125,25 +127,25 @@ class Proxy:
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP_BY_HOP}
-                strike = proxy._draw(self.command, self.path)
+                injection = proxy._draw(self.command, self.path)
                 self.close_connection = True
                 try:
-                    told = proxy._pass_on(strike, self.command, self.path, headers, body)
-                except Exception as error:  # noqa: BLE001  told to the test, whose thread is another
+                    forwarded = proxy._pass_on(injection, self.command, self.path, headers, body)
+                except Exception as error:  # noqa: BLE001  reported to the test, which runs in another thread
                     proxy.failures.append(error)
                     return
                 finally:
                     proxy._end()
-                if told is None:
+                if forwarded is None:
                     return
-                status, replied, text = told
+                status, replied, text = forwarded
                 self.send_response_only(status)
                 for name, value in replied:
                     if name.lower() not in _HOP_BY_HOP:
                         self.send_header(name, value)
                 self.send_header("Content-Length", str(len(text)))
                 self.send_header("Connection", "close")
-                # Who asked may have given up.
+                # The sender may have given up.
                 with suppress(OSError):
                     self.end_headers()
                     self.wfile.write(text)
@@ -157,7 +159,7 @@ class Proxy:
 
 
 def name_call(method: str, path: str) -> str:
-    """Without ids and prefixes: `PUT keys-sandbox/data`, `POST auth/approle/login`."""
+    """Name a request without ids and prefixes: `PUT keys-sandbox/data`, `POST auth/approle/login`."""
     place = path.partition("?")[0]
     found = _ENGINE.match(place)
     return f"{method} {found[1] if found else place.removeprefix('/v1/')}"

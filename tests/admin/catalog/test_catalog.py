@@ -1,4 +1,4 @@
-"""The catalog in the console: one panel for every endpoint; upstream ones are added and changed without a restart."""
+"""The catalog in the console: every endpoint's panel; upstream endpoints are added and changed without a restart."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ from tests.admin.desk import Desk, address, browser, hidden, make_endpoint, text
 
 pytestmark = pytest.mark.database
 
-WISH = {
+FIELDS = {
     "name": "refunds.create",
     "method": "POST",
     "path": "/refunds/<refund_id>",
@@ -29,10 +29,10 @@ WISH = {
 
 
 def post_add(desk: Desk, **changed: Any) -> Any:
-    return browser(desk.admin).post(address("keyvault_catalogendpoint_add"), {**WISH, **changed}, follow=True)
+    return browser(desk.admin).post(address("keyvault_catalogendpoint_add"), {**FIELDS, **changed}, follow=True)
 
 
-def test_endpoint_added_in_the_console_is_in_the_catalog_at_once(desk: Desk) -> None:
+def test_endpoint_added_in_the_console_is_in_the_catalog_immediately(desk: Desk) -> None:
     answer = post_add(desk)
     assert "Verify and the gateways accept it from now on" in text_of(answer)
     found = find_endpoint("refunds.create")
@@ -48,7 +48,7 @@ def test_endpoint_added_in_the_console_is_in_the_catalog_at_once(desk: Desk) -> 
     assert (entry.event, entry.actor) == ("endpoint.added", "operator:admin")
 
 
-def test_endpoint_with_faults_is_shown_again_with_each_beside_its_field(desk: Desk) -> None:
+def test_endpoint_with_errors_shows_each_at_its_field(desk: Desk) -> None:
     answer = post_add(desk, name="x", path="/v1/keys", store_from="header:Cookie", limit_seconds="")
     assert answer.status_code == 400
     text = text_of(answer)
@@ -60,13 +60,13 @@ def test_endpoint_with_faults_is_shown_again_with_each_beside_its_field(desk: De
     assert not CatalogEndpoint.objects.exists()
 
 
-def test_endpoint_changed_from_its_page_keeps_what_was_not_touched(desk: Desk) -> None:
+def test_endpoint_changed_keeps_the_other_fields(desk: Desk) -> None:
     row = make_endpoint(summary="Refunds an order.")
     client = browser(desk.admin)
     form = client.get(address("keyvault_catalogendpoint_edit", row.pk))
     text = text_of(form)
     assert 'value="/refunds/&lt;refund_id&gt;"' in text
-    changed = {**WISH, "version": hidden(form, "version"), "method": "PUT"}
+    changed = {**FIELDS, "version": hidden(form, "version"), "method": "PUT"}
     answer = client.post(address("keyvault_catalogendpoint_edit", row.pk), changed, follow=True)
     assert "Changed endpoint" in text_of(answer)
     found = find_endpoint("refunds.create")
@@ -76,14 +76,14 @@ def test_endpoint_changed_from_its_page_keeps_what_was_not_touched(desk: Desk) -
     assert (details["before"]["Method"], details["rule"]["Method"]) == ("POST", "PUT")
 
 
-def test_endpoint_changed_from_a_page_of_yesterday_is_a_conflict(desk: Desk) -> None:
-    """A rule is changed by whoever saw the rule that it replaces."""
+def test_endpoint_changed_from_an_outdated_page_is_a_conflict(desk: Desk) -> None:
+    """A rule is changed only by an operator who saw the current version."""
     row = make_endpoint()
     client = browser(desk.admin)
     seen = hidden(client.get(address("keyvault_catalogendpoint_edit", row.pk)), "version")
     url = address("keyvault_catalogendpoint_edit", row.pk)
-    assert client.post(url, {**WISH, "version": seen}).status_code == 302
-    assert client.post(url, {**WISH, "version": seen, "method": "PUT"}).status_code == 409
+    assert client.post(url, {**FIELDS, "version": seen}).status_code == 302
+    assert client.post(url, {**FIELDS, "version": seen, "method": "PUT"}).status_code == 409
 
 
 def test_endpoint_withdrawn_and_restored_from_its_page(desk: Desk) -> None:
@@ -108,7 +108,7 @@ def test_catalog_pages_show_built_in_and_added_endpoints(desk: Desk, page: str) 
 
 
 def test_catalog_panel_is_the_same_everywhere(desk: Desk) -> None:
-    """The panels page, the page of one endpoint and the explanation all say what `authorization_panel` says."""
+    """The panels page, the endpoint's page and the explanation all use `authorization_panel`."""
     make_endpoint(merchant_from="path:refund_id", limit_count=5, limit_seconds=60)
     client = browser(desk.approver)
     pages = [
@@ -120,10 +120,10 @@ def test_catalog_panel_is_the_same_everywhere(desk: Desk) -> None:
     ]
     found = find_endpoint("refunds.create")
     assert isinstance(found, Endpoint)
-    for label, words in authorization_panel(found):
+    for label, phrase in authorization_panel(found):
         for text in pages:
             assert f"<dt>{label}</dt>" in text
-            assert words.replace("<", "&lt;").replace(">", "&gt;").replace("'", "&#x27;") in text
+            assert phrase.replace("<", "&lt;").replace(">", "&gt;").replace("'", "&#x27;") in text
 
 
 def test_catalog_list_filters_by_state(desk: Desk) -> None:

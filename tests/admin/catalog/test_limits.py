@@ -1,4 +1,4 @@
-"""Limits in the console: seen with their defaults, set for an account, an endpoint or the pair, and cleared."""
+"""Limits in the console: shown with their defaults, set for an account, an endpoint or a pair, and cleared."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from tests.factories import SANDBOX, account
 
 pytestmark = pytest.mark.database
 
-WISH = {"environment": "sandbox", "merchant": "acme", "endpoint": "", "requests": "7", "in_seconds": "60"}
+FIELDS = {"environment": "sandbox", "merchant": "acme", "endpoint": "", "requests": "7", "in_seconds": "60"}
 
 
 def post_set(desk: Desk, **changed: Any) -> Any:
-    return browser(desk.tam).post(address("keyvault_limitoverride_set"), {**WISH, **changed}, follow=True)
+    return browser(desk.tam).post(address("keyvault_limitoverride_set"), {**FIELDS, **changed}, follow=True)
 
 
 def test_limit_of_an_account_is_set_and_shown_on_its_page(desk: Desk) -> None:
@@ -30,7 +30,7 @@ def test_limit_of_an_account_is_set_and_shown_on_its_page(desk: Desk) -> None:
 
 @pytest.mark.parametrize("whose", [{}, {"endpoint": "orders.create"}, {"merchant": "", "endpoint": "orders.create"}])
 def test_limit_form_left_empty_changes_nothing_and_keeps_the_form(desk: Desk, whose: dict[str, str]) -> None:
-    """A form sent by mistake never takes a limit away from an account."""
+    """A form submitted by mistake never removes an account's limit."""
     post_set(desk, **whose)
     entries = AuditEntry.objects.count()
     answer = post_set(desk, **whose, requests="", in_seconds="")
@@ -44,7 +44,7 @@ def test_limit_form_left_empty_changes_nothing_and_keeps_the_form(desk: Desk, wh
         assert account_limit_in_force(account("acme")).limit == Limit(7, 60)
 
 
-def test_limit_is_the_default_again_only_when_that_is_ticked(desk: Desk) -> None:
+def test_limit_is_reset_to_the_default_only_when_selected(desk: Desk) -> None:
     post_set(desk)
     assert "the default again" in text_of(post_set(desk, requests="", in_seconds="", default="on"))
     assert account_limit_in_force(account("acme")).limit == Limit(25, 1)
@@ -63,7 +63,7 @@ def test_limit_of_an_endpoint_and_of_a_pair_are_set_and_cleared(desk: Desk) -> N
 
 
 @pytest.mark.parametrize(
-    ("changed", "status", "words"),
+    ("changed", "status", "message"),
     [
         ({"merchant": "nobody"}, 404, "There is no merchant nobody"),
         ({"merchant": ""}, 400, "Enter a merchant, an endpoint, or both."),
@@ -75,15 +75,17 @@ def test_limit_of_an_endpoint_and_of_a_pair_are_set_and_cleared(desk: Desk) -> N
         ({"endpoint": "credentials.revoke_self"}, 400, "Select a valid choice"),
     ],
 )
-def test_limit_that_is_none_is_refused_in_words(desk: Desk, changed: dict[str, str], status: int, words: str) -> None:
+def test_limit_invalid_is_refused_with_the_reason(
+    desk: Desk, changed: dict[str, str], status: int, message: str
+) -> None:
     answer = post_set(desk, **changed)
     assert answer.status_code == status
-    assert words in text_of(answer)
+    assert message in text_of(answer)
     assert (account("acme").limit_count, LimitOverride.objects.count()) == (None, 0)
 
 
-def test_limit_list_shows_the_defaults_where_an_operator_looks(desk: Desk) -> None:
-    """Every number that can stop a merchant is on a page, also those that nobody has set."""
+def test_limit_list_shows_the_defaults(desk: Desk) -> None:
+    """Every limit that can stop a merchant is on a page, including unchanged defaults."""
     text = text_of(browser(desk.approver).get(address("keyvault_limitoverride_changelist")))
     assert "25 per 1 s" in text
     assert "100 per 1 s" in text
@@ -92,7 +94,7 @@ def test_limit_list_shows_the_defaults_where_an_operator_looks(desk: Desk) -> No
     assert "7 per 60 s" in text
 
 
-def test_limit_form_opened_from_an_account_knows_it(desk: Desk) -> None:
+def test_limit_form_opened_from_an_account_is_prefilled(desk: Desk) -> None:
     page = text_of(browser(desk.tam).get(address("keyvault_account_change", desk.sandbox.pk)))
     query = "?merchant=acme&amp;environment=sandbox"
     assert address("keyvault_limitoverride_set") + query in page

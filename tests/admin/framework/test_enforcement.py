@@ -1,4 +1,4 @@
-"""Who may open what: every address of the console, for every role, by GET and by POST."""
+"""Page access: every address of the console, for every role, by GET and by POST."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -177,16 +177,16 @@ MATRIX: dict[str, frozenset[P]] = {
     "rotation_campaign_resume": frozenset({P.ROTATIONS_WRITE}),
     "rotation_campaign_cancel": frozenset({P.ROTATIONS_WRITE}),
 }
-"""Every page of the console and the permissions that open it, written down apart from the code."""
+"""Every page of the console and its permissions, written down apart from the code."""
 
 OPEN = frozenset({"login"})
-"""What anybody may reach: the way in."""
+"""Pages that are open to anonymous users."""
 
-REFUSED, TO_THE_DOOR = 403, 302
+REFUSED, TO_LOGIN = 403, 302
 
 
 def patterns(urls: Any, prefix: str = "/admin/") -> Iterator[tuple[str, str]]:
-    """Each name with its path, as the site really routes them."""
+    """Yield each name with its path, as the site routes it."""
     for pattern in urls:
         path = prefix + str(pattern.pattern).lstrip("^")
         if isinstance(pattern, URLResolver):
@@ -196,7 +196,7 @@ def patterns(urls: Any, prefix: str = "/admin/") -> Iterator[tuple[str, str]]:
 
 
 def every_row(desk: Desk) -> dict[str, Model]:
-    """One row of each noun, by its label, asked for by `tam`."""
+    """Return one row of each model, by its label, requested by `tam`."""
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
     rotated, _ = issue(desk.production)
     token, _ = make_token()
@@ -267,10 +267,10 @@ def every_address(desk: Desk) -> list[tuple[str, str]]:
 
 
 def statuses(client: Client, path: str) -> dict[str, int]:
-    """What each method is answered, each on the state before it."""
+    """Return the status for each method, each from the same initial state."""
     answers = {}
     for method in ("get", "post"):
-        # No block of ours around it: what ends a key refuses to be part of another transaction.
+        # No transaction around it: revocations refuse to run inside another transaction.
         before = transaction.savepoint()
         answers[method] = getattr(client, method)(path).status_code
         transaction.savepoint_rollback(before)
@@ -278,14 +278,14 @@ def statuses(client: Client, path: str) -> dict[str, int]:
 
 
 def test_enforcement_every_address_is_in_the_matrix() -> None:
-    """A new page of the console cannot be forgotten: it stands in the matrix, or this fails."""
+    """A new page of the console must be added to the matrix."""
     names = {name for name, _ in patterns(admin.site.get_urls())}
     assert names == {*MATRIX, *OPEN}
 
 
 @pytest.mark.parametrize("role", Role)
 def test_enforcement_role_opens_exactly_its_pages(desk: Desk, role: Role) -> None:
-    """Nothing opens but by a permission of one's role, neither to look nor to act, and never with a fault."""
+    """A page opens only by a permission of the role, for reading and for acting, and never with a 500."""
     client = browser(make_operator("somebody", role))
     wrong = []
     for name, path in every_address(desk):
@@ -294,13 +294,13 @@ def test_enforcement_role_opens_exactly_its_pages(desk: Desk, role: Role) -> Non
         may = bool(MATRIX[name] & ROLE_PERMISSIONS[role])
         for method, status in statuses(client, path).items():
             fits = status in ({200, 302, 400, 405, 409} if may else {REFUSED})
-            if not fits or (status == TO_THE_DOOR and method == "get"):
+            if not fits or (status == TO_LOGIN and method == "get"):
                 wrong.append((name, method, status, "may" if may else "may not"))
     assert wrong == []
 
 
 def test_enforcement_operator_without_role_opens_nothing(desk: Desk) -> None:
-    """A log-in without a role is no operator, whatever Django's own permissions and groups say of it."""
+    """A login without a role is no operator, whatever Django's own permissions and groups say."""
     nobody = make_operator("nobody")
     row = Operator.objects.get(username="nobody")
     with collect_subjects():
@@ -308,23 +308,23 @@ def test_enforcement_operator_without_role_opens_nothing(desk: Desk) -> None:
     client = browser(nobody)
     for name, path in every_address(desk):
         if name not in OPEN:
-            assert set(statuses(client, path).values()) == {TO_THE_DOOR}, name
+            assert set(statuses(client, path).values()) == {TO_LOGIN}, name
 
 
-def test_enforcement_logged_out_user_is_led_to_the_login(desk: Desk) -> None:
-    """Nothing of the console is answered to somebody who did not log in."""
+def test_enforcement_anonymous_user_is_redirected_to_login(desk: Desk) -> None:
+    """An anonymous user sees nothing of the console."""
     client = Client()
     for name, path in every_address(desk):
         if name not in OPEN:
             with transaction.atomic():
                 for response in (client.get(path), client.post(path)):
-                    assert response.status_code == TO_THE_DOOR, name
+                    assert response.status_code == TO_LOGIN, name
                     assert response["Location"].startswith(("/admin/login/", "/admin/")), name
                 transaction.set_rollback(True)
 
 
 def test_enforcement_django_permissions_are_not_consulted(desk: Desk) -> None:
-    """What a role may do stands in code: a row in Django's permission tables opens nothing."""
+    """Role permissions are defined in code: rows in Django's permission tables have no effect."""
     from django.contrib.auth.models import Permission
 
     row = Operator.objects.get(username="tam")
@@ -337,7 +337,7 @@ def test_enforcement_django_permissions_are_not_consulted(desk: Desk) -> None:
 
 @pytest.mark.parametrize("role", Role)
 def test_enforcement_rows_are_never_added_changed_or_deleted(desk: Desk, role: Role) -> None:
-    """No role may edit a row by hand: neither Django's admin nor anything that asks it is told otherwise."""
+    """No role may edit a row directly through Django's admin."""
     request = RequestFactory().get("/admin/")
     request.user = Operator.objects.get(username=make_operator("somebody", role).username)
     for noun in admin.site._registry.values():
@@ -352,7 +352,7 @@ def test_enforcement_rows_are_never_added_changed_or_deleted(desk: Desk, role: R
 
 @pytest.mark.parametrize("way", ["add/", "{id}/change/", "{id}/delete/", "{id}/history/", "{id}/", ""])
 def test_enforcement_key_row_cannot_be_edited_by_any_stock_address(desk: Desk, way: str) -> None:
-    """No POST to what Django's admin would offer changes, adds or deletes a key row."""
+    """No POST to an address of Django's stock admin changes, adds or deletes a key row."""
     key, _ = issue(desk.sandbox)
     before = list(Key.objects.values())
     fields = {"key_id": "A" * 16, "state": "active", "version": 7, "action": "delete_selected", "post": "yes"}
@@ -371,8 +371,8 @@ def test_enforcement_stock_pages_are_not_offered(desk: Desk, path: str) -> None:
     assert browser(desk.admin).get(f"/admin/{path}").status_code == 404
 
 
-def test_enforcement_admin_that_does_not_ask_is_refused() -> None:
-    """A model cannot come into the console by way of an admin that does not ask the decision function."""
+def test_enforcement_unguarded_admin_is_refused() -> None:
+    """An admin class that does not use the decision function cannot be registered."""
     for careless in (None, admin.ModelAdmin):
         with pytest.raises(ImproperlyConfigured):
             admin.site.register(UseBucket, careless)
@@ -380,8 +380,8 @@ def test_enforcement_admin_that_does_not_ask_is_refused() -> None:
     assert not admin.site.is_registered(Group), "Django registers its own; the console leaves it out"
 
 
-def test_enforcement_guarded_admin_without_permissions_is_seen_by_nobody(desk: Desk) -> None:
-    """Nothing starts allowed: a noun that forgets to say who may see it is closed."""
+def test_enforcement_guarded_admin_without_permissions_is_closed(desk: Desk) -> None:
+    """Access is denied by default: an admin class without view permissions is closed."""
     request = RequestFactory().get("/admin/")
     request.user = Operator.objects.get(username="admin")
     forgetful = type("Forgetful", (Guarded, admin.ModelAdmin), {})(Key, admin.site)
@@ -391,17 +391,17 @@ def test_enforcement_guarded_admin_without_permissions_is_seen_by_nobody(desk: D
 
 @pytest.mark.parametrize("query", ["digest__startswith=a", "pepper_version=1", "credential__account__merchant__name=x"])
 def test_enforcement_other_columns_cannot_be_probed(desk: Desk, query: str) -> None:
-    """The address of a list filters by what the list offers, and cannot ask about a digest letter by letter."""
+    """List filters cover only the offered columns, so a digest cannot be probed letter by letter."""
     assert browser(desk.auditor).get(f"/admin/keyvault/key/?{query}").status_code == 400
 
 
-def test_enforcement_role_taken_away_counts_at_once(desk: Desk) -> None:
-    """Roles are read at every request: whoever loses theirs is out with the next click."""
+def test_enforcement_removed_role_takes_effect_immediately(desk: Desk) -> None:
+    """Roles are read at every request, so a removed role takes effect with the next one."""
     client = browser(desk.admin)
     assert client.get("/admin/").status_code == 200
     with collect_subjects():
         Operator.objects.get(username="admin").groups.clear()
-    assert client.get("/admin/").status_code == TO_THE_DOOR
+    assert client.get("/admin/").status_code == TO_LOGIN
 
 
 def test_enforcement_expired_request_is_not_offered_for_approval(desk: Desk) -> None:

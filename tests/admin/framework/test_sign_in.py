@@ -1,4 +1,4 @@
-"""Sign-in to the console: failures are counted before a hash is computed, those of a known device by themselves."""
+"""Console sign-in: failures are counted before a hash is computed, and separately for known devices."""
 
 import json
 import re
@@ -33,7 +33,7 @@ WRONG = "something else entirely"
 
 
 class Clock:
-    """Monotonic seconds that a test moves."""
+    """Monotonic seconds that a test controls."""
 
     def __init__(self) -> None:
         self.seconds = 1_000.0
@@ -51,7 +51,7 @@ def clock() -> Iterator[Clock]:
 
 @pytest.fixture(autouse=True)
 def cheap_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As strong as those of `make_operator`: here many are computed."""
+    """Use hashers as cheap as those of `make_operator`, because many hashes are computed here."""
     monkeypatch.setattr(PBKDF2PasswordHasher, "iterations", 1)
 
 
@@ -88,7 +88,7 @@ def flush_refusals() -> list[dict[str, Any]]:
 
 
 def test_sign_in_after_ten_failures_refuses_the_right_password(desk: Desk, clock: Clock) -> None:
-    """Ten wrong passwords lock a name for 30 minutes, whatever address they come from and the next one comes to."""
+    """Ten wrong passwords lock a name for 30 minutes, for all addresses."""
     statuses = [sign_in(password=WRONG, address=f"192.0.2.{host}").status_code for host in range(10)]
     assert statuses == [200] * 9 + [429]
     answer = sign_in(address="198.51.100.9")
@@ -100,7 +100,7 @@ def test_sign_in_after_ten_failures_refuses_the_right_password(desk: Desk, clock
 
 
 def test_sign_in_after_ten_failures_from_an_address_refuses_every_name_there(desk: Desk, clock: Clock) -> None:
-    """An address that has guessed ten names once each is locked for all names, and no other address is."""
+    """An address that guessed at ten names once each is locked for all names; other addresses are not."""
     for number in range(10):
         sign_in(f"guessed-{number}", WRONG)
     assert sign_in("tam").status_code == 429
@@ -108,15 +108,15 @@ def test_sign_in_after_ten_failures_from_an_address_refuses_every_name_there(des
 
 
 def test_sign_in_locked_computes_no_hash(desk: Desk) -> None:
-    """A locked attempt costs no password hash: guessing on cannot use up the processors."""
+    """A locked attempt costs no password hash, so further guesses cannot exhaust the processors."""
     fail()
     with mock.patch.object(hashers, "get_hasher", side_effect=AssertionError("a hash was computed")):
         assert sign_in().status_code == 429
         assert sign_in("nobody-at-all").status_code == 429
 
 
-def test_sign_in_attempts_at_once_are_counted_before_any_is_judged(desk: Desk) -> None:
-    """Guesses that run at the same time do not slip past the count: each is counted before its hash is computed."""
+def test_sign_in_concurrent_attempts_are_counted_before_any_is_checked(desk: Desk) -> None:
+    """Concurrent guesses do not bypass the count: each is counted before its hash is computed."""
     seen: list[int] = []
 
     def verify(*asked: Any) -> tuple[bool, bool]:
@@ -131,8 +131,8 @@ def test_sign_in_attempts_at_once_are_counted_before_any_is_judged(desk: Desk) -
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_sign_in_answers_alike_for_names_that_exist_and_that_do_not(desk: Desk, known: bool) -> None:
-    """No answer, status or lock tells whether there is an operator of that name."""
+def test_sign_in_answers_alike_for_existing_and_unknown_names(desk: Desk, known: bool) -> None:
+    """No answer, status or lock reveals whether an operator of that name exists."""
     name = "tam" if known else "tim"
     answers = fail(12, username=name)
     assert [answer.status_code for answer in answers] == [200] * 9 + [429] * 3
@@ -144,7 +144,7 @@ def test_sign_in_answers_alike_for_names_that_exist_and_that_do_not(desk: Desk, 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_sign_in_computes_one_hash_for_any_name(desk: Desk, known: bool) -> None:
-    """Whether a name exists cannot be told by the time that the answer takes: one hash is computed either way."""
+    """One hash is computed for any name, so the response time reveals nothing."""
     with mock.patch.object(
         PBKDF2PasswordHasher, "encode", autospec=True, side_effect=PBKDF2PasswordHasher.encode
     ) as encode:
@@ -153,8 +153,8 @@ def test_sign_in_computes_one_hash_for_any_name(desk: Desk, known: bool) -> None
 
 
 @pytest.mark.parametrize("how", ["disabled", "no role"])
-def test_sign_in_of_one_who_may_not_counts_as_a_failure(desk: Desk, how: str) -> None:
-    """The right password of a disabled operator, or of one without a role, is refused in the words of a wrong one."""
+def test_sign_in_of_an_unauthorized_operator_counts_as_a_failure(desk: Desk, how: str) -> None:
+    """The right password of a disabled operator, or of one without a role, gets the answer of a wrong password."""
     if how == "disabled":
         disable_operator(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="tam"))
     name = "tam" if how == "disabled" else make_operator("nobody").username
@@ -164,23 +164,23 @@ def test_sign_in_of_one_who_may_not_counts_as_a_failure(desk: Desk, how: str) ->
     assert not Session.objects.exists()
 
 
-def test_sign_in_success_gives_back_its_own_attempt_only(desk: Desk) -> None:
-    """Signing in spends nothing of an office's address, and forgives no failure there."""
+def test_sign_in_success_refunds_its_own_attempt_only(desk: Desk) -> None:
+    """A success uses up nothing of its address's allowance and clears no failure there."""
     fail(9, username="guessed")
     for _ in range(3):
         assert is_in(sign_in())
     assert fail(1, username="guessed-again")[0].status_code == 429
 
 
-def test_sign_in_failures_are_forgotten_after_thirty_quiet_minutes(desk: Desk, clock: Clock) -> None:
+def test_sign_in_failures_expire_after_thirty_minutes(desk: Desk, clock: Clock) -> None:
     fail(9)
     clock.seconds += SIGN_IN_LOCK_SECONDS
     assert fail(9)[-1].status_code == 200
 
 
 @override_settings(TRUSTED_PROXIES=1)
-def test_sign_in_behind_a_proxy_counts_the_address_that_it_vouches_for(desk: Desk) -> None:
-    """The entry that a trusted proxy added counts; what stands left of it, the client has written."""
+def test_sign_in_behind_a_proxy_counts_the_address_added_by_the_proxy(desk: Desk) -> None:
+    """The entry added by a trusted proxy counts; entries left of it come from the client."""
 
     def ask(name: str, forwarded: str) -> Any:
         form = {"username": name, "password": PASSWORD if name == "tam" else WRONG}
@@ -194,15 +194,15 @@ def test_sign_in_behind_a_proxy_counts_the_address_that_it_vouches_for(desk: Des
 
 @override_settings(TRUSTED_PROXIES=2)
 def test_sign_in_without_a_trustworthy_address_counts_by_name_alone(desk: Desk) -> None:
-    """No address is invented: strangers do not share a counter, and the name's own still locks."""
+    """No address is invented: unrelated clients do not share a counter, and the name's own count still locks."""
     for number in range(10):
         assert sign_in(f"guessed-{number}", WRONG).status_code == 200
     assert fail()[-1].status_code == 429
     assert is_in(sign_in("approver"))
 
 
-def test_sign_in_password_reset_lifts_the_lock_of_the_name(desk: Desk) -> None:
-    """Whoever owns the host can let a locked operator in: a new password starts with a full count."""
+def test_sign_in_password_reset_unlocks_the_name(desk: Desk) -> None:
+    """The owner of the host can unlock an operator: a new password resets the count."""
     fail()
     new = Plaintext("another long pass phrase")
     reset_password(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="tam"), new)
@@ -212,8 +212,8 @@ def test_sign_in_password_reset_lifts_the_lock_of_the_name(desk: Desk) -> None:
 # ------------------------------------------------------------------------------------------------- devices
 
 
-def test_sign_in_from_a_known_device_is_not_locked_out_by_strangers(desk: Desk) -> None:
-    """A stranger who locks the name, or the address behind which everybody sits, does not lock a known device."""
+def test_sign_in_from_a_known_device_is_not_locked_by_other_clients(desk: Desk) -> None:
+    """An attacker who locks the name or a shared address does not lock out a known device."""
     known = Client()
     assert is_in(sign_in(client=known))
     fail()
@@ -221,8 +221,8 @@ def test_sign_in_from_a_known_device_is_not_locked_out_by_strangers(desk: Desk) 
     assert is_in(sign_in(client=known))
 
 
-def test_sign_in_failures_of_a_known_device_lock_that_device_alone(desk: Desk) -> None:
-    """A stolen device gets ten guesses as well; the name stays open to everybody else."""
+def test_sign_in_failures_of_a_known_device_lock_only_that_device(desk: Desk) -> None:
+    """A stolen device gets ten guesses as well; the name stays open to all other devices."""
     known, other = Client(), Client()
     assert is_in(sign_in(client=known))
     assert is_in(sign_in(client=other))
@@ -232,15 +232,15 @@ def test_sign_in_failures_of_a_known_device_lock_that_device_alone(desk: Desk) -
     assert is_in(sign_in())
 
 
-def test_sign_in_device_cookie_counts_for_its_own_operator_only(desk: Desk) -> None:
-    """An operator's own cookie gives no extra guesses at somebody else's password."""
+def test_sign_in_device_cookie_is_valid_for_its_own_operator_only(desk: Desk) -> None:
+    """An operator's own cookie gives no extra guesses at another operator's password."""
     tams = Client()
     assert is_in(sign_in("tam", client=tams))
     fail(username="approver", client=tams)
     assert sign_in("approver", client=tams).status_code == 429
 
 
-def test_sign_in_device_cookie_that_was_altered_is_none(desk: Desk) -> None:
+def test_sign_in_altered_device_cookie_is_ignored(desk: Desk) -> None:
     known = Client()
     sign_in(client=known)
     known.cookies["device"] = known.cookies["device"].value[:-1] + "~"
@@ -249,7 +249,7 @@ def test_sign_in_device_cookie_that_was_altered_is_none(desk: Desk) -> None:
 
 
 def test_sign_in_device_cookie_is_void_after_a_password_reset(desk: Desk) -> None:
-    """Whoever resets a password ends what the earlier one has opened: sessions and known devices."""
+    """A password reset ends what the earlier password opened: sessions and known devices."""
     known = Client()
     sign_in(client=known)
     row = Operator.objects.get(username="tam")
@@ -264,7 +264,7 @@ def test_sign_in_device_cookie_stays_within_the_console_and_out_of_scripts(desk:
     assert 0 < cookie["max-age"] <= 90 * 24 * 60 * 60
 
 
-# ------------------------------------------------------------------------------------------------- what is kept
+# ------------------------------------------------------------------------------------- audit entries and alarms
 
 
 def test_sign_in_and_out_are_audited(desk: Desk) -> None:
@@ -280,8 +280,8 @@ def test_sign_in_and_out_are_audited(desk: Desk) -> None:
     assert Operator.objects.get(username="tam").last_login is not None
 
 
-def test_sign_in_whose_entry_cannot_be_written_opens_nothing(desk: Desk) -> None:
-    """No session without its entry in the audit log."""
+def test_sign_in_without_its_audit_entry_creates_no_session(desk: Desk) -> None:
+    """No session exists without its entry in the audit log."""
     client = Client(raise_request_exception=False)
     with mock.patch(
         "keyvault.services.recording.transaction.append_entry", side_effect=RuntimeError("the log is full")
@@ -294,8 +294,8 @@ def test_sign_in_whose_entry_cannot_be_written_opens_nothing(desk: Desk) -> None
 def test_sign_in_refusals_are_one_entry_for_each_name_and_address(desk: Desk) -> None:
     fail(3)
     fail(2, address="192.0.2.2")
-    told = flush_refusals()
-    assert [(each["operator"], each["address"], each["count"], each["locked"]) for each in told] == [
+    refusals = flush_refusals()
+    assert [(each["operator"], each["address"], each["count"], each["locked"]) for each in refusals] == [
         ("tam", "192.0.2.1", 3, 0),
         ("tam", "192.0.2.2", 2, 0),
     ]
@@ -303,27 +303,30 @@ def test_sign_in_refusals_are_one_entry_for_each_name_and_address(desk: Desk) ->
     assert len(flush_refusals()) == 2
 
 
-def test_sign_in_refusals_keep_no_name_that_is_not_an_operator_s(desk: Desk) -> None:
-    """A password typed into the field of the name is kept nowhere."""
+def test_sign_in_refusals_store_no_unknown_name(desk: Desk) -> None:
+    """A password typed into the name field is stored nowhere."""
     fail(11, username="hunter2-my-real-password")
-    (told,) = flush_refusals()
-    assert (told["operator"], told["count"], told["locked"]) == ("unknown", 11, 1)
+    (refusals,) = flush_refusals()
+    assert (refusals["operator"], refusals["count"], refusals["locked"]) == ("unknown", 11, 1)
     assert "hunter2" not in dump()
 
 
 def test_sign_in_refusals_of_many_names_and_addresses_are_bounded(desk: Desk) -> None:
-    """An attack from many addresses makes a bounded number of entries a minute, and keeps the names under attack."""
+    """An attack from many addresses creates a bounded number of entries a minute and keeps the attacked names."""
     for number in range(3 * MAX_PAIRS):
         sign_in_refusals.note(None, f"192.0.2.{number}", datetime.now(UTC), is_locked=False)
     fail(1, address="198.51.100.1")
-    told = flush_refusals()
-    assert len(told) == MAX_PAIRS + 2
-    assert sum(each["count"] for each in told) == 3 * MAX_PAIRS + 1
-    assert [(each["operator"], each["address"]) for each in told[-2:]] == [("unknown", "others"), ("tam", "others")]
+    refusals = flush_refusals()
+    assert len(refusals) == MAX_PAIRS + 2
+    assert sum(each["count"] for each in refusals) == 3 * MAX_PAIRS + 1
+    assert [(each["operator"], each["address"]) for each in refusals[-2:]] == [
+        ("unknown", "others"),
+        ("tam", "others"),
+    ]
 
 
 def test_sign_in_lock_is_audited_and_raises_one_alarm(desk: Desk, clock: Clock) -> None:
-    """Operators learn of a lock in the inbox, once for each name until somebody has seen it."""
+    """A lock raises one alarm per name in the inbox until an operator has seen it."""
     for _ in range(2):
         for host in range(10):
             sign_in(password=WRONG, address=f"192.0.2.{host}")
@@ -395,7 +398,7 @@ def test_sign_in_locks_of_addresses_are_kept_after_a_database_failure(
 
 
 def test_sign_in_alarm_is_shown_and_marked_in_the_inbox(desk: Desk) -> None:
-    """An alarm of no merchant's has its page, and leaves the list like every other one."""
+    """An alarm without a merchant has its page and leaves the list like any other."""
     fail(address="192.0.2.8")
     client = browser(desk.admin)
     assert "operator.locked" in text_of(client.get("/admin/"))
@@ -408,11 +411,11 @@ def test_sign_in_alarm_is_shown_and_marked_in_the_inbox(desk: Desk) -> None:
     assert alarm.seen_at is not None
 
 
-# ------------------------------------------------------------------------------------------------- no way round
+# ---------------------------------------------------------------------------------------------------- no bypass
 
 
-def test_sign_in_page_stores_nothing_for_whoever_asks(desk: Desk) -> None:
-    """Anybody may ask for the page and guess: no row is written for it."""
+def test_sign_in_page_stores_nothing_for_anonymous_requests(desk: Desk) -> None:
+    """Anonymous requests for the page, and guesses, write no row."""
     before = dump()
     client = Client()
     assert client.get(LOGIN).status_code == 200
@@ -420,13 +423,13 @@ def test_sign_in_page_stores_nothing_for_whoever_asks(desk: Desk) -> None:
     assert dump() == before
 
 
-def test_sign_in_goes_through_the_count_or_not_at_all(desk: Desk) -> None:
-    """Django's own `authenticate` proves nothing here: no code can check passwords beside the count."""
+def test_sign_in_without_counting_is_impossible(desk: Desk) -> None:
+    """Django's own `authenticate` always fails here, so no code can check passwords without counting."""
     assert authenticate(username="tam", password=PASSWORD) is None
 
 
-def test_sign_in_renews_a_hash_of_an_older_strength(desk: Desk) -> None:
-    """After an upgrade that computes stronger hashes, the next sign-in stores one, inside its entry's transaction."""
+def test_sign_in_upgrades_an_older_password_hash(desk: Desk) -> None:
+    """The next sign-in after a stronger hash setting stores a new hash, within its entry's transaction."""
     older = hashers.make_password(PASSWORD, hasher=hashers.get_hasher("default"))
     with mock.patch.object(type(hashers.get_hasher()), "must_update", return_value=True):
         assert is_in(sign_in())
@@ -437,5 +440,5 @@ def test_sign_in_renews_a_hash_of_an_older_strength(desk: Desk) -> None:
 
 @pytest.mark.parametrize("path", ["password_change/", "password_reset/"])
 def test_console_offers_no_password_form(desk: Desk, path: str) -> None:
-    """Passwords are set on the host: the console has no other page that takes one."""
+    """Passwords are set on the host; the console has no other page that accepts one."""
     assert browser(desk.admin).get(f"/admin/{path}").status_code == 404

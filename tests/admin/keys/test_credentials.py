@@ -1,4 +1,4 @@
-"""Where a credential may be used from, and keys that others may have seen, in the console."""
+"""Where a credential may be used from, and exposed keys, in the console."""
 
 from datetime import timedelta
 from typing import Any
@@ -28,7 +28,7 @@ def expose(key: Key, outcome: UseOutcome, days_ago: int = 0) -> None:
     UseBucket.objects.create(key=key, minute=at, count=3, first_at=at, last_at=at, **place)
 
 
-def test_credential_restricted_in_the_console_says_so_on_its_page(desk: Desk) -> None:
+def test_credential_restricted_in_the_console_shows_it_on_its_page(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     answer = post_restrict(desk, key, networks="192.0.2.0/24\n 2001:db8::/32\n\n", origin_header="report")
     text = text_of(answer)
@@ -44,14 +44,14 @@ def test_credential_restricted_in_the_console_says_so_on_its_page(desk: Desk) ->
     assert "192.0.2.0/24\n2001:db8::/32" in text_of(form)
 
 
-def test_credential_restricted_to_what_is_no_network_says_which(desk: Desk) -> None:
+def test_credential_restricted_to_an_invalid_network_names_it(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     answer = post_restrict(desk, key, networks="192.0.2.0/24\n10.0.0.1/8")
     assert answer.status_code == 400
     assert "10.0.0.1/8: a CIDR block" in text_of(answer)
 
 
-def test_credential_act_is_offered_to_whoever_may(desk: Desk) -> None:
+def test_credential_action_is_offered_by_permission(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     url = address("keyvault_credential_restrict", key.credential_id)
     page = address("keyvault_credential_change", key.credential_id)
@@ -59,7 +59,7 @@ def test_credential_act_is_offered_to_whoever_may(desk: Desk) -> None:
     assert url not in text_of(browser(desk.responder).get(page))
 
 
-def test_credential_of_a_public_key_says_nothing_of_origins(desk: Desk) -> None:
+def test_credential_of_a_public_key_shows_no_origin_rule(desk: Desk) -> None:
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
     text = text_of(browser(desk.admin).get(address("keyvault_credential_change", key.credential_id)))
     assert "Origin header" not in text
@@ -67,8 +67,8 @@ def test_credential_of_a_public_key_says_nothing_of_origins(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("outcome", [UseOutcome.EXPOSED_IN_URL, UseOutcome.EXPOSED_IN_BROWSER])
-def test_exposure_waits_for_whoever_may_end_the_key(desk: Desk, outcome: UseOutcome) -> None:
-    """Nothing is revoked by itself; somebody who may is told, with where and when."""
+def test_exposure_is_shown_to_operators_who_may_revoke_the_key(desk: Desk, outcome: UseOutcome) -> None:
+    """Exposure revokes nothing automatically; an authorized operator is notified with place and time."""
     key, _ = issue(desk.sandbox)
     expose(key, outcome)
     front = text_of(browser(desk.responder).get("/admin/"))
@@ -81,7 +81,7 @@ def test_exposure_waits_for_whoever_may_end_the_key(desk: Desk, outcome: UseOutc
     assert "192.0.2.7" in page
 
 
-def test_exposure_of_long_ago_or_of_an_ended_key_waits_no_more(desk: Desk) -> None:
+def test_exposure_old_or_of_a_revoked_key_is_not_shown(desk: Desk) -> None:
     old, _ = issue(desk.sandbox, label="old")
     expose(old, UseOutcome.EXPOSED_IN_URL, days_ago=31)
     ended, _ = issue(desk.sandbox, label="ended")

@@ -1,4 +1,4 @@
-"""Issuance in the console: two persons, one digest, and a key that is seen once by one of them."""
+"""Issuance in the console: two persons, one digest, and a key shown once to one of them."""
 
 import logging
 from datetime import datetime
@@ -36,7 +36,7 @@ def fresh(row: IssuanceRequest) -> IssuanceRequest:
 
 
 def issued(desk: Desk, environment: str = PRODUCTION) -> IssuanceRequest:
-    """Asked for by `tam` to be shown once, approved where that is needed, made by the worker."""
+    """Request as `tam` to be shown once, approve where necessary, and issue as the worker does."""
     row = request_key(
         desk.production if environment == PRODUCTION else desk.sandbox, delivery=Delivery.SHOW_ONCE, by=desk.tam
     )
@@ -51,17 +51,17 @@ def ask(desk: Desk, client: Any, **changed: Any) -> Any:
     return client.post(address("keyvault_issuancerequest_request"), fields)
 
 
-# ---------------------------------------------------------------------------------------------------- asking
+# -------------------------------------------------------------------------------------------------- requests
 
 
-def test_issuance_asked_for_in_production_waits_for_a_second_person(desk: Desk) -> None:
+def test_issuance_requested_in_production_awaits_a_second_person(desk: Desk) -> None:
     answer = ask(desk, browser(desk.tam))
     row = IssuanceRequest.objects.get()
     assert answer["Location"] == address("keyvault_issuancerequest_change", row.pk)
     assert (row.state, row.requester_person) == (S.PENDING, desk.tam.person)
 
 
-def test_issuance_asked_for_in_sandbox_is_approved_at_once(desk: Desk) -> None:
+def test_issuance_requested_in_sandbox_is_approved_immediately(desk: Desk) -> None:
     ask(desk, browser(desk.tam), account=desk.sandbox.pk)
     assert IssuanceRequest.objects.get().state == S.APPROVED
 
@@ -70,18 +70,18 @@ def test_issuance_asked_for_in_sandbox_is_approved_at_once(desk: Desk) -> None:
     ("field", "value"),
     [("label", ""), ("label", "two\x07bells"), ("expires_in_days", "0"), ("kind", "secret"), ("account", "999999")],
 )
-def test_issuance_asked_for_wrongly_says_so_beside_the_field(desk: Desk, field: str, value: str) -> None:
+def test_issuance_requested_with_an_invalid_field_shows_the_error(desk: Desk, field: str, value: str) -> None:
     answer = ask(desk, browser(desk.tam), **{field: value})
     assert answer.status_code == 400
     assert 'class="errorlist"' in text_of(answer)
     assert not IssuanceRequest.objects.exists()
 
 
-# -------------------------------------------------------------------------------------------------- approving
+# -------------------------------------------------------------------------------------------------- approvals
 
 
 def test_issuance_approval_page_shows_every_field_of_the_plan(desk: Desk) -> None:
-    """Nothing is approved unseen: merchant, environment, kind, label, delivery, expiry and the digest."""
+    """Merchant, environment, kind, label, delivery, expiry and the digest are on the page."""
     row = request_key(desk.production, by=desk.tam, label="night-batch", expires_in_days=77)
     text = text_of(browser(desk.approver).get(address("keyvault_issuancerequest_approve", row.pk)))
     for value in ("acme", "production", "private", "night-batch", "secret backend", "77", row.plan_digest, "tam"):
@@ -89,7 +89,7 @@ def test_issuance_approval_page_shows_every_field_of_the_plan(desk: Desk) -> Non
 
 
 def test_issuance_approved_after_a_rejection_is_a_conflict(desk: Desk) -> None:
-    """Whoever comes second reads that it is decided, and changes nothing."""
+    """The second approver sees the decision and changes nothing."""
     row = request_key(desk.production, by=desk.tam)
     client = browser(desk.approver)
     digest = hidden(client.get(address("keyvault_issuancerequest_approve", row.pk)), "plan_digest")
@@ -100,16 +100,16 @@ def test_issuance_approved_after_a_rejection_is_a_conflict(desk: Desk) -> None:
     assert fresh(row).state == S.REJECTED
 
 
-def test_issuance_rejected_keeps_why(desk: Desk) -> None:
+def test_issuance_rejected_keeps_the_reason(desk: Desk) -> None:
     row = request_key(desk.production, by=desk.tam)
     client = browser(desk.approver)
     page = address("keyvault_issuancerequest_reject", row.pk)
     assert client.post(page, {"why": ""}).status_code == 400
-    assert client.post(page, {"why": "nobody told us"}).status_code == 302
+    assert client.post(page, {"why": "unknown project"}).status_code == 302
     assert fresh(row).state == S.REJECTED
 
 
-def test_issuance_withdrawn_only_by_whoever_asked(desk: Desk) -> None:
+def test_issuance_is_withdrawn_only_by_its_requester(desk: Desk) -> None:
     row = request_key(desk.production, by=desk.tam)
     page = address("keyvault_issuancerequest_withdraw", row.pk)
     assert browser(desk.admin).post(page).status_code == 409
@@ -117,13 +117,13 @@ def test_issuance_withdrawn_only_by_whoever_asked(desk: Desk) -> None:
     assert fresh(row).state == S.WITHDRAWN
 
 
-# ------------------------------------------------------------------------------------------- asked by a service
+# ----------------------------------------------------------------------------------------- requests by services
 
 RECIPIENT = "CQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
 
 
 def asked_by_service(desk: Desk, delivery: Delivery = Delivery.SEALED, at: datetime | None = None) -> IssuanceRequest:
-    """With a token that `admin` made."""
+    """Request with a token that `admin` created."""
     service = prove_service_token(make_token(P.ISSUANCE_REQUEST, by=desk.admin)[1].reveal(), now())
     assert service is not None
     place = desk.production if delivery is Delivery.SEALED else desk.sandbox
@@ -138,23 +138,25 @@ def asked_by_service(desk: Desk, delivery: Delivery = Delivery.SEALED, at: datet
 
 
 def test_issuance_approver_sees_the_recipient_of_a_sealed_key(desk: Desk) -> None:
-    """Who will be able to open it is part of what is approved, so it stands on the page."""
+    """The recipient is part of what is approved, so the page shows it."""
     row = asked_by_service(desk)
     text = text_of(browser(desk.approver).get(address("keyvault_issuancerequest_approve", row.pk)))
     for value in (RECIPIENT, "sealed", "service gateway", row.plan_digest):
         assert value in text
     page = address("keyvault_issuancerequest_approve", row.pk)
-    assert browser(desk.admin).post(page, {"plan_digest": row.plan_digest}).status_code == 409, "they made the token"
+    assert browser(desk.admin).post(page, {"plan_digest": row.plan_digest}).status_code == 409, (
+        "this person created the token"
+    )
     assert browser(desk.approver).post(page, {"plan_digest": row.plan_digest}).status_code == 302
 
 
-def test_issuance_sealed_is_not_for_asking_in_the_console(desk: Desk) -> None:
+def test_issuance_sealed_cannot_be_requested_in_the_console(desk: Desk) -> None:
     assert ask(desk, browser(desk.tam), delivery="sealed").status_code == 400
     assert not IssuanceRequest.objects.exists()
 
 
-def test_issuance_asked_by_a_service_is_collected_by_nobody_here(desk: Desk) -> None:
-    """Not even by the person who made the token."""
+def test_issuance_requested_by_a_service_is_not_collectable_in_the_console(desk: Desk) -> None:
+    """Not even the creator of the token can collect it."""
     row = asked_by_service(desk, Delivery.SHOW_ONCE)
     issue_request(row)
     client = browser(desk.admin)
@@ -168,7 +170,7 @@ def test_issuance_asked_by_a_service_is_collected_by_nobody_here(desk: Desk) -> 
     assert page not in text_of(client.get("/admin/"))
 
 
-def test_issuance_burned_says_so(desk: Desk) -> None:
+def test_issuance_discarded_shows_it(desk: Desk) -> None:
     row = asked_by_service(desk, Delivery.SHOW_ONCE, at=now() - COLLECT_WITHIN)
     issue_request(row, at=now() - COLLECT_WITHIN)
     discard_due()
@@ -177,13 +179,15 @@ def test_issuance_burned_says_so(desk: Desk) -> None:
     assert "The key was not collected in time" in text
 
 
-# ------------------------------------------------------------------------------------------------- collecting
+# ------------------------------------------------------------------------------------------------- collection
 
 
 @pytest.mark.parametrize("environment", [SANDBOX, PRODUCTION])
 def test_issuance_collected_key_is_shown_once(desk: Desk, environment: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The key is in the body of one answer to a POST, and nowhere else: no redirect, message, cookie, session,
-    log line or row has it, no cache may keep it, and a reload does not bring it back.
+    """The key is in the body of one POST answer and nowhere else.
+
+    No redirect, message, cookie, session, log line or row has it, no cache may store it, and a reload does not show it
+    again.
     """
     caplog.set_level(logging.DEBUG)
     row = issued(desk, environment)
@@ -210,8 +214,8 @@ def test_issuance_collected_key_is_shown_once(desk: Desk, environment: str, capl
     assert not SHAPED.search(text_of(again))
 
 
-def test_issuance_collected_by_anybody_else_is_refused(desk: Desk) -> None:
-    """The approver never sees the key, nor does anybody but whoever asked."""
+def test_issuance_collected_by_another_operator_is_refused(desk: Desk) -> None:
+    """Neither the approver nor any other operator sees the key."""
     row = issued(desk)
     page = address("keyvault_issuancerequest_collect", row.pk)
     for operator, status in ((desk.approver, 403), (desk.auditor, 403), (desk.responder, 403), (desk.admin, 409)):
@@ -223,7 +227,7 @@ def test_issuance_collected_by_anybody_else_is_refused(desk: Desk) -> None:
 
 
 def test_issuance_collected_in_production_is_break_glass(desk: Desk) -> None:
-    """A production key that a person saw stays in sight until a second person has reviewed it."""
+    """A production key shown to a person stays listed until a second person has reviewed it."""
     row = issued(desk)
     assert not BreakGlass.objects.exists()
     browser(desk.tam).post(address("keyvault_issuancerequest_collect", row.pk))
@@ -238,7 +242,7 @@ def test_issuance_collected_before_it_is_issued_is_a_conflict(desk: Desk) -> Non
     assert fresh(row).state == S.PENDING
 
 
-def test_issuance_while_the_worker_is_at_it_says_so(desk: Desk) -> None:
+def test_issuance_in_progress_shows_it(desk: Desk) -> None:
     row = request_key(desk.sandbox, by=desk.tam)
     text = text_of(browser(desk.tam).get(address("keyvault_issuancerequest_change", row.pk)))
     assert '<meta http-equiv="refresh"' in text

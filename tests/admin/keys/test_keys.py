@@ -1,4 +1,4 @@
-"""Keys in the console: suspended, resumed, revoked with a reason, reported; shown only when public."""
+"""Keys in the console: suspended, resumed, revoked with a reason, reported; shown only if public."""
 
 import re
 
@@ -27,7 +27,7 @@ def last_entry() -> AuditEntry:
 
 
 def test_key_revoked_with_a_reason_never_verifies_again(desk: Desk) -> None:
-    """From the button to the verdict: the reason is kept, the act is in the audit log under one's name."""
+    """The reason is kept, the action is audited under the operator's name, and the verdict changes."""
     key, _ = issue(desk.production)
     client = browser(desk.responder)
     form = client.get(address("keyvault_key_revoke", key.pk))
@@ -44,7 +44,7 @@ def test_key_revoked_with_a_reason_never_verifies_again(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "because", "certificate_hold"])
-def test_key_revoked_without_a_reason_of_the_standard_stays_good(desk: Desk, reason: str) -> None:
+def test_key_revoked_without_a_standard_reason_stays_good(desk: Desk, reason: str) -> None:
     key, _ = issue(desk.sandbox)
     answer = browser(desk.responder).post(address("keyvault_key_revoke", key.pk), {"reason": reason})
     assert answer.status_code == 400
@@ -57,16 +57,16 @@ def test_key_revoked_for_compromise_is_compromised(desk: Desk) -> None:
     assert fresh(key).state == KeyState.COMPROMISED
 
 
-def test_key_reported_compromised_by_one_person_is_refused_at_once(desk: Desk) -> None:
-    """Stopping takes one person alone, and nothing of the page's age holds it up."""
+def test_key_reported_compromised_by_one_person_is_refused_immediately(desk: Desk) -> None:
+    """Revoking takes one person and no current page."""
     key, _ = issue(desk.production)
     answer = browser(desk.responder).post(address("keyvault_key_report-compromise", key.pk))
     assert answer.status_code == 302
     assert fresh(key).state == KeyState.COMPROMISED
 
 
-def test_key_shown_by_get_is_not_acted_on(desk: Desk) -> None:
-    """Whatever changes something is a POST: a link that somebody sends changes nothing."""
+def test_key_is_not_changed_by_get(desk: Desk) -> None:
+    """Only a POST changes anything, so a link that someone sends changes nothing."""
     key, _ = issue(desk.sandbox)
     client = browser(desk.admin)
     for act in ("suspend", "revoke", "report-compromise"):
@@ -84,8 +84,8 @@ def test_key_suspended_and_resumed_verifies_again(desk: Desk) -> None:
     assert fresh(key).state == KeyState.ACTIVE
 
 
-def test_key_resumed_from_a_page_of_yesterday_is_a_conflict(desk: Desk) -> None:
-    """Making something good again is bound to what was seen: a page from before a second suspension does not do."""
+def test_key_resumed_from_an_outdated_page_is_a_conflict(desk: Desk) -> None:
+    """Resuming is bound to the version shown: a page from before a second suspension is refused."""
     key, _ = issue(desk.sandbox)
     client = browser(desk.admin)
     client.post(address("keyvault_key_suspend", key.pk))
@@ -107,8 +107,8 @@ def test_key_suspended_twice_is_a_conflict_and_no_fault(desk: Desk) -> None:
     assert "cannot become suspended" in text_of(answer)
 
 
-def test_key_that_is_private_is_shown_to_nobody(desk: Desk) -> None:
-    """A private key's string is not readable again in the console, by any role, while the backend holds it."""
+def test_key_that_is_private_is_never_shown(desk: Desk) -> None:
+    """No role can read a private key's string in the console, even while the backend holds it."""
     key, text = issue(desk.sandbox)
     for operator in (desk.admin, desk.tam, desk.approver, desk.auditor, desk.responder):
         answer = browser(operator).get(address("keyvault_key_show", key.pk))
@@ -116,7 +116,7 @@ def test_key_that_is_private_is_shown_to_nobody(desk: Desk) -> None:
         assert text.reveal() not in text_of(answer)
 
 
-def test_key_that_is_public_is_shown_again_and_again(desk: Desk) -> None:
+def test_key_that_is_public_is_shown_repeatedly(desk: Desk) -> None:
     key, text = issue(desk.sandbox, kind=KeyKind.PUBLIC)
     client = browser(desk.tam)
     for _ in range(2):
@@ -126,15 +126,15 @@ def test_key_that_is_public_is_shown_again_and_again(desk: Desk) -> None:
     assert text.reveal() not in text_of(client.get(address("keyvault_key_change", key.pk)))
 
 
-def test_key_pages_tell_no_digest(desk: Desk) -> None:
-    """Not even what is made of a key is shown: no page of it holds its digest."""
+def test_key_pages_show_no_digest(desk: Desk) -> None:
+    """No page of a key shows its digest."""
     key, _ = issue(desk.sandbox)
     client = browser(desk.admin)
     for page in (address("keyvault_key_change", key.pk), address("keyvault_credential_change", key.credential_id)):
         assert bytes(key.digest).hex() not in text_of(client.get(page))
 
 
-def test_key_page_offers_the_acts_of_the_role(desk: Desk) -> None:
+def test_key_page_offers_the_actions_of_the_role(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     page = address("keyvault_key_change", key.pk)
     revoke = address("keyvault_key_revoke", key.pk)
@@ -154,8 +154,8 @@ def test_key_search_finds_it_by_its_id(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("act", ["revoke", "report-compromise"])
-def test_key_ended_leads_to_its_receipt_which_renews_itself_until_it_is_complete(desk: Desk, act: str) -> None:
-    """Who has confirmed, who is waited for and who is expired, each by name; then a page that stays as it is."""
+def test_key_revoked_shows_its_receipt_which_refreshes_until_complete(desk: Desk, act: str) -> None:
+    """The receipt lists confirmed, pending and expired verifiers by name, and stops refreshing once complete."""
     first, _, third = (make_verifier(f"verifier-{number}") for number in (1, 2, 3))
     fall_silent(third)
     key, _ = issue(desk.sandbox)
@@ -178,7 +178,7 @@ def test_key_ended_leads_to_its_receipt_which_renews_itself_until_it_is_complete
     assert "3 of 3 verifiers" in text
 
 
-def test_key_page_links_the_receipt_of_its_end(desk: Desk) -> None:
+def test_key_page_links_the_receipt_of_its_revocation(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     client = browser(desk.responder)
     page = address("keyvault_key_change", key.pk)
@@ -191,8 +191,8 @@ def test_key_page_links_the_receipt_of_its_end(desk: Desk) -> None:
     assert "0 of 1 verifiers" in text
 
 
-def test_key_receipt_of_what_is_no_change_of_the_key_is_not_found(desk: Desk) -> None:
-    """Another key's change is not shown under this one's name."""
+def test_key_receipt_of_another_keys_change_is_not_found(desk: Desk) -> None:
+    """Another key's change is not shown under this key."""
     key, _ = issue(desk.sandbox)
     other, _ = issue(desk.sandbox, label="other")
     client = browser(desk.responder)

@@ -1,4 +1,4 @@
-"""Pepper versions in the console: read by those who may, changed by nobody."""
+"""Pepper versions in the console: readable by permission, changed by no one."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tests.services.peppering import rotate, skip_propagation
 
 @pytest.fixture
 def desk(db: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    """In a keystore of the test's own."""
+    """Return a desk with its own keystore."""
     skip_propagation(monkeypatch)
     with own_keystore(tmp_path):
         yield set_up_desk()
@@ -30,7 +30,7 @@ def shown(desk: Desk, number: int = 1) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
 
-def test_pepper_pages_say_what_leans_on_each_version(desk: Desk) -> None:
+def test_pepper_pages_show_what_depends_on_each_version(desk: Desk) -> None:
     issue(desk.sandbox)
     rotate()
     assert "1 keys" in shown(desk, 1)
@@ -42,7 +42,7 @@ def test_pepper_pages_say_what_leans_on_each_version(desk: Desk) -> None:
     assert "service 1" in listed
 
 
-def test_pepper_page_alarms_when_the_backend_has_lost_it(desk: Desk) -> None:
+def test_pepper_page_warns_when_the_backend_has_lost_it(desk: Desk) -> None:
     secret_backend().destroy(Mount.PEPPERS, PepperSet.SANDBOX, 1)
     assert "It is missing from the secret backend and only in memory" in shown(desk)
 
@@ -56,5 +56,5 @@ def test_pepper_pages_show_only_the_sets_that_the_process_serves(desk: Desk) -> 
         assert browser(desk.auditor).get(address("keyvault_pepperversion_change", row.pk)).status_code == 404
 
 
-def test_pepper_pages_are_not_for_everybody(desk: Desk) -> None:
+def test_pepper_pages_require_a_permission(desk: Desk) -> None:
     assert browser(desk.tam).get(address("keyvault_pepperversion_changelist")).status_code == 403

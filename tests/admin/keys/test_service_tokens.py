@@ -1,4 +1,4 @@
-"""Service tokens in the console: shown once, then only their names."""
+"""Service tokens in the console: shown once, afterwards only by name."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def create(client: Any, **changed: Any) -> Any:
 
 
 def test_token_created_is_shown_once_and_works(desk: Desk) -> None:
-    """The token is in the body of one answer, which no cache keeps, and in no cookie, session or row."""
+    """The token is in the body of one answer, which no cache stores, and in no cookie, session or row."""
     client = browser(desk.admin)
     answer = create(client)
     assert answer.status_code == 200
@@ -54,13 +54,13 @@ def test_token_created_is_shown_once_and_works(desk: Desk) -> None:
         {"scope": "moon"},
     ],
 )
-def test_token_created_too_wide_or_wrongly_is_refused(desk: Desk, changed: dict[str, Any]) -> None:
-    """A token never approves, always ends, and serves all merchants only when somebody said exactly that."""
+def test_token_created_too_broad_or_invalid_is_refused(desk: Desk, changed: dict[str, Any]) -> None:
+    """A token never approves, always expires, and covers all merchants only on explicit choice."""
     assert create(browser(desk.admin), **changed).status_code == 400
     assert not ServiceToken.objects.exists()
 
 
-def test_token_created_for_probes_says_so_on_its_page(desk: Desk) -> None:
+def test_token_created_for_probes_shows_it_on_its_page(desk: Desk) -> None:
     client = browser(desk.admin)
     create(client)
     create(client, is_probe="on", name="probe")
@@ -70,12 +70,12 @@ def test_token_created_for_probes_says_so_on_its_page(desk: Desk) -> None:
         assert ("do not count as key use" in page) is token.is_probe
 
 
-def test_token_form_offers_what_a_service_may_hold(desk: Desk) -> None:
+def test_token_form_offers_only_service_permissions(desk: Desk) -> None:
     text = text_of(browser(desk.admin).get(address("keyvault_servicetoken_create")))
     assert text.count('name="permissions"') == len(SERVICE_PERMISSIONS)
 
 
-def test_token_revoked_proves_nothing_any_more(desk: Desk) -> None:
+def test_token_revoked_is_refused(desk: Desk) -> None:
     token, text = make_token()
     client = browser(desk.admin)
     page = address("keyvault_servicetoken_revoke", token.pk)
@@ -85,7 +85,7 @@ def test_token_revoked_proves_nothing_any_more(desk: Desk) -> None:
 
 
 def test_token_rotated_is_shown_once_beside_the_old_one(desk: Desk) -> None:
-    """The successor is in the body of one answer; the old token ends after the overlap that was asked for."""
+    """The successor is in the body of one answer; the old token expires after the requested overlap."""
     token, old = make_token()
     client = browser(desk.admin)
     page = address("keyvault_servicetoken_rotate", token.pk)

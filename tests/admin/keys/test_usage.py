@@ -1,4 +1,4 @@
-"""Who uses a key, on its page: for whoever is about to end it."""
+"""The users of a key on its page, for an operator who is about to revoke it."""
 
 from datetime import UTC, datetime
 
@@ -35,13 +35,13 @@ def test_key_page_names_its_users_and_marks_probes(desk: Desk) -> None:
     assert "198.51.100.7" in text
     assert ">probed<" in text
     assert "192.0.2.0/24" in text
-    assert "198.51.100.0/24" not in text, "a probe of ours is no network that uses the key"
+    assert "198.51.100.0/24" not in text, "a probe is not a user of the key"
     assert "Shops and app versions" not in text
     assert "Last probe" in text
     assert "Last refused" not in text
 
 
-def test_key_page_of_a_public_key_tells_shops_and_app_versions(desk: Desk) -> None:
+def test_key_page_of_a_public_key_shows_shops_and_app_versions(desk: Desk) -> None:
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
     use(key, "192.0.2.1", UseOutcome.ALLOWED, user_agent="app/1.2", origin="https://shop.example")
     text = page(desk, key)
@@ -50,7 +50,7 @@ def test_key_page_of_a_public_key_tells_shops_and_app_versions(desk: Desk) -> No
     assert "app/1.2" in text
 
 
-def test_key_page_says_that_there_are_more_users_than_it_shows(desk: Desk) -> None:
+def test_key_page_shows_that_the_list_of_users_is_truncated(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     for number in range(20):
         use(key, f"10.0.{number}.1", UseOutcome.ALLOWED)
@@ -60,26 +60,26 @@ def test_key_page_says_that_there_are_more_users_than_it_shows(desk: Desk) -> No
     text = page(desk, key)
     assert "Users: latest 20" in text
     assert "Networks: latest 20" in text
-    assert "10.0.99.1" not in text, "of equals the last by name is left out"
+    assert "10.0.99.1" not in text, "among equals the last by name is omitted"
 
 
 @pytest.mark.parametrize("origin", ["", "https://shop.example"])
-def test_key_page_tells_each_users_page_where_there_is_one(desk: Desk, origin: str) -> None:
+def test_key_page_shows_each_users_origin_if_known(desk: Desk, origin: str) -> None:
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
     use(key, "192.0.2.1", UseOutcome.ALLOWED, origin=origin)
     users = page(desk, key).partition("Users")[2].partition("Networks")[0]
     assert (">origin<" in users.lower(), "https://shop.example" in users) == (bool(origin), bool(origin))
 
 
-def test_key_page_of_an_unused_key_says_so(desk: Desk) -> None:
+def test_key_page_of_an_unused_key_shows_no_use(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     text = page(desk, key)
     assert "No use recorded yet." in text
     assert "Networks" not in text
 
 
-def test_key_page_shows_what_a_client_says_as_text(desk: Desk) -> None:
-    """A user agent is a stranger's: it is no markup in the console."""
+def test_key_page_escapes_the_user_agent(desk: Desk) -> None:
+    """A user agent is foreign text and never markup in the console."""
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
     use(key, "192.0.2.1", UseOutcome.ALLOWED, user_agent="<script>alert(1)</script>", origin="<b>")
     text = page(desk, key)

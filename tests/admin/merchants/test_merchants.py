@@ -22,7 +22,9 @@ def test_merchant_created_has_an_account_in_each_environment(desk: Desk) -> None
 
 
 @pytest.mark.parametrize(("merchant_id", "status"), [("Not A Slug", 400), ("acme", 409), ("", 400)])
-def test_merchant_created_wrongly_is_refused_in_words(desk: Desk, merchant_id: str, status: int) -> None:
+def test_merchant_created_with_invalid_fields_is_refused_with_the_reason(
+    desk: Desk, merchant_id: str, status: int
+) -> None:
     answer = browser(desk.admin).post(
         address("keyvault_merchant_create"), {"merchant_id": merchant_id, "name": "<b>Acme</b>"}
     )
@@ -42,7 +44,7 @@ def test_merchant_suspended_and_resumed(desk: Desk) -> None:
 
 
 def test_account_suspended_is_recorded_in_its_own_chain(desk: Desk) -> None:
-    """An act on an account stands in that account's audit chain, under the name of whoever did it."""
+    """An action on an account is in that account's audit chain, under the operator's name."""
     browser(desk.admin).post(address("keyvault_account_suspend", desk.production.pk))
     entry = AuditEntry.objects.latest("id")
     assert (entry.chain_id, entry.event, entry.actor) == (
@@ -53,7 +55,7 @@ def test_account_suspended_is_recorded_in_its_own_chain(desk: Desk) -> None:
     assert {account.status for account in Account.objects.filter(environment="sandbox")} == {"active"}
 
 
-def test_account_page_offers_to_ask_for_its_key(desk: Desk) -> None:
+def test_account_page_offers_to_request_its_key(desk: Desk) -> None:
     page = address("keyvault_account_change", desk.sandbox.pk)
     offer = f"{address('keyvault_issuancerequest_request')}?account={desk.sandbox.pk}"
     client = browser(desk.tam)
@@ -81,22 +83,22 @@ ACTS = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_account_changed_for_browsers_says_so_on_its_page(desk: Desk, act: str) -> None:
-    said, column, value = ACTS[act]
+def test_account_changed_for_browsers_shows_it_on_its_page(desk: Desk, act: str) -> None:
+    fields, column, value = ACTS[act]
     client, page = browser(desk.admin), address(f"keyvault_account_{act}", desk.sandbox.pk)
     version = hidden(client.get(page), "version")
-    answer = client.post(page, {**said, "version": version}, follow=True)
+    answer = client.post(page, {**fields, "version": version}, follow=True)
     assert answer.status_code == 200
     assert getattr(Account.objects.get(pk=desk.sandbox.pk), column) == value
     assert getattr(Account.objects.get(pk=desk.production.pk), column) != value
     shown = text_of(answer)
-    assert any(words in shown for words in ("&quot;theme&quot;", "https://shop.example", "10 minutes"))
-    # The same page sent again is about what is no longer true.
-    assert client.post(page, {**said, "version": version}).status_code == 409
+    assert any(message in shown for message in ("&quot;theme&quot;", "https://shop.example", "10 minutes"))
+    # Submitting the same page again is a conflict.
+    assert client.post(page, {**fields, "version": version}).status_code == 409
 
 
 @pytest.mark.parametrize(
-    ("act", "said", "words"),
+    ("act", "fields", "message"),
     [
         ("configure", {"configuration": "{"}, "Invalid JSON"),
         ("configure", {"configuration": '{"a": 1, "a": 2}'}, "duplicate member name"),
@@ -110,14 +112,14 @@ def test_account_changed_for_browsers_says_so_on_its_page(desk: Desk, act: str) 
         ("token-bound", {"seconds": "x"}, "whole number"),
     ],
 )
-def test_account_change_that_does_not_fit_is_refused_in_words(
-    desk: Desk, act: str, said: dict[str, str], words: str
+def test_account_change_invalid_is_refused_with_the_reason(
+    desk: Desk, act: str, fields: dict[str, str], message: str
 ) -> None:
     before = Account.objects.get(pk=desk.sandbox.pk)
     page = address(f"keyvault_account_{act}", desk.sandbox.pk)
-    answer = browser(desk.admin).post(page, {**said, "version": before.version})
+    answer = browser(desk.admin).post(page, {**fields, "version": before.version})
     assert answer.status_code == 400
-    assert words in text_of(answer)
+    assert message in text_of(answer)
     assert Account.objects.get(pk=desk.sandbox.pk).version == before.version
 
 
@@ -125,7 +127,7 @@ def test_account_change_that_does_not_fit_is_refused_in_words(
 
 
 def test_merchant_offboarded_in_the_console_counts_before_and_after(desk: Desk) -> None:
-    """The page says what would end, takes the id once more, and the answer says what has ended and what is left."""
+    """The page lists what would end, requires the id, and the answer lists what ended and what remains."""
     issue(desk.sandbox)
     issue(desk.production)
     request_key(desk.production)
@@ -141,7 +143,7 @@ def test_merchant_offboarded_in_the_console_counts_before_and_after(desk: Desk) 
 
 
 @pytest.mark.parametrize(
-    ("said", "status"),
+    ("fields", "status"),
     [
         ({"why": "x", "merchant_id": "globex"}, 400),
         ({"why": "x", "merchant_id": ""}, 400),
@@ -150,18 +152,18 @@ def test_merchant_offboarded_in_the_console_counts_before_and_after(desk: Desk) 
     ],
 )
 def test_merchant_offboarded_without_its_id_or_a_reason_keeps_everything(
-    desk: Desk, said: dict[str, str], status: int
+    desk: Desk, fields: dict[str, str], status: int
 ) -> None:
-    """A slip of the hand ends nothing: the id is typed, and the reason is told."""
+    """A mistake ends nothing: the id and a reason must be entered."""
     issue(desk.sandbox)
-    answer = browser(desk.responder).post(address("keyvault_merchant_offboard", "acme"), said)
+    answer = browser(desk.responder).post(address("keyvault_merchant_offboard", "acme"), fields)
     assert answer.status_code == status
     assert Merchant.objects.get().status == "active"
     assert Key.objects.get().state == "active"
 
 
-def test_merchant_offboarded_is_offered_nothing_but_to_go_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No way back; and as long as something is left, the button to go on with it."""
+def test_merchant_offboarded_is_only_offered_to_continue(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no way back; while something remains, the page offers to continue."""
     issue(desk.sandbox)
     client, page = browser(desk.admin), address("keyvault_merchant_offboard", "acme")
 

@@ -1,4 +1,4 @@
-"""Provider connections in the console: set, replaced, removed; no page and no answer has the credentials again."""
+"""Provider connections in the console: set, replaced, removed; the credentials are never shown again."""
 
 import re
 from typing import Any
@@ -33,14 +33,14 @@ def stored(connection: ProviderConnection) -> str:
 
 
 def shown_nowhere(client: Any, *answers: Any) -> None:
-    """No answer, header, cookie, session or row has it."""
+    """Assert that no answer, header, cookie, session or row contains the secret."""
     for answer in answers:
         assert SECRET not in text_of(answer) + str(answer.headers)
     assert SECRET not in dump() + str(dict(client.session)) + client.cookies.output()
 
 
 def test_connection_set_is_stored_and_shown_on_no_page(desk: Desk) -> None:
-    """It goes in by a form and comes out by no page: neither the answer, nor the row's, the list's or the account's."""
+    """Neither the answer nor the pages of the row, the list or the account show the credentials."""
     client = browser(desk.tam)
     answer = put(client)
     assert answer.status_code == 302
@@ -59,7 +59,7 @@ def test_connection_set_is_stored_and_shown_on_no_page(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "status", "said"),
+    ("changed", "status", "message"),
     [
         ({"environment": "production"}, 400, "a test key"),
         ({"environment": "moon"}, 400, "valid choice"),
@@ -71,20 +71,20 @@ def test_connection_set_is_stored_and_shown_on_no_page(desk: Desk) -> None:
         ({"credentials": ""}, 400, "required"),
     ],
 )
-def test_connection_that_does_not_fit_is_refused_and_the_secret_is_not_sent_back(
-    desk: Desk, changed: dict[str, str], status: int, said: str
+def test_connection_invalid_is_refused_without_returning_the_secret(
+    desk: Desk, changed: dict[str, str], status: int, message: str
 ) -> None:
-    """A form that comes back with a fault comes back with an empty field for the secret."""
+    """A form with an error is shown again with an empty secret field."""
     client = browser(desk.tam)
     answer = put(client, **changed)
     assert answer.status_code == status
-    assert said in text_of(answer)
+    assert message in text_of(answer)
     assert re.search(r"<textarea[^>]*>\s*</textarea>", text_of(answer))
     shown_nowhere(client, answer)
     assert not ProviderConnection.objects.exists()
 
 
-def test_connection_not_stored_for_the_backend_is_away_is_told_without_the_secret(
+def test_connection_during_a_backend_outage_is_refused_without_the_secret(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unavailable(*_: object, **__: object) -> None:
@@ -99,10 +99,10 @@ def test_connection_not_stored_for_the_backend_is_away_is_told_without_the_secre
     shown_nowhere(client, answer)
 
 
-def test_connection_fault_of_ours_leaves_the_secret_in_no_log(
+def test_connection_internal_fault_logs_no_secret(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A traceback is logged, and what was typed is not in it."""
+    """The traceback is logged without the typed secret."""
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
@@ -117,7 +117,7 @@ def test_connection_fault_of_ours_leaves_the_secret_in_no_log(
     shown_nowhere(client, answer)
 
 
-def test_connection_form_knows_the_account_that_it_was_opened_from(desk: Desk) -> None:
+def test_connection_form_opened_from_an_account_is_prefilled(desk: Desk) -> None:
     client = browser(desk.tam)
     text = text_of(client.get(address("keyvault_account_change", desk.production.pk)))
     (link,) = re.findall(r'href="([^"]*providerconnection/new/set/[^"]*)"', text)
@@ -126,8 +126,8 @@ def test_connection_form_knows_the_account_that_it_was_opened_from(desk: Desk) -
     assert 'value="production" selected' in form
 
 
-def test_connection_form_conceals_what_is_typed(desk: Desk) -> None:
-    """Dots as in a password field, nothing kept by the browser, and nothing sent to a spelling service."""
+def test_connection_form_masks_the_secret(desk: Desk) -> None:
+    """The field is masked, not stored by the browser, and not sent to a spelling service."""
     form = text_of(browser(desk.tam).get(address("keyvault_providerconnection_set") + f"?credentials={SECRET}"))
     (field,) = re.findall(r'<textarea name="credentials"[^>]*>', form)
     assert "concealed" in field
@@ -136,7 +136,7 @@ def test_connection_form_conceals_what_is_typed(desk: Desk) -> None:
     assert SECRET not in form
 
 
-def test_connection_is_replaced_by_whoever_saw_it_as_it_is(desk: Desk) -> None:
+def test_connection_replaced_from_an_outdated_page_is_a_conflict(desk: Desk) -> None:
     connection = make(desk)
     client = browser(desk.tam)
     page = address("keyvault_providerconnection_replace", connection.pk)
@@ -148,7 +148,7 @@ def test_connection_is_replaced_by_whoever_saw_it_as_it_is(desk: Desk) -> None:
     assert stored(connection) == "second"
 
 
-def test_connection_is_removed_and_then_offers_nothing_more(desk: Desk) -> None:
+def test_connection_removed_offers_no_actions(desk: Desk) -> None:
     connection = make(desk)
     client = browser(desk.tam)
     page = address("keyvault_providerconnection_remove", connection.pk)

@@ -1,4 +1,4 @@
-"""Webhook endpoints in the console: added, shown a secret once, tried, turned off and on, and watched."""
+"""Webhook endpoints in the console: added, secret shown once, tested, disabled and enabled, monitored."""
 
 import html
 import re
@@ -28,7 +28,7 @@ def make(desk: Desk) -> WebhookEndpoint:
 
 
 def shown_once(answer: Any, client: Any) -> str:
-    """The secret of the answer, which is nowhere else: no cache, cookie, session or row."""
+    """Return the secret of the answer and assert that no cache, cookie, session or row has it."""
     assert answer.status_code == 200
     assert "no-store" in answer["Cache-Control"]
     found = SECRET.findall(html.unescape(text_of(answer)))
@@ -41,7 +41,6 @@ def shown_once(answer: Any, client: Any) -> str:
 
 
 def test_endpoint_added_shows_its_secret_once(desk: Desk) -> None:
-    """The signing secret is in the body of one answer."""
     client = browser(desk.tam)
     secret = shown_once(add(client), client)
     endpoint = WebhookEndpoint.objects.get()
@@ -57,7 +56,7 @@ def test_endpoint_added_shows_its_secret_once(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "status", "said"),
+    ("changed", "status", "message"),
     [
         ({"url": "http://acme.example/"}, 400, "https"),
         ({"url": "https://127.0.0.1/"}, 400, "a public address"),
@@ -66,22 +65,22 @@ def test_endpoint_added_shows_its_secret_once(desk: Desk) -> None:
         ({"environment": "moon"}, 400, "valid choice"),
     ],
 )
-def test_endpoint_that_does_not_fit_is_refused_beside_its_field(
-    desk: Desk, changed: dict[str, str], status: int, said: str
+def test_endpoint_invalid_is_refused_at_its_field(
+    desk: Desk, changed: dict[str, str], status: int, message: str
 ) -> None:
     answer = add(browser(desk.tam), **changed)
     assert answer.status_code == status
-    assert said in text_of(answer)
+    assert message in text_of(answer)
     assert not WebhookEndpoint.objects.exists()
 
 
-def test_endpoint_that_is_there_already_is_a_conflict(desk: Desk) -> None:
+def test_endpoint_added_twice_is_a_conflict(desk: Desk) -> None:
     client = browser(desk.tam)
     add(client)
     assert add(client).status_code == 409
 
 
-def test_endpoint_form_knows_the_account_that_it_was_opened_from(desk: Desk) -> None:
+def test_endpoint_form_opened_from_an_account_is_prefilled(desk: Desk) -> None:
     client = browser(desk.tam)
     text = text_of(client.get(address("keyvault_account_change", desk.production.pk)))
     (link,) = re.findall(r'href="([^"]*webhookendpoint/new/add/[^"]*)"', text)
@@ -90,7 +89,7 @@ def test_endpoint_form_knows_the_account_that_it_was_opened_from(desk: Desk) -> 
     assert 'value="production" selected' in form
 
 
-def test_secret_rotated_is_shown_once_and_the_page_tells_the_overlap(desk: Desk) -> None:
+def test_secret_rotated_is_shown_once_and_the_page_shows_the_overlap(desk: Desk) -> None:
     endpoint = make(desk)
     client = browser(desk.tam)
     page = address("keyvault_webhookendpoint_rotate", endpoint.pk)
@@ -102,7 +101,7 @@ def test_secret_rotated_is_shown_once_and_the_page_tells_the_overlap(desk: Desk)
     assert "ends immediately" in text_of(client.get(page))
 
 
-def test_endpoint_is_turned_off_and_on(desk: Desk) -> None:
+def test_endpoint_is_disabled_and_enabled(desk: Desk) -> None:
     endpoint = make(desk)
     client = browser(desk.tam)
     disable = address("keyvault_webhookendpoint_disable", endpoint.pk)
@@ -119,7 +118,7 @@ def test_endpoint_is_turned_off_and_on(desk: Desk) -> None:
     assert endpoint.disabled_at is None
 
 
-def test_test_is_sent_and_its_outcome_stands_on_the_page(desk: Desk) -> None:
+def test_test_message_outcome_is_shown_on_the_page(desk: Desk) -> None:
     endpoint = make(desk)
     client = browser(desk.tam)
     page = address("keyvault_webhookendpoint_change", endpoint.pk)
@@ -136,7 +135,7 @@ def test_test_is_sent_and_its_outcome_stands_on_the_page(desk: Desk) -> None:
     assert "1 of 10" in text
 
 
-def test_deliveries_show_when_they_are_tried_again(desk: Desk) -> None:
+def test_deliveries_show_their_next_attempt(desk: Desk) -> None:
     endpoint = make(desk)
     send_test(grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox), endpoint)
     WebhookDelivery.objects.update(attempts=3, last_status=503, last_error="answered 503")

@@ -1,4 +1,4 @@
-"""The audit chains in the console: found, read, never written."""
+"""The audit chains in the console: searchable and read-only."""
 
 from unittest import mock
 
@@ -24,7 +24,7 @@ def found(desk: Desk, **query: str) -> str:
     return text_of(answer)
 
 
-def test_audit_search_by_key_id_finds_what_became_of_the_key(desk: Desk) -> None:
+def test_audit_search_by_key_id_finds_the_keys_entries(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     issue(desk.sandbox, label="another")
     suspend_key(grant(desk.responder, P.KEYS_SUSPEND, desk.sandbox), key)
@@ -35,8 +35,8 @@ def test_audit_search_by_key_id_finds_what_became_of_the_key(desk: Desk) -> None
 
 
 @pytest.mark.parametrize("term", ["req_", "operator:tam", "per cent %", "'; DROP TABLE", "ä"])
-def test_audit_search_takes_any_text(desk: Desk, term: str) -> None:
-    """A search is for bytes: no letter of it means anything to the database."""
+def test_audit_search_accepts_any_text(desk: Desk, term: str) -> None:
+    """A search compares text literally: no character has a special meaning."""
     issue(desk.sandbox)
     text = found(desk, q=term)
     assert ("0 audit entries" in text) == (term not in {"req_", "operator:tam"})
@@ -62,8 +62,8 @@ def test_audit_entry_page_shows_its_details_and_its_place(desk: Desk) -> None:
     assert "system:worker" in text
 
 
-def test_audit_reading_leaves_the_chains_as_they_are(desk: Desk) -> None:
-    """Looking is no entry, and every chain is whole after a day at the console."""
+def test_audit_pages_leave_the_chains_unchanged(desk: Desk) -> None:
+    """Reading writes no entry, and every chain is intact afterwards."""
     issue(desk.production)
     count = AuditEntry.objects.count()
     for operator in (desk.admin, desk.auditor, desk.responder):
@@ -81,12 +81,12 @@ def test_audit_page_shows_the_newest_checkpoint_of_each_scope(desk: Desk) -> Non
     assert "Signed checkpoints" in text
     assert "badge-holds" in text
     assert "<code>local</code> version 1" in text
-    assert "badge-pending" in text  # production, where nothing happened yet
+    assert "badge-pending" in text  # production, without entries so far
     assert "badge-broken" not in text
 
 
-def test_audit_page_checkpoint_that_does_not_hold_is_in_plain_sight(desk: Desk) -> None:
-    """An auditor need not run a command to see that the log is not what was signed."""
+def test_audit_page_shows_an_invalid_checkpoint(desk: Desk) -> None:
+    """An auditor sees on the page that the log differs from what was signed."""
     issue(desk.sandbox)
     sign_due(now())
     disable_triggers()
@@ -98,12 +98,12 @@ def test_audit_page_checkpoint_that_does_not_hold_is_in_plain_sight(desk: Desk) 
     assert f"ends before entry {head.sequence}, which it signs" in text
 
 
-def test_audit_page_with_the_signer_away_is_shown_all_the_same(desk: Desk) -> None:
-    """A sealed Vault takes no page from the console, and no signature is called checked meanwhile."""
+def test_audit_page_during_a_signer_outage_is_shown(desk: Desk) -> None:
+    """A sealed Vault breaks no page, and no signature is shown as checked meanwhile."""
     issue(desk.sandbox)
     sign_due(now())
-    away = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
-    with mock.patch.object(LocalSigner, "read_public_keys", side_effect=away):
+    unavailable = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
+    with mock.patch.object(LocalSigner, "read_public_keys", side_effect=unavailable):
         text = found(desk)
     assert "badge-not_checked" in text
     assert "badge-holds" not in text

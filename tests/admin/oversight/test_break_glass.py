@@ -1,4 +1,4 @@
-"""Acts under break-glass in the console: in sight until somebody else has looked."""
+"""Break-glass acts in the console: listed until a second person has reviewed them."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tests.factories import approve, grant, issue_request, request_key
 
 @pytest.fixture
 def act(desk: Desk) -> BreakGlass:
-    """`admin` had a production key shown."""
+    """Show a production key to `admin`."""
     row = request_key(desk.production, delivery=Delivery.SHOW_ONCE, by=desk.admin)
     approve(row, by=desk.approver)
     issue_request(row)
@@ -24,7 +24,7 @@ def act(desk: Desk) -> BreakGlass:
     return found
 
 
-def test_break_glass_reviewed_by_a_second_person_is_out_of_sight(desk: Desk, act: BreakGlass) -> None:
+def test_break_glass_reviewed_by_a_second_person_is_no_longer_listed(desk: Desk, act: BreakGlass) -> None:
     client = browser(desk.approver)
     assert "to review" in text_of(client.get("/admin/"))
     page = address("keyvault_breakglass_review", act.pk)
@@ -36,7 +36,7 @@ def test_break_glass_reviewed_by_a_second_person_is_out_of_sight(desk: Desk, act
 
 
 def test_break_glass_reviewed_by_whoever_asked_for_it_is_refused_and_says_why(desk: Desk) -> None:
-    """Who asked is not offered the review of an approval that may be their own, and is told why."""
+    """A requester is not offered the review of their own request and is shown the reason."""
     row = request_key(desk.production, by=desk.admin)
     approve(row, by=replace(desk.approver, channel=Channel.COMMAND_LINE, host_user="root"))
     act = BreakGlass.objects.get()
@@ -54,7 +54,7 @@ def test_break_glass_reviewed_by_whoever_asked_for_it_is_refused_and_says_why(de
     assert "This was done under your name, so another person must review it" in claimed
 
 
-def test_break_glass_list_is_open_to_auditors_who_cannot_review(desk: Desk, act: BreakGlass) -> None:
+def test_break_glass_list_is_readable_by_auditors_without_review(desk: Desk, act: BreakGlass) -> None:
     client = browser(desk.auditor)
     assert act.subject in text_of(client.get(address("keyvault_breakglass_changelist"), {"review": "open"}))
     assert act.subject not in text_of(client.get(address("keyvault_breakglass_changelist"), {"review": "done"}))

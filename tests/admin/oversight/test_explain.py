@@ -1,4 +1,4 @@
-"""Why was this refused? By a request id or a description; without a secret, and without spending anything."""
+"""Explanation of a refusal by request id or description, without secrets and without side effects."""
 
 from typing import Any
 from unittest import mock
@@ -28,7 +28,7 @@ def explain(desk: Desk, **fields: str) -> Any:
 
 
 def looked_up(desk: Desk, request_id: str) -> str:
-    """The page of the refusal that the form leads to."""
+    """Return the page of the refusal to which the form leads."""
     answer = explain(desk, request_id=request_id)
     assert answer.status_code == 302
     return text_of(browser(desk.approver).get(answer["Location"]))
@@ -41,7 +41,7 @@ def described(desk: Desk, **fields: str) -> str:
 
 
 def test_explain_by_request_id_shows_the_refusal_rule_by_rule(desk: Desk) -> None:
-    """From what a client reads in its answer to the rule that refused it, with cause and cure."""
+    """The page leads from the client's answer to the rule that refused it, with cause and remedy."""
     key, text = issue(desk.sandbox)
     revoke_key(grant(desk.admin, P.KEYS_REVOKE, desk.sandbox), key, RevocationReason.SUPERSEDED)
     presented = VerificationRequest(
@@ -52,7 +52,7 @@ def test_explain_by_request_id_shows_the_refusal_rule_by_rule(desk: Desk) -> Non
     log.note(judge_presented(presented, now()), request_id="Q" * 22, at=now(), **place)  # type: ignore[arg-type]  # a mixed dict
     log.flush()
     page = looked_up(desk, f" {'Q' * 22} ")
-    for words in (
+    for phrase in (
         "401 Key revoked",
         "key_revoked",
         "The key was revoked.",
@@ -60,7 +60,7 @@ def test_explain_by_request_id_shows_the_refusal_rule_by_rule(desk: Desk) -> Non
         "Remedy",
         "192.0.2.7",
     ):
-        assert words in page
+        assert phrase in page
     assert address("keyvault_key_change", key.pk) in page
     assert page.index("possession of the key is proved") < page.index("the key was not revoked")
 
@@ -70,14 +70,14 @@ def test_explain_of_an_id_in_a_batch_is_found(desk: Desk) -> None:
     assert "credential_invalid" in looked_up(desk, "B" * 22 + "-99")
 
 
-def test_explain_of_an_unknown_request_id_says_what_it_may_mean(desk: Desk) -> None:
+def test_explain_of_an_unknown_request_id_lists_possible_reasons(desk: Desk) -> None:
     answer = explain(desk, request_id="nothing")
     assert answer.status_code == 404
     assert "older than 30 days" in text_of(answer)
 
 
-def test_explain_described_allowed_shows_the_limits_and_spends_nothing(desk: Desk) -> None:
-    """It draws from no bucket and is neither use nor refusal."""
+def test_explain_described_allowed_shows_the_limits_and_uses_none(desk: Desk) -> None:
+    """It uses no bucket and records neither use nor refusal."""
     key, _ = issue(desk.sandbox)
     with mock.patch.object(judging, "limiter", side_effect=AssertionError("a limit was spent")):
         page = described(desk, key_id=key.pk)
@@ -108,9 +108,7 @@ def test_explain_described_allowed_shows_the_limits_and_spends_nothing(desk: Des
         ({"endpoint": "", "method": "POST", "path": "/sandbox/refunds/other", "store": "1"}, "merchant_mismatch"),
     ],
 )
-def test_explain_described_gives_the_verdict_that_the_doors_would(
-    desk: Desk, fields: dict[str, str], code: str
-) -> None:
+def test_explain_described_gives_the_verdict_of_verify(desk: Desk, fields: dict[str, str], code: str) -> None:
     make_endpoint(path="/refunds/<merchant>", merchant_from="path:merchant", store_from="header:X-Store-Id")
     key, _ = issue(desk.sandbox)
     page = described(desk, **{"key_id": key.pk, **fields})
@@ -134,7 +132,7 @@ def test_explain_described_names_the_state_of_the_key_and_of_its_network(desk: D
     "field", ["key_id", "customer_token_id", "request_id", "path", "merchant", "endpoint", "store"]
 )
 def test_explain_never_shows_a_whole_key_again(desk: Desk, field: str) -> None:
-    """Whatever field a secret is pasted into, it is neither looked up nor on the answer, whole, bare or escaped."""
+    """A secret in any field is neither looked up nor shown, whole, bare or escaped."""
     _, text = issue(desk.sandbox)
     whole = text.reveal()
     for pasted in (whole, mint(), whole.replace("_", "%5F")):
@@ -148,7 +146,7 @@ def test_explain_never_shows_a_whole_key_again(desk: Desk, field: str) -> None:
 
 @pytest.mark.parametrize("field", IDS)
 def test_explain_never_shows_a_bare_secret_again(desk: Desk, field: str) -> None:
-    """Without its prefix a secret has no shape, but it is longer than any id that belongs there."""
+    """A bare secret has no recognizable format, but it is longer than any valid id."""
     secret = mint()[-49:]
     fields = {field: secret} if field == "request_id" else {**DESCRIBED, field: secret}
     answer = explain(desk, **fields)
@@ -160,7 +158,7 @@ def test_explain_never_shows_a_bare_secret_again(desk: Desk, field: str) -> None
     "fields",
     [{}, {"environment": "moon"}, {**DESCRIBED, "path": "/x", "method": "GET"}, {**DESCRIBED, "client_address": "x"}],
 )
-def test_explain_of_half_a_description_is_asked_again(desk: Desk, fields: dict[str, str]) -> None:
+def test_explain_of_an_incomplete_description_shows_the_errors(desk: Desk, fields: dict[str, str]) -> None:
     answer = explain(desk, **fields)
     assert answer.status_code == 400
     assert "Correct the errors below" in text_of(answer)

@@ -1,4 +1,4 @@
-"""The inbox in the console: alarms first, each with its way to what it is about, marked by a person."""
+"""The inbox in the console: alarms first, each with links to its subject, marked as seen by an operator."""
 
 import re
 from typing import Any
@@ -17,19 +17,19 @@ from keyvault.services.webhooks.endpoints import add_endpoint
 from tests.admin.desk import Desk, address, browser, hidden, text_of
 from tests.factories import grant, issue, now
 
-ALARM, NEWS = NoticeKind.ROTATION_STALLED, NoticeKind.KEY_ISSUED
+ALARM, NOTIFICATION = NoticeKind.ROTATION_STALLED, NoticeKind.KEY_ISSUED
 LIST = "/admin/keyvault/notice/"
 
 
-def tell(desk: Desk, kind: NoticeKind = ALARM, subject: str = "rot_" + "A" * 20, **payload: Any) -> Notice:
+def create_notice(desk: Desk, kind: NoticeKind = ALARM, subject: str = "rot_" + "A" * 20, **payload: Any) -> Notice:
     allowed = grant(desk.admin, P.KEYS_REVOKE, desk.sandbox)
     with recorded(allowed, P.KEYS_REVOKE, "key.revoked", account=desk.sandbox):
         return announce(allowed, kind, desk.sandbox, subject, **payload)
 
 
 def test_inbox_lists_alarms_first(desk: Desk) -> None:
-    tell(desk)
-    tell(desk, NEWS, "k" * 16)
+    create_notice(desk)
+    create_notice(desk, NOTIFICATION, "k" * 16)
     text = text_of(browser(desk.auditor).get(LIST))
     assert text.index('<a href="/admin/keyvault/notice/') > 0
     rows = re.findall(r'badge badge-(unseen|seen|notice)"', text)
@@ -37,31 +37,31 @@ def test_inbox_lists_alarms_first(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(("what", "count"), [("unseen", 1), ("alarms", 1), (None, 2)])
-def test_inbox_filters_by_what_waits(desk: Desk, what: str | None, count: int) -> None:
-    tell(desk)
-    tell(desk, NEWS, "k" * 16)
+def test_inbox_filters_by_status(desk: Desk, what: str | None, count: int) -> None:
+    create_notice(desk)
+    create_notice(desk, NOTIFICATION, "k" * 16)
     text = text_of(browser(desk.auditor).get(LIST, {} if what is None else {"what": what}))
     assert len(re.findall(r'badge badge-(?:unseen|notice)"', text)) == count
 
 
 def test_inbox_counts_unseen_alarms_on_every_page_and_on_the_front(desk: Desk) -> None:
-    """An alarm is seen by whoever opens the console, wherever in it they are."""
+    """Every page of the console shows the unseen alarms."""
     client = browser(desk.approver)
     assert "No items:" in text_of(client.get("/admin/"))
     assert '<span class="count">' not in text_of(client.get("/admin/keyvault/key/"))
-    notice = tell(desk)
+    notice = create_notice(desk)
     front = text_of(client.get("/admin/"))
     assert "Unseen alarms" in front
     assert address("keyvault_notice_change", notice.pk) in front
     assert '<span class="count">1</span>' in text_of(client.get("/admin/keyvault/key/"))
 
 
-def test_notice_leads_to_what_it_is_about(desk: Desk) -> None:
+def test_notice_links_its_subject(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     endpoint, _ = add_endpoint(grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox), desk.sandbox, "https://acme.example/")
     client = browser(desk.auditor)
     for subject, kind, place in (
-        (key.pk, NEWS, address("keyvault_key_change", key.pk)),
+        (key.pk, NOTIFICATION, address("keyvault_key_change", key.pk)),
         (
             key.credential_id,
             NoticeKind.CREDENTIAL_WITHOUT_KEY,
@@ -70,12 +70,12 @@ def test_notice_leads_to_what_it_is_about(desk: Desk) -> None:
         ("rot_" + "A" * 20, ALARM, address("rotation_rotation_change", "rot_" + "A" * 20)),
         (str(endpoint.pk), NoticeKind.WEBHOOK_FAILED, address("keyvault_webhookendpoint_change", endpoint.pk)),
     ):
-        notice = tell(desk, kind, subject)
+        notice = create_notice(desk, kind, subject)
         assert f'href="{place}"' in text_of(client.get(address("keyvault_notice_change", notice.pk)))
 
 
-def test_notice_about_what_has_no_page_is_shown_all_the_same(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rotation is not installed its ids are no links, and no fault."""
+def test_notice_about_a_subject_without_a_page_is_shown(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rotation app its ids are no links, and the page still works."""
 
     def reverse(name: str, args: list[str]) -> str:
         if name.startswith("admin:rotation"):
@@ -83,20 +83,20 @@ def test_notice_about_what_has_no_page_is_shown_all_the_same(desk: Desk, monkeyp
         return "/somewhere"
 
     monkeypatch.setattr(page_of, "reverse", reverse)
-    notice = tell(desk)
+    notice = create_notice(desk)
     text = text_of(browser(desk.auditor).get(f"{LIST}{notice.pk}/"))
     assert "<code>rot_AAAA" in text
 
 
-def test_notice_tells_what_was_told_escaped(desk: Desk) -> None:
-    notice = tell(desk, why="<b>no</b>", key_ids=["one", "two"], expires_at=None)
+def test_notice_payload_is_escaped(desk: Desk) -> None:
+    notice = create_notice(desk, why="<b>no</b>", key_ids=["one", "two"], expires_at=None)
     text = text_of(browser(desk.auditor).get(address("keyvault_notice_change", notice.pk)))
     assert "&lt;b&gt;no&lt;/b&gt;" in text
     assert "one, two" in text
 
 
-def test_alarm_marked_as_seen_says_by_whom(desk: Desk) -> None:
-    notice = tell(desk)
+def test_alarm_marked_as_seen_shows_the_operator(desk: Desk) -> None:
+    notice = create_notice(desk)
     client = browser(desk.approver)
     act = address("keyvault_notice_seen", notice.pk)
     assert client.post(act).status_code == 302
@@ -107,13 +107,13 @@ def test_alarm_marked_as_seen_says_by_whom(desk: Desk) -> None:
     assert client.post(act).status_code == 409
 
 
-def test_alarms_all_marked_are_those_of_when_the_page_was_opened(desk: Desk) -> None:
-    """What came in between was not on the page, and is not marked."""
-    tell(desk)
+def test_alarms_marked_together_are_those_on_the_page(desk: Desk) -> None:
+    """Alarms that arrived after the page was opened stay unmarked."""
+    create_notice(desk)
     client = browser(desk.approver)
     act = address("keyvault_notice_all_seen")
     until = hidden(client.get(act), "until")
-    late = tell(desk)
+    late = create_notice(desk)
     assert client.post(act, {"until": until}).status_code == 302
     assert [notice.pk for notice in Notice.objects.filter(seen_at=None)] == [late.pk]
     assert client.post(act, {"until": "whenever"}).status_code == 400
@@ -121,8 +121,8 @@ def test_alarms_all_marked_are_those_of_when_the_page_was_opened(desk: Desk) -> 
 
 
 def test_alarm_is_not_marked_by_an_auditor(desk: Desk) -> None:
-    """Whoever only reads leaves no alarm unseen by others."""
-    notice = tell(desk)
+    """An auditor's reading leaves the alarms unseen for the others."""
+    notice = create_notice(desk)
     client = browser(desk.auditor)
     assert client.post(address("keyvault_notice_seen", notice.pk)).status_code == 403
     assert client.get(address("keyvault_notice_all_seen")).status_code == 403

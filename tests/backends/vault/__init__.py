@@ -1,1 +1,1 @@
-"""The backend that is a Vault or an OpenBao: against a fake that fails on demand, and against the real server."""
+"""The Vault or OpenBao backend, against a fake that fails on demand and against the real server."""

@@ -1,4 +1,4 @@
-"""A client and a backend on the fake, with a clock that tests move."""
+"""A client and a backend on the fake, with a clock that tests advance."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +10,16 @@ from keyvault.backends.vault.client import VaultClient, VaultServer
 from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.logins import AppRoleLogin, Login
 from tests.backends.conftest import fake as fake
-from tests.backends.conftest import lay_fake
+from tests.backends.conftest import write_fake_logins
 from tests.backends.stores import open_vault
 
 from .fake import FakeVault
 
 ROLE = "kv-reader-sandbox"
-IMPATIENT = (2.0, 0.3)
-"""Seconds to connect and to read, for who is kept waiting on purpose. Nobody else may depend on how fast this is."""
+SHORT_TIMEOUTS = (2.0, 0.3)
+"""Connect and read timeouts in seconds, for tests that let them expire. No other test may depend on this speed."""
 
-PATIENT = (10.0, 30.0)
+LONG_TIMEOUTS = (10.0, 30.0)
 
 
 @dataclass
@@ -32,9 +32,9 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def later(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += seconds
-        self.fake.later(seconds)
+        self.fake.advance(seconds)
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def clock(fake: FakeVault) -> Clock:
 
 @pytest.fixture
 def logins(fake: FakeVault, tmp_path: Path) -> Path:
-    """The folder of the logins of every role on the fake."""
-    lay_fake(fake, tmp_path)
+    """Return the folder with a login of every role on the fake."""
+    write_fake_logins(fake, tmp_path)
     return tmp_path / "logins"
 
 
@@ -59,5 +59,7 @@ def client(fake: FakeVault, logins: Path, clock: Clock) -> VaultClient:
     return make_client(fake, AppRoleLogin(logins, ROLE), clock)
 
 
-def make_client(fake: FakeVault, login: Login, clock: Clock, timeout: tuple[float, float] = PATIENT) -> VaultClient:
+def make_client(
+    fake: FakeVault, login: Login, clock: Clock, timeout: tuple[float, float] = LONG_TIMEOUTS
+) -> VaultClient:
     return VaultClient(VaultServer(fake.address, timeout=timeout), login, ROLE, Breaker(clock), clock)

@@ -1,6 +1,7 @@
-"""A Vault inside the test's own process that fails on demand. The contract's tests hold it to the real server.
+"""An in-process Vault that fails on demand; the contract tests hold it to the real server's behavior.
 
-It has no policies: whoever is logged in may do everything. Mounts are there as soon as they are named as ours are.
+It has no policies: a logged-in client may do everything. A mount exists once its name has the form of this project's
+mounts.
 """
 
 import base64
@@ -45,10 +46,10 @@ class Call:
 
 @dataclass
 class Fault:
-    """What goes wrong with a call. `has_effect`: only the answer goes wrong, the call itself takes place.
+    """What goes wrong with a call.
 
-    `status` None: the answer never comes; the connection is closed, or reset where `is_reset`.
-    `held` is waited for before anything else happens.
+    `has_effect`: the call takes effect and only the reply is wrong. `status` None: no reply; the connection is closed,
+    or reset where `is_reset`. `held` is awaited before anything else happens.
     """
 
     status: int | None = None
@@ -61,9 +62,9 @@ class Fault:
     passes: bool = False
 
 
-def refused(status: int, words: str = "", **headers: str) -> Fault:
-    """The server's own error."""
-    body = json.dumps({"errors": [words] if words else []}).encode()
+def refused(status: int, message: str = "", **headers: str) -> Fault:
+    """Return a fault with the server's own error."""
+    body = json.dumps({"errors": [message] if message else []}).encode()
     return Fault(status=status, body=body, headers={name.replace("_", "-"): text for name, text in headers.items()})
 
 
@@ -72,7 +73,7 @@ def lost_reply() -> Fault:
 
 
 def slow(until: threading.Event) -> Fault:
-    """Takes place, and answers, once the event is set."""
+    """Return a fault that executes the call and replies once the event is set."""
     return Fault(held=until, passes=True)
 
 
@@ -99,7 +100,7 @@ class _Token:
 
 @dataclass
 class FakeVault:
-    """`calls` is what arrived."""
+    """A fake server; `calls` are the requests that arrived."""
 
     address: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -117,22 +118,22 @@ class FakeVault:
     _key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    # --- what a test does -----------------------------------------------------------------------------------
+    # --- control by tests -----------------------------------------------------------------------------------
 
     def fail(self, fault: Fault, path: str = "", method: str = "", times: int = 1) -> None:
-        """The next calls whose path has `path` in it fail so."""
+        """Inject the fault into the next calls whose path contains `path`."""
         with self._lock:
             self._faults.append((lambda call: path in call.path and method in ("", call.method), fault, times))
 
-    def heal(self) -> None:
+    def clear_faults(self) -> None:
         self._faults.clear()
 
-    def later(self, seconds: float) -> None:
-        """Time goes by on the server."""
+    def advance(self, seconds: float) -> None:
+        """Advance the server's time."""
         self._offset += seconds
 
     def make_role(self, name: str) -> tuple[str, str]:
-        """The role id and a new secret id of an AppRole."""
+        """Create an AppRole and return its role id and a new secret id."""
         role_id = self._role_ids.setdefault(name, f"role-{secrets.token_hex(8)}")
         secret_id = f"secret-{secrets.token_hex(8)}"
         self._secret_ids[secret_id] = name
@@ -142,21 +143,21 @@ class FakeVault:
         self._role_ids.pop(name)
 
     def wrap(self, data: dict[str, Any], creation_path: str, seconds: int = 60) -> str:
-        """A wrapping token."""
+        """Return a wrapping token for the data."""
         text = f"s.{secrets.token_hex(12)}"
         ends_at = self._now() + seconds
         self._tokens[text] = _Token(secrets.token_hex(12), ends_at, wrapped=data, creation_path=creation_path)
         return text
 
     def revoke_all(self) -> None:
-        """Every token."""
+        """Revoke every token."""
         self._tokens.clear()
 
-    def asked(self, path: str, method: str = "") -> list[Call]:
-        """The calls so far whose path has that in it."""
+    def calls_to(self, path: str, method: str = "") -> list[Call]:
+        """List the calls so far whose path contains `path`."""
         return [call for call in self.calls if path in call.path and method in ("", call.method)]
 
-    # --- one call -------------------------------------------------------------------------------------------
+    # --- handling one call ----------------------------------------------------------------------------------
 
     def fault_of(self, call: Call) -> Fault | None:
         with self._lock:
@@ -178,7 +179,7 @@ class FakeVault:
             return self._public(call) or self._private(call)
 
     def _public(self, call: Call) -> Answer | None:
-        """What needs no token."""
+        """Answer the calls that need no token."""
         if call.path == "auth/approle/login":
             name = self._secret_ids.get(call.body["secret_id"])
             if name is None or self._role_ids.get(name) != call.body["role_id"]:
@@ -299,8 +300,8 @@ class FakeVault:
         return None if token is None or token.ends_at <= self._now() else token
 
 
-def _errors(status: int, *words: str) -> Answer:
-    return status, {"errors": list(words)}
+def _errors(status: int, *messages: str) -> Answer:
+    return status, {"errors": list(messages)}
 
 
 def _read(versions: dict[int, _Version], asked: int) -> Answer:
@@ -329,8 +330,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.held is not None:
             fault.held.wait()
         if fault is None or fault.passes:
-            status, said = server.fake.answer(call)
-            self._send(status, b"" if said is None else json.dumps(said).encode(), "application/json", {})
+            status, reply = server.fake.answer(call)
+            self._send(status, b"" if reply is None else json.dumps(reply).encode(), "application/json", {})
             return
         if fault.has_effect:
             server.fake.answer(call)
@@ -351,7 +352,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """Nothing: the calls are counted."""
+        """Log nothing: the calls are recorded."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -363,12 +364,12 @@ class _Server(ThreadingHTTPServer):
         self.fake = fake
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that gave up waiting is no error."""
+        """Ignore clients that gave up waiting."""
 
 
 @contextmanager
 def running_fake(tls: ssl.SSLContext | None = None) -> Iterator[FakeVault]:
-    """One that answers at its address until the end."""
+    """Run a fake at its address until the block ends."""
     with serving(FakeVault(), tls) as fake:
         yield fake
 

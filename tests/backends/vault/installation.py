@@ -1,4 +1,4 @@
-"""Our mounts, policies and roles on a running server, under a prefix that no other test has."""
+"""This project's mounts, policies and roles on a running server, under a prefix unique to the test."""
 
 import secrets
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from tests.factories import forget_keystore, have_peppers
 
 
 class Reachable(Protocol):
-    """Of `tests.servers.openbao`, either kind."""
+    """A server of `tests.servers.openbao`, of either kind."""
 
     @property
     def address(self) -> str: ...
@@ -35,7 +35,7 @@ class Reachable(Protocol):
 
 @dataclass(frozen=True)
 class InstalledVault:
-    """`backend` with all logins of the folder `logins`; `admin` may do everything on the server."""
+    """`backend` uses all logins of the folder `logins`; `admin` has every permission on the server."""
 
     backend: VaultBackend
     layout: Layout
@@ -44,14 +44,10 @@ class InstalledVault:
     auth: str
     admin: hvac.Client
 
-    def again(self) -> VaultBackend:
-        """As another process would open it: nothing is logged in."""
-        return opened(self.server, self.logins, self.layout)
-
 
 @contextmanager
 def installed(running: Reachable, folder: Path) -> Iterator[InstalledVault]:
-    """Installed with `vault_bootstrap`'s own code, each login with a secret id; nothing is on the server afterwards."""
+    """Install with `vault_bootstrap`'s own code and a secret id per login; uninstall everything afterwards."""
     layout = Layout(f"t{secrets.token_hex(4)}")
     server = VaultServer(running.address)
     admin = open_client(server, Plaintext(running.root_token))
@@ -66,13 +62,13 @@ def installed(running: Reachable, folder: Path) -> Iterator[InstalledVault]:
 
 
 def opened(server: VaultServer, folder: Path, layout: Layout) -> VaultBackend:
-    """As a process opens it."""
+    """Open the backend as a process does."""
     return VaultBackend(server, lambda name: AppRoleLogin(folder, name), layout)
 
 
 @contextmanager
 def serving_from(made: InstalledVault) -> Iterator[None]:
-    """This process's settings name that Vault, which has got the peppers of this database from the local keystore."""
+    """Point this process's settings at that Vault and copy this database's peppers there from the local keystore."""
     have_peppers()
     local = secret_backend()
     for pepper_set in PepperSet:

@@ -1,4 +1,4 @@
-"""`bootstrap` and `make_logins` on a real server: what they set up, leave alone, mend and refuse."""
+"""`bootstrap` and `make_logins` on a real server: what they create, keep, repair and refuse."""
 
 import json
 import re
@@ -31,14 +31,14 @@ from .installation import InstalledVault
 ENVIRONMENTS = ["sandbox", "production"]
 
 
-def changes(made: InstalledVault, wishes: BootstrapOptions | None = None, *, is_dry_run: bool = False) -> list[str]:
-    said: list[str] = []
-    bootstrap(made.admin, made.layout, ENVIRONMENTS, said.append, wishes, is_dry_run=is_dry_run)
-    return said
+def changes(made: InstalledVault, options: BootstrapOptions | None = None, *, is_dry_run: bool = False) -> list[str]:
+    lines: list[str] = []
+    bootstrap(made.admin, made.layout, ENVIRONMENTS, lines.append, options, is_dry_run=is_dry_run)
+    return lines
 
 
 def snapshot(made: InstalledVault) -> str:
-    """All that the server has under our prefix, as text."""
+    """Return everything on the server under the test's prefix, as text."""
     prefix, admin = made.layout.prefix, made.admin
     mounts = {name: about for name, about in read_path(admin, "sys/mounts").items() if name.startswith(prefix)}
     policies = {
@@ -57,39 +57,39 @@ def log_in(made: InstalledVault, name: str, folder: Path | None = None) -> hvac.
     return client
 
 
-# --- repeating ----------------------------------------------------------------------------------------------
+# --- repetition ---------------------------------------------------------------------------------------------
 
 
-def test_bootstrap_second_run_changes_nothing_and_says_nothing(installed_vault: InstalledVault) -> None:
+def test_bootstrap_second_run_changes_and_reports_nothing(installed_vault: InstalledVault) -> None:
     before = snapshot(installed_vault)
     assert changes(installed_vault) == []
     assert changes(installed_vault, is_dry_run=True) == []
     assert snapshot(installed_vault) == before
 
 
-def test_bootstrap_dry_run_says_what_a_run_then_changes(installed_vault: InstalledVault) -> None:
+def test_bootstrap_dry_run_lists_what_a_run_changes(installed_vault: InstalledVault) -> None:
     fresh = InstalledVault(
         installed_vault.backend,
-        Layout(f"{installed_vault.layout.prefix}-x"),  # Taken away with the other's.
+        Layout(f"{installed_vault.layout.prefix}-x"),  # Removed together with the other installation.
         installed_vault.server,
         installed_vault.logins,
         installed_vault.auth,
         installed_vault.admin,
     )
     before = snapshot(installed_vault)
-    told = changes(fresh, is_dry_run=True)
+    planned = changes(fresh, is_dry_run=True)
     assert snapshot(installed_vault) == before
-    assert changes(fresh) == told
-    assert len(told) == 2 * 5 + 3 * 2 + 2 + 2 * 21  # KV mounts and their options, signing, merchants, logins
+    assert changes(fresh) == planned
+    assert len(planned) == 2 * 5 + 3 * 2 + 2 + 2 * 21  # KV mounts and their options, signing, merchants, logins
 
 
-def test_bootstrap_of_one_environment_leaves_the_other_out(installed_vault: InstalledVault) -> None:
-    said: list[str] = []
+def test_bootstrap_of_one_environment_skips_the_other(installed_vault: InstalledVault) -> None:
+    lines: list[str] = []
     layout = Layout(f"{installed_vault.layout.prefix}-y")
-    bootstrap(installed_vault.admin, layout, ["sandbox"], said.append)
-    assert any("-sandbox" in line for line in said)
-    assert any("-service" in line for line in said)
-    assert not any("-production" in line for line in said)
+    bootstrap(installed_vault.admin, layout, ["sandbox"], lines.append)
+    assert any("-sandbox" in line for line in lines)
+    assert any("-service" in line for line in lines)
+    assert not any("-production" in line for line in lines)
 
 
 # --- drift --------------------------------------------------------------------------------------------------
@@ -154,35 +154,33 @@ DRIFTS: dict[str, tuple[Stage, str]] = {
 
 
 @pytest.mark.parametrize("drift", DRIFTS)
-def test_bootstrap_mends_what_drifted_and_says_so(installed_vault: InstalledVault, drift: str) -> None:
-    stage, told = DRIFTS[drift]
+def test_bootstrap_repairs_and_reports_drift(installed_vault: InstalledVault, drift: str) -> None:
+    stage, planned = DRIFTS[drift]
     stage(installed_vault.admin, installed_vault.layout)
-    expected = [told.replace("P-", f"{installed_vault.layout.prefix}-")]
+    expected = [planned.replace("P-", f"{installed_vault.layout.prefix}-")]
     assert changes(installed_vault, is_dry_run=True) == expected
     assert changes(installed_vault) == expected
     assert changes(installed_vault) == []
 
 
-# --- strangers ----------------------------------------------------------------------------------------------
+# --- foreign objects -----------------------------------------------------------------------------------------
 
 
 def test_bootstrap_refuses_a_mount_of_another_type_and_changes_nothing(installed_vault: InstalledVault) -> None:
-    """What somebody else keeps under one of our names is never touched."""
+    """A foreign mount under one of the project's names is never touched."""
     layout, admin = Layout(f"{installed_vault.layout.prefix}-z"), installed_vault.admin
     admin.sys.enable_secrets_engine("kv", path=f"{layout.prefix}-peppers-service", options={"version": "1"})
     before = json.dumps(read_path(admin, "sys/mounts"), sort_keys=True)
-    said: list[str] = []
+    lines: list[str] = []
     with pytest.raises(StateConflictError, match="kv version 1, not kv version 2"):
-        bootstrap(admin, layout, ENVIRONMENTS, said.append)
-    assert said == []
+        bootstrap(admin, layout, ENVIRONMENTS, lines.append)
+    assert lines == []
     assert json.dumps(read_path(admin, "sys/mounts"), sort_keys=True) == before
 
 
 @pytest.mark.parametrize("key", [{"type": "ed25519", "exportable": True}, {"type": "ecdsa-p256"}])
-def test_bootstrap_refuses_a_signing_key_that_is_not_as_ours(
-    installed_vault: InstalledVault, key: dict[str, Any]
-) -> None:
-    """A signing key that can be taken out proves nothing about who signed."""
+def test_bootstrap_refuses_an_exportable_signing_key(installed_vault: InstalledVault, key: dict[str, Any]) -> None:
+    """An exportable signing key proves nothing about the signer."""
     layout, admin = Layout(f"{installed_vault.layout.prefix}-z"), installed_vault.admin
     admin.sys.enable_secrets_engine("transit", path=f"{layout.prefix}-anchor-service")
     admin.write_data(f"{layout.prefix}-anchor-service/keys/audit", data=key)
@@ -193,8 +191,8 @@ def test_bootstrap_refuses_a_signing_key_that_is_not_as_ours(
 # --- logins -------------------------------------------------------------------------------------------------
 
 
-def test_make_logins_writes_files_that_only_their_owner_opens(installed_vault: InstalledVault, tmp_path: Path) -> None:
-    """Whoever reads a login can act as it."""
+def test_make_logins_writes_owner_only_files(installed_vault: InstalledVault, tmp_path: Path) -> None:
+    """A reader of a login can act as that login."""
     folder, name = tmp_path / "new", installed_vault.layout.login(VaultRole.LOOKUP, "service")
     assert make_logins(installed_vault.admin, installed_vault.layout, [name], folder, wrap_seconds=None) == [name]
     assert sorted(path.name for path in folder.iterdir()) == [f"{name}.role_id", f"{name}.secret_id"]
@@ -212,10 +210,8 @@ def test_make_logins_wrapped_is_opened_at_the_first_login(installed_vault: Insta
     assert not (folder / f"{name}.wrapped_secret_id").exists()
 
 
-def test_make_logins_leaves_what_is_there_alone_and_adds_beside_it(
-    installed_vault: InstalledVault, tmp_path: Path
-) -> None:
-    """A login for another host ends none that is in use."""
+def test_make_logins_keeps_existing_logins_and_adds_new_ones(installed_vault: InstalledVault, tmp_path: Path) -> None:
+    """A login for another host invalidates none in use."""
     admin, layout = installed_vault.admin, installed_vault.layout
     name = layout.login(VaultRole.READER, "sandbox")
     assert make_logins(admin, layout, [name], installed_vault.logins, wrap_seconds=None) == []
@@ -224,8 +220,8 @@ def test_make_logins_leaves_what_is_there_alone_and_adds_beside_it(
     log_in(installed_vault, name, tmp_path / "another host")
 
 
-def test_make_logins_renewed_ends_every_other_secret_id(installed_vault: InstalledVault, tmp_path: Path) -> None:
-    """After a leak no secret id that was made before opens anything."""
+def test_make_logins_with_renew_revokes_every_other_secret_id(installed_vault: InstalledVault, tmp_path: Path) -> None:
+    """After a leak no earlier secret id is valid."""
     admin, layout = installed_vault.admin, installed_vault.layout
     name = layout.login(VaultRole.READER, "sandbox")
     make_logins(admin, layout, [name], tmp_path / "new", wrap_seconds=None, renew=True)
@@ -234,13 +230,13 @@ def test_make_logins_renewed_ends_every_other_secret_id(installed_vault: Install
     log_in(installed_vault, name, tmp_path / "new")
 
 
-def test_make_logins_of_somebody_elses_name_is_refused(installed_vault: InstalledVault, tmp_path: Path) -> None:
+def test_make_logins_with_a_foreign_name_is_refused(installed_vault: InstalledVault, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a name of this installation"):
         make_logins(installed_vault.admin, installed_vault.layout, ["other-role"], tmp_path / "new", wrap_seconds=None)
 
 
 def test_bootstrap_binds_logins_to_networks_and_keeps_them_bound(installed_vault: InstalledVault) -> None:
-    """A stolen login is no good elsewhere; and a later run that names no network does not open it again."""
+    """A stolen login does not work elsewhere, and a later run without networks keeps the restriction."""
     elsewhere = BootstrapOptions(networks=("192.0.2.7/32",))
     assert len(changes(installed_vault, elsewhere)) == 21
     assert changes(installed_vault, elsewhere) == []
@@ -253,13 +249,13 @@ def test_bootstrap_binds_logins_to_networks_and_keeps_them_bound(installed_vault
 
 def test_bootstrap_for_kubernetes_binds_each_role_to_the_hosts_that_need_it(installed_vault: InstalledVault) -> None:
     admin, prefix = installed_vault.admin, installed_vault.layout.prefix
-    wishes = BootstrapOptions(namespace="payments")
+    options = BootstrapOptions(namespace="payments")
     with pytest.raises(StateConflictError, match="Enable it"):
-        changes(installed_vault, wishes)
+        changes(installed_vault, options)
     admin.sys.enable_auth_method("kubernetes")
     try:
-        assert len(changes(installed_vault, wishes)) == 21
-        assert changes(installed_vault, wishes) == []
+        assert len(changes(installed_vault, options)) == 21
+        assert changes(installed_vault, options) == []
         destroyer = read_path(admin, f"auth/kubernetes/role/{prefix}-destroyer-production")
         lookup = read_path(admin, f"auth/kubernetes/role/{prefix}-lookup-service")
     finally:
@@ -284,7 +280,7 @@ def test_policy_files_are_one_for_each_role() -> None:
 
 
 @pytest.mark.parametrize("name", [*(role.value for role in VaultRole), MERCHANT_POLICY])
-def test_policy_text_has_every_name_filled_in(name: str) -> None:
+def test_policy_text_has_no_unfilled_placeholder(name: str) -> None:
     text = policy_text(Layout("shop"), name, "sandbox")
     assert re.search(r"PREFIX|SCOPE|ROLE", text) is None
     paths = re.findall(r'path "([^"]+)"', text)

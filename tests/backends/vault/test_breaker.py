@@ -1,4 +1,4 @@
-"""The circuit breaker: who is let through, and when."""
+"""The circuit breaker: which calls it permits, and when."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def tripped(time: Time) -> Breaker:
     return breaker
 
 
-def test_breaker_opens_after_so_many_failures_in_a_row() -> None:
+def test_breaker_opens_after_consecutive_failures() -> None:
     breaker = tripped(Time())
     assert FIRST_SECONDS <= breaker.seconds_left() <= FIRST_SECONDS * JITTER
     assert breaker.is_open
@@ -40,7 +40,7 @@ def test_breaker_failures_with_a_success_between_them_leave_it_closed() -> None:
     assert not breaker.is_open
 
 
-def test_breaker_lets_one_call_try_after_the_pause() -> None:
+def test_breaker_permits_one_trial_after_the_pause() -> None:
     time = Time()
     breaker = tripped(time)
     time.now += FIRST_SECONDS * JITTER
@@ -50,7 +50,7 @@ def test_breaker_lets_one_call_try_after_the_pause() -> None:
     assert [breaker.seconds_left() for _ in range(10)] == [0] * 10
 
 
-def test_breaker_trial_that_fails_doubles_the_pause_up_to_the_longest() -> None:
+def test_breaker_failed_trial_doubles_the_pause_up_to_the_maximum() -> None:
     time = Time()
     breaker = tripped(time)
     expected = FIRST_SECONDS
@@ -62,8 +62,8 @@ def test_breaker_trial_that_fails_doubles_the_pause_up_to_the_longest() -> None:
         assert expected <= breaker.seconds_left() <= expected * JITTER
 
 
-def test_breaker_trial_that_never_says_what_came_of_it_does_not_keep_it_open() -> None:
-    """A worker that was killed during the trial must not keep all others out."""
+def test_breaker_trial_without_outcome_does_not_keep_it_open() -> None:
+    """A worker killed during the trial must not block all others."""
     time = Time()
     breaker = tripped(time)
     time.now += FIRST_SECONDS * JITTER
@@ -73,10 +73,12 @@ def test_breaker_trial_that_never_says_what_came_of_it_does_not_keep_it_open() -
 
 
 @given(st.lists(st.tuples(st.sampled_from(["ok", "fail", "silent"]), st.floats(0, 40))))
-def test_breaker_any_history_shuts_nobody_out_for_long(
+def test_breaker_after_any_history_recovers_within_the_maximum_pause(
     history: list[tuple[str, float]],
 ) -> None:
-    """Whatever came before: who waits as long as he is told gets through, and is never told more than the longest."""
+    """After any history, a caller that waits as long as it was asked gets through, and never waits beyond the
+    maximum.
+    """
     time = Time()
     breaker = Breaker(time)
     in_a_row = 0

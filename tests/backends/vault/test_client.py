@@ -1,4 +1,4 @@
-"""One role's client: when it logs in, renews, tries again; and what it never picks up by the way."""
+"""One role's client: when it logs in, renews and retries, and that it uses no ambient configuration."""
 
 import json
 import multiprocessing
@@ -25,48 +25,48 @@ from .fake import FakeVault, Fault, refused, slow
 LEASE = 3600
 
 
-def look(client: VaultClient) -> Any:
+def lookup_self(client: VaultClient) -> Any:
     return client.call(lambda hvac: hvac.auth.token.lookup_self())
 
 
 def count(fake: FakeVault, path: str = "approle/login") -> int:
-    return len(fake.asked(path))
+    return len(fake.calls_to(path))
 
 
-# --- logging in -------------------------------------------------------------------------------------------
+# --- login ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "address", ["http://vault.example:8200", "vault.example:8200", "https://", "ftp://127.0.0.1", "", "http:///v1"]
 )
-def test_server_that_tokens_would_reach_in_the_clear_is_refused(address: str) -> None:
-    """Keys and tokens cross a network under TLS or not at all."""
+def test_server_without_tls_on_another_machine_is_refused(address: str) -> None:
+    """Keys and tokens cross a network only under TLS."""
     with pytest.raises(ImproperlyConfigured, match="https"):
         VaultServer(address)
 
 
 @pytest.mark.parametrize("address", ["https://vault.example:8200", "http://127.0.0.1:8200", "http://[::1]:8200"])
-def test_server_by_tls_or_on_this_machine_is_taken(address: str) -> None:
+def test_server_with_tls_or_on_this_machine_is_accepted(address: str) -> None:
     assert VaultServer(address).address == address
 
 
 def test_client_logs_in_when_first_needed_and_once(fake: FakeVault, client: VaultClient) -> None:
     assert fake.calls == []
     for _ in range(3):
-        look(client)
+        lookup_self(client)
     assert count(fake) == 1
     assert client.lease_left() == LEASE
 
 
 def test_client_of_many_threads_logs_in_once(fake: FakeVault, client: VaultClient) -> None:
-    """A start of a process with 20 threads is one login, however long that takes."""
+    """A process that starts with 20 threads logs in once, however long that takes."""
     until = threading.Event()
     fake.fail(slow(until), "login")
     barrier = threading.Barrier(21)
 
     def work(_: int) -> None:
         barrier.wait()
-        look(client)
+        lookup_self(client)
 
     with ThreadPoolExecutor(20) as pool:
         done = pool.map(work, range(20))
@@ -78,80 +78,78 @@ def test_client_of_many_threads_logs_in_once(fake: FakeVault, client: VaultClien
 
 
 def test_client_of_many_threads_whose_token_was_revoked_logs_in_once(fake: FakeVault, client: VaultClient) -> None:
-    look(client)
+    lookup_self(client)
     fake.revoke_all()
     with ThreadPoolExecutor(20) as pool:
-        list(pool.map(lambda _: look(client), range(20)))
+        list(pool.map(lambda _: lookup_self(client), range(20)))
     assert count(fake) == 2
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_client_refused_logs_in_and_tries_once_more(fake: FakeVault, client: VaultClient, status: int) -> None:
-    look(client)
+def test_client_refused_once_logs_in_and_retries_once(fake: FakeVault, client: VaultClient, status: int) -> None:
+    lookup_self(client)
     fake.fail(refused(status, "permission denied"), "lookup-self")
-    look(client)
+    lookup_self(client)
     assert (count(fake), count(fake, "lookup-self")) == (2, 3)
-    first, second = (call.token for call in fake.asked("lookup-self")[1:])
+    first, second = (call.token for call in fake.calls_to("lookup-self")[1:])
     assert first != second
 
 
-def test_client_refused_twice_says_so_and_asks_no_third_time(fake: FakeVault, client: VaultClient) -> None:
-    """A policy that is wrong stays wrong: nobody hammers the server with logins."""
-    look(client)
+def test_client_refused_twice_is_denied_without_a_third_attempt(fake: FakeVault, client: VaultClient) -> None:
+    """A wrong policy stays wrong, so the client does not retry its login repeatedly."""
+    lookup_self(client)
     fake.fail(refused(403, "permission denied"), "lookup-self", times=9)
     with pytest.raises(BackendDeniedError) as raised:
-        look(client)
+        lookup_self(client)
     assert raised.value.status == 403
     assert (count(fake), count(fake, "lookup-self")) == (2, 3)
 
 
-def test_client_refused_again_and_again_makes_no_more_tokens(
-    fake: FakeVault, client: VaultClient, clock: Clock
-) -> None:
-    """Thousands of refused calls are not thousands of logins, and the token that was replaced does not live on."""
-    look(client)
+def test_client_refused_repeatedly_creates_no_more_tokens(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
+    """Many refused calls do not cause many logins, and the replaced token is revoked."""
+    lookup_self(client)
     fake.fail(refused(403, "permission denied"), "lookup-self", times=11)
     for _ in range(10):
         with pytest.raises(BackendDeniedError):
-            look(client)
+            lookup_self(client)
     assert (count(fake), count(fake, "revoke-self"), count(fake, "lookup-self")) == (2, 1, 12)
-    clock.later(REFUSED_SECONDS + 1)
+    clock.advance(REFUSED_SECONDS + 1)
     fake.fail(refused(403, "permission denied"), "lookup-self")
-    look(client)
+    lookup_self(client)
     assert count(fake) == 3
 
 
-@pytest.mark.parametrize(("status", "words"), [(400, "invalid role or secret ID"), (403, "permission denied")])
-def test_client_whose_login_is_refused_says_so_at_once(
-    fake: FakeVault, client: VaultClient, status: int, words: str
+@pytest.mark.parametrize(("status", "message"), [(400, "invalid role or secret ID"), (403, "permission denied")])
+def test_client_whose_login_is_refused_is_denied_immediately(
+    fake: FakeVault, client: VaultClient, status: int, message: str
 ) -> None:
-    fake.fail(refused(status, words), "login", times=9)
+    fake.fail(refused(status, message), "login", times=9)
     with pytest.raises(BackendDeniedError) as raised:
-        look(client)
+        lookup_self(client)
     assert raised.value.status == status
     assert len(fake.calls) == 1
 
 
 def test_client_whose_role_was_deleted_is_denied(fake: FakeVault, client: VaultClient) -> None:
-    look(client)
+    lookup_self(client)
     fake.delete_role(ROLE)
     fake.revoke_all()
     with pytest.raises(BackendDeniedError):
-        look(client)
+        lookup_self(client)
 
 
 def test_client_logs_in_again_after_an_outage(fake: FakeVault, client: VaultClient) -> None:
     fake.is_sealed = True
     with pytest.raises(BackendUnavailableError):
-        look(client)
+        lookup_self(client)
     fake.is_sealed = False
-    look(client)
+    lookup_self(client)
 
 
-def test_client_login_with_an_answer_of_another_shape_is_unavailable(fake: FakeVault, client: VaultClient) -> None:
+def test_client_login_with_a_malformed_answer_is_unavailable(fake: FakeVault, client: VaultClient) -> None:
     fake.fail(Fault(200, json.dumps({"auth": None}).encode()), "login")
     with pytest.raises(BackendUnavailableError):
-        look(client)
+        lookup_self(client)
 
 
 # --- the lease --------------------------------------------------------------------------------------------
@@ -160,12 +158,12 @@ def test_client_login_with_an_answer_of_another_shape_is_unavailable(fake: FakeV
 def test_client_renews_at_two_thirds_of_the_lease_and_not_before(
     fake: FakeVault, client: VaultClient, clock: Clock
 ) -> None:
-    look(client)
-    clock.later(LEASE * (RENEW_AFTER - 0.1) - 1)
-    look(client)
+    lookup_self(client)
+    clock.advance(LEASE * (RENEW_AFTER - 0.1) - 1)
+    lookup_self(client)
     assert count(fake, "renew-self") == 0
-    clock.later(LEASE * 0.1 + 1)
-    look(client)
+    clock.advance(LEASE * 0.1 + 1)
+    lookup_self(client)
     assert (count(fake), count(fake, "renew-self")) == (1, 1)
     assert client.lease_left() == LEASE
 
@@ -173,11 +171,11 @@ def test_client_renews_at_two_thirds_of_the_lease_and_not_before(
 def test_client_renewals_of_processes_that_started_together_are_spread(
     fake: FakeVault, logins: Path, clock: Clock
 ) -> None:
-    """By up to a tenth of the lease."""
+    """Renewals are spread by up to a tenth of the lease."""
     pauses = []
     for _ in range(40):
         client = make_client(fake, AppRoleLogin(logins, ROLE), clock)
-        look(client)
+        lookup_self(client)
         assert client._held is not None
         assert client._held.renew_at is not None
         pauses.append(client._held.renew_at - clock.now)
@@ -185,79 +183,79 @@ def test_client_renewals_of_processes_that_started_together_are_spread(
     assert all(LEASE * (RENEW_AFTER - 0.1) < pause <= LEASE * RENEW_AFTER for pause in pauses)
 
 
-def test_client_renewed_for_ever_never_logs_in_again(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
+def test_client_renewed_in_time_never_logs_in_again(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
     for _ in range(20):
-        look(client)
-        clock.later(LEASE * 0.7)
+        lookup_self(client)
+        clock.advance(LEASE * 0.7)
     assert count(fake) == 1
     assert count(fake, "renew-self") == 19
 
 
-def test_client_whose_lease_grows_no_longer_logs_in(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
-    """The greatest lifetime of its token is near; it does not wait for the end."""
+def test_client_near_the_maximum_lifetime_logs_in(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
+    """The token is near its maximum lifetime; the client logs in before it ends."""
     fake.greatest_seconds = 1.2 * LEASE
-    look(client)
-    clock.later(LEASE * 0.7)
-    look(client)
+    lookup_self(client)
+    clock.advance(LEASE * 0.7)
+    lookup_self(client)
     assert (count(fake), count(fake, "renew-self")) == (2, 1)
     assert client.lease_left() == LEASE
 
 
-def test_client_whose_token_ended_logs_in(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
-    look(client)
-    clock.later(LEASE + 1)
-    look(client)
+def test_client_whose_token_expired_logs_in(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
+    lookup_self(client)
+    clock.advance(LEASE + 1)
+    lookup_self(client)
     assert (count(fake), count(fake, "renew-self"), count(fake, "lookup-self")) == (2, 0, 2)
 
 
-def test_client_whose_token_cannot_be_renewed_uses_it_to_its_end(
+def test_client_whose_token_is_not_renewable_uses_it_until_expiry(
     fake: FakeVault, client: VaultClient, clock: Clock
 ) -> None:
     fake.is_renewable = False
-    look(client)
-    clock.later(LEASE - 1)
-    look(client)
+    lookup_self(client)
+    clock.advance(LEASE - 1)
+    lookup_self(client)
     assert count(fake) == 1
-    clock.later(2)
-    look(client)
+    clock.advance(2)
+    lookup_self(client)
     assert (count(fake), count(fake, "renew-self")) == (2, 0)
 
 
 def test_client_whose_renewal_is_refused_logs_in(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
-    look(client)
+    lookup_self(client)
     fake.fail(refused(403, "permission denied"), "renew-self")
-    clock.later(LEASE * 0.7)
-    look(client)
+    clock.advance(LEASE * 0.7)
+    lookup_self(client)
     assert (count(fake), count(fake, "renew-self")) == (2, 1)
 
 
 @pytest.mark.parametrize("fault", [refused(503, "Vault is sealed"), Fault(200, b"{}"), Fault(200, b"garbage")])
-def test_client_whose_renewal_fails_goes_on_and_tries_again(
+def test_client_whose_renewal_fails_continues_and_retries(
     fake: FakeVault, client: VaultClient, clock: Clock, fault: Fault
 ) -> None:
-    """The token is good for a third of its lease yet."""
-    look(client)
+    """The token remains valid for another third of its lease."""
+    lookup_self(client)
     fake.fail(fault, "renew-self")
-    clock.later(LEASE * 0.7)
+    clock.advance(LEASE * 0.7)
     for _ in range(3):
-        look(client)
+        lookup_self(client)
     assert (count(fake), count(fake, "renew-self")) == (1, 1)
-    clock.later(RENEW_AGAIN_SECONDS)
-    look(client)
+    clock.advance(RENEW_AGAIN_SECONDS)
+    lookup_self(client)
     assert (count(fake), count(fake, "renew-self")) == (1, 2)
 
 
-def test_client_that_renews_keeps_no_other_thread_waiting(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
-    look(client)
+def test_client_renewal_blocks_no_other_thread(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
+    lookup_self(client)
     until = threading.Event()
     fake.fail(slow(until), "renew-self")
-    clock.later(LEASE * 0.7)
+    clock.advance(LEASE * 0.7)
     with ThreadPoolExecutor(1) as pool:
-        renewing = pool.submit(look, client)
+        renewing = pool.submit(lookup_self, client)
         try:
-            while not fake.asked("renew-self"):
+            while not fake.calls_to("renew-self"):
                 assert not renewing.done()
-            look(client)
+            lookup_self(client)
         finally:
             until.set()
         renewing.result()
@@ -267,48 +265,44 @@ def test_client_that_renews_keeps_no_other_thread_waiting(fake: FakeVault, clien
 # --- an agent's token, Kubernetes -------------------------------------------------------------------------
 
 
-def test_client_with_an_agent_s_token_reads_the_file_again_when_it_is_refused(
-    fake: FakeVault, logins: Path, clock: Clock
-) -> None:
+def test_client_with_an_agents_token_rereads_the_file_when_refused(fake: FakeVault, logins: Path, clock: Clock) -> None:
     file = logins / f"{ROLE}.token"
     file.write_text(f"{fake._log_in()['client_token']}\n")
     client = make_client(fake, TokenFileLogin(logins, ROLE), clock)
-    look(client)
-    clock.later(100 * LEASE)
+    lookup_self(client)
+    clock.advance(100 * LEASE)
     file.write_text(fake._log_in()["client_token"])
-    look(client)
+    lookup_self(client)
     assert count(fake, "lookup-self") == 3
     assert client.lease_left() is None
-    # The agent's to end, who may use it elsewhere too.
+    # The token belongs to the agent, which may use it elsewhere too.
     assert count(fake, "revoke-self") == 0
 
 
 @pytest.mark.parametrize("text", [None, "", "\n", "ä"])
-def test_client_without_an_agent_s_token_is_denied(
+def test_client_without_an_agents_token_is_denied(
     fake: FakeVault, logins: Path, clock: Clock, text: str | None
 ) -> None:
     if text is not None:
         (logins / f"{ROLE}.token").write_text(text)
     client = make_client(fake, TokenFileLogin(logins, ROLE), clock)
     with pytest.raises(BackendDeniedError) as raised:
-        look(client)
+        lookup_self(client)
     assert f"{ROLE}.token" in raised.value.internal
     assert fake.calls == []
 
 
-def test_client_in_kubernetes_reads_its_service_account_s_token_anew(
-    fake: FakeVault, tmp_path: Path, clock: Clock
-) -> None:
+def test_client_in_kubernetes_rereads_its_service_account_token(fake: FakeVault, tmp_path: Path, clock: Clock) -> None:
     file = tmp_path / "jwt"
     file.write_text("first")
     fake.service_accounts = {"first": ROLE}
     client = make_client(fake, KubernetesLogin(ROLE, file), clock)
-    look(client)
+    lookup_self(client)
     fake.service_accounts = {"second": ROLE}
     fake.revoke_all()
     file.write_text("second")
-    look(client)
-    assert [call.body for call in fake.asked("kubernetes/login")] == [
+    lookup_self(client)
+    assert [call.body for call in fake.calls_to("kubernetes/login")] == [
         {"role": ROLE, "jwt": jwt} for jwt in ("first", "second")
     ]
 
@@ -317,19 +311,19 @@ def test_client_in_kubernetes_of_another_role_is_denied(fake: FakeVault, tmp_pat
     (tmp_path / "jwt").write_text("mine")
     fake.service_accounts = {"mine": "kv-lookup-sandbox"}
     with pytest.raises(BackendDeniedError):
-        look(make_client(fake, KubernetesLogin(ROLE, tmp_path / "jwt"), clock))
+        lookup_self(make_client(fake, KubernetesLogin(ROLE, tmp_path / "jwt"), clock))
 
 
 # --- processes --------------------------------------------------------------------------------------------
 
 
-def _child(store: VaultBackend, told: Any) -> None:
+def _child(store: VaultBackend, pipe: Any) -> None:
     store.versions(Mount.SANDBOX, "1/crd_a")
-    told.send(os.getpid())
+    pipe.send(os.getpid())
 
 
-def test_backend_forked_logs_in_itself_though_a_thread_held_its_locks(fake: FakeVault, store: VaultBackend) -> None:
-    """The child shares neither token nor connection with its parent, and waits for no thread that it does not have."""
+def test_backend_forked_while_a_thread_holds_its_locks_logs_in_itself(fake: FakeVault, store: VaultBackend) -> None:
+    """The child shares neither token nor connection with its parent and does not wait for a thread it does not have."""
     store.versions(Mount.SANDBOX, "1/crd_a")
     (client,) = store._clients.values()
     here, there = multiprocessing.Pipe()
@@ -342,7 +336,7 @@ def test_backend_forked_logs_in_itself_though_a_thread_held_its_locks(fake: Fake
     assert child.exitcode == 0
     store.versions(Mount.SANDBOX, "1/crd_a")
     assert count(fake) == 2
-    first, second, third = (call.token for call in fake.asked("metadata"))
+    first, second, third = (call.token for call in fake.calls_to("metadata"))
     assert first == third != second
 
 
@@ -370,8 +364,8 @@ except BackendDeniedError as error:
 """
 
 
-def test_client_takes_nothing_from_its_surroundings(fake: FakeVault, tmp_path: Path) -> None:
-    """No token of whoever started the process, no proxy, no certificate, no password: what it has was given to it."""
+def test_client_ignores_ambient_configuration(fake: FakeVault, tmp_path: Path) -> None:
+    """The client uses only its own configuration: no ambient token, proxy, certificate or password."""
     (tmp_path / ".vault-token").write_text("s.planted")
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login planted password planted\n")
     (tmp_path / ".netrc").chmod(0o600)
@@ -389,10 +383,10 @@ def test_client_takes_nothing_from_its_surroundings(fake: FakeVault, tmp_path: P
     assert "authorization" not in call.headers
 
 
-def test_client_without_a_role_s_login_is_denied_before_anybody_is_asked(
+def test_client_without_the_roles_login_is_denied_without_a_request(
     fake: FakeVault, store: VaultBackend, logins: Path
 ) -> None:
-    """A host that only verifies has the logins for that, and no other."""
+    """A verifying host has only the logins for verification."""
     (logins / f"{ROLE}.role_id").unlink()
     with pytest.raises(BackendError) as raised:
         store.read(Mount.SANDBOX, "1/crd_a")

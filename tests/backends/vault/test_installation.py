@@ -1,4 +1,4 @@
-"""The fixtures of the Vault: what the other tests stand on."""
+"""Tests of the Vault fixtures."""
 
 from django.conf import settings
 

@@ -1,4 +1,4 @@
-"""Logging in with a service account's token, on the real server, beside a stub of the cluster that reviews tokens."""
+"""Login with a service account's token on the real server, beside a stub of the cluster's token review."""
 
 import base64
 import json
@@ -26,13 +26,13 @@ NAMESPACE = "payments"
 
 @dataclass
 class Cluster:
-    """Which service accounts' tokens it knows, as `name`."""
+    """The service accounts' tokens that the cluster knows, as `name`."""
 
     address: str = ""
     known: dict[str, str] = field(default_factory=dict)
 
     def make_token(self, name: str, number: int = 1) -> str:
-        """A token that the cluster vouches for; nobody but the cluster can check its signature."""
+        """Return a token that the cluster accepts; only the cluster can check its signature."""
         account = {"name": name, "uid": f"uid-{name}"}
         claims = {
             "iss": "https://kubernetes.default.svc",
@@ -71,7 +71,7 @@ def running_cluster() -> Iterator[Cluster]:
             self.wfile.write(body.encode())
 
         def log_message(self, *args: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         cluster.address = f"http://127.0.0.1:{server.server_port}"
@@ -86,13 +86,13 @@ def running_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(installed_vault: InstalledVault, tmp_path: Path) -> Iterator[Cluster]:
-    """The reader's role is for the service account `web`."""
+    """Bind the reader's role to the service account `web`."""
     admin, name = installed_vault.admin, installed_vault.layout.login(VaultRole.READER, "sandbox")
     method = f"{installed_vault.layout.prefix}-kubernetes"
     with running_cluster() as made:
         admin.write_data(f"sys/auth/{method}", data={"type": "kubernetes"})
         try:
-            # It wants a CA, though the stub speaks plain HTTP.
+            # The server requires a CA, though the stub speaks plain HTTP.
             ca = make_authority(tmp_path).certificate.public_bytes(Encoding.PEM).decode()
             about = {"kubernetes_host": made.address, "token_reviewer_jwt": made.make_token("vault")}
             about |= {"kubernetes_ca_cert": ca}
@@ -114,7 +114,7 @@ def store_of(made: InstalledVault, jwt_file: Path) -> VaultBackend:
     return VaultBackend(made.server, lambda name: KubernetesLogin(name, jwt_file, mount), made.layout)
 
 
-def test_kubernetes_service_account_logs_in_and_its_token_is_read_anew(
+def test_kubernetes_service_account_logs_in_and_its_token_is_reread(
     installed_vault: InstalledVault, cluster: Cluster, tmp_path: Path
 ) -> None:
     file = tmp_path / "token"
@@ -130,7 +130,7 @@ def test_kubernetes_service_account_logs_in_and_its_token_is_read_anew(
 
 
 @pytest.mark.parametrize("text", ["of another account", "unknown to the cluster", "no token at all"])
-def test_kubernetes_service_account_that_is_not_the_role_s_is_denied(
+def test_kubernetes_service_account_of_another_role_is_denied(
     installed_vault: InstalledVault, cluster: Cluster, tmp_path: Path, text: str
 ) -> None:
     file = tmp_path / "token"

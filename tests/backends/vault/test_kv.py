@@ -1,4 +1,4 @@
-"""What a Vault adds to the contract: strangers' payloads, signatures; on the fake and on the real."""
+"""What a Vault adds to the contract: foreign payloads and signatures, on the fake and on the real server."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +33,10 @@ def filled(backend: VaultBackend, path: str = PATH) -> VaultBackend:
     return backend
 
 
-# --- strangers --------------------------------------------------------------------------------------------
+# --- foreign payloads ---------------------------------------------------------------------------------------
 
 
-def write_as_stranger(backend: VaultBackend, body: dict[str, Any]) -> None:
+def write_foreign(backend: VaultBackend, body: dict[str, Any]) -> None:
     mount = backend.layout.mount(SecretsEngine.KEYS, "sandbox")
     backend.client(VaultRole.ISSUER, "sandbox").call(
         lambda client: client.secrets.kv.v2.create_or_update_secret(PATH, secret=body, cas=0, mount_point=mount)
@@ -57,16 +57,16 @@ def write_as_stranger(backend: VaultBackend, body: dict[str, Any]) -> None:
         {"secret": {"deep": "theirs"}, "key_id": "k", "schema": "1"},
     ],
 )
-def test_read_of_a_stranger_s_payload_is_nobody_s(backend: VaultBackend, body: dict[str, Any]) -> None:
-    """What we did not write has no labels, so that nothing of ours ever adopts, hands over or destroys it."""
-    write_as_stranger(backend, body)
+def test_read_of_a_foreign_payload_has_no_labels(backend: VaultBackend, body: dict[str, Any]) -> None:
+    """A foreign payload has no labels, so the service never adopts, hands over or destroys it."""
+    write_foreign(backend, body)
     stored = backend.read(BOX, PATH)
     assert (stored.version, stored.secret.reveal(), stored.labels) == (1, "", {})
 
 
 @BOTH
-def test_read_leaves_out_labels_that_are_no_text(backend: VaultBackend) -> None:
-    write_as_stranger(backend, {"secret": "x", "schema": "1", "a": 5, "b": None, "c": ["d"], "key_id": "k"})
+def test_read_omits_labels_that_are_not_text(backend: VaultBackend) -> None:
+    write_foreign(backend, {"secret": "x", "schema": "1", "a": 5, "b": None, "c": ["d"], "key_id": "k"})
     assert backend.read(BOX, PATH).labels == {"key_id": "k"}
 
 
@@ -79,11 +79,11 @@ def test_put_with_a_label_that_would_hide_the_secret_is_refused(
     assert fake.calls == []
 
 
-# --- who does what ----------------------------------------------------------------------------------------
+# --- logins by kind of call -------------------------------------------------------------------------------
 
 
-def test_each_kind_of_call_has_a_login_of_its_own(store: VaultBackend, fake: FakeVault) -> None:
-    """Whoever steals a login can do one kind of thing, in one environment."""
+def test_each_kind_of_call_uses_its_own_login(store: VaultBackend, fake: FakeVault) -> None:
+    """A stolen login allows one kind of call in one environment."""
     filled(store).put(Mount.PEPPERS, "service", Plaintext("p"), {}, expected_version=0)
     acts: dict[str, Callable[[], object]] = {
         "issuer-sandbox": lambda: store.put(BOX, PATH, Plaintext("x"), {}, expected_version=3),
@@ -104,7 +104,7 @@ def test_each_kind_of_call_has_a_login_of_its_own(store: VaultBackend, fake: Fak
         store._clients.clear()
         fake.calls.clear()
         act()
-        roles = {fake._secret_ids[call.body["secret_id"]] for call in fake.asked("approle/login")}
+        roles = {fake._secret_ids[call.body["secret_id"]] for call in fake.calls_to("approle/login")}
         assert roles == {f"kv-{name}"}
 
 
@@ -113,7 +113,7 @@ def test_each_kind_of_call_has_a_login_of_its_own(store: VaultBackend, fake: Fak
 
 @BOTH
 @pytest.mark.parametrize("message", [b"", b"head 1", bytes(range(256)) * 40])
-def test_sign_is_verified_with_the_public_key_alone(backend: VaultBackend, message: bytes) -> None:
+def test_signature_is_verifiable_with_the_public_key_alone(backend: VaultBackend, message: bytes) -> None:
     made = transit.sign(backend, "service", message)
     key = Ed25519PublicKey.from_public_bytes(transit.read_public_keys(backend, "service")[made.key_version])
     key.verify(made.signature, message)
@@ -133,9 +133,7 @@ def test_sign_after_the_key_was_rotated_names_its_version(shared_vault: Installe
 
 
 @pytest.mark.parametrize("text", ["", "vault:v1", "vault:vx:AAAA", "vault:v1:%%%", None])
-def test_sign_with_an_answer_of_another_shape_is_unavailable(
-    store: VaultBackend, fake: FakeVault, text: str | None
-) -> None:
+def test_sign_with_a_malformed_answer_is_unavailable(store: VaultBackend, fake: FakeVault, text: str | None) -> None:
     import json
 
     fake.fail(Fault(200, json.dumps({"data": {"signature": text}}).encode()), "/sign/")

@@ -1,4 +1,4 @@
-"""A secret id that is delivered wrapped: opened once, by us, and by nobody before us."""
+"""A secret id delivered wrapped: unwrapped once, by this service, and by no one before."""
 
 import os
 import stat
@@ -13,13 +13,13 @@ from keyvault.backends.vault.bootstrap import make_logins
 from keyvault.backends.vault.client import VaultClient
 from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.logins import TakenLoginError
-from tests.backends.stores import CONNECTION, leave_vault
+from tests.backends.stores import CONNECTION, write_connection
 from tests.environment import ROOT
 
 from .conftest import ROLE
 from .fake import FakeVault, Fault, lost_reply, refused
 from .installation import InstalledVault, opened
-from .test_client import count, look
+from .test_client import count, lookup_self
 
 CREATION_PATH = f"auth/approle/role/{ROLE}/secret-id"
 READER = """
@@ -36,7 +36,7 @@ print(store.versions(Mount.SANDBOX, "1/crd_a"), flush=True)
 
 @pytest.fixture
 def wrapped(fake: FakeVault, logins: Path) -> Path:
-    """The file with the wrapping token of the reader's secret id, which this host has not opened yet."""
+    """Return the file with the wrapping token of the reader's secret id, not yet unwrapped on this host."""
     (logins / f"{ROLE}.secret_id").unlink()
     _, secret_id = fake.make_role(ROLE)
     file = logins / f"{ROLE}.wrapped_secret_id"
@@ -44,42 +44,42 @@ def wrapped(fake: FakeVault, logins: Path) -> Path:
     return file
 
 
-def test_wrapped_secret_id_is_opened_once_and_kept(fake: FakeVault, client: VaultClient, wrapped: Path) -> None:
-    look(client)
+def test_wrapped_secret_id_is_unwrapped_once_and_stored(fake: FakeVault, client: VaultClient, wrapped: Path) -> None:
+    lookup_self(client)
     fake.revoke_all()
-    look(client)
+    lookup_self(client)
     assert (count(fake, "wrapping/lookup"), count(fake, "unwrap")) == (1, 1)
     assert not wrapped.exists()
     assert stat.S_IMODE(wrapped.with_name(f"{ROLE}.secret_id").stat().st_mode) == 0o600
 
 
-def test_wrapped_secret_id_of_a_process_that_died_before_it_could_remove_it_is_no_theft(
+def test_wrapped_secret_id_left_by_a_killed_process_is_no_theft(
     fake: FakeVault, client: VaultClient, wrapped: Path
 ) -> None:
-    """Killed, or without power, in the moment after the secret id was kept."""
+    """The process was killed, or lost power, right after it stored the secret id."""
     token = wrapped.read_text()
-    look(client)
+    lookup_self(client)
     kept = wrapped.with_name(f"{ROLE}.secret_id")
     wrapped.write_text(token)
     os.utime(wrapped, ns=(kept.stat().st_mtime_ns - 1,) * 2)
     fake.revoke_all()
-    look(client)
+    lookup_self(client)
     assert (count(fake, "unwrap"), wrapped.exists()) == (1, False)
 
 
-def test_wrapped_secret_id_that_came_after_the_kept_one_takes_its_place(
+def test_wrapped_secret_id_newer_than_the_stored_one_replaces_it(
     fake: FakeVault, client: VaultClient, logins: Path, wrapped: Path
 ) -> None:
     kept = logins / f"{ROLE}.secret_id"
     kept.write_text("that of last year")
     os.utime(kept, ns=(wrapped.stat().st_mtime_ns - 1,) * 2)
-    look(client)
+    lookup_self(client)
     assert count(fake, "unwrap") == 1
     assert kept.read_text() != "that of last year"
 
 
 def _read_by_two(folder: Path) -> list[tuple[str, int]]:
-    """What two processes that begin at the same moment print, and their exit codes."""
+    """Return the output and exit codes of two processes that start at the same moment."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", READER, str(folder)],
@@ -101,25 +101,23 @@ def _read_by_two(folder: Path) -> list[tuple[str, int]]:
     return [(process.communicate()[0], process.returncode) for process in processes]
 
 
-def test_wrapped_secret_id_of_two_processes_at_once_is_opened_by_one(
-    fake: FakeVault, logins: Path, wrapped: Path
-) -> None:
-    """Web and worker of one host start together: neither takes the other for a thief."""
+def test_wrapped_secret_id_of_two_processes_is_unwrapped_by_one(fake: FakeVault, logins: Path, wrapped: Path) -> None:
+    """Web and worker of one host start together: neither takes the other for an attacker."""
     assert _read_by_two(logins.parent) == [("[]\n", 0)] * 2
     assert (count(fake, "unwrap"), count(fake)) == (1, 2)
 
 
 def taken(client: VaultClient) -> TakenLoginError:
     with pytest.raises(BackendError) as raised:
-        look(client)
+        lookup_self(client)
     assert isinstance(raised.value, TakenLoginError)
     return raised.value
 
 
-def test_wrapped_secret_id_that_was_opened_by_somebody_else_is_told(
+def test_wrapped_secret_id_unwrapped_by_another_party_is_reported(
     fake: FakeVault, client: VaultClient, wrapped: Path
 ) -> None:
-    """Somebody may have our login: never mistaken for an outage, never tried again silently."""
+    """The login may be compromised: this is never mistaken for an outage and never silently retried."""
     fake._tokens.pop(wrapped.read_text())
     error = taken(client)
     assert "unwrapped already" in error.internal
@@ -127,29 +125,29 @@ def test_wrapped_secret_id_that_was_opened_by_somebody_else_is_told(
     assert wrapped.exists()
 
 
-def test_wrapped_secret_id_that_expired_is_told(fake: FakeVault, client: VaultClient, wrapped: Path) -> None:
-    fake.later(61)
+def test_wrapped_secret_id_expired_is_reported(fake: FakeVault, client: VaultClient, wrapped: Path) -> None:
+    fake.advance(61)
     assert "expired" in taken(client).internal
 
 
 @pytest.mark.parametrize("path", ["sys/wrapping/wrap", "auth/approle/role/kv-issuer-sandbox/secret-id", "", None])
-def test_wrapped_secret_id_that_was_made_elsewhere_is_told_and_not_opened(
+def test_wrapped_secret_id_of_foreign_origin_is_reported_and_not_unwrapped(
     fake: FakeVault, client: VaultClient, wrapped: Path, path: str | None
 ) -> None:
-    """Whoever opened the true one may have wrapped another one, to stay unnoticed."""
+    """A thief of the original token may have replaced it by another to stay unnoticed."""
     wrapped.write_text(fake.wrap({"data": {"secret_id": "planted"}}, path))  # type: ignore[arg-type]  # None is a case
     assert "made by" in taken(client).internal
     assert count(fake, "unwrap") == 0
     assert wrapped.exists()
 
 
-def test_wrapped_secret_id_whose_opening_s_answer_was_lost_is_told(
+def test_wrapped_secret_id_with_a_lost_unwrap_reply_is_reported(
     fake: FakeVault, client: VaultClient, wrapped: Path
 ) -> None:
-    """Nobody has it; but that cannot be told from somebody else's having opened it."""
+    """No party has it, but that is indistinguishable from a theft."""
     fake.fail(lost_reply(), "unwrap")
     with pytest.raises(BackendUnavailableError):
-        look(client)
+        lookup_self(client)
     assert count(fake, "unwrap") == 1
     taken(client)
 
@@ -161,18 +159,18 @@ def test_wrapped_secret_id_survives_an_outage(
 ) -> None:
     fake.fail(fault, path)
     with pytest.raises(BackendUnavailableError):
-        look(client)
-    look(client)
+        lookup_self(client)
+    lookup_self(client)
     assert count(fake, "unwrap") == 1
 
 
-def test_wrapped_secret_id_that_cannot_be_kept_is_not_opened(
+def test_wrapped_secret_id_that_cannot_be_stored_is_not_unwrapped(
     fake: FakeVault, client: VaultClient, wrapped: Path
 ) -> None:
-    """A folder that cannot be written would lose the secret id with the process."""
+    """A folder that is not writable would lose the secret id with the process."""
     (wrapped.parent / f"{ROLE}.lock").mkdir()
     with pytest.raises(BackendDeniedError) as raised:
-        look(client)
+        lookup_self(client)
     assert "cannot be written" in raised.value.internal
     assert fake.calls == []
 
@@ -184,10 +182,10 @@ def _reader(made: InstalledVault) -> str:
     return f"{made.layout.prefix}-reader-sandbox"
 
 
-def test_real_wrapped_secret_id_of_two_processes_at_once_is_opened_by_one(
+def test_real_wrapped_secret_id_of_two_processes_is_unwrapped_by_one(
     installed_vault: InstalledVault, tmp_path: Path
 ) -> None:
-    logins = leave_vault(tmp_path, installed_vault.server.address, installed_vault.layout.prefix)
+    logins = write_connection(tmp_path, installed_vault.server.address, installed_vault.layout.prefix)
     name = _reader(installed_vault)
     make_logins(installed_vault.admin, installed_vault.layout, [name], logins, wrap_seconds=60)
     assert _read_by_two(tmp_path) == [("[]\n", 0)] * 2
@@ -196,9 +194,7 @@ def test_real_wrapped_secret_id_of_two_processes_at_once_is_opened_by_one(
 
 
 @pytest.mark.parametrize("how", ["opened", "revoked", "made elsewhere"])
-def test_real_wrapped_secret_id_that_is_not_what_it_should_be_is_told(
-    installed_vault: InstalledVault, tmp_path: Path, how: str
-) -> None:
+def test_real_wrapped_secret_id_invalid_is_reported(installed_vault: InstalledVault, tmp_path: Path, how: str) -> None:
     admin, name = installed_vault.admin, _reader(installed_vault)
     make_logins(admin, installed_vault.layout, [name], tmp_path, wrap_seconds=60)
     file = tmp_path / f"{name}.wrapped_secret_id"

@@ -1,7 +1,7 @@
 """What a merchant's own backend reads on a real server: its keys and connections of one environment, nothing else.
 
-The merchant is an identity entity with `account_id`, which logs in by an AppRole of its own and has the merchant policy
-of that environment. The platform's payment service, acting for an account, reads in the same way.
+The merchant is an identity entity with `account_id`, logs in by its own AppRole and has the merchant policy of that
+environment. The platform's payment service reads in the same way on behalf of an account.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ Enrol = Callable[..., hvac.Client]
 
 @pytest.fixture
 def enrol(vault_service: InstalledVault) -> Iterator[Enrol]:
-    """Makes a merchant's backend known to the server, as its administrator does, and logs it in."""
+    """Return a function that registers a merchant's backend on the server, as an administrator does, and logs it in."""
     entities: list[str] = []
 
     def enrol_backend(name: str, *environments: Environment, **metadata: str) -> hvac.Client:
@@ -85,7 +85,7 @@ def connect(place: Account, text: str) -> ProviderConnection:
     return set_connection(grant(admin, P.CONNECTIONS_WRITE, place), place, "stripe", Plaintext(text))
 
 
-def furnish(merchant_id: str, environment: Environment) -> tuple[Account, Key, str, ProviderConnection]:
+def issue_and_connect(merchant_id: str, environment: Environment) -> tuple[Account, Key, str, ProviderConnection]:
     place = account(merchant_id, environment)
     key, text = issue(place)
     return place, key, text.reveal(), connect(place, f"secret of {place}")
@@ -103,11 +103,11 @@ def people(db: None) -> None:
 
 
 @pytest.mark.parametrize("environment", Environment)
-def test_merchant_reads_its_keys_and_connections_at_the_places_that_it_is_told(
+def test_merchant_reads_its_keys_and_connections_at_the_shown_places(
     people: None, vault_service: InstalledVault, enrol: Enrol, environment: Environment
 ) -> None:
-    """The newest version, one flat object each; the place is what every door tells of it."""
-    place, key, text, connection = furnish("acme", environment)
+    """The newest version is one flat object; console and commands show its place."""
+    place, key, text, connection = issue_and_connect("acme", environment)
     client = enrol("acme", environment, account_id=str(place.pk))
     mount = mounts(vault_service)[environment]
     assert find_delivery_location(key.credential) == {
@@ -115,14 +115,14 @@ def test_merchant_reads_its_keys_and_connections_at_the_places_that_it_is_told(
         "backend_path": key.credential.backend_path,
     }
     assert read(client, mount, key.credential.backend_path)["secret"] == text
-    told = describe_connection(connection)
-    assert told["backend_mount"] == mount
-    body = read(client, told["backend_mount"], told["backend_path"])
+    shown = describe_connection(connection)
+    assert shown["backend_mount"] == mount
+    body = read(client, shown["backend_mount"], shown["backend_path"])
     assert body.pop("write_id")
     assert body == {
         "schema": "1",
         "secret": f"secret of {place}",
-        "connection_id": told["connection_id"],
+        "connection_id": shown["connection_id"],
         "provider": "stripe",
         "environment": environment.value,
         "mode": {SANDBOX: "test", PRODUCTION: "live"}[environment],
@@ -132,9 +132,13 @@ def test_merchant_reads_its_keys_and_connections_at_the_places_that_it_is_told(
 def test_merchant_reads_nothing_of_another_merchant_or_of_the_other_environment(
     people: None, vault_service: InstalledVault, enrol: Enrol
 ) -> None:
-    """Neither with its own environment's policy, nor when an administrator gave it both by mistake (D12, D13, D15)."""
-    own, _, _, mine = furnish("acme", SANDBOX)
-    others = [furnish("acme", PRODUCTION), furnish("globex", SANDBOX), furnish("globex", PRODUCTION)]
+    """This holds with its own environment's policy and when an administrator granted both by mistake."""
+    own, _, _, mine = issue_and_connect("acme", SANDBOX)
+    others = [
+        issue_and_connect("acme", PRODUCTION),
+        issue_and_connect("globex", SANDBOX),
+        issue_and_connect("globex", PRODUCTION),
+    ]
     clients = [
         enrol("acme", SANDBOX, account_id=str(own.pk)),
         enrol("acme-careless", SANDBOX, PRODUCTION, account_id=str(own.pk)),
@@ -151,8 +155,8 @@ def test_merchant_reads_nothing_of_another_merchant_or_of_the_other_environment(
 def test_merchant_without_an_account_id_reads_nothing(
     people: None, vault_service: InstalledVault, enrol: Enrol
 ) -> None:
-    """A template that finds nothing to put in opens nothing, also not where a path begins with nothing."""
-    _, key, _, connection = furnish("acme", SANDBOX)
+    """A template without a value grants nothing, also not for paths that begin with an empty segment."""
+    _, key, _, connection = issue_and_connect("acme", SANDBOX)
     mount = mounts(vault_service)[SANDBOX]
     for number, metadata in enumerate(({}, {"account_id": ""}, {"merchant_id": "acme"}, {"account_id": "*"})):
         client = enrol(f"nobody-{number}", SANDBOX, **metadata)
@@ -161,9 +165,11 @@ def test_merchant_without_an_account_id_reads_nothing(
                 read(client, mount, path)
 
 
-def test_merchant_lists_writes_and_destroys_nothing(people: None, vault_service: InstalledVault, enrol: Enrol) -> None:
-    """It reads what it was told of, and that is all: no list, no metadata, no write, no destroying, nothing of ours."""
-    place, _, _, connection = furnish("acme", SANDBOX)
+def test_merchant_cannot_list_write_or_destroy(people: None, vault_service: InstalledVault, enrol: Enrol) -> None:
+    """It only reads the places it was given: no list, no metadata, no write, no destroy, nothing of the service's
+    own.
+    """
+    place, _, _, connection = issue_and_connect("acme", SANDBOX)
     client: Any = enrol("acme", SANDBOX, account_id=str(place.pk))
     path, layout = connection.backend_path, vault_service.layout
     kv, mount = client.secrets.kv.v2, layout.mount(SecretsEngine.KEYS, SANDBOX)
@@ -191,12 +197,12 @@ def test_merchant_lists_writes_and_destroys_nothing(people: None, vault_service:
     assert read(client, mount, path)["secret"] == f"secret of {place}"
 
 
-def test_doors_tell_where_the_merchant_reads(people: None, vault_service: InstalledVault) -> None:
-    """The console's pages and the commands: mount and path, and nothing of what is there."""
-    place, key, text, connection = furnish("acme", SANDBOX)
-    told = {"backend_mount": mounts(vault_service)[SANDBOX], "backend_path": connection.backend_path}
+def test_console_and_commands_show_where_the_merchant_reads(people: None, vault_service: InstalledVault) -> None:
+    """The console's pages and the commands show mount and path, and no secret."""
+    place, key, text, connection = issue_and_connect("acme", SANDBOX)
+    shown = {"backend_mount": mounts(vault_service)[SANDBOX], "backend_path": connection.backend_path}
     (listed,) = call("list_connections", "--merchant", "acme", "--environment", "sandbox")["connections"]
-    assert told.items() <= listed.items()
+    assert shown.items() <= listed.items()
     shown = call("show_key", key.key_id)
     assert shown["backend_path"] == key.credential.backend_path
     client = browser(the_operator("admin"))
@@ -206,20 +212,20 @@ def test_doors_tell_where_the_merchant_reads(people: None, vault_service: Instal
     ]
     for page, path in zip(pages, (connection.backend_path, key.credential.backend_path), strict=True):
         assert path in text_of(page)
-        assert told["backend_mount"] in text_of(page)
+        assert shown["backend_mount"] in text_of(page)
         assert text not in text_of(page)
         assert f"secret of {place}" not in text_of(page)
 
 
-def test_key_that_no_backend_is_to_read_has_no_reading_place(people: None, vault_service: InstalledVault) -> None:
+def test_key_without_secret_backend_delivery_has_no_reading_place(people: None, vault_service: InstalledVault) -> None:
     key, _ = issue(account("acme", SANDBOX), delivery=Delivery.SHOW_ONCE)
     assert find_delivery_location(key.credential) == {}
 
 
-def test_connection_on_a_real_server_is_replaced_and_removed_like_on_the_local_keystore(
+def test_connection_on_a_real_server_is_replaced_and_removed(
     people: None, vault_service: InstalledVault, enrol: Enrol
 ) -> None:
-    """Each step under its own role: written, replaced, the old version destroyed, the path forgotten."""
+    """Each step uses its own role: written, replaced, the old version destroyed, the path forgotten."""
     place = account("acme", SANDBOX)
     client, mount = enrol("acme", SANDBOX, account_id=str(place.pk)), mounts(vault_service)[SANDBOX]
     connect(place, "first")
@@ -240,10 +246,10 @@ def test_connection_on_a_real_server_is_replaced_and_removed_like_on_the_local_k
     assert connection.forgotten_at <= now()
 
 
-def test_connection_s_credentials_are_in_no_audit_log_of_the_server(
+def test_connection_credentials_are_not_in_the_servers_audit_log(
     people: None, vault_on_disk: VaultOnDisk, tmp_path: Any
 ) -> None:
-    """The server writes a keyed digest of what was stored, never the text."""
+    """The server logs a keyed digest of the stored data, never the text."""
     secret, folder = "sk_test_" + "Zq7" * 20, tmp_path / "logins"
     folder.mkdir(mode=0o700)
     with installed(vault_on_disk, folder) as made, serving_from(made):

@@ -1,4 +1,4 @@
-"""The policies of deploy/vault on a real server: every role does its own, and is refused everything else everywhere."""
+"""The policies of deploy/vault on a real server: every role may do its own calls and nothing else."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ from .installation import InstalledVault
 
 Act = Callable[[hvac.Client, str], object]
 Merchant = Callable[[str, str | None], hvac.Client]
-"""By environment, and the account that its entity names."""
+"""Merchant clients by environment and by the account that their entity names."""
 
 KEYS: dict[str, Act] = {
     "create": lambda client, mount: _put(client, mount, "1/new", 0),
@@ -80,7 +80,7 @@ ALLOWED: dict[VaultRole, set[str]] = {
     VaultRole.KEEPER: {"replace", "destroy"},
     VaultRole.ANCHOR: {"sign"},
 }
-"""On the role's own mount; but for the public keys that `lookup` sees, nothing of it anywhere else."""
+"""Acts on the role's own mount; except for the public keys that `lookup` reads, none on any other mount."""
 
 LOGINS = list_logins(SCOPES)
 
@@ -90,7 +90,7 @@ def _put(client: hvac.Client, mount: str, path: str, version: int) -> object:
 
 
 def _fill(made: InstalledVault) -> None:
-    """One version at each path that an act is about."""
+    """Put one version at each path that an act uses."""
     for scope in scopes_of(SecretsEngine.KEYS):
         for path in ("kept", "replaced", "deleted", "destroyed", "forgotten"):
             _put(made.admin, made.layout.mount(SecretsEngine.KEYS, scope), f"1/{path}", 0)
@@ -114,17 +114,17 @@ def _may(act: Act, client: hvac.Client, where: str) -> bool:
     try:
         act(client, where)
     except BackendDeniedError as error:
-        if error.status != 403:  # Not set up, which is no refusal.
+        if error.status != 403:  # Not installed, which is no denial.
             raise
         return False
     return True
 
 
 @pytest.mark.parametrize(("role", "scope"), LOGINS, ids=lambda part: str(part))
-def test_policy_of_a_role_allows_its_own_and_nothing_else(
+def test_policy_of_a_role_allows_only_its_own_calls(
     installed_vault: InstalledVault, role: VaultRole, scope: str
 ) -> None:
-    """Whoever steals a login can do one kind of thing, in one environment, and cannot give itself more."""
+    """A stolen login allows one kind of call in one environment and cannot extend its rights."""
     _fill(installed_vault)
     name = installed_vault.layout.login(role, scope)
     client = _logged_in(installed_vault, name)
@@ -150,7 +150,7 @@ def _engine(role: VaultRole) -> SecretsEngine:
 
 
 def test_policy_of_the_issuer_without_check_and_set_writes_nothing(installed_vault: InstalledVault) -> None:
-    """The mount itself wants check-and-set: nobody overwrites what he has not seen."""
+    """The mount itself requires check-and-set, so no writer overwrites an unseen version."""
     mount = installed_vault.layout.mount(SecretsEngine.KEYS, "sandbox")
     client = _logged_in(installed_vault, installed_vault.layout.login(VaultRole.ISSUER, "sandbox"))
     with pytest.raises(BackendInvalidError) as refused:
@@ -158,8 +158,8 @@ def test_policy_of_the_issuer_without_check_and_set_writes_nothing(installed_vau
     assert "check-and-set parameter required" in refused.value.internal
 
 
-def test_capabilities_are_what_the_doctor_wants_of_each_role(installed_vault: InstalledVault) -> None:
-    """The doctor's table and the policies say the same, in both directions."""
+def test_capabilities_equal_the_doctors_table(installed_vault: InstalledVault) -> None:
+    """The doctor's table and the policies agree in both directions."""
     for role, scope in LOGINS:
         client = _logged_in(installed_vault, installed_vault.layout.login(role, scope))
         wanted = wanted_capabilities(installed_vault.layout, role, scope)
@@ -172,7 +172,9 @@ def test_capabilities_are_what_the_doctor_wants_of_each_role(installed_vault: In
 
 @pytest.fixture
 def merchant(installed_vault: InstalledVault) -> Iterator[Merchant]:
-    """A merchant's backend, logged in; what it needs on the server is gone afterwards."""
+    """Return a function that creates a merchant's backend, logged in; everything on the server is removed
+    afterwards.
+    """
     made: list[str] = []
     yield lambda scope, account_id: _make_merchant(installed_vault, scope, account_id, made)
     for entity in made:
@@ -180,7 +182,7 @@ def merchant(installed_vault: InstalledVault) -> Iterator[Merchant]:
 
 
 def _make_merchant(made: InstalledVault, scope: str, account_id: str | None, entities: list[str]) -> hvac.Client:
-    """As deploy/vault/README.md sets one up: a role of its own, and an entity that says whose it is."""
+    """Create a merchant as deploy/vault/README.md describes: its own role, and an entity with the account id."""
     admin, name = made.admin, made.layout.policy(f"shop{account_id}", scope)
     policy = made.layout.policy("merchant", scope)
     admin.write_data(f"auth/approle/role/{name}", data={"token_policies": [policy], "token_period": 3600})
@@ -203,10 +205,10 @@ def _reads(client: hvac.Client, path: str) -> bool:
     return _may(lambda asking, where: asking.read(where), client, path)
 
 
-def test_policy_of_merchants_lets_each_read_its_own_paths_in_its_own_environment(
+def test_policy_of_merchants_allows_only_own_paths_in_the_own_environment(
     installed_vault: InstalledVault, merchant: Merchant
 ) -> None:
-    """A merchant's backend never sees another merchant's key, nor its own of the other environment."""
+    """A merchant's backend never sees another merchant's key, nor its own key of the other environment."""
     layout = installed_vault.layout
     mounts = {scope: layout.mount(SecretsEngine.KEYS, scope) for scope in scopes_of(SecretsEngine.KEYS)}
     paths = [f"{mount}/data/{account}/crd" for mount in mounts.values() for account in ("1", "12", "2")]
@@ -227,7 +229,7 @@ def test_policy_of_merchants_lets_each_read_its_own_paths_in_its_own_environment
 def test_policy_of_merchants_without_an_account_id_reads_nothing(
     installed_vault: InstalledVault, merchant: Merchant
 ) -> None:
-    """An entity that nobody attributed is nobody's, and not everybody's."""
+    """An entity without an account id has access to nothing, not to everything."""
     mount = installed_vault.layout.mount(SecretsEngine.KEYS, "sandbox")
     _put(installed_vault.admin, mount, "1/crd", 0)
     client = merchant("sandbox", None)
@@ -235,7 +237,7 @@ def test_policy_of_merchants_without_an_account_id_reads_nothing(
     assert not _reads(client, f"{mount}/data//crd")
 
 
-def test_signing_key_of_the_anchor_is_seen_by_its_public_half_only(installed_vault: InstalledVault) -> None:
+def test_signing_key_exposes_its_public_half_only(installed_vault: InstalledVault) -> None:
     client = _logged_in(installed_vault, installed_vault.layout.login(VaultRole.LOOKUP, "service"))
     mount = installed_vault.layout.mount(SecretsEngine.ANCHOR, "service")
     about = read_path(client, f"{mount}/keys/audit")

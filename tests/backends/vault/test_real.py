@@ -1,4 +1,4 @@
-"""The real server in trouble: sealed, killed, its tokens revoked, a role gone, a policy narrowed, a quota used up."""
+"""The real server in trouble: sealed, killed, tokens revoked, role deleted, policy narrowed, quota used up."""
 
 import threading
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from keyvault.backends.vault.layout import SecretsEngine, VaultRole
 from keyvault.domain.plaintext import Plaintext
 from tests.servers.openbao import VaultOnDisk
 
-from .between import between
-from .conftest import IMPATIENT
+from .conftest import SHORT_TIMEOUTS
 from .fake import Fault, lost_reply, slow
+from .faulty_proxy import behind_faulty_proxy
 from .installation import InstalledVault, installed
 
 BOX = Mount.SANDBOX
@@ -43,10 +43,8 @@ def failure(made: InstalledVault, after: int = 1) -> BackendError:
     return raised.value
 
 
-def test_server_sealed_killed_and_started_again_keeps_what_it_had(
-    on_disk: InstalledVault, vault_on_disk: VaultOnDisk
-) -> None:
-    """Sealed and gone are outages, told apart in the log; what was acknowledged before is there afterwards."""
+def test_server_sealed_killed_and_restarted_keeps_its_data(on_disk: InstalledVault, vault_on_disk: VaultOnDisk) -> None:
+    """Sealed and unreachable are outages, distinguished in the log; acknowledged writes survive."""
     assert put(on_disk, 0) == 1
     token = on_disk.backend.client(VaultRole.ISSUER, "sandbox")._held
     vault_on_disk.seal()
@@ -68,13 +66,13 @@ def test_server_sealed_killed_and_started_again_keeps_what_it_had(
     vault_on_disk.unseal()
     assert on_disk.backend.health().ready
     assert put(on_disk, 2) == 3
-    # Tokens outlive the server's crash, as leases do.
+    # Tokens survive the server's crash, as leases do.
     assert on_disk.backend.client(VaultRole.ISSUER, "sandbox")._held is token
     assert [each.version for each in on_disk.backend.versions(BOX, PATH)] == [1, 2, 3]
 
 
-def test_server_s_audit_log_and_storage_hold_no_secret(on_disk: InstalledVault, vault_on_disk: VaultOnDisk) -> None:
-    """Whoever reads its disk finds that we were there, and neither what was stored nor with what we came."""
+def test_server_audit_log_and_storage_contain_no_secret(on_disk: InstalledVault, vault_on_disk: VaultOnDisk) -> None:
+    """A reader of the server's disk learns that the service was there, but neither secrets nor credentials."""
     put(on_disk, 0)
     on_disk.backend.read(BOX, PATH)
     held = [client._held for client in on_disk.backend._clients.values()]
@@ -89,7 +87,7 @@ def test_server_s_audit_log_and_storage_hold_no_secret(on_disk: InstalledVault, 
         assert [text for text in planted if text.encode() in found] == [], path
 
 
-def test_server_whose_tokens_were_revoked_gets_one_new_login(installed_vault: InstalledVault) -> None:
+def test_server_with_revoked_tokens_gets_one_new_login(installed_vault: InstalledVault) -> None:
     put(installed_vault, 0)
     held = installed_vault.backend.client(VaultRole.ISSUER, "sandbox")._held
     assert held is not None
@@ -98,7 +96,7 @@ def test_server_whose_tokens_were_revoked_gets_one_new_login(installed_vault: In
     assert installed_vault.backend.client(VaultRole.ISSUER, "sandbox")._held is not held
 
 
-def test_server_whose_role_was_deleted_denies(installed_vault: InstalledVault) -> None:
+def test_server_with_a_deleted_role_denies(installed_vault: InstalledVault) -> None:
     name = installed_vault.layout.login(VaultRole.ISSUER, "sandbox")
     put(installed_vault, 0)
     held = installed_vault.backend.client(VaultRole.ISSUER, "sandbox")._held
@@ -110,7 +108,7 @@ def test_server_whose_role_was_deleted_denies(installed_vault: InstalledVault) -
     assert error.status == 400
 
 
-def test_server_whose_policy_was_narrowed_denies_until_it_is_widened(installed_vault: InstalledVault) -> None:
+def test_server_with_a_narrowed_policy_denies_until_it_is_restored(installed_vault: InstalledVault) -> None:
     name = installed_vault.layout.login(VaultRole.ISSUER, "sandbox")
     put(installed_vault, 0)
     policy = installed_vault.admin.read(f"sys/policies/acl/{name}")
@@ -125,8 +123,8 @@ def test_server_whose_policy_was_narrowed_denies_until_it_is_widened(installed_v
     assert put(installed_vault, 1) == 2
 
 
-def test_server_whose_quota_is_used_up_is_unavailable_for_a_while(installed_vault: InstalledVault) -> None:
-    """429 is an outage that says when it ends; nothing was written."""
+def test_server_with_an_exhausted_quota_is_unavailable_for_a_while(installed_vault: InstalledVault) -> None:
+    """429 is an outage with a known end; nothing was written."""
     put(installed_vault, 0)
     mount = installed_vault.layout.mount(SecretsEngine.KEYS, "sandbox")
     quota = f"sys/quotas/rate-limit/{installed_vault.layout.prefix}"
@@ -142,8 +140,8 @@ def test_server_whose_quota_is_used_up_is_unavailable_for_a_while(installed_vaul
     assert put(installed_vault, 1) == 2
 
 
-def test_server_without_our_mounts_denies_and_is_not_taken_for_an_empty_one(installed_vault: InstalledVault) -> None:
-    """A mount that somebody removed is no reason to believe that there never was a key."""
+def test_server_without_the_mounts_denies_instead_of_appearing_empty(installed_vault: InstalledVault) -> None:
+    """A removed mount is no evidence that a key never existed."""
     put(installed_vault, 0)
     installed_vault.admin.delete(f"sys/mounts/{installed_vault.layout.mount(SecretsEngine.KEYS, 'sandbox')}")
     for act in (
@@ -157,25 +155,25 @@ def test_server_without_our_mounts_denies_and_is_not_taken_for_an_empty_one(inst
 
 
 @pytest.mark.parametrize("fault", [lost_reply(), Fault(is_reset=True, has_effect=True), Fault(502, has_effect=True)])
-def test_server_s_lost_reply_to_a_write_is_settled_by_reading_back(
+def test_server_lost_reply_to_a_write_is_resolved_by_reading_back(
     installed_vault: InstalledVault, fault: Fault
 ) -> None:
-    """It was written, once: the second try conflicts, and the labels say who won."""
-    with between(installed_vault) as (proxy, made):
+    """The write happened once: the retry conflicts, and the labels identify the writer."""
+    with behind_faulty_proxy(installed_vault) as (proxy, made):
         put(made, 0)
         proxy.fail(fault, "/data/", "POST")
         assert isinstance(failure(made), BackendUnavailableError)
         assert made.backend.read(BOX, PATH).labels == {"key_id": "k1"}
         assert isinstance(failure(made), BackendConflictError)
-        assert len(proxy.asked("/data/", "POST")) == 3
+        assert len(proxy.calls_to("/data/", "POST")) == 3
 
 
-def test_server_behind_a_slow_network_is_unavailable_and_the_late_write_is_seen(
+def test_server_behind_a_slow_network_is_unavailable_and_its_late_write_is_found(
     installed_vault: InstalledVault,
 ) -> None:
     put(installed_vault, 0)
     until = threading.Event()
-    with between(installed_vault, IMPATIENT) as (proxy, made):
+    with behind_faulty_proxy(installed_vault, SHORT_TIMEOUTS) as (proxy, made):
         proxy.fail(slow(until), "/data/", "POST")
         error = failure(made)
         assert isinstance(error, BackendUnavailableError)
@@ -183,6 +181,6 @@ def test_server_behind_a_slow_network_is_unavailable_and_the_late_write_is_seen(
         assert installed_vault.backend.read(BOX, PATH).version == 1
         until.set()
         while installed_vault.backend.read(BOX, PATH).version == 1:
-            """It is on its way: nobody recalls what was sent."""
+            pass  # The request is in transit and cannot be recalled.
     assert installed_vault.backend.read(BOX, PATH).labels == {"key_id": "k1"}
     assert isinstance(failure(installed_vault), BackendConflictError)

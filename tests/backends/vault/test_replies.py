@@ -1,4 +1,4 @@
-"""What each answer of a server, and each lack of one, means to us."""
+"""How each reply of a server, and each missing reply, is classified."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ from keyvault.backends.vault.replies import read_failure
 from keyvault.domain.plaintext import Plaintext
 from tests.backends.receivers import make_authority
 
-from .conftest import IMPATIENT, PATIENT
+from .conftest import LONG_TIMEOUTS, SHORT_TIMEOUTS
 from .fake import FakeVault, Fault, lost_reply, refused, running_fake, slow
 
 BOX = Mount.SANDBOX
@@ -50,7 +50,7 @@ def failure(act: Callable[[], object]) -> BackendError:
 
 
 @pytest.mark.parametrize(
-    ("status", "words", "expected"),
+    ("status", "message", "expected"),
     [
         (400, "check-and-set parameter did not match the current version", BackendConflictError),
         (400, "invalid role or secret ID", BackendDeniedError),
@@ -71,22 +71,24 @@ def failure(act: Callable[[], object]) -> BackendError:
         (504, "", BackendUnavailableError),
     ],
 )
-def test_reply_of_each_status_is_one_of_our_own_errors_with_the_status_kept(
-    fake: FakeVault, store: VaultBackend, status: int, words: str, expected: type[BackendError]
+def test_reply_of_each_status_is_mapped_to_a_backend_error_with_the_status(
+    fake: FakeVault, store: VaultBackend, status: int, message: str, expected: type[BackendError]
 ) -> None:
-    # Twice: a refusal is answered by a login and one more try.
-    fake.fail(refused(status, words), DATA, times=2)
+    # Twice: a denial is answered by a login and one retry.
+    fake.fail(refused(status, message), DATA, times=2)
     error = failure(lambda: store.read(BOX, "1/crd_a"))
     assert type(error) is expected
     assert error.status == status
-    assert " ".join(words.split())[:20] in " ".join(error.internal.split())
-    assert not words or words not in error.detail
+    assert " ".join(message.split())[:20] in " ".join(error.internal.split())
+    assert not message or message not in error.detail
 
 
 @pytest.mark.parametrize(
     ("header", "seconds"), [("7", 7), ("0", 1), ("", 1), ("-3", 1), ("soon", 1), ("9" * 20, 1), ("1.5", 1)]
 )
-def test_reply_says_when_to_come_back(fake: FakeVault, store: VaultBackend, header: str, seconds: int) -> None:
+def test_reply_with_retry_after_carries_the_delay(
+    fake: FakeVault, store: VaultBackend, header: str, seconds: int
+) -> None:
     fake.fail(refused(429, "quota exceeded", Retry_After=header), DATA)
     error = failure(lambda: store.read(BOX, "1/crd_a"))
     assert isinstance(error, BackendUnavailableError)
@@ -94,7 +96,7 @@ def test_reply_says_when_to_come_back(fake: FakeVault, store: VaultBackend, head
 
 
 @pytest.mark.parametrize("status", [403, 404, 429, 500, 502, 503])
-def test_reply_that_is_a_page_of_a_proxy_keeps_its_status_and_not_its_text(
+def test_reply_from_a_proxy_keeps_its_status_and_not_its_text(
     fake: FakeVault, store: VaultBackend, status: int
 ) -> None:
     page = b"<html>You sent hunter2</html>"
@@ -107,17 +109,19 @@ def test_reply_that_is_a_page_of_a_proxy_keeps_its_status_and_not_its_text(
 
 @pytest.mark.parametrize("body", [b"", b"{not json", b"[]", b'"text"', b"null", HTML, b"\xff\xfe"])
 @pytest.mark.parametrize("content_type", ["application/json", "text/html"])
-def test_reply_of_success_that_is_no_object_says_nothing(
+def test_reply_of_success_without_an_object_is_unavailable(
     fake: FakeVault, store: VaultBackend, body: bytes, content_type: str
 ) -> None:
-    """A write whose answer a proxy ate is not known to have failed: whoever wrote reads back."""
+    """A write whose reply a proxy replaced may have succeeded: the writer reads back."""
     fake.fail(Fault(200, body, content_type, has_effect=True), DATA)
     assert isinstance(failure(lambda: put(store)), BackendUnavailableError)
     assert store.read(BOX, "1/crd_a").version == 1
 
 
 @pytest.mark.parametrize("body", [{}, {"data": None}, {"data": []}, {"data": {"version": "x"}}, {"data": {"keys": 1}}])
-def test_reply_of_another_shape_says_nothing(fake: FakeVault, store: VaultBackend, body: dict[str, object]) -> None:
+def test_reply_with_a_malformed_body_is_unavailable(
+    fake: FakeVault, store: VaultBackend, body: dict[str, object]
+) -> None:
     acts: list[Callable[[], object]] = [
         lambda: put(store),
         lambda: store.read(BOX, "1/crd_a"),
@@ -129,7 +133,7 @@ def test_reply_of_another_shape_says_nothing(fake: FakeVault, store: VaultBacken
         assert isinstance(failure(act), BackendUnavailableError)
 
 
-# --- no answer --------------------------------------------------------------------------------------------
+# --- missing replies --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", [Fault(), Fault(is_reset=True), lost_reply(), Fault(is_reset=True, has_effect=True)])
@@ -144,29 +148,31 @@ def test_reply_that_never_comes_is_unavailable(fake: FakeVault, store: VaultBack
 def test_reply_that_takes_too_long_is_unavailable(fake: FakeVault) -> None:
     until = threading.Event()
     fake.fail(slow(until), "lookup-self")
-    client = open_client(VaultServer(fake.address, timeout=IMPATIENT))
+    client = open_client(VaultServer(fake.address, timeout=SHORT_TIMEOUTS))
     error = failure(lambda: client.auth.token.lookup_self())
     until.set()
     assert isinstance(error, BackendUnavailableError)
     assert "Timeout" in error.internal
 
 
-def test_reply_from_where_nobody_listens_is_unavailable() -> None:
-    client = open_client(VaultServer("http://127.0.0.1:1", timeout=PATIENT))
+def test_reply_from_a_closed_port_is_unavailable() -> None:
+    client = open_client(VaultServer("http://127.0.0.1:1", timeout=LONG_TIMEOUTS))
     assert isinstance(failure(lambda: client.auth.token.lookup_self()), BackendUnavailableError)
 
 
-def test_reply_of_a_server_that_does_not_prove_who_it_is_is_unavailable(fake: FakeVault) -> None:
-    """Nothing is sent to a server that cannot do TLS under the name that it was asked by."""
-    client = open_client(VaultServer(fake.address.replace("http://", "https://"), timeout=PATIENT), Plaintext("s.mine"))
+def test_reply_of_a_server_without_tls_is_unavailable(fake: FakeVault) -> None:
+    """Nothing is sent to a server that cannot prove its name by TLS."""
+    client = open_client(
+        VaultServer(fake.address.replace("http://", "https://"), timeout=LONG_TIMEOUTS), Plaintext("s.mine")
+    )
     error = failure(lambda: client.auth.token.lookup_self())
     assert isinstance(error, BackendUnavailableError)
     assert error.internal.startswith("TLS: ")
     assert fake.calls == []
 
 
-def test_reply_over_tls_is_for_who_knows_the_ca_and_the_name(tmp_path: Path) -> None:
-    """The certificate is checked with the CA of the settings, and no token is sent to whoever has another."""
+def test_reply_over_tls_requires_the_ca_and_the_name(tmp_path: Path) -> None:
+    """The certificate is checked with the configured CA, and no token is sent to another server."""
     authority, other = make_authority(tmp_path), make_authority(tmp_path)
     files = []
     for number, each in enumerate((authority, other)):
@@ -185,14 +191,14 @@ def test_reply_over_tls_is_for_who_knows_the_ca_and_the_name(tmp_path: Path) -> 
         assert error.internal.startswith("TLS: ")
 
 
-def test_reply_of_a_ca_file_that_is_not_there_is_unavailable(fake: FakeVault, tmp_path: Path) -> None:
+def test_reply_with_a_missing_ca_file_is_unavailable(fake: FakeVault, tmp_path: Path) -> None:
     address = fake.address.replace("http://", "https://")
     error = failure(lambda: open_client(VaultServer(address, tmp_path / "none.pem")).auth.token.lookup_self())
     assert isinstance(error, BackendUnavailableError)
     assert "none.pem" in error.internal
 
 
-# --- what must never happen -------------------------------------------------------------------------------
+# --- redirects, repetition, secrets -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -200,7 +206,7 @@ def test_reply_of_a_ca_file_that_is_not_there_is_unavailable(fake: FakeVault, tm
 def test_redirect_is_not_followed_and_the_token_not_sent_on(
     fake: FakeVault, store: VaultBackend, status: int, method: str
 ) -> None:
-    """Another host never gets our token, nor a secret that was to be written."""
+    """Another host gets neither the token nor the secret to be written."""
     store.versions(BOX, "1/crd_a")
     with running_fake() as elsewhere:
         fake.fail(Fault(status, headers={"Location": f"{elsewhere.address}/v1/anything"}), DATA)
@@ -221,8 +227,8 @@ def test_redirect_is_not_followed_and_the_token_not_sent_on(
     ],
     ids=lambda fault: f"{fault.status}-{fault.has_effect}-{fault.is_reset}",
 )
-def test_call_that_failed_is_not_repeated(fake: FakeVault, store: VaultBackend, fault: Fault) -> None:
-    """The first one may have taken place: only whoever wrote can tell, by reading back."""
+def test_failed_call_is_not_repeated(fake: FakeVault, store: VaultBackend, fault: Fault) -> None:
+    """The first call may have taken effect: only the writer can find out, by reading back."""
     acts: list[Callable[[], object]] = [
         lambda: put(store),
         lambda: store.soft_delete(BOX, "1/crd_a", 1),
@@ -234,11 +240,11 @@ def test_call_that_failed_is_not_repeated(fake: FakeVault, store: VaultBackend, 
         fake.fail(fault, "-keys-")
         with suppress(BackendError):
             act()
-        assert len(fake.asked("-keys-")) == 1
-        fake.heal()
+        assert len(fake.calls_to("-keys-")) == 1
+        fake.clear_faults()
 
 
-def test_write_whose_answer_was_lost_is_settled_by_reading_back(fake: FakeVault, store: VaultBackend) -> None:
+def test_write_with_a_lost_reply_is_resolved_by_reading_back(fake: FakeVault, store: VaultBackend) -> None:
     fake.fail(lost_reply(), DATA, "POST")
     assert isinstance(failure(lambda: put(store)), BackendUnavailableError)
     assert store.read(BOX, "1/crd_a").labels == {"key_id": "k"}
@@ -249,10 +255,10 @@ SECRET, OTHER = "hunter2-the-secret", "hunter3-of-a-label"
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 429, 500])
-def test_error_holds_neither_the_token_nor_the_secret(
+def test_error_contains_neither_the_token_nor_the_secret(
     fake: FakeVault, store: VaultBackend, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not even where the server's own words repeat what it was sent."""
+    """This holds even where the server's text repeats the request."""
     caplog.set_level(logging.DEBUG)
     store.versions(BOX, "1/crd_a")
 
@@ -260,63 +266,67 @@ def test_error_holds_neither_the_token_nor_the_secret(
         store.put(BOX, "1/crd_a", Plaintext(SECRET), {"label": OTHER}, expected_version=0)
 
     act()
-    token = fake.asked(DATA)[-1].token
-    # A refusal is tried again with another token, which nobody could have planted in the words.
+    token = fake.calls_to(DATA)[-1].token
+    # A denial is retried with another token, which no text could contain.
     fake.fail(refused(status, f"you sent {token} and {SECRET}, {OTHER}"), DATA, times=2)
     error = failure(act)
-    shown = told(error) + caplog.text
-    # The token that was refused is worth nothing any more.
+    shown = all_text_of(error) + caplog.text
+    # The refused token is no longer valid.
     planted = [SECRET, OTHER] if status == 403 else [SECRET, OTHER, token]
     assert [text for text in planted if text in shown] == []
     assert "you sent" in error.internal
 
 
-def told(error: BackendError) -> str:
-    """All that anybody prints of an error."""
+def all_text_of(error: BackendError) -> str:
+    """Return everything that a program may print of an error."""
     trace = "".join(traceback.format_exception(error))
     return f"{trace} {error!r} {error} {error.detail} {error.internal} {vars(error)}"
 
 
 @pytest.mark.parametrize("act", ["put", "log in"])
 @pytest.mark.parametrize("fault", [Fault(), Fault(is_reset=True), Fault(500, HTML, "text/html"), Fault(200, HTML)])
-def test_error_without_an_answer_holds_neither_the_token_nor_the_secret(
+def test_error_without_a_reply_contains_neither_the_token_nor_the_secret(
     fake: FakeVault, store: VaultBackend, fault: Fault, act: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     fake.fail(fault, DATA if act == "put" else "login")
     error = failure(lambda: put(store))
     planted = ["hunter2-the-secret", *fake._tokens, *fake._secret_ids]
-    assert [text for text in planted if text in told(error) + caplog.text] == []
+    assert [text for text in planted if text in all_text_of(error) + caplog.text] == []
 
 
 # --- health, breaker, metrics -----------------------------------------------------------------------------
 
 
-def test_health_says_what_the_server_is(fake: FakeVault) -> None:
-    server = VaultServer(fake.address, timeout=PATIENT)
+def test_health_reports_the_state_of_the_server(fake: FakeVault) -> None:
+    server = VaultServer(fake.address, timeout=LONG_TIMEOUTS)
     assert read_health(server).ready
     fake.is_sealed = True
     assert (read_health(server).ready, read_health(server).detail) == (False, "the secrets manager is sealed")
     fake.is_sealed = False
-    for status, word in [(429, "standby"), (472, "recovery"), (473, "performance"), (501, "initialized"), (418, "418")]:
+    for status, expected in [
+        (429, "standby"),
+        (472, "recovery"),
+        (473, "performance"),
+        (501, "initialized"),
+        (418, "418"),
+    ]:
         fake.fail(Fault(status, b"{}"), "sys/health")
         health = read_health(server)
         assert not health.ready
-        assert word in health.detail
+        assert expected in health.detail
 
 
 @pytest.mark.parametrize("fault", [Fault(), Fault(200, HTML, "text/html"), Fault(307), Fault(is_reset=True)])
-def test_health_of_what_is_no_vault_is_not_ready(fake: FakeVault, fault: Fault) -> None:
+def test_health_of_a_server_that_is_no_vault_is_not_ready(fake: FakeVault, fault: Fault) -> None:
     fake.fail(fault, "sys/health")
-    health = read_health(VaultServer(fake.address, timeout=PATIENT))
+    health = read_health(VaultServer(fake.address, timeout=LONG_TIMEOUTS))
     assert not health.ready
     assert health.detail
 
 
-def test_breaker_keeps_calls_of_a_scope_from_a_server_that_does_not_answer(
-    fake: FakeVault, store: VaultBackend
-) -> None:
-    """The other environment has a breaker of its own."""
+def test_breaker_blocks_calls_of_a_scope_to_an_unresponsive_server(fake: FakeVault, store: VaultBackend) -> None:
+    """The other environment has its own breaker."""
     store.versions(BOX, "1/crd_a")
     fake.fail(refused(503, "Vault is sealed"), "-keys-sandbox", times=TRIPS_AFTER)
     for _ in range(TRIPS_AFTER):
@@ -330,7 +340,7 @@ def test_breaker_keeps_calls_of_a_scope_from_a_server_that_does_not_answer(
     assert store.versions(Mount.PRODUCTION, "1/crd_a") == []
 
 
-def test_breaker_takes_a_refusal_for_an_answer(fake: FakeVault, store: VaultBackend) -> None:
+def test_breaker_counts_a_denial_as_an_answer(fake: FakeVault, store: VaultBackend) -> None:
     for _ in range(3 * TRIPS_AFTER):
         assert isinstance(failure(lambda: store.read(BOX, "1/crd_a")), BackendMissingError)
 
@@ -354,7 +364,7 @@ def test_calls_are_counted_by_outcome(fake: FakeVault, client: VaultClient) -> N
     assert found == {"ok": 1, "missing": 1, "unavailable": TRIPS_AFTER, "not_asked": 1}
 
 
-def test_failure_read_of_a_response_without_a_request_body_is_told() -> None:
+def test_failure_read_of_a_response_without_a_request_body_is_described() -> None:
     response = requests.Response()
     response.status_code, response._content = 500, b'{"errors": ["boom"]}'
     response.request = requests.Request("GET", "http://vault/v1/a?version=1").prepare()

@@ -1,4 +1,4 @@
-"""Campaigns in the console: asked for, approved as shown, watched with a bar, paused, resumed, told in plain words."""
+"""Campaigns in the console: requested, approved as shown, tracked by a progress bar, paused, resumed."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def clock() -> Clock:
 
 
 def many(count: int, clock: Clock, environment: Environment = SANDBOX) -> list[Account]:
-    """Accounts with one key each."""
+    """Create accounts with one key each."""
     accounts = []
     for number in range(count):
         make_merchant(f"merchant-{number}")
@@ -63,15 +63,15 @@ def page_of(operator: OperatorPrincipal, row: Campaign) -> str:
     return text_of(browser(operator).get(address("rotation_campaign_change", row.pk)))
 
 
-def do(operator: OperatorPrincipal, act: str, row: Campaign, **fields: str) -> Any:
-    """The act as its page offers it, with what that carries unseen."""
+def submit(operator: OperatorPrincipal, act: str, row: Campaign, **fields: str) -> Any:
+    """Submit the action as its page offers it, with the form's hidden fields."""
     client, where = browser(operator), address(f"rotation_campaign_{act}", row.pk)
     shown = client.get(where)
     unseen = {name: hidden(shown, name) for name in ("version", "plan_digest") if f'name="{name}"' in text_of(shown)}
     return client.post(where, {**unseen, **fields})
 
 
-def test_campaign_asked_for_has_the_plan_and_pace_of_the_form(desk: Desk, clock: Clock) -> None:
+def test_campaign_requested_has_the_plan_and_pace_of_the_form(desk: Desk, clock: Clock) -> None:
     issue(desk.sandbox)
     many(1, clock)
     client = browser(desk.tam)
@@ -88,7 +88,7 @@ def test_campaign_asked_for_has_the_plan_and_pace_of_the_form(desk: Desk, clock:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("merchants", "nobody", "nobody is not one of the available choices"),
         ("per_minute", "0", "greater than or equal to 1"),
@@ -99,11 +99,13 @@ def test_campaign_asked_for_has_the_plan_and_pace_of_the_form(desk: Desk, clock:
         ("reason", "", "This field is required"),
     ],
 )
-def test_campaign_asked_for_wrongly_says_so_on_the_page(desk: Desk, field: str, value: str, said: str) -> None:
+def test_campaign_requested_with_an_invalid_field_shows_the_error(
+    desk: Desk, field: str, value: str, message: str
+) -> None:
     issue(desk.sandbox)
     answer = browser(desk.tam).post(address("rotation_campaign_request"), {**FIELDS, field: value})
     assert answer.status_code in {400, 409, 422}
-    assert said in text_of(answer)
+    assert message in text_of(answer)
     assert not Campaign.objects.exists()
 
 
@@ -113,14 +115,14 @@ def test_campaign_in_production_waits_on_the_front_page_of_whoever_may_approve(d
     assert "Campaigns to approve" in text_of(browser(desk.approver).get("/admin/"))
 
 
-def test_campaign_rejected_tells_whoever_asked_why(desk: Desk, clock: Clock) -> None:
+def test_campaign_rejected_shows_the_requester_the_reason(desk: Desk, clock: Clock) -> None:
     many(1, clock, PRODUCTION)
     row = asked(clock, environment=PRODUCTION, by=desk.tam)
-    assert do(desk.approver, "reject", row, why="not this week").status_code == 302
+    assert submit(desk.approver, "reject", row, why="not this week").status_code == 302
     assert "Closed (not this week). 1 credential will not be rotated" in page_of(desk.tam, row)
 
 
-def test_campaign_page_shows_bars_and_members_with_those_in_trouble_first(desk: Desk, clock: Clock) -> None:
+def test_campaign_page_shows_progress_and_failed_members_first(desk: Desk, clock: Clock) -> None:
     many(5, clock)
     row = asked(clock, pace=Pace(per_minute=48, halt_on_stall=False, halt_at_failed_percent=None))
     tick(clock.tick(5))
@@ -142,7 +144,7 @@ def test_campaign_page_shows_bars_and_members_with_those_in_trouble_first(desk: 
     assert "style=" not in page
 
 
-def test_campaign_halted_says_what_to_do_and_goes_on_with_a_reason(desk: Desk, clock: Clock) -> None:
+def test_campaign_halted_shows_the_remedy_and_resumes_with_a_reason(desk: Desk, clock: Clock) -> None:
     many(4, clock)
     row = asked(clock, pace=Pace(per_minute=24))
     tick(clock.tick(5))
@@ -151,27 +153,27 @@ def test_campaign_halted_says_what_to_do_and_goes_on_with_a_reason(desk: Desk, c
     page = page_of(desk.tam, row)
     assert "Halted: a rotation stalled. No more rotations start" in page
     assert "Halted campaigns" in text_of(browser(desk.tam).get("/admin/"))
-    refused = do(desk.tam, "resume", row, why="")
+    refused = submit(desk.tam, "resume", row, why="")
     assert refused.status_code >= 400
     assert "with a reason" in text_of(refused)
-    assert do(desk.tam, "resume", row, why="its backend is back").status_code == 302
+    assert submit(desk.tam, "resume", row, why="its backend is back").status_code == 302
     assert get_campaign(row.pk).state == C.RUNNING
 
 
-def test_campaign_paused_and_cancelled_by_a_responder_at_once(desk: Desk, clock: Clock) -> None:
-    """Whoever responds to an incident stops a campaign without filling in anything."""
+def test_campaign_paused_and_canceled_by_a_responder(desk: Desk, clock: Clock) -> None:
+    """An incident responder can stop a campaign without filling in anything."""
     many(3, clock)
     row = asked(clock, pace=Pace(per_minute=12))
     tick(clock.tick(5))
-    assert do(desk.responder, "pause", row).status_code == 302
+    assert submit(desk.responder, "pause", row).status_code == 302
     assert "Paused. No more rotations start until an operator resumes it." in page_of(desk.responder, row)
-    assert do(desk.responder, "cancel", row).status_code == 302
+    assert submit(desk.responder, "cancel", row).status_code == 302
     page = page_of(desk.responder, row)
     assert "2 credentials will not be rotated; rotations in progress continue." in page
     assert "not begun" in page
 
 
-def test_campaign_acts_are_offered_to_those_who_may_and_when_they_fit(desk: Desk, clock: Clock) -> None:
+def test_campaign_actions_are_offered_by_permission_and_state(desk: Desk, clock: Clock) -> None:
     many(1, clock)
     row = asked(clock)
     assert address("rotation_campaign_pause", row.pk) in page_of(desk.tam, row)
@@ -180,9 +182,9 @@ def test_campaign_acts_are_offered_to_those_who_may_and_when_they_fit(desk: Desk
         assert address(f"rotation_campaign_{act}", row.pk) not in page_of(desk.auditor, row)
 
 
-def test_campaign_list_finds_by_credential(desk: Desk, clock: Clock) -> None:
+def test_campaign_list_is_searchable_by_credential(desk: Desk, clock: Clock) -> None:
     many(2, clock)
     row = asked(clock)
-    asked_of = row.members.order_by("pk")[0].credential_id
-    found = text_of(browser(desk.auditor).get(f"{address('rotation_campaign_changelist')}?q={asked_of}"))
+    credential_id = row.members.order_by("pk")[0].credential_id
+    found = text_of(browser(desk.auditor).get(f"{address('rotation_campaign_changelist')}?q={credential_id}"))
     assert address("rotation_campaign_change", row.pk) in found

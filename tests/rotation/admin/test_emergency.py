@@ -1,4 +1,4 @@
-"""Emergencies in the console: two clicks from what leaked to its end, and to the replacement."""
+"""Emergencies in the console: two clicks from a leak to its revocation and replacement."""
 
 import html
 import re
@@ -30,8 +30,8 @@ def fresh(key: Key) -> Key:
     return found
 
 
-def test_key_reported_in_the_console_gets_a_replacement_in_the_same_click(desk: Desk) -> None:
-    """From the key's page: the button, and the form that is filled in already; one responder, in production."""
+def test_key_reported_in_the_console_gets_a_replacement_with_one_click(desk: Desk) -> None:
+    """The key's page offers a button with a prefilled form; one responder suffices, in production too."""
     key, _ = issue(desk.production)
     client, page = browser(desk.responder), address("keyvault_key_report-compromise", key.pk)
     assert page in text_of(client.get(address("keyvault_key_change", key.pk)))
@@ -44,8 +44,8 @@ def test_key_reported_in_the_console_gets_a_replacement_in_the_same_click(desk: 
     assert (fresh(key).state, rotation.state) == (KeyState.COMPROMISED, S.EMERGENCY)
 
 
-def test_key_reported_without_the_wish_is_revoked_and_nothing_more(desk: Desk) -> None:
-    """What stops a key needs no field to be filled in."""
+def test_key_reported_without_replacement_is_only_revoked(desk: Desk) -> None:
+    """Revoking a key requires no field."""
     key, _ = issue(desk.production)
     answer = browser(desk.responder).post(address("keyvault_key_report-compromise", key.pk))
     assert answer.status_code == 302
@@ -53,7 +53,7 @@ def test_key_reported_without_the_wish_is_revoked_and_nothing_more(desk: Desk) -
     assert not Rotation.objects.exists()
 
 
-def test_credential_reported_ends_all_its_keys_and_asks_once(desk: Desk) -> None:
+def test_credential_reported_revokes_all_keys_and_requests_one_replacement(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     client, page = browser(desk.responder), address("keyvault_credential_compromised", key.credential_id)
     assert page in text_of(client.get(address("keyvault_credential_change", key.credential_id)))
@@ -61,11 +61,11 @@ def test_credential_reported_ends_all_its_keys_and_asks_once(desk: Desk) -> None
     assert "1 key is revoked and permanently refused." in shown
     assert fresh(key).state == KeyState.COMPROMISED
     assert Rotation.objects.get().state == S.EMERGENCY
-    assert client.post(page, ON).status_code == 400, "there is nothing left to end"
+    assert client.post(page, ON).status_code == 400, "there is nothing left to revoke"
 
 
-def test_leaked_keys_pasted_end_and_their_strings_are_shown_nowhere(desk: Desk) -> None:
-    """Whole keys may be pasted as they were found: neither the answer nor a later page has them."""
+def test_leaked_keys_pasted_are_revoked_and_never_shown(desk: Desk) -> None:
+    """Whole keys may be pasted as found: neither the answer nor a later page shows them."""
     made = [issue(desk.sandbox), issue(desk.production)]
     client, page = browser(desk.responder), address("keyvault_key_leak")
     assert page in text_of(client.get("/admin/"))
@@ -78,15 +78,17 @@ def test_leaked_keys_pasted_end_and_their_strings_are_shown_nowhere(desk: Desk) 
     assert Rotation.objects.count() == 2
 
 
-def test_leak_of_too_many_keys_is_refused_in_words(desk: Desk) -> None:
+def test_leak_of_too_many_keys_is_refused(desk: Desk) -> None:
     many = "\n".join(f"{number:016}" for number in range(501))
     answer = browser(desk.responder).post(address("keyvault_key_leak"), {"key_ids": many})
     assert answer.status_code == 400
     assert "1 to 500 keys" in text_of(answer)
 
 
-def test_leak_report_that_recognizes_nothing_is_an_error_that_keeps_the_form(desk: Desk) -> None:
-    """Nobody reads "0 keys are revoked" in green: the report failed, says so line by line, and may be corrected."""
+def test_leak_report_without_a_known_key_is_an_error_and_keeps_the_form(desk: Desk) -> None:
+    """A report that revokes nothing is never a success message: each line shows its error, and the form can be
+    corrected.
+    """
     key, text = issue(desk.sandbox)
     cut = text.reveal()[:-3]
     answer = browser(desk.responder).post(
@@ -102,8 +104,8 @@ def test_leak_report_that_recognizes_nothing_is_an_error_that_keeps_the_form(des
     assert fresh(key).state == KeyState.ACTIVE
 
 
-def test_leak_report_that_is_refused_shows_no_secret_again(desk: Desk) -> None:
-    """What was pasted comes back with its key ids, to be corrected, and without one character of a secret."""
+def test_leak_report_refused_shows_no_secret(desk: Desk) -> None:
+    """The pasted text is shown again with key ids only, without any part of a secret."""
     key, text = issue(desk.sandbox)
     secret = text.reveal()[-49:-3]
     too_many = "\n".join(f"{number:016}" for number in range(501))
@@ -113,7 +115,7 @@ def test_leak_report_that_is_refused_shows_no_secret_again(desk: Desk) -> None:
         assert secret[:8] not in shown
 
 
-def test_leak_report_of_which_a_part_is_not_recognized_is_a_warning(desk: Desk) -> None:
+def test_leak_report_with_unknown_keys_is_a_warning(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     pasted = f"{key.key_id} nonsense"
     shown = text_of(browser(desk.responder).post(address("keyvault_key_leak"), {"key_ids": pasted}, follow=True))
@@ -122,18 +124,18 @@ def test_leak_report_of_which_a_part_is_not_recognized_is_a_warning(desk: Desk) 
     assert 'class="success"' not in shown
 
 
-def test_leak_of_a_key_can_be_preset_by_the_address(desk: Desk) -> None:
+def test_leak_form_is_prefilled_from_the_url(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     form = browser(desk.responder).get(f"{address('keyvault_key_leak')}?key={key.key_id}")
     assert key.key_id in text_of(form)
 
 
 def test_credential_without_a_usable_key_is_reissued_in_two_clicks(desk: Desk) -> None:
-    """Its page offers it, the form asks why, and the rotation waits for its approval."""
+    """The page offers it, the form asks for a reason, and the rotation awaits approval."""
     key, _ = issue(desk.production)
     client, page = browser(desk.tam), address("keyvault_credential_reissue", key.credential_id)
     credential_page = address("keyvault_credential_change", key.credential_id)
-    assert page not in text_of(client.get(credential_page)), "it has a key that is good"
+    assert page not in text_of(client.get(credential_page)), "it has a good key"
     assert client.post(page, {"reason": "x"}).status_code == 409
     revoke(desk.responder, key)
     assert page in text_of(client.get(credential_page))
@@ -146,11 +148,11 @@ def test_credential_without_a_usable_key_is_reissued_in_two_clicks(desk: Desk) -
         1,
         "the last one leaked",
     )
-    assert page not in shown, "one is open already"
+    assert page not in shown, "a rotation is already open"
 
 
 def ended(desk: Desk, how: str) -> Rotation:
-    """A reissue of a credential whose only key ended that way; approval is open."""
+    """Return a reissue, awaiting approval, of a credential whose only key ended that way."""
     is_expired = how == "expired"
     key, _ = issue(desk.production, at=now() - timedelta(days=40), expires_in_days=30 if is_expired else None)
     if how == "compromised":
@@ -171,8 +173,8 @@ UNTRUE_OF_A_DEAD_KEY = (
 
 
 @pytest.mark.parametrize("how", ["compromised", "revoked", "expired"])
-def test_emergency_plan_says_nothing_that_is_untrue_of_a_dead_key(desk: Desk, how: str) -> None:
-    """Whoever approves an emergency reads what will happen: nothing waits for the silence of a key that has ended."""
+def test_emergency_plan_is_true_for_a_dead_key(desk: Desk, how: str) -> None:
+    """The approval page describes what will happen: nothing waits for the silence of a dead key."""
     rotation = ended(desk, how)
     assert rotation.state == S.EMERGENCY
     client = browser(desk.approver)
@@ -201,18 +203,18 @@ def test_emergency_plan_says_nothing_that_is_untrue_of_a_dead_key(desk: Desk, ho
         ):
             row = fact(shown, label)
             assert row.endswith("no effect: the old key has ended"), (url, label, row)
-        for words in UNTRUE_OF_A_DEAD_KEY:
-            assert words not in without_plan(shown).lower(), (url, words)
+        for phrase in UNTRUE_OF_A_DEAD_KEY:
+            assert phrase not in without_plan(shown).lower(), (url, phrase)
 
 
-def test_emergency_plan_still_shows_every_field_that_the_digest_covers(desk: Desk) -> None:
+def test_emergency_plan_shows_every_field_of_the_digest(desk: Desk) -> None:
     rotation = ended(desk, "revoked")
     shown = text_of(browser(desk.approver).get(address("rotation_rotation_approve", rotation.pk)))
     assert "stall: both keys stay" in fact(shown, "When the deadline passes")
     assert rotation.plan_digest in shown
 
 
-def test_emergency_that_is_aborted_says_what_becomes_of_the_credential(desk: Desk) -> None:
+def test_emergency_aborted_shows_the_state_of_the_credential(desk: Desk) -> None:
     rotation = ended(desk, "compromised")
     client, url = browser(desk.tam), address("rotation_rotation_abort", rotation.pk)
     page = text_of(client.get(url))
@@ -224,22 +226,22 @@ def test_emergency_that_is_aborted_says_what_becomes_of_the_credential(desk: Des
 
 
 def fact(shown: str, label: str) -> str:
-    """What the page says beside the label."""
+    """Return the value that the page shows beside the label."""
     found = re.search(rf"<dt>{re.escape(label)}</dt>\s*<dd>(.*?)</dd>", shown, re.DOTALL)
     assert found is not None, label
     return re.sub(r"<[^>]*>", "", html.unescape(found[1])).strip()
 
 
 def without_plan(shown: str) -> str:
-    """The page less the rows of the plan, which are each said to be without effect."""
+    """Return the page without the plan's rows, each of which is marked as without effect."""
     return re.sub(r"<dd>[^<]*(<[^>]*>[^<]*)*?no effect: the old key has ended\s*</dd>", "", shown)
 
 
 def test_key_revoked_page_says_what_happens(desk: Desk) -> None:
-    """Before the button: whom it hits, that nothing holds it up, and what would be gentler."""
+    """The page names the affected merchant, the immediate effect, and a gentler alternative."""
     key, _ = issue(desk.sandbox)
     form = text_of(browser(desk.responder).get(address("keyvault_key_revoke", key.pk)))
-    for words in ("immediately and permanently", "cannot be undone", "The key was never used.", "Rotate it instead"):
-        assert words in form
+    for phrase in ("immediately and permanently", "cannot be undone", "The key was never used.", "Rotate it instead"):
+        assert phrase in form
     assert PRODUCTION not in form
     assert RevocationReason.SUPERSEDED in form

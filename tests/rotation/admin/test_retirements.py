@@ -1,4 +1,4 @@
-"""The date on which an old public key is retired, in the console: asked for, seen beside its users, approved."""
+"""The retirement date of an old public key in the console: requested, shown beside its users, approved."""
 
 from datetime import datetime, timedelta
 
@@ -42,7 +42,7 @@ def page(row: Retirement, act: str = "change") -> str:
     return address(f"rotation_retirement_{act}", row.pk)
 
 
-def test_date_is_asked_for_and_counts_once_a_second_person_has_approved_it(desk: Desk) -> None:
+def test_date_requested_takes_effect_after_a_second_persons_approval(desk: Desk) -> None:
     row = rotated(desk, desk.production)
     client, url = browser(desk.tam), address("rotation_rotation_retire", row.pk)
     sent = {"version": hidden(client.get(url), "version"), "retire_at": f"{in_days(90):%Y-%m-%dT%H:%M}"}
@@ -60,7 +60,7 @@ def test_date_is_asked_for_and_counts_once_a_second_person_has_approved_it(desk:
     assert approver.get(page(asked, "approve")).status_code == 409
 
 
-def test_date_in_sandbox_counts_at_once(desk: Desk) -> None:
+def test_date_in_sandbox_takes_effect_immediately(desk: Desk) -> None:
     row = rotated(desk, desk.sandbox)
     asked = dated(desk, row)
     assert get_rotation(row.pk).retire_at == asked.retire_at
@@ -68,7 +68,7 @@ def test_date_in_sandbox_counts_at_once(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("sent", ["2020-01-01T00:00", "2999-01-01T00:00", "soon", ""])
-def test_date_that_cannot_be_says_so_beside_the_field(desk: Desk, sent: str) -> None:
+def test_date_invalid_shows_the_error_at_the_field(desk: Desk, sent: str) -> None:
     row = rotated(desk, desk.production)
     client, url = browser(desk.tam), address("rotation_rotation_retire", row.pk)
     answer = client.post(url, {"version": row.version, "retire_at": sent})
@@ -87,7 +87,7 @@ def test_date_that_was_overtaken_by_a_later_one_cannot_be_approved(desk: Desk) -
     assert client.post(page(second, "approve"), {"version": second.version}).status_code == 302
 
 
-def test_date_is_shown_beside_the_shops_and_versions_that_still_use_the_key(desk: Desk) -> None:
+def test_date_page_shows_the_shops_and_versions_that_use_the_key(desk: Desk) -> None:
     row = rotated(desk, desk.production)
     log = UsageLog()
     log.note(
@@ -103,7 +103,7 @@ def test_date_is_shown_beside_the_shops_and_versions_that_still_use_the_key(desk
     assert "https://shop.example · ShopApp/4.1 &lt;b&gt;: last on" in text
 
 
-def test_date_is_never_asked_for_a_private_key(desk: Desk) -> None:
+def test_date_form_is_not_offered_for_a_private_key(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     row = request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox), key.credential, PlanOverrides())
     client, url = browser(desk.tam), address("rotation_rotation_retire", row.pk)
@@ -113,7 +113,7 @@ def test_date_is_never_asked_for_a_private_key(desk: Desk) -> None:
     assert "Requested retirement dates" not in text_of(client.get(address("rotation_rotation_change", row.pk)))
 
 
-def test_list_of_dates_opens(desk: Desk) -> None:
+def test_date_list_page_opens(desk: Desk) -> None:
     asked = dated(desk, rotated(desk, desk.production))
     text = text_of(browser(desk.auditor).get(address("rotation_retirement_changelist")))
     assert page(asked) in text

@@ -1,4 +1,4 @@
-"""What is done to a rotation in the console: by whom, in which state, with which words, and what came of it."""
+"""Actions on a rotation in the console: who may do them, in which state, and with which result."""
 
 from datetime import timedelta
 from typing import Any
@@ -58,7 +58,7 @@ def delivered(desk: Desk, kind: KeyKind = KeyKind.PRIVATE) -> Rotation:
 
 
 def send(row: Rotation, act: str, client: Any, **fields: Any) -> Any:
-    """The act's form as the page gave it, filled in."""
+    """Submit the action's form as the page gave it, filled in."""
     shown = client.get(page(row, act))
     carried = {name: hidden(shown, name) for name in ("version", "plan_digest") if f'name="{name}"' in text_of(shown)}
     return client.post(page(row, act), {**carried, **fields})
@@ -70,7 +70,7 @@ def snapshot() -> list[Any]:
 
 
 WAITING = {"approve": asked, "reject": asked, "bypass": asked, "abort": asked}
-"""Acts on a rotation that was just asked for; the others are on one that was delivered."""
+"""Actions on a newly requested rotation; the others apply to a delivered one."""
 
 FAR = f"{now() + timedelta(days=400):%Y-%m-%dT%H:%M}"
 FIELDS = {"why": "because", "reason": "because", "deadline": FAR, "retire_at": FAR, "key_id": "A" * 16}
@@ -83,7 +83,7 @@ def fitting(desk: Desk, act: str) -> Rotation:
 
 
 @pytest.mark.parametrize("act", ROW_ACTIONS, ids=lambda act: act.name)
-def test_act_on_a_closed_rotation_is_a_conflict_and_changes_nothing(desk: Desk, act: Any) -> None:
+def test_action_on_a_closed_rotation_is_a_conflict_and_changes_nothing(desk: Desk, act: Any) -> None:
     row = asked(desk)
     client = browser(desk.admin)
     assert send(row, "reject", client, why="no").status_code == 302
@@ -97,18 +97,18 @@ def test_act_on_a_closed_rotation_is_a_conflict_and_changes_nothing(desk: Desk, 
 
 
 @pytest.mark.parametrize("act", ["resume", "extend", "abort", "roll-back", "retire"])
-def test_act_from_a_page_that_is_out_of_date_is_a_conflict(desk: Desk, act: str) -> None:
-    """What makes something good again is done to what was seen, and to nothing newer."""
+def test_action_from_an_outdated_page_is_a_conflict(desk: Desk, act: str) -> None:
+    """Actions that make something good again are bound to the version that was shown."""
     row = fitting(desk, act)
     answer = browser(desk.admin).post(page(row, act), {**FIELDS, "version": row.version - 1})
     assert answer.status_code == 409
     assert get_rotation(row.pk).version == row.version
 
 
-# --- the second person, and the way round them ---------------------------------------------------------------
+# --- approval and its bypass ------------------------------------------------------------------------------------
 
 
-def test_emergency_may_be_rejected_and_is_first_on_the_front_page(desk: Desk) -> None:
+def test_emergency_is_first_on_the_front_page_and_can_be_rejected(desk: Desk) -> None:
     row = emergency(desk)
     client = browser(desk.approver)
     assert "Emergency rotations to approve" in text_of(client.get("/admin/"))
@@ -120,7 +120,7 @@ def test_emergency_may_be_rejected_and_is_first_on_the_front_page(desk: Desk) ->
     assert "Emergency rotations" not in text_of(client.get("/admin/")).split("No items:")[0]
 
 
-def test_emergency_with_enough_approvals_waits_for_nobody(desk: Desk) -> None:
+def test_emergency_with_enough_approvals_is_not_listed_for_approval(desk: Desk) -> None:
     row = emergency(desk)
     allowed = grant(desk.approver, P.ROTATIONS_APPROVE, desk.production, row.requester_person)
     approve_rotation(allowed, row, row.plan_digest)
@@ -129,7 +129,7 @@ def test_emergency_with_enough_approvals_waits_for_nobody(desk: Desk) -> None:
     assert client.get(page(row, "approve")).status_code == 409
 
 
-def test_bypass_says_what_it_means_and_needs_a_reason(desk: Desk) -> None:
+def test_bypass_explains_itself_and_requires_a_reason(desk: Desk) -> None:
     row = asked(desk)
     client = browser(desk.responder)
     shown = text_of(client.get(page(row, "bypass")))
@@ -143,8 +143,8 @@ def test_bypass_says_what_it_means_and_needs_a_reason(desk: Desk) -> None:
     assert get_rotation(row.pk).state == S.AWAITING_APPROVAL
 
 
-def test_bypass_stays_in_sight_until_a_second_person_has_reviewed_it(desk: Desk) -> None:
-    """On the front page, in the list and on the rotation, whatever becomes of the rotation meanwhile."""
+def test_bypass_is_shown_until_a_second_person_reviews_it(desk: Desk) -> None:
+    """It is on the front page, in the list and on the rotation, whatever happens to the rotation meanwhile."""
     row = asked(desk)
     assert send(row, "bypass", browser(desk.responder), reason="leak on a laptop").status_code == 302
     row = get_rotation(row.pk)
@@ -168,10 +168,10 @@ def test_bypass_stays_in_sight_until_a_second_person_has_reviewed_it(desk: Desk)
     assert "Approval bypassed" in text_of(client.get(page(row)))
 
 
-# --- on its way -----------------------------------------------------------------------------------------------
+# --- in progress -----------------------------------------------------------------------------------------------
 
 
-def test_extension_moves_the_deadline_and_says_what_the_plan_said(desk: Desk) -> None:
+def test_extension_moves_the_deadline_and_shows_the_planned_one(desk: Desk) -> None:
     row = delivered(desk)
     client = browser(desk.tam)
     answer = send(row, "extend", client, deadline="2020-01-01T00:00")
@@ -183,7 +183,7 @@ def test_extension_moves_the_deadline_and_says_what_the_plan_said(desk: Desk) ->
     assert "extended from" in text_of(client.get(page(row)))
 
 
-def test_roll_back_after_delivery_writes_the_old_key_back(desk: Desk) -> None:
+def test_roll_back_after_delivery_redelivers_the_old_key(desk: Desk) -> None:
     row = delivered(desk)
     client = browser(desk.tam)
     shown = text_of(client.get(page(row)))
@@ -213,7 +213,7 @@ def test_roll_back_before_delivery_is_a_conflict(desk: Desk) -> None:
     assert get_rotation(row.pk).state == S.AWAITING_APPROVAL
 
 
-def test_confirmation_says_who_told_and_proves_a_public_key(desk: Desk) -> None:
+def test_confirmation_records_its_source_and_proves_a_public_key(desk: Desk) -> None:
     row = delivered(desk, KeyKind.PUBLIC)
     client = browser(desk.tam)
     assert "Rotations awaiting an operator&#x27;s confirmation" in text_of(client.get("/admin/"))
@@ -227,7 +227,7 @@ def test_confirmation_says_who_told_and_proves_a_public_key(desk: Desk) -> None:
     assert "an operator&#x27;s confirmation" not in text_of(client.get("/admin/")).split("No items:")[0]
 
 
-def test_confirmation_of_what_traffic_proves_is_not_offered(desk: Desk) -> None:
+def test_confirmation_of_a_rotation_proved_by_traffic_is_not_offered(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     allowed = grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox)
     row = request_rotation(allowed, key.credential, PlanOverrides(proof=Proof.ACK))
@@ -235,7 +235,7 @@ def test_confirmation_of_what_traffic_proves_is_not_offered(desk: Desk) -> None:
 
 
 def test_key_of_a_reissued_credential_is_collected_after_it_completed(desk: Desk) -> None:
-    """The only key there is was never shown: that the rotation is closed must not keep it from its owner."""
+    """The only key was never shown, so a closed rotation must not keep it from its owner."""
     key, _ = issue(desk.sandbox, delivery=Delivery.SHOW_ONCE)
     revoke_key(grant(desk.responder, P.KEYS_REVOKE, desk.sandbox), key, RevocationReason.UNSPECIFIED)
     row = reissue_key(grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox), key.credential, "lost")
@@ -246,18 +246,18 @@ def test_key_of_a_reissued_credential_is_collected_after_it_completed(desk: Desk
     assert SHAPED.search(text_of(send(row, "collect", client))) is not None
 
 
-def test_public_replacement_is_shown_on_its_own_page_and_collected_by_nobody(desk: Desk) -> None:
+def test_public_replacement_is_shown_on_its_own_page_and_not_collectable(desk: Desk) -> None:
     row = delivered(desk, KeyKind.PUBLIC)
     client = browser(desk.tam)
     assert client.get(page(row, "collect")).status_code == 409
     assert SHAPED.search(text_of(client.get(address("keyvault_key_show", row.replacement_id)))) is not None
 
 
-# --- what people write ----------------------------------------------------------------------------------------
+# --- user-supplied text ----------------------------------------------------------------------------------------
 
 
-def test_text_of_people_is_shown_as_text(desk: Desk) -> None:
-    """Reasons, and whatever a caller calls itself, are escaped wherever they are shown."""
+def test_text_of_users_is_escaped(desk: Desk) -> None:
+    """Reasons and client names are escaped wherever they are shown."""
     key, _ = issue(desk.production, label="live")
     asking = grant(desk.tam, P.ROTATIONS_WRITE, desk.production)
     row = request_rotation(asking, key.credential, PlanOverrides(reason=SCRIPT))

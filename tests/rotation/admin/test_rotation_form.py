@@ -1,4 +1,4 @@
-"""A rotation asked for in the console: each field of the plan, defaults for what is empty, faults where they are."""
+"""The console form for a rotation: every field of the plan, defaults for empty fields, errors at their field."""
 
 import html
 import re
@@ -25,7 +25,7 @@ from tests.rotation.scene import use
 pytestmark = pytest.mark.database
 
 UNTOUCHED = {"at_deadline": "stall", "reinstatement": "once", "time_zone": "UTC", "reason": "yearly"}
-"""What the form sends when only the needed fields were filled in."""
+"""The form data when only the required fields were filled in."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def as_sent(at: datetime) -> str:
 
 
 def fault_at(answer: Any, name: str) -> str:
-    """What stands beside a field."""
+    """Return the error shown at a field."""
     assert answer.status_code == 400
     rows = re.findall(r'<div class="form-row errors">.*?<div class="input">.*?name="(\w+)"', text_of(answer), re.DOTALL)
     beside = re.findall(
@@ -63,7 +63,7 @@ def fault_at(answer: Any, name: str) -> str:
     return html.unescape(beside[rows.index(name)])
 
 
-def test_form_left_as_it_is_asks_for_the_defaults(desk: Desk) -> None:
+def test_form_left_unchanged_requests_the_defaults(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     plan = plan_of(desk, key)
     usual = {name: default_of(name, SANDBOX) for name, each in FIELDS.items() if each.defaults}
@@ -75,7 +75,7 @@ def test_form_left_as_it_is_asks_for_the_defaults(desk: Desk) -> None:
     assert plan.channels == (DeliveryChannel.SECRET_BACKEND,)
 
 
-def test_form_filled_in_asks_for_exactly_that(desk: Desk) -> None:
+def test_form_filled_in_requests_those_values(desk: Desk) -> None:
     add_endpoint(grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox), desk.sandbox, "https://acme.example/")
     key, _ = issue(desk.sandbox)
     begins_at, deadline = in_days(1), in_days(60)
@@ -108,7 +108,7 @@ def test_form_filled_in_asks_for_exactly_that(desk: Desk) -> None:
     assert plan.channels == tuple(DeliveryChannel)
 
 
-def test_form_takes_a_public_key_which_is_confirmed_and_has_no_deadline(desk: Desk) -> None:
+def test_form_for_a_public_key_uses_confirmation_without_deadline(desk: Desk) -> None:
     key, _ = issue(desk.production, kind=KeyKind.PUBLIC)
     client = browser(desk.tam)
     offer = f"{address('rotation_rotation_request')}?credential={key.credential_id}"
@@ -121,7 +121,7 @@ def test_form_takes_a_public_key_which_is_confirmed_and_has_no_deadline(desk: De
 
 
 @pytest.mark.parametrize(
-    ("fields", "name", "words"),
+    ("fields", "name", "message"),
     [
         ({"deadline": "2020-01-01T00:00"}, "deadline", "next 732 days"),
         ({"deadline": "2999-01-01T00:00"}, "deadline", "next 732 days"),
@@ -140,14 +140,14 @@ def test_form_takes_a_public_key_which_is_confirmed_and_has_no_deadline(desk: De
         ({"proof": "confirmation"}, "proof", "public keys"),
     ],
 )
-def test_form_with_a_mistake_says_so_beside_the_field(desk: Desk, fields: Any, name: str, words: str) -> None:
+def test_form_with_an_error_shows_it_at_the_field(desk: Desk, fields: Any, name: str, message: str) -> None:
     key, _ = issue(desk.sandbox)
     use(UsageLog(), key.key_id)
-    assert words in fault_at(ask(desk, key, **fields), name)
+    assert message in fault_at(ask(desk, key, **fields), name)
     assert not Rotation.objects.exists()
 
 
-def test_form_opens_the_group_that_holds_a_mistake_and_folds_the_others(desk: Desk) -> None:
+def test_form_opens_the_group_with_the_error_only(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     groups = re.findall(
         r'<details class="module group"( open)?>\s*<summary>(\w+)', text_of(ask(desk, key, quiet_seconds="soon"))
@@ -164,8 +164,8 @@ def test_form_shows_every_field_once(desk: Desk) -> None:
     assert names.count("weekdays") == 7
 
 
-def test_form_waits_for_its_window(desk: Desk) -> None:
-    """The window of the form is the window of the engine: what it says it waits for is an hour in it."""
+def test_form_window_is_applied_by_the_engine(desk: Desk) -> None:
+    """The form's window is the engine's window: the start time shown is an hour within it."""
     key, _ = issue(desk.sandbox)
     far = (datetime.now(UTC).weekday() + 3) % 7
     plan_of(desk, key, weekdays=[str(far)], opens="03:00", closes="04:00")

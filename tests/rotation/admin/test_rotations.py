@@ -1,4 +1,4 @@
-"""Rotations in the console: asked for, approved as shown, collected once, stopped."""
+"""Rotations in the console: requested, approved as shown, collected once, aborted."""
 
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from tests.factories import grant, issue, now
 pytestmark = pytest.mark.database
 
 UNTOUCHED = {"at_deadline": "stall", "reinstatement": "once", "time_zone": "UTC"}
-"""What the form sends when only the needed fields were filled in."""
+"""The form data when only the required fields were filled in."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def desk(db: None) -> Desk:
 
 
 def asked(desk: Desk, key: Key, **wish: Any) -> Rotation:
-    """Asked for by `tam`."""
+    """Request a rotation as `tam`."""
     place = key.credential.account
     return request_rotation(
         grant(desk.tam, P.ROTATIONS_WRITE, place), key.credential, PlanOverrides(reason="yearly", **wish)
@@ -48,7 +48,7 @@ def fresh(row: Rotation) -> Rotation:
     return Rotation.objects.get(pk=row.pk)
 
 
-def test_rotation_asked_for_has_the_plan_of_the_form(desk: Desk) -> None:
+def test_rotation_requested_has_the_plan_of_the_form(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     client = browser(desk.tam)
     offer = f"{address('rotation_rotation_request')}?credential={key.credential_id}"
@@ -83,7 +83,7 @@ def test_rotation_asked_for_has_the_plan_of_the_form(desk: Desk) -> None:
         ("credential_id", "crd_nothing"),
     ],
 )
-def test_rotation_asked_for_wrongly_says_so_beside_the_field(desk: Desk, field: str, value: str) -> None:
+def test_rotation_requested_with_an_invalid_field_shows_the_error(desk: Desk, field: str, value: str) -> None:
     key, _ = issue(desk.sandbox)
     fields = {**UNTOUCHED, "credential_id": key.credential_id, "reason": "yearly", field: value}
     answer = browser(desk.tam).post(address("rotation_rotation_request"), fields)
@@ -92,7 +92,7 @@ def test_rotation_asked_for_wrongly_says_so_beside_the_field(desk: Desk, field: 
     assert not Rotation.objects.exists()
 
 
-def test_rotation_asked_for_twice_is_a_conflict(desk: Desk) -> None:
+def test_rotation_requested_twice_is_a_conflict(desk: Desk) -> None:
     key, _ = issue(desk.production)
     asked(desk, key)
     fields = {**UNTOUCHED, "credential_id": key.credential_id, "reason": "again"}
@@ -102,7 +102,7 @@ def test_rotation_asked_for_twice_is_a_conflict(desk: Desk) -> None:
 
 
 def test_rotation_approval_page_shows_the_whole_plan(desk: Desk) -> None:
-    """Nothing is approved unseen: each value that the digest covers stands on the page."""
+    """Every value that the digest covers is on the page."""
     add_endpoint(grant(desk.tam, P.WEBHOOKS_WRITE, desk.production), desk.production, "https://acme.example/")
     key, _ = issue(desk.production)
     row = asked(
@@ -136,14 +136,14 @@ def test_rotation_approval_page_shows_the_whole_plan(desk: Desk) -> None:
         assert value in text
 
 
-def test_rotation_waits_on_the_front_page_of_whoever_may_approve(desk: Desk) -> None:
+def test_rotation_is_on_the_front_page_of_its_possible_approvers(desk: Desk) -> None:
     key, _ = issue(desk.production, label="live-checkout")
     asked(desk, key)
     assert "Rotations to approve" in text_of(browser(desk.approver).get("/admin/"))
     assert "Rotations to approve" not in text_of(browser(desk.tam).get("/admin/"))
 
 
-def test_rotation_page_tells_what_it_waits_for_and_who_uses_the_old_key(desk: Desk) -> None:
+def test_rotation_page_shows_its_wait_and_the_users_of_the_old_key(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     row = asked(desk, key, proof=Proof.ACK)
     page = address("rotation_rotation_change", row.pk)
@@ -156,8 +156,8 @@ def test_rotation_page_tells_what_it_waits_for_and_who_uses_the_old_key(desk: De
 
 
 @pytest.mark.parametrize("environment", ["sandbox", "production"])
-def test_rotation_replacement_is_shown_once_to_whoever_asked(desk: Desk, environment: str) -> None:
-    """The replacement is in the body of one answer to a POST, for one person, and in no row, session or cookie."""
+def test_rotation_replacement_is_shown_once_to_the_requester(desk: Desk, environment: str) -> None:
+    """The replacement is in the body of one POST answer, for one person, and in no row, session or cookie."""
     place = desk.production if environment == "production" else desk.sandbox
     key, _ = issue(place, delivery=Delivery.SHOW_ONCE)
     row = asked(desk, key)
@@ -184,7 +184,7 @@ def test_rotation_replacement_is_shown_once_to_whoever_asked(desk: Desk, environ
     assert BreakGlass.objects.count() == (environment == "production")
 
 
-def test_rotation_rejected_keeps_why(desk: Desk) -> None:
+def test_rotation_rejected_keeps_the_reason(desk: Desk) -> None:
     key, _ = issue(desk.production)
     row = asked(desk, key)
     answer = browser(desk.approver).post(address("rotation_rotation_reject", row.pk), {"why": "not this week"})
@@ -192,7 +192,7 @@ def test_rotation_rejected_keeps_why(desk: Desk) -> None:
     assert (fresh(row).state, fresh(row).why) == (S.REJECTED, "not this week")
 
 
-def test_rotation_aborted_before_delivery_burns_nothing_of_the_old_key(desk: Desk) -> None:
+def test_rotation_aborted_before_delivery_leaves_the_old_key_unchanged(desk: Desk) -> None:
     key, _ = issue(desk.production)
     row = asked(desk, key)
     client = browser(desk.tam)
@@ -204,7 +204,7 @@ def test_rotation_aborted_before_delivery_burns_nothing_of_the_old_key(desk: Des
 
 
 def test_rotation_aborted_after_delivery_is_a_conflict(desk: Desk) -> None:
-    """The merchant may use the replacement already: it is not burned under their hands, but rolled back."""
+    """The merchant may already use the replacement, so it is rolled back instead of discarded."""
     key, _ = issue(desk.sandbox)
     row = asked(desk, key)
     advance_rotation(row.pk)
@@ -217,7 +217,7 @@ def test_rotation_aborted_after_delivery_is_a_conflict(desk: Desk) -> None:
     assert fresh(row).state == S.AWAITING_PROOF
 
 
-def test_rotation_that_stalled_is_seen_and_resumed(desk: Desk) -> None:
+def test_rotation_stalled_is_shown_and_resumed(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     row = asked(desk, key, deadline=now() + timedelta(days=1), quiet_seconds=5)
     suspend_key(

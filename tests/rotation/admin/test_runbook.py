@@ -1,4 +1,4 @@
-"""A rotation that stalled, in the console: from the front page to what to do, and to the act, in two clicks."""
+"""A stalled rotation in the console: two clicks from the front page to the remedy and the action."""
 
 import html
 import re
@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 @pytest.fixture
 def clock() -> Clock:
-    """Of today, since the console looks at the real one."""
+    """Start at today's time, since the console uses the real clock."""
     return Clock(now())
 
 
@@ -81,7 +81,7 @@ def quarantine_lifted(clock: Clock, verifier: UsageLog) -> Rotation:
 
 def step_failing(clock: Clock, verifier: UsageLog) -> Rotation:
     rotation = begun(clock)
-    refused = StateConflictError("The backend refuses us.", internal="403: permission denied")
+    refused = StateConflictError("The backend denies access.", internal="403: permission denied")
     with mock.patch.object(LocalKeystore, "put", side_effect=refused):
         for _ in range(MAX_ATTEMPTS):
             rotation = advance(rotation, clock, 120)
@@ -90,7 +90,7 @@ def step_failing(clock: Clock, verifier: UsageLog) -> Rotation:
 
 def backend_refuses(clock: Clock, verifier: UsageLog) -> Rotation:
     rotation = begun(clock)
-    with mock.patch.object(LocalKeystore, "put", side_effect=BackendDeniedError("It does not let us.", status=403)):
+    with mock.patch.object(LocalKeystore, "put", side_effect=BackendDeniedError("Access is denied.", status=403)):
         return advance(rotation, clock)
 
 
@@ -107,7 +107,7 @@ def window_closed(clock: Clock, verifier: UsageLog) -> Rotation:
         return advance(rotation, clock)
 
 
-def news_not_taken(clock: Clock, verifier: UsageLog) -> Rotation:
+def message_not_accepted(clock: Clock, verifier: UsageLog) -> Rotation:
     account = scene.account()
     add_endpoint(authorize(scene.tam(), P.WEBHOOKS_WRITE, account, now=clock()), account, "https://merchant.example/x")
     rotation = advance(begun(clock, channels=tuple(DeliveryChannel)), clock)
@@ -122,7 +122,7 @@ def plan_of_a_newer_release(clock: Clock, verifier: UsageLog) -> Rotation:
 CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
     "The deadline has passed": (late, {Remedy.EXTEND, Remedy.ROLL_BACK}),
     "The webhook message about the replacement was not accepted": (
-        news_not_taken,
+        message_not_accepted,
         {Remedy.ACCOUNT, Remedy.RESUME, Remedy.ROLL_BACK},
     ),
     "The replacement was suspended": (replacement_suspended, {Remedy.REPLACEMENT, Remedy.RESUME, Remedy.ROLL_BACK}),
@@ -134,22 +134,22 @@ CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
     "This release cannot read the plan": (plan_of_a_newer_release, {Remedy.RESUME, Remedy.ABORT}),
     "The window has no further opening": (window_closed, {Remedy.ABORT, Remedy.REQUEST_AGAIN}),
 }
-"""For each entry of the runbook: how it comes to that, and what the page then offers."""
+"""For each runbook entry: how a rotation gets there, and what its page then offers."""
 
 
-def cure_of(page: str) -> str:
+def remedy_of(page: str) -> str:
     found = re.search(r"<h2>What to do: .*?</section>", page, re.DOTALL)
     assert found is not None
     return html.unescape(found[0])
 
 
-def test_stall_of_every_kind_in_the_runbook_is_tried_here() -> None:
+def test_stall_of_every_kind_in_the_runbook_is_tested() -> None:
     assert set(CAUSES) == {entry.title for entry in STALLS}
 
 
 @pytest.mark.parametrize("title", CAUSES)
-def test_stall_is_two_clicks_from_the_act_that_mends_it(title: str, clock: Clock, verifier: UsageLog) -> None:
-    """The front page leads to the rotation, and that says what to do, with links that open."""
+def test_stall_is_two_clicks_from_its_remedy(title: str, clock: Clock, verifier: UsageLog) -> None:
+    """The front page leads to the rotation, whose page shows the remedy with working links."""
     make, expected = CAUSES[title]
     rotation = make(clock, verifier)
     assert rotation.state == S.STALLED
@@ -158,52 +158,50 @@ def test_stall_is_two_clicks_from_the_act_that_mends_it(title: str, clock: Clock
     front = text_of(client.get("/admin/"))
     assert "Stalled rotations" in front
     assert f'href="{page}"' in front
-    told = cure_of(text_of(client.get(page)))
+    advice_text = remedy_of(text_of(client.get(page)))
     entry = next(entry for entry in STALLS if entry.title == title)
-    assert entry.title.lower() in told.lower()
+    assert entry.title.lower() in advice_text.lower()
     case = Case(Delivery.SECRET_BACKEND, KeyKind.PRIVATE, has_old_key=True)
     advice = fit_advice(entry, case)
-    assert all(step in told for step in (advice.happened, *advice.steps))
-    links = dict(re.findall(r'<a href="([^"]*)">([^<]*)</a>', told))
+    assert all(step in advice_text for step in (advice.happened, *advice.steps))
+    links = dict(re.findall(r'<a href="([^"]*)">([^<]*)</a>', advice_text))
     assert set(links.values()) == {REMEDY_LABELS[remedy] for remedy in expected}
     for url in links:
         assert client.get(url).status_code == 200, url
 
 
-def test_stall_for_a_reason_that_nobody_foresaw_offers_what_there_is(clock: Clock, verifier: UsageLog) -> None:
+def test_stall_for_an_unforeseen_reason_offers_the_general_remedies(clock: Clock, verifier: UsageLog) -> None:
     rotation = late(clock, verifier)
     with mock.patch("rotation.domain.runbook.STALLS", ()):
-        told = cure_of(text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk))))
-    assert "It stalled".lower() in told.lower()
-    assert REMEDY_LABELS[Remedy.EXTEND] in told
+        advice_text = remedy_of(text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk))))
+    assert "It stalled".lower() in advice_text.lower()
+    assert REMEDY_LABELS[Remedy.EXTEND] in advice_text
 
 
-def test_stall_shown_to_an_auditor_offers_no_act(clock: Clock, verifier: UsageLog) -> None:
-    """What to do may be read by everybody; only what one may do is a link."""
+def test_stall_shown_to_an_auditor_offers_no_action(clock: Clock, verifier: UsageLog) -> None:
+    """Every role may read the remedy; only permitted actions are links."""
     rotation = replacement_suspended(clock, verifier)
     auditor = the_operator("auditor", Role.AUDITOR)
-    told = cure_of(text_of(browser(auditor).get(address("rotation_rotation_change", rotation.pk))))
-    assert REMEDY_LABELS[Remedy.REPLACEMENT] in told
-    assert address("rotation_rotation_resume", rotation.pk) not in told
+    advice_text = remedy_of(text_of(browser(auditor).get(address("rotation_rotation_change", rotation.pk))))
+    assert REMEDY_LABELS[Remedy.REPLACEMENT] in advice_text
+    assert address("rotation_rotation_resume", rotation.pk) not in advice_text
 
 
-def test_rotation_whose_webhook_endpoint_refuses_says_so_and_leads_to_the_account(
-    clock: Clock, verifier: UsageLog
-) -> None:
+def test_rotation_with_a_refusing_webhook_endpoint_links_the_account(clock: Clock, verifier: UsageLog) -> None:
     place = scene.account()
     add_endpoint(authorize(scene.tam(), P.WEBHOOKS_WRITE, place, now=clock()), place, "https://acme.example/")
     rotation = advance(begun(clock, channels=tuple(DeliveryChannel)), clock)
     assert rotation.state == S.PUBLISHING
     text = text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk)))
-    told = cure_of(text)
+    advice_text = remedy_of(text)
     assert address("rotation_rotation_change", rotation.pk) in text_of(browser(scene.tam()).get("/admin/"))
-    assert "webhook endpoint does not accept the message" in told
-    assert address("keyvault_account_change", place.pk) in told
-    assert address("rotation_rotation_roll-back", rotation.pk) in told
+    assert "webhook endpoint does not accept the message" in advice_text
+    assert address("keyvault_account_change", place.pk) in advice_text
+    assert address("rotation_rotation_roll-back", rotation.pk) in advice_text
     assert "Notified: the merchant&#x27;s webhook endpoint accepted the notification" in text
 
 
-def test_rotation_whose_backend_is_away_shows_the_last_error(clock: Clock, verifier: UsageLog) -> None:
+def test_rotation_during_a_backend_outage_shows_the_last_error(clock: Clock, verifier: UsageLog) -> None:
     rotation = begun(clock)
     page = address("rotation_rotation_change", rotation.pk)
     client = browser(scene.tam())
@@ -215,31 +213,31 @@ def test_rotation_whose_backend_is_away_shows_the_last_error(clock: Clock, verif
     assert "Rotations blocked by a failing step" in text_of(client.get("/admin/")).split("No items:")[0]
     assert page in text_of(client.get(f"{address('rotation_rotation_changelist')}?held=up"))
     text = text_of(client.get(page))
-    assert "a step that needs the secret backend fails" in cure_of(text)
+    assert "a step that needs the secret backend fails" in remedy_of(text)
     assert "The backend is sealed." in text
 
 
 @pytest.mark.parametrize(
-    ("delivery", "words"),
+    ("delivery", "place"),
     [
         (Delivery.SECRET_BACKEND, "The replacement waits in the secret backend"),
         (Delivery.SHOW_ONCE, "The replacement is shown once, in the console"),
     ],
 )
-def test_rotation_that_waits_for_the_merchant_says_where_the_replacement_is(
-    delivery: Delivery, words: str, clock: Clock, verifier: UsageLog
+def test_rotation_waiting_for_the_merchant_names_the_place_of_the_replacement(
+    delivery: Delivery, place: str, clock: Clock, verifier: UsageLog
 ) -> None:
-    """Nobody sends a merchant to a secret backend that they do not read."""
+    """A merchant is not sent to a secret backend that it does not read."""
     key, _ = scene.issue(scene.account(), clock(), delivery=delivery)
     rotation = advance(scene.rotate(key.credential, clock()), clock)
     assert rotation.state == S.AWAITING_PROOF
-    told = cure_of(text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk))))
-    assert words in told
-    assert ("secret backend" in told) == (delivery is Delivery.SECRET_BACKEND)
-    assert ("Collected in the console" in told) == (delivery is Delivery.SHOW_ONCE)
+    advice_text = remedy_of(text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk))))
+    assert place in advice_text
+    assert ("secret backend" in advice_text) == (delivery is Delivery.SECRET_BACKEND)
+    assert ("Collected in the console" in advice_text) == (delivery is Delivery.SHOW_ONCE)
 
 
-def test_runbook_names_acts_that_exist() -> None:
+def test_runbook_names_existing_actions() -> None:
     acts = {act.name: act.label for act in ROW_ACTIONS}
     pages = {Remedy.PREDECESSOR, Remedy.REPLACEMENT, Remedy.ACCOUNT, Remedy.REQUEST_AGAIN}
     assert {remedy.value: REMEDY_LABELS[remedy] for remedy in set(Remedy) - pages} == acts

@@ -1,4 +1,4 @@
-"""Schedules and blackout calendars in the console: saved, edited, disabled, and the calendar of what they come to."""
+"""Schedules and blackout calendars in the console: saved, edited, disabled, and the resulting calendar."""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -70,7 +70,7 @@ def test_schedule_of_one_credential_or_all_of_an_environment(desk: Desk) -> None
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"cryptoperiod_days": 0}, "greater than or equal to 1"),
         ({"cryptoperiod_days": ""}, "required"),
@@ -93,14 +93,16 @@ def test_schedule_of_one_credential_or_all_of_an_environment(desk: Desk) -> None
         ({"merchant": "nobody"}, "There is no merchant nobody"),
     ],
 )
-def test_schedule_that_cannot_be_kept_is_said_on_the_form(desk: Desk, fields: dict[str, Any], said: str) -> None:
+def test_schedule_that_is_infeasible_shows_the_error_on_the_form(
+    desk: Desk, fields: dict[str, Any], message: str
+) -> None:
     answer = browser(desk.tam).post(address(NEW), {**TERMS, **fields})
     assert answer.status_code in {400, 404, 409, 422}
-    assert said in text_of(answer)
+    assert message in text_of(answer)
     assert not RotationSchedule.objects.exists()
 
 
-def test_schedule_of_a_public_key_or_a_foreign_merchants_is_refused(desk: Desk) -> None:
+def test_schedule_of_a_public_or_foreign_credential_is_refused(desk: Desk) -> None:
     public, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
     private, _ = issue(desk.production)
     client = browser(desk.tam)
@@ -114,14 +116,14 @@ def test_schedule_of_a_public_key_or_a_foreign_merchants_is_refused(desk: Desk) 
 
 
 @pytest.mark.parametrize("who", ["approver", "auditor", "responder"])
-def test_schedule_is_read_by_every_role(desk: Desk, who: str) -> None:
+def test_schedule_is_readable_by_every_role_and_changed_by_permission(desk: Desk, who: str) -> None:
     row = save(Environment.SANDBOX, now())
     client = browser(getattr(desk, who))
     assert "all of sandbox" in text_of(client.get(address("rotation_rotationschedule_change", row.pk)))
     assert client.get(address("rotation_rotationschedule_calendar")).status_code == 200
 
 
-def test_schedule_edited_keeps_what_was_not_touched_and_is_in_the_editors_name(desk: Desk) -> None:
+def test_schedule_edited_keeps_other_fields_and_gets_the_editor_as_owner(desk: Desk) -> None:
     client = browser(desk.tam)
     client.post(address(NEW), {**TERMS, **NIGHTS, "merchant": "acme", "quiet_seconds": "2h", "reason": "yes"})
     row = RotationSchedule.objects.get()
@@ -140,10 +142,10 @@ def test_schedule_edited_keeps_what_was_not_touched_and_is_in_the_editors_name(d
 
 
 @pytest.mark.parametrize("changes", UNREADABLE.values(), ids=UNREADABLE)
-def test_schedule_that_this_release_cannot_read_is_shown_as_stalled_and_can_be_edited(
+def test_schedule_unreadable_by_this_release_is_shown_as_stalled_and_editable(
     desk: Desk, changes: dict[str, Any]
 ) -> None:
-    """Guarantee: one such row takes no page away, least of all the one that repairs it."""
+    """Guarantee: one unreadable row breaks no page, in particular not the page that repairs it."""
     row = save(desk.sandbox, now())
     damage(row, **changes)
     begin_due(now())
@@ -177,7 +179,7 @@ def test_schedule_disabled_and_enabled(desk: Desk) -> None:
     assert row.is_enabled
 
 
-def test_blackouts_are_written_a_line_each(desk: Desk) -> None:
+def test_blackouts_are_entered_one_per_line(desk: Desk) -> None:
     client = browser(desk.tam)
     lines = "2026-12-20 2027-01-07 Christmas and New Year\n\n2026-11-27T18:00+01:00 2026-11-28T06:00Z\n"
     answer = client.post(address("rotation_blackoutcalendar_save"), {"name": "shops", "periods": lines})
@@ -198,7 +200,7 @@ def test_blackouts_are_written_a_line_each(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"name": "Shops"}, "a-z, 0-9"),
         ({"name": "x", "periods": "2026-12-20"}, "Period 1: "),
@@ -208,14 +210,14 @@ def test_blackouts_are_written_a_line_each(desk: Desk) -> None:
         ({"name": "x", "periods": "2026-12-20 2026-12-21 a\0b"}, "Null characters"),
     ],
 )
-def test_blackouts_that_cannot_be_meant_are_said_by_line(desk: Desk, fields: dict[str, str], said: str) -> None:
+def test_blackouts_with_invalid_values_are_reported_by_line(desk: Desk, fields: dict[str, str], message: str) -> None:
     answer = browser(desk.tam).post(address("rotation_blackoutcalendar_save"), fields)
     assert answer.status_code in {400, 422}
-    assert said in text_of(answer)
+    assert message in text_of(answer)
     assert not BlackoutCalendar.objects.exists()
 
 
-def test_blackouts_in_the_way_of_a_schedule_are_refused_with_its_name(desk: Desk) -> None:
+def test_blackouts_that_block_a_schedule_are_refused_with_its_name(desk: Desk) -> None:
     save(desk.sandbox, now(), cryptoperiod_days=30, calendar=calendar("freeze", now()))
     client = browser(desk.tam)
     where = address("rotation_blackoutcalendar_edit", "freeze")
@@ -227,7 +229,7 @@ def test_blackouts_in_the_way_of_a_schedule_are_refused_with_its_name(desk: Desk
     assert BlackoutCalendar.objects.get().periods == []
 
 
-def test_calendar_page_shows_months_and_leads_to_what_it_shows(desk: Desk) -> None:
+def test_calendar_page_shows_months_with_working_links(desk: Desk) -> None:
     key, _ = issue(desk.sandbox, at=now() - 80 * DAY, label="till")
     issue(desk.production, at=now() - 91 * DAY, label="backend")
     save(Environment.SANDBOX, now())
@@ -251,12 +253,12 @@ def test_calendar_page_shows_months_and_leads_to_what_it_shows(desk: Desk) -> No
 
 
 @pytest.mark.parametrize("query", [{"environment": "x"}, {"days": "9" * 400}, {"merchant": "\0"}, {"days": "-1"}])
-def test_calendar_page_of_what_cannot_be_meant_is_no_fault(desk: Desk, query: dict[str, str]) -> None:
+def test_calendar_page_with_an_invalid_query_is_no_fault(desk: Desk, query: dict[str, str]) -> None:
     save(Environment.SANDBOX, now())
     assert browser(desk.tam).get(address("rotation_rotationschedule_calendar"), query).status_code in {200, 400}
 
 
-def test_credential_page_says_when_its_key_is_replaced_next(desk: Desk) -> None:
+def test_credential_page_shows_the_next_rotation(desk: Desk) -> None:
     key, _ = issue(desk.sandbox, at=now() - 80 * DAY)
     client = browser(desk.tam)
     where = address("keyvault_credential_change", key.credential_id)

@@ -1,4 +1,4 @@
-"""When a key on a schedule is replaced: never later than its cryptoperiod where the window lets it, and spread out."""
+"""When a scheduled key is replaced: within its cryptoperiod if the window permits it, and spread by jitter."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -31,7 +31,7 @@ terms = st.builds(
 
 
 @given(st.text(max_size=20), st.integers(0, 3_000))
-def test_jitter_is_within_its_bounds_and_the_same_each_time(credential_id: str, days: int) -> None:
+def test_jitter_is_within_its_bounds_and_deterministic(credential_id: str, days: int) -> None:
     jitter = jitter_of(credential_id, days)
     assert timedelta(0) <= jitter <= days * DAY
     assert jitter == jitter_of(credential_id, days)
@@ -46,13 +46,13 @@ def test_jitter_of_many_credentials_spreads_them() -> None:
 def test_next_date_is_in_the_window_and_within_the_cryptoperiod(
     chosen: Terms, credential_id: str, activated_at: datetime
 ) -> None:
-    """A window that opens each week misses no cryptoperiod of two weeks or more."""
+    """A weekly window satisfies every cryptoperiod of two weeks or more."""
     date = next_date(chosen, credential_id, activated_at)
     assert date.ends_at == activated_at + chosen.cryptoperiod_days * DAY
     assert date.ends_at - chosen.jitter_days * DAY <= date.due_at <= date.ends_at
     assert date.begins_at is not None
     assert not date.is_late
-    # Earlier than due only in the second half; with much jitter it is due, and may begin, before that.
+    # Earlier than due only in the second half; with much jitter it is due, and may start, before that.
     middle = activated_at + chosen.cryptoperiod_days * DAY / 2
     assert min(middle, date.due_at) <= date.begins_at <= date.ends_at
     assert date.ask_at == date.begins_at - chosen.lead_days * DAY
@@ -92,5 +92,5 @@ def test_next_date_before_a_blackout_begins_earlier() -> None:
         (Terms(90, 0, 0, Window(blackouts=(Blackout(NOW, NOW + LOOK_AHEAD + DAY),))), ["/window"]),
     ],
 )
-def test_find_term_faults_names_what_cannot_be_kept(chosen: Terms, pointers: list[str]) -> None:
+def test_find_term_faults_names_infeasible_terms(chosen: Terms, pointers: list[str]) -> None:
     assert [fault.pointer for fault in find_term_faults(chosen, NOW)] == pointers

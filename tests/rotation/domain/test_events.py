@@ -1,4 +1,4 @@
-"""What happens to a rotation from outside: every state by every event, against a table that people have reviewed."""
+"""External events on a rotation: every state by every event, against a reviewed table."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +20,8 @@ from tests.rotation.situation import (
     K,
     S,
     facts,
+    outcome_of,
     plan,
-    told,
 )
 
 REVIEWED = """
@@ -40,10 +40,10 @@ tried_by_unknown_source  .     .       .     .     .      .     .     .     .   
 deadline                 .     .       stl   .     stl    stl   stl   stl   .     .     stl
 aborted                  can   can     can   can   can    can   rol   rol   rol   REF   REF
 """
-"""ROTATION.md, "What happens when", cell by cell; kept apart from the code, so that a change there is seen here.
+"""The expected outcome of each event in each state, kept apart from the code, so that a code change shows up here.
 
-`.` stays as it is, REF is refused, RLB rolled_back, rol rolling_back, can cancelled, com completed, emg emergency,
-ovl back to overlap, pub publishing (the replacement is written again), stl stalled.
+`.` unchanged, REF refused, RLB rolled_back, rol rolling_back, can cancelled, com completed, emg emergency, ovl back to
+overlap, pub publishing (the replacement is written again), stl stalled.
 """
 
 COLUMNS = {
@@ -87,10 +87,10 @@ ENDS = (
     *(Event.REPLACEMENT_COMPROMISED, Event.REPLACEMENT_REVOKED, Event.REPLACEMENT_EXPIRED),
     *(Event.PREDECESSOR_COMPROMISED, Event.PREDECESSOR_REVOKED, Event.PREDECESSOR_EXPIRED),
 )
-"""What a stalled rotation does not wait out."""
+"""Events that move even a stalled rotation."""
 
 SEEN = [event for event in Event if event is not Event.ABORTED]
-"""Every event that the facts show; an abort is a person's act, see test_interventions."""
+"""Every event that the facts show; an abort is an operator's act, see test_interventions."""
 
 COMPROMISED, REVOKED, EXPIRED = KeyFacts(K.COMPROMISED), KeyFacts(K.DEACTIVATED), KeyFacts(K.ACTIVE, is_expired=True)
 
@@ -100,7 +100,7 @@ def _key(name: str, key: KeyFacts) -> Callable[[Facts], Facts]:
 
 
 def _retiring(known: Facts, key: KeyFacts) -> Facts:
-    """The key that is on its way out is that, and it is we who suspended it."""
+    """The retiring key is suspended by the engine."""
     name = "replacement" if known.stage is S.ROLLING_BACK else "predecessor"
     return replace(known, quarantined_at=ENTERED, **{name: key})  # type: ignore[arg-type]  # a key, under a key's name
 
@@ -108,7 +108,7 @@ def _retiring(known: Facts, key: KeyFacts) -> Facts:
 def _tried_by_known(known: Facts) -> Facts:
     tried = replace(SUSPENDED, tried_at=NOW, tried_by_known_at=NOW)
     known = replace(_retiring(known, tried), is_proved=True)
-    # A roll-back's quarantined key is the replacement; that the predecessor was once tried, does not matter there.
+    # The quarantined key of a rollback is the replacement; earlier attempts with the predecessor do not count.
     return replace(known, predecessor=replace(known.predecessor, tried_by_known_at=NOW))
 
 
@@ -140,7 +140,7 @@ def happened(event: Event, state: RotationState, stalled_from: RotationState | N
 
 
 def test_table_as_reviewed_has_every_cell() -> None:
-    """No state and no event without a decision that somebody has looked at."""
+    """Every state and event has a reviewed outcome."""
     assert set(TABLE) == set(product(Event, OPEN))
     assert set(OPEN) == set(S) - CLOSED - {S.STALLED}
     assert set(HAPPENED) == set(SEEN)
@@ -156,8 +156,8 @@ def test_table_has_nothing_that_was_not_reviewed() -> None:
 
 
 @pytest.mark.parametrize(("event", "state"), sorted(TABLE), ids=str)
-def test_table_moves_are_ways_of_the_machine(event: Event, state: RotationState) -> None:
-    """What the table says can be done, also to a rotation that stalled in that state."""
+def test_table_moves_are_permitted_transitions(event: Event, state: RotationState) -> None:
+    """Every outcome is a permitted transition, also for a rotation that stalled in that state."""
     outcome = TABLE[event, state]
     if isinstance(outcome, RotationState):
         assert outcome in TRANSITIONS[state]
@@ -183,12 +183,12 @@ def test_event_in_each_state_does_what_was_reviewed(event: Event, state: Rotatio
 
 
 @pytest.mark.parametrize(("event", "stage"), sorted(product(SEEN, STALLING)), ids=str)
-def test_event_to_a_stalled_rotation_is_judged_by_the_state_it_stalled_in(event: Event, stage: RotationState) -> None:
-    """Only the end of one of its keys moves it; all else is for the person who looks at it."""
+def test_event_to_a_stalled_rotation_depends_on_the_state_it_stalled_in(event: Event, stage: RotationState) -> None:
+    """Only the end of one of its keys moves a stalled rotation; everything else waits for an operator."""
     found = next_step(happened(event, S.STALLED, stage), NOW)
     expected = TABLE[event, stage]
     if stage is S.EMERGENCY:
-        assert told(found) == "wait"  # Its predecessor was dead to begin with.
+        assert outcome_of(found) == "wait"  # Its predecessor was dead from the start.
     elif event in ENDS and isinstance(expected, RotationState):
         assert isinstance(found, Move)
         assert (found.to, found.event) == (expected, event)
@@ -207,19 +207,19 @@ def test_event_to_a_closed_rotation_does_nothing(state: RotationState, event: Ev
 
 
 @pytest.mark.parametrize("state", OPEN)
-def test_event_none_happens_to_a_rotation_with_nothing_wrong(state: RotationState) -> None:
-    """The facts that the tests begin with show nothing, so that each cell above is about its own event."""
+def test_event_base_facts_show_none(state: RotationState) -> None:
+    """The base facts show no event, so each cell above tests its own event only."""
     dead_by_then = {S.EMERGENCY: [Event.PREDECESSOR_COMPROMISED], S.REVOKING: [Event.PREDECESSOR_REVOKED]}
     assert list(find_events(facts(state), NOW)) == dead_by_then.get(state, [])
 
 
-# --- several at once --------------------------------------------------------------------------------------------
+# --- several events ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", OPEN)
 @pytest.mark.parametrize(("old", "new"), list(product(ENDS[3:], ENDS[:3])), ids=str)
-def test_event_both_keys_dead_is_decided_by_the_replacement(state: RotationState, old: Event, new: Event) -> None:
-    """A rotation whose two keys are dead ends; it is not `completed`, nor delivered again."""
+def test_event_with_both_keys_dead_depends_on_the_replacement(state: RotationState, old: Event, new: Event) -> None:
+    """A rotation with two dead keys ends; it is neither `completed` nor delivered again."""
     both = HAPPENED[new](happened(old, state))
     decides = new if isinstance(TABLE[new, state], RotationState) else old
     expected = TABLE[decides, state]
@@ -232,8 +232,8 @@ def test_event_both_keys_dead_is_decided_by_the_replacement(state: RotationState
 
 
 @pytest.mark.parametrize("state", OPEN)
-def test_event_of_two_the_first_that_moves_anything_counts(state: RotationState) -> None:
-    """In the order of `Event`; what changes nothing never hides what does."""
+def test_event_first_of_two_with_an_effect_applies(state: RotationState) -> None:
+    """Events apply in the order of `Event`; one without effect does not hide the next."""
     for first, second in combinations(SEEN, 2):
         known = HAPPENED[second](HAPPENED[first](facts(state)))
         shown = list(find_events(known, NOW))
@@ -247,12 +247,12 @@ def test_event_of_two_the_first_that_moves_anything_counts(state: RotationState)
             assert not isinstance(found, Move) or found.event is None
 
 
-def test_event_deadline_is_not_one_of_a_rotation_whose_predecessor_is_gone() -> None:
-    """The merchant has nothing but the replacement: its delivery does not run out of time."""
+def test_event_deadline_without_a_predecessor_is_ignored() -> None:
+    """The replacement is the merchant's only key, so its delivery has no deadline."""
     for state in (S.STAGED, S.PUBLISHING, S.EMERGENCY):
         known = facts(state, predecessor=COMPROMISED, deadline=NOW - DAY)
         assert Event.DEADLINE not in set(find_events(known, NOW))
-        assert told(next_step(known, NOW)) in {"wait", "act"}
+        assert outcome_of(next_step(known, NOW)) in {"wait", "act"}
 
 
 @pytest.mark.parametrize("state", OPEN)
@@ -263,12 +263,12 @@ def test_event_deadline_counts_from_the_second_it_names(state: RotationState) ->
     assert Event.DEADLINE not in set(find_events(replace(known, deadline=None), NOW + 9999 * DAY))
 
 
-# --- the two cells that the plan may decide otherwise -------------------------------------------------------------
+# --- cells that depend on the plan --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", OPEN)
-def test_event_deadline_revokes_by_an_approved_plan_and_only_a_proved_rotation(state: RotationState) -> None:
-    """Unproved it stalls all the same; nothing of the plan takes away the only key that is known to be used."""
+def test_event_deadline_revokes_only_with_an_approved_plan_and_proof(state: RotationState) -> None:
+    """An unproved rotation stalls: no plan revokes the only key known to be in use."""
     known = replace(happened(Event.DEADLINE, state), plan=plan(at_deadline=AtDeadline.REVOKE))
     expected = S.QUARANTINE if state is S.OVERLAP else TABLE[Event.DEADLINE, state]
     found = next_step(known, NOW)
@@ -280,12 +280,12 @@ def test_event_deadline_revokes_by_an_approved_plan_and_only_a_proved_rotation(s
 
 
 @pytest.mark.parametrize("replacement", [SUSPENDED, COMPROMISED, REVOKED, EXPIRED], ids=str)
-def test_event_deadline_takes_nothing_away_from_a_replacement_that_is_not_good(replacement: KeyFacts) -> None:
+def test_event_deadline_with_an_unusable_replacement_does_not_revoke(replacement: KeyFacts) -> None:
     known = facts(S.OVERLAP, plan=plan(at_deadline=AtDeadline.REVOKE), deadline=NOW, replacement=replacement)
-    assert told(next_step(known, NOW)) in {"to stalled", "to cancelled"}
+    assert outcome_of(next_step(known, NOW)) in {"to stalled", "to cancelled"}
 
 
 @pytest.mark.parametrize("reinstatement", Reinstatement)
-def test_event_tried_by_a_known_source_reinstates_as_the_plan_says(reinstatement: Reinstatement) -> None:
+def test_event_attempt_by_a_known_source_reinstates_as_planned(reinstatement: Reinstatement) -> None:
     known = replace(happened(Event.TRIED_BY_KNOWN_SOURCE, S.QUARANTINE), plan=plan(reinstatement=reinstatement))
-    assert told(next_step(known, NOW)) == ("to overlap" if reinstatement is Reinstatement.ONCE else "wait")
+    assert outcome_of(next_step(known, NOW)) == ("to overlap" if reinstatement is Reinstatement.ONCE else "wait")

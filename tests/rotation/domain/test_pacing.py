@@ -1,4 +1,4 @@
-"""Pace and halts: never faster than approved, never past the halt that was approved."""
+"""Pace and halts of a campaign: never faster and never past the halt than approved."""
 
 import pytest
 from hypothesis import given
@@ -33,10 +33,10 @@ tallies = st.builds(CampaignTally, *[st.integers(0, 500)] * 3)
 
 
 @given(paces, st.lists(st.integers(0, 12), min_size=1, max_size=60), st.data())
-def test_count_to_begin_whatever_the_ticks_keeps_rate_and_concurrency(
+def test_count_to_begin_with_any_ticks_keeps_rate_and_concurrency(
     pace: Pace, gaps: list[int], data: st.DataObject
 ) -> None:
-    """In no 60 seconds more than `per_minute` begin, and never are more than `concurrency` unproved."""
+    """In any 60 seconds at most `per_minute` rotations start, and at most `concurrency` are unproved."""
     begun: list[int] = []
     now = unproved = 0
     for gap in gaps:
@@ -52,8 +52,8 @@ def test_count_to_begin_whatever_the_ticks_keeps_rate_and_concurrency(
 
 
 @given(st.integers(1, MAX_PER_MINUTE))
-def test_count_to_begin_with_room_keeps_up_with_the_pace(per_minute: int) -> None:
-    """Ticks as often as they are due begin `per_minute` in the first minute, and not all of them at once."""
+def test_count_to_begin_below_the_limits_reaches_the_pace(per_minute: int) -> None:
+    """Ticks at their normal interval start `per_minute` rotations in the first minute, spread over it."""
     pace = Pace(per_minute=per_minute, concurrency=MAX_CONCURRENCY)
     begun: list[int] = []
     for now in range(0, 60, TICK_SECONDS):
@@ -70,7 +70,7 @@ def test_judge_halt_on_stall_halts_at_the_first(pace: Pace, tally: CampaignTally
 
 @given(paces, tallies)
 def test_judge_halt_by_share_agrees_with_the_fraction(pace: Pace, tally: CampaignTally) -> None:
-    """Exactly when the share is larger than approved, or the first stall is to halt; in whole numbers."""
+    """It halts exactly when the share exceeds the approved one or on the first stall; computed in integers."""
     bad, judged = tally.failed + tally.stalled, tally.failed + tally.stalled + tally.proved
     limit = pace.halt_at_failed_percent
     by_share = limit is not None and judged > 0 and bad / judged > limit / 100 + 1e-12
@@ -78,7 +78,7 @@ def test_judge_halt_by_share_agrees_with_the_fraction(pace: Pace, tally: Campaig
 
 
 @given(paces, tallies)
-def test_judge_halt_with_more_failures_never_goes_on_again(pace: Pace, tally: CampaignTally) -> None:
+def test_judge_halt_with_more_failures_stays_halted(pace: Pace, tally: CampaignTally) -> None:
     worse = CampaignTally(tally.proved, tally.failed + 1, tally.stalled)
     if judge_halt(pace, tally) is not None:
         assert judge_halt(pace, worse) is not None
@@ -95,13 +95,13 @@ def test_judge_halt_with_more_failures_never_goes_on_again(pace: Pace, tally: Ca
         (CampaignTally(proved=17, failed=1, stalled=1), True),
     ],
 )
-def test_judge_halt_at_ten_percent_is_what_people_expect(tally: CampaignTally, halts: bool) -> None:
+def test_judge_halt_at_ten_percent_matches_examples(tally: CampaignTally, halts: bool) -> None:
     pace = Pace(halt_on_stall=False, halt_at_failed_percent=10)
     assert (judge_halt(pace, tally) is not None) == halts
 
 
 def test_groups_every_state_is_in_exactly_one() -> None:
-    """A new state of the machine has to say what it means to a campaign."""
+    """A new state has to be assigned to a campaign group."""
     for state in S:
         groups = [state in UNPROVED, state in PROVED, state in FAILED, state is S.STALLED]
         assert sum(groups) == 1, state
@@ -116,7 +116,7 @@ def test_tally_counts_each_rotation_at_most_once(counts: dict[S, int]) -> None:
 
 
 @given(paces)
-def test_pace_written_and_read_is_the_same(pace: Pace) -> None:
+def test_pace_round_trips(pace: Pace) -> None:
     assert Pace.from_json(pace.as_json()) == pace
     assert list(find_pace_faults(pace)) == []
 

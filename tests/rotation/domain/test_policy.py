@@ -1,4 +1,4 @@
-"""The plan of a rotation: its defaults, what makes it impossible, and that an approval holds for exactly it."""
+"""The plan of a rotation: defaults, faults, and the digest that an approval is bound to."""
 
 import json
 from dataclasses import fields, replace
@@ -37,7 +37,7 @@ NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 HOUR, DAY = 3_600, 86_400
 
-XMAS = Blackout(NOW + timedelta(days=30), NOW + timedelta(days=40), "nobody is there")
+XMAS = Blackout(NOW + timedelta(days=30), NOW + timedelta(days=40), "holidays")
 NIGHTLY = Window("Europe/Athens", (1, 2, 3), 22 * 60, 4 * 60)
 DEADLINE = NOW + timedelta(days=45)
 
@@ -77,8 +77,8 @@ OTHERWISE: dict[str, list[object]] = {
     "retire_at": [NOW, NOW + timedelta(days=1)],
 }
 
-YOUNGER = ["is_dormant", "at_deadline", "reinstatement", "channels", "window", "retire_at"]
-"""Fields that came after plans had been approved and stored without them."""
+NEWER = ["is_dormant", "at_deadline", "reinstatement", "channels", "window", "retire_at"]
+"""Fields added after plans had been approved and stored without them."""
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 times = st.datetimes(timezones=st.just(UTC))
@@ -123,8 +123,8 @@ def faults(
 # --- defaults ---------------------------------------------------------------------------------------------
 
 
-def test_defaults_are_those_of_the_design() -> None:
-    """ROTATION.md: 5 from 1 without soak and 100 from 2 over 600 s; 1 h and 7 d of quiet; 10 min and 24 h."""
+def test_defaults_are_the_documented_ones() -> None:
+    """5 from 1 without soak and 100 from 2 over 600 s; 1 h and 7 d of quiet; 10 min and 24 h of quarantine."""
     defaults = {
         name: (each.defaults[SANDBOX], each.defaults[PRODUCTION]) for name, each in FIELDS.items() if each.defaults
     }
@@ -139,7 +139,7 @@ def test_defaults_are_those_of_the_design() -> None:
 
 
 @pytest.mark.parametrize("environment", Environment)
-def test_defaults_make_a_plan_that_can_be_met(environment: Environment) -> None:
+def test_defaults_make_a_feasible_plan(environment: Environment) -> None:
     numbers = {name: default_of(name, environment) for name, each in FIELDS.items() if each.defaults}
     deadline = NOW + timedelta(seconds=numbers.pop("deadline"))
     plan = changed(deadline=deadline, **numbers)
@@ -156,7 +156,7 @@ def test_defaults_of_production_are_never_laxer_than_those_of_the_sandbox() -> N
 
 @given(st.integers(0, 400 * DAY))
 def test_default_quiet_in_production_is_at_least_twice_the_longest_gap(gap: int) -> None:
-    """A job that calls once a week is not mistaken for silence."""
+    """A job that runs weekly is not mistaken for silence."""
     assert default_quiet_seconds(PRODUCTION, gap) == min(max(7 * DAY, 2 * gap), LONGEST_SECONDS)
     assert default_quiet_seconds(SANDBOX, gap) == HOUR
 
@@ -164,7 +164,7 @@ def test_default_quiet_in_production_is_at_least_twice_the_longest_gap(gap: int)
 # --- faults -----------------------------------------------------------------------------------------------
 
 
-def test_plan_that_can_be_met_has_no_fault() -> None:
+def test_plan_that_is_feasible_has_no_fault() -> None:
     assert faults(PLAN) == []
 
 
@@ -183,7 +183,7 @@ def test_plan_that_can_be_met_has_no_fault() -> None:
 def test_plan_value_out_of_its_bounds_is_a_fault(
     name: str, least: dict[Environment, int], most: int, environment: Environment
 ) -> None:
-    """No plan does without proof, quiet or quarantine, not even an approved one."""
+    """Every plan has proof, quiet and quarantine, even an approved one."""
     far = changed(deadline=NOW + timedelta(days=730))
     for value, is_fault in (
         (least[environment], False),
@@ -203,7 +203,7 @@ def test_plan_whose_soak_and_quiet_do_not_fit_before_the_deadline_is_a_fault() -
     assert faults(changed(deadline=NOW + needed - timedelta(microseconds=1))) == ["/deadline"]
 
 
-def test_plan_time_counts_from_not_before_or_now_whichever_is_later() -> None:
+def test_plan_time_counts_from_the_later_of_not_before_and_now() -> None:
     needed = timedelta(seconds=PLAN.soak_seconds + PLAN.quiet_seconds)
     later = NOW + timedelta(days=30)
     assert faults(changed(not_before=later, deadline=later + needed)) == []
@@ -211,8 +211,8 @@ def test_plan_time_counts_from_not_before_or_now_whichever_is_later() -> None:
     assert faults(changed(not_before=NOW - timedelta(days=30), deadline=NOW)) == ["/deadline"]
 
 
-def test_plan_whose_predecessor_expires_before_the_deadline_says_so_or_is_a_fault() -> None:
-    """Nobody finds out by a 401 that the old key ran out in the middle of its rotation."""
+def test_plan_whose_predecessor_expires_before_the_deadline_warns_or_faults() -> None:
+    """An old key that expires during its rotation is reported before the rotation starts."""
     early = DEADLINE - timedelta(microseconds=1)
     assert faults(PLAN, expires_at=DEADLINE) == []
     assert faults(PLAN, expires_at=early) == ["/deadline"]
@@ -224,16 +224,16 @@ def test_plan_with_several_faults_names_each() -> None:
     assert faults(plan) == ["/proof_count", "/quiet_seconds", "/quarantine_seconds", "/deadline"]
 
 
-def test_plan_fault_says_what_would_do() -> None:
+def test_plan_fault_names_the_accepted_range() -> None:
     details = [fault.detail for fault in find_faults(changed(quiet_seconds=0), PRODUCTION, KeyKind.PRIVATE, None, NOW)]
     assert details == ["0 is out of range. Use 3600 to 31622400 seconds in production."]
 
 
 @given(plans, st.sampled_from(Environment), st.none() | times, st.sampled_from(KeyKind))
-def test_plan_of_any_values_is_judged_without_a_fault_of_ours(
+def test_plan_of_any_values_is_checked_without_an_exception(
     plan: Plan, environment: Environment, expires_at: datetime | None, kind: KeyKind
 ) -> None:
-    """What is wrong with a plan is listed; it is never an exception."""
+    """Faults of a plan are listed, never raised."""
     near = replace(plan, not_before=NOW)
     assert all(pointer.startswith("/") for pointer in faults(near, environment, expires_at, kind))
 
@@ -250,7 +250,7 @@ def test_plan_of_any_values_is_judged_without_a_fault_of_ours(
     ],
 )
 def test_plan_of_astronomical_values_is_listed_as_a_fault(name: str, value: int) -> None:
-    """No number that a client sends is an internal error: nothing is computed from what was refused."""
+    """No number from a client is an internal error: rejected values are not used in computations."""
     assert faults(changed(**{name: value})) == [f"/{name}"]
 
 
@@ -268,15 +268,15 @@ def test_plan_of_astronomical_values_is_listed_as_a_fault(name: str, value: int)
     ],
     ids=str,
 )
-def test_plan_time_too_far_away_to_plan_with_is_a_fault(at: datetime | None, is_fault: bool) -> None:
-    """Asked before anything is added to it, where the calendar would end."""
+def test_plan_time_too_far_away_is_a_fault(at: datetime | None, is_fault: bool) -> None:
+    """The bound is checked before any arithmetic, which would overflow the calendar."""
     found = [fault.pointer for fault in find_far_faults({"not_before": at, "deadline": NOW}, NOW)]
     assert found == ["/not_before"] * is_fault
 
 
 @pytest.mark.parametrize(("days", "is_fault"), [(None, False), (44, True), (45, False), (3650, False)])
 def test_plan_whose_replacement_would_expire_before_the_deadline_is_a_fault(days: int | None, is_fault: bool) -> None:
-    """No rotation ends with the new key gone before the old one."""
+    """The new key never expires before the old one is retired."""
     assert faults(changed(expires_in_days=days)) == ["/expires_in_days"] * is_fault
 
 
@@ -307,7 +307,7 @@ def test_plan_of_a_private_key_has_a_deadline_and_is_retired_by_silence() -> Non
 
 
 def test_plan_by_confirmation_is_for_credentials_without_traffic() -> None:
-    """Nobody's word replaces the evidence of a credential that is in use."""
+    """A confirmation cannot replace the evidence of a credential in use."""
     assert faults(changed(proof=Proof.CONFIRMATION)) == ["/proof"]
     assert faults(changed(proof=Proof.CONFIRMATION, is_dormant=True)) == []
 
@@ -319,7 +319,7 @@ def test_plan_whose_window_never_opens_is_a_fault() -> None:
 
 
 def test_plan_time_counts_from_when_the_window_opens() -> None:
-    """What is left of the time after the first opening has to be enough."""
+    """The time that remains after the first opening must suffice."""
     opens_at = NOW + timedelta(days=10)
     needed = timedelta(seconds=PLAN.soak_seconds + PLAN.quiet_seconds)
     shut = Window(blackouts=(Blackout(NOW - timedelta(days=1), opens_at),))
@@ -346,18 +346,18 @@ def test_plan_time_counts_from_when_the_window_opens() -> None:
     ],
 )
 def test_reminder_is_due_at_quarters_of_the_time_and_once(days: int, reminded: int, expected: int | None) -> None:
-    """Of several that were missed, the latest alone: nobody gets three letters in one morning."""
+    """Only the latest of several missed reminders is sent."""
     assert due_reminder(NOW, NOW + timedelta(days=100), reminded, NOW + timedelta(days=days)) == expected
 
 
-def test_reminder_of_no_time_at_all_is_the_last() -> None:
+def test_reminder_without_remaining_time_is_the_last() -> None:
     assert due_reminder(NOW, NOW, 0, NOW) == REMINDERS[-1] == 75
 
 
 # --- the digest -------------------------------------------------------------------------------------------
 
 
-def test_plan_every_field_is_tried() -> None:
+def test_plan_every_field_is_tested() -> None:
     assert list(OTHERWISE) == [field.name for field in fields(Plan)]
 
 
@@ -365,7 +365,7 @@ def test_plan_every_field_is_tried() -> None:
     ("name", "value"), [(name, value) for name, values in OTHERWISE.items() for value in values], ids=str
 )
 def test_plan_digest_changes_with_every_field(name: str, value: object) -> None:
-    """An approval is bound to the plan: whichever field is changed afterwards, it is void."""
+    """An approval is bound to the plan: a change of any field voids it."""
     assert replace(PLAN, **{name: value}).digest() != PLAN.digest()  # type: ignore[arg-type]  # of the field's own type
 
 
@@ -374,8 +374,8 @@ def test_plan_digests_are_equal_for_equal_plans_only(plan: Plan, other: Plan) ->
     assert (plan.digest() == other.digest()) == (plan == other)
 
 
-def test_plan_that_was_approved_before_the_younger_fields_keeps_its_digest() -> None:
-    """An approval given under version 1 holds under this one: the literal is what version 1 computed and stored."""
+def test_plan_approved_before_newer_fields_keeps_its_digest() -> None:
+    """An approval given under version 1 stays valid: the literal is what version 1 computed and stored."""
     stored = {
         "credential_id": "crd_1",
         "predecessor_key_id": "AAAAAAAAAAAAAAAA",
@@ -396,24 +396,24 @@ def test_plan_that_was_approved_before_the_younger_fields_keeps_its_digest() -> 
     assert PLAN.digest() == "78f3014bf6d3141bb68716c46780bc19b90ee390f5e0d3c5773d3bd07685c657"
 
 
-@pytest.mark.parametrize("name", YOUNGER)
-def test_plan_stores_a_younger_field_only_where_it_says_something(name: str) -> None:
+@pytest.mark.parametrize("name", NEWER)
+def test_plan_stores_a_newer_field_only_when_set(name: str) -> None:
     assert name not in PLAN.as_json()
     assert name in PLAN.as_shown()
     for value in OTHERWISE[name]:
         assert name in replace(PLAN, **{name: value}).as_json()  # type: ignore[arg-type]  # of the field's own type
 
 
-def test_plan_digest_says_that_it_is_a_rotation_s() -> None:
-    """An approval of a rotation cannot be passed off as one of an issuance, nor the reverse."""
+def test_plan_digest_is_specific_to_rotations() -> None:
+    """An approval of a rotation cannot serve for an issuance, nor the reverse."""
     assert PLAN.digest() == canonical_digest({**PLAN.as_json(), "what": "rotation"})
     assert PLAN.digest() != canonical_digest({**PLAN.as_json(), "what": "issuance"})
     assert PLAN.digest() != canonical_digest(PLAN.as_json())
 
 
 @given(plans)
-def test_plan_survives_being_stored(plan: Plan) -> None:
-    """What was approved is what is carried out: JSON and back changes nothing, neither values nor digest."""
+def test_plan_round_trips_through_json(plan: Plan) -> None:
+    """A plan survives JSON unchanged, values and digest."""
     stored = json.loads(json.dumps(plan.as_json()))
     again = Plan.from_json(stored)
     assert again == plan
@@ -424,7 +424,7 @@ def test_plan_survives_being_stored(plan: Plan) -> None:
 
 @pytest.mark.parametrize("name", ["quiet_seconds", "proof", "deadline"])
 def test_plan_stored_with_a_missing_field_is_refused(name: str) -> None:
-    """A row that somebody shortened is no plan with defaults."""
+    """A truncated row is not completed with defaults."""
     stored = dict(PLAN.as_json())
     del stored[name]
     with pytest.raises((KeyError, TypeError)):

@@ -1,4 +1,4 @@
-"""The runbook: an entry for every way in which a rotation stalls, and for everything that it may wait for."""
+"""The runbook has an entry for every reason to stall and for everything that a rotation waits for."""
 
 import ast
 import inspect
@@ -33,61 +33,61 @@ from tests.rotation.situation import ACTIVE, NOW, QUIET, plan, step, used
 S = RotationState
 
 OF_ITSELF = ("nothing: the rotation is closed", "an operator to resolve the stall", "its start time, ")
-"""What needs no advice, or has the advice of the stall."""
+"""Waits that need no advice, or whose advice is that of the stall."""
 
 
 def waits_in_the_code() -> Iterator[str]:
-    """How each text begins with which `states` says what is waited for."""
+    """Yield the start of each `waiting_for` text in `states`."""
     for node in ast.walk(ast.parse(inspect.getsource(states))):
         if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in {"Wait", "RotationAction"}:
             continue
-        said = node.args[0]
-        if isinstance(said, ast.JoinedStr):
-            said = said.values[0]
-        if isinstance(said, ast.Constant):
-            yield str(said.value)
+        waiting_for = node.args[0]
+        if isinstance(waiting_for, ast.JoinedStr):
+            waiting_for = waiting_for.values[0]
+        if isinstance(waiting_for, ast.Constant):
+            yield str(waiting_for.value)
 
 
 def stalls_in_the_code() -> Iterator[str]:
-    """Each reason with which `states` itself stalls a rotation."""
+    """Yield each reason with which `states` itself stalls a rotation."""
     for node in ast.walk(ast.parse(inspect.getsource(states))):
         is_move = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Move"
         if is_move and isinstance(node, ast.Call) and ast.unparse(node.args[0]) == "S.STALLED":
             yield ast.literal_eval(node.args[1])
 
 
-def test_runbook_of_every_reason_to_stall_has_an_entry() -> None:
+def test_runbook_has_an_entry_for_every_reason_to_stall() -> None:
     reasons = list(stalls_in_the_code())
     assert len(reasons) >= 2
     assert [reason for reason in reasons if find_stall(reason) is UNKNOWN] == []
 
 
 @pytest.mark.parametrize("event", [event for event in Event if S.STALLED in OUTCOMES[event].values()])
-def test_runbook_of_an_event_that_stalls_has_an_entry(event: Event) -> None:
+def test_runbook_has_an_entry_for_every_stalling_event(event: Event) -> None:
     assert find_stall(WHY[event]) is not UNKNOWN
 
 
-def test_runbook_of_a_window_that_does_not_open_has_an_entry() -> None:
+def test_runbook_has_an_entry_for_a_window_that_never_opens() -> None:
     closed = Window("UTC", (), blackouts=(Blackout(NOW - timedelta(days=1), NOW + timedelta(days=2_000)),))
     found = step(S.SCHEDULED, plan=plan(window=closed))
     assert isinstance(found, Move)
     assert (found.to, find_stall(found.why).title) == (S.STALLED, "The window has no further opening")
 
 
-def test_runbook_of_what_the_worker_stalls_by_itself_has_entries() -> None:
+def test_runbook_has_entries_for_stalls_of_the_worker() -> None:
     assert find_stall(ForeignWriterError("a/path", 3).detail).title == ("The secret backend holds an unknown version")
     assert find_stall("the secret backend denies access: no").title == "The secret backend denies access"
     assert find_stall("a step kept failing: permission denied").title == "A step kept failing"
-    assert find_stall("something that nobody foresaw") is UNKNOWN
+    assert find_stall("something unforeseen") is UNKNOWN
 
 
-@pytest.mark.parametrize("said", sorted(set(waits_in_the_code())))
-def test_runbook_of_everything_that_is_waited_for_has_an_entry(said: str) -> None:
-    assert said.startswith(OF_ITSELF) or find_wait(said, is_failing=True) is not None
+@pytest.mark.parametrize("waiting_for", sorted(set(waits_in_the_code())))
+def test_runbook_has_an_entry_for_every_wait(waiting_for: str) -> None:
+    assert waiting_for.startswith(OF_ITSELF) or find_wait(waiting_for, is_failing=True) is not None
 
 
 @pytest.mark.parametrize("state", [S.OVERLAP, S.ROLLING_BACK])
-def test_runbook_of_a_key_that_is_not_taken_up_has_an_entry(state: RotationState) -> None:
+def test_runbook_has_an_entry_for_an_unused_key(state: RotationState) -> None:
     key, later = used(1, 1, NOW - 2 * QUIET), NOW - QUIET / 2
     old, new = (used(1, 1, later), ACTIVE) if state is S.OVERLAP else (key, used(1, 1, later))
     found = step(state, written_back_at=NOW - 3 * QUIET, observed_through=NOW, predecessor=old, replacement=new)
@@ -97,10 +97,10 @@ def test_runbook_of_a_key_that_is_not_taken_up_has_an_entry(state: RotationState
     assert entry.title == "The key that stays was not used last"
 
 
-def test_runbook_of_a_side_effect_speaks_only_once_a_try_failed() -> None:
-    said = "the secret backend to hold the replacement"
-    assert find_wait(said, is_failing=False) is None
-    entry = find_wait(said, is_failing=True)
+def test_runbook_of_a_side_effect_applies_only_after_a_failure() -> None:
+    waiting_for = "the secret backend to hold the replacement"
+    assert find_wait(waiting_for, is_failing=False) is None
+    entry = find_wait(waiting_for, is_failing=True)
     assert entry is not None
     assert entry.title == "A step that needs the secret backend fails"
 
@@ -108,8 +108,8 @@ def test_runbook_of_a_side_effect_speaks_only_once_a_try_failed() -> None:
 CASES = [Case(*case) for case in itertools.product(Delivery, KeyKind, [True, False])]
 
 
-def untrue_words(case: Case) -> Iterator[str]:
-    """What nobody may be told of such a rotation."""
+def untrue_texts(case: Case) -> Iterator[str]:
+    """Yield the statements that are untrue for such a rotation."""
     if not case.has_old_key:
         yield from ("both keys verify", "both keys stay", "old key stays", "the old key verifies", "roll back")
         yield from ("rolls back",)
@@ -128,14 +128,14 @@ _OWN_WORDS = {Delivery.SHOW_ONCE: "shown once", Delivery.SEALED: "sealed to"}
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("entry", [*STALLS, UNKNOWN, *WAITS], ids=lambda entry: entry.title)
-def test_runbook_entry_says_nothing_that_is_untrue_of_the_rotation(entry: RunbookEntry, case: Case) -> None:
-    """Advice for another delivery, or for a key that is still good, costs time that an emergency does not have."""
+def test_runbook_entry_is_true_for_the_rotation(entry: RunbookEntry, case: Case) -> None:
+    """Advice for another delivery, or for a key that is still good, costs time in an emergency."""
     if not case.has_old_key and entry in _WITH_OLD_KEY:
         return
     advice = fit_advice(entry, case)
-    told = " ".join((advice.happened, *advice.steps)).lower()
+    advice_text = " ".join((advice.happened, *advice.steps)).lower()
     assert advice.steps
-    assert [words for words in untrue_words(case) if words in told] == []
+    assert [phrase for phrase in untrue_texts(case) if phrase in advice_text] == []
 
 
 _NEEDS_THE_OLD_KEY = {
@@ -149,33 +149,35 @@ _NEEDS_THE_OLD_KEY = {
     "No verifier reports",
     "The old public key waits for its retirement date",
 }
-"""A rotation whose old key has ended comes to none of them: it has no deadline, no window, and is done by delivery."""
+"""Entries that never apply once the old key has ended: such a rotation has no deadline and no window and is proved by
+delivery.
+"""
 _WITH_OLD_KEY = [entry for entry in (*STALLS, *WAITS) if entry.title in _NEEDS_THE_OLD_KEY]
 
 
 @pytest.mark.parametrize(
-    ("delivery", "words"),
+    ("delivery", "phrase"),
     [
         (Delivery.SECRET_BACKEND, "waits in the secret backend"),
         (Delivery.SHOW_ONCE, "shown once"),
         (Delivery.SEALED, "sealed to"),
     ],
 )
-def test_runbook_of_a_replacement_that_is_not_taken_up_says_where_it_is(delivery: Delivery, words: str) -> None:
+def test_runbook_of_an_unused_replacement_names_its_place(delivery: Delivery, phrase: str) -> None:
     entry = find_wait("traffic on the replacement: 0 of 5", is_failing=False)
     assert entry is not None
     advice = fit_advice(entry, Case(delivery, KeyKind.PRIVATE, has_old_key=True))
-    assert words in " ".join((advice.happened, *advice.steps))
+    assert phrase in " ".join((advice.happened, *advice.steps))
 
 
-def test_runbook_of_a_public_key_that_waits_for_a_word_says_where_it_is() -> None:
+def test_runbook_of_an_unconfirmed_public_key_names_its_place() -> None:
     entry = find_wait("an operator to confirm", is_failing=False)
     assert entry is not None
-    told = fit_advice(entry, Case(Delivery.SECRET_BACKEND, KeyKind.PUBLIC, has_old_key=True))
-    assert "own page, where it is shown as often" in told.happened
+    advice_text = fit_advice(entry, Case(Delivery.SECRET_BACKEND, KeyKind.PUBLIC, has_old_key=True))
+    assert "own page, where it is shown as often" in advice_text.happened
 
 
-def test_runbook_entry_says_what_to_do() -> None:
+def test_runbook_entry_has_an_instruction() -> None:
     titles = [entry.title for entry in (*STALLS, *WAITS)]
     assert len(set(titles)) == len(titles)
     for entry in (*STALLS, UNKNOWN, *WAITS):
@@ -184,7 +186,7 @@ def test_runbook_entry_says_what_to_do() -> None:
         assert all(text.endswith(".") for text in (advice.happened, *advice.steps))
 
 
-def test_runbook_of_every_stall_names_what_mends_it_and_what_ends_it() -> None:
+def test_runbook_of_every_stall_names_a_remedy_and_an_end() -> None:
     for entry in (*STALLS, UNKNOWN):
         assert {Remedy.RESUME, Remedy.EXTEND, Remedy.REQUEST_AGAIN} & set(entry.remedies)
         assert {Remedy.ABORT, Remedy.ROLL_BACK} & set(entry.remedies)

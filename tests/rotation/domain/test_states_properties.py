@@ -1,4 +1,4 @@
-"""What no set of facts makes of a rotation: the invariants of `next_step`, over facts that no engine gathers too."""
+"""Invariants of `next_step` over random facts, including facts that no engine gathers."""
 
 from dataclasses import fields, replace
 from datetime import datetime
@@ -17,7 +17,7 @@ moments = st.sampled_from(
 )
 key_facts = st.builds(
     KeyFacts,
-    # A replacement is activated in the transaction that makes it: nobody ever sees one in pre-activation.
+    # A replacement is activated in the transaction that creates it, so it never appears in pre-activation.
     state=st.sampled_from([K.ACTIVE] * 3 + [K.SUSPENDED] * 2 + sorted(DEAD_STATES)),
     is_expired=st.sampled_from([False, False, False, True]),
     count=st.sampled_from([0, 4, 5, 10**6]),
@@ -74,15 +74,15 @@ any_facts = st.builds(
 many = settings(max_examples=250)
 
 
-def test_properties_draw_every_fact() -> None:
-    """A new fact cannot be added to the machine without being added to the random ones here."""
+def test_random_facts_include_every_fact() -> None:
+    """A new fact of the machine must be added to the random facts here."""
     assert {field.name for field in fields(Facts)} == {"state", "stalled_from", *KNOWN}
 
 
 @many
 @given(any_facts, moments)
-def test_step_of_any_facts_is_a_way_of_the_table(known: Facts, now: datetime) -> None:
-    """Every move that can be said is in TRANSITIONS, so that the engine never refuses its own next step."""
+def test_step_of_any_facts_is_a_permitted_transition(known: Facts, now: datetime) -> None:
+    """Every possible move is in TRANSITIONS, so the engine never refuses its own next step."""
     found = next_step(known, now)
     if isinstance(found, Move):
         assert found.to in TRANSITIONS[known.state]
@@ -96,8 +96,8 @@ def test_step_of_any_facts_is_a_way_of_the_table(known: Facts, now: datetime) ->
 
 @many
 @given(any_facts, moments)
-def test_step_takes_a_key_away_only_from_one_that_has_another_good_one(known: Facts, now: datetime) -> None:
-    """Invariant 1: into quarantine, into revoking and out of a roll-back, the key that stays is active, not expired."""
+def test_step_retires_a_key_only_beside_another_good_one(known: Facts, now: datetime) -> None:
+    """Entering quarantine, revoking and the end of a rollback all require another active, unexpired key."""
     found = next_step(known, now)
     if not isinstance(found, Move) or found.event not in {None, Event.DEADLINE}:
         return
@@ -110,8 +110,8 @@ def test_step_takes_a_key_away_only_from_one_that_has_another_good_one(known: Fa
 
 @many
 @given(any_facts, moments)
-def test_step_revokes_only_what_was_seen_to_be_left_alone(known: Facts, now: datetime) -> None:
-    """Without a watermark that covers the whole period nothing private goes into quarantine, and nothing is revoked."""
+def test_step_revokes_only_after_observed_silence(known: Facts, now: datetime) -> None:
+    """Without a watermark over the whole period no private key enters quarantine and none is revoked."""
     found = next_step(known, now)
     if not isinstance(found, Move) or found.event is not None:
         return
@@ -130,9 +130,10 @@ def test_step_revokes_only_what_was_seen_to_be_left_alone(known: Facts, now: dat
 
 @many
 @given(any_facts, moments, moments)
-def test_step_time_alone_never_takes_a_key_away(known: Facts, now: datetime, later: datetime) -> None:
-    """Invariant 4. With the same evidence, no clock leads where another does not, but to a stall at the deadline; or
-    by a date that people approved: a deadline whose plan revokes, and a public key's retirement."""
+def test_step_time_alone_never_retires_a_key(known: Facts, now: datetime, later: datetime) -> None:
+    """With the same evidence, time only leads to a stall at the deadline, or to an approved date: a deadline with a
+    revoking plan, or a public key's retirement.
+    """
     by_date = known.plan.at_deadline is AtDeadline.REVOKE or known.kind is KeyKind.PUBLIC
     for state in (S.OVERLAP, S.QUARANTINE, S.ROLLING_BACK):
         steps = [next_step(replace(known, state=state), clock) for clock in (now, later)]
@@ -156,8 +157,8 @@ def test_step_reinstates_at_most_once_and_never_a_public_or_a_dead_key(known: Fa
 
 @many
 @given(any_facts, moments)
-def test_step_of_a_dead_replacement_never_goes_on(known: Facts, now: datetime) -> None:
-    """With the replacement dead, the rotation ends or stands still; nothing is delivered, proved or retired for it."""
+def test_step_with_a_dead_replacement_never_continues(known: Facts, now: datetime) -> None:
+    """With a dead replacement the rotation ends or stands still; nothing is delivered, proved or retired for it."""
     if known.replacement is None or not known.replacement.is_dead or known.state is S.STALLED:
         return
     found = next_step(known, now)
@@ -176,14 +177,14 @@ def test_step_of_a_closed_rotation_is_none(known: Facts, now: datetime) -> None:
 
 
 @given(any_facts, moments)
-def test_step_is_a_function_of_the_facts(known: Facts, now: datetime) -> None:
-    """Two workers that know the same do the same."""
+def test_step_is_deterministic(known: Facts, now: datetime) -> None:
+    """Two workers with the same facts take the same step."""
     again = replace(known, predecessor=replace(known.predecessor), plan=replace(known.plan))
     assert next_step(known, now) == next_step(again, now)
 
 
 @given(st.sampled_from(Proof), st.lists(moments, max_size=15))
-def test_step_without_evidence_keeps_both_keys_however_the_clock_jumps(proof: Proof, clocks: list[datetime]) -> None:
+def test_step_without_evidence_keeps_both_keys_at_any_time(proof: Proof, clocks: list[datetime]) -> None:
     for state in (S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE):
         for now in clocks:
             found = next_step(facts(state, plan=replace(PLAN, proof=proof)), now)

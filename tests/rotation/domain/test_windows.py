@@ -1,4 +1,4 @@
-"""Windows: the next opening is exact, through changes of the clock and past midnight, and None where there is none."""
+"""Windows: the next opening is exact across clock changes and midnight, and None where there is none."""
 
 from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
@@ -25,8 +25,8 @@ ZONES = [
     "America/New_York",
     "America/St_Johns",
     "Asia/Kolkata",
-    "Australia/Lord_Howe",  # its clock is changed by half an hour
-    "Africa/Casablanca",  # changed four times a year, around Ramadan
+    "Australia/Lord_Howe",  # its clock changes by half an hour
+    "Africa/Casablanca",  # changes four times a year, around Ramadan
     "Pacific/Apia",
 ]
 MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)
@@ -45,7 +45,7 @@ def at(text: str) -> datetime:
 
 
 def is_open(window: Window, moment: datetime) -> bool:
-    """Straight from the promise: some day of the window has a stretch that the clock on the wall is in."""
+    """Directly from the definition: local time lies in a range of one of the window's days."""
     if any(each.begins_at <= moment < each.ends_at for each in window.blackouts):
         return False
     if not window.weekdays:
@@ -82,13 +82,13 @@ windows = st.builds(
 ).filter(lambda window: window.opens != window.closes)
 
 SCANNED = 8 * 24 * 60
-"""Minutes: a week, and a day for what a change of the clock skips."""
+"""Minutes of a week, plus a day for hours that a clock change skips."""
 
 
 @given(windows, moments)
 @example(Window(BERLIN, tuple(range(7)), 150, 240), at("2026-03-29T00:00:00+00:00"))
 @example(Window(BERLIN, tuple(range(7)), 135, 165), at("2026-10-25T00:45:00+00:00"))
-def test_next_opening_is_what_a_scan_minute_by_minute_finds(window: Window, after: datetime) -> None:
+def test_next_opening_equals_a_scan_by_minute(window: Window, after: datetime) -> None:
     found = window.next_opening(after)
     scanned = next((after + n * MINUTE for n in range(SCANNED) if is_open(window, after + n * MINUTE)), None)
     if scanned is None:
@@ -99,7 +99,7 @@ def test_next_opening_is_what_a_scan_minute_by_minute_finds(window: Window, afte
 
 @given(windows, moments, st.integers(0, 59_999_999))
 def test_next_opening_within_a_minute_is_exact(window: Window, minute: datetime, microseconds: int) -> None:
-    """Openings are on whole minutes: nothing is rounded, neither up nor down."""
+    """Openings are on whole minutes and never rounded."""
     after = minute + timedelta(microseconds=microseconds)
     found = window.next_opening(after)
     if is_open(window, after):
@@ -118,7 +118,7 @@ def test_next_opening_of_an_opening_is_itself(window: Window, after: datetime) -
 
 
 @given(windows)
-def test_window_as_json_and_back_is_the_same(window: Window) -> None:
+def test_window_round_trips_through_json(window: Window) -> None:
     if not window.weekdays:
         window = Window(window.time_zone, blackouts=window.blackouts)
     assert Window.from_json(window.as_json()) == window
@@ -127,20 +127,20 @@ def test_window_as_json_and_back_is_the_same(window: Window) -> None:
 @pytest.mark.parametrize(
     ("window", "after", "opens_at"),
     [
-        # In the night in which the hour from 2 to 3 does not exist, 02:30 to 04:00 opens at 3.
+        # On the night without the hour from 2 to 3, 02:30 to 04:00 opens at 3.
         (Window(BERLIN, (6,), 150, 240), "2026-03-29T00:59:59+00:00", "2026-03-29T01:00:00+00:00"),
-        # What lies in the hour that is skipped does not open that night.
+        # A range within the skipped hour does not open that night.
         (Window(BERLIN, (6,), 135, 165), "2026-03-29T00:00:00+00:00", "2026-04-05T00:15:00+00:00"),
-        # The hour from 2 to 3 comes twice.
+        # The hour from 2 to 3 occurs twice.
         (Window(BERLIN, (6,), 135, 165), "2026-10-25T00:45:00+00:00", "2026-10-25T01:15:00+00:00"),
         (Window(BERLIN, (6,), 135, 165), "2026-10-25T01:45:00+00:00", "2026-11-01T01:15:00+00:00"),
-        # Saturday from 22 to 4 belongs to Saturday, past midnight too.
+        # Saturday 22 to 4 belongs to Saturday, past midnight too.
         (Window("UTC", (5,), 1320, 240), "2026-11-22T03:59:59+00:00", "2026-11-22T03:59:59+00:00"),
         (Window("UTC", (5,), 1320, 240), "2026-11-22T04:00:00+00:00", "2026-11-28T22:00:00+00:00"),
         (Window("UTC", (5,), 1320, 240), "2026-11-21T03:00:00+00:00", "2026-11-21T22:00:00+00:00"),
-        # Monday there begins on Sunday here.
+        # Monday there begins on Sunday in UTC.
         (Window("Asia/Kolkata", (0,)), "2026-11-22T12:00:00+00:00", "2026-11-22T18:30:00+00:00"),
-        # The end of a blackout is open again, and its begin is not.
+        # The end of a blackout is open again; its begin is not.
         (
             Window(blackouts=(Blackout(at("2026-12-20T00:00:00+00:00"), at("2027-01-07T00:00:00+00:00")),)),
             "2026-12-20T00:00:00+00:00",
@@ -148,7 +148,7 @@ def test_window_as_json_and_back_is_the_same(window: Window) -> None:
         ),
     ],
 )
-def test_next_opening_through_changes_and_midnight_is_when_the_wall_says(
+def test_next_opening_across_clock_changes_and_midnight_follows_local_time(
     window: Window, after: str, opens_at: str
 ) -> None:
     assert window.next_opening(at(after)) == at(opens_at)
@@ -167,7 +167,7 @@ def test_next_opening_in_two_years_of_blackout_is_none() -> None:
     assert closed.next_opening(now + 2 * MINUTE) == now + LOOK_AHEAD + MINUTE
 
 
-def test_next_opening_that_every_blackout_meets_is_none() -> None:
+def test_next_opening_always_in_a_blackout_is_none() -> None:
     """Mondays from 2 to 4, with a blackout on every Monday."""
     now = at("2026-11-21T12:00:00+00:00")
     monday = at("2026-11-23T00:00:00+00:00")
@@ -207,7 +207,7 @@ def test_next_opening_that_every_blackout_meets_is_none() -> None:
         ({"time_zone": "UTC", "blackouts": [1]}, "/blackouts/0"),
     ],
 )
-def test_from_json_of_what_cannot_be_meant_says_where(values: object, pointer: str) -> None:
+def test_from_json_with_invalid_values_names_the_field(values: object, pointer: str) -> None:
     with pytest.raises(RequestInvalidError) as refused:
         Window.from_json(values)  # type: ignore[arg-type]  # what a client can send
     assert pointer in {fault.pointer for fault in refused.value.faults}
@@ -226,13 +226,13 @@ def test_from_json_of_what_cannot_be_meant_says_where(values: object, pointer: s
         ({"begins_at": "2026-12-20T00:00:00Z", "ends_at": "2026-12-21T00:00:00Z", "why": "a\0b"}, "/0/why"),
     ],
 )
-def test_blackouts_that_cannot_be_meant_say_where(period: object, pointer: str) -> None:
+def test_blackouts_with_invalid_values_name_the_field(period: object, pointer: str) -> None:
     with pytest.raises(RequestInvalidError) as refused:
         read_blackouts([period])
     assert pointer in {fault.pointer for fault in refused.value.faults}
 
 
-def test_blackouts_more_than_anybody_needs_are_refused() -> None:
+def test_blackouts_above_the_maximum_number_are_refused() -> None:
     period = {"begins_at": "2026-12-20T00:00:00Z", "ends_at": "2026-12-21T00:00:00Z"}
     assert len(read_blackouts([period] * MAX_BLACKOUTS)) == MAX_BLACKOUTS
     with pytest.raises(RequestInvalidError):
@@ -264,5 +264,5 @@ def test_from_json_names_each_fault() -> None:
 
 
 @given(st.integers(0, 24 * 60))
-def test_clock_as_text_and_back_is_the_same(minutes: int) -> None:
+def test_clock_time_round_trips_as_text(minutes: int) -> None:
     assert read_clock(clock_text(minutes)) == minutes

@@ -1,5 +1,5 @@
-"""Random event sequences against the real services: worker steps, deaths, people's acts, use, time, a failing backend.
+"""Random event sequences against the real services: worker steps and deaths, operators, use, time, a failing backend.
 
-`python -m tests.rotation.machine --sequences 10000 --seed 1` is the long one; `tests/rotation/test_machine.py` runs a
-share of it. The invariants are those of ROTATION.md, looked at after every step by `watching.Watcher`.
+`python -m tests.rotation.machine --sequences 10000 --seed 1` is the long run; `tests/rotation/test_machine.py` runs a
+share of it. `watching.Watcher` checks the invariants after every step.
 """

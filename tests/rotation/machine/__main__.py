@@ -1,9 +1,9 @@
-"""Random event sequences against the engine, as many as one has time for.
+"""Random event sequences against the engine, in any number.
 
     python -m tests.rotation.machine --sequences 10000 --seed 1 --processes 2
 
-Prints what was played and what came of it, and each violation with the steps that led to it; 1 when there is one.
-Every process has a database of its own, which is migrated first. The same seed plays the same sequences.
+Prints the sequences played, their results, and each violation with the steps that led to it; exits with 1 on a
+violation. Every process migrates its own database first. The same seed plays the same sequences.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _SEQUENCES_OF_A_SHARE = 250
 
 @dataclass(frozen=True)
 class Order:
-    """What one process plays: every `of`-th share, beginning with the number `part`."""
+    """What one process plays: every `of`-th share, beginning with number `part`."""
 
     sequences: int
     seed: int
@@ -61,12 +61,12 @@ def _answers(orders: list[Order]) -> list[str]:
     ]
     answers = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
-        raise SystemExit("a process did not come to its end; see above")
+        raise SystemExit("a process did not finish; see above")
     return answers
 
 
 def _played(order: Order) -> dict[str, object]:
-    """Lays a database and plays; nothing is imported that needs one before."""
+    """Create a database and play; nothing that needs a database is imported earlier."""
     environment.lay()
     import django
 
@@ -116,7 +116,7 @@ def _report(found: list[dict[str, object]], seed: int, seconds: float) -> int:
 
 
 def _say(text: str) -> None:
-    print(text)  # noqa: T201  the command's answer
+    print(text)  # noqa: T201  the command's output
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A secret backend in memory that fails as servers do: away, refusing, answers lost, writes that come late."""
+"""An in-memory secret backend that fails as servers do: unavailable, denying, losing replies, delaying writes."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Fault(StrEnum):
-    """What becomes of one call. `lost`: done, and the answer lost. `late`: a write that is done some calls later."""
+    """The effect on one call. `lost`: executed, and the reply lost. `late`: a write that executes some calls later."""
 
     UNAVAILABLE = "unavailable"
     LOST = "lost"
@@ -44,8 +44,11 @@ class _Version:
 
 @dataclass
 class MemoryBackend:
-    """`faults`: of the next calls, one each. `late`: writes under way. `on_call` is told before and after each call
-    that could alter something; it may raise. `delivered`: ids of keys that a reader could have found here."""
+    """An in-memory backend with injected faults.
+
+    `faults`: for the next calls, one each. `late`: pending writes. `on_call` is called before and after each call that
+    could change something; it may raise. `delivered`: ids of keys that a reader could have read here.
+    """
 
     versions_at: dict[Place, tuple[_Version, ...]] = field(default_factory=dict)
     is_down: bool = False
@@ -63,22 +66,22 @@ class MemoryBackend:
         again.delivered, again.arrived_late = set(self.delivered), set(self.arrived_late)
         return again
 
-    def become(self, other: "MemoryBackend") -> None:
-        """As the other one is now; whoever holds this object goes on with it."""
+    def restore_from(self, other: "MemoryBackend") -> None:
+        """Take over the other backend's state in place."""
         self.__dict__.update(other.copied().__dict__)
 
-    def heal(self) -> None:
+    def clear_faults(self) -> None:
         self.is_down = False
         self.faults.clear()
         self._arrive()
 
     def newest(self, mount: Mount, path: str) -> _Version | None:
-        """What the merchant reads now, if it is live."""
+        """Return the version that the merchant reads now, if it is live."""
         versions = self.versions_at.get((mount, path), ())
         return versions[-1] if versions else None
 
     def state_of(self, mount: Mount, path: str, number: int | None) -> VersionState | None:
-        """Of one version; None: there is none."""
+        """Return the state of one version; None: it does not exist."""
         found = (each.state for each in self.versions_at.get((mount, path), ()) if each.number == number)
         return next(found, None)
 
@@ -90,7 +93,7 @@ class MemoryBackend:
         def write() -> int:
             versions = self.versions_at.get((mount, path), ())
             if (versions[-1].number if versions else 0) != expected_version:
-                raise BackendConflictError("Somebody else wrote.")
+                raise BackendConflictError("Another writer was faster.")
             self.versions_at[mount, path] = (*versions, _Version(expected_version + 1, secret, dict(labels)))
             self.delivered.add(labels.get("key_id", ""))
             return expected_version + 1
@@ -116,12 +119,12 @@ class MemoryBackend:
         self._called("soft_delete", mount, lambda: self._mark(mount, path, version, VersionState.DELETED))
 
     def undelete(self, mount: Mount, path: str, version: int) -> None:
-        def bring_back() -> None:
+        def restore() -> None:
             self._mark(mount, path, version, VersionState.LIVE)
             if self.state_of(mount, path, version) is not VersionState.LIVE:
                 raise BackendMissingError("The version was destroyed.")
 
-        self._called("undelete", mount, bring_back)
+        self._called("undelete", mount, restore)
 
     def destroy(self, mount: Mount, path: str, version: int) -> None:
         self._called("destroy", mount, lambda: self._mark(mount, path, version, VersionState.DESTROYED))
@@ -142,7 +145,7 @@ class MemoryBackend:
     def health(self) -> Health:
         return Health(ready=not self.is_down, detail="down" if self.is_down else "ready")
 
-    # --- how it fails -------------------------------------------------------------------------------------------
+    # --- injected faults ----------------------------------------------------------------------------------------
 
     def _called(self, name: str, mount: Mount, act: Callable[[], T], late: Callable[[], None] | None = None) -> T:
         if mount is Mount.PEPPERS:
@@ -156,7 +159,7 @@ class MemoryBackend:
         if fault is Fault.LATE and late is not None:
             self.late.append(late)
         if fault is Fault.DENIED:
-            raise BackendDeniedError("The backend refuses us.")
+            raise BackendDeniedError("The backend denies access.")
         if fault in {Fault.UNAVAILABLE, Fault.LATE}:
             raise BackendUnavailableError("No answer.")
         answer = act()
@@ -165,11 +168,11 @@ class MemoryBackend:
         if self.on_call is not None:
             self.on_call(name)
         if fault is Fault.LOST:
-            raise BackendUnavailableError("The answer was lost.")
+            raise BackendUnavailableError("The reply was lost.")
         return answer
 
     def _arrive(self) -> None:
-        """What was late comes after the next call that was answered: whoever read back did not see it."""
+        """A delayed write executes after the next answered call, so a read-back does not find it."""
         late, self.late = self.late, []
         for write in late:
             write()

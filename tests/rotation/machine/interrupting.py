@@ -1,7 +1,7 @@
-"""What happens in the middle of a step: a worker is killed there, or somebody else acts between its transactions.
+"""Interruptions within a step: the worker is killed, or another actor runs between its transactions.
 
-Events are counted: each statement to the database, and each call to the secret backend before and after it. The whole
-sequence stands in one transaction that is rolled back; a transaction of the services is a savepoint in it.
+Events are counted: each database statement, and each call to the secret backend before and after it. The whole sequence
+runs in one transaction that is rolled back; a transaction of the services is a savepoint in it.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +14,15 @@ from tests.rotation.machine.backend import MemoryBackend
 
 
 class KilledError(BaseException):
-    """Nothing catches it, as nothing catches SIGKILL."""
+    """Not caught anywhere, like SIGKILL."""
 
 
 class DisruptedError(Exception):
-    """The database did not take a statement."""
+    """The database refused a statement."""
 
 
 class Interruption:
-    """At the event number `at` (from 1): kill, or `act` as soon as no transaction is open, or refuse a statement."""
+    """At event number `at` (from 1): kill, run `act` as soon as no transaction is open, or refuse a statement."""
 
     def __init__(self, at: int, act: Callable[[], None] | None = None, *, refuses: str = "") -> None:
         self.at, self.act, self.refuses = at, act, refuses
@@ -31,7 +31,7 @@ class Interruption:
         self._depth = 0
 
     def __call__(self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
-        # At a savepoint a transaction has begun for the services and not yet for the database: nobody comes between.
+        # At a savepoint the services have started a transaction, but the database has not: nothing can run in between.
         if sql.startswith(("SAVEPOINT", "RELEASE", "ROLLBACK")) or self._is_acting:
             return execute(sql, params, many, context)
         if self.refuses and self.refuses in sql and not self.has_happened:
@@ -60,7 +60,7 @@ class Interruption:
 
     @contextmanager
     def under_way(self, backend: MemoryBackend) -> Iterator[None]:
-        """A killed step ends here, with what it had committed."""
+        """End a killed step here, with what it had committed."""
         self._depth = len(connection.savepoint_ids)
         before, backend.on_call = backend.on_call, self._called(backend.on_call)
         try:

@@ -1,4 +1,4 @@
-"""Many sequences: each plan, from each scene, so many."""
+"""Play a number of sequences for each plan from each scene."""
 
 from collections.abc import Iterator
 
@@ -13,18 +13,18 @@ from tests.rotation.machine.world import Variant
 STEPS = 6
 
 SCENES = 6
-"""That each plan is played from: four on the way forward, two on the way back."""
+"""The scenes from which each plan is played: four forward, two in a rollback."""
 
 
 def shares() -> Iterator[tuple[Variant, int]]:
-    """What is played by itself: a plan, and one of the two ways."""
+    """Yield the independent shares: a plan and one of its two paths."""
     for variant in VARIANTS:
         for chain in range(len(CHAINS)):
             yield variant, chain
 
 
 def play_share(variant: Variant, chain: int, each: int, seed_: int, *, thorough_every: int = 10) -> Tally:
-    """`each` sequences from each scene of the way. In a transaction of its own that is rolled back."""
+    """Play `each` sequences from each scene of the path, in a transaction that is rolled back."""
     tally = Tally()
     with transaction.atomic(), stage() as backend:
         for number, scene in enumerate(play(backend, variant, chain)):

@@ -1,4 +1,4 @@
-"""The Hypothesis state machine: what may happen next to the world, in any order."""
+"""The Hypothesis state machine: what may happen to the world next, in any order."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -13,23 +13,23 @@ from tests.rotation.machine.backend import Fault
 from tests.rotation.machine.interrupting import Interruption
 from tests.rotation.machine.scenes import Scene
 from tests.rotation.machine.watching import ViolationError
-from tests.rotation.machine.world import KNOWN, PEOPLE, PERIOD, STRANGER, World
+from tests.rotation.machine.world import KNOWN, PEOPLE, PERIOD, UNKNOWN, World
 
 S = RotationState
 DAY = 86_400
 
 points = st.one_of(st.integers(1, 25), st.integers(1, 90))
-"""Of a worker's step at most so many events are met; a step of one transition has about fifty."""
+"""Number of events of a worker's step at which an interruption may occur; a step of one transition has about fifty."""
 
 acts = st.sampled_from(sorted(PEOPLE))
 OVERTAKING = ("worker", "worker", "abort", "revoke replacement")
 which = st.sampled_from([0, 1])
 verifiers = st.sampled_from([0, 1])
-sources = st.sampled_from([*KNOWN, STRANGER])
+sources = st.sampled_from([*KNOWN, UNKNOWN])
 
 
 class Tally:
-    """What many sequences came to."""
+    """The totals of many sequences."""
 
     def __init__(self) -> None:
         self.sequences = self.steps = 0
@@ -44,7 +44,7 @@ class Tally:
 
 
 class Rotating(RuleBasedStateMachine):
-    """One sequence. `scene` and `tally` are set on a subclass by `machine_of`."""
+    """One sequence. `machine_of` sets `scene` and `tally` on a subclass."""
 
     scene: ClassVar[Scene]
     tally: ClassVar[Tally]
@@ -54,13 +54,13 @@ class Rotating(RuleBasedStateMachine):
         super().__init__()
         scene = self.scene
         transaction.savepoint_rollback(scene.savepoint)
-        scene.world.backend.become(scene.backend)
+        scene.world.backend.restore_from(scene.backend)
         self.world = scene.world.copied()
         self.has_failed = False
         self.tally.sequences += 1
 
     def step(self, name: str, act: Any) -> None:
-        """One step, which leaves no transaction open; what does not hold is a violation, and ends the sequence."""
+        """Run one step, which must leave no transaction open; a violation ends the sequence."""
         if self.has_failed:
             return
         world = self.world
@@ -71,7 +71,7 @@ class Rotating(RuleBasedStateMachine):
         try:
             act()
             world.watcher.require(len(connection.savepoint_ids) == depth, "a transaction was left open")
-        except (Exception, ViolationError) as error:  # noqa: BLE001  whatever it is, it is told, and ends the sequence
+        except (Exception, ViolationError) as error:  # noqa: BLE001  any error is recorded and ends the sequence
             self.has_failed = True
             kind = "" if isinstance(error, ViolationError) else f"{type(error).__name__}: "
             self.tally.violations.append(
@@ -96,13 +96,13 @@ class Rotating(RuleBasedStateMachine):
         def act() -> None:
             self.world.pass_time(seconds)
             self.world.engine(self.world.work)
-            self.world.watcher.require_given_back()
+            self.world.watcher.require_predecessor_reinstated()
 
         self.step(f"worker: after {seconds} s", act)
 
     @rule()
     def worker_twice(self) -> None:
-        """A duplicated or reordered message: the second one finds nothing to do, unless the first one failed."""
+        """A duplicated or reordered message: the second run does nothing unless the first one failed."""
 
         def act() -> None:
             world = self.world
@@ -125,7 +125,7 @@ class Rotating(RuleBasedStateMachine):
 
     @rule(at=points, other=acts)
     def worker_meets(self, at: int, other: str) -> None:
-        """Somebody acts between two transactions of the worker."""
+        """Another actor runs between two transactions of the worker."""
 
         def act() -> None:
             world = self.world
@@ -137,7 +137,7 @@ class Rotating(RuleBasedStateMachine):
 
     @rule(at=points, by=st.sampled_from(OVERTAKING))
     def worker_is_overtaken(self, at: int, by: str) -> None:
-        """It sleeps until its lease is over, and another worker, or a person, goes on meanwhile."""
+        """The worker sleeps past its lease, and another worker or an operator acts meanwhile."""
 
         def act() -> None:
             world = self.world
@@ -147,7 +147,7 @@ class Rotating(RuleBasedStateMachine):
                 world.pass_time(16)
                 if by == "worker":
                     world.work()
-                    world.watcher.look("engine")
+                    world.watcher.check("engine")
                 else:
                     world.meanwhile(lambda: PEOPLE[by](world))()
 
@@ -157,7 +157,7 @@ class Rotating(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.state is S.QUARANTINE)
     @rule(how=st.sampled_from([World.revoke, World.compromise, World.suspend]))
-    def replacement_ends_in_the_dark(self, how: Any) -> None:
+    def replacement_ends_during_an_outage(self, how: Any) -> None:
         """The predecessor is good again with the next turn, though the backend is down."""
 
         def act() -> None:
@@ -166,13 +166,13 @@ class Rotating(RuleBasedStateMachine):
             world.people_do(lambda: how(world, 1))
             world.pass_time(3)
             world.engine(world.work)
-            world.watcher.require_given_back()
+            world.watcher.require_predecessor_reinstated()
 
-        self.step(f"replacement ends in the dark: {how.__name__}", act)
+        self.step(f"replacement ends during an outage: {how.__name__}", act)
 
     @rule()
     def log_refuses(self) -> None:
-        """7: what cannot be recorded does not happen."""
+        """7: an unrecorded change does not happen."""
 
         def act() -> None:
             self.world.pass_time(3)
@@ -181,13 +181,13 @@ class Rotating(RuleBasedStateMachine):
         self.step("audit log refuses", act)
 
     @rule(dies_at=st.one_of(st.none(), points))
-    def upkeep(self, dies_at: int | None) -> None:
+    def maintenance(self, dies_at: int | None) -> None:
         def act() -> None:
             with nullcontext() if dies_at is None else Interruption(dies_at).under_way(self.world.backend):
                 self.world.sweep()
-            self.world.watcher.look("people")
+            self.world.watcher.check("people")
 
-        self.step("upkeep" if dies_at is None else f"upkeep dies: at {dies_at}", act)
+        self.step("maintenance" if dies_at is None else f"maintenance dies: at {dies_at}", act)
 
     # --- people -------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""Where sequences begin: each plan taken along the way, by the real engine, and kept there by savepoints.
+"""The start of sequences: each plan taken along its path by the real engine and kept by savepoints.
 
-Savepoints are a stack: a chain of scenes is laid from the first to the last, and played from the last to the first.
+Savepoints form a stack: a chain of scenes is built from first to last and played from last to first.
 """
 
 import sys
@@ -57,7 +57,7 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Scene:
-    """The world as it is there, and the savepoint that keeps its rows."""
+    """The world at this point, and the savepoint that holds its rows."""
 
     name: str
     world: World
@@ -116,11 +116,11 @@ CHAINS: tuple[tuple[tuple[RotationState, Callable[[World], None]], ...], ...] = 
     ),
 )
 FIRST_OF_CHAIN = (0, 3)
-"""What the second chain shares with the first is played there."""
+"""Scenes that the second chain shares with the first are played there."""
 
 
 def _require_foreseen(*_: object, **__: object) -> None:
-    """In place of the engine's log of faults that nobody had thought of. A refused statement is one that we made."""
+    """Replace the engine's log of unforeseen faults. A refused statement is injected and expected."""
     error = sys.exc_info()[1]
     if not isinstance(error, DisruptedError):
         raise ViolationError(f"unforeseen: {type(error).__name__}: {error}") from error
@@ -128,9 +128,9 @@ def _require_foreseen(*_: object, **__: object) -> None:
 
 @contextmanager
 def stage() -> Iterator[MemoryBackend]:
-    """A secret backend in memory in place of the keystore, pauses without jitter, and no fault is only logged.
+    """Replace the keystore by an in-memory backend, remove jitter, and raise faults that are otherwise only logged.
 
-    Inside a transaction.
+    Run inside a transaction.
     """
     backend = MemoryBackend()
     with (
@@ -147,11 +147,11 @@ def stage() -> Iterator[MemoryBackend]:
 
 
 def play(backend: MemoryBackend, variant: Variant, chain: int) -> Iterator[Scene]:
-    """Each scene of a chain, the last one first; whoever plays one leaves the rows to us."""
+    """Yield each scene of a chain, the last one first; rows are restored after each."""
     whole = transaction.savepoint()
     kept = backend.copied()
     world = World(variant, backend)
-    world.lay()
+    world.create()
     scenes: list[Scene] = []
     for number, (state, way) in enumerate(CHAINS[chain]):
         way(world)
@@ -162,6 +162,6 @@ def play(backend: MemoryBackend, variant: Variant, chain: int) -> Iterator[Scene
     for scene in reversed(scenes):
         yield scene
         transaction.savepoint_rollback(scene.savepoint)
-    backend.become(kept)
+    backend.restore_from(kept)
     transaction.savepoint_rollback(whole)
     transaction.savepoint_commit(whole)

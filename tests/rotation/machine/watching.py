@@ -1,4 +1,4 @@
-"""The invariants of ROTATION.md, looked at after every step, from the rows, the audit log and the backend."""
+"""The invariants of a rotation, checked after every step against rows, audit log and backend."""
 
 import json
 from collections import Counter
@@ -39,11 +39,11 @@ IN_BACKEND = {
     Material.DELETED: VersionState.DELETED,
     Material.DESTROYED: VersionState.DESTROYED,
 }
-"""What becomes of a copy whose row says so; nothing else stays for long."""
+"""The backend state of a copy by its row's state; any other combination is temporary."""
 
 
 class ViolationError(BaseException):
-    """An invariant does not hold. Begins with its number."""
+    """A violated invariant; the text begins with its number."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RotationRow:
 
 
 class Watcher:
-    """Knows how everything was at the last look, and what has changed since."""
+    """Knows the state at the last check and what has changed since."""
 
     def __init__(self, world: "World") -> None:
         self.world = world
@@ -73,7 +73,7 @@ class Watcher:
         self.dead: set[str] = set()
         self.counts: Counter[str] = Counter()
 
-    def learn(self, other: "Watcher") -> None:
+    def take_over(self, other: "Watcher") -> None:
         self.keys, self.rotations = dict(other.keys), dict(other.rotations)
         self.last_entry, self.dead = other.last_entry, set(other.dead)
 
@@ -81,7 +81,7 @@ class Watcher:
         if not holds:
             raise ViolationError(what)
 
-    # --- reading ------------------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------
 
     def is_living(self, state: str) -> bool:
         return state in LIVING
@@ -99,10 +99,10 @@ class Watcher:
         retiring = 1 if row.state is S.ROLLING_BACK else 0
         return not (row.quarantined_at is not None and which == retiring)
 
-    # --- looking ------------------------------------------------------------------------------------------------
+    # --- checking -----------------------------------------------------------------------------------------------
 
-    def look(self, by: str) -> None:
-        """`by`: who has acted since the last look, the `engine` or `people`."""
+    def check(self, by: str) -> None:
+        """Check everything. `by`: who acted since the last check, `engine` or `people`."""
         world = self.world
         keys = {
             key_id: KeyRow(K(state), expires_at)
@@ -133,7 +133,7 @@ class Watcher:
             self.counts[event] += 1
         return entries
 
-    # --- what must hold -----------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------
 
     def _check_keys(self, keys: dict[str, KeyRow]) -> None:
         now = self.world.now
@@ -147,21 +147,21 @@ class Watcher:
         self.require(self.keys.keys() <= keys.keys(), "a key is gone")
 
     def _check_engine(self, keys: dict[str, KeyRow], entries: list[tuple[str, dict[str, Any]]]) -> None:
-        """Of what the engine alone has done since the last look, with the clock where it is."""
+        """Check the engine's own changes since the last check, at the current time."""
         delivered = self.world.backend.delivered
         self._check_each_transaction(keys, entries)
         for event, details in entries:
             if event == "key.burned":
                 key_id = details["key_id"]
                 held = key_id in delivered and key_id not in self.world.backend.arrived_late
-                self.require(not held, "6: a key was burned that the merchant could have read")
+                self.require(not held, "6: a discarded key was readable by the merchant")
             if event == "rotation.quarantine":
                 self._check_silence(details)
             if event == "rotation.revoking":
                 self._check_untried(details)
 
     def _check_each_transaction(self, keys: dict[str, KeyRow], entries: list[tuple[str, dict[str, Any]]]) -> None:
-        """1: not even between two transactions of one step. Each one's entries begin with a rotation's."""
+        """1: holds even between two transactions of one step. Each transaction's entries begin with a rotation's."""
         now, delivered = self.world.now, self.world.backend.delivered
         rows = {key_id: row for key_id, row in self.keys.items() if key_id in delivered}
         has_had_key = any(_is_good(row, now) for row in rows.values())
@@ -174,7 +174,7 @@ class Watcher:
             if event in STATE_AFTER and key_id in delivered:
                 rows[key_id] = KeyRow(STATE_AFTER[event], keys[key_id].expires_at)
         fits = all(keys[key_id].state is row.state for key_id, row in rows.items())
-        self.require(fits, "7: the entries tell of other states than the rows")
+        self.require(fits, "7: the entries name other states than the rows")
 
     def _check_recorded(
         self,
@@ -186,12 +186,14 @@ class Watcher:
         for key_id, row in keys.items():
             before = self.keys.get(key_id)
             changed = before is None or before.state is not row.state
-            self.require(not changed or key_id in named, f"7: a key became {row.state} and no entry says so")
-        told = {details.get("rotation_id") for event, details in entries if event.startswith("rotation.")}
+            self.require(not changed or key_id in named, f"7: a key became {row.state} without an audit entry")
+        recorded_ids = {details.get("rotation_id") for event, details in entries if event.startswith("rotation.")}
         for rotation_id, rotation in rotations.items():
             known = self.rotations.get(rotation_id)
             changed = known is None or known.version != rotation.version
-            self.require(not changed or rotation_id in told, f"7: a rotation became {rotation.state} unrecorded")
+            self.require(
+                not changed or rotation_id in recorded_ids, f"7: a rotation became {rotation.state} unrecorded"
+            )
             self.require(known is None or known.version <= rotation.version, "2: a version went back")
             is_reopened = known is not None and known.state in CLOSED and known.state is not rotation.state
             self.require(not is_reopened, "2: a closed rotation was opened")
@@ -199,7 +201,7 @@ class Watcher:
         self.require(len(is_open) <= 1, "2: two rotations of one credential are open")
 
     def _check_moves(self, rotations: dict[str, RotationRow], entries: list[tuple[str, dict[str, Any]]]) -> None:
-        """The states that the audit log names follow each other as the machine allows."""
+        """Check that the states in the audit log follow the machine's transitions."""
         at = {rotation_id: row.state for rotation_id, row in self.rotations.items()}
         for event, details in entries:
             noun, _, verb = event.partition(".")
@@ -208,7 +210,7 @@ class Watcher:
             to, rotation_id = S(verb), details["rotation_id"]
             was = str(details.get("was"))
             if was in S._value2member_map_:
-                self.require(to in TRANSITIONS[S(was)], f"2: {was} to {to} is no way")
+                self.require(to in TRANSITIONS[S(was)], f"2: {was} to {to} is not permitted")
             at[rotation_id] = to
             self.counts[f"state {to}"] += 1
             if details.get("happened"):
@@ -228,7 +230,7 @@ class Watcher:
     # --- evidence against the truth -----------------------------------------------------------------------------
 
     def _check_silence(self, details: dict[str, Any]) -> None:
-        """4: the predecessor was suspended because it was silent, or on a date that was approved."""
+        """4: the predecessor was suspended after silence, or on an approved date."""
         rotation = Rotation.objects.get(pk=details["rotation_id"])
         plan = rotation.approved_plan
         self.require(rotation.used_at is not None, "4: quarantine without proof")
@@ -266,12 +268,12 @@ class Watcher:
         began_at: datetime,
         sources: set[str] | None = None,
     ) -> None:
-        """Every use that was reported, and the beginning, are a whole period older than what was observed.
+        """Every reported use and the start are a whole period older than the observation.
 
-        `sources`: of attempts, whose count, and only those since the beginning.
+        `sources`: of attempts; only those since the start count.
         """
         seen = observe()
-        self.require(seen.through is not None, "4: silence that nobody observed")
+        self.require(seen.through is not None, "4: silence without an observation")
         assert seen.through is not None
         self.require(began_at + period <= seen.through, "4: not a whole period was observed")
         is_past = seen.lost_at is None or seen.lost_at + period <= seen.through
@@ -284,19 +286,19 @@ class Watcher:
     # --- the backend --------------------------------------------------------------------------------------------
 
     def on_backend_call(self, name: str) -> None:
-        """3: whatever alters the backend, a ledger row was there before it."""
+        """3: a ledger row exists before anything changes the backend."""
         if self.in_engine and name in ALTERING:
             started = LedgerEntry.objects.filter(
                 rotation_id=self.world.rotation_ids[-1], state=LedgerState.STARTED
             ).exists()
             self.require(started, f"3: {name} without a ledger row before it")
 
-    # --- after a turn, and in the end ---------------------------------------------------------------------------
+    # --- after a turn and at the end ----------------------------------------------------------------------------
 
-    def require_given_back(self) -> None:
-        """After a whole turn: no predecessor is held in quarantine beside a replacement that is not good.
+    def require_predecessor_reinstated(self) -> None:
+        """After a whole turn no predecessor stays in quarantine beside a replacement that is not good.
 
-        Whatever the backend does. Not while a worker that died still has the lease.
+        This holds whatever the backend does, but not while a dead worker still holds the lease.
         """
         row = self.rotations[self.world.rotation_ids[-1]]
         lease = WorkLease.objects.filter(subject=subject_of(self.world.rotation_ids[-1])).first()
@@ -308,7 +310,7 @@ class Watcher:
         )
 
     def require_nothing_hangs(self) -> None:
-        """After faults have stopped: it is closed, or says what it waits for, and no error is left."""
+        """After the faults have ended, the rotation is closed or names what it waits for, without an error."""
         world = self.world
         if not world.is_open:
             self._check_what_is_read()
@@ -320,7 +322,7 @@ class Watcher:
         self._check_restored()
 
     def require_copies_as_the_rows_say(self) -> None:
-        """After the upkeep has done what was due: each key's copy is readable, hidden or destroyed as its row says."""
+        """After maintenance each key's copy is readable, hidden or destroyed as its row says."""
         mount, path = Mount(self.world.variant.environment.value), self.world.credential().backend_path
         for key in Key.objects.filter(credential_id=self.world.credential_id).exclude(material=Material.NONE):
             state = self.world.backend.state_of(mount, path, key.backend_version)
@@ -330,13 +332,15 @@ class Watcher:
             self.require(not hidden or key.state == K.SUSPENDED, f"8: the copy of a key that is {key.state} is hidden")
 
     def _check_restored(self) -> None:
-        """A replacement that ended gives the suspended predecessor back."""
+        """A replacement that ended reinstates the suspended predecessor."""
         row = self.rotations[self.world.rotation_ids[-1]]
         if row.state is S.QUARANTINE:
             self.require(self.is_good(row.key_ids[1]), "1: in quarantine with no good replacement")
 
     def _check_what_is_read(self) -> None:
-        """A closed rotation leaves no dead key, nor nothing, where the merchant reads, while there is a good one."""
+        """A closed rotation leaves a good key, not a dead one and not nothing, where the merchant reads, if there is
+        one.
+        """
         mount = Mount(self.world.variant.environment.value)
         newest = self.world.backend.newest(mount, self.world.credential().backend_path)
         key_id = None if newest is None else newest.labels.get("key_id")

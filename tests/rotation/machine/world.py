@@ -1,7 +1,7 @@
-"""A credential, its rotations, those who act on them, a clock, two verifiers and a secret backend that fails.
+"""A credential, its rotations, the operators, a clock, two verifiers and a failing secret backend.
 
-Everything goes through the real services. What really happened is kept beside what was reported, so that the engine can
-be held against the truth.
+Everything uses the real services. The actual uses are recorded beside the reported ones, so the engine's decisions can
+be compared with the truth.
 """
 
 from collections import Counter
@@ -48,16 +48,16 @@ from tests.rotation.machine.watching import Watcher
 
 S = RotationState
 START = datetime(2026, 11, 21, 12, tzinfo=UTC)
-KNOWN, STRANGER = ("192.0.2.1", "192.0.2.2"), "203.0.113.66"
-"""Sources of a merchant's own machines, and of somebody who found a key."""
+KNOWN, UNKNOWN = ("192.0.2.1", "192.0.2.2"), "203.0.113.66"
+"""Source addresses of the merchant's machines, and of an attacker who found a key."""
 
 PERIOD = timedelta(seconds=601)
-"""A second more than the quiet period of every plan here, which is more than the quarantine."""
+"""One second more than the quiet period of every plan here, which exceeds the quarantine."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is rotated, and by which plan."""
+    """The kind of key to rotate, and its plan."""
 
     name: str
     wish: PlanOverrides
@@ -69,7 +69,7 @@ class Variant:
 
 @dataclass
 class Use:
-    """One call with a key, as it really was."""
+    """One actual call with a key."""
 
     key_id: str
     at: datetime
@@ -101,10 +101,10 @@ class World:
         }
         self.watcher = Watcher(self)
 
-    # --- how it begins ------------------------------------------------------------------------------------------
+    # --- creation -----------------------------------------------------------------------------------------------
 
-    def lay(self) -> None:
-        """A credential with one good key, known to be used where the variant says so; two verifiers."""
+    def create(self) -> None:
+        """Create a credential with one good key, used before where the variant requires it, and two verifiers."""
         place = scene.account("acme", self.variant.environment)
         chosen = {"kind": self.variant.kind, "expires_in_days": self.variant.expires_in_days}
         key, _ = scene.issue(place, self.clock(), **chosen)
@@ -119,10 +119,10 @@ class World:
             self.clock.tick(61)
             self.flush()
         self.ask()
-        self.watcher.look("people")
+        self.watcher.check("people")
 
     def copied(self) -> "World":
-        """For a scene: everything but the rows, which a savepoint keeps."""
+        """Copy everything for a scene except the rows, which a savepoint keeps."""
         again = replace(
             self,
             clock=scene.Clock(self.clock.now),
@@ -132,14 +132,14 @@ class World:
             counts=Counter(),
             history=[],
         )
-        # A live reporter's memory is empty in a scene: all is flushed.
+        # A live reporter's memory is empty in a scene: everything is flushed.
         again.logs = [UsageLog(now=again.clock, reporter_id=log.reporter_id) for log in self.logs]
         again._credential, again.account = self._credential, self.account
         again.backend.on_call = again.watcher.on_backend_call
-        again.watcher.learn(self.watcher)
+        again.watcher.take_over(self.watcher)
         return again
 
-    # --- what is there ------------------------------------------------------------------------------------------
+    # --- current state ------------------------------------------------------------------------------------------
 
     @property
     def now(self) -> datetime:
@@ -147,7 +147,7 @@ class World:
 
     @property
     def rotation(self) -> Rotation:
-        """The latest."""
+        """Return the latest rotation."""
         return get_rotation(self.rotation_ids[-1])
 
     @property
@@ -159,7 +159,7 @@ class World:
         return self.state not in CLOSED
 
     def key_ids(self) -> list[str]:
-        """The predecessor of the latest rotation, and its replacement if there is one."""
+        """Return the predecessor of the latest rotation, and its replacement if it exists."""
         return self.watcher.rotations[self.rotation_ids[-1]].key_ids
 
     def grant(self, who: str, permission: P, requester_person: str | None = None) -> Grant:
@@ -171,7 +171,7 @@ class World:
         self.last_wait = advance_rotation(self.rotation_ids[-1], self.clock)
 
     def engine(self, act: Callable[[], object], interruption: Interruption | None = None) -> None:
-        """An engine's step, watched as one; between its parts as many."""
+        """Run an engine step, watched as one unit, or as several when it is interrupted."""
         self.watcher.in_engine = True
         try:
             if interruption is None:
@@ -183,13 +183,13 @@ class World:
             self.watcher.in_engine = False
         if interruption is not None and interruption.has_happened:
             self.counts["died" if interruption.is_dead else "audit refused" if interruption.refuses else "met"] += 1
-        self.watcher.look("engine")
+        self.watcher.check("engine")
 
     def meanwhile(self, act: Callable[[], object]) -> Callable[[], None]:
-        """Somebody's act between two transactions of a worker."""
+        """Run another actor between two transactions of a worker."""
 
         def met() -> None:
-            self.watcher.look("engine")
+            self.watcher.check("engine")
             self.watcher.in_engine = False
             self.people_do(act)
             self.watcher.in_engine = True
@@ -197,27 +197,27 @@ class World:
         return met
 
     def sweep(self) -> None:
-        """The upkeep's record of keys that have expired, and what becomes of copies in the backend."""
+        """Run maintenance: record expired keys and update their copies in the backend."""
         for key in lifecycle.list_expired(self.now):
             with suppress(KeyvaultError):
                 lifecycle.expire_key(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=self.now), key)
         for key in list_to_destroy():
             with suppress(KeyvaultError):
-                destroy_string(self._upkeep(), key)
+                destroy_string(self._maintenance_grant(), key)
         for key in list_unsettled(self.variant.environment):
             lease = leases.claim(copy_subject(key), self.now, now_or_never=True)
             if lease is not None:
                 with suppress(KeyvaultError):
-                    settle_string(self._upkeep(), key, lease)
+                    settle_string(self._maintenance_grant(), key, lease)
                 leases.release(lease)
 
-    def _upkeep(self) -> Grant:
+    def _maintenance_grant(self) -> Grant:
         return authorize(WORKER, P.ISSUANCE_EXECUTE, self.account, now=self.now)
 
     # --- people -------------------------------------------------------------------------------------------------
 
     def people_do(self, act: Callable[[], object]) -> bool:
-        """Whether they were allowed to; anything but a refusal with a reason is a violation."""
+        """Return whether the act was permitted; any outcome other than a reasoned refusal is a violation."""
         try:
             act()
         except KeyvaultError as error:
@@ -225,7 +225,7 @@ class World:
             done = False
         else:
             done = True
-        self.watcher.look("people")
+        self.watcher.check("people")
         return done
 
     def ask(self) -> None:
@@ -233,7 +233,7 @@ class World:
         self.rotation_ids.append(rotation.rotation_id)
 
     def wish(self) -> PlanOverrides:
-        """The variant's, with times counted from now."""
+        """Return the variant's plan, with times counted from now."""
         wish = self.variant.wish
         if wish.deadline is None:
             return wish
@@ -277,7 +277,7 @@ class World:
         interventions.confirm_rotation(self.grant("tam", P.ROTATIONS_WRITE), self.rotation, "their CTO, by phone")
 
     def retire(self, seconds: int = 60) -> None:
-        """Of a public key: asked for, and approved by a second person where one is needed."""
+        """Request a public key's retirement, and approve it by a second person where necessary."""
         rotation = self.rotation
         until = self.now + timedelta(seconds=seconds)
         asked = interventions.ask_retirement(self.grant("tam", P.ROTATIONS_WRITE), rotation, until)
@@ -286,7 +286,7 @@ class World:
             interventions.approve_retirement(grant, asked)
 
     def acknowledge(self) -> None:
-        """The merchant, by the replacement, if it is good and they could have read it."""
+        """Acknowledge as the merchant, with the replacement, if it is good and readable."""
         key = self.rotation.replacement
         if key is None or key.key_id not in self.backend.delivered or not self.watcher.is_good(key.key_id):
             return
@@ -295,7 +295,7 @@ class World:
         interventions.acknowledge(grant, self.rotation)
 
     def revoke(self, which: int) -> None:
-        """Always at once: whatever the backend and the worker are doing."""
+        """A revocation always takes effect immediately, whatever the backend and the worker are doing."""
         self._end(which, P.KEYS_REVOKE, lifecycle.revoke_key, RevocationReason.CESSATION_OF_OPERATION)
 
     def compromise(self, which: int) -> None:
@@ -327,7 +327,7 @@ class World:
     # --- traffic and verifiers ----------------------------------------------------------------------------------
 
     def use(self, which: int, source: str, verifier: int, count: int = 1, endpoint: str = "orders.create") -> None:
-        """A call with one of the two keys, judged as the verifiers judge it, and reported later or never."""
+        """Use one of the two keys, decided as verifiers decide it, and reported later or never."""
         ids = self.key_ids() if self.rotation_ids else list(self.watcher.keys) or [self._only_key()]
         if which >= len(ids):
             return
@@ -344,7 +344,7 @@ class World:
         self.uses.append(Use(key_id, self.now, source, outcome, log.reporter_id))
 
     def _only_key(self) -> str:
-        self.watcher.look("people")
+        self.watcher.check("people")
         return next(iter(self.watcher.keys))
 
     def flush(self, verifier: int | None = None) -> None:
@@ -360,7 +360,7 @@ class World:
         self.logs.append(log)
 
     def lose_verifier(self, verifier: int) -> None:
-        """It dies with what it has not reported; another takes its place."""
+        """Kill a verifier with its unreported uses; another one replaces it."""
         lost = self.logs.pop(verifier)
         self.uses = [use for use in self.uses if use.is_reported or use.verifier != lost.reporter_id]
         self.start_verifier()
@@ -371,7 +371,7 @@ class World:
         self.clock.tick(seconds)
 
     def pass_quietly(self, seconds: float) -> None:
-        """The verifiers report all the while, the replacement carries the traffic, and the workers look."""
+        """Let time pass while the verifiers report, the replacement carries the traffic, and the workers run."""
         half = seconds / 2
         for part in (half, seconds - half):
             self.clock.tick(part)
@@ -383,7 +383,7 @@ class World:
         self.backend.faults.extend(faults)
 
     def prove(self) -> None:
-        """Whatever proof the plan may want, all at once."""
+        """Provide every proof that the plan may require."""
         for source in KNOWN:
             self.use(1, source, 0, count=3)
         self.clock.tick(6)
@@ -398,11 +398,11 @@ class World:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """All faults are over, and time passes: no rotation hangs without saying what it waits for.
+        """End all faults and let time pass: no rotation may hang without naming what it waits for.
 
-        The first wait is longer than all that a clock may have gone back, and than any lease or pause.
+        The first wait exceeds every possible clock correction, lease and pause.
         """
-        self.backend.heal()
+        self.backend.clear_faults()
         for seconds in (917, 61, 61):
             self.clock.tick(seconds)
             self.flush()
@@ -411,11 +411,11 @@ class World:
                 break
         self.watcher.require_nothing_hangs()
         self.sweep()
-        self.watcher.look("people")
+        self.watcher.check("people")
         self.watcher.require_copies_as_the_rows_say()
 
     def finish(self) -> None:
-        """People do what each state asks of them: every rotation ends."""
+        """Let operators do what each state requires, until every rotation ends."""
         for _ in range(14):
             if not self.is_open:
                 break
@@ -472,4 +472,4 @@ PEOPLE: dict[str, Callable[[World], object]] = {
     "ask again": World.ask,
     "reissue": World.reissue,
 }
-"""What people do, at any time, also in the middle of a worker's step."""
+"""What operators do at any time, also in the middle of a worker's step."""

@@ -1,4 +1,4 @@
-"""Campaigns on the command line: asked for, approved, watched; one JSON object, exit 1 when it came to a halt."""
+"""Campaigns on the command line: requested, approved, watched; one JSON object, exit 1 for a halted campaign."""
 
 import io
 import json
@@ -27,13 +27,13 @@ C = CampaignState
 
 @pytest.fixture
 def clock() -> Clock:
-    """The commands look at the real one."""
+    """Start at the real time, which the commands use."""
     return Clock(now())
 
 
-def run(*words: str) -> Any:
+def run(*arguments: str) -> Any:
     output = io.StringIO()
-    call_command(*words, "--json", stdout=output)
+    call_command(*arguments, "--json", stdout=output)
     (line,) = output.getvalue().splitlines()
     return json.loads(line)
 
@@ -41,40 +41,40 @@ def run(*words: str) -> Any:
 def test_rotate_campaign_in_sandbox_runs_with_the_pace_and_plan_given(clock: Clock) -> None:
     issued(clock, 3)
     tam()
-    told = run(
+    answer = run(
         *("rotate_campaign", "--environment", "sandbox", "--merchant", "merchant-0", "--merchant", "merchant-2"),
         *("--per-minute", "7", "--concurrency", "2", "--no-halt-on-stall", "--halt-at-failed-percent", "25"),
         *("--proof", "ack", "--quiet-seconds", "5", "--quarantine-seconds", "6", "--requested-by", "tam"),
     )
-    assert (told["state"], told["progress"]["members"]) == ("running", 2)
-    assert told["pace"] == {
+    assert (answer["state"], answer["progress"]["members"]) == ("running", 2)
+    assert answer["pace"] == {
         "per_minute": 7,
         "concurrency": 2,
         "halt_on_stall": False,
         "halt_at_failed_percent": 25,
     }
-    assert told["wish"] == {
+    assert answer["wish"] == {
         "reason": "requested on the command line",
         "proof": "ack",
         "quiet_seconds": 5,
         "quarantine_seconds": 6,
     }
-    assert run("show_campaign", told["campaign_id"])["selection"]["merchants"] == ["merchant-0", "merchant-2"]
+    assert run("show_campaign", answer["campaign_id"])["selection"]["merchants"] == ["merchant-0", "merchant-2"]
 
 
-def test_rotate_campaign_in_production_waits_or_is_approved_by_whom_it_names(clock: Clock) -> None:
-    """An approval on a command line stays in sight until it is reviewed."""
+def test_rotate_campaign_in_production_awaits_or_names_its_approver(clock: Clock) -> None:
+    """A command-line approval stays unreviewed until a second person reviews it."""
     issued(clock, 1, Environment.PRODUCTION)
     asker, _ = tam(), approver()
-    words = ("rotate_campaign", "--environment", "production", "--requested-by", "tam")
-    assert run(*words)["state"] == "awaiting_approval"
-    told = run(*words, "--approved-by", "approver")
-    assert (told["state"], told["approvals"]) == ("running", ["approver"])
+    arguments = ("rotate_campaign", "--environment", "production", "--requested-by", "tam")
+    assert run(*arguments)["state"] == "awaiting_approval"
+    answer = run(*arguments, "--approved-by", "approver")
+    assert (answer["state"], answer["approvals"]) == ("running", ["approver"])
     act = BreakGlass.objects.get()
-    assert (act.subject, act.requester_person) == (told["campaign_id"], asker.person)
+    assert (act.subject, act.requester_person) == (answer["campaign_id"], asker.person)
 
 
-def test_rotate_campaign_with_a_refused_approval_is_cancelled(clock: Clock) -> None:
+def test_rotate_campaign_with_a_refused_approval_is_canceled(clock: Clock) -> None:
     """One person under two names is still one."""
     issued(clock, 1, Environment.PRODUCTION)
     make_operator("boss", Role.KEY_ADMINISTRATOR)
@@ -84,7 +84,7 @@ def test_rotate_campaign_with_a_refused_approval_is_cancelled(clock: Clock) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("--merchant", "nobody"), "/merchants: there is no merchant nobody"),
         (("--per-minute", "0"), "/per_minute: 1 to 600"),
@@ -92,20 +92,22 @@ def test_rotate_campaign_with_a_refused_approval_is_cancelled(clock: Clock) -> N
         (("--requested-by", "nobody"), "There is no operator nobody"),
     ],
 )
-def test_rotate_campaign_that_cannot_be_says_why(clock: Clock, words: tuple[str, ...], said: str) -> None:
+def test_rotate_campaign_that_is_infeasible_names_the_reason(
+    clock: Clock, arguments: tuple[str, ...], message: str
+) -> None:
     issued(clock, 1)
     tam()
     with pytest.raises(CommandError) as refused:
-        run("rotate_campaign", "--environment", "sandbox", "--requested-by", "tam", *words)
-    assert said in str(refused.value)
+        run("rotate_campaign", "--environment", "sandbox", "--requested-by", "tam", *arguments)
+    assert message in str(refused.value)
 
 
-def test_show_campaign_that_is_not_there_is_refused() -> None:
+def test_show_campaign_with_an_unknown_id_is_refused() -> None:
     with pytest.raises(CommandError, match="not_found"):
         run("show_campaign", "cmp_nothing")
 
 
-def test_show_campaign_in_words_says_the_progress(clock: Clock) -> None:
+def test_show_campaign_as_text_shows_the_progress(clock: Clock) -> None:
     issued(clock, 2)
     output = io.StringIO()
     call_command("show_campaign", asked(clock).pk, stdout=output)
@@ -122,26 +124,26 @@ def test_watch_shows_bars_until_the_campaign_has_ended(clock: Clock) -> None:
         for rotation in campaign.rotations.filter(state=S.SCHEDULED):
             become(rotation, S.COMPLETED, clock)
 
-    told = watch_campaign(campaign.pk, Console(file=screen, width=120), meanwhile)
-    assert (told["state"], told["percent_ended"]) == ("completed", 100)
+    answer = watch_campaign(campaign.pk, Console(file=screen, width=120), meanwhile)
+    assert (answer["state"], answer["percent_ended"]) == ("completed", 100)
     assert "2/2" in screen.getvalue()
 
 
-def test_watch_interrupted_leaves_the_campaign_as_it_is(clock: Clock) -> None:
+def test_watch_interrupted_leaves_the_campaign_unchanged(clock: Clock) -> None:
     issued(clock, 1)
     campaign = asked(clock)
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    told = watch_campaign(campaign.pk, Console(file=io.StringIO()), interrupted)
-    assert told["state"] == fresh(campaign).state == "running"
+    answer = watch_campaign(campaign.pk, Console(file=io.StringIO()), interrupted)
+    assert answer["state"] == fresh(campaign).state == "running"
 
 
 def test_watch_to_a_halt_answers_and_exits_with_one(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script goes no further; what it was told stands on standard output all the same."""
+    """A script stops there; the answer is on standard output nevertheless."""
     issued(clock, 2)
     campaign = asked(clock)
 

@@ -1,4 +1,4 @@
-"""Campaigns as people act on them: one expiring approval of exactly this selection, plan and pace."""
+"""Campaigns as operators act on them: one expiring approval of exactly this selection, plan and pace."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -46,7 +46,7 @@ SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 DAYS_40 = timedelta(days=40)
 
 
-def test_request_selects_what_is_old_enough_and_says_why_the_rest_is_left_out(clock: Clock) -> None:
+def test_request_selects_old_keys_and_explains_what_is_left_out(clock: Clock) -> None:
     old, _ = issue(account("old"), clock.now - DAYS_40)
     issue(account("young"), clock.now)
     busy, _ = issue(account("busy"), clock.now - DAYS_40)
@@ -69,7 +69,7 @@ def test_request_selects_what_is_old_enough_and_says_why_the_rest_is_left_out(cl
     }
 
 
-def test_request_takes_the_oldest_keys_first_and_only_the_merchants_named(clock: Clock) -> None:
+def test_request_selects_the_oldest_keys_of_the_named_merchants_first(clock: Clock) -> None:
     newer, _ = issue(account("one"), clock.now - DAYS_40)
     older, _ = issue(account("two"), clock.now - 2 * DAYS_40)
     issue(account("three"), clock.now - 3 * DAYS_40)
@@ -99,7 +99,7 @@ def test_request_with_a_suspended_key_leaves_the_credential_out(clock: Clock) ->
         ({"older_than_days": 1}, ["/older_than_days"]),
     ],
 )
-def test_request_that_cannot_be_met_names_each_fault(clock: Clock, chosen: dict[str, Any], pointers: list[str]) -> None:
+def test_request_that_is_infeasible_names_each_fault(clock: Clock, chosen: dict[str, Any], pointers: list[str]) -> None:
     issued(clock, 2)
     with pytest.raises(RequestInvalidError) as refused:
         asked(clock, **chosen)
@@ -107,8 +107,8 @@ def test_request_that_cannot_be_met_names_each_fault(clock: Clock, chosen: dict[
     assert not Campaign.objects.exists()
 
 
-def test_request_leaves_out_the_one_whose_plan_cannot_be_met(clock: Clock) -> None:
-    """One key that expires too early for the plan does not hold up the others."""
+def test_request_leaves_out_a_credential_with_an_infeasible_plan(clock: Clock) -> None:
+    """A key that expires too early for the plan does not hold up the others."""
     issue(account("one"), clock.now)
     issue(account("two"), clock.now, expires_in_days=1)
     campaign = asked(clock, overrides=PlanOverrides(quiet_seconds=3 * 86_400))
@@ -116,14 +116,14 @@ def test_request_leaves_out_the_one_whose_plan_cannot_be_met(clock: Clock) -> No
     assert campaign.selection["left_out"] == {"plan_cannot_be_met": 1}
 
 
-def test_request_for_nothing_says_what_was_left_out(clock: Clock) -> None:
+def test_request_that_selects_nothing_lists_what_was_left_out(clock: Clock) -> None:
     issued(clock, 2)
     with pytest.raises(RequestInvalidError, match="left out: 2 too young"):
         asked(clock, older_than_days=30)
 
 
 def test_request_for_too_many_is_refused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound holds before anything is planned or written."""
+    """The bound is checked before anything is planned or written."""
     issued(clock, 3)
     monkeypatch.setattr(selection, "MAX_MEMBERS", 2)
     with pytest.raises(RequestInvalidError, match="at most 2"):
@@ -136,10 +136,10 @@ def test_request_without_the_permission_is_refused(clock: Clock) -> None:
         asked(clock, by=approver())
 
 
-def test_request_of_an_operator_barred_from_an_account_of_it_is_refused(
+def test_request_by_an_operator_barred_from_one_account_is_refused(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A campaign is no way round what its requester may do to each account alone: every account is asked about."""
+    """Each account in the campaign is authorized separately, as for a single rotation."""
     issued(clock, 2)
     asked_about: list[str] = []
 
@@ -154,8 +154,8 @@ def test_request_of_an_operator_barred_from_an_account_of_it_is_refused(
     assert not Campaign.objects.exists()
 
 
-def test_request_of_a_service_is_a_bug(clock: Clock) -> None:
-    """People ask for campaigns; no route hands a service's grant in."""
+def test_request_by_a_service_raises(clock: Clock) -> None:
+    """Only operators request campaigns; no route passes a service's grant."""
     service = Service("tok", "svc", "per_x", frozenset({P.ROTATIONS_WRITE}), frozenset({SANDBOX}))
     grant = authorize(service, P.ROTATIONS_WRITE, now=clock.now)
     with pytest.raises(TypeError):
@@ -170,7 +170,7 @@ def test_request_of_a_service_is_a_bug(clock: Clock) -> None:
         )
 
 
-def test_request_in_sandbox_runs_at_once_and_in_production_waits(clock: Clock) -> None:
+def test_request_in_sandbox_runs_immediately_and_in_production_awaits_approval(clock: Clock) -> None:
     issued(clock, 1)
     issued(clock, 1, PRODUCTION)
     assert asked(clock).state == C.RUNNING
@@ -183,7 +183,7 @@ def test_request_in_sandbox_runs_at_once_and_in_production_waits(clock: Clock) -
 # --- four eyes, digest, expiry ------------------------------------------------------------------------------
 
 
-def test_approve_by_a_second_person_begins_it_with_that_name_under_each_rotation(clock: Clock) -> None:
+def test_approve_by_a_second_person_starts_rotations_in_that_name(clock: Clock) -> None:
     issued(clock, 1, PRODUCTION)
     campaign = approved(clock, asked(clock, environment=PRODUCTION))
     assert (campaign.state, campaign.began_at) == (C.RUNNING, clock.now)
@@ -193,8 +193,8 @@ def test_approve_by_a_second_person_begins_it_with_that_name_under_each_rotation
     assert (rotation.state, rotation.requester_person) == ("scheduled", tam().person)
 
 
-def test_approve_by_whoever_asked_is_refused_even_under_another_log_in(clock: Clock) -> None:
-    """Requester and approver are two persons, not two log-ins."""
+def test_approve_by_the_requester_under_another_login_is_refused(clock: Clock) -> None:
+    """Requester and approver are two persons, not two logins."""
     issued(clock, 1, PRODUCTION)
     campaign = asked(clock, environment=PRODUCTION, by=admin())
     again = make_operator("admin2", Role.KEY_ADMINISTRATOR, person=admin().person)
@@ -214,7 +214,7 @@ def test_approve_of_another_digest_is_refused(clock: Clock) -> None:
 
 @pytest.mark.parametrize("altered", ["pace", "wish", "selection", "members"])
 def test_approve_of_an_altered_campaign_is_refused(clock: Clock, altered: str) -> None:
-    """Whoever gets past the service to the rows does not get an approval for them, nor a begun rotation."""
+    """An attacker who alters the rows gets no approval for them and starts no rotation."""
     issued(clock, 1, PRODUCTION)
     campaign = asked(clock, environment=PRODUCTION)
     alter(campaign, altered, clock)
@@ -224,7 +224,9 @@ def test_approve_of_an_altered_campaign_is_refused(clock: Clock, altered: str) -
 
 @pytest.mark.parametrize("altered", ["pace", "wish", "selection", "members"])
 def test_tick_of_a_campaign_altered_after_its_approval_begins_nothing(clock: Clock, altered: str) -> None:
-    """The approval is for what was shown: whatever is altered afterwards halts it, and no resume brings it back."""
+    """The approval covers what was shown: any later alteration halts the campaign for good and no resume restarts
+    it.
+    """
     issued(clock, 1)
     campaign = asked(clock)
     alter(campaign, altered, clock)
@@ -237,7 +239,7 @@ def test_tick_of_a_campaign_altered_after_its_approval_begins_nothing(clock: Clo
 
 
 def alter(campaign: Campaign, what: str, clock: Clock) -> None:
-    """Past the service and the triggers, as somebody with the database's password might."""
+    """Alter the rows past services and triggers, as an attacker with the database password might."""
     disable_triggers()
     if what == "members":
         other, _ = issue(account("smuggled", Environment(campaign.environment)), clock.now)
@@ -247,7 +249,7 @@ def alter(campaign: Campaign, what: str, clock: Clock) -> None:
     models.QuerySet(Campaign).filter(pk=campaign.pk).update(**{what: values})
 
 
-def test_approve_too_late_is_refused_and_the_next_tick_says_expired(clock: Clock) -> None:
+def test_approve_too_late_is_refused_and_the_next_tick_expires_it(clock: Clock) -> None:
     issued(clock, 1, PRODUCTION)
     campaign = asked(clock, environment=PRODUCTION)
     clock.now += APPROVAL_LIFETIME
@@ -259,7 +261,7 @@ def test_approve_too_late_is_refused_and_the_next_tick_says_expired(clock: Clock
     assert events(campaign) == ["campaign.requested", "campaign.expired"]
 
 
-def test_approve_where_two_are_wanted_begins_at_the_second(clock: Clock, settings: Any) -> None:
+def test_approve_with_two_required_starts_at_the_second(clock: Clock, settings: Any) -> None:
     issued(clock, 1, PRODUCTION)
     settings.APPROVALS_NEEDED = {**settings.APPROVALS_NEEDED, PRODUCTION: 2}
     campaign = approved(clock, asked(clock, environment=PRODUCTION))
@@ -269,15 +271,15 @@ def test_approve_where_two_are_wanted_begins_at_the_second(clock: Clock, setting
     assert approved(clock, campaign, by=admin()).state == C.RUNNING
 
 
-def test_approve_on_a_command_line_in_production_stays_in_sight(clock: Clock) -> None:
-    """A command line proves no identity: such an approval waits for its review."""
+def test_approve_on_a_command_line_in_production_awaits_review(clock: Clock) -> None:
+    """A command line proves no identity, so such an approval awaits review."""
     issued(clock, 1, PRODUCTION)
     campaign = asked(clock, environment=PRODUCTION)
     approved(clock, campaign, by=replace(approver(), channel=Channel.COMMAND_LINE, host_user="root"))
     assert BreakGlass.objects.get().subject == campaign.campaign_id
 
 
-def test_reject_closes_it_for_good(clock: Clock) -> None:
+def test_reject_closes_the_campaign(clock: Clock) -> None:
     issued(clock, 1, PRODUCTION)
     campaign = asked(clock, environment=PRODUCTION)
     grant = on_platform(approver(), P.ROTATIONS_APPROVE, clock, campaign.requester_person)
@@ -290,7 +292,7 @@ def test_reject_closes_it_for_good(clock: Clock) -> None:
 # --- pause, resume, cancel ----------------------------------------------------------------------------------
 
 
-def test_pause_resume_and_cancel_are_for_their_states_only(clock: Clock) -> None:
+def test_pause_resume_and_cancel_in_other_states_are_refused(clock: Clock) -> None:
     issued(clock, 2)
     campaign = asked(clock)
     grant = on_platform(tam(), P.ROTATIONS_WRITE, clock)
@@ -308,7 +310,7 @@ def test_pause_resume_and_cancel_are_for_their_states_only(clock: Clock) -> None
     assert details_of(AuditEntry.objects.get(event="campaign.paused"))["why"] == "lunch"
 
 
-def test_pause_of_a_row_read_before_somebody_else_changed_it_is_refused(clock: Clock) -> None:
+def test_pause_of_a_stale_row_is_refused(clock: Clock) -> None:
     issued(clock, 1)
     campaign = asked(clock)
     stale = get_campaign(campaign.pk)
@@ -318,10 +320,10 @@ def test_pause_of_a_row_read_before_somebody_else_changed_it_is_refused(clock: C
         pause_campaign(grant, stale, "")
 
 
-def test_describe_tells_nothing_secret_and_counts_from_the_start(clock: Clock) -> None:
+def test_describe_contains_no_secret_and_counts_from_the_start(clock: Clock) -> None:
     issued(clock, 3)
-    told = describe_campaign(asked(clock, pace=Pace(per_minute=2)), clock.now)
-    assert told["progress"] == {
+    description = describe_campaign(asked(clock, pace=Pace(per_minute=2)), clock.now)
+    assert description["progress"] == {
         "members": 3,
         "waiting": 3,
         "skipped": 0,
@@ -332,6 +334,6 @@ def test_describe_tells_nothing_secret_and_counts_from_the_start(clock: Clock) -
         "failed": 0,
         "stalled": 0,
     }
-    assert (told["percent_proved"], told["percent_ended"]) == (0, 0)
-    assert told["all_begun_at"] == (clock.now + timedelta(seconds=90)).isoformat()
-    assert told["requests"] == {"allowed": 0, "refused": 0}
+    assert (description["percent_proved"], description["percent_ended"]) == (0, 0)
+    assert description["all_begun_at"] == (clock.now + timedelta(seconds=90)).isoformat()
+    assert description["requests"] == {"allowed": 0, "refused": 0}

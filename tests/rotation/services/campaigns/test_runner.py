@@ -1,4 +1,4 @@
-"""What workers do for campaigns: pace, halts, skips, ends; and that a killed or doubled worker changes nothing."""
+"""What workers do for campaigns: pace, halts, skips, ends; a killed or duplicated worker changes nothing."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -44,7 +44,7 @@ def ticked(clock: Clock, seconds: float = 5) -> None:
 
 
 def begun(campaign: Campaign) -> int:
-    """Members and rotations say the same."""
+    """Return the number of started members, which must equal the number of rotations."""
     linked = CampaignMember.objects.filter(campaign=campaign, rotation__campaign=campaign).count()
     assert linked == campaign.rotations.count()
     return linked
@@ -57,8 +57,8 @@ def may_write(clock: Clock) -> Any:
 # --- pace ---------------------------------------------------------------------------------------------------
 
 
-def test_tick_begins_at_the_approved_rate(clock: Clock) -> None:
-    """Twelve a minute are one a tick; a second worker's tick in between does not begin more in the minute."""
+def test_tick_starts_at_the_approved_rate(clock: Clock) -> None:
+    """Twelve a minute are one per tick; a second worker's tick in between starts no more within the minute."""
     issued(clock, 16)
     campaign = asked(clock, pace=Pace(per_minute=12, concurrency=100))
     counts = []
@@ -70,8 +70,8 @@ def test_tick_begins_at_the_approved_rate(clock: Clock) -> None:
     assert counts == [2, 4, 6, 8, 10, 12, 12, 12, 12, 12, 12, 12, 14, 16]
 
 
-def test_tick_keeps_to_the_concurrency_until_a_rotation_is_proved(clock: Clock) -> None:
-    """A place is free again when the replacement is proved: not a quiet period of days later."""
+def test_tick_respects_the_concurrency_until_a_rotation_is_proved(clock: Clock) -> None:
+    """A slot is free once the replacement is proved, not after a quiet period of days."""
     issued(clock, 4)
     campaign = asked(clock, pace=Pace(per_minute=600, concurrency=2))
     for _ in range(3):
@@ -83,7 +83,7 @@ def test_tick_keeps_to_the_concurrency_until_a_rotation_is_proved(clock: Clock) 
     assert begun(campaign) == 3
 
 
-def test_tick_begins_in_the_order_of_the_selection_with_the_approved_plan(clock: Clock) -> None:
+def test_tick_starts_in_the_selected_order_with_the_approved_plan(clock: Clock) -> None:
     keys = issued(clock, 3)
     campaign = asked(clock, overrides=PlanOverrides(quiet_seconds=77, quarantine_seconds=9), pace=Pace(per_minute=1))
     tick(clock.now)
@@ -97,7 +97,7 @@ def test_tick_begins_in_the_order_of_the_selection_with_the_approved_plan(clock:
     assert asked_for["campaign_id"] == campaign.campaign_id
 
 
-def test_tick_of_an_environment_not_served_here_begins_nothing(clock: Clock, settings: Any) -> None:
+def test_tick_of_an_environment_not_served_here_starts_nothing(clock: Clock, settings: Any) -> None:
     issued(clock, 1)
     campaign = asked(clock)
     settings.ENVIRONMENTS = frozenset()
@@ -130,10 +130,10 @@ def _suspend(key: Key, clock: Clock) -> None:
         (_suspend, "its merchant or account is not active"),
     ],
 )
-def test_tick_skips_what_no_longer_qualifies_and_says_why(
+def test_tick_skips_a_disqualified_credential_with_the_reason(
     clock: Clock, meanwhile: Callable[[Key, Clock], None], why: str
 ) -> None:
-    """And begins another in its place, in the same tick."""
+    """Another member starts in its place in the same tick."""
     issued(clock, 3)
     campaign = asked(clock, pace=Pace(per_minute=1))
     member = CampaignMember.objects.filter(campaign=campaign).order_by("pk")[0]
@@ -152,8 +152,8 @@ def test_tick_skips_a_credential_that_got_a_new_key_since_it_was_selected(clock:
     assert campaign.members.get().why == "its key is younger than selected"
 
 
-def test_tick_skips_what_the_plan_no_longer_fits(clock: Clock) -> None:
-    """The key expires before the end of the plan by now: the fault is told as it is to whoever asks for one."""
+def test_tick_skips_a_credential_whose_plan_became_infeasible(clock: Clock) -> None:
+    """The key now expires before the end of the plan; the fault is worded as for a single request."""
     issue(account("one"), clock.now, expires_in_days=4)
     campaign = asked(clock, overrides=PlanOverrides(quiet_seconds=3 * 86_400))
     clock.tick(2 * 86_400)
@@ -167,7 +167,7 @@ def test_tick_skips_what_the_plan_no_longer_fits(clock: Clock) -> None:
 
 
 def test_tick_halts_at_the_first_stall_and_raises_an_alarm(clock: Clock) -> None:
-    """No more begins; what has begun goes on; the alarm stands with the account of the culprit."""
+    """No further rotation starts, running ones continue, and the alarm is on the failing account."""
     issued(clock, 4)
     campaign = asked(clock, pace=Pace(per_minute=24, concurrency=10))
     ticked(clock)
@@ -225,8 +225,8 @@ def test_tick_halts_on_a_share_of_failures_once_it_is_exceeded(clock: Clock) -> 
     assert fresh(campaign).state == C.RUNNING
 
 
-def test_tick_with_no_halt_asked_for_goes_on_past_stalls(clock: Clock) -> None:
-    """A stalled rotation waits for a person, and holds no place while it does."""
+def test_tick_without_a_halt_continues_past_stalls(clock: Clock) -> None:
+    """A stalled rotation waits for an operator and occupies no slot."""
     issued(clock, 3)
     pace = Pace(per_minute=600, concurrency=1, halt_on_stall=False, halt_at_failed_percent=None)
     campaign = asked(clock, pace=pace)
@@ -236,14 +236,14 @@ def test_tick_with_no_halt_asked_for_goes_on_past_stalls(clock: Clock) -> None:
     ticked(clock)
     campaign = fresh(campaign)
     assert (campaign.state, begun(campaign)) == (C.COMPLETED, 3)
-    told = describe_campaign(campaign, clock.now)
-    assert (told["percent_proved"], told["percent_ended"]) == (0, 100)
+    description = describe_campaign(campaign, clock.now)
+    assert (description["percent_proved"], description["percent_ended"]) == (0, 100)
 
 
 # --- pause and end ------------------------------------------------------------------------------------------
 
 
-def test_pause_in_the_middle_begins_no_more_until_resumed(clock: Clock) -> None:
+def test_pause_starts_no_more_until_resumed(clock: Clock) -> None:
     issued(clock, 4)
     campaign = asked(clock, pace=Pace(per_minute=12, concurrency=10))
     ticked(clock)
@@ -256,7 +256,7 @@ def test_pause_in_the_middle_begins_no_more_until_resumed(clock: Clock) -> None:
     assert begun(campaign) == 2
 
 
-def test_cancel_begins_no_more_and_leaves_what_has_begun(clock: Clock) -> None:
+def test_cancel_starts_no_more_and_keeps_running_rotations(clock: Clock) -> None:
     issued(clock, 4)
     campaign = asked(clock, pace=Pace(per_minute=12, concurrency=10))
     ticked(clock)
@@ -265,7 +265,7 @@ def test_cancel_begins_no_more_and_leaves_what_has_begun(clock: Clock) -> None:
     assert (begun(campaign), campaign.rotations.get().state) == (1, S.SCHEDULED)
 
 
-def test_tick_completes_when_nothing_is_left_under_way(clock: Clock) -> None:
+def test_tick_completes_when_no_rotation_is_running(clock: Clock) -> None:
     issued(clock, 2)
     campaign = asked(clock)
     ticked(clock)
@@ -277,13 +277,17 @@ def test_tick_completes_when_nothing_is_left_under_way(clock: Clock) -> None:
     ticked(clock)
     campaign = fresh(campaign)
     assert (campaign.state, campaign.closed_at) == (C.COMPLETED, clock.now)
-    told = describe_campaign(campaign, clock.now)
-    assert (told["percent_proved"], told["percent_ended"], told["all_begun_at"]) == (100, 100, None)
+    description = describe_campaign(campaign, clock.now)
+    assert (description["percent_proved"], description["percent_ended"], description["all_begun_at"]) == (
+        100,
+        100,
+        None,
+    )
 
 
 @pytest.mark.parametrize("act", [None, pause_campaign])
-def test_tick_does_not_begin_what_was_approved_too_long_ago(clock: Clock, act: Any) -> None:
-    """An approval is for now: thirty days later the rest is asked for anew, however the campaign was held up."""
+def test_tick_with_an_expired_approval_starts_nothing(clock: Clock, act: Any) -> None:
+    """An approval is valid for thirty days; the rest must be requested anew, whatever paused the campaign."""
     issued(clock, 2)
     campaign = asked(clock, pace=Pace(per_minute=12, concurrency=1))
     ticked(clock)
@@ -298,7 +302,7 @@ def test_tick_does_not_begin_what_was_approved_too_long_ago(clock: Clock, act: A
     assert campaign.rotations.get().state == S.SCHEDULED
 
 
-def test_tick_with_all_begun_does_not_expire_while_they_take_their_time(clock: Clock) -> None:
+def test_tick_with_all_started_does_not_expire(clock: Clock) -> None:
     issued(clock, 1)
     campaign = asked(clock)
     ticked(clock)
@@ -306,7 +310,7 @@ def test_tick_with_all_begun_does_not_expire_while_they_take_their_time(clock: C
     assert fresh(campaign).state == C.RUNNING
 
 
-def test_members_in_trouble_are_listed_first(clock: Clock) -> None:
+def test_members_that_stalled_or_failed_are_listed_first(clock: Clock) -> None:
     issued(clock, 6)
     campaign = asked(clock, pace=Pace(per_minute=48, halt_on_stall=False, halt_at_failed_percent=None))
     ticked(clock)
@@ -317,13 +321,11 @@ def test_members_in_trouble_are_listed_first(clock: Clock) -> None:
     assert listed == [S.STALLED, S.CANCELLED, S.SCHEDULED, S.OVERLAP, None]
 
 
-# --- workers that die, double or are late -------------------------------------------------------------------
+# --- dead, duplicate and late workers -----------------------------------------------------------------------
 
 
-def test_tick_killed_between_begin_and_link_begins_once_all_the_same(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rotation, approval, audit entry and link are one transaction: no half of it outlives the worker."""
+def test_tick_killed_between_start_and_link_starts_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotation, approval, audit entry and link are one transaction: no half of it survives the worker."""
     issued(clock, 1)
     campaign = asked(clock)
     whole = begin_rotation
@@ -342,17 +344,15 @@ def test_tick_killed_between_begin_and_link_begins_once_all_the_same(
     assert not AuditEntry.objects.filter(event="rotation.requested").exists()
     monkeypatch.undo()
     ticked(clock)
-    assert begun(campaign) == 0, "the lease of the dead is kept until it runs out"
+    assert begun(campaign) == 0, "a dead worker's lease is kept until it expires"
     ticked(clock, LEASE.total_seconds())
     assert begun(campaign) == 1
     assert verify_audit().first_broken is None
 
 
 @pytest.mark.parametrize("meanwhile", ["lease", "pause"])
-def test_tick_overtaken_in_the_middle_begins_nothing(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, meanwhile: str
-) -> None:
-    """A worker that slept past its lease, or looked before the pause, is refused when it comes to begin."""
+def test_tick_overtaken_halfway_starts_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch, meanwhile: str) -> None:
+    """A worker that slept past its lease, or read its data before the pause, is refused when it starts a rotation."""
     issued(clock, 1)
     campaign = asked(clock)
 
@@ -368,7 +368,7 @@ def test_tick_overtaken_in_the_middle_begins_nothing(
     assert begun(campaign) == 0
 
 
-def test_tick_of_one_campaign_that_fails_does_not_hold_up_the_next(
+def test_tick_that_fails_for_one_campaign_continues_with_the_next(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     issued(clock, 2)
@@ -378,7 +378,7 @@ def test_tick_of_one_campaign_that_fails_does_not_hold_up_the_next(
 
     def failing(row: Campaign) -> bool:
         if row.pk == first.pk:
-            raise StateConflictError("somebody was faster")
+            raise StateConflictError("another writer was faster")
         return True
 
     monkeypatch.setattr(runner, "is_unaltered", failing)
@@ -387,7 +387,7 @@ def test_tick_of_one_campaign_that_fails_does_not_hold_up_the_next(
 
 
 def test_campaign_with_the_engine_rotates_all_of_them(clock: Clock, verifier: UsageLog) -> None:
-    """Asked for, begun, delivered, acknowledged, silent, quarantined, revoked; and the counts say so."""
+    """Each rotation is requested, delivered, acknowledged, silent, quarantined and revoked; the counts agree."""
     keys = issued(clock, 3)
     campaign = asked(clock)
 
@@ -421,13 +421,13 @@ def test_campaign_with_the_engine_rotates_all_of_them(clock: Clock, verifier: Us
     assert verify_audit().first_broken is None
 
 
-# --- at once, where there is more than one writer -----------------------------------------------------------
+# --- races on a database with several writers ---------------------------------------------------------------
 
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-def test_race_of_ticks_begins_each_member_once_and_keeps_the_pace(clock: Clock) -> None:
-    """Four beats at the same moment, again and again: one has the lease, and the pace is one worker's."""
+def test_race_of_ticks_starts_each_member_once_and_keeps_the_pace(clock: Clock) -> None:
+    """Four simultaneous ticks, repeatedly: one gets the lease, and the pace is that of one worker."""
     issued(clock, 8)
     campaign = asked(clock, pace=Pace(per_minute=24, concurrency=100))
     for expected in (2, 4, 6, 8, 8):
@@ -442,15 +442,15 @@ def test_race_of_ticks_begins_each_member_once_and_keeps_the_pace(clock: Clock) 
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-def test_race_of_a_pause_with_a_begin_under_way_waits_for_it(clock: Clock) -> None:
-    """Once a pause has returned, nothing is begun any more: it waits for the begin that was faster."""
+def test_race_of_a_pause_with_a_running_start_waits_for_it(clock: Clock) -> None:
+    """After a pause has returned no rotation starts: it waits for a start that was faster."""
     issued(clock, 1)
     campaign = asked(clock)
 
-    def hold_as_a_begin_does() -> None:
+    def hold_row_lock() -> None:
         list(Campaign.objects.select_for_update(no_key=True).filter(pk=campaign.pk))
 
-    with held_open(hold_as_a_begin_does):
+    with held_open(hold_row_lock):
         pausing = start(lambda: pause_campaign(may_write(clock), fresh(campaign), "stop"))
         wait_until_blocked(pausing)
     pausing.result(30)
@@ -460,8 +460,8 @@ def test_race_of_a_pause_with_a_begin_under_way_waits_for_it(clock: Clock) -> No
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-def test_race_of_a_begin_with_a_pause_that_was_faster_begins_nothing(clock: Clock) -> None:
-    """The begin waits for the pause to be committed, sees it, and leaves the member as it was."""
+def test_race_of_a_start_with_a_faster_pause_starts_nothing(clock: Clock) -> None:
+    """The start waits for the pause to commit, sees it, and leaves the member unchanged."""
     issued(clock, 1)
     campaign = asked(clock)
     clock.tick(5)

@@ -1,4 +1,4 @@
-"""The staged step: a replacement is given to nobody before every live verifier would accept it."""
+"""The staged step: a replacement is delivered only when every live verifier would accept it."""
 
 import pytest
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "ACCEPTED_WITHIN_SECONDS", 0.0)
 
 
@@ -28,7 +28,7 @@ def test_unconfirmed_without_verifiers_is_nobody(clock: Clock) -> None:
 
 
 def test_unconfirmed_are_live_verifiers_without_the_newest_change_of_the_key(clock: Clock) -> None:
-    """Having confirmed the change before the newest one is not enough; an expired one is not waited for."""
+    """A confirmation of an earlier change does not suffice; an expired verifier is not awaited."""
     key, _ = scene.issue(scene.account(), clock())
     behind, level, silent = (make_verifier(f"verifier-{number}") for number in (1, 2, 3))
     confirm(behind, last_sequence(key) - 1)
@@ -40,7 +40,7 @@ def test_unconfirmed_are_live_verifiers_without_the_newest_change_of_the_key(clo
 def test_staged_rotation_is_published_once_its_verifier_has_confirmed(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within the same turn, and with the key that was confirmed."""
+    """It is published within the same turn, with the confirmed key."""
     caching = make_verifier()
     rotation = begun(clock)
 
@@ -55,7 +55,7 @@ def test_staged_rotation_is_published_once_its_verifier_has_confirmed(
     assert rotation.credential.keys.count() == 2
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_wait")
 def test_staged_rotation_names_the_verifiers_that_it_waits_for(clock: Clock, verifier: UsageLog) -> None:
     for number in range(1, 6):
         make_verifier(f"verifier-{number}")
@@ -64,9 +64,9 @@ def test_staged_rotation_names_the_verifiers_that_it_waits_for(clock: Clock, ver
     assert waiting_for == "every verifier to accept the replacement: verifier-1, verifier-2, verifier-3 and 2 more"
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_wait")
 def test_staged_rotation_does_not_wait_for_a_verifier_that_fell_silent(clock: Clock, verifier: UsageLog) -> None:
-    """It answers from memory no longer, so that it would read the new key from the database."""
+    """Its memory has expired, so it would read the new key from the database."""
     make_verifier()
     rotation = advance(begun(clock), clock)
     assert rotation.state == S.STAGED

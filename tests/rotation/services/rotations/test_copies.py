@@ -1,4 +1,4 @@
-"""What becomes of the backend's copies in quarantine: hidden, brought back, destroyed, each as a step of its own."""
+"""Backend copies in quarantine: hidden, restored, destroyed, each in its own step."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,7 +33,7 @@ from rotation.models import Rotation
 from rotation.services.rotations.interventions import abort_rotation, ask_retirement, confirm_rotation
 from rotation.services.rotations.reports import get_rotation
 from tests.rotation import scene
-from tests.rotation.copies import copy_of, keep_up, lose_leases, versions_of
+from tests.rotation.copies import copy_of, lose_leases, run_maintenance, versions_of
 from tests.rotation.scene import Clock
 from tests.rotation.services.rotations.test_tripwire import KNOWN, attempt, in_quarantine
 from tests.rotation.steps import advance, key_states, overlapping, revoke, wait
@@ -44,10 +44,10 @@ HELD, DELETED, DESTROYED = ("held", "live"), ("deleted", "deleted"), ("destroyed
 
 
 def hidden(clock: Clock, verifier: UsageLog) -> Rotation:
-    """In quarantine, the predecessor's copy soft-deleted."""
+    """Return a rotation in quarantine whose predecessor's copy is soft-deleted."""
     rotation = in_quarantine(clock, verifier)
     assert copy_of(rotation.predecessor) == ("delete_due", "live")
-    keep_up()
+    run_maintenance()
     assert copy_of(rotation.predecessor) == DELETED
     return get_rotation(rotation.rotation_id)
 
@@ -66,13 +66,13 @@ def newest_key(rotation: Rotation) -> str | None:
     return None if stored is None else stored.labels["key_id"]
 
 
-# --- what happens in quarantine -----------------------------------------------------------------------------
+# --- quarantine ---------------------------------------------------------------------------------------------
 
 
-def test_copy_of_a_key_in_quarantine_is_hidden_and_says_so_once(clock: Clock, verifier: UsageLog) -> None:
-    """Nobody reads a string that is on its way out; what merchants read as the newest is the replacement."""
+def test_copy_of_a_key_in_quarantine_is_hidden_and_reported_once(clock: Clock, verifier: UsageLog) -> None:
+    """A retiring key's string is no longer readable; merchants read the replacement as the newest version."""
     rotation = hidden(clock, verifier)
-    keep_up()
+    run_maintenance()
     assert AuditEntry.objects.filter(event="key.material_deleted").count() == 1
     assert newest_key(rotation) == rotation.replacement_id
     assert versions_of(rotation.predecessor) == ["deleted", "live"]
@@ -80,12 +80,12 @@ def test_copy_of_a_key_in_quarantine_is_hidden_and_says_so_once(clock: Clock, ve
         read_string(rotation.predecessor)
 
 
-def test_copy_of_a_key_that_an_operator_suspends_stays(clock: Clock, verifier: UsageLog) -> None:
-    """That is no quarantine: the key is held back, and nothing is on its way out."""
+def test_copy_of_a_key_suspended_by_an_operator_stays(clock: Clock, verifier: UsageLog) -> None:
+    """A suspension is no quarantine: the key is on hold, not retiring."""
     key, _ = scene.issue(scene.account(), clock())
     grant, row = operator(P.KEYS_SUSPEND, key, clock)
     lifecycle.suspend_key(grant, row)
-    keep_up()
+    run_maintenance()
     assert copy_of(key) == HELD
 
 
@@ -96,40 +96,38 @@ def test_quarantine_over_destroys_the_hidden_copy(clock: Clock, verifier: UsageL
 
 
 def test_quarantine_over_before_the_copy_was_hidden_destroys_it(clock: Clock, verifier: UsageLog) -> None:
-    """A short quarantine, or a backend that was away all the while."""
+    """This covers a short quarantine and a backend outage throughout it."""
     rotation = wait(in_quarantine(clock, verifier), clock, verifier, 6)
     assert (rotation.state, copy_of(rotation.predecessor)) == (S.COMPLETED, DESTROYED)
 
 
-def test_predecessor_reinstated_has_its_copy_back(clock: Clock, verifier: UsageLog) -> None:
+def test_predecessor_reinstated_has_its_copy_restored(clock: Clock, verifier: UsageLog) -> None:
     rotation = attempt(hidden(clock, verifier), clock, verifier, KNOWN)
     assert (rotation.state, copy_of(rotation.predecessor)) == (S.OVERLAP, ("restore_due", "deleted"))
-    keep_up()
+    run_maintenance()
     assert copy_of(rotation.predecessor) == HELD
     assert newest_key(rotation) == rotation.replacement_id
-    # And a second quarantine hides it again.
+    # A second quarantine hides the copy again.
     scene.use(verifier, rotation.replacement_id or "")
     assert wait(rotation, clock, verifier, 6).state == S.QUARANTINE
-    keep_up()
+    run_maintenance()
     assert copy_of(rotation.predecessor) == DELETED
 
 
-def test_predecessor_reinstated_before_its_copy_was_hidden_is_brought_back_all_the_same(
-    clock: Clock, verifier: UsageLog
-) -> None:
-    """The deletion may be on its way: only bringing it back afterwards is certain."""
+def test_predecessor_reinstated_before_its_copy_was_hidden_has_it_restored(clock: Clock, verifier: UsageLog) -> None:
+    """The deletion may already have happened; only restoring afterwards is certain."""
     rotation = attempt(in_quarantine(clock, verifier), clock, verifier, KNOWN)
     assert copy_of(rotation.predecessor) == ("restore_due", "live")
-    keep_up()
+    run_maintenance()
     assert copy_of(rotation.predecessor) == HELD
 
 
-def test_predecessor_resumed_by_an_operator_stalls_and_has_its_copy_back(clock: Clock, verifier: UsageLog) -> None:
+def test_predecessor_resumed_by_an_operator_stalls_and_has_its_copy_restored(clock: Clock, verifier: UsageLog) -> None:
     rotation = hidden(clock, verifier)
     grant, row = operator(P.KEYS_RESUME, rotation.predecessor, clock)
     lifecycle.resume_key(grant, row)
     rotation = advance(rotation, clock, 3)
-    keep_up()
+    run_maintenance()
     assert (rotation.state, copy_of(rotation.predecessor)) == (S.STALLED, HELD)
 
 
@@ -141,7 +139,7 @@ def test_predecessor_ended_in_quarantine_has_its_copy_destroyed(
     rotation = hidden(clock, verifier) if is_hidden else in_quarantine(clock, verifier)
     revoke(rotation.predecessor, clock, reason)
     assert copy_of(rotation.predecessor)[0] == "destroy_due"
-    keep_up()
+    run_maintenance()
     rotation = advance(rotation, clock, 3)
     assert (rotation.state, copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (
         S.COMPLETED,
@@ -152,17 +150,17 @@ def test_predecessor_ended_in_quarantine_has_its_copy_destroyed(
 
 @pytest.mark.parametrize("reason", [RevocationReason.UNSPECIFIED, RevocationReason.KEY_COMPROMISE])
 @pytest.mark.parametrize("is_destroyed_first", [True, False])
-def test_replacement_ended_in_quarantine_gives_the_merchant_the_predecessor_to_read(
+def test_replacement_ended_in_quarantine_makes_the_predecessor_readable(
     clock: Clock, verifier: UsageLog, reason: RevocationReason, is_destroyed_first: bool
 ) -> None:
-    """The hidden copy is brought back to be written as the newest one."""
+    """The hidden copy is restored and written as the newest version."""
     rotation = hidden(clock, verifier)
     assert rotation.replacement is not None
     revoke(rotation.replacement, clock, reason)
     if is_destroyed_first:
-        keep_up()
+        run_maintenance()
     rotation = advance(rotation, clock, 3)
-    keep_up()
+    run_maintenance()
     assert (rotation.state, newest_key(rotation)) == (S.CANCELLED, rotation.predecessor_id)
     assert (copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (HELD, DESTROYED)
     assert versions_of(rotation.predecessor) == ["destroyed", "destroyed", "live"]
@@ -178,17 +176,17 @@ def test_predecessor_expired_in_quarantine_has_its_copy_destroyed(clock: Clock, 
     scene.acknowledge_replacement(rotation.rotation_id, clock())
     rotation = wait(wait(rotation, clock, verifier, 1), clock, verifier, 6)
     assert rotation.state == S.QUARANTINE
-    keep_up()
+    run_maintenance()
     assert copy_of(key) == DELETED
     clock.tick(90_000)
     lifecycle.expire_key(
         authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=clock()), Key.objects.get(pk=key.pk)
     )
-    keep_up()
+    run_maintenance()
     assert copy_of(key) == DESTROYED
 
 
-def test_rotation_aborted_in_quarantine_brings_the_predecessor_back_as_the_newest(
+def test_rotation_aborted_in_quarantine_restores_the_predecessor_as_the_newest(
     clock: Clock, verifier: UsageLog
 ) -> None:
     rotation = abort(hidden(clock, verifier), clock)
@@ -199,39 +197,37 @@ def test_rotation_aborted_in_quarantine_brings_the_predecessor_back_as_the_newes
 
 
 def back_in_quarantine(clock: Clock, verifier: UsageLog) -> Rotation:
-    """On the way back, the replacement in quarantine and its copy hidden."""
+    """Return a rotation rolling back, with the replacement in quarantine and its copy hidden."""
     rotation = advance(abort(overlapping(clock, verifier), clock), clock, 3)
     scene.use(verifier, rotation.predecessor_id)
     rotation = wait(rotation, clock, verifier, 6)
     assert key_states(rotation) == ("active", "suspended")
-    keep_up()
+    run_maintenance()
     assert (copy_of(rotation.replacement), newest_key(rotation)) == (DELETED, rotation.predecessor_id)
     return rotation
 
 
-def test_replacement_in_the_quarantine_of_a_way_back_is_hidden_and_then_destroyed(
-    clock: Clock, verifier: UsageLog
-) -> None:
+def test_replacement_in_quarantine_of_a_rollback_is_hidden_and_then_destroyed(clock: Clock, verifier: UsageLog) -> None:
     rotation = wait(back_in_quarantine(clock, verifier), clock, verifier, 6)
-    keep_up()
+    run_maintenance()
     assert rotation.state == S.ROLLED_BACK
     assert (copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (HELD, DESTROYED)
 
 
-def test_predecessor_lost_on_the_way_back_brings_the_hidden_replacement_back_as_the_newest(
+def test_predecessor_lost_in_a_rollback_restores_the_replacement_as_the_newest(
     clock: Clock, verifier: UsageLog
 ) -> None:
-    """What the merchant reads is good, though the only copy of it was hidden."""
+    """The merchant reads a good key, even though its only copy was hidden."""
     rotation = back_in_quarantine(clock, verifier)
     revoke(rotation.predecessor, clock, RevocationReason.KEY_COMPROMISE)
     rotation = advance(rotation, clock, 3)
-    keep_up()
+    run_maintenance()
     assert (rotation.state, newest_key(rotation)) == (S.COMPLETED, rotation.replacement_id)
     assert (copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (DESTROYED, HELD)
 
 
 def test_replacement_that_is_the_newest_is_never_hidden(clock: Clock, verifier: UsageLog) -> None:
-    """Where the predecessor's copy is gone, merchants would find nothing where they read."""
+    """Without the predecessor's copy merchants would find nothing at the path."""
     key, _ = scene.issue(scene.account(), clock(), delivery=Delivery.SHOW_ONCE)
     with recorded(
         authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=clock()),
@@ -240,7 +236,7 @@ def test_replacement_that_is_the_newest_is_never_hidden(clock: Clock, verifier: 
         account=key.credential.account,
     ):
         key.compare_and_swap(material=Material.DESTROY_DUE)
-    keep_up()
+    run_maintenance()
     rotation = advance(scene.rotate(key.credential, clock()), clock)
     scene.acknowledge_replacement(rotation.rotation_id, clock())
     verifier.flush()
@@ -248,7 +244,7 @@ def test_replacement_that_is_the_newest_is_never_hidden(clock: Clock, verifier: 
     scene.use(verifier, rotation.predecessor_id)
     rotation = wait(rotation, clock, verifier, 6)
     assert key_states(rotation) == ("active", "suspended")
-    keep_up()
+    run_maintenance()
     assert copy_of(rotation.replacement) == HELD
 
 
@@ -257,18 +253,18 @@ def test_merchant_offboarded_in_quarantine_leaves_no_copy(clock: Clock, verifier
     merchant = rotation.credential.account.merchant
     offboard_merchant(authorize(scene.admin(), P.MERCHANTS_OFFBOARD, now=clock()), merchant, "gone")
     advance(rotation, clock, 3)
-    keep_up()
+    run_maintenance()
     assert copy_of(rotation.predecessor) == copy_of(rotation.replacement) == DESTROYED
 
 
-# --- a backend that is away, refuses, or has lost something -------------------------------------------------
+# --- backend outages, denials and losses --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [BackendUnavailableError("sealed"), BackendDeniedError("refused", status=403)])
-def test_backend_that_does_not_hide_copies_holds_no_quarantine_up(
+def test_backend_that_fails_to_hide_copies_delays_no_quarantine(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, error: KeyvaultError
 ) -> None:
-    """Hiding is retried for as long as there is a quarantine, and the rotation goes on whatever comes of it."""
+    """Hiding is retried throughout the quarantine, and the rotation continues regardless."""
 
     def fail(*_: object) -> None:
         raise error
@@ -276,18 +272,18 @@ def test_backend_that_does_not_hide_copies_holds_no_quarantine_up(
     rotation = in_quarantine(clock, verifier)
     with monkeypatch.context() as patch:
         patch.setattr(LocalKeystore, "soft_delete", fail)
-        keep_up()
-        keep_up()
+        run_maintenance()
+        run_maintenance()
         assert copy_of(rotation.predecessor) == ("delete_due", "live")
         rotation = wait(rotation, clock, verifier, 6)
     assert (rotation.state, copy_of(rotation.predecessor)) == (S.COMPLETED, DESTROYED)
 
 
 @pytest.mark.parametrize("error", [BackendUnavailableError("sealed"), BackendDeniedError("refused", status=403)])
-def test_backend_that_does_not_bring_a_copy_back_is_asked_again(
+def test_backend_that_fails_to_restore_a_copy_is_retried(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, error: KeyvaultError
 ) -> None:
-    """The key itself is good at once."""
+    """The key itself is good immediately."""
 
     def fail(*_: object) -> None:
         raise error
@@ -296,20 +292,20 @@ def test_backend_that_does_not_bring_a_copy_back_is_asked_again(
     with monkeypatch.context() as patch:
         patch.setattr(LocalKeystore, "undelete", fail)
         rotation = attempt(rotation, clock, verifier, KNOWN)
-        keep_up()
+        run_maintenance()
         assert (key_states(rotation), copy_of(rotation.predecessor)) == (
             ("active", "active"),
             ("restore_due", "deleted"),
         )
-    keep_up()
+    run_maintenance()
     assert copy_of(rotation.predecessor) == HELD
 
 
-def test_copy_that_cannot_come_back_is_an_alarm_and_the_key_stays_good(clock: Clock, verifier: UsageLog) -> None:
+def test_copy_that_cannot_be_restored_raises_an_alarm_and_the_key_stays_good(clock: Clock, verifier: UsageLog) -> None:
     rotation = attempt(hidden(clock, verifier), clock, verifier, KNOWN)
     key = rotation.predecessor
     secret_backend().destroy(Mount.SANDBOX, key.credential.backend_path, 1)
-    keep_up()
+    run_maintenance()
     assert (key_states(rotation), copy_of(key)) == (("active", "active"), DESTROYED)
     notice = Notice.objects.get(kind=NoticeKind.BACKEND_UNATTRIBUTED)
     assert (notice.subject, notice.is_alarm, notice.payload["backend_version"]) == (key.key_id, True, 1)
@@ -318,8 +314,8 @@ def test_copy_that_cannot_come_back_is_an_alarm_and_the_key_stays_good(clock: Cl
 # --- public keys --------------------------------------------------------------------------------------------
 
 
-def test_public_key_in_quarantine_is_not_shown_and_says_why(clock: Clock, verifier: UsageLog) -> None:
-    """A refusal with its reason, before and after the copy was hidden; and shown again once it is good."""
+def test_public_key_in_quarantine_is_not_shown_with_the_reason(clock: Clock, verifier: UsageLog) -> None:
+    """The refusal states its reason before and after the copy is hidden; a good key is shown again."""
     key, _ = scene.issue(scene.account(), clock(), kind=KeyKind.PUBLIC)
     rotation = advance(scene.rotate(key.credential, clock(), proof=Proof.CONFIRMATION), clock)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
@@ -330,11 +326,11 @@ def test_public_key_in_quarantine_is_not_shown_and_says_why(clock: Clock, verifi
     for _ in range(2):
         with pytest.raises(StateConflictError, match="in quarantine"):
             read_public_string(Key.objects.get(pk=key.pk))
-        keep_up()
+        run_maintenance()
     abort(rotation, clock)
     with pytest.raises(StateConflictError, match="just left"):
         read_public_string(Key.objects.get(pk=key.pk))
-    keep_up()
+    run_maintenance()
     assert read_public_string(Key.objects.get(pk=key.pk)) is not None
 
 
@@ -342,18 +338,18 @@ def test_public_key_in_quarantine_is_not_shown_and_says_why(clock: Clock, verifi
 
 
 class KilledError(BaseException):
-    """Nothing catches it."""
+    """Not caught anywhere."""
 
 
 @pytest.mark.parametrize("when", ["before", "after", "commit"])
 @pytest.mark.parametrize(("call", "due"), [("soft_delete", "delete_due"), ("undelete", "restore_due")])
-def test_step_killed_anywhere_is_done_by_the_next_one(
+def test_step_killed_anywhere_is_completed_by_the_next_run(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, when: str, call: str, due: str
 ) -> None:
-    """Before the backend was asked, after it has done it, and right before the row would have said so."""
+    """It is killed before the backend call, after it, and right before the row is updated."""
     rotation = in_quarantine(clock, verifier)
     if due == "restore_due":
-        keep_up()
+        run_maintenance()
         rotation = attempt(rotation, clock, verifier, KNOWN)
     real = getattr(LocalKeystore, call)
 
@@ -368,37 +364,37 @@ def test_step_killed_anywhere_is_done_by_the_next_one(
         else:
             patch.setattr(LocalKeystore, call, die)
         with pytest.raises(KilledError):
-            keep_up()
+            run_maintenance()
     assert copy_of(rotation.predecessor)[0] == due
     lose_leases()
-    keep_up()
+    run_maintenance()
     assert copy_of(rotation.predecessor) == (DELETED if due == "delete_due" else HELD)
 
 
-def test_step_overtaken_by_another_worker_says_nothing(
+def test_step_overtaken_by_another_worker_writes_nothing(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that slept in its call finds its lease gone, and the row as the other one left it."""
+    """A worker that slept during its call finds its lease lost and keeps the row as the other worker left it."""
     rotation = in_quarantine(clock, verifier)
     real = LocalKeystore.soft_delete
 
     def sleep_over(self: LocalKeystore, *args: object) -> None:
         monkeypatch.setattr(LocalKeystore, "soft_delete", real)
         lose_leases()
-        keep_up()
+        run_maintenance()
         real(self, *args)  # type: ignore[arg-type]  # as it was called
 
     monkeypatch.setattr(LocalKeystore, "soft_delete", sleep_over)
-    keep_up()
+    run_maintenance()
     assert copy_of(rotation.predecessor) == DELETED
     assert AuditEntry.objects.filter(event="key.material_deleted").count() == 1
 
 
-STEPS = ("suspend", "resume", "revoke", "upkeep", "upkeep", "lost", "failed", "refused", "died", "read")
+STEPS = ("suspend", "resume", "revoke", "maintenance", "maintenance", "lost", "failed", "refused", "died", "read")
 
 
 def retiring(clock: Clock) -> Key:
-    """A key whose credential's newest version is another's."""
+    """Return a key whose credential's newest version belongs to another key."""
     key, _ = scene.issue(scene.account(), clock())
     advance(scene.rotate(key.credential, clock()), clock)
     return key
@@ -406,18 +402,19 @@ def retiring(clock: Clock) -> Key:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=14))
-def test_backend_agrees_with_the_rows_whatever_was_lost_on_the_way(
+def test_backend_with_random_faults_finally_agrees_with_the_rows(
     clock: Clock, verifier: UsageLog, steps: list[str]
 ) -> None:
-    """Quarantines, their ends and the key's, while calls are lost, refused or die: afterwards the copy is readable,
-    hidden or destroyed as the row says, and never hidden while the key is good."""
+    """Across quarantines and ends with lost, refused or killed calls, the copy is finally readable, hidden or destroyed
+    as the row says, and never hidden while the key is good.
+    """
     key = retiring(clock)
     with pytest.MonkeyPatch.context() as patch:
         for step in steps:
             _do(step, key, clock, patch)
         patch.undo()
         lose_leases()
-        keep_up()
+        run_maintenance()
     state, (row, copy) = Key.objects.get(pk=key.pk).state, copy_of(key)
     wanted = {"active": HELD, "suspended": DELETED, "deactivated": DESTROYED}
     assert (row, copy) == wanted[state]
@@ -437,14 +434,14 @@ def _do(step: str, key: Key, clock: Clock, patch: pytest.MonkeyPatch) -> None:
                 lifecycle.revoke_key(advancing, fresh, RevocationReason.SUPERSEDED)
             case "read":
                 stored_copies.recover_string(fresh)
-            case "upkeep":
-                keep_up()
+            case "maintenance":
+                run_maintenance()
             case _:
-                _keep_up_badly(step, patch)
+                _run_maintenance_with_fault(step, patch)
 
 
-def _keep_up_badly(how: str, patch: pytest.MonkeyPatch) -> None:
-    """`lost`: done, and the answer lost. `died`: the worker with it, and its lease is over."""
+def _run_maintenance_with_fault(how: str, patch: pytest.MonkeyPatch) -> None:
+    """`lost`: executed, and the reply is lost. `died`: the worker dies too, and its lease expires."""
     errors = {
         "lost": BackendUnavailableError("no answer"),
         "failed": BackendUnavailableError("sealed"),
@@ -461,7 +458,7 @@ def _keep_up_badly(how: str, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(LocalKeystore, call, fail)
     try:
-        keep_up()
+        run_maintenance()
     finally:
         patch.undo()
         lose_leases()

@@ -1,4 +1,4 @@
-"""The whole life of the copies of a credential's keys on a real server, each kind of call under a role of its own."""
+"""The full lifecycle of a credential's copies on a real server, each kind of call under its own role."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation
 from tests.backends.vault.installation import InstalledVault
 from tests.rotation import scene
-from tests.rotation.copies import copy_of, keep_up, versions_of
+from tests.rotation.copies import copy_of, run_maintenance, versions_of
 from tests.rotation.scene import Clock
 from tests.rotation.services.rotations.test_tripwire import KNOWN, attempt, in_quarantine
 from tests.rotation.steps import advance, wait
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.django_db
 
 
 def read_as_root(made: InstalledVault, credential: Credential, version: int) -> dict[str, Any]:
-    """What stands there, as nobody of ours is told it."""
+    """Read the path as root, which no role of the service may do."""
     mount = made.layout.mount(SecretsEngine.KEYS, "sandbox")
     answer = made.admin.secrets.kv.v2.read_secret_version(
         credential.backend_path, version=version, mount_point=mount, raise_on_deleted_version=True
@@ -46,9 +46,12 @@ def paths(mount: Mount = Mount.SANDBOX) -> list[str]:
     return list(secret_backend().list_paths(mount))
 
 
-def test_vault_whole_life_of_the_copies(vault_service: InstalledVault, clock: Clock, verifier: UsageLog) -> None:
-    """Written, hidden at quarantine, brought back by the tripwire, hidden again, destroyed after the revocation, and
-    forgotten when the merchant leaves."""
+def test_vault_copies_through_their_full_lifecycle(
+    vault_service: InstalledVault, clock: Clock, verifier: UsageLog
+) -> None:
+    """Copies are written, hidden in quarantine, restored by the tripwire, hidden again, destroyed after the revocation,
+    and forgotten when the merchant is offboarded.
+    """
     rotation = in_quarantine(clock, verifier)
     old, new, credential = rotation.predecessor, rotation.replacement, rotation.credential
     payload = read_as_root(vault_service, credential, 2)
@@ -60,17 +63,17 @@ def test_vault_whole_life_of_the_copies(vault_service: InstalledVault, clock: Cl
         "rotation_id": rotation.rotation_id,
         "environment": "sandbox",
     }
-    keep_up()
+    run_maintenance()
     assert (copy_of(old), copy_of(new)) == (("deleted", "deleted"), ("held", "live"))
 
     rotation = attempt(rotation, clock, verifier, KNOWN)
     assert rotation.state == S.OVERLAP
-    keep_up()
+    run_maintenance()
     assert copy_of(old) == ("held", "live")
 
     scene.use(verifier, rotation.replacement_id or "")
     assert wait(rotation, clock, verifier, 6).state == S.QUARANTINE
-    keep_up()
+    run_maintenance()
     assert copy_of(old) == ("deleted", "deleted")
     assert wait(rotation, clock, verifier, 6).state == S.COMPLETED
     assert (copy_of(old), copy_of(new)) == (("destroyed", "destroyed"), ("held", "live"))
@@ -80,7 +83,7 @@ def test_vault_whole_life_of_the_copies(vault_service: InstalledVault, clock: Cl
 
     grant = authorize(scene.admin(), P.MERCHANTS_OFFBOARD, now=clock())
     offboard_merchant(grant, credential.account.merchant, "contract ended")
-    keep_up()
+    run_maintenance()
     assert versions_of(old) == ["destroyed", "destroyed"]
     maintenance.forget_paths_due()
     assert (versions_of(old), credential.backend_path in paths()) == ([], False)
@@ -91,20 +94,20 @@ def test_vault_rotation_aborted_in_quarantine_reads_the_hidden_copy_again(
     vault_service: InstalledVault, clock: Clock, verifier: UsageLog
 ) -> None:
     rotation = in_quarantine(clock, verifier)
-    keep_up()
+    run_maintenance()
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
     rotation = advance(abort_rotation(grant, get_rotation(rotation.rotation_id), "a bad day"), clock, 3)
     stored = find_stored(rotation.credential)
     assert stored is not None
     assert (stored.version, stored.labels["key_id"]) == (3, rotation.predecessor_id)
-    keep_up()
+    run_maintenance()
     assert versions_of(rotation.predecessor) == ["destroyed", "live", "live"]
 
 
-def test_vault_reconciler_destroys_what_is_ours_and_leaves_strangers(
+def test_vault_reconciler_destroys_own_copies_and_keeps_unattributed_ones(
     vault_service: InstalledVault, clock: Clock, verifier: UsageLog
 ) -> None:
-    """Guarantee, on the real server with our own roles: what nobody can attribute is told of and never touched."""
+    """Guarantee, on the real server with the project's roles: an unattributed copy is reported and never changed."""
     rotation: Rotation = wait(in_quarantine(clock, verifier), clock, verifier, 6)
     assert rotation.state == S.COMPLETED
     credential, backend = rotation.credential, secret_backend()
@@ -129,7 +132,7 @@ def test_vault_reconciler_destroys_what_is_ours_and_leaves_strangers(
     offboard_merchant(
         authorize(scene.admin(), P.MERCHANTS_OFFBOARD, now=clock()), credential.account.merchant, "contract ended"
     )
-    keep_up()
+    run_maintenance()
     maintenance.forget_paths_due()
     assert reconcile(Environment.SANDBOX).forgotten == 0
     assert versions_of(rotation.predecessor) == ["destroyed", "destroyed", "destroyed", "live"]
@@ -138,7 +141,7 @@ def test_vault_reconciler_destroys_what_is_ours_and_leaves_strangers(
     assert paths() == ["team/notes/today"]
 
 
-def test_vault_reconciler_brings_back_what_somebody_hid(
+def test_vault_reconciler_restores_a_copy_hidden_by_another_party(
     vault_service: InstalledVault, clock: Clock, verifier: UsageLog
 ) -> None:
     rotation = wait(in_quarantine(clock, verifier), clock, verifier, 6)

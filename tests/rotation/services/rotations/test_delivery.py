@@ -1,4 +1,4 @@
-"""Where a replacement goes: the secret backend always; sealed to its recipient; told to the merchant's endpoint."""
+"""Delivery of a replacement: always to the secret backend, sealed to its recipient, announced by webhook."""
 
 import base64
 
@@ -43,7 +43,7 @@ def make_endpoint(clock: Clock) -> WebhookEndpoint:
 
 
 def sealed_key(clock: Clock) -> Key:
-    """Of a credential whose keys are sealed to RECIPIENT; only a service may ask for one."""
+    """Return a credential's key whose keys are sealed to RECIPIENT; only a service may request one."""
     _, token = make_token(P.ISSUANCE_REQUEST, P.ISSUANCE_COLLECT)
     service = prove_service_token(token.reveal(), clock())
     public = base64.urlsafe_b64encode(RECIPIENT.public_key().public_bytes_raw()).decode().rstrip("=")
@@ -58,7 +58,7 @@ def opened(rotation: Rotation, clock: Clock) -> str:
     return Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM).decrypt(enc + ciphertext, RECIPIENT).decode()
 
 
-def news(rotation: Rotation) -> WebhookDelivery:
+def webhook_delivery(rotation: Rotation) -> WebhookDelivery:
     notices = Notice.objects.filter(kind=NoticeKind.REPLACEMENT_AVAILABLE, subject=rotation.rotation_id)
     newest = notices.order_by("-created_at", "-pk").first()
     assert newest is not None
@@ -66,28 +66,32 @@ def news(rotation: Rotation) -> WebhookDelivery:
     return delivery
 
 
-def test_rotation_by_webhook_waits_until_the_merchants_endpoint_took_the_news(clock: Clock, verifier: UsageLog) -> None:
+def test_rotation_by_webhook_waits_until_the_endpoint_accepts_the_message(clock: Clock, verifier: UsageLog) -> None:
     make_endpoint(clock)
     rotation = advance(begun(clock, channels=BOTH_WAYS), clock)
     assert (rotation.state, rotation.delivered_at is None) == (S.PUBLISHING, False)
     assert "webhook endpoint" in str(describe(rotation, clock())["waiting_for"])
-    WebhookDelivery.objects.filter(pk=news(rotation).pk).update(state=DeliveryState.DELIVERED, delivered_at=clock())
+    WebhookDelivery.objects.filter(pk=webhook_delivery(rotation).pk).update(
+        state=DeliveryState.DELIVERED, delivered_at=clock()
+    )
     rotation = wait(rotation, clock, verifier, 3)
     assert rotation.state == S.AWAITING_PROOF
     assert rotation.told_at is not None
 
 
-def test_rotation_whose_news_nobody_takes_stalls_and_tells_anew_when_resumed(clock: Clock, verifier: UsageLog) -> None:
+def test_rotation_whose_message_is_not_accepted_stalls_and_resends_when_resumed(
+    clock: Clock, verifier: UsageLog
+) -> None:
     make_endpoint(clock)
     rotation = advance(begun(clock, channels=BOTH_WAYS), clock)
-    first = news(rotation)
+    first = webhook_delivery(rotation)
     WebhookDelivery.objects.filter(pk=first.pk).update(state=DeliveryState.GIVEN_UP, last_error="HTTP 500")
     rotation = wait(rotation, clock, verifier, 3)
     assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.PUBLISHING)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock.tick(1))
     resume_rotation(grant, rotation)
     assert wait(rotation, clock, verifier, 3).state == S.PUBLISHING
-    assert news(rotation).pk != first.pk
+    assert webhook_delivery(rotation).pk != first.pk
 
 
 def test_plan_by_webhook_without_an_endpoint_is_refused(clock: Clock) -> None:
@@ -107,10 +111,10 @@ def test_message_of_a_replacement_holds_ids_and_no_secret(clock: Clock, verifier
 
 
 @pytest.mark.parametrize("is_down", [False, True])
-def test_sealed_replacement_is_handed_over_to_its_recipient_even_with_the_backend_down(
+def test_sealed_replacement_is_collectable_with_the_backend_down(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, *, is_down: bool
 ) -> None:
-    """Only the holder of the recipient's private key can open it; nobody else ever sees the string."""
+    """Only the holder of the recipient's private key can read the string."""
     key = sealed_key(clock)
     rotation = scene.rotate(key.credential, clock())
     with monkeypatch.context() as outage:
@@ -132,15 +136,15 @@ def test_rotation_resumed_past_its_deadline_is_refused(clock: Clock, verifier: U
         resume_rotation(grant, rotation)
 
 
-def test_sealed_replacement_of_a_worker_that_died_after_its_write_is_still_handed_over(
+def test_sealed_replacement_after_a_worker_death_is_still_collectable(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The seal is the recipient's only way to the key: whoever takes over makes it from what the backend holds."""
+    """The recipient can read only the sealed key: the next worker seals it from the backend's copy."""
     rotation = scene.rotate(sealed_key(clock).credential, clock())
     put = LocalKeystore.put
 
     def put_and_die(*args: object, **kwargs: object) -> int:
-        put(*args, **kwargs)  # type: ignore[arg-type]  # whatever came
+        put(*args, **kwargs)  # type: ignore[arg-type]  # forwarded arguments
         raise KeyboardInterrupt
 
     with monkeypatch.context() as death:

@@ -1,4 +1,4 @@
-"""A key in wrong hands: it ends at once, by one person, whatever is down; the replacement is another matter."""
+"""A leaked key is revoked immediately, by one person, during any outage; its replacement is a separate concern."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,8 +55,8 @@ def state_of(key: Key) -> str:
 
 
 @contextmanager
-def everything_down() -> Iterator[None]:
-    """Neither the secret backend nor the broker: whoever sends a message fails the test."""
+def all_dependencies_down() -> Iterator[None]:
+    """Make the secret backend unavailable, and fail the test when a message is sent to the broker."""
 
     def send(*_: object, **__: object) -> None:
         raise AssertionError("a message was sent")
@@ -72,7 +72,7 @@ def everything_down() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------ one key
 
 
-def test_compromise_revokes_and_asks_for_the_replacement_of_the_last_key(clock: Clock, verifier: UsageLog) -> None:
+def test_compromise_revokes_and_requests_the_replacement_of_the_last_key(clock: Clock, verifier: UsageLog) -> None:
     key, _ = scene.issue(scene.account(), clock())
     response = report(key, clock)
     assert (response.state, response.fault, response.no_replacement) == (KeyState.COMPROMISED, "", "")
@@ -85,12 +85,12 @@ def test_compromise_revokes_and_asks_for_the_replacement_of_the_last_key(clock: 
 
 
 @pytest.mark.parametrize("environment", Environment)
-def test_compromise_with_all_down_revokes_at_once_and_the_mint_follows(
+def test_compromise_during_an_outage_revokes_and_the_new_key_follows(
     clock: Clock, verifier: UsageLog, environment: Environment
 ) -> None:
-    """Invariant 5: one responder alone, with the secret backend and the broker down; the mint waits for both."""
+    """One responder suffices with the secret backend and the broker down; the new key waits for both."""
     key, _ = scene.issue(scene.account(environment=environment), clock())
-    with everything_down():
+    with all_dependencies_down():
         response = report(key, clock)
         assert state_of(key) == "compromised"
         assert response.rotation_id is not None
@@ -104,7 +104,7 @@ def test_compromise_with_all_down_revokes_at_once_and_the_mint_follows(
     assert key_states(advance(rotation, clock, 60)) == ("compromised", "active")
 
 
-def test_compromise_without_the_wish_asks_for_nothing(clock: Clock) -> None:
+def test_compromise_without_replace_requests_nothing(clock: Clock) -> None:
     key, _ = scene.issue(scene.account(), clock())
     response = report(key, clock, replace=False)
     assert (response.rotation_id, response.no_replacement) == (None, "")
@@ -112,14 +112,14 @@ def test_compromise_without_the_wish_asks_for_nothing(clock: Clock) -> None:
 
 
 def test_compromise_repeated_answers_the_same(clock: Clock) -> None:
-    """The same end, the same rotation: nothing is asked for twice."""
+    """The answer and the rotation are the same: nothing is requested twice."""
     key, _ = scene.issue(scene.account(), clock())
     assert report(key, clock) == report(key, clock)
     assert Rotation.objects.count() == 1
 
 
-def test_compromise_by_somebody_who_may_not_ask_revokes_all_the_same(clock: Clock) -> None:
-    """Asking takes its own permission, revoking does not wait for it."""
+def test_compromise_without_permission_for_rotations_still_revokes(clock: Clock) -> None:
+    """Requesting a replacement takes its own permission; the revocation does not."""
     key, _ = scene.issue(scene.account(), clock())
     grant = authorize(responder(), P.KEYS_REPORT_COMPROMISE, key.credential.account, now=clock())
     with pytest.MonkeyPatch.context() as lesser:
@@ -134,8 +134,10 @@ def _refusing(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("fault", [OperationalError("disk full"), RuntimeError("a bug"), ConnectionError("away")])
-def test_compromise_whose_asking_fails_stands(clock: Clock, fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever becomes of the replacement, the key has ended, and whoever reported it hears both."""
+def test_compromise_whose_replacement_request_fails_stands(
+    clock: Clock, fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key is revoked whatever happens to the replacement, and the reporter learns both."""
     key, _ = scene.issue(scene.account(), clock())
 
     def fail(*_: object) -> None:
@@ -148,14 +150,14 @@ def test_compromise_whose_asking_fails_stands(clock: Clock, fault: Exception, mo
 
 
 @pytest.mark.django_db(transaction=True)
-def test_compromise_is_never_part_of_a_transaction_that_may_fail(clock: Clock) -> None:
-    """A caller cannot wrap the revocation into something that is rolled back."""
+def test_compromise_inside_a_transaction_is_refused(clock: Clock) -> None:
+    """A caller cannot wrap the revocation into a transaction that is rolled back."""
     key, _ = scene.issue(scene.account(), clock())
     with pytest.raises(RuntimeError, match="durable"), transaction.atomic():
         report(key, clock)
 
 
-def test_compromise_takes_a_permission_to_revoke(clock: Clock) -> None:
+def test_compromise_without_permission_to_revoke_is_refused(clock: Clock) -> None:
     key, _ = scene.issue(scene.account(), clock())
     wrong = authorize(responder(), P.KEYS_READ, key.credential.account, now=clock())
     with pytest.raises(PermissionMissingError):
@@ -166,9 +168,7 @@ def test_compromise_takes_a_permission_to_revoke(clock: Clock) -> None:
 # ------------------------------------------------------------------------------------- beside another key or rotation
 
 
-def test_compromise_of_a_key_whose_rotation_waits_turns_that_into_the_emergency(
-    clock: Clock, verifier: UsageLog
-) -> None:
+def test_compromise_of_a_key_with_a_waiting_rotation_makes_it_an_emergency(clock: Clock, verifier: UsageLog) -> None:
     rotation = advance(begun(clock, not_before=scene.later(clock(), 86_400)), clock)
     response = report(rotation.predecessor, clock)
     assert (response.rotation_id, response.no_replacement) == (rotation.rotation_id, "")
@@ -176,16 +176,14 @@ def test_compromise_of_a_key_whose_rotation_waits_turns_that_into_the_emergency(
     assert Rotation.objects.count() == 1
 
 
-def test_compromise_of_the_predecessor_beside_a_good_replacement_goes_on_with_that(
-    clock: Clock, verifier: UsageLog
-) -> None:
+def test_compromise_of_the_predecessor_beside_a_good_replacement_continues(clock: Clock, verifier: UsageLog) -> None:
     rotation = overlapping(clock, verifier)
     response = report(rotation.predecessor, clock)
     assert (response.rotation_id, response.no_replacement) == (rotation.rotation_id, "")
     assert advance(rotation, clock, 3).state == S.COMPLETED
 
 
-def test_compromise_of_the_replacement_beside_a_good_predecessor_asks_for_none(
+def test_compromise_of_the_replacement_beside_a_good_predecessor_requests_none(
     clock: Clock, verifier: UsageLog
 ) -> None:
     rotation = overlapping(clock, verifier)
@@ -196,7 +194,7 @@ def test_compromise_of_the_replacement_beside_a_good_predecessor_asks_for_none(
     assert state_of(rotation.predecessor) == "active"
 
 
-def test_compromise_of_the_replacement_in_quarantine_says_what_ends_first(clock: Clock, verifier: UsageLog) -> None:
+def test_compromise_of_the_replacement_in_quarantine_names_the_open_rotation(clock: Clock, verifier: UsageLog) -> None:
     rotation = quarantined(clock, verifier)
     assert rotation.replacement is not None
     response = report(rotation.replacement, clock)
@@ -206,8 +204,8 @@ def test_compromise_of_the_replacement_in_quarantine_says_what_ends_first(clock:
     assert state_of(rotation.predecessor) == "active"
 
 
-def test_compromise_beside_a_suspended_key_says_why_none_is_asked_for(clock: Clock) -> None:
-    """An operator suspended the other one, and may resume it: no third key is made behind their back."""
+def test_compromise_beside_a_suspended_key_explains_why_none_is_requested(clock: Clock) -> None:
+    """An operator may resume the suspended key, so no third key is created."""
     key, _ = scene.issue(scene.account(), clock())
     engine = authorize(scene.admin(), P.KEYS_SUSPEND, key.credential.account, now=clock())
     other = _second(key, clock)
@@ -227,8 +225,8 @@ def _second(key: Key, clock: Clock) -> Key:
 # ------------------------------------------------------------------------------------------------------ many keys
 
 
-def test_leak_ends_every_key_and_tells_of_each_in_order(clock: Clock) -> None:
-    """Ids and whole keys alike; what is unknown or no key at all holds up no other."""
+def test_leak_revokes_every_key_and_answers_in_order(clock: Clock) -> None:
+    """Key ids and whole keys are accepted; an unknown or malformed entry delays no other."""
     made = [scene.issue(scene.account(environment=place), clock()) for place in (*Environment, Environment.SANDBOX)]
     unknown = "0" * 16
     presented = [made[0][0].key_id, unknown, made[1][1].reveal(), "ghp_sekrit", f" {made[2][0].key_id} ", ""]
@@ -246,8 +244,8 @@ def test_leak_ends_every_key_and_tells_of_each_in_order(clock: Clock) -> None:
     assert AuditEntry.objects.filter(event="key.compromised").count() == 3
 
 
-def test_leak_asks_for_replacements_once_all_keys_have_ended(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that a replacement takes comes before the last of the revocations."""
+def test_leak_requests_replacements_after_all_revocations(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of a replacement precedes the last revocation."""
     made = [scene.issue(scene.account(), clock())[0] for _ in range(3)]
     order: list[str] = []
     for name in ("report_compromise", "reissue_key"):
@@ -265,7 +263,7 @@ def _noting(order: list[str], name: str, real: Callable[..., Any]) -> Callable[.
     return noted
 
 
-def test_leak_of_both_keys_of_a_credential_asks_for_one_replacement(clock: Clock) -> None:
+def test_leak_of_both_keys_of_a_credential_requests_one_replacement(clock: Clock) -> None:
     key, _ = scene.issue(scene.account(), clock())
     second = _second(key, clock)
     responses = leaked(clock, key.key_id, second.key_id, replace=True)
@@ -275,19 +273,19 @@ def test_leak_of_both_keys_of_a_credential_asks_for_one_replacement(clock: Clock
     assert Notice.objects.filter(kind="credential.without_key").count() == 1
 
 
-def test_leak_with_all_down_ends_every_key(clock: Clock) -> None:
+def test_leak_during_an_outage_revokes_every_key(clock: Clock) -> None:
     made = [scene.issue(scene.account(environment=PRODUCTION), clock())[0] for _ in range(2)]
-    with everything_down():
+    with all_dependencies_down():
         responses = leaked(clock, *(key.key_id for key in made), replace=True)
     assert {state_of(key) for key in made} == {"compromised"}
     assert None not in {response.rotation_id for response in responses}
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_leak_in_which_one_key_fails_ends_the_others(
+def test_leak_in_which_one_key_fails_revokes_the_others(
     clock: Clock, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each in a transaction of its own: the database's trouble with one of them is told, and is that one's alone."""
+    """Each key has its own transaction: a database error affects that key only and is reported."""
     made = [scene.issue(scene.account(), clock())[0] for _ in range(3)]
     real = lifecycle.report_compromise
 
@@ -302,10 +300,10 @@ def test_leak_in_which_one_key_fails_ends_the_others(
     assert [state_of(key) for key in made].count("compromised") == 2
 
 
-def test_leak_interrupted_has_ended_what_came_before_and_is_reported_again(
+def test_leak_interrupted_keeps_its_revocations_and_is_repeatable(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after the k-th key: k have ended for good, and the same report ends the rest."""
+    """Killed after the k-th key, k keys stay revoked, and the same report revokes the rest."""
     made = [scene.issue(scene.account(), clock())[0] for _ in range(3)]
     real, calls = lifecycle.report_compromise, iter(range(2))
 
@@ -330,7 +328,7 @@ def test_leak_of_none_or_too_many_is_refused(clock: Clock, count: int) -> None:
     assert refused.value.faults[0].detail == "1 to 500 keys"
 
 
-def test_leak_reported_by_somebody_who_may_not_ends_nothing(clock: Clock) -> None:
+def test_leak_reported_without_permission_revokes_nothing(clock: Clock) -> None:
     key, _ = scene.issue(scene.account(), clock())
     auditor = make_operator("auditor", Role.AUDITOR)
     (response,) = leaked(clock, key.key_id, by=auditor)
@@ -338,8 +336,8 @@ def test_leak_reported_by_somebody_who_may_not_ends_nothing(clock: Clock) -> Non
     assert state_of(key) == "active"
 
 
-def test_leak_of_a_key_string_with_a_wrong_checksum_names_nobody(clock: Clock) -> None:
-    """What is not our key is not looked up, and not repeated."""
+def test_leak_of_a_key_string_with_a_wrong_checksum_is_not_looked_up(clock: Clock) -> None:
+    """A text that is not one of the service's keys is neither looked up nor repeated."""
     (response,) = leaked(clock, mint()[:-1] + "?")
     assert response == Response("no. 1", fault="This is neither a key id nor a whole key.")
 

@@ -1,6 +1,6 @@
-"""Ends that meet beginnings on PostgreSQL: a merchant that leaves, and keys that become good in that moment.
+"""Races on PostgreSQL between revocation or offboarding and keys that become good at that moment.
 
-SQLite has one writer at a time, so that there one of the two is simply first.
+SQLite has a single writer, so there one of the two simply comes first.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def offboard(merchant_id: str) -> Offboarding:
     return offboard_merchant(grant(responder(), P.MERCHANTS_OFFBOARD), merchant, "contract ended")
 
 
-def nothing_left(merchant_id: str) -> bool:
+def has_nothing_left(merchant_id: str) -> bool:
     living = Key.objects.filter(credential__account__merchant=merchant_id).exclude(state__in=DEAD_STATES)
     return not living.exclude(state="pre_activation").exists() and not count_assets(
         Merchant.objects.get(pk=merchant_id), utc()
@@ -52,13 +52,13 @@ def nothing_left(merchant_id: str) -> bool:
 
 
 def in_turns(number: int, *calls: Callable[[], object]) -> list[object]:
-    """Let go at once, each of them the first to start in every other round; what each came to, in the order given."""
+    """Start the calls simultaneously, a different one first in each round; return their outcomes in the given order."""
     step = 1 if number % 2 else -1
     return race(*calls[::step])[::step]
 
 
 def revoke(by: OperatorPrincipal, key: Key) -> object:
-    """As somebody does who has just looked at it."""
+    """Revoke the key as an operator who has just read it."""
     found = lifecycle.get_key(key.pk)
     assert found is not None
     return lifecycle.revoke_key(grant(by, P.KEYS_REVOKE, found.credential.account), found, RevocationReason.SUPERSEDED)
@@ -72,14 +72,14 @@ def report(by: OperatorPrincipal, key: Key) -> Response:
 
 
 def settle() -> None:
-    """The workers have had their turns."""
+    """Run the workers' turns."""
     for _ in range(3):
         for rotation in Rotation.objects.exclude(state__in=CLOSED).order_by("entered_at"):
             advance_rotation(rotation.rotation_id)
 
 
 def test_race_of_offboarding_against_an_issuance_leaves_no_good_key() -> None:
-    """The worker's key is found and revoked, or never becomes good: there is no third."""
+    """The worker's key is either found and revoked, or never becomes good."""
     for number in range(ROUNDS):
         merchant_id = f"m{number}"
         make_merchant(merchant_id)
@@ -88,7 +88,7 @@ def test_race_of_offboarding_against_an_issuance_leaves_no_good_key() -> None:
         issued, done = in_turns(number, partial(issue_request, copy), partial(offboard, merchant_id))
         assert isinstance(issued, Key | StateConflictError), issued
         assert isinstance(done, Offboarding), done
-        assert nothing_left(merchant_id)
+        assert has_nothing_left(merchant_id)
     assert verify_audit().first_broken is None
 
 
@@ -100,11 +100,11 @@ def test_race_of_offboarding_against_a_request_leaves_none_open() -> None:
         asked, done = in_turns(number, partial(request_key, place, by=scene.tam()), partial(offboard, merchant_id))
         assert isinstance(asked, IssuanceRequest | StateConflictError), asked
         assert isinstance(done, Offboarding), done
-        assert nothing_left(merchant_id)
+        assert has_nothing_left(merchant_id)
 
 
 def test_race_of_offboarding_against_a_rotation_leaves_no_good_key_and_no_open_rotation() -> None:
-    """The replacement is found and revoked, or never becomes good; the rotation ends by itself."""
+    """The replacement is either found and revoked, or never becomes good; the rotation ends by itself."""
     for number in range(ROUNDS):
         merchant_id = f"m{number}"
         key, _ = scene.issue(scene.account(merchant_id), utc())
@@ -114,13 +114,13 @@ def test_race_of_offboarding_against_a_rotation_leaves_no_good_key_and_no_open_r
         )
         assert not isinstance(advanced, BaseException), advanced
         assert isinstance(done, Offboarding), done
-        assert nothing_left(merchant_id)
+        assert has_nothing_left(merchant_id)
         settle()
-        assert nothing_left(merchant_id)
+        assert has_nothing_left(merchant_id)
 
 
-def test_offboarding_waits_for_an_activation_that_is_not_committed_and_ends_it() -> None:
-    """The status waits for the row that the activation holds: what it activates is there when the keys are read."""
+def test_offboarding_waits_for_an_uncommitted_activation_and_revokes_it() -> None:
+    """Offboarding waits for the row that the activation locks, so it finds the activated key."""
     make_merchant("acme")
     key, _ = issue(account("acme"))
     worker = grant(WORKER, P.ISSUANCE_EXECUTE, account("acme"))
@@ -132,7 +132,7 @@ def test_offboarding_waits_for_an_activation_that_is_not_committed_and_ends_it()
     assert Key.objects.get(pk=staged.pk).state == "deactivated"
 
 
-def test_activation_waits_for_an_offboarding_that_is_not_committed_and_is_refused() -> None:
+def test_activation_waits_for_an_uncommitted_offboarding_and_is_refused() -> None:
     make_merchant("acme")
     key, _ = issue(account("acme"))
     worker = grant(WORKER, P.ISSUANCE_EXECUTE, account("acme"))
@@ -142,11 +142,11 @@ def test_activation_waits_for_an_offboarding_that_is_not_committed_and_is_refuse
         wait_until_blocked(activation)
     with pytest.raises(StateConflictError, match="was offboarded"):
         activation.result(30)
-    assert nothing_left("acme")
+    assert has_nothing_left("acme")
 
 
-def test_race_of_both_keys_of_a_credential_revoked_at_once_raises_the_alarm() -> None:
-    """Neither of two revocations counts on the key that the other is taking away."""
+def test_race_of_two_revocations_of_a_credential_raises_the_alarm() -> None:
+    """Neither revocation relies on the key that the other one revokes."""
     make_merchant("acme")
     place = account("acme")
     for number in range(ROUNDS):
@@ -162,7 +162,7 @@ def test_race_of_both_keys_of_a_credential_revoked_at_once_raises_the_alarm() ->
 
 
 def test_race_of_compromise_against_an_activation_never_fails_the_report() -> None:
-    """Whatever the engine is doing with the key, the report wins, and neither waits for the other for ever."""
+    """The report succeeds whatever the engine does with the key, without a deadlock."""
     for number in range(ROUNDS):
         key, _ = scene.issue(scene.account(f"m{number}"), utc())
         rotation = scene.rotate(key.credential, utc())
@@ -181,8 +181,8 @@ def test_race_of_compromise_against_an_activation_never_fails_the_report() -> No
         assert fresh.replacement.state == "active"
 
 
-def test_race_of_two_reports_asks_for_one_replacement() -> None:
-    """Two responders at once: the key ends once, and one rotation is open."""
+def test_race_of_two_reports_requests_one_replacement() -> None:
+    """The key is revoked once, and one rotation is open."""
     for number in range(ROUNDS):
         key, _ = scene.issue(scene.account(f"m{number}"), utc())
         by = responder()
@@ -191,8 +191,8 @@ def test_race_of_two_reports_asks_for_one_replacement() -> None:
         assert Rotation.objects.filter(credential=key.credential).count() == 1
 
 
-def test_race_of_offboarding_against_a_reissue_leaves_nothing_open() -> None:
-    """A credential that is being reissued when its merchant leaves gets no key."""
+def test_race_of_offboarding_against_a_reissue_leaves_no_open_rotation() -> None:
+    """A credential under reissue gets no key once its merchant is offboarded."""
     for number in range(ROUNDS):
         merchant_id = f"m{number}"
         key, _ = scene.issue(scene.account(merchant_id), utc())
@@ -208,10 +208,10 @@ def test_race_of_offboarding_against_a_reissue_leaves_nothing_open() -> None:
         assert isinstance(asked, Rotation | StateConflictError), asked
         assert isinstance(done, Offboarding), done
         settle()
-        assert nothing_left(merchant_id)
+        assert has_nothing_left(merchant_id)
 
 
-def test_issuance_of_a_merchant_that_left_is_not_tried_for_ever() -> None:
+def test_issuance_for_an_offboarded_merchant_is_not_retried() -> None:
     make_merchant("acme")
     request_key(account("acme"))
     offboard("acme")

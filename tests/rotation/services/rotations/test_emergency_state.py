@@ -1,4 +1,4 @@
-"""No key that is good: the mint waits for its approval and for nothing else, and revoking waits for nobody."""
+"""A credential without a good key: the new key waits for its approval only; a revocation waits for nothing."""
 
 import pytest
 from django.db import IntegrityError, connection, transaction
@@ -48,7 +48,7 @@ def reissue(rotation: Rotation, clock: Clock) -> Rotation:
     return reissue_key(grant, rotation.credential, "the last key leaked")
 
 
-def test_compromise_before_there_is_a_replacement_makes_it_an_emergency_that_waits_for_no_window(
+def test_compromise_before_the_replacement_makes_it_an_emergency_without_window(
     clock: Clock, verifier: UsageLog
 ) -> None:
     rotation = begun(clock, not_before=scene.later(clock(), 86_400))
@@ -60,8 +60,8 @@ def test_compromise_before_there_is_a_replacement_makes_it_an_emergency_that_wai
     assert alarms == {NoticeKind.KEY_COMPROMISED, NoticeKind.CREDENTIAL_WITHOUT_KEY}
 
 
-def test_emergency_in_production_mints_only_once_it_is_approved(clock: Clock, verifier: UsageLog) -> None:
-    """Approval gates minting, never revoking."""
+def test_emergency_in_production_creates_the_key_only_after_approval(clock: Clock, verifier: UsageLog) -> None:
+    """Approval gates issuance, never revocation."""
     rotation = asked_in_production(clock)
     revoke(rotation.predecessor, clock, COMPROMISE)
     rotation = advance(rotation, clock, 3)
@@ -72,7 +72,7 @@ def test_emergency_in_production_mints_only_once_it_is_approved(clock: Clock, ve
     assert (rotation.state, key_states(rotation)) == (S.COMPLETED, ("compromised", "active"))
 
 
-def test_emergency_that_nobody_approves_expires(clock: Clock, verifier: UsageLog) -> None:
+def test_emergency_without_approval_expires(clock: Clock, verifier: UsageLog) -> None:
     rotation = asked_in_production(clock)
     revoke(rotation.predecessor, clock, COMPROMISE)
     assert advance(rotation, clock, 3).state == S.EMERGENCY
@@ -91,8 +91,8 @@ def test_credential_without_a_usable_key_is_reissued_under_the_same_approval(clo
     assert (reissued.state, key_states(reissued)) == (S.COMPLETED, ("deactivated", "active"))
 
 
-def test_emergency_of_a_merchant_that_left_is_cancelled(clock: Clock, verifier: UsageLog) -> None:
-    """Nothing is minted for whoever is gone, and nothing stalls for it."""
+def test_emergency_of_an_offboarded_merchant_is_canceled(clock: Clock, verifier: UsageLog) -> None:
+    """An offboarded merchant gets no key, and nothing stalls for it."""
     rotation = asked_in_production(clock)
     revoke(rotation.predecessor, clock, COMPROMISE)
     assert advance(rotation, clock, 3).state == S.EMERGENCY
@@ -113,10 +113,10 @@ def test_credential_with_a_usable_or_suspended_key_is_not_reissued(clock: Clock,
         reissue_key(grant, key.credential, " ")
 
 
-def test_revoke_with_the_backend_down_holds_and_the_mint_follows_when_it_is_back(
+def test_revoke_with_the_backend_down_holds_and_the_new_key_follows(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Invariant 5: a compromise report wins at once, whatever is down."""
+    """A compromise report takes effect immediately, during any outage."""
     rotation = begun(clock, not_before=scene.later(clock(), 86_400))
     with monkeypatch.context() as outage:
         for name in ("put", "read", "versions", "destroy"):
@@ -128,9 +128,7 @@ def test_revoke_with_the_backend_down_holds_and_the_mint_follows_when_it_is_back
     assert (rotation.state, key_states(rotation)) == (S.COMPLETED, ("compromised", "active"))
 
 
-def test_replacement_compromised_after_the_predecessor_leaves_the_credential_to_be_reissued(
-    clock: Clock, verifier: UsageLog
-) -> None:
+def test_replacement_compromised_after_the_predecessor_allows_a_reissue(clock: Clock, verifier: UsageLog) -> None:
     rotation = overlapping(clock, verifier)
     revoke(rotation.predecessor, clock, COMPROMISE)
     assert rotation.replacement is not None
@@ -145,8 +143,8 @@ def test_replacement_compromised_after_the_predecessor_leaves_the_credential_to_
 # --- break-glass ------------------------------------------------------------------------------------------
 
 
-def test_bypass_begins_without_a_second_person_and_stays_in_sight(clock: Clock, verifier: UsageLog) -> None:
-    """It needs a reason, raises an alarm, and is a bypass until somebody else has looked at it."""
+def test_bypass_starts_without_a_second_person_and_awaits_review(clock: Clock, verifier: UsageLog) -> None:
+    """A bypass needs a reason, raises an alarm, and stays unreviewed until another person reviews it."""
     rotation = asked_in_production(clock)
     with pytest.raises(RequestInvalidError):
         bypass(rotation, clock, " ")
@@ -162,7 +160,7 @@ def test_bypass_begins_without_a_second_person_and_stays_in_sight(clock: Clock, 
     assert not notice.deliveries.exists()
 
 
-def test_bypass_of_what_does_not_wait_for_approval_is_refused(clock: Clock, verifier: UsageLog) -> None:
+def test_bypass_of_a_rotation_not_awaiting_approval_is_refused(clock: Clock, verifier: UsageLog) -> None:
     rotation = begun(clock)
     with pytest.raises(StateConflictError, match="does not wait for approval"):
         bypass(rotation, clock)
@@ -170,7 +168,7 @@ def test_bypass_of_what_does_not_wait_for_approval_is_refused(clock: Clock, veri
 
 
 def test_bypass_by_the_database_alone_is_refused(clock: Clock, verifier: UsageLog) -> None:
-    """The column without its break-glass row opens nothing: a trigger compares the two."""
+    """Setting the column without its break-glass row has no effect: a trigger compares the two."""
     rotation = asked_in_production(clock)
     with pytest.raises(IntegrityError), transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(

@@ -1,4 +1,4 @@
-"""The engine's way through a rotation, step by step, with a clock that stands still."""
+"""The engine's path through a rotation, step by step, on a clock that tests control."""
 
 import pytest
 
@@ -29,11 +29,11 @@ from tests.rotation.steps import advance, begun, key_states, overlapping, quaran
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-# --- the happy path ---------------------------------------------------------------------------------------
+# --- forward path -----------------------------------------------------------------------------------------
 
 
 def test_rotation_by_acknowledgement_deploys_before_it_revokes(clock: Clock, verifier: UsageLog) -> None:
-    """The old key verifies until the new one is delivered, proved, and the old one silent (D17)."""
+    """The old key verifies until the new one is delivered and proved and the old one is silent."""
     rotation = advance(begun(clock), clock)
     assert rotation.state == S.AWAITING_PROOF
     assert key_states(rotation) == ("active", "active")
@@ -64,7 +64,7 @@ def test_rotation_by_acknowledgement_deploys_before_it_revokes(clock: Clock, ver
 
 
 def test_rotation_revoking_transaction_cites_its_evidence(clock: Clock, verifier: UsageLog) -> None:
-    """The revocation's own audit entry names the rows that it was decided on."""
+    """The revocation's own audit entry names the rows on which it was decided."""
     rotation = quarantined(clock, verifier)
     clock.tick(6)
     verifier.flush()
@@ -94,7 +94,7 @@ def test_rotation_by_traffic_waits_for_the_soak_time(clock: Clock, verifier: Usa
     assert advance(rotation, clock, 31).state == S.OVERLAP
 
 
-def test_rotation_is_repeated_by_two_workers_with_one_effect(clock: Clock, verifier: UsageLog) -> None:
+def test_rotation_advanced_by_two_workers_changes_once(clock: Clock, verifier: UsageLog) -> None:
     rotation = begun(clock)
     for _ in range(3):
         advance_rotation(rotation.rotation_id, clock)
@@ -102,11 +102,11 @@ def test_rotation_is_repeated_by_two_workers_with_one_effect(clock: Clock, verif
     assert rotation.credential.keys.count() == 2
 
 
-# --- silence is observed ----------------------------------------------------------------------------------
+# --- observed silence -------------------------------------------------------------------------------------
 
 
 def test_silence_restarts_at_each_use_of_the_predecessor(clock: Clock, verifier: UsageLog) -> None:
-    """A key that somebody still uses is never taken away, however long the rotation lasts."""
+    """A key in use is never retired, however long the rotation takes."""
     rotation = overlapping(clock, verifier)
     for _ in range(5):
         clock.tick(4)
@@ -119,7 +119,7 @@ def test_silence_restarts_at_each_use_of_the_predecessor(clock: Clock, verifier:
 
 
 def test_silence_of_both_keys_proves_nothing(clock: Clock, verifier: UsageLog) -> None:
-    """An outage or a weekend is no silence: the replacement has to be used after the predecessor was."""
+    """An outage or a weekend is no silence: the replacement must be used after the predecessor."""
     rotation = overlapping(clock, verifier)
     clock.tick(4)
     scene.use(verifier, rotation.predecessor_id, 1000)
@@ -131,7 +131,7 @@ def test_silence_of_both_keys_proves_nothing(clock: Clock, verifier: UsageLog) -
 
 
 def test_silence_that_no_verifier_reports_is_none(clock: Clock, verifier: UsageLog) -> None:
-    """Silence counts only as far as every live verifier has reported; hours without a report are not quiet hours."""
+    """Silence counts only as far as every live verifier has reported."""
     rotation = overlapping(clock, verifier)
     assert advance(rotation, clock, 9).state == S.OVERLAP
     clock.tick(3600)
@@ -139,15 +139,15 @@ def test_silence_that_no_verifier_reports_is_none(clock: Clock, verifier: UsageL
 
 
 def test_silence_restarts_when_a_verifier_is_lost(clock: Clock, verifier: UsageLog) -> None:
-    """A verifier that died may have taken uses with it: the quiet period begins anew when that is noticed."""
+    """A lost verifier may have lost uses, so the quiet period restarts when the loss is noticed."""
     rotation = overlapping(clock, verifier, quiet_seconds=20)
     UsageReporter.objects.create(reporter_id="another", started_at=clock(), flushed_through_at=clock())
     clock.tick(15)
     verifier.flush()
-    assert advance(rotation, clock).state == S.OVERLAP  # the other is found lost here
+    assert advance(rotation, clock).state == S.OVERLAP  # the other verifier is marked lost here
     clock.tick(10)
     verifier.flush()
-    assert advance(rotation, clock).state == S.OVERLAP  # 25 s of silence, 10 since the loss
+    assert advance(rotation, clock).state == S.OVERLAP  # 25 s of silence, 10 s since the loss
     clock.tick(11)
     verifier.flush()
     assert advance(rotation, clock).state == S.QUARANTINE
@@ -164,7 +164,7 @@ def test_quarantine_restarts_at_each_attempt(clock: Clock, verifier: UsageLog) -
 
 
 def test_time_alone_never_revokes(clock: Clock, verifier: UsageLog) -> None:
-    """At the deadline a rotation stalls; both keys stay good."""
+    """At the deadline a rotation stalls and both keys stay good."""
     rotation = advance(begun(clock), clock)
     clock.tick(400 * 86_400)
     verifier.flush()
@@ -172,10 +172,10 @@ def test_time_alone_never_revokes(clock: Clock, verifier: UsageLog) -> None:
     assert key_states(rotation) == ("active", "active")
 
 
-# --- what happens when ------------------------------------------------------------------------------------
+# --- events -----------------------------------------------------------------------------------------------
 
 
-def test_replacement_revoked_in_quarantine_brings_the_predecessor_back(clock: Clock, verifier: UsageLog) -> None:
+def test_replacement_revoked_in_quarantine_reinstates_the_predecessor(clock: Clock, verifier: UsageLog) -> None:
     """No transition of the engine leaves a credential without a good key."""
     rotation = quarantined(clock, verifier)
     assert rotation.replacement is not None
@@ -192,8 +192,8 @@ def test_replacement_revoked_before_proof_cancels(clock: Clock, verifier: UsageL
     assert key_states(rotation) == ("active", "compromised")
 
 
-def test_predecessor_revoked_by_hand_ends_the_rotation_early(clock: Clock, verifier: UsageLog) -> None:
-    """A manual revoke always wins, and the replacement stays."""
+def test_predecessor_revoked_by_an_operator_ends_the_rotation_early(clock: Clock, verifier: UsageLog) -> None:
+    """A manual revocation takes precedence, and the replacement stays."""
     rotation = advance(begun(clock), clock)
     revoke(rotation.predecessor, clock, RevocationReason.KEY_COMPROMISE)
     assert advance(rotation, clock, 3).state == S.COMPLETED
@@ -201,7 +201,7 @@ def test_predecessor_revoked_by_hand_ends_the_rotation_early(clock: Clock, verif
     assert rotation.evidence.filter(kind="silent").count() == 0
 
 
-def test_predecessor_expiring_meanwhile_completes_without_claiming_silence(clock: Clock, verifier: UsageLog) -> None:
+def test_predecessor_expiring_during_the_rotation_completes_without_silence(clock: Clock, verifier: UsageLog) -> None:
     key, _ = scene.issue(scene.account(), clock(), expires_in_days=1)
     rotation = scene.rotate(key.credential, clock(), predecessor_may_expire=True)
     rotation = advance(rotation, clock)
@@ -237,10 +237,10 @@ def test_predecessor_resumed_in_quarantine_stalls_instead_of_revoking(clock: Clo
     assert key_states(rotation) == ("active", "active")
 
 
-def test_replacement_suspended_in_quarantine_brings_the_predecessor_back_and_stalls(
+def test_replacement_suspended_in_quarantine_reinstates_the_predecessor_and_stalls(
     clock: Clock, verifier: UsageLog
 ) -> None:
-    """A quarantine that cannot go on is undone: the merchant is not left with two refused keys."""
+    """A quarantine that cannot continue is undone, so the merchant is not left with two refused keys."""
     rotation = quarantined(clock, verifier)
     key = get_key(rotation.replacement_id or "")
     assert key is not None
@@ -252,7 +252,7 @@ def test_replacement_suspended_in_quarantine_brings_the_predecessor_back_and_sta
 
 
 def test_replacement_compromised_while_stalled_cancels(clock: Clock, verifier: UsageLog) -> None:
-    """A stalled rotation still hears of a key's end."""
+    """A stalled rotation still reacts to the end of a key."""
     rotation = quarantined(clock, verifier)
     key = get_key(rotation.replacement_id or "")
     assert key is not None
@@ -263,8 +263,8 @@ def test_replacement_compromised_while_stalled_cancels(clock: Clock, verifier: U
     assert key_states(rotation) == ("active", "compromised")
 
 
-def test_cancelled_after_delivery_the_merchant_reads_the_predecessor_again(clock: Clock, verifier: UsageLog) -> None:
-    """The newest version in the backend is never a dead key's once a rotation is cancelled."""
+def test_rotation_canceled_after_delivery_makes_the_predecessor_readable(clock: Clock, verifier: UsageLog) -> None:
+    """After a cancellation the newest backend version is never a dead key's."""
     rotation = advance(begun(clock), clock)
     assert rotation.replacement is not None
     revoke(rotation.replacement, clock, RevocationReason.KEY_COMPROMISE)
@@ -277,19 +277,19 @@ def test_cancelled_after_delivery_the_merchant_reads_the_predecessor_again(clock
     assert (kept.state, kept.backend_version) == (KeyState.ACTIVE, stored.version)
     versions = secret_backend().versions(Mount.SANDBOX, rotation.credential.backend_path)
     assert [version.state for version in versions] == ["destroyed", "live", "live"]
-    assert get_rotation(rotation.rotation_id).replacement.material == Material.DESTROY_DUE  # type: ignore[union-attr]  # it is there
+    assert get_rotation(rotation.rotation_id).replacement.material == Material.DESTROY_DUE  # type: ignore[union-attr]  # it exists
 
 
 @pytest.mark.parametrize("how", ["abort", "revoke"])
-def test_ended_between_the_write_and_its_record_leaves_no_dead_key_to_read(
+def test_rotation_ended_between_write_and_record_leaves_no_dead_key_readable(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """A worker died right after it had written to the backend: ending the rotation then must look there first."""
+    """A worker died right after its backend write, so ending the rotation first reads the backend."""
     rotation = begun(clock)
     put = LocalKeystore.put
 
     def put_and_die(*args: object, **kwargs: object) -> int:
-        put(*args, **kwargs)  # type: ignore[arg-type]  # whatever came
+        put(*args, **kwargs)  # type: ignore[arg-type]  # forwarded arguments
         raise KeyboardInterrupt
 
     with monkeypatch.context() as death:
@@ -303,7 +303,7 @@ def test_ended_between_the_write_and_its_record_leaves_no_dead_key_to_read(
     if how == "abort":
         grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
         abort_rotation(grant, rotation, "changed our mind")
-        # The merchant may have read it meanwhile: it goes the long way back.
+        # The merchant may have read it meanwhile, so the rotation is rolled back in full.
         assert advance(rotation, clock, 3).state == S.ROLLING_BACK
         stored = find_stored(rotation.credential)
         assert stored is not None
@@ -314,13 +314,13 @@ def test_ended_between_the_write_and_its_record_leaves_no_dead_key_to_read(
     stored = find_stored(rotation.credential)
     assert stored is not None
     assert stored.labels["key_id"] == rotation.predecessor_id
-    assert get_rotation(rotation.rotation_id).replacement.material == Material.DESTROY_DUE  # type: ignore[union-attr]  # it is there
+    assert get_rotation(rotation.rotation_id).replacement.material == Material.DESTROY_DUE  # type: ignore[union-attr]  # it exists
 
 
-def test_step_that_keeps_being_refused_stalls_by_name(
+def test_step_refused_repeatedly_stalls_with_the_reason(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No endless silent loop: after a bounded number of tries a person is asked."""
+    """After a bounded number of attempts an operator is asked."""
     rotation = begun(clock)
 
     def refuse(*args: object, **kwargs: object) -> int:
@@ -333,8 +333,8 @@ def test_step_that_keeps_being_refused_stalls_by_name(
     assert rotation.why == "a step kept failing: always"
 
 
-def test_outage_spends_no_attempts(clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After hours of a sealed backend, a first real failure is still only the first."""
+def test_outage_uses_up_no_attempts(clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After hours of a sealed backend, the first real failure still counts as the first."""
     rotation = begun(clock)
     with monkeypatch.context() as outage:
         outage.setattr(LocalKeystore, "put", unavailable)
@@ -353,10 +353,8 @@ def test_outage_spends_no_attempts(clock: Clock, verifier: UsageLog, monkeypatch
 # --- the secret backend -----------------------------------------------------------------------------------
 
 
-def test_backendunavailable_pauses_and_goes_on(
-    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An outage of the backend uses nothing up; the old key is untouched and the rotation goes on afterwards."""
+def test_backend_outage_pauses_and_resumes(clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outage of the backend uses up no attempts; the old key is untouched and the rotation continues afterwards."""
     rotation = begun(clock)
     with monkeypatch.context() as outage:
         outage.setattr(LocalKeystore, "put", unavailable)
@@ -371,18 +369,18 @@ def test_backendunavailable_pauses_and_goes_on(
     assert rotation.credential.keys.filter(state=KeyState.ACTIVE).count() == 2
 
 
-def test_write_with_a_lost_answer_is_read_back_and_adopted(
+def test_write_with_a_lost_reply_is_read_back_and_adopted(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reply lost after the write took effect is settled by reading: no second version, no burned key."""
+    """A reply lost after the write is resolved by reading: no second version and no discarded key."""
     rotation = begun(clock)
     put = LocalKeystore.put
 
-    def put_and_lose_the_answer(*args: object, **kwargs: object) -> int:
-        put(*args, **kwargs)  # type: ignore[arg-type]  # whatever came
+    def put_and_lose_the_reply(*args: object, **kwargs: object) -> int:
+        put(*args, **kwargs)  # type: ignore[arg-type]  # forwarded arguments
         raise BackendUnavailableError("lost")
 
-    monkeypatch.setattr(LocalKeystore, "put", put_and_lose_the_answer)
+    monkeypatch.setattr(LocalKeystore, "put", put_and_lose_the_reply)
     rotation = advance(rotation, clock)
     assert rotation.state == S.AWAITING_PROOF
     path = rotation.credential.backend_path
@@ -391,7 +389,7 @@ def test_write_with_a_lost_answer_is_read_back_and_adopted(
 
 
 def test_foreign_writer_stalls_and_is_not_overwritten(clock: Clock, verifier: UsageLog) -> None:
-    """Something at the credential's place that is not ours is a person's to look at."""
+    """A foreign version at the credential's path is left for an operator to inspect."""
     rotation = begun(clock)
     path = rotation.credential.backend_path
     secret_backend().put(Mount.SANDBOX, path, Plaintext("theirs"), {"who": "somebody"}, expected_version=1)
@@ -404,13 +402,13 @@ def test_foreign_writer_stalls_and_is_not_overwritten(clock: Clock, verifier: Us
 def test_worker_that_lost_its_lease_cannot_commit(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lease's token fences: a worker that slept through its lease changes nothing when it wakes."""
+    """The lease's token fences: a worker that slept past its lease changes nothing."""
     rotation = begun(clock)
     put = LocalKeystore.put
 
     def put_while_another_takes_over(*args: object, **kwargs: object) -> int:
         WorkLease.objects.filter(subject=f"rotation:{rotation.rotation_id}").update(token="another's")
-        return put(*args, **kwargs)  # type: ignore[arg-type]  # whatever came
+        return put(*args, **kwargs)  # type: ignore[arg-type]  # forwarded arguments
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalKeystore, "put", put_while_another_takes_over)
@@ -423,7 +421,7 @@ def test_worker_that_lost_its_lease_cannot_commit(
 def test_transition_without_its_audit_entry_does_not_happen(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the audit entry cannot be written, nothing has changed."""
+    """If the audit entry cannot be written, nothing changes."""
     rotation = overlapping(clock, verifier)
     clock.tick(6)
     verifier.flush()

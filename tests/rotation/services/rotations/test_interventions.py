@@ -1,4 +1,4 @@
-"""The row `aborted` of the state by event table: a person ends a rotation, in each state that it may be in."""
+"""The event `aborted` of the state table: an operator ends a rotation, in each possible state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ ABORTED = {
     S.REVOKING: None,
     S.ROLLING_BACK: None,
 }
-"""ROTATION.md; None: refused."""
+"""The expected state after an abort; None: refused."""
 
 
 def abort(rotation: Rotation, clock: Clock) -> Rotation:
@@ -61,7 +61,7 @@ def _awaiting_approval(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotati
 
 
 def _requested(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
-    """A state that no service leaves a rotation in, today."""
+    """No service currently leaves a rotation in this state."""
     rotation = _awaiting_approval(clock, verifier, patch)
     models.QuerySet(Rotation).filter(pk=rotation.pk).update(state=S.REQUESTED)
     return get_rotation(rotation.rotation_id)
@@ -107,7 +107,7 @@ WAYS: dict[S, Way] = {
 }
 
 
-def test_aborted_every_open_state_is_tried() -> None:
+def test_aborted_every_open_state_is_tested() -> None:
     assert set(WAYS) == set(ABORTED) == set(OPEN)
 
 
@@ -115,7 +115,7 @@ def test_aborted_every_open_state_is_tried() -> None:
 def test_aborted_in_each_state_does_what_was_reviewed(
     state: S, clock: Clock, verifier: UsageLog, monkeypatch: Patch
 ) -> None:
-    """Before delivery it is cancelled and the replacement burned; afterwards both keys verify, on the way back."""
+    """Before delivery it is canceled and the replacement discarded; afterwards both keys verify during the rollback."""
     rotation = WAYS[state](clock, verifier, monkeypatch)
     assert rotation.state == state
     expected = ABORTED[state]
@@ -134,7 +134,7 @@ def test_aborted_in_each_state_does_what_was_reviewed(
 
 
 @pytest.mark.parametrize("state", [S.SCHEDULED, S.STAGED, S.AWAITING_PROOF, S.OVERLAP])
-def test_aborted_while_stalled_is_judged_by_the_state_it_stalled_in(
+def test_aborted_while_stalled_depends_on_the_state_it_stalled_in(
     state: S, clock: Clock, verifier: UsageLog, monkeypatch: Patch
 ) -> None:
     rotation = WAYS[state](clock, verifier, monkeypatch)
@@ -149,7 +149,7 @@ def test_aborted_while_stalled_is_judged_by_the_state_it_stalled_in(
 def test_aborted_while_publishing_with_the_key_in_the_backend_is_rolled_back(
     clock: Clock, verifier: UsageLog, monkeypatch: Patch
 ) -> None:
-    """The answer was lost, so that nobody here knows of the delivery; the merchant may use the key all the same."""
+    """The reply was lost, so the service does not know about the delivery, but the merchant may use the key."""
     put = LocalKeystore.put
     rotation = begun(clock)
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A write whose answer was lost, and that arrives after it was given up: no burned key is left to be read."""
+"""A write whose reply was lost and that arrives after it was given up: no discarded key stays readable."""
 
 import pytest
 
@@ -26,68 +26,68 @@ def stored_key(rotation: Rotation) -> str | None:
 
 
 def after_a_late_write(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple[Rotation, str]:
-    """The first replacement was given up and burned; its write then arrives just before that of the second one.
+    """Return a rotation and the id of its discarded first replacement.
 
-    Returns the id of the first beside.
+    The write of the first replacement arrives just before that of the second one.
     """
     rotation, put, late = begun(clock), LocalKeystore.put, []
 
     def lost(self: LocalKeystore, *args: object, **kwargs: object) -> int:
-        late.append(lambda: put(self, *args, **kwargs))  # type: ignore[arg-type]  # whatever came
+        late.append(lambda: put(self, *args, **kwargs))  # type: ignore[arg-type]  # forwarded arguments
         raise BackendUnavailableError("no answer in time")
 
     def beaten(self: LocalKeystore, *args: object, **kwargs: object) -> int:
         late[0]()
-        return put(self, *args, **kwargs)  # type: ignore[arg-type]  # whatever came
+        return put(self, *args, **kwargs)  # type: ignore[arg-type]  # forwarded arguments
 
     with monkeypatch.context() as outage:
         outage.setattr(LocalKeystore, "put", lost)
         rotation = advance(rotation, clock, 1)
-    burned = rotation.replacement_id
-    assert burned is not None
+    discarded = rotation.replacement_id
+    assert discarded is not None
     with monkeypatch.context() as race:
         race.setattr(LocalKeystore, "put", beaten)
         rotation = advance(rotation, clock, 20)
-    assert stored_key(rotation) == burned != rotation.replacement_id
-    return rotation, burned
+    assert stored_key(rotation) == discarded != rotation.replacement_id
+    return rotation, discarded
 
 
-def settled(rotation: Rotation, clock: Clock, burned: str) -> Rotation:
-    """Some turns later: whatever was found there is noted, so that its copy is destroyed."""
+def settled(rotation: Rotation, clock: Clock, discarded: str) -> Rotation:
+    """Run some turns: the discarded copy is recorded, so that it will be destroyed."""
     for _ in range(3):
         rotation = advance(get_rotation(rotation.rotation_id), clock, 30)
-    assert Key.objects.get(pk=burned).material in {Material.DESTROY_DUE, Material.DESTROYED}
+    assert Key.objects.get(pk=discarded).material in {Material.DESTROY_DUE, Material.DESTROYED}
     return rotation
 
 
-def test_rotation_aborted_after_a_late_write_leaves_the_predecessor_to_be_read(
+def test_rotation_aborted_after_a_late_write_keeps_the_predecessor_readable(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rotation, burned = after_a_late_write(clock, monkeypatch)
+    rotation, discarded = after_a_late_write(clock, monkeypatch)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
     abort_rotation(grant, rotation, "not today")
-    rotation = settled(rotation, clock, burned)
+    rotation = settled(rotation, clock, discarded)
     assert stored_key(rotation) == rotation.predecessor_id
     assert read_string(rotation.predecessor) is not None
 
 
-def test_replacement_revoked_after_a_late_write_leaves_the_predecessor_whole(
+def test_replacement_revoked_after_a_late_write_keeps_the_predecessors_copy(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The active key's only copy is not given away for a burned one's."""
-    rotation, burned = after_a_late_write(clock, monkeypatch)
+    """The active key's only copy is not sacrificed for a discarded one's."""
+    rotation, discarded = after_a_late_write(clock, monkeypatch)
     assert rotation.replacement is not None
     revoke(rotation.replacement, clock)
-    rotation = settled(rotation, clock, burned)
+    rotation = settled(rotation, clock, discarded)
     assert (rotation.state, key_states(rotation)) == (S.CANCELLED, ("active", "deactivated"))
     assert stored_key(rotation) == rotation.predecessor_id
     assert read_string(rotation.predecessor) is not None
 
 
-def test_rotation_goes_on_after_a_late_write_with_a_key_of_its_own(
+def test_rotation_after_a_late_write_continues_with_another_key(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rotation, burned = after_a_late_write(clock, monkeypatch)
-    rotation = settled(rotation, clock, burned)
+    rotation, discarded = after_a_late_write(clock, monkeypatch)
+    rotation = settled(rotation, clock, discarded)
     assert rotation.state == S.AWAITING_PROOF
     assert stored_key(rotation) == rotation.replacement_id

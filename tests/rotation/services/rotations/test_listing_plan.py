@@ -1,4 +1,4 @@
-"""What a sweep of the engine reads to list its turns: open rotations by an index, and single rows by their keys."""
+"""Query plans of an engine sweep: open rotations by an index, single rows by their keys."""
 
 import pytest
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
 
 
 def test_list_due_reads_open_rotations_in_order_and_no_whole_table(clock: Clock, verifier: UsageLog) -> None:
-    """Guarantee: closed rotations, keys and leases make no sweep slower, however many there are."""
+    """Guarantee: the number of closed rotations, keys and leases does not slow a sweep."""
     begun(clock)
     disable_triggers()
     copy_row(Rotation, rotation_id="'rot_' || n", state="'completed'")

@@ -1,4 +1,4 @@
-"""Who is waited for, and who is told what, on the way of a rotation."""
+"""Which parties a rotation waits for, and which it notifies."""
 
 import json
 
@@ -28,14 +28,14 @@ from tests.rotation.steps import advance, begun, quarantined, revoke, wait
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-def told(rotation: Rotation) -> list[str]:
+def notified_kinds(rotation: Rotation) -> list[str]:
     return sorted(Notice.objects.filter(subject=rotation.rotation_id).values_list("kind", flat=True))
 
 
 def test_staged_rotation_waits_for_every_verifier_that_has_not_confirmed(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody is given a key that some verifier would still refuse; and it is the same key that they confirmed."""
+    """No merchant gets a key that some verifier would still refuse; the delivered key is the confirmed one."""
     caching = ["verifier-1"]
     seen: list[tuple[str, object]] = []
 
@@ -52,7 +52,7 @@ def test_staged_rotation_waits_for_every_verifier_that_has_not_confirmed(
     assert rotation.credential.keys.count() == 2
 
 
-def test_staged_rotation_that_a_verifier_never_confirms_says_so_and_delivers_nothing(
+def test_staged_rotation_without_a_confirmation_names_the_verifier_and_waits(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caching = ["verifier-1"]
@@ -61,18 +61,18 @@ def test_staged_rotation_that_a_verifier_never_confirms_says_so_and_delivers_not
     rotation = advance(begun(clock), clock)
     assert (rotation.state, rotation.delivered_at) == (S.STAGED, None)
     assert describe(rotation, clock())["waiting_for"] == "every verifier to accept the replacement: verifier-1"
-    # The string went with the turn: that key is burned, and another is made and accepted.
+    # The string was lost with the turn: that key is discarded, and another one is created and accepted.
     caching.clear()
     rotation = advance(rotation, clock, 3)
     assert rotation.state == S.AWAITING_PROOF
     assert rotation.credential.keys.count() == 3
 
 
-def test_rotation_tells_its_merchant_each_step_once(clock: Clock, verifier: UsageLog) -> None:
+def test_rotation_notifies_its_merchant_once_per_step(clock: Clock, verifier: UsageLog) -> None:
     rotation = quarantined(clock, verifier)
     rotation = wait(rotation, clock, verifier, 6)
     assert rotation.state == S.COMPLETED
-    assert told(rotation) == [
+    assert notified_kinds(rotation) == [
         NoticeKind.ROTATION_ENDED,
         NoticeKind.ROTATION_PLANNED,
         NoticeKind.PREDECESSOR_RETIRING,
@@ -82,10 +82,10 @@ def test_rotation_tells_its_merchant_each_step_once(clock: Clock, verifier: Usag
     assert Notice.objects.filter(kind=NoticeKind.KEY_REVOKED, subject=rotation.predecessor_id).count() == 1
 
 
-def test_merchant_who_does_not_take_the_replacement_up_is_reminded_and_then_somebody_is_paged(
+def test_merchant_that_does_not_use_the_replacement_is_reminded_and_an_alarm_follows(
     clock: Clock, verifier: UsageLog
 ) -> None:
-    """At 25, 50 and 75 % of the time to the deadline, each once; at the deadline it stalls, and both keys stay."""
+    """Reminders are sent once each at 25, 50 and 75 % of the time; at the deadline it stalls, and both keys stay."""
     rotation = advance(begun(clock, deadline=scene.later(clock(), 1_000)), clock)
     percents: list[int] = []
     for _ in range(20):
@@ -97,10 +97,10 @@ def test_merchant_who_does_not_take_the_replacement_up_is_reminded_and_then_some
     assert Notice.objects.get(kind=NoticeKind.ROTATION_STALLED).is_alarm
 
 
-def test_notice_is_written_with_its_transition_or_not_at_all(
+def test_notice_shares_the_transaction_of_its_transition(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The outbox is the same transaction: what was rolled back is told to nobody."""
+    """The outbox is part of the transaction: a rolled-back transition notifies no party."""
     rotation = begun(clock, deadline=scene.later(clock(), 60))
     advance(rotation, clock)
     before = Notice.objects.count()
@@ -117,17 +117,15 @@ def test_notice_is_written_with_its_transition_or_not_at_all(
     assert Notice.objects.count() == before + 1
 
 
-def test_evidence_cited_by_the_revocation_is_that_of_its_rotation(clock: Clock, verifier: UsageLog) -> None:
+def test_evidence_cited_by_the_revocation_belongs_to_its_rotation(clock: Clock, verifier: UsageLog) -> None:
     rotation = wait(quarantined(clock, verifier), clock, verifier, 6)
     entries = AuditEntry.objects.filter(event="key.revoked")
     cited = [json.loads(bytes(entry.body))["details"]["evidence"] for entry in entries]
     assert cited == [list(rotation.evidence.order_by("created_at").values_list("evidence_id", flat=True))]
 
 
-def test_credential_that_was_dormant_is_not_confirmed_once_its_old_key_is_in_use(
-    clock: Clock, verifier: UsageLog
-) -> None:
-    """One person's word proves nothing against traffic."""
+def test_confirmation_of_a_dormant_credential_in_use_is_refused(clock: Clock, verifier: UsageLog) -> None:
+    """A confirmation proves nothing against traffic."""
     rotation = advance(begun(clock, proof=None), clock)
     assert rotation.approved_plan.is_dormant
     scene.use(verifier, rotation.predecessor_id, 20)
@@ -139,9 +137,7 @@ def test_credential_that_was_dormant_is_not_confirmed_once_its_old_key_is_in_use
     assert rotation.state == S.AWAITING_PROOF
 
 
-def test_replacement_that_a_service_asked_for_is_collected_by_somebody_who_did_not_approve(
-    clock: Clock, verifier: UsageLog
-) -> None:
+def test_replacement_requested_by_a_service_is_collected_by_a_non_approver(clock: Clock, verifier: UsageLog) -> None:
     key, _ = scene.issue(scene.account(), clock())
     _, token = make_token(P.ROTATIONS_WRITE)
     service = prove_service_token(token.reveal(), clock())
@@ -158,10 +154,10 @@ def test_replacement_that_a_service_asked_for_is_collected_by_somebody_who_did_n
     assert get_rotation(rotation.rotation_id).collected_at is not None
 
 
-def test_replacement_that_a_responder_asked_for_is_collected_by_somebody_who_may(
+def test_replacement_requested_by_a_responder_is_collected_with_the_permission(
     clock: Clock, verifier: UsageLog
 ) -> None:
-    """After a leak the merchant is not left with a key that nobody can give to it."""
+    """After a leak some authorized person can always collect the key for the merchant."""
     key, _ = scene.issue(scene.account(), clock())
     responder = the_operator("responder", Role.INCIDENT_RESPONDER)
     account = key.credential.account

@@ -1,4 +1,4 @@
-"""How a replacement is known to be in use: by acknowledgement, traffic, both, or an operator's word."""
+"""Proof that a replacement is in use: by acknowledgement, traffic, both, or an operator's confirmation."""
 
 from datetime import datetime, timedelta
 
@@ -8,7 +8,7 @@ from keyvault.domain.keys import KeyKind
 from rotation.domain.plan_fields import Proof
 from rotation.domain.policy import Plan
 from rotation.domain.states import KeyFacts, Wait
-from tests.rotation.situation import ACTIVE, DAY, NOW, SECOND, S, plan, step, told, used
+from tests.rotation.situation import ACTIVE, DAY, NOW, SECOND, S, outcome_of, plan, step, used
 
 SOAKED = NOW - timedelta(seconds=60)
 TRAFFIC, BOTH = plan(proof=Proof.TRAFFIC), plan(proof=Proof.BOTH)
@@ -57,60 +57,60 @@ ENOUGH, TOO_FEW = used(5, 2, SOAKED), used(4, 2, SOAKED)
 def test_proof_is_the_one_that_was_approved(
     asked: Plan, replacement: KeyFacts, acknowledged_at: datetime | None, expected: str
 ) -> None:
-    """The replacement counts as in use when the plan's own policy says so, and by nothing else."""
+    """The replacement counts as in use only by the plan's own policy."""
     found = step(S.AWAITING_PROOF, plan=asked, replacement=replacement, acknowledged_at=acknowledged_at)
-    assert told(found) == expected
+    assert outcome_of(found) == expected
 
 
 @pytest.mark.parametrize("proof", [Proof.ACK, Proof.TRAFFIC, Proof.BOTH])
-def test_proof_by_an_operator_s_word_is_none_where_there_is_traffic(proof: Proof) -> None:
-    """Nobody talks a credential that is in use past its proof."""
-    assert told(step(S.AWAITING_PROOF, plan=plan(proof=proof), confirmed_at=NOW)) == "wait"
+def test_proof_by_confirmation_is_refused_where_there_is_traffic(proof: Proof) -> None:
+    """A credential in use cannot be confirmed past its proof."""
+    assert outcome_of(step(S.AWAITING_PROOF, plan=plan(proof=proof), confirmed_at=NOW)) == "wait"
 
 
 @pytest.mark.parametrize("kind", KeyKind)
-def test_proof_by_confirmation_is_an_operator_s_word(kind: KeyKind) -> None:
+def test_proof_by_confirmation_is_accepted_without_traffic(kind: KeyKind) -> None:
     asked = plan(proof=Proof.CONFIRMATION)
     known = {"plan": asked, "kind": kind, "replacement": ENOUGH, "acknowledged_at": NOW}
-    assert told(step(S.AWAITING_PROOF, **known)) == "wait"
-    assert told(step(S.AWAITING_PROOF, confirmed_at=NOW, **known)) == "to overlap"
+    assert outcome_of(step(S.AWAITING_PROOF, **known)) == "wait"
+    assert outcome_of(step(S.AWAITING_PROOF, confirmed_at=NOW, **known)) == "to overlap"
 
 
 @pytest.mark.parametrize("proof", Proof)
 @pytest.mark.parametrize("how", ["acknowledged_at", "confirmed_at"])
 def test_proof_of_a_dormant_credential_is_an_acknowledgement_or_a_confirmation(proof: Proof, how: str) -> None:
-    """A credential without traffic is not held up for traffic that never comes."""
+    """A credential without traffic does not wait for traffic."""
     asked = plan(proof=proof, is_dormant=True)
-    assert told(step(S.AWAITING_PROOF, plan=asked)) == "wait"
-    assert told(step(S.AWAITING_PROOF, plan=asked, **{how: NOW})) == "to overlap"
+    assert outcome_of(step(S.AWAITING_PROOF, plan=asked)) == "wait"
+    assert outcome_of(step(S.AWAITING_PROOF, plan=asked, **{how: NOW})) == "to overlap"
 
 
-def test_proof_of_a_dormant_credential_that_comes_alive_is_its_traffic() -> None:
-    assert told(step(S.AWAITING_PROOF, plan=plan(proof=Proof.TRAFFIC, is_dormant=True), replacement=ENOUGH)) == (
+def test_proof_of_a_dormant_credential_with_new_traffic_is_that_traffic() -> None:
+    assert outcome_of(step(S.AWAITING_PROOF, plan=plan(proof=Proof.TRAFFIC, is_dormant=True), replacement=ENOUGH)) == (
         "to overlap"
     )
 
 
 def test_proof_of_a_public_key_is_never_an_acknowledgement() -> None:
-    """Anybody who has the app could give it."""
+    """Every user of the app could send it."""
     asked = plan(proof=Proof.CONFIRMATION, is_dormant=True)
     known = {"plan": asked, "kind": KeyKind.PUBLIC, "deadline": None, "acknowledged_at": NOW}
-    assert told(step(S.AWAITING_PROOF, **known)) == "wait"
+    assert outcome_of(step(S.AWAITING_PROOF, **known)) == "wait"
 
 
 @pytest.mark.parametrize("proof", Proof)
 @pytest.mark.parametrize("is_dormant", [True, False])
 def test_proof_that_is_missing_is_named(proof: Proof, is_dormant: bool) -> None:
-    """Whoever looks at it reads what the rotation waits for, and everything that would do."""
+    """The text names what the rotation waits for and every sufficient proof."""
     found = step(S.AWAITING_PROOF, plan=plan(proof=proof, is_dormant=is_dormant))
     assert isinstance(found, Wait)
-    words = {
+    phrases = {
         Proof.ACK: ["acknowledge"],
         Proof.TRAFFIC: ["traffic", "0 of 5", "0 of 2"],
         Proof.BOTH: ["traffic", "0 of 5", "0 of 2"],
         Proof.CONFIRMATION: ["operator"],
     }[proof] + (["operator", "acknowledge"] if is_dormant else [])
-    assert [word for word in words if word not in found.waiting_for] == []
+    assert [phrase for phrase in phrases if phrase not in found.waiting_for] == []
 
 
 def test_proof_of_both_names_the_traffic_first_and_then_the_acknowledgement() -> None:
@@ -122,19 +122,19 @@ def test_proof_of_both_names_the_traffic_first_and_then_the_acknowledgement() ->
     assert "acknowledge" in with_traffic.waiting_for
 
 
-def test_proof_soak_says_when_to_look_again() -> None:
+def test_proof_soak_names_the_next_check() -> None:
     found = step(S.AWAITING_PROOF, plan=TRAFFIC, replacement=used(5, 2, NOW - SECOND))
     assert isinstance(found, Wait)
     assert found.until == NOW + timedelta(seconds=59)
 
 
-def test_proof_soak_counts_from_the_first_use_whatever_came_since() -> None:
+def test_proof_soak_counts_from_the_first_use() -> None:
     busy = used(10**6, 50, SOAKED, NOW)
-    assert told(step(S.AWAITING_PROOF, plan=TRAFFIC, replacement=busy)) == "to overlap"
+    assert outcome_of(step(S.AWAITING_PROOF, plan=TRAFFIC, replacement=busy)) == "to overlap"
     late = used(10**6, 50, SOAKED + SECOND, NOW)
-    assert told(step(S.AWAITING_PROOF, plan=TRAFFIC, replacement=late)) == "wait"
+    assert outcome_of(step(S.AWAITING_PROOF, plan=TRAFFIC, replacement=late)) == "wait"
 
 
-def test_proof_is_not_given_by_the_predecessor_s_traffic() -> None:
+def test_proof_ignores_the_predecessors_traffic() -> None:
     found = step(S.AWAITING_PROOF, plan=TRAFFIC, predecessor=used(10**6, 100, SOAKED - DAY))
-    assert told(found) == "wait"
+    assert outcome_of(found) == "wait"

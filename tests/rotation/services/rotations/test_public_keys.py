@@ -1,4 +1,4 @@
-"""Public keys sit in shipped apps: confirmed by a person, retired on an approved date, reinstated by no traffic."""
+"""Public keys in shipped apps: confirmed by an operator, retired on an approved date, reinstated by no traffic."""
 
 from typing import Any
 
@@ -54,7 +54,9 @@ def retire(rotation: Rotation, clock: Clock, seconds: float, who: OperatorPrinci
     return ask_retirement(grant, rotation, scene.later(clock(), seconds))
 
 
-def test_public_key_is_confirmed_by_a_person_and_overlaps_without_a_deadline(clock: Clock, verifier: UsageLog) -> None:
+def test_public_key_is_confirmed_by_an_operator_and_overlaps_without_a_deadline(
+    clock: Clock, verifier: UsageLog
+) -> None:
     rotation = public_rotation(clock)
     assert rotation.state == S.AWAITING_PROOF
     scene.use(verifier, rotation.replacement_id or "", 500)
@@ -66,9 +68,7 @@ def test_public_key_is_confirmed_by_a_person_and_overlaps_without_a_deadline(clo
     assert not Notice.objects.filter(is_alarm=True).exists()
 
 
-def test_public_key_is_retired_on_its_date_while_apps_still_use_it_and_traffic_never_reinstates(
-    clock: Clock, verifier: UsageLog
-) -> None:
+def test_public_key_in_use_is_retired_on_its_date_and_never_reinstated(clock: Clock, verifier: UsageLog) -> None:
     rotation = confirm(public_rotation(clock), clock)
     rotation = advance(rotation, clock, 3)
     scene.use(verifier, rotation.predecessor_id, 100)
@@ -87,8 +87,8 @@ def test_public_key_is_retired_on_its_date_while_apps_still_use_it_and_traffic_n
     assert rotation.silent_at is None
 
 
-def test_retirement_in_production_takes_a_second_person(clock: Clock, verifier: UsageLog) -> None:
-    """Four eyes on the date too: whoever asked cannot approve, and until then nothing is retired."""
+def test_retirement_in_production_requires_a_second_person(clock: Clock, verifier: UsageLog) -> None:
+    """The requester of the date cannot approve it, and until approval nothing is retired."""
     rotation = advance(confirm(public_rotation(clock, PRODUCTION), clock), clock, 3)
     retirement = retire(rotation, clock, 60)
     rotation = wait(rotation, clock, verifier, 3)
@@ -109,9 +109,7 @@ def test_retirement_in_production_takes_a_second_person(clock: Clock, verifier: 
     ("wish", "pointer"),
     [({"deadline": 86_400}, "/deadline"), ({"proof": "traffic"}, "/proof"), ({"retire_at": -5}, "/retire_at")],
 )
-def test_public_plan_with_what_fits_private_keys_only_is_refused(
-    clock: Clock, wish: dict[str, Any], pointer: str
-) -> None:
+def test_public_plan_with_private_key_fields_is_refused(clock: Clock, wish: dict[str, Any], pointer: str) -> None:
     chosen: dict[str, Any] = {
         name: scene.later(clock(), value) if isinstance(value, int) else value for name, value in wish.items()
     }
@@ -120,10 +118,10 @@ def test_public_plan_with_what_fits_private_keys_only_is_refused(
     assert pointer in [fault.pointer for fault in refused.value.faults]
 
 
-def test_public_replacement_that_is_collected_stays_in_the_backend_and_breaks_no_glass(
+def test_public_replacement_collected_stays_in_the_backend_without_break_glass(
     clock: Clock, verifier: UsageLog
 ) -> None:
-    """It is no secret: the console shows it again whenever somebody wants it."""
+    """A public key is no secret: the console shows it again at any time."""
     rotation = public_rotation(clock, PRODUCTION)
     before = BreakGlass.objects.count()
     grant = authorize(scene.tam(), P.ISSUANCE_COLLECT, rotation.credential.account, now=clock())

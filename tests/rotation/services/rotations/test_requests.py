@@ -1,4 +1,4 @@
-"""Rotations as people ask for them, decide about them and read them."""
+"""Rotations as operators request, decide and read them."""
 
 import pytest
 from django.db import IntegrityError, connection, transaction
@@ -48,7 +48,7 @@ def approve(rotation: Rotation, who: OperatorPrincipal, clock: Clock, digest: st
     approve_rotation(grant, rotation, digest or rotation.plan_digest)
 
 
-def test_rotation_in_production_waits_for_a_second_person(clock: Clock) -> None:
+def test_rotation_in_production_awaits_a_second_person(clock: Clock) -> None:
     rotation = in_production(clock)
     assert rotation.state == S.AWAITING_APPROVAL
     advance_rotation(rotation.rotation_id, clock)
@@ -57,8 +57,8 @@ def test_rotation_in_production_waits_for_a_second_person(clock: Clock) -> None:
     assert get_rotation(rotation.rotation_id).state == S.SCHEDULED
 
 
-def test_rotation_approved_by_whoever_asked_is_refused(clock: Clock) -> None:
-    """Four eyes compare persons: a second log-in of the same human being is no second person."""
+def test_rotation_approved_by_its_requester_is_refused(clock: Clock) -> None:
+    """Four eyes compare persons: a second login of the same person does not count."""
     rotation = in_production(clock)
     twin = make_operator("tams-other-login", Role.APPROVER, person=rotation.requester_person)
     with pytest.raises(StateConflictError):
@@ -71,8 +71,8 @@ def test_rotation_approval_is_bound_to_the_plan_that_was_shown(clock: Clock) -> 
         approve(rotation, scene.approver(), clock, digest="0" * 64)
 
 
-def test_rotation_moved_on_without_approval_is_refused_by_the_database(clock: Clock) -> None:
-    """Even raw SQL cannot schedule what nobody approved."""
+def test_rotation_advanced_without_approval_is_refused_by_the_database(clock: Clock) -> None:
+    """Even raw SQL cannot schedule an unapproved rotation."""
     rotation = in_production(clock)
     with pytest.raises(IntegrityError), transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(
@@ -80,14 +80,14 @@ def test_rotation_moved_on_without_approval_is_refused_by_the_database(clock: Cl
         )
 
 
-def test_rotation_approval_that_nobody_gives_expires(clock: Clock) -> None:
+def test_rotation_without_approval_expires(clock: Clock) -> None:
     rotation = in_production(clock)
     clock.tick(8 * 86_400)
     advance_rotation(rotation.rotation_id, clock)
     assert get_rotation(rotation.rotation_id).state == S.EXPIRED
 
 
-def test_rotation_rejected_makes_nothing(clock: Clock) -> None:
+def test_rotation_rejected_creates_no_key(clock: Clock) -> None:
     rotation = in_production(clock)
     grant = authorize(
         scene.approver(),
@@ -102,8 +102,8 @@ def test_rotation_rejected_makes_nothing(clock: Clock) -> None:
     assert (fresh.state, fresh.replacement, fresh.why) == (S.REJECTED, None, "not now")
 
 
-def test_rotation_asked_for_by_a_service_takes_an_operator_even_in_the_sandbox(clock: Clock) -> None:
-    """A service's wish is never enough, and the creator of its token cannot approve it."""
+def test_rotation_requested_by_a_service_requires_an_operator_even_in_the_sandbox(clock: Clock) -> None:
+    """A service's request alone never suffices, and the creator of its token cannot approve it."""
     key, _ = scene.issue(scene.account(), clock())
     grant = authorize(scene.admin(), P.TOKENS_WRITE, now=clock())
     token, _ = create_service_token(grant, name="gw", scope=StringScope.SANDBOX, permissions=[P.ROTATIONS_WRITE])
@@ -142,7 +142,9 @@ def test_rotation_of_a_credential_with_two_good_keys_is_refused(clock: Clock) ->
         ({"proof_count": 0}, "/proof_count"),
     ],
 )
-def test_rotation_plan_below_productions_floor_is_refused(clock: Clock, wish: dict[str, int], pointer: str) -> None:
+def test_rotation_plan_below_the_production_minimum_is_refused(
+    clock: Clock, wish: dict[str, int], pointer: str
+) -> None:
     key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
     chosen = {"quiet_seconds": 3_600, "quarantine_seconds": 600, **wish}
     with pytest.raises(RequestInvalidError) as refused:
@@ -150,7 +152,9 @@ def test_rotation_plan_below_productions_floor_is_refused(clock: Clock, wish: di
     assert [fault.pointer for fault in refused.value.faults] == [pointer]
 
 
-def test_rotation_aborted_before_delivery_burns_the_replacement(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_aborted_before_delivery_discards_the_replacement(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key, _ = scene.issue(scene.account(), clock())
     rotation = scene.rotate(key.credential, clock())
 
@@ -185,8 +189,8 @@ def test_acknowledgement_by_any_other_key_is_not_found(clock: Clock) -> None:
     assert get_rotation(rotation.rotation_id).acknowledged_at is not None
 
 
-def test_replacement_is_collected_once_and_by_whoever_asked(clock: Clock) -> None:
-    """Material is shown to one person, once."""
+def test_replacement_is_collected_once_by_its_requester(clock: Clock) -> None:
+    """Key material is shown to one person, once."""
     rotation = scene.rotate(scene.issue(scene.account(), clock())[0].credential, clock())
     place = rotation.credential.account
     with pytest.raises(StateConflictError, match="not delivered yet"):
@@ -214,8 +218,8 @@ def test_replacement_of_a_shown_key_leaves_the_backend_once_collected(clock: Clo
     assert fresh.material == Material.DESTROY_DUE
 
 
-def test_replacement_of_a_sealed_key_is_shown_to_nobody(clock: Clock) -> None:
-    """No person ever sees a sealed credential's key, and its replacement stays where the merchant reads it."""
+def test_replacement_of_a_sealed_key_is_never_shown(clock: Clock) -> None:
+    """No person ever sees a sealed credential's key; its replacement stays where the merchant reads it."""
     key, _ = scene.issue(scene.account(), clock())
     rotation = scene.rotate(key.credential, clock())
     advance_rotation(rotation.rotation_id, clock)
@@ -229,7 +233,7 @@ def test_replacement_of_a_sealed_key_is_shown_to_nobody(clock: Clock) -> None:
     assert (fresh.collected_at, fresh.replacement.material) == (None, Material.HELD)
 
 
-def test_replacement_shown_in_production_stays_in_sight_until_reviewed(clock: Clock) -> None:
+def test_replacement_shown_in_production_awaits_review(clock: Clock) -> None:
     rotation = in_production(clock)
     approve(rotation, scene.approver(), clock)
     advance_rotation(rotation.rotation_id, clock)
@@ -242,13 +246,13 @@ def test_replacement_shown_in_production_stays_in_sight_until_reviewed(clock: Cl
     assert {act.requester_person for act in shown.filter(subject=rotation.pk)} == {rotation.requester_person}
 
 
-def test_rotation_described_says_what_it_waits_for_and_who_uses_the_old_key(clock: Clock, verifier: UsageLog) -> None:
+def test_rotation_description_names_its_wait_and_the_users_of_the_old_key(clock: Clock, verifier: UsageLog) -> None:
     key, text = scene.issue(scene.account(), clock())
     rotation = scene.rotate(key.credential, clock())
     scene.use(verifier, key.key_id, 3, source="192.0.2.7")
     advance_rotation(rotation.rotation_id, clock)
-    told = describe(get_rotation(rotation.rotation_id), clock())
-    assert told["state"] == S.AWAITING_PROOF
-    assert str(told["waiting_for"]).startswith("the merchant to acknowledge with the replacement")
-    assert [(user["source"], user["count"]) for user in told["predecessor_users"]] == [("192.0.2.7", 3)]  # type: ignore[index,union-attr,call-overload]  # parsed JSON
-    assert text.reveal() not in str(told)
+    description = describe(get_rotation(rotation.rotation_id), clock())
+    assert description["state"] == S.AWAITING_PROOF
+    assert str(description["waiting_for"]).startswith("the merchant to acknowledge with the replacement")
+    assert [(user["source"], user["count"]) for user in description["predecessor_users"]] == [("192.0.2.7", 3)]  # type: ignore[index,union-attr,call-overload]  # parsed JSON
+    assert text.reveal() not in str(description)

@@ -1,4 +1,4 @@
-"""The way back: once a merchant may use the replacement, both keys verify until the replacement is silent."""
+"""Rollback: once a merchant may use the replacement, both keys verify until the replacement is silent."""
 
 import pytest
 
@@ -38,17 +38,15 @@ def stored_key(rotation: Rotation) -> str | None:
     return None if stored is None else stored.labels["key_id"]
 
 
-def test_rotation_rolled_back_in_overlap_writes_the_predecessor_back_and_retires_the_replacement(
-    clock: Clock, verifier: UsageLog
-) -> None:
-    """Invariant 1 on the way back too: at no step is there a time without a key that verifies."""
+def test_rotation_rolled_back_in_overlap_redelivers_the_predecessor(clock: Clock, verifier: UsageLog) -> None:
+    """At no step of the rollback is there a time without a good key."""
     rotation = abort(overlapping(clock, verifier), clock)
     assert rotation.state == S.ROLLING_BACK
     rotation = advance(rotation, clock, 3)
     assert (rotation.state, key_states(rotation)) == (S.ROLLING_BACK, ("active", "active"))
     assert stored_key(rotation) == rotation.predecessor_id
 
-    # The merchant acknowledged with the replacement, so that it must be seen to use the predecessor again.
+    # The merchant acknowledged with the replacement, so it must be seen to use the predecessor again.
     rotation = wait(rotation, clock, verifier, 6)
     assert rotation.quarantined_at is None
     scene.use(verifier, rotation.predecessor_id)
@@ -63,7 +61,9 @@ def test_rotation_rolled_back_in_overlap_writes_the_predecessor_back_and_retires
     assert kinds[-3:] == ["written_back", "silent", "untried"]
 
 
-def test_rotation_rolled_back_in_quarantine_resumes_the_predecessor_at_once(clock: Clock, verifier: UsageLog) -> None:
+def test_rotation_rolled_back_in_quarantine_resumes_the_predecessor_immediately(
+    clock: Clock, verifier: UsageLog
+) -> None:
     rotation = abort(quarantined(clock, verifier), clock)
     assert (rotation.state, key_states(rotation)) == (S.ROLLING_BACK, ("active", "active"))
 
@@ -81,10 +81,10 @@ def test_replacement_used_while_rolling_back_restarts_its_silence(clock: Clock, 
     assert wait(rotation, clock, verifier, 3).quarantined_at is not None
 
 
-def test_predecessor_compromised_while_rolling_back_delivers_the_replacement_again(
+def test_predecessor_compromised_while_rolling_back_redelivers_the_replacement(
     clock: Clock, verifier: UsageLog
 ) -> None:
-    """The backend held the key that is dead now: what the merchant reads has to be the one that is good."""
+    """The backend held a dead key; the merchant must read the good one."""
     rotation = advance(abort(overlapping(clock, verifier), clock), clock, 3)
     scene.use(verifier, rotation.predecessor_id)
     rotation = wait(rotation, clock, verifier, 6)
@@ -104,7 +104,7 @@ def test_replacement_revoked_while_rolling_back_ends_it(clock: Clock, verifier: 
     assert stored_key(rotation) == rotation.predecessor_id
 
 
-def test_replacement_tried_in_its_quarantine_holds_the_end_up(clock: Clock, verifier: UsageLog) -> None:
+def test_replacement_tried_in_its_quarantine_delays_the_end(clock: Clock, verifier: UsageLog) -> None:
     rotation = advance(abort(overlapping(clock, verifier), clock), clock, 3)
     scene.use(verifier, rotation.predecessor_id)
     rotation = wait(rotation, clock, verifier, 6)
@@ -115,13 +115,13 @@ def test_replacement_tried_in_its_quarantine_holds_the_end_up(clock: Clock, veri
     assert wait(rotation, clock, verifier, 6).state == S.ROLLED_BACK
 
 
-def test_rotation_that_is_rolling_back_or_revoking_is_not_aborted(clock: Clock, verifier: UsageLog) -> None:
+def test_abort_while_rolling_back_or_revoking_is_refused(clock: Clock, verifier: UsageLog) -> None:
     rotation = abort(overlapping(clock, verifier), clock)
     with pytest.raises(StateConflictError, match="can no longer be ended"):
         abort(rotation, clock)
 
 
-def test_rotation_whose_predecessor_is_dead_has_no_way_back(clock: Clock, verifier: UsageLog) -> None:
+def test_rollback_with_a_dead_predecessor_is_refused(clock: Clock, verifier: UsageLog) -> None:
     rotation = advance(begun(clock), clock)
     revoke(rotation.predecessor, clock)
     rotation.predecessor.refresh_from_db()
@@ -130,10 +130,10 @@ def test_rotation_whose_predecessor_is_dead_has_no_way_back(clock: Clock, verifi
     assert rotation.predecessor.state == KeyState.DEACTIVATED
 
 
-def test_replacement_ended_in_quarantine_with_the_backend_down_brings_the_predecessor_back_at_once(
+def test_replacement_ended_in_quarantine_with_the_backend_down_reinstates_the_predecessor(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The merchant has no other key: what our own database is enough for waits for no secret backend."""
+    """The merchant has no other key: the database suffices and no secret backend is awaited."""
     rotation = quarantined(clock, verifier)
     assert rotation.replacement is not None
     with monkeypatch.context() as outage:
@@ -146,8 +146,8 @@ def test_replacement_ended_in_quarantine_with_the_backend_down_brings_the_predec
     assert (rotation.state, stored_key(rotation)) == (S.CANCELLED, rotation.predecessor_id)
 
 
-def test_rotation_aborted_while_a_stopped_worker_may_still_write_is_fenced(clock: Clock, verifier: UsageLog) -> None:
-    """A worker that slept through its lease finds a newer version than the one it was to write after."""
+def test_rotation_aborted_beside_a_stopped_worker_is_fenced(clock: Clock, verifier: UsageLog) -> None:
+    """A worker that slept past its lease finds a newer version than the one that it meant to follow."""
     rotation = begun(clock)
     with pytest.MonkeyPatch.context() as death:
         death.setattr(LocalKeystore, "put", _die)
@@ -166,8 +166,8 @@ def _die(*args: object, **kwargs: object) -> int:
     raise KeyboardInterrupt
 
 
-def test_way_back_on_which_nobody_calls_is_confirmed_by_a_person_or_stalls(clock: Clock, verifier: UsageLog) -> None:
-    """It neither waits for ever unseen, nor ends while nobody knows whether the merchant has come back."""
+def test_rollback_without_traffic_is_confirmed_by_an_operator_or_stalls(clock: Clock, verifier: UsageLog) -> None:
+    """It neither waits unnoticed nor ends while it is unknown whether the merchant uses the predecessor."""
     rotation = advance(abort(overlapping(clock, verifier), clock), clock, 3)
     assert rotation.deadline_at is not None
     rotation = wait(rotation, clock, verifier, (rotation.deadline_at - clock()).total_seconds() + 1)
@@ -181,10 +181,10 @@ def test_way_back_on_which_nobody_calls_is_confirmed_by_a_person_or_stalls(clock
     assert (rotation.state, key_states(rotation)) == (S.ROLLED_BACK, ("active", "deactivated"))
 
 
-def test_replacement_compromised_and_destroyed_before_the_turn_leaves_the_predecessor_to_be_read(
+def test_replacement_destroyed_before_the_turn_leaves_the_predecessor_readable(
     clock: Clock, verifier: UsageLog
 ) -> None:
-    """The upkeep destroys a dead key's copy at once; the newest version is then nothing that a merchant can read."""
+    """Maintenance destroys a dead key's copy immediately, so the newest version is unreadable for the merchant."""
     rotation = overlapping(clock, verifier)
     place, responder = rotation.credential.account, the_operator("responder", Role.INCIDENT_RESPONDER)
     assert rotation.replacement is not None

@@ -1,4 +1,4 @@
-"""Silence is observed, not assumed; a quarantine is a tripwire: what ends both, and what does not."""
+"""Observed silence and the quarantine as a tripwire: what ends each, and what does not."""
 
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -20,9 +20,9 @@ from tests.rotation.situation import (
     SUSPENDED,
     K,
     S,
+    outcome_of,
     plan,
     step,
-    told,
     used,
 )
 
@@ -49,7 +49,7 @@ OLD_USE = NOW - QUIET
         (NOW, ENTERED - DAY, ENTERED - DAY, "to quarantine"),
     ],
     ids=[
-        "nobody reports",
+        "no verifier reports",
         "observed: nothing yet",
         "observed: a second short",
         "observed: the whole period",
@@ -63,10 +63,10 @@ OLD_USE = NOW - QUIET
         "both before it began",
     ],
 )
-def test_silence_counts_from_the_last_sign_of_life_and_only_as_far_as_was_reported(
+def test_silence_counts_from_the_last_use_up_to_the_watermark(
     observed: datetime | None, last_used: datetime | None, lost: datetime | None, expected: str
 ) -> None:
-    """The watermark of the slowest live verifier is the end of what is known; a lost one restarts the period."""
+    """The watermark of the slowest live verifier bounds the observation; a lost verifier restarts the period."""
     found = step(
         S.OVERLAP,
         replacement=CARRIES,
@@ -74,31 +74,31 @@ def test_silence_counts_from_the_last_sign_of_life_and_only_as_far_as_was_report
         observed_through=observed,
         lost_at=lost,
     )
-    assert told(found) == expected
+    assert outcome_of(found) == expected
 
 
-def test_silence_is_not_made_by_the_clock() -> None:
-    """With the watermark where it was, no later hour makes a difference."""
+def test_silence_does_not_grow_by_the_clock_alone() -> None:
+    """Without a newer watermark, later times change nothing."""
     for days in (0, 1, 5):
         found = step(S.OVERLAP, NOW + days * DAY, deadline=NOW + 9 * DAY, replacement=CARRIES, observed_through=ENTERED)
-        assert told(found) == "wait"
+        assert outcome_of(found) == "wait"
 
 
-def test_silence_says_when_to_look_again() -> None:
+def test_silence_names_the_next_check() -> None:
     found = step(S.OVERLAP, replacement=CARRIES, predecessor=used(1, 1, NOW - SECOND), observed_through=NOW - SECOND)
     assert isinstance(found, Wait)
     assert found.until == NOW - SECOND + QUIET
 
 
-def test_silence_is_broken_by_each_use_of_an_old_machine() -> None:
-    """Part of a fleet that still has the old key keeps it: each of its calls restarts the period."""
+def test_silence_is_restarted_by_each_use_of_the_old_key() -> None:
+    """A machine that still uses the old key restarts the period with each call."""
     at = ENTERED
     for _ in range(20):
         at += QUIET - SECOND
         known = {"replacement": used(9, 2, at), "observed_through": at, "deadline": NOW + 99 * DAY}
-        assert told(step(S.OVERLAP, at, predecessor=used(1, 1, ENTERED, at - SECOND), **known)) == "wait"
+        assert outcome_of(step(S.OVERLAP, at, predecessor=used(1, 1, ENTERED, at - SECOND), **known)) == "wait"
     known = {"replacement": used(9, 2, at + QUIET), "observed_through": at + QUIET, "deadline": NOW + 99 * DAY}
-    assert told(step(S.OVERLAP, at + QUIET, predecessor=used(1, 1, ENTERED, at), **known)) == "to quarantine"
+    assert outcome_of(step(S.OVERLAP, at + QUIET, predecessor=used(1, 1, ENTERED, at), **known)) == "to quarantine"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_silence_is_broken_by_each_use_of_an_old_machine() -> None:
 def test_silence_counts_only_while_the_replacement_carries_the_traffic(
     replacement: KeyFacts, acknowledged_at: datetime | None, expected: str
 ) -> None:
-    """Silence on both keys is an outage, not a rotation: the last one heard of has to be the new one."""
+    """Silence on both keys is an outage: the last key used must be the new one."""
     found = step(
         S.OVERLAP,
         predecessor=KeyFacts(K.ACTIVE, last_used_at=OLD_USE),
@@ -125,15 +125,15 @@ def test_silence_counts_only_while_the_replacement_carries_the_traffic(
         acknowledged_at=acknowledged_at,
         observed_through=NOW,
     )
-    assert told(found) == expected
+    assert outcome_of(found) == expected
 
 
 @pytest.mark.parametrize("how", ["acknowledged_at", "confirmed_at"])
-def test_silence_of_a_dormant_credential_needs_no_traffic_that_never_was(how: str) -> None:
-    """Its proof is the sign that the merchant has the replacement, in overlap as it was before."""
+def test_silence_of_a_dormant_credential_needs_no_traffic(how: str) -> None:
+    """Its proof is the merchant's sign of having the replacement, in overlap as before."""
     known = {"plan": plan(proof=Proof.TRAFFIC, is_dormant=True), "observed_through": NOW, how: ENTERED}
-    assert told(step(S.OVERLAP, **known)) == "to quarantine"
-    assert told(step(S.OVERLAP, predecessor=used(1, 1, ENTERED + SECOND), **known)) == "wait"
+    assert outcome_of(step(S.OVERLAP, **known)) == "to quarantine"
+    assert outcome_of(step(S.OVERLAP, predecessor=used(1, 1, ENTERED + SECOND), **known)) == "wait"
 
 
 # --- the quarantine ---------------------------------------------------------------------------------------
@@ -151,10 +151,10 @@ def test_silence_of_a_dormant_credential_needs_no_traffic_that_never_was(how: st
         (NOW, None, NOW - QUARANTINE, "to revoking"),
     ],
 )
-def test_quarantine_ends_only_when_nobody_who_is_known_was_seen_to_try(
+def test_quarantine_ends_only_without_attempts_by_known_sources(
     observed: datetime | None, tried: datetime | None, lost: datetime | None, expected: str
 ) -> None:
-    """Somebody who used the old key before and still tries it keeps it from being revoked."""
+    """A known source that still tries the old key prevents its revocation."""
     found = step(
         S.QUARANTINE,
         plan=plan(reinstatement=Reinstatement.NEVER),
@@ -162,19 +162,21 @@ def test_quarantine_ends_only_when_nobody_who_is_known_was_seen_to_try(
         observed_through=observed,
         lost_at=lost,
     )
-    assert told(found) == expected
+    assert outcome_of(found) == expected
 
 
-def test_quarantine_is_not_prolonged_by_a_stranger() -> None:
-    """Whoever found the old key can neither bring it back nor keep it alive; it is an alarm, and revoked in time."""
+def test_quarantine_is_not_prolonged_by_an_unknown_source() -> None:
+    """An unknown source with the old key can neither restore nor prolong it; it raises an alarm, and the key is revoked
+    in time.
+    """
     found = step(S.QUARANTINE, predecessor=KeyFacts(K.SUSPENDED, tried_at=NOW), observed_through=NOW)
-    assert told(found) == "to revoking"
+    assert outcome_of(found) == "to revoking"
 
 
 def test_quarantine_has_no_deadline() -> None:
-    """The deadline is for silence; a quarantine that has begun is ended by evidence alone."""
+    """The deadline limits the silence; a started quarantine ends by evidence alone."""
     for days in (2, 9999):
-        assert told(step(S.QUARANTINE, NOW + days * DAY, observed_through=ENTERED)) == "wait"
+        assert outcome_of(step(S.QUARANTINE, NOW + days * DAY, observed_through=ENTERED)) == "wait"
 
 
 TRIED = KeyFacts(K.SUSPENDED, tried_at=NOW, tried_by_known_at=NOW)
@@ -196,27 +198,27 @@ def test_quarantine_tried_by_a_known_source_reinstates() -> None:
         {"kind": KeyKind.PUBLIC, "deadline": None},
         {"predecessor": replace(TRIED, tried_by_known_at=None)},
     ],
-    ids=["once already", "plan says never", "unproved", "deadline revokes", "public key", "stranger"],
+    ids=["once already", "plan says never", "unproved", "deadline revokes", "public key", "unknown source"],
 )
 def test_quarantine_reinstates_once_and_only_for_a_known_source_of_a_proved_private_key(
     otherwise: dict[str, object],
 ) -> None:
     found = step(S.QUARANTINE, **{"predecessor": TRIED, "observed_through": NOW, **otherwise})
-    assert told(found) != "to overlap"
+    assert outcome_of(found) != "to overlap"
 
 
 @pytest.mark.parametrize("key", [KeyFacts(K.COMPROMISED), KeyFacts(K.DEACTIVATED)], ids=lambda key: key.state)
 def test_quarantine_never_reinstates_a_key_that_was_reported_or_revoked(key: KeyFacts) -> None:
-    """After a compromise report no attempt brings the key back; the rotation is over."""
+    """After a compromise report no attempt reinstates the key; the rotation is over."""
     tried = replace(key, tried_at=NOW, tried_by_known_at=NOW)
-    assert told(step(S.QUARANTINE, predecessor=tried, observed_through=NOW)) == "to completed"
+    assert outcome_of(step(S.QUARANTINE, predecessor=tried, observed_through=NOW)) == "to completed"
 
 
-def test_quarantine_of_a_public_key_is_not_held_up_by_the_apps_that_still_have_it() -> None:
-    """The date was approved with the usage in view; shipped apps that still try it were counted in."""
+def test_quarantine_of_a_public_key_is_not_prolonged_by_attempts() -> None:
+    """The date was approved with the usage shown, so apps that still try the key were considered."""
     known = {"kind": KeyKind.PUBLIC, "deadline": None, "silence_waived": True, "predecessor": TRIED}
-    assert told(step(S.QUARANTINE, observed_through=ENTERED + QUARANTINE, **known)) == "to revoking"
-    assert told(step(S.QUARANTINE, observed_through=ENTERED + QUARANTINE - SECOND, **known)) == "wait"
+    assert outcome_of(step(S.QUARANTINE, observed_through=ENTERED + QUARANTINE, **known)) == "to revoking"
+    assert outcome_of(step(S.QUARANTINE, observed_through=ENTERED + QUARANTINE - SECOND, **known)) == "wait"
 
 
 # --- revoking at the deadline, by an approved plan ----------------------------------------------------------
@@ -225,27 +227,27 @@ REVOKES = plan(at_deadline=AtDeadline.REVOKE)
 
 
 @pytest.mark.parametrize("deadline", [NOW, NOW - DAY])
-def test_deadline_with_silence_missing_goes_to_quarantine_by_an_approved_plan_only(deadline: datetime) -> None:
+def test_deadline_without_silence_starts_quarantine_only_with_an_approved_plan(deadline: datetime) -> None:
     known = {"deadline": deadline, "predecessor": used(9, 3, NOW), "replacement": CARRIES, "observed_through": NOW}
-    assert told(step(S.OVERLAP, plan=REVOKES, **known)) == "to quarantine"
-    assert told(step(S.OVERLAP, **known)) == "to stalled"
+    assert outcome_of(step(S.OVERLAP, plan=REVOKES, **known)) == "to quarantine"
+    assert outcome_of(step(S.OVERLAP, **known)) == "to stalled"
 
 
-def test_deadline_before_it_comes_changes_nothing() -> None:
+def test_deadline_in_the_future_changes_nothing() -> None:
     found = step(S.OVERLAP, plan=REVOKES, deadline=NOW + SECOND, predecessor=used(9, 3, NOW), observed_through=NOW)
-    assert told(found) == "wait"
+    assert outcome_of(found) == "wait"
 
 
-def test_deadline_s_quarantine_is_a_whole_one_and_attempts_do_not_prolong_it() -> None:
-    """The plan said that the key ends then; whoever still has it was refused for the whole quarantine."""
+def test_deadline_quarantine_runs_in_full_and_is_not_prolonged() -> None:
+    """The plan revokes the key at that time, and attempts were refused throughout the quarantine."""
     known = {"plan": REVOKES, "deadline": ENTERED, "silence_waived": True, "predecessor": TRIED}
-    assert told(step(S.QUARANTINE, observed_through=ENTERED + QUARANTINE, **known)) == "to revoking"
-    assert told(step(S.QUARANTINE, observed_through=ENTERED + QUARANTINE - SECOND, **known)) == "wait"
-    assert told(step(S.QUARANTINE, observed_through=NOW, lost_at=NOW - SECOND, **known)) == "wait"
+    assert outcome_of(step(S.QUARANTINE, observed_through=ENTERED + QUARANTINE, **known)) == "to revoking"
+    assert outcome_of(step(S.QUARANTINE, observed_through=ENTERED + QUARANTINE - SECOND, **known)) == "wait"
+    assert outcome_of(step(S.QUARANTINE, observed_through=NOW, lost_at=NOW - SECOND, **known)) == "wait"
 
 
-def test_deadline_does_not_hurry_what_is_in_quarantine_by_silence() -> None:
+def test_deadline_does_not_shorten_a_quarantine_after_silence() -> None:
     known = {"plan": REVOKES, "deadline": NOW, "observed_through": NOW, "was_reinstated": True}
     held = KeyFacts(K.SUSPENDED, tried_at=NOW, tried_by_known_at=NOW - timedelta(seconds=1))
-    assert told(step(S.QUARANTINE, predecessor=held, **known)) == "wait"
-    assert told(step(S.QUARANTINE, predecessor=SUSPENDED, **known)) == "to revoking"
+    assert outcome_of(step(S.QUARANTINE, predecessor=held, **known)) == "wait"
+    assert outcome_of(step(S.QUARANTINE, predecessor=SUSPENDED, **known)) == "to revoking"

@@ -1,4 +1,4 @@
-"""Quarantine: a source that is known brings the predecessor back, once; a stranger raises the alarm only."""
+"""Quarantine attempts: a known source reinstates the predecessor once; an unknown source raises an alarm only."""
 
 import pytest
 
@@ -17,11 +17,11 @@ from tests.rotation.steps import advance, begun, key_states, revoke, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
-KNOWN, STRANGER = "192.0.2.1", "198.51.100.66"
+KNOWN, UNKNOWN = "192.0.2.1", "198.51.100.66"
 
 
 def in_quarantine(clock: Clock, verifier: UsageLog, **wish: object) -> Rotation:
-    """With a predecessor that was used from KNOWN before."""
+    """Return a rotation in quarantine whose predecessor was used from KNOWN."""
     rotation = advance(begun(clock, **wish), clock)
     scene.use(verifier, rotation.predecessor_id, source=KNOWN)
     clock.tick(1)
@@ -38,12 +38,12 @@ def attempt(rotation: Rotation, clock: Clock, verifier: UsageLog, source: str) -
 
 
 def alarms() -> list[bool]:
-    """Of each alarm, whether the key was reinstated."""
+    """Return for each alarm whether the key was reinstated."""
     found = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, is_alarm=True).order_by("created_at")
     return [notice.payload["is_reinstated"] for notice in found]
 
 
-def test_attempt_from_a_known_source_brings_the_predecessor_back_and_says_so(clock: Clock, verifier: UsageLog) -> None:
+def test_attempt_from_a_known_source_reinstates_the_predecessor_and_notifies(clock: Clock, verifier: UsageLog) -> None:
     rotation = attempt(in_quarantine(clock, verifier), clock, verifier, KNOWN)
     assert (rotation.state, key_states(rotation)) == (S.OVERLAP, ("active", "active"))
     assert rotation.reinstated_at is not None
@@ -52,7 +52,7 @@ def test_attempt_from_a_known_source_brings_the_predecessor_back_and_says_so(clo
 
 
 def test_predecessor_is_reinstated_once(clock: Clock, verifier: UsageLog) -> None:
-    """The second time it stays refused, and the revocation waits for it to end."""
+    """The second attempt is refused, and the revocation waits for the attempts to end."""
     rotation = attempt(in_quarantine(clock, verifier), clock, verifier, KNOWN)
     scene.use(verifier, rotation.replacement_id or "")
     rotation = wait(rotation, clock, verifier, 6)
@@ -64,15 +64,15 @@ def test_predecessor_is_reinstated_once(clock: Clock, verifier: UsageLog) -> Non
     assert wait(rotation, clock, verifier, 6).state == S.COMPLETED
 
 
-def test_attempt_from_a_stranger_is_an_alarm_and_holds_nothing_up(clock: Clock, verifier: UsageLog) -> None:
-    """Guarantee: whoever found a retired key can neither bring it back nor keep it from being revoked."""
-    rotation = attempt(in_quarantine(clock, verifier), clock, verifier, STRANGER)
+def test_attempt_from_an_unknown_source_raises_an_alarm_and_delays_nothing(clock: Clock, verifier: UsageLog) -> None:
+    """Guarantee: a finder of a retired key can neither reinstate it nor delay its revocation."""
+    rotation = attempt(in_quarantine(clock, verifier), clock, verifier, UNKNOWN)
     assert (rotation.state, key_states(rotation)) == (S.QUARANTINE, ("suspended", "active"))
     assert alarms() == [False]
     notice = Notice.objects.get(kind=NoticeKind.USED_IN_QUARANTINE)
     assert notice.payload["is_exposure"] is True
-    assert [each["source"] for each in notice.payload["attempts"]] == [STRANGER]
-    rotation = attempt(rotation, clock, verifier, STRANGER)
+    assert [each["source"] for each in notice.payload["attempts"]] == [UNKNOWN]
+    rotation = attempt(rotation, clock, verifier, UNKNOWN)
     assert alarms() == [False]
     assert wait(rotation, clock, verifier, 2).state == S.COMPLETED
 
@@ -93,10 +93,8 @@ def test_compromised_predecessor_is_never_reinstated(clock: Clock, verifier: Usa
     assert Notice.objects.filter(kind=NoticeKind.KEY_COMPROMISED).count() == 1
 
 
-def test_deadline_with_a_plan_that_revokes_goes_through_quarantine_and_claims_no_silence(
-    clock: Clock, verifier: UsageLog
-) -> None:
-    """Only a proved rotation, only by an approved plan, and reversibly first."""
+def test_deadline_with_a_revoking_plan_passes_through_quarantine(clock: Clock, verifier: UsageLog) -> None:
+    """This applies to proved rotations with an approved plan only, and starts reversibly."""
     start = clock()
     rotation = advance(begun(clock, at_deadline=AtDeadline.REVOKE, deadline=scene.later(start, 60)), clock)
     scene.acknowledge_replacement(rotation.rotation_id, clock.tick(1))
@@ -119,12 +117,14 @@ def test_deadline_of_an_unproved_rotation_stalls_whatever_the_plan_says(clock: C
     assert (rotation.state, key_states(rotation)) == (S.STALLED, ("active", "active"))
 
 
-def test_stranger_after_a_known_source_is_an_alarm_of_its_own(clock: Clock, verifier: UsageLog) -> None:
-    """Nobody hides behind the noise of a forgotten client."""
+def test_attempt_from_an_unknown_source_after_a_known_one_raises_its_own_alarm(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """Attempts of a known source do not hide those of an unknown one."""
     rotation = in_quarantine(clock, verifier, reinstatement=Reinstatement.NEVER)
     rotation = attempt(rotation, clock, verifier, KNOWN)
-    rotation = attempt(rotation, clock, verifier, STRANGER)
+    rotation = attempt(rotation, clock, verifier, UNKNOWN)
     exposures = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE).order_by("created_at")
     assert [notice.payload["is_exposure"] for notice in exposures] == [False, True]
-    attempt(rotation, clock, verifier, STRANGER)
+    attempt(rotation, clock, verifier, UNKNOWN)
     assert exposures.count() == 2

@@ -1,4 +1,4 @@
-"""Whose turn it is: what something happened to at once, what merely waits the rarer the longer it waits."""
+"""Scheduling of turns: changed rotations first, waiting ones at growing intervals."""
 
 from datetime import datetime, timedelta
 from types import SimpleNamespace
@@ -22,16 +22,14 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
 def due_in(rotation: Rotation, clock: Clock) -> float:
-    """Seconds until it is looked at again."""
+    """Return the seconds until the rotation's next check."""
     due_at = WorkLease.objects.get(subject=subject_of(rotation.rotation_id)).due_at
     assert due_at is not None
     waits: timedelta = due_at - clock()
     return waits.total_seconds()
 
 
-def test_turn_comes_rarer_the_longer_a_rotation_has_waited_and_never_later_than_it_can_go_on(
-    clock: Clock, verifier: UsageLog
-) -> None:
+def test_turn_interval_grows_with_the_wait_and_ends_when_a_step_is_possible(clock: Clock, verifier: UsageLog) -> None:
     shortest, longest = POLL_SECONDS
     rotation = advance(begun(clock), clock)
     assert due_in(rotation, clock) == shortest
@@ -48,8 +46,8 @@ def test_turn_comes_rarer_the_longer_a_rotation_has_waited_and_never_later_than_
     assert 0 < due_in(rotation, clock) <= 5
 
 
-def test_turn_comes_at_once_when_a_key_is_ended_or_tried(clock: Clock, verifier: UsageLog) -> None:
-    """A merchant whose only good key was just taken away does not wait for the next look."""
+def test_turn_is_immediate_when_a_key_is_ended_or_tried(clock: Clock, verifier: UsageLog) -> None:
+    """A merchant that just lost its only good key does not wait for the next regular check."""
     rotation = advance(overlapping(clock, verifier), clock)
     assert list_due(clock()) == []
     assert rotation.replacement is not None
@@ -62,8 +60,8 @@ def test_turn_comes_at_once_when_a_key_is_ended_or_tried(clock: Clock, verifier:
     assert other.rotation_id in list_due(clock())
 
 
-def test_turn_that_failed_waits_for_its_pause_though_something_happened(clock: Clock, verifier: UsageLog) -> None:
-    """Else a step that keeps failing would use up its attempts within seconds."""
+def test_turn_after_a_failure_waits_for_its_pause_despite_a_change(clock: Clock, verifier: UsageLog) -> None:
+    """Otherwise a failing step would use up its attempts within seconds."""
     rotation = overlapping(clock, verifier)
     assert rotation.replacement is not None
     revoke(rotation.replacement, clock)
@@ -74,14 +72,14 @@ def test_turn_that_failed_waits_for_its_pause_though_something_happened(clock: C
     assert list_due(clock.tick(2)) == [rotation.rotation_id]
 
 
-def test_turn_that_somebody_is_at_is_nobody_elses(clock: Clock, verifier: UsageLog) -> None:
+def test_turn_leased_by_one_worker_is_not_taken_by_another(clock: Clock, verifier: UsageLog) -> None:
     rotation = begun(clock)
     assert claim(subject_of(rotation.rotation_id), clock()) is not None
     assert list_due(clock()) == []
     assert list_due(clock() + timedelta(minutes=1)) == [rotation.rotation_id]
 
 
-def test_sweep_takes_every_turn_that_is_due_and_stops_when_its_time_is_over(
+def test_sweep_takes_every_due_turn_until_its_time_is_over(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rotations = [begun(clock) for _ in range(5)]
@@ -96,7 +94,7 @@ def test_sweep_takes_every_turn_that_is_due_and_stops_when_its_time_is_over(
 def test_sweep_without_time_left_takes_one_turn_of_each_list(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: however long one turn lasts, neither what something happened to nor what merely waits stands still."""
+    """Guarantee: even with long turns, both changed and waiting rotations progress."""
     urgent = [overlapping(clock, verifier) for _ in range(2)]
     for each in urgent:
         assert each.replacement is not None
@@ -114,7 +112,7 @@ def test_sweep_without_time_left_takes_one_turn_of_each_list(
 def test_sweep_does_not_count_the_time_of_its_listing(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: a database that takes longer to list what is due than a sweep lasts still has its rotations moved."""
+    """Guarantee: rotations progress even when listing them takes longer than a sweep lasts."""
     for _ in range(3):
         begun(clock)
     seconds = [0.0]
@@ -128,10 +126,10 @@ def test_sweep_does_not_count_the_time_of_its_listing(
     assert advance_all_due(clock) == 3
 
 
-def test_listing_begins_anywhere_so_that_rotations_that_never_move_hide_no_other(
+def test_listing_starts_at_a_random_place_so_that_stuck_rotations_hide_no_other(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: more stuck rotations than one listing holds starve nobody behind them."""
+    """Guarantee: more stuck rotations than one listing holds do not starve the others."""
     known = sorted(begun(clock).rotation_id for _ in range(5))
     monkeypatch.setattr(engine, "_MAX_LISTED", 2)
     listed = []
@@ -145,14 +143,14 @@ def test_listing_begins_anywhere_so_that_rotations_that_never_move_hide_no_other
     assert all(len(start) == len(known[0]) for start in starts)
 
 
-def test_fault_that_nobody_foresaw_stops_no_other_rotation_and_stalls_its_own_by_name(
+def test_unforeseen_fault_stalls_its_own_rotation_and_no_other(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken, sound = begun(clock), begun(clock)
 
     def fail(facts: Facts, now: datetime) -> Wait | Move | RotationAction:
         if facts.plan.credential_id == broken.credential_id and facts.state != "stalled":
-            raise ZeroDivisionError("nobody foresaw this")
+            raise ZeroDivisionError("unforeseen")
         return next_step(facts, now)
 
     monkeypatch.setattr(engine, "next_step", fail)

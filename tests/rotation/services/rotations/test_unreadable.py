@@ -1,5 +1,4 @@
-"""A plan that this release cannot read (a field of a newer one, a zone that the host does not know) stops its own
-rotation by name, is told of once, and holds up no other."""
+"""A plan that this release cannot read stalls its own rotation, is reported once, and delays no other."""
 
 from typing import Any
 
@@ -37,7 +36,7 @@ def alarms(rotation: Rotation) -> list[str]:
 
 
 @pytest.mark.parametrize("changes", DAMAGES.values(), ids=DAMAGES)
-def test_rotation_with_an_unreadable_plan_stalls_by_name_and_the_others_go_on(
+def test_rotation_with_an_unreadable_plan_stalls_and_the_others_continue(
     clock: Clock, verifier: UsageLog, changes: dict[str, Any]
 ) -> None:
     broken, sound = damage(begun(clock), changes), begun(clock)
@@ -52,7 +51,7 @@ def test_rotation_with_an_unreadable_plan_stalls_by_name_and_the_others_go_on(
 
 
 def test_rotation_before_approval_with_an_unreadable_plan_raises_one_alarm(clock: Clock, verifier: UsageLog) -> None:
-    """There is no way from there to a stall: it stays as it is, in sight."""
+    """The rotation cannot stall from there, so it stays unchanged with an alarm."""
     key, _ = scene.issue(scene.account(environment=Environment.PRODUCTION), clock())
     wish = {"quiet_seconds": 3_600, "quarantine_seconds": 600}
     broken = damage(scene.rotate(key.credential, clock(), **wish), {"skip_weekends": True})
@@ -69,15 +68,15 @@ def test_rotation_before_approval_with_an_unreadable_plan_raises_one_alarm(clock
     assert client.get(approve).status_code == 409
 
 
-def test_fault_while_stalling_ends_neither_the_sweep_nor_the_lease(
+def test_fault_while_stalling_keeps_the_sweep_and_the_lease(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: whatever goes wrong with one rotation, each of the others has its turn."""
+    """Guarantee: a fault in one rotation leaves the others their turns."""
     broken, sound = damage(begun(clock), {"skip_weekends": True}), begun(clock)
     monkeypatch.setattr(engine, "list_due", lambda now: [broken.rotation_id, sound.rotation_id])
 
     def fail(*args: object) -> None:
-        raise TypeError("nobody foresaw this")
+        raise TypeError("unforeseen")
 
     monkeypatch.setattr(engine, "_stall", fail)
     assert advance_all_due(clock) == 2
@@ -88,12 +87,12 @@ def test_fault_while_stalling_ends_neither_the_sweep_nor_the_lease(
     assert get_rotation(broken.rotation_id).state == "stalled"
 
 
-def test_rotation_with_an_unreadable_plan_is_shown_and_can_be_ended(clock: Clock, verifier: UsageLog) -> None:
-    """Neither the API nor the console breaks on it, and an operator may abort it before delivery."""
+def test_rotation_with_an_unreadable_plan_is_shown_and_abortable(clock: Clock, verifier: UsageLog) -> None:
+    """API and console show it, and an operator may abort it before delivery."""
     broken = damage(begun(clock), {"skip_weekends": True})
-    told = describe(broken, clock())
-    assert told["plan"] == broken.plan
-    assert told["waiting_for"] == "a release that can read its plan"
+    answer = describe(broken, clock())
+    assert answer["plan"] == broken.plan
+    assert answer["waiting_for"] == "a release that can read its plan"
     assert not may_be_confirmed(broken)
     with pytest.raises(UnreadablePlanError, match="skip_weekends"):
         _ = broken.approved_plan

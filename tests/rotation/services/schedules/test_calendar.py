@@ -1,4 +1,4 @@
-"""The calendar of rotations: every credential on a schedule with its next date, and why, and nothing written."""
+"""The rotation calendar: every scheduled credential with its next date and reason; reading it writes nothing."""
 
 import io
 import json
@@ -34,11 +34,11 @@ YEAR = timedelta(days=366)
 
 
 def dates(now: datetime, ahead: timedelta = YEAR, **where: Any) -> dict[str, ScheduledDate]:
-    """By label."""
+    """Return the scheduled dates by label."""
     return {date.label: date for date in list_next(now, now + ahead, **where)}
 
 
-def test_calendar_has_the_next_date_of_each_credential_in_their_order(clock: Clock) -> None:
+def test_calendar_lists_the_next_date_of_each_credential_in_order(clock: Clock) -> None:
     scene.issue(scene.account(), clock(), label="second")
     scene.issue(scene.account("globex"), clock() - 10 * DAY, label="first")
     scene.issue(scene.account(), clock(), kind=KeyKind.PUBLIC, label="public")
@@ -54,7 +54,7 @@ def test_calendar_has_the_next_date_of_each_credential_in_their_order(clock: Clo
 
 
 def test_calendar_writes_nothing(clock: Clock) -> None:
-    """Looking begins nothing: not a row, and not even a transaction that could."""
+    """Reading writes no row and opens no write transaction."""
     for label in "abc":
         scene.issue(scene.account(), clock() - 100 * DAY, label=label)
     save(SANDBOX, clock())
@@ -65,7 +65,7 @@ def test_calendar_writes_nothing(clock: Clock) -> None:
     assert not Rotation.objects.exists()
 
 
-def test_calendar_shows_the_opening_that_is_meant(clock: Clock) -> None:
+def test_calendar_shows_the_opening_that_applies(clock: Clock) -> None:
     scene.issue(scene.account(), clock(), label="a")
     due_at = clock() + 90 * DAY
     frozen = calendar("freeze", clock(), (due_at - DAY, due_at + 3 * DAY))
@@ -77,7 +77,7 @@ def test_calendar_shows_the_opening_that_is_meant(clock: Clock) -> None:
     assert NIGHTS.next_opening(date.begins_at) == date.begins_at
 
 
-def test_calendar_is_what_begin_due_then_does(clock: Clock) -> None:
+def test_calendar_equals_what_begin_due_starts(clock: Clock) -> None:
     for number in range(5):
         scene.issue(scene.account(), clock() - number * DAY, label=f"n{number}")
     save(SANDBOX, clock(), cryptoperiod_days=40, jitter_days=20, lead_days=2, window=NIGHTS)
@@ -92,8 +92,8 @@ def test_calendar_is_what_begin_due_then_does(clock: Clock) -> None:
         assert timedelta(0) <= begun[credential_id].created_at - date.ask_at < timedelta(hours=3)
 
 
-def test_calendar_says_what_is_in_the_way(clock: Clock) -> None:
-    """What cannot be begun is not lost: it stands there with the reason, whatever the dates asked for."""
+def test_calendar_names_the_obstacle(clock: Clock) -> None:
+    """A rotation that cannot start is listed with the reason, whatever the requested dates."""
     scene.issue(scene.account(), clock() - 91 * DAY, label="expires", expires_in_days=92)
     stopped = scene.account("stopped")
     scene.issue(stopped, clock(), label="suspended")
@@ -110,7 +110,7 @@ def test_calendar_says_what_is_in_the_way(clock: Clock) -> None:
     assert found["expires"].begins_at is None
 
 
-def test_calendar_of_an_unreadable_schedule_says_so_beside_the_others(clock: Clock) -> None:
+def test_calendar_with_an_unreadable_schedule_lists_it_beside_the_others(clock: Clock) -> None:
     scene.issue(scene.account(), clock(), label="ours")
     scene.issue(scene.account("globex"), clock(), label="theirs")
     save(SANDBOX, clock())
@@ -121,7 +121,7 @@ def test_calendar_of_an_unreadable_schedule_says_so_beside_the_others(clock: Clo
     assert found["ours"].why.startswith("The schedule cannot be read by this release: /time_zone")
 
 
-def test_calendar_of_open_and_awaited_rotations_leads_to_them(clock: Clock) -> None:
+def test_calendar_of_open_rotations_links_them(clock: Clock) -> None:
     scene.issue(scene.account(), clock() - 91 * DAY, label="open")
     scene.issue(scene.account(environment=PRODUCTION), clock() - 91 * DAY, label="awaited")
     save(SANDBOX, clock())
@@ -136,7 +136,7 @@ def test_calendar_of_open_and_awaited_rotations_leads_to_them(clock: Clock) -> N
     assert found["open"].why == "its rotation is scheduled"
 
 
-def test_calendar_of_what_was_turned_down_says_when_it_is_asked_for_again(clock: Clock) -> None:
+def test_calendar_of_a_rejected_rotation_names_the_next_request(clock: Clock) -> None:
     place = scene.account(environment=PRODUCTION)
     scene.issue(place, clock() - 91 * DAY, label="a")
     save(PRODUCTION, clock())
@@ -149,7 +149,7 @@ def test_calendar_of_what_was_turned_down_says_when_it_is_asked_for_again(clock:
     assert "rejected" in date.why
 
 
-def test_calendar_of_many_keys_takes_no_query_for_each(clock: Clock) -> None:
+def test_calendar_of_many_keys_needs_a_constant_number_of_queries(clock: Clock) -> None:
     for number in range(8):
         scene.issue(scene.account(), clock(), label=f"n{number}")
     save(SANDBOX, clock(), window=Window("UTC", (0,), 0, 60))
@@ -161,9 +161,9 @@ def test_calendar_of_many_keys_takes_no_query_for_each(clock: Clock) -> None:
 # --- the command ----------------------------------------------------------------------------------------------
 
 
-def told(*words: str) -> str:
+def output_of(*arguments: str) -> str:
     out = io.StringIO()
-    call_command("rotation_calendar", *words, stdout=out)
+    call_command("rotation_calendar", *arguments, stdout=out)
     return out.getvalue()
 
 
@@ -172,23 +172,23 @@ def test_command_prints_the_calendar_or_one_json_object() -> None:
     key, _ = scene.issue(scene.account(), now - 80 * DAY, label="till")
     scene.issue(scene.account("globex"), now - 100 * DAY, label="late")
     save(SANDBOX, now, overrides=PlanOverrides(proof=Proof.ACK))
-    text = told("--days", "30")
+    text = output_of("--days", "30")
     (line,) = (line for line in text.splitlines() if key.credential_id in line)
     assert line.split()[2:] == ["acme/sandbox", key.credential_id, "till", "planned"]
     assert "overdue" in text
-    answer = json.loads(told("--json", "--merchant", "acme"))
+    answer = json.loads(output_of("--json", "--merchant", "acme"))
     (date,) = answer["dates"]
     assert (date["credential_id"], date["state"], date["environment"]) == (key.credential_id, "planned", "sandbox")
     assert datetime.fromisoformat(date["begins_at"]) == Key.objects.get(pk=key.pk).activated_at + 90 * DAY
-    assert "No scheduled key" in told("--environment", "production")
+    assert "No scheduled key" in output_of("--environment", "production")
 
 
 @pytest.mark.parametrize("days", ["0", "733", "soon", "-1"])
-def test_command_with_days_that_cannot_be_meant_is_refused(days: str) -> None:
+def test_command_with_invalid_days_is_refused(days: str) -> None:
     with pytest.raises(CommandError):
-        told("--days", days)
+        output_of("--days", days)
 
 
 def test_command_of_an_unknown_environment_is_refused() -> None:
     with pytest.raises(CommandError):
-        told("--environment", "staging")
+        output_of("--environment", "staging")

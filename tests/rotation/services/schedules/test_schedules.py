@@ -1,4 +1,4 @@
-"""Schedules: saved only where they can be kept, the narrowest counts, and what falls due is begun once and not lost."""
+"""Schedules: saved only if feasible, the narrowest applies, and each due rotation starts exactly once."""
 
 import logging
 from datetime import datetime, timedelta
@@ -58,7 +58,7 @@ NIGHTS = Window("Europe/Berlin", (0, 1, 2, 3, 4), 1_320, 240)
 def save(
     scope: Scope | Account | Credential | Environment, now: datetime, by: OperatorPrincipal | None = None, **wished: Any
 ) -> RotationSchedule:
-    """By the technical account manager, every 90 days unless told otherwise."""
+    """Save a schedule as the technical account manager, every 90 days by default."""
     if isinstance(scope, Account):
         scope = Scope(Environment(scope.environment), account=scope)
     elif isinstance(scope, Credential):
@@ -70,9 +70,9 @@ def save(
 
 
 def calendar(name: str, now: datetime, *periods: tuple[datetime, datetime]) -> BlackoutCalendar:
-    told = [{"begins_at": begins.isoformat(), "ends_at": ends.isoformat()} for begins, ends in periods]
+    records = [{"begins_at": begins.isoformat(), "ends_at": ends.isoformat()} for begins, ends in periods]
     known = BlackoutCalendar.objects.filter(name=name).first()
-    return save_calendar(authorize(scene.tam(), P.SCHEDULES_WRITE, now=now), name, told, known=known)
+    return save_calendar(authorize(scene.tam(), P.SCHEDULES_WRITE, now=now), name, records, known=known)
 
 
 def begun(now: datetime) -> list[Rotation]:
@@ -90,7 +90,7 @@ def events(prefix: str) -> list[str]:
 # --- saving -------------------------------------------------------------------------------------------------
 
 
-def test_schedule_saved_again_is_the_same_row_in_the_name_of_whoever_saved_it(clock: Clock) -> None:
+def test_schedule_saved_again_updates_the_row_and_its_owner(clock: Clock) -> None:
     place = scene.account()
     first = save(place, clock(), window=NIGHTS, overrides=PlanOverrides(proof=Proof.ACK))
     again = save(place, clock(), by=scene.admin(), cryptoperiod_days=30)
@@ -119,7 +119,7 @@ def test_schedule_saved_again_is_the_same_row_in_the_name_of_whoever_saved_it(cl
         ({"overrides": PlanOverrides(window=NIGHTS)}, "/wish/window"),
     ],
 )
-def test_schedule_that_cannot_be_kept_is_refused_with_the_field(
+def test_schedule_that_is_infeasible_is_refused_with_the_field(
     clock: Clock, wished: dict[str, Any], pointer: str
 ) -> None:
     with pytest.raises(RequestInvalidError) as refused:
@@ -129,14 +129,14 @@ def test_schedule_that_cannot_be_kept_is_refused_with_the_field(
 
 
 @pytest.mark.parametrize("name", ["not_before", "deadline", "retire_at"])
-def test_schedule_with_a_date_of_its_own_in_its_wish_is_refused(clock: Clock, name: str) -> None:
+def test_schedule_with_a_date_in_its_plan_is_refused(clock: Clock, name: str) -> None:
     with pytest.raises(RequestInvalidError) as refused:
         save(SANDBOX, clock(), overrides=PlanOverrides(**{name: clock() + DAY}))  # type: ignore[arg-type]  # one of three dates
     assert f"/wish/{name}" in pointers(refused.value)
 
 
-def test_schedule_whose_window_a_calendar_shuts_is_refused(clock: Clock) -> None:
-    """An opening that comes later than the cryptoperiod allows is found when the schedule is saved."""
+def test_schedule_with_a_window_closed_by_a_calendar_is_refused(clock: Clock) -> None:
+    """An opening later than the cryptoperiod allows is detected when the schedule is saved."""
     frozen = calendar("freeze", clock(), (clock() + 100 * DAY, clock() + 140 * DAY))
     with pytest.raises(RequestInvalidError) as refused:
         save(SANDBOX, clock(), cryptoperiod_days=30, calendar=frozen)
@@ -159,8 +159,8 @@ def test_schedule_of_another_environment_or_of_a_public_key_is_refused(clock: Cl
         assert pointer in pointers(refused.value)
 
 
-def test_schedule_saved_without_the_permission_or_with_another_accounts_is_refused(clock: Clock) -> None:
-    """A grant for one account opens no schedule of another one, nor the environment's."""
+def test_schedule_saved_without_the_permission_is_refused(clock: Clock) -> None:
+    """A grant for one account covers neither another account's schedule nor the environment's."""
     place, other = scene.account(), scene.account("globex")
     with pytest.raises(PermissionMissingError):
         save(place, clock(), by=scene.approver())
@@ -171,14 +171,14 @@ def test_schedule_saved_without_the_permission_or_with_another_accounts_is_refus
     assert not RotationSchedule.objects.exists()
 
 
-def test_schedule_disabled_and_enabled_is_recorded_and_checked_anew(clock: Clock) -> None:
+def test_schedule_disabled_and_enabled_is_recorded_and_rechecked(clock: Clock) -> None:
     frozen = calendar("freeze", clock())
     row = save(SANDBOX, clock(), cryptoperiod_days=30, calendar=frozen)
     grant = authorize(scene.admin(), P.SCHEDULES_WRITE, now=clock())
     disable_schedule(grant, row)
     with pytest.raises(StateConflictError):
         disable_schedule(grant, row)
-    calendar("freeze", clock(), (clock() + DAY, clock() + 60 * DAY))  # nothing enabled is in its way
+    calendar("freeze", clock(), (clock() + DAY, clock() + 60 * DAY))  # nothing enabled conflicts with it
     row = RotationSchedule.objects.get()
     with pytest.raises(RequestInvalidError):
         enable_schedule(grant, row)
@@ -194,7 +194,7 @@ def test_schedule_disabled_and_enabled_is_recorded_and_checked_anew(clock: Clock
 # --- calendars ----------------------------------------------------------------------------------------------
 
 
-def test_calendar_that_shuts_a_schedule_is_refused_with_its_name(clock: Clock) -> None:
+def test_calendar_that_closes_a_schedule_is_refused_with_its_name(clock: Clock) -> None:
     frozen = calendar("freeze", clock(), (clock() + 100 * DAY, clock() + 110 * DAY))
     key, _ = scene.issue(scene.account(), clock())
     save(key.credential, clock(), cryptoperiod_days=30, calendar=frozen)
@@ -207,8 +207,8 @@ def test_calendar_that_shuts_a_schedule_is_refused_with_its_name(clock: Clock) -
     assert events("calendar.") == ["calendar.saved"]
 
 
-def test_calendar_changed_while_a_schedule_is_saved_with_it_makes_one_of_them_look_again(clock: Clock) -> None:
-    """Neither can pass the other by: a schedule was checked against the calendar as it is, or is not saved."""
+def test_calendar_changed_while_a_schedule_is_saved_makes_one_of_them_conflict(clock: Clock) -> None:
+    """Schedule and calendar are checked against each other, or one of them is not saved."""
     stale = calendar("freeze", clock())
     calendar("freeze", clock(), (clock() + DAY, clock() + 60 * DAY))
     with pytest.raises(StateConflictError):
@@ -230,7 +230,7 @@ def test_calendar_changed_while_a_schedule_is_saved_with_it_makes_one_of_them_lo
         ("x", [{"begins_at": "2026-12-24T00:00:00", "ends_at": "2026-12-24T00:00:00Z"}], "/periods/0/begins_at"),
     ],
 )
-def test_calendar_that_cannot_be_meant_is_refused_with_the_field(
+def test_calendar_with_invalid_values_is_refused_with_the_field(
     clock: Clock, name: str, periods: object, pointer: str
 ) -> None:
     with pytest.raises(RequestInvalidError) as refused:
@@ -238,10 +238,10 @@ def test_calendar_that_cannot_be_meant_is_refused_with_the_field(
     assert pointer in pointers(refused.value)
 
 
-# --- beginning ----------------------------------------------------------------------------------------------
+# --- starting -----------------------------------------------------------------------------------------------
 
 
-def test_begin_due_asks_when_the_cryptoperiod_is_over_and_once(clock: Clock) -> None:
+def test_begin_due_requests_once_at_the_end_of_the_cryptoperiod(clock: Clock) -> None:
     key, _ = scene.issue(scene.account(), clock())
     row = save(SANDBOX, clock(), overrides=PlanOverrides(proof=Proof.ACK, quiet_seconds=7))
     assert begin_due(clock() + 90 * DAY - timedelta(seconds=1)) == []
@@ -255,8 +255,8 @@ def test_begin_due_asks_when_the_cryptoperiod_is_over_and_once(clock: Clock) -> 
     assert begin_due(clock() + 200 * DAY) == []
 
 
-def test_begin_due_in_production_asks_ahead_and_waits_for_a_second_person(clock: Clock) -> None:
-    """Whoever made the schedule asks for each of its rotations, and cannot approve it."""
+def test_begin_due_in_production_requests_early_and_awaits_a_second_person(clock: Clock) -> None:
+    """The owner of the schedule requests each rotation, and cannot approve it."""
     key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
     save(PRODUCTION, clock(), by=scene.admin(), lead_days=7)
     assert begin_due(clock() + 82 * DAY) == []
@@ -276,7 +276,7 @@ def test_begin_due_in_production_asks_ahead_and_waits_for_a_second_person(clock:
 
 
 def test_begin_due_waits_for_the_window_and_its_blackouts(clock: Clock) -> None:
-    """The plan that is approved carries the window and the blackouts as they are on that day."""
+    """The approved plan carries the window and the blackouts of that day."""
     scene.issue(scene.account(), clock())
     due_at = clock() + 90 * DAY
     frozen = calendar("freeze", clock(), (due_at - DAY, due_at + 3 * DAY), (clock() - 2 * DAY, clock() - DAY))
@@ -291,7 +291,7 @@ def test_begin_due_waits_for_the_window_and_its_blackouts(clock: Clock) -> None:
     assert plan.not_before < due_at - DAY
 
 
-def test_begin_due_counts_the_narrowest_enabled_schedule(clock: Clock) -> None:
+def test_begin_due_applies_the_narrowest_enabled_schedule(clock: Clock) -> None:
     ours, other = scene.account(), scene.account("globex")
     narrow, _ = scene.issue(ours, clock(), label="a-narrow")
     scene.issue(ours, clock(), label="b-account")
@@ -307,7 +307,7 @@ def test_begin_due_counts_the_narrowest_enabled_schedule(clock: Clock) -> None:
     assert [r.credential.label for r in begun(clock() + 91 * DAY)] == ["a-narrow"]
 
 
-def test_begin_due_leaves_out_what_cannot_be_rotated(clock: Clock) -> None:
+def test_begin_due_skips_credentials_that_cannot_be_rotated(clock: Clock) -> None:
     stopped, left = scene.account("stopped"), scene.account("left")
     revoked, _ = scene.issue(scene.account(), clock(), label="revoked")
     scene.issue(scene.account(), clock(), kind=KeyKind.PUBLIC, label="public")
@@ -324,7 +324,7 @@ def test_begin_due_leaves_out_what_cannot_be_rotated(clock: Clock) -> None:
 
 
 def test_begin_due_after_the_worker_was_down_catches_up_in_the_next_opening(clock: Clock) -> None:
-    """A missed date is not lost, is not made up for outside the window, and is one rotation."""
+    """A missed date is caught up once, within the window."""
     scene.issue(scene.account(), clock())
     save(SANDBOX, clock(), cryptoperiod_days=30, window=NIGHTS)
     later = clock() + 200 * DAY
@@ -357,8 +357,8 @@ def test_begin_due_after_a_rotation_is_done_counts_from_the_new_key(clock: Clock
     assert second.predecessor_id == rotation.replacement_id != key.key_id
 
 
-def test_begin_due_after_somebody_said_no_asks_again_in_a_week(clock: Clock) -> None:
-    """Neither is the key forgotten, nor is a person asked again with every tick."""
+def test_begin_due_after_a_rejection_requests_again_in_a_week(clock: Clock) -> None:
+    """The key is not forgotten, and no person is asked again at every tick."""
     place = scene.account(environment=PRODUCTION)
     key, _ = scene.issue(place, clock())
     save(PRODUCTION, clock())
@@ -378,7 +378,7 @@ def test_begin_due_after_somebody_said_no_asks_again_in_a_week(clock: Clock) -> 
     assert begin_due(clock() + RETRY_DELAY - timedelta(seconds=1)) == []
     (again,) = begun(clock() + RETRY_DELAY)
     assert again.predecessor_id == key.key_id
-    # What nobody decided about expires, and is asked for again at once.
+    # A request without a decision expires and is repeated immediately.
     clock.tick(15 * 86_400)
     advance_rotation(again.rotation_id, clock)
     again.refresh_from_db()
@@ -386,7 +386,7 @@ def test_begin_due_after_somebody_said_no_asks_again_in_a_week(clock: Clock) -> 
     assert len(begin_due(clock())) == 1
 
 
-def test_begin_due_after_an_abort_asks_again_in_a_week(clock: Clock) -> None:
+def test_begin_due_after_an_abort_requests_again_in_a_week(clock: Clock) -> None:
     scene.issue(scene.account(), clock())
     save(SANDBOX, clock())
     clock.tick(90 * 86_400)
@@ -398,10 +398,10 @@ def test_begin_due_after_an_abort_asks_again_in_a_week(clock: Clock) -> None:
     assert len(begin_due(clock() + RETRY_DELAY)) == 1
 
 
-def test_begin_due_of_what_cannot_be_begun_is_told_once_and_holds_nothing_up(
+def test_begin_due_of_an_infeasible_rotation_is_logged_once_and_delays_nothing(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The key expires before a rotation could be done: said in the log, and the others have their turn."""
+    """The key expires before a rotation could complete: this is logged, and the others have their turn."""
     expiring, _ = scene.issue(scene.account(), clock(), label="a", expires_in_days=91)
     scene.issue(scene.account(), clock() + timedelta(seconds=1), label="b")
     save(PRODUCTION, clock())
@@ -409,13 +409,13 @@ def test_begin_due_of_what_cannot_be_begun_is_told_once_and_holds_nothing_up(
     with caplog.at_level(logging.WARNING, logger="rotation.services.schedules.starting"):
         assert [r.credential.label for r in begun(clock() + 90 * DAY + timedelta(minutes=1))] == ["b"]
         assert begin_due(clock() + 90 * DAY + timedelta(minutes=2)) == []
-    told = [record for record in caplog.records if record.name == "rotation.services.schedules.starting"]
-    assert len(told) == 1
-    assert told[0].credential_id == expiring.credential_id  # type: ignore[attr-defined]  # put there by `extra`
-    assert "deadline" in told[0].why  # type: ignore[attr-defined]  # the same
+    records = [record for record in caplog.records if record.name == "rotation.services.schedules.starting"]
+    assert len(records) == 1
+    assert records[0].credential_id == expiring.credential_id  # type: ignore[attr-defined]  # set by `extra`
+    assert "deadline" in records[0].why  # type: ignore[attr-defined]  # the same
 
 
-def test_begin_due_with_a_fault_of_ours_in_one_begins_the_others(
+def test_begin_due_with_an_internal_fault_in_one_starts_the_others(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, _ = scene.issue(scene.account(), clock(), label="a")
@@ -433,10 +433,10 @@ def test_begin_due_with_a_fault_of_ours_in_one_begins_the_others(
     assert [r.credential.label for r in begun(clock() + 91 * DAY)] == ["a"]
 
 
-def test_begin_due_of_more_refused_than_a_tick_tries_reaches_those_behind_them(
+def test_begin_due_with_many_refused_credentials_reaches_the_others(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: credentials that cannot be rotated keep no other from its turn, and each of them is tried again."""
+    """Guarantee: credentials that cannot be rotated starve no others, and each is retried."""
     for label in ("bad1", "bad2", "bad3", "bad4", "bad5", "good"):
         scene.issue(scene.account(), clock.tick(1), label=label)
     save(SANDBOX, clock())
@@ -457,10 +457,10 @@ def test_begin_due_of_more_refused_than_a_tick_tries_reaches_those_behind_them(
     assert set(tried[6:]) == {"bad1", "bad2", "bad3", "bad4", "bad5"}
 
 
-def test_begin_due_of_a_refused_one_waits_before_it_is_tried_again_also_in_another_process(
+def test_begin_due_of_a_refused_credential_waits_across_processes(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guarantee: what a tick learns is in the database: a restarted worker neither forgets it nor tells it anew."""
+    """Guarantee: a tick's result is in the database: a restarted worker neither forgets nor repeats it."""
     key, _ = scene.issue(scene.account(), clock())
     save(SANDBOX, clock())
     tried: list[str] = []
@@ -580,18 +580,18 @@ UNREADABLE: dict[str, dict[str, Any]] = {
 
 
 def damage(row: RotationSchedule, **changes: Any) -> None:
-    """Write the schedule as another release would, which no service of this one does."""
+    """Write the schedule as another release would; no service of this release does so."""
     rows: QuerySet[RotationSchedule] = QuerySet(RotationSchedule)
     rows.filter(pk=row.pk).update(**changes)
 
 
 @pytest.mark.parametrize("changes", UNREADABLE.values(), ids=UNREADABLE)
-def test_begin_due_with_an_unreadable_schedule_stalls_that_one_and_begins_the_others(
+def test_begin_due_with_an_unreadable_schedule_stalls_it_and_starts_the_others(
     clock: Clock, changes: dict[str, Any]
 ) -> None:
-    """Guarantee: one row that cannot be read stops its own keys, in sight, and those of nobody else.
+    """Guarantee: an unreadable row stops only its own keys, visibly.
 
-    Its keys are not begun by the wider schedule either, which does not count for them.
+    A wider schedule, which does not apply to its keys, does not rotate them either.
     """
     ours, other = scene.account(), scene.account("globex")
     scene.issue(ours, clock(), label="ours")
@@ -617,7 +617,7 @@ def test_begin_due_with_an_unreadable_schedule_stalls_that_one_and_begins_the_ot
     assert Notice.objects.filter(kind=NoticeKind.SCHEDULE_STALLED).count() == 2
 
 
-def test_begin_due_with_an_unreadable_calendar_stalls_what_uses_it(clock: Clock) -> None:
+def test_begin_due_with_an_unreadable_calendar_stalls_its_schedules(clock: Clock) -> None:
     scene.issue(scene.account(), clock(), label="ours")
     scene.issue(scene.account("globex"), clock(), label="theirs")
     frozen = calendar("freeze", clock())
@@ -629,7 +629,7 @@ def test_begin_due_with_an_unreadable_calendar_stalls_what_uses_it(clock: Clock)
     assert Notice.objects.get(kind=NoticeKind.SCHEDULE_STALLED).subject == str(row.pk)
 
 
-def test_begin_due_beside_an_open_rotation_whose_plan_has_no_date_begins_the_others(clock: Clock) -> None:
+def test_begin_due_beside_an_open_rotation_without_date_starts_the_others(clock: Clock) -> None:
     key, _ = scene.issue(scene.account(), clock(), label="a")
     damage_plan(scene.rotate(key.credential, clock()), {"not_before": "soon"})
     scene.issue(scene.account(), clock(), label="b")
@@ -637,7 +637,7 @@ def test_begin_due_beside_an_open_rotation_whose_plan_has_no_date_begins_the_oth
     assert [each.credential.label for each in begun(clock() + 91 * DAY)] == ["b"]
 
 
-def test_begin_due_of_many_begins_a_share_with_each_tick(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_begin_due_of_many_starts_a_share_with_each_tick(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "MAX_BEGUN", 2)
     for label in "abc":
         scene.issue(scene.account(), clock(), label=label)
@@ -645,14 +645,14 @@ def test_begin_due_of_many_begins_a_share_with_each_tick(clock: Clock, monkeypat
     assert [len(begin_due(clock() + 91 * DAY)) for _ in range(3)] == [2, 1, 0]
 
 
-def test_begin_due_in_an_environment_that_is_not_served_here_begins_nothing(clock: Clock, settings: Any) -> None:
+def test_begin_due_in_an_environment_not_served_here_starts_nothing(clock: Clock, settings: Any) -> None:
     scene.issue(scene.account(), clock())
     save(SANDBOX, clock())
     settings.ENVIRONMENTS = ("production",)
     assert begin_due(clock() + 91 * DAY) == []
 
 
-def test_begin_due_with_nothing_due_takes_a_few_queries_however_many_keys(clock: Clock) -> None:
+def test_begin_due_with_nothing_due_needs_few_queries_for_any_number_of_keys(clock: Clock) -> None:
     for number in range(6):
         scene.issue(scene.account(), clock() - number * DAY, label=f"n{number}")
     save(SANDBOX, clock(), cryptoperiod_days=10, jitter_days=9)
@@ -667,8 +667,8 @@ def test_begin_due_with_nothing_due_takes_a_few_queries_however_many_keys(clock:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_begin_due_twice_at_once_begins_each_once(clock: Clock) -> None:
-    """Two ticks in two workers at the same moment: one rotation for each credential, and neither of them fails."""
+def test_begin_due_twice_concurrently_starts_each_once(clock: Clock) -> None:
+    """Two simultaneous ticks start one rotation per credential, and neither fails."""
     for number in range(4):
         scene.issue(scene.account(), clock(), label=f"n{number}")
     save(SANDBOX, clock())
@@ -692,8 +692,8 @@ def test_begin_due_twice_at_once_begins_each_once(clock: Clock) -> None:
     assert not WorkLease.objects.filter(subject__startswith="schedule:").exists()
 
 
-def test_begin_of_a_key_that_was_replaced_meanwhile_begins_nothing(clock: Clock) -> None:
-    """A tick that read its list before another one's rotation was done does not rotate the new key."""
+def test_begin_of_a_replaced_key_starts_nothing(clock: Clock) -> None:
+    """A tick with an outdated list does not rotate the new key."""
     key, _ = scene.issue(scene.account(), clock())
     save(SANDBOX, clock())
     (candidate,) = starting.list_candidates(clock() + 91 * DAY, ["sandbox"])
@@ -703,8 +703,8 @@ def test_begin_of_a_key_that_was_replaced_meanwhile_begins_nothing(clock: Clock)
     assert not Rotation.objects.exists()
 
 
-def test_schedule_or_calendar_made_anew_where_there_is_one_is_refused(clock: Clock) -> None:
-    """Nobody's window or freeze is lost by a form for a new one: what exists is edited on its own page."""
+def test_schedule_or_calendar_created_twice_is_refused(clock: Clock) -> None:
+    """A form for a new schedule or calendar never overwrites an existing one."""
     place = scene.account()
     save(place, clock(), cryptoperiod_days=30)
     grant = authorize(scene.admin(), P.SCHEDULES_WRITE, place, now=clock())

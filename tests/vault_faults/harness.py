@@ -1,7 +1,7 @@
-"""A server on disk with our policies and AppRole logins, a proxy before it, and this process's service on that.
+"""A server on disk with the policies and AppRole logins, a proxy before it, and this process's service on it.
 
-The scene's clock stands still unless it is told; the breakers and the upkeep go by it too, so that what an outage
-costs in time is counted and never waited for. The timeouts alone are real, and short.
+The scene's clock advances only when a test advances it. The breakers and the maintenance use the same clock, so the
+duration of an outage is counted and never waited for. Only the timeouts are real, and short.
 """
 
 import json
@@ -38,25 +38,25 @@ from tests.factories import make_token
 from tests.rotation.scene import Clock
 from tests.servers.openbao import VaultOnDisk
 
-from .proxy import UNDISTURBED, Proxy, Strike
+from .proxy import NO_FAULT, Injection, Proxy
 
 ENVIRONMENTS = [environment.value for environment in Environment]
 SCOPE = Environment.SANDBOX.value
-IMPATIENT_SECONDS = 0.4
-"""The client's read timeout where it is to be met."""
+SHORT_TIMEOUT_SECONDS = 0.4
+"""The client's read timeout for faults that must exceed it, in seconds."""
 
 LIMITED_SECONDS = 30
 
 
-class Stand:
-    """What the faults work on. `installed` reaches the server itself, the service only by the `proxy`."""
+class VaultHarness:
+    """The system that faults act on. `installed` connects to the server directly, the service only through `proxy`."""
 
     def __init__(self, server: VaultOnDisk, folder: Path, proxy: Proxy) -> None:
         self.server, self.folder, self.proxy = server, folder, proxy
         self.clock = Clock(datetime.now(UTC))
         self.layout = Layout()
         self.admin = open_client(VaultServer(server.address), Plaintext(server.root_token))
-        self.mend_access()
+        self.restore_access()
         self.make_logins()
         direct = VaultBackend(VaultServer(server.address), lambda name: AppRoleLogin(folder, name), self.layout)
         self.installed = InstalledVault(direct, self.layout, VaultServer(proxy.address), folder, "approle", self.admin)
@@ -66,7 +66,7 @@ class Stand:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """This process's service on the server, with a door for verification."""
+        """Serve from the server in this process, with the verify endpoint."""
         with ExitStack() as stack:
             stack.enter_context(serving_from(self.installed))
             stack.enter_context(override_settings(ACCOUNT_LIMITS=dict.fromkeys(Environment, (10**6, 1))))
@@ -76,36 +76,39 @@ class Stand:
             stack.enter_context(mock.patch.object(UsageLog, "start"))
             now = self.clock()
             UsageReporter.objects.create(reporter_id=self.reporter.reporter_id, started_at=now, flushed_through_at=now)
-            self._door, self._token = Client(), make_token(P.KEYS_VERIFY, is_probe=True)[1]
+            self._client, self._token = Client(), make_token(P.KEYS_VERIFY, is_probe=True)[1]
             self.begin_process()
             yield
 
-    def begin_process(self, *, is_impatient: bool = False) -> None:
-        """The clients of a process that has just begun: nobody is logged in. Its breakers go by the scene's clock."""
+    def begin_process(self, *, needs_short_timeouts: bool = False) -> None:
+        """Create the clients of a fresh process: nothing is logged in. Its breakers use the scene's clock."""
         vault_backend.cache_clear()
         secret_backend.cache_clear()
         backend = vault_backend()
-        if is_impatient:
-            backend.server = replace(backend.server, timeout=(CONNECT_SECONDS, IMPATIENT_SECONDS))
+        if needs_short_timeouts:
+            backend.server = replace(backend.server, timeout=(CONNECT_SECONDS, SHORT_TIMEOUT_SECONDS))
         backend._breakers |= {scope: Breaker(clock=lambda: self.clock().timestamp()) for scope in SCOPES}
 
     def verify(self, text: Plaintext) -> tuple[bool, str | None]:
-        """Through the real door; a probe, so that it is no use of the key. Whether it is allowed, else the code."""
+        """Verify through the real endpoint as a probe, so that it counts as no use.
+
+        Returns whether the key is allowed, and the code if not.
+        """
         body = {"key": text.reveal(), "environment": SCOPE, "endpoint": "orders.create"}
-        answer = self._door.post(
+        answer = self._client.post(
             "/v1/keys/verify",
             json.dumps(body),
             content_type="application/json",
             HTTP_AUTHORIZATION=f"Bearer {self._token.reveal()}",
         )
         assert answer.status_code == 200, answer.content
-        told = answer.json()
-        return told["allowed"], told["code"]
+        verdict = answer.json()
+        return verdict["allowed"], verdict["code"]
 
-    # --- what the server has, seen by an administrator ------------------------------------------------------
+    # --- server content, as an administrator ----------------------------------------------------------------
 
     def read_newest(self, path: str) -> tuple[str, Plaintext] | None:
-        """What a merchant that reads the path is given: key id and string."""
+        """Return the key id and the key string that a merchant reads at the path."""
         kv = self.admin.secrets.kv.v2
         try:
             found = kv.read_secret_version(
@@ -116,7 +119,7 @@ class Stand:
         return found["data"]["data"]["key_id"], Plaintext(found["data"]["data"]["secret"])
 
     def live_versions(self, path: str) -> dict[int, str]:
-        """Number and key id of whatever can be read."""
+        """Return number and key id of every readable version."""
         kv, mount = self.admin.secrets.kv.v2, self.layout.mount(SecretsEngine.KEYS, SCOPE)
         found = kv.read_secret_metadata(path, mount_point=mount)["data"]["versions"]
         numbers = [
@@ -129,32 +132,32 @@ class Stand:
             for number in numbers
         }
 
-    # --- what may happen to it ------------------------------------------------------------------------------
+    # --- faults and their repair ------------------------------------------------------------------------------
 
     def kill(self) -> None:
         self.server.kill()
 
-    def start_again(self) -> None:
+    def restart(self) -> None:
         self.server.start()
         self.server.unseal()
 
     def revoke_tokens(self) -> None:
-        """Of every login of ours."""
+        """Revoke the tokens of every login of this installation."""
         self.admin.write_data("sys/leases/revoke-prefix/auth/approle/login")
 
     def delete_roles(self) -> None:
-        """Their tokens too, which would go on without them."""
+        """Delete the roles and revoke their tokens, which would otherwise stay valid."""
         for role, scope in list_logins([SCOPE]):
             self.admin.auth.approle.delete_role(self.layout.login(role, scope))
         self.revoke_tokens()
 
     def narrow_policies(self) -> None:
-        """A login may still look at itself, and nothing else."""
+        """Restrict every policy: a login may look up its own token and nothing else."""
         text = 'path "auth/token/lookup-self" {\n  capabilities = ["read"]\n}\n'
         for role, scope in list_logins([SCOPE]):
             self.admin.sys.create_or_update_acl_policy(self.layout.login(role, scope), text, pretty_print=False)
 
-    def mend_access(self) -> None:
+    def restore_access(self) -> None:
         bootstrap(self.admin, self.layout, ENVIRONMENTS, lambda change: None)
 
     def make_logins(
@@ -164,14 +167,14 @@ class Stand:
         names = [self.layout.login(role, scope) for role, scope in pairs if not roles or role in roles]
         make_logins(self.admin, self.layout, names, self.folder, wrap_seconds=wrap_seconds, renew=renew)
 
-    def mend_roles(self) -> None:
-        self.mend_access()
+    def restore_roles(self) -> None:
+        self.restore_access()
         self.make_logins(renew=True)
 
     def limit_rate(self) -> None:
-        """One request a minute of the sandbox's keys, and somebody else has had it."""
+        """Limit the sandbox keys to one request a minute, and use that request up."""
         mount = self.layout.mount(SecretsEngine.KEYS, SCOPE)
-        # Without this it says 429, but not when to come back.
+        # Without this header the server answers 429 without a Retry-After.
         self.admin.write_data("sys/quotas/config", data={"enable_rate_limit_response_headers": True})
         data = {"path": f"{mount}/", "rate": 1, "interval": f"{LIMITED_SECONDS}s"}
         self.admin.write_data("sys/quotas/rate-limit/faults", data=data)
@@ -181,29 +184,29 @@ class Stand:
         self.admin.delete("sys/quotas/rate-limit/faults")
 
     def fill_disk(self) -> None:
-        """Of its audit log alone: the next write there fails, as on a full disk."""
+        """Make the next write of the server's audit log fail, as on a full disk."""
         self._limit_files(str(self.server.audit_log.stat().st_size))
 
     def empty_disk(self) -> None:
         self._limit_files("unlimited")
-        # After a write that failed the server opens its file anew, and only the write after that goes there.
+        # After a failed write the server reopens its file, and only the next write succeeds.
         for _ in range(3):
             with suppress(BackendError):
                 self.admin.read("sys/mounts")
 
     def _limit_files(self, size: str) -> None:
-        """By a process of the server's own user, who may do so without being root."""
+        """Set the file size limit as the server's own user, which needs no root."""
         pid = self._pid()
         owner, group = Path(f"/proc/{pid}").stat().st_uid, Path(f"/proc/{pid}").stat().st_gid
         become: dict[str, Any] = {"user": owner, "group": group, "extra_groups": []} if os.geteuid() == 0 else {}
         subprocess.run(["prlimit", f"--pid={pid}", f"--fsize={size}:unlimited"], check=True, **become)  # noqa: S607  of util-linux
 
     def slow_down(self) -> None:
-        """Every answer comes when the client has given up."""
-        self.proxy.every = Strike(slow_seconds=1.5 * IMPATIENT_SECONDS)
+        """Delay every reply beyond the client's timeout."""
+        self.proxy.every = Injection(slow_seconds=1.5 * SHORT_TIMEOUT_SECONDS)
 
-    def speed_up(self) -> None:
-        self.proxy.every = UNDISTURBED
+    def restore_speed(self) -> None:
+        self.proxy.every = NO_FAULT
 
     def _pid(self) -> int:
         settings = f"-config={self.server.audit_log.parent / 'server.hcl'}".encode()
@@ -214,13 +217,13 @@ class Stand:
                 continue
             if settings in words and b"server" in words[1:2]:
                 return int(found.parent.name)
-        raise LookupError("the server does not run")
+        raise LookupError("the server is not running")
 
 
 @contextmanager
-def standing(server: VaultOnDisk, folder: Path) -> Iterator[Stand]:
-    """Installed and served from; needs a database that is set up."""
+def running_harness(server: VaultOnDisk, folder: Path) -> Iterator[VaultHarness]:
+    """Install on the server and serve from it; needs a migrated database."""
     with Proxy(server.address).running() as proxy:
-        stand = Stand(server, folder, proxy)
-        with stand.serving():
-            yield stand
+        harness = VaultHarness(server, folder, proxy)
+        with harness.serving():
+            yield harness

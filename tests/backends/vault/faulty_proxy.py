@@ -1,4 +1,4 @@
-"""What stands between us and a real server, and fails on demand as the fake does: slow, refusing, losing replies."""
+"""A proxy before a real server that fails on demand as the fake does: slow, refusing, losing replies."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,15 +16,15 @@ PASSED_ON = ("x-vault-token", "x-vault-wrap-ttl", "x-vault-request")
 
 
 @dataclass
-class Between(FakeVault):
-    """`fail` and `calls` are the fake's; every answer is that of the server at `beyond`."""
+class FaultyProxy(FakeVault):
+    """Injects the fake's faults and records `calls`; every answer comes from the server at `upstream`."""
 
-    beyond: str = ""
+    upstream: str = ""
 
     def answer(self, call: Call) -> Answer:
         found = requests.request(
             call.method,
-            f"{self.beyond}/v1/{quote(call.path)}?{call.headers['query']}",
+            f"{self.upstream}/v1/{quote(call.path)}?{call.headers['query']}",
             headers={name: call.headers[name] for name in PASSED_ON if name in call.headers},
             json=call.body,
             timeout=30,
@@ -33,10 +33,10 @@ class Between(FakeVault):
 
 
 @contextmanager
-def between(
+def behind_faulty_proxy(
     made: InstalledVault, timeout: tuple[float, float] = (10.0, 30.0)
-) -> Iterator[tuple[Between, InstalledVault]]:
-    """The same installation, asked through it; nobody is logged in yet."""
-    with serving(Between(beyond=made.server.address)) as proxy:
+) -> Iterator[tuple[FaultyProxy, InstalledVault]]:
+    """Return the same installation behind the proxy; nothing is logged in yet."""
+    with serving(FaultyProxy(upstream=made.server.address)) as proxy:
         server = VaultServer(proxy.address, timeout=timeout)
         yield proxy, replace(made, server=server, backend=opened(server, made.logins, made.layout))
