@@ -11,7 +11,7 @@ with each test's rollback or flush while the keystore of `data_dir` stays for th
 test that asks for peppers and builds nothing calls `have_peppers()`; one that harms a keystore does so inside
 `own_keystore(tmp_path)`.
 
-Everything happens at `now()` unless a builder is told `at=`.
+Every builder acts at `now()` unless it gets `at=`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -154,7 +154,7 @@ def request_key(
     by: principals.OperatorPrincipal | principals.Service | None = None,
     at: datetime | None = None,
 ) -> IssuanceRequest:
-    """A request: approved at once in sandbox, pending in production. `by` is the operator `tam` unless given."""
+    """Make a request, approved in sandbox and pending in production. `by`: the operator `tam` by default."""
     asking = by or the_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     return requests.request_issuance(
         grant(asking, Permission.ISSUANCE_REQUEST, account, at=at),
@@ -181,7 +181,7 @@ def issue_request(request: IssuanceRequest, *, at: datetime | None = None) -> Ke
     have_peppers()
     moment = at or now()
     lease = leases.claim(f"issuance:{request.request_id}", moment)
-    assert lease is not None, "somebody else is at work on it"
+    assert lease is not None, "another worker holds the lease"
     key = requests.issue_approved(request, lease, moment)
     leases.release(lease)
     return key

@@ -97,7 +97,7 @@ def test_catalog_entry_is_well_formed(endpoint: Endpoint) -> None:
 
 
 def test_catalog_only_ending_a_leaked_credential_spends_no_limit() -> None:
-    """Whoever found one could use the quota up and so keep it alive (services/verification/test_judging.py)."""
+    """Guarantee: a finder of a leaked key cannot keep it alive by using up its owner's limit."""
     assert [each.name for each in ENDPOINTS if not each.spends] == ["customer_tokens.revoke", "credentials.revoke_self"]
 
 

@@ -97,7 +97,7 @@ def test_judge_token_with_the_right_secret_is_its_customer() -> None:
 @pytest.mark.parametrize("revoked_at", [None, NOW])
 @pytest.mark.parametrize("expires_at", [NOW - SECOND, NOW + SECOND])
 def test_judge_token_without_proof_tells_nothing_of_its_state(revoked_at: object, expires_at: object) -> None:
-    """Whoever does not hold it does not learn that it was revoked, has expired, or ever was."""
+    """Guarantee: without the secret, a client learns neither the state of a token nor its existence."""
     record = Case().but(customer_revoked_at=revoked_at, customer_expires_at=expires_at).customer_record()
     assert judge(record, forged()) is CustomerFault.INVALID
     assert judge(None) is CustomerFault.INVALID
@@ -109,7 +109,7 @@ def test_judge_token_without_proof_tells_nothing_of_its_state(revoked_at: object
 def test_judge_token_beside_another_account_s_key_is_as_unknown(
     holder: KeyHolder, revoked_at: object, expires_at: object
 ) -> None:
-    """Bound to its account: beside a key of another merchant or environment not even its state is told."""
+    """Guarantee: with a key of another merchant or environment, a client does not learn the token's state."""
     record = Case().but(customer_revoked_at=revoked_at, customer_expires_at=expires_at).customer_record()
     assert judge(record, holder=holder) is CustomerFault.INVALID
 

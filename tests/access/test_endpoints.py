@@ -1,4 +1,4 @@
-"""What operators may add to the catalog: only what every door reads alike, with every fault named."""
+"""Endpoints that operators may add to the catalog: every entry point reads them alike, and every fault is reported."""
 
 import re
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_endpoint_method_of_no_use_is_refused(method: str) -> None:
     ],
 )
 def test_endpoint_path_that_could_be_read_in_two_ways_is_refused(path: str) -> None:
-    """A template is plain or it is none: no door may read it otherwise than another, nor as one of our addresses."""
+    """Guarantee: every entry point reads a path template alike, and none can collide with the service's own paths."""
     assert "/path" in pointers(path=path)
 
 

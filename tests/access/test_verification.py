@@ -1,4 +1,4 @@
-"""Is the presented key good here and now: what dies before a look-up, what proves it, what nobody can tell apart."""
+"""Judging a presented key: refusals before a look-up, proof of possession, and indistinguishable denials."""
 
 import hmac
 from collections.abc import Callable
@@ -296,7 +296,7 @@ def test_judge_key_unknown_and_wrong_give_the_identical_denial() -> None:
 
 @pytest.mark.parametrize("state", KeyState)
 def test_judge_key_without_proof_tells_nothing_of_its_state(state: KeyState) -> None:
-    """Whoever does not hold the secret does not learn that a key was revoked, or ever was."""
+    """Guarantee: without the secret, a client learns neither the state of a key nor its existence."""
     for retirement in (None, *RetirementReason):
         assert judge_stored(Case(state=state, retirement=retirement, expires_at=NOW), forged(key_string())) is INVALID
 
@@ -315,7 +315,7 @@ def test_judge_key_under_another_environment_s_peppers_is_invalid() -> None:
 
 
 def test_judge_key_against_the_decoy_s_digest_is_invalid() -> None:
-    """A row that somebody filled with the decoy's values, which stand in the source, opens to nobody."""
+    """Guarantee: a stored record with the decoy digest, which is public in the source, matches no key."""
     for version in (DECOY_VERSION, 1):
         record = replace(Case().record(), digest=DECOY_DIGEST, pepper_version=version)
         assert judge_key(keystring(key_string()), record, PEPPERS[SANDBOX], NOW) is INVALID
@@ -408,6 +408,6 @@ def test_judge_key_allows_an_active_unexpired_key_only(
 def test_judge_record_explains_what_judge_key_answers_after_proof(
     state: KeyState, retirement: RetirementReason | None, expires_at: object
 ) -> None:
-    """Explaining a verdict without the secret says exactly what whoever holds it is told."""
+    """An explanation without the secret gives exactly the verdict that the holder of the key gets."""
     case = Case().but(state=state, retirement=retirement, expires_at=expires_at)
     assert judge_record(case.record(), NOW) == judge_stored(case)

@@ -1,6 +1,6 @@
 """A log in memory with its checkpoints, for tests that tamper with it: written, signed and exported as by the service.
 
-Whoever tampers here owns the database and knows the code; the signing key alone they have not.
+The attacker controls the database and knows the code, but does not have the signing key.
 """
 
 import copy

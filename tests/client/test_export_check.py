@@ -1,4 +1,4 @@
-"""The off-host check: whatever somebody without the signing key does to the log is found, and where."""
+"""The off-host check finds and locates every change of the log that was made without the signing key."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -151,7 +151,7 @@ def test_export_check_checkpoint_dropped_from_the_middle_is_found(made: Logbook,
 
 @given(books, st.data())
 def test_export_check_log_rewritten_and_signed_with_another_key_is_found(made: Logbook, data: Any) -> None:
-    """All of it made anew from some entry on, checkpoints included, by somebody who has a key, but not the key."""
+    """Guarantee: a log that is rewritten and signed with another key, checkpoints included, is found."""
     chain, index = draw_signed(data, made)
     scope = "service" if chain == "platform" else "sandbox"
     forged = Logbook(made.chains, {**made.checkpoints, scope: []})
@@ -230,12 +230,12 @@ ODDITIES: dict[str, tuple[Callable[[Logbook], None], str]] = {
         lambda made: _put(made, replace(made.checkpoints["sandbox"][1], signature=b"")),
         "its signature is not the signer's",
     ),
-    "a version that nobody has": (
+    "an unknown key version": (
         lambda made: _put(made, replace(made.checkpoints["sandbox"][1], key_version=7)),
         "there is no public key of vault:keyvault-anchor/audit (version 7) to check its signature with",
     ),
     "order": (_swap_checkpoints, "checkpoint 1 is missing; 2 follows"),
-    "leans on nothing": (
+    "no link to the previous checkpoint": (
         lambda made: _put(made, signed(replace(_at(made), previous=bytes(32)))),
         "it does not contain the digest of the checkpoint before it",
     ),
@@ -265,7 +265,7 @@ def test_export_check_first_checkpoint_leaning_on_another_is_named() -> None:
 
 
 def test_walk_body_that_is_no_checkpoint_is_named() -> None:
-    """Whatever bytes somebody puts in the table, they end no check."""
+    """Guarantee: no bytes in the checkpoint table can abort the check."""
     walk = CheckpointWalk("sandbox", None)
     for body in (b"", b"\xff", b"[1]", b"{}", b"[" * 100_000, checkpoint_bytes(_at(signed_book([]))) + b" "):
         found = SignedCheckpoint("sandbox", 1, body, KEY.sign(body), "x", 1)
@@ -276,8 +276,8 @@ def test_walk_body_that_is_no_checkpoint_is_named() -> None:
 
 
 @given(books, st.data())
-def test_export_check_any_byte_of_the_file_altered_is_found_or_means_the_same(made: Logbook, data: Any) -> None:
-    """Whoever alters the export on its way gets no other story past the check."""
+def test_export_check_finds_every_altered_byte_that_changes_the_meaning(made: Logbook, data: Any) -> None:
+    """Guarantee: an export that is altered in transit passes the check only with its original meaning."""
     whole = b"".join(made.lines())
     at = data.draw(st.integers(0, len(whole) - 1))
     altered = whole[:at] + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :]
@@ -339,7 +339,7 @@ def test_export_check_from_a_checkpoint_on_holds_and_finds_what_comes_after(made
 
 
 def _is_before_second(record: Any, made: Logbook) -> bool:
-    """Of the sandbox and signed by its first two checkpoints; or not of the sandbox at all."""
+    """Return whether the record is outside the sandbox, or signed by its first two checkpoints."""
     heads = _at(made).heads
     match record:
         case ChainedEntry():

@@ -57,7 +57,7 @@ def started(folder: Path, **environ: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Whoever was told to keep its data there."""
+    """List the processes whose environment names the folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

@@ -93,7 +93,7 @@ REFUSED = ["{}" + "x" * MAX_BYTES, '{{"a": "{}", ', '{{"a": 1, "b": "{}"}}', "\x
 
 @given(st.text(max_size=40), st.sampled_from(REFUSED))
 def test_credentials_refused_are_in_no_message_and_no_traceback(text: str, shape: str) -> None:
-    """Whatever is wrong with a secret, what is told of it holds none of it, nor is it chained to what does."""
+    """Guarantee: an error about a secret contains no part of it, nor does an exception in its chain."""
     marker = secrets.token_hex(8)
     with pytest.raises(RequestInvalidError) as refused:
         read(shape.format(marker + text))
@@ -121,8 +121,8 @@ def test_provider_that_is_no_slug_is_refused_unrepeated(text: str) -> None:
 
 
 @given(st.integers(min_value=1, max_value=2**63 - 1))
-def test_path_of_a_connection_is_told_from_all_others(account: int) -> None:
-    """The reconciler takes no connection for a stranger, and no credential's path for a connection's."""
+def test_path_of_a_connection_differs_from_every_other_path(account: int) -> None:
+    """The reconciler recognizes a connection's path, and takes no credential's path for one."""
     assert is_connection_path(connection_path(account, mint_id("con", secrets.token_bytes)))
     assert not is_connection_path(f"{account}/{mint_id('crd', secrets.token_bytes)}")
 

@@ -114,7 +114,7 @@ def test_digest_of_an_unknown_version_never_matches(version: int) -> None:
 
 
 def test_digest_made_with_the_decoy_pepper_does_not_match_either() -> None:
-    """Whoever reads this source knows the decoy pepper: it opens nothing."""
+    """Guarantee: the decoy pepper, which is public in the source, matches no key."""
     text = mint()
     decoy_pepper = hashlib.sha256(b"keyvault/decoy-pepper").digest()
     made = hmac.digest(decoy_pepper, text.encode(), "sha256")
@@ -156,7 +156,7 @@ def test_peppers_repr_names_versions_only() -> None:
 
 
 def test_peppers_each_environment_has_a_set_of_its_own() -> None:
-    """Sandbox and production share no pepper set, and service tokens use neither's (D12)."""
+    """Guarantee: sandbox, production and service tokens each have their own pepper set."""
     assert set(PEPPER_SET) == set(Environment)
     assert len({*PEPPER_SET.values(), PepperSet.SERVICE}) == 3 == len(PepperSet)
 
@@ -198,5 +198,5 @@ def test_peppers_hash_with_the_version_whose_time_has_come() -> None:
 
 @pytest.mark.parametrize(("version", "lacks"), [(0, False), (1, False), (2, False), (3, True)])
 def test_peppers_lack_what_came_later_and_not_what_was_retired(version: int, *, lacks: bool) -> None:
-    """Of a newer version nothing can be said; an older one that is not there was retired."""
+    """A newer unknown version is missing; an older unknown version was retired."""
     assert Peppers(PepperSet.SANDBOX, {2: TWO}).lacks(version) is lacks

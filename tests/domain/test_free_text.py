@@ -1,4 +1,4 @@
-"""Free text that is kept for good: no key string stays in it, and no chosen name may have one."""
+"""Free text that is stored permanently: no key string stays in it, and a chosen name may not contain one."""
 
 import pytest
 from hypothesis import given

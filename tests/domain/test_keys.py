@@ -87,7 +87,7 @@ def test_transitions_cell_by_cell(old: KeyState, new: KeyState) -> None:
 
 
 def test_transitions_no_state_becomes_itself() -> None:
-    """A repeated act is told from a first one: it is no transition."""
+    """A repeated operation is no transition, so services can distinguish it from the first one."""
     assert not [state for state in KeyState if can_transition(state, state)]
 
 
@@ -190,7 +190,7 @@ TestLifeOfAKey = Life.TestCase
 
 
 def test_connections_sandbox_is_for_tests_and_production_is_live() -> None:
-    """No sandbox account ever talks to a live provider (D11)."""
+    """Guarantee: a sandbox account never connects to a live provider."""
     assert {
         Environment.SANDBOX: ConnectionMode.TEST,
         Environment.PRODUCTION: ConnectionMode.LIVE,

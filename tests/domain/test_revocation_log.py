@@ -80,7 +80,7 @@ def test_line_of_somebody_else_is_damaged_though_its_checksum_fits(body: bytes) 
 
 
 def test_line_without_an_expiry_is_one_of_an_older_release() -> None:
-    """What was revoked before stays revoked: such a line reads, and never expires."""
+    """Guarantee: lines of an older release are read and never expire, so earlier revocations stay in force."""
     body = b'{"at":"2026-11-21T12:00:00+00:00","boot":"","id":"a","kind":"customer_token","reason":"","sequence":1,'
     body += b'"state":"","unit":"","what":"ended"}'
     line = parse_line(body + b" " + revocation_log._checksum(body))
@@ -105,7 +105,7 @@ SECOND = Ended(2, AT, "key", "b", unit="u2", boot="now")
 
 
 def test_standing_is_what_is_known_to_be_committed() -> None:
-    """An end whose commit failed on this running machine was answered to nobody, and revokes nothing."""
+    """A revocation whose commit failed on this boot was never confirmed to a client, and does not apply."""
     assert standing(FIRST, SECOND, Committed("u2"), boot="now") == [SECOND]
 
 
@@ -146,7 +146,10 @@ def test_waiting_is_what_the_running_machine_wrote_and_nobody_settled() -> None:
 
 @given(st.lists(st.sampled_from("abcdef"), unique=True), st.sets(st.sampled_from("abcdef")), st.data())
 def test_standing_in_any_order_is_the_same(units: list[str], noted: set[str], data: st.DataObject) -> None:
-    """Processes append at once: whose line comes first changes nothing, a note only comes after its own ends."""
+    """Processes append concurrently: the result does not depend on the order of their lines.
+
+    A commit note always follows the revocations of its own unit.
+    """
     ended = [Ended(number, AT, "key", unit, unit=unit, boot="now") for number, unit in enumerate(units)]
     later = data.draw(st.permutations([Committed(unit) for unit in sorted(noted)]))
     expected = {line.id for line in ended if line.unit in noted}

@@ -14,7 +14,8 @@ from django.db import transaction
 from pytest_django import DjangoDbBlocker
 
 from keyvault.domain.environments import Environment
-from keyvault.services.limits.limiter import failed_proofs
+from keyvault.services.limits.limiter import FailedProofs, Limiter
+from keyvault.services.limits.stores import LocalStore
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification.refusals import RefusalLog
 from tests.access.folding import folded
@@ -43,6 +44,13 @@ LEAST = 500
 
 FINAL = {"deactivated", "revoked", "compromised", "destroyed"}
 """States that a key never leaves for a usable one."""
+
+FAILED_PROOFS = (
+    "keyvault.hotpath.adapters.assembly",
+    "keyvault.hotpath.adapters.stores",
+    "tests.entry_points.engine_clients",
+)
+"""Modules through which the engine counts failed proofs."""
 
 HEADING = """\
 # The verdict that every entry point gives, by credential, request and circumstances. `*`: any value; `a|b`: one of
@@ -108,12 +116,15 @@ def test_both_frontends_of_the_verifier_give_the_verdicts_of_the_matrix(
 
 @pytest.mark.parametrize("entry_point_type", [Verify, VerifyBatch, Traefik, Nginx], ids=lambda each: each.name)
 def test_both_frontends_of_the_verifier_give_byte_identical_responses(
-    entry_point_type: type[EntryPoint], rows: Rows, demanded: Mapping[Row, str]
+    entry_point_type: type[EntryPoint], rows: Rows, demanded: Mapping[Row, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guarantee: both frontends of one engine give the same status, headers and body, apart from the request id."""
     answers: list[list[Response]] = []
     for client_type in (WsgiClient, LoopClient):
-        failed_proofs.cache_clear()
+        # The clock stands still: Retry-After depends on the number of failed proofs alone.
+        proofs = FailedProofs(Limiter(LocalStore(lambda: 0), None, 100), lambda: 0.0)
+        for module in FAILED_PROOFS:
+            monkeypatch.setattr(f"{module}.failed_proofs", lambda proofs=proofs: proofs)
         client = _RecordingClient(client_type)
         entry_point = entry_point_type(rows, demanded, client)  # type: ignore[arg-type]  # Django's interface
         rows_to_send = sample(demanded, filter(entry_point.can_ask, demanded), 1)

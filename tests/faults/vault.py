@@ -20,7 +20,7 @@ from tests.vault_faults.stand import Stand, standing
 def run(asked: Asked) -> Result:
     result = Result("fault points")
     with ExitStack() as stack:
-        setup_test_environment()  # Django's test client is the door
+        setup_test_environment()  # the requests go through Django's test client
         stack.callback(teardown_test_environment)
         server = stack.enter_context(openbao_on_disk())
         stand = stack.enter_context(standing(server, _folder(asked.folder)))

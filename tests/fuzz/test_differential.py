@@ -49,7 +49,7 @@ def test_fuzz_of_request_lines_and_headers_finds_nothing_that_the_contract_does_
 
 
 def test_fuzz_meets_every_verdict_that_it_can_predict() -> None:
-    """What is never generated is never found: each code comes often enough to be more than luck."""
+    """The generator covers every code, often enough that this is no coincidence."""
     known = {
         with_checksum(f"kv_prv_sbx_{'0' * 59}"): Known("private", "sandbox"),
         with_checksum(f"kv_pub_sbx_{'1' * 59}"): Known("public", "sandbox"),

@@ -39,7 +39,7 @@ class Upstream:
 
 @contextmanager
 def echoing() -> Iterator[Upstream]:
-    """An upstream that lets everything in and remembers it: whoever reaches it was let in by the gateway."""
+    """An upstream that accepts and records every request that the gateway lets through."""
     seen: list[Seen] = []
 
     class Echo(BaseHTTPRequestHandler):
@@ -81,7 +81,7 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """Of a refusal: a problem document, told once and not to be kept."""
+        """Return the code of a denial, a problem document that no cache may store."""
         problem: dict[str, Any] = json.loads(self.body)
         assert self.headers.get_all("Content-Type") == ["application/problem+json"]
         assert self.headers.get_all("Cache-Control") == ["no-store"]

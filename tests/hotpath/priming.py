@@ -60,7 +60,7 @@ class Clock:
 
 
 class Still:
-    """The generation of a host on which nobody changes anything."""
+    """The generation counter of a host without changes."""
 
     def __init__(self) -> None:
         self.words = memoryview(bytearray(8)).cast("Q")
@@ -71,7 +71,7 @@ class Still:
 
 @dataclass(frozen=True)
 class Primed:
-    """An engine and its blocking door. `ask` of one that may not remember reads the database for each question."""
+    """An engine and its threaded frontend. Without a cache, `ask` reads the database for each request."""
 
     engine: Engine
     door: ThreadedFrontend

@@ -1,4 +1,4 @@
-"""Our server in a thread of the test, and a client that writes bytes as they are told."""
+"""The HTTP server in a thread of the test, and a client that writes given bytes."""
 
 import asyncio
 import socket

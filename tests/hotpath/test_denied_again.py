@@ -107,9 +107,11 @@ def _public() -> tuple[Key, str]:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_denied_again_is_the_whole_answer_to_the_byte(stage: Stage, end: str) -> None:
-    """Guarantee: who still has a key that has ended is told so in the same words as the first time, under an id of its
-    own; each time it is noted like the first, and nothing is spent or counted as a use."""
+def test_repeated_denial_is_byte_identical(stage: Stage, end: str) -> None:
+    """Guarantee: every denial of a final key equals the first one, apart from the request id.
+
+    Each is noted like the first, and none spends a limit or counts as a use.
+    """
     key, text = ENDS[end](stage)
     more = {"client_ip": "192.0.2.9", "user_agent": "shop/1 50% \u00e9", "cost": 3}
     if key.credential.kind == KeyKind.PUBLIC:
@@ -137,8 +139,8 @@ def test_denied_again_is_the_whole_answer_to_the_byte(stage: Stage, end: str) ->
     assert (list(uses), from_memory) == ([], 3)
 
 
-def test_denied_again_is_told_while_others_go_on(ended: Stage) -> None:
-    """A denial is written to the log, which may be slow: nobody else waits for that, nor is a change applied later."""
+def test_repeated_denial_is_logged_outside_the_lock(ended: Stage) -> None:
+    """A slow log delays neither other requests nor the application of a change."""
     held: list[bool] = []
     primed: Primed = prime(note_verdict=lambda _: held.append(primed.engine.lock.locked()))
     learn(primed, ended)
@@ -170,7 +172,7 @@ def noting(names: list[str], name: str, act: Callable[..., Any]) -> Callable[...
 def test_denied_again_leaves_the_traces_that_any_denial_leaves(
     ended: Stage, usage: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal under each request id for whoever is asked why, and no sign of life of the key."""
+    """Each denial is kept under its request id for support, and is no use of the key."""
     refusals = RefusalLog()
     monkeypatch.setattr("keyvault.hotpath.adapters.assembly.refusal_log", refusals)
     primed = prime()
@@ -237,8 +239,8 @@ def test_denied_key_is_denied_by_memory_after_a_change_of_something_else(ended: 
     assert primed.from_memory == 2
 
 
-def test_denied_key_s_caller_is_refused_once_its_token_was_revoked(ended: Stage) -> None:
-    """Guarantee: whoever lost the right to ask is not told about keys from memory either."""
+def test_revoked_service_token_is_refused_for_a_cached_denial(ended: Stage) -> None:
+    """Guarantee: a revoked service token gets no cached verdict about any key."""
     primed = prime()
     learn(primed, ended)
     row = ServiceToken.objects.get()
@@ -331,8 +333,8 @@ class Moving(Still):
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_denied_key_is_decided_anew_by_the_next_question_after_a_change_on_its_host(ended: Stage, subject: str) -> None:
-    """Guarantee: no denial either is given by what was, once whoever changed it had an answer."""
+def test_denied_key_is_judged_again_after_a_change_on_its_host(ended: Stage, subject: str) -> None:
+    """Guarantee: once a change is confirmed to its author, no denial on that host uses the old record."""
     host = Moving()
     primed = prime(generation=host)
     learn(primed, ended)
@@ -376,8 +378,8 @@ def test_denied_key_that_would_have_expired_meanwhile_is_still_a_revoked_one(sta
 # --- what is not remembered -------------------------------------------------------------------------------
 
 
-def test_denied_key_that_may_come_back_is_judged_each_time(stage: Stage) -> None:
-    """Nothing is remembered of a key that has not ended for good: what it is denied for may pass by itself."""
+def test_denied_key_that_may_become_active_is_judged_each_time(stage: Stage) -> None:
+    """Only the denial of a key in a final state is cached: other reasons can pass."""
     late, late_text = issue(account(), label="late", expires_in_days=1)
     assert late.expires_at is not None
     _, not_yet = staged(stage)
@@ -429,8 +431,8 @@ def test_denied_question_that_is_not_to_be_remembered_is_judged_each_time(ended:
     assert len(primed.engine.memory.denied) == 1
 
 
-def test_denied_question_without_proof_is_judged_each_time(ended: Stage) -> None:
-    """Guarantee: nothing is remembered of a key for whoever has not shown that he has it, or may not be told of it."""
+def test_denied_request_without_proof_is_judged_each_time(ended: Stage) -> None:
+    """Guarantee: no denial is cached for a client without proof of possession or without access to the key."""
     primed = prime()
     make_merchant("globex")
     _, others = make_token(P.KEYS_VERIFY, name="of others", merchants=["globex"])
@@ -530,8 +532,10 @@ MEANWHILE: dict[str, Callable[[Primed, Stage], None]] = {
 def test_denied_question_is_not_remembered_when_it_was_judged_by_what_is_no_longer_known(
     ended: Stage, case: str
 ) -> None:
-    """Guarantee: a judgement of a record that was replaced while it was made serves its own question alone: nobody
-    would hear of that record's end."""
+    """Guarantee: a verdict on a record that was replaced during the judgement is not cached.
+
+    No later change would evict that record.
+    """
     noted: list[EngineVerdict] = []
     acts = [MEANWHILE[case]]
 
@@ -561,7 +565,7 @@ def _stale(pepper_set: PepperSet) -> Peppers:
 def test_denied_key_is_decided_anew_when_nobody_can_prove_it_with_the_peppers_of_now(
     ended: Stage, loaded: Callable[[PepperSet], Peppers]
 ) -> None:
-    """A dead key of a pepper that was retired is no key any more, and nothing is told of it."""
+    """Guarantee: a final key under a retired pepper is reported as unknown, without its state."""
     primed = prime()
     learn(primed, ended)
     before = primed.from_memory

@@ -1,4 +1,4 @@
-"""A database that takes every question and answers none: whoever asks hears within seconds that there is no verdict."""
+"""A database that accepts statements and never answers: every client gets a 503 within seconds."""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ NOBODY = frozenset({"0000000000000000"})
 
 @pytest.fixture(autouse=True)
 def no_sleepers(transactional_db: None) -> Iterator[None]:
-    """The server does not notice that nobody listens any more to one that sleeps."""
+    """End the sleeping backends: PostgreSQL does not notice that their client has disconnected."""
     yield
     with connection.cursor() as cursor:
         cursor.execute(
@@ -71,14 +71,14 @@ def test_store_whose_thread_hangs_gives_up_and_reads_the_next_one(monkeypatch: p
                 assert await store.find(TOKEN, NOBODY) == {}
                 break
             except StoreUnavailableError:
-                continue  # the thread is still at what nobody waits for any more
+                continue  # the thread still runs an abandoned statement
         await store.close()
 
     asyncio.run(ask())
 
 
-def test_reading_that_waited_for_a_slow_one_keeps_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: who gives up hangs up on his own reading, never on another's."""
+def test_reading_behind_a_slow_one_has_its_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: a timeout aborts the connection of its own reading, never that of another."""
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 2.0)
 
     def sleep() -> str:
@@ -94,8 +94,8 @@ def test_reading_that_waited_for_a_slow_one_keeps_its_own_patience(monkeypatch: 
     asyncio.run(ask())
 
 
-def test_store_whose_statement_was_planned_for_another_table_plans_it_anew() -> None:
-    """A migration under a verifier that runs: "cached plan must not change result type" is nobody's answer."""
+def test_store_plans_its_statements_again_after_a_migration() -> None:
+    """After a migration under a running verifier, no request fails with "cached plan must not change result type"."""
 
     async def ask() -> None:
         store = PostgresStore()
@@ -140,7 +140,7 @@ def test_reading_that_has_ended_leaves_no_timer_to_end_the_next_one(way: str) ->
 
 
 def test_store_whose_idle_connections_were_lost_reads_by_another() -> None:
-    """A database that was restarted: nobody is told of it but by what lies unread."""
+    """After a restart of the database, an idle connection shows its loss only by unread data."""
 
     async def ask() -> None:
         store = PostgresStore()
@@ -225,7 +225,7 @@ async def told_of(store: PostgresStore, ids: frozenset[str] = NOBODY) -> object:
         has_told.set()
 
     store.find_keys(ids, tell)
-    assert not told, "nobody is called before he has asked"
+    assert not told, "the callback must not run inside the call"
     async with asyncio.timeout(10):
         await has_told.wait()
     (found,) = told

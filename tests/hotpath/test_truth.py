@@ -1,4 +1,4 @@
-"""What was changed is seen by the next question: every act of the services against every tier of what an engine knows.
+"""The next request sees every change: each operation of the services against each tier of an engine's cache.
 
 Three engines have been asked every question before the act: one on the host of the act that has proved each string,
 granted whatever it could again, alone and in batches, and denied again what has ended; one there that has read each
@@ -217,12 +217,14 @@ def test_engine_every_kind_of_subject_has_an_act_that_moves_an_answer() -> None:
 
 
 def test_engine_every_kind_of_subject_is_evicted_by_its_name() -> None:
-    """A kind that memory does not know makes it forget everything: so that nobody forgets to tell it of a new one, the
-    known ones are known by name."""
+    """The memory evicts each kind of subject by name; an unknown kind clears the whole cache.
+
+    A new kind without an eviction rule therefore fails this test.
+    """
     for kind in kinds():
         primed = prime()
         primed.engine.memory.absent.put("key", "someone", 0.0)
-        primed.engine.evict([(kind, "nobody")])
+        primed.engine.evict([(kind, "unrelated")])
         assert len(primed.engine.memory.absent) == 1, kind
 
 
@@ -231,7 +233,7 @@ def test_engine_every_kind_of_subject_is_evicted_by_its_name() -> None:
 def test_engine_that_has_looked_for_what_is_made_afterwards_finds_it(
     scene: Scene, minted: Minted, kind: StringKind, is_elsewhere: bool
 ) -> None:
-    """An id that was nobody's a moment ago is not remembered as nobody's once it is somebody's."""
+    """An id that was unknown is found once a key with this id is issued."""
     _, service = make_token(*SERVICE_PERMISSIONS)
     key, text = issue(scene.sandbox)
     primed = prime(generation=Still()) if is_elsewhere else prime()

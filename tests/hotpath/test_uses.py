@@ -125,7 +125,7 @@ def test_uses_of_dry_runs_and_of_refusals_are_none(
 def test_uses_keep_no_secret_and_no_overlong_words(
     keys: dict[KeyKind, tuple[Key, str]], token: str, usage: UsageLog, is_remembered: bool
 ) -> None:
-    """Of what a client says about itself, whichever way it is answered."""
+    """What a client reports about itself is bounded, from the cache and from the slow path."""
     primed = prime(may_remember=is_remembered)
     usage.add_source(lambda: uses_of(primed.engine))
     secret, text = "Bearer 0123456789abcdefABCDEF", keys[KeyKind.PUBLIC][1]
@@ -142,7 +142,7 @@ def test_uses_keep_no_secret_and_no_overlong_words(
 def test_uses_beyond_the_bound_are_counted_all_the_same(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a flood of sources only the first are told apart; how many there were is known."""
+    """In a flood of sources only the first are distinguished; the total stays exact."""
     monkeypatch.setattr(engine_module, "_MAX_USES", 10)
     key, text = keys[KeyKind.PRIVATE]
     for number in range(200):

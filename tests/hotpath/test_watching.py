@@ -100,7 +100,7 @@ class Stopped:
 def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
     monkeypatch: pytest.MonkeyPatch, goes_on: threading.Event
 ) -> None:
-    """Guarantee: SIGTERM loses no use because somebody asked about health before it. What fails stops nothing else."""
+    """Guarantee: a hanging or failed health check before SIGTERM loses no use."""
     stopped = list[str]()
     monkeypatch.setitem(assembly._WATCHED, "/readyz", lambda: hanging(goes_on))
     verifier = AssembledVerifier()
@@ -120,6 +120,6 @@ def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
 
 
 def test_end_fits_within_what_the_supervisor_waits() -> None:
-    """Guarantee: who answers until the last moment is not killed before he has written what he noted."""
+    """Guarantee: the supervisor does not kill a server before it has written its notes."""
     turn_and_job = 2 * ANSWER_SECONDS
     assert DRAIN_SECONDS + assembly.END_SECONDS + turn_and_job < STOP_SECONDS

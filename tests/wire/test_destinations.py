@@ -1,4 +1,4 @@
-"""Where we may be told to send to: which URLs, which addresses."""
+"""Webhook destinations: which URLs and which addresses are accepted."""
 
 import ipaddress
 from ipaddress import IPv4Address, IPv6Address, ip_network
@@ -96,7 +96,7 @@ def test_url_of_an_own_network_is_taken_where_the_host_named_it() -> None:
 
 @given(st.text(max_size=80))
 def test_url_of_any_text_is_read_or_refused(text: str) -> None:
-    """Nothing but a ValueError: whoever types a URL cannot break the page that asks for one."""
+    """Guarantee: any text is accepted or raises ValueError, so no input breaks the form."""
     for candidate in (text, f"https://{text}", f"https://acme.example{text}", f"https://acme.example:{text}"):
         try:
             found = parse_url(candidate, OWN)

@@ -38,7 +38,7 @@ def test_bearer_token_is_what_stands_behind_the_scheme(authorization: str, token
 
 
 def test_bearer_header_absent_is_none() -> None:
-    """Absent is told from wrong: only the first is "no token was sent"."""
+    """An absent header is None, unlike a malformed one."""
     assert read_bearer(None) is None
 
 
@@ -194,7 +194,7 @@ PEER = "198.51.100.7"
         (PEER, "2001:db8::1:443", 1, "2001:db8::1:443"),
         (PEER, "[::ffff:192.0.2.1]:1", 1, "192.0.2.1"),
         (PEER, "::ffff:c000:201", 1, "192.0.2.1"),
-        # Fewer entries than proxies, and what is no address: nobody's, and never the next one's.
+        # Fewer entries than proxies, or an invalid address: None, and never the next entry.
         (PEER, None, 1, None),
         (PEER, "", 1, None),
         (PEER, "192.0.2.1", 2, None),

@@ -1,4 +1,4 @@
-"""What is wrong with a body is told with its place, in words that a person wrote, and with nothing of what was sent."""
+"""Faults of a JSON body: each names its place in fixed text and repeats nothing that was sent."""
 
 import pytest
 

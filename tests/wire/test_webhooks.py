@@ -57,7 +57,7 @@ def test_webhook_signed_is_verified() -> None:
 
 
 def test_webhook_signed_by_two_secrets_is_verified_by_either() -> None:
-    """While a secret is being rotated nobody has to change over at a given moment."""
+    """During the rotation of a secret, a receiver may switch at any moment."""
     headers = sign([Plaintext(OTHER_SECRET), Plaintext(SECRET)], MESSAGE_ID, AT, BODY)
     assert headers["webhook-signature"].count("v1,") == 2
     assert verify(SECRET, headers, BODY, AT) == verify(OTHER_SECRET, headers, BODY, AT) == MESSAGE_ID
@@ -111,7 +111,7 @@ def test_webhook_within_the_tolerance_is_verified(off: timedelta) -> None:
 
 @pytest.mark.parametrize("off", [TOLERANCE + SECOND, -TOLERANCE - SECOND, timedelta(days=900)])
 def test_webhook_of_another_time_is_refused(off: timedelta) -> None:
-    """A message that somebody kept is not believed later (replay)."""
+    """Guarantee: a recorded message is refused after the tolerance (replay)."""
     with pytest.raises(SignatureInvalidError, match="tolerance"):
         verify(SECRET, signed(), BODY, AT + off)
 
@@ -152,7 +152,7 @@ def test_webhook_secret_of_the_lengths_of_the_standard_is_taken(count: int) -> N
     ],
 )
 def test_webhook_secret_of_another_kind_is_refused(secret: str) -> None:
-    """An empty or shortened secret is a mistake to be told, never one that somehow signs."""
+    """Guarantee: an empty or shortened secret raises an error and never signs."""
     with pytest.raises(SecretInvalidError):
         sign([Plaintext(secret)], MESSAGE_ID, AT, BODY)
     with pytest.raises(SecretInvalidError):
@@ -175,7 +175,7 @@ def test_answer_410_ends_it() -> None:
     "status", [100, 199, 300, 301, 302, 304, 307, 308, 400, 401, 404, 409, 429, 500, 503, 599, 999]
 )
 def test_answer_of_anything_else_is_a_failure(status: int) -> None:
-    """A redirect too: it says where else, and that is nowhere we were told to send to."""
+    """Guarantee: a redirect is a failure, because its target is not a configured destination."""
     assert judge_response(status, None, AT) == DeliveryAssessment(DeliveryOutcome.RETRY)
 
 

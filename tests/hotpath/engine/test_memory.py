@@ -1,4 +1,4 @@
-"""What is remembered is bounded, goes with its subject, and leaves nothing behind; and how long it is vouched for."""
+"""The engine's cache is bounded, evicts by subject, leaks nothing, and is used only while its data is fresh."""
 
 import sys
 from dataclasses import replace
@@ -67,7 +67,7 @@ class Remembering(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def admit(self, number: int) -> None:
-        """Twice, as into a full memory nobody comes at once."""
+        """Admit the key twice, since a full memory admits none at its first request."""
         for _ in range(2):
             self.memory.admit_key(a_key(number))
         assert f"key-{number}" in self.memory.keys.by_id
@@ -161,8 +161,8 @@ def full(capacity: int = CAPACITY) -> Memory:
     return memory
 
 
-def test_memory_that_is_full_lets_in_who_comes_again_and_makes_room_by_what_nobody_asked_for() -> None:
-    """Who floods it with keys of his own pushes out the others' only where nobody asks for them."""
+def test_full_memory_admits_repeated_keys_and_evicts_unused_ones() -> None:
+    """Guarantee: a flood with one client's keys evicts only keys that are not in use."""
     memory = full()
     for number in range(CAPACITY, 4 * CAPACITY):
         memory.keys.by_id["key-3"].is_referenced = True
@@ -202,11 +202,11 @@ def test_memory_that_is_full_is_left_alone_by_whoever_asks_for_each_key_once() -
     assert len(before & memory.keys.by_id.keys()) >= 5_000
 
 
-def test_doorkeeper_knows_who_has_come_lately_and_hardly_anybody_else() -> None:
-    """Guarantee: of the last 1,000 everybody, and nobody for ever."""
+def test_doorkeeper_recognizes_recent_entries_and_hardly_any_other() -> None:
+    """Guarantee: it recognizes each of the last 1,000 entries, and none permanently."""
     doorkeeper = Doorkeeper(1_000)
-    strangers = sum(doorkeeper.was_seen(str(number)) for number in range(50_000))
-    assert strangers < 50_000 // 10
+    false_positives = sum(doorkeeper.was_seen(str(number)) for number in range(50_000))
+    assert false_positives < 50_000 // 10
     for number in range(49_001, 50_000):
         assert doorkeeper.was_seen(str(number))
     assert sum(doorkeeper.was_seen(str(number)) for number in range(10_000)) < 1_000
@@ -233,7 +233,7 @@ def test_doorkeeper_that_has_run_through_all_its_numbers_goes_on() -> None:
 def test_doorkeeper_takes_little_room(most: int) -> None:
     doorkeeper = Doorkeeper(most)
     assert not doorkeeper._slots
-    doorkeeper.was_seen("somebody")
+    doorkeeper.was_seen("an entry")
     assert len(doorkeeper._slots) <= max(65_536, 64 * most)
 
 
@@ -260,7 +260,7 @@ def test_memory_absence_goes_with_its_subject(subject: Subject) -> None:
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_memory_tag_is_of_the_whole_string_and_of_this_process_alone(one: bytes, other: bytes) -> None:
-    """Guarantee: no tag is the string, and whoever learns a tag can look nothing up with it elsewhere."""
+    """Guarantee: a tag is not the string, and a leaked tag finds nothing in another process."""
     mine, theirs = Memory(b"m" * 32, 1), Memory(b"t" * 32, 1)
     assert (mine.tag(one) == mine.tag(other)) == (one == other)
     assert mine.tag(one) != theirs.tag(one)
@@ -309,7 +309,7 @@ def test_freshness_lasts_up_to_its_bound_of_monotonic_time() -> None:
 
 @pytest.mark.parametrize("step", [-3600.0, -0.6, 0.6, 3600.0])
 def test_freshness_a_step_of_the_wall_clock_counts_as_unconfirmed_until_confirmed_again(step: float) -> None:
-    """Guarantee: nothing is judged by a clock that has just jumped, and a machine that slept vouches for nothing."""
+    """Guarantee: after a step of the clock or a sleep of the machine, cached data is not used until confirmed."""
     freshness = fresh()
     assert not freshness.is_fresh(100.1, 1_000.1 + step)
     freshness.confirm(100.2, 1_000.2 + step)

@@ -1,4 +1,4 @@
-"""The WSGI door by itself: what it reads of a body, and whom it asks."""
+"""The WSGI frontend alone: what it reads of a body, and what it calls."""
 
 from collections.abc import Iterable
 from typing import Any

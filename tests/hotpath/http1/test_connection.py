@@ -38,7 +38,7 @@ class Wire:
         self.turn()
 
     def turn(self) -> None:
-        """What was put off to the loop's next turn."""
+        """Run the callbacks of the loop's next iteration."""
         self.loop.run_until_complete(asyncio.sleep(0))
 
     @property

@@ -1,4 +1,4 @@
-"""What is a request, and what it says: over a real socket, in one piece, byte by byte, and behind another one."""
+"""Parsing requests from a real socket: in one piece, byte by byte, and pipelined."""
 
 import asyncio
 import json
@@ -236,7 +236,7 @@ def test_upgrade_is_passed_over_and_what_follows_is_the_next_request(door: Serve
 
 
 def test_known_keeps_no_header_name_that_may_be_a_secret() -> None:
-    """A key that somebody sends as the name of a header is gone with its request."""
+    """Guarantee: a key that a client sends as a header name is not kept after its request."""
     known = RequestLine()
     assert known.read_shape((b"Host", b"kv_sk_" + b"a" * 60)) is not None
     assert not known.shapes

@@ -97,8 +97,8 @@ def test_body_is_taken_up_to_its_bound() -> None:
         b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: %b" % (b"a" * 16 * BODY_BYTES),
     ],
 )
-def test_body_beyond_its_bound_is_not_read_and_its_request_is_answered_without_it(sent: bytes) -> None:
-    """Guarantee: the caller is judged, and answered, before any of a body that nobody wants is kept."""
+def test_body_above_its_bound_is_not_read_and_the_request_is_answered(sent: bytes) -> None:
+    """Guarantee: the server judges and answers the client without storing an oversized body."""
     with (
         serving(lambda asked: answer(b"none" if asked.body is None else b"some")) as served,
         served.connect() as client,
@@ -174,7 +174,7 @@ def test_slow_head_is_not_given_more_time_by_another_byte() -> None:
 
 
 def test_client_that_reads_nothing_is_not_read_from_and_is_cut_off() -> None:
-    """Guarantee: answers that nobody fetches fill neither memory nor time."""
+    """Guarantee: a client that does not read its responses takes neither unbounded memory nor unbounded time."""
     large = answer(b"x" * 60_000)
     with serving(lambda _: large, bounds=Bounds(write_seconds=0.2)) as served, served.connect() as client:
         client.wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -202,7 +202,7 @@ def test_requests_behind_a_miss_wait_for_it_and_are_answered_in_order() -> None:
         client.send(HELLO + MISS + HELLO + MISS + LAST)
         assert client.read_answer()[2] == b"GET / "
         other.send(HELLO)
-        assert other.read_answer()[2] == b"GET / "  # nobody else waits
+        assert other.read_answer()[2] == b"GET / "  # other clients do not wait
         assert [asked.target for asked in served.asked] == [b"/", b"/miss", b"/"]
         served.settle(0, answer(b"first"))
         assert client.read_answer()[2] == b"first"
@@ -376,8 +376,8 @@ def test_answer_that_cannot_be_sent_is_a_500(value: str) -> None:
                 assert client.read_answer()[0] == 500
 
 
-def test_answer_that_does_not_come_is_a_503_and_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    """Guarantee: nothing is spent, nor counted as a use, for a client that was told 503 already."""
+def test_late_answer_becomes_a_503_and_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
+    """Guarantee: after a 503 nothing is spent or counted as a use for that client."""
     with serving(misses=(b"/miss",), bounds=Bounds(answer_seconds=SHORT)) as served, served.connect() as client:
         client.send(MISS + HELLO)
         assert refusal(client) == (503, "dependency_unavailable")
@@ -405,11 +405,11 @@ def test_connection_beyond_the_cap_is_told_so_and_others_are_served() -> None:
             assert first.read_answer()[0] == 200
 
 
-def test_stop_waits_for_answers_that_nobody_waits_for_any_more() -> None:
-    """Guarantee: what was asked is spent and noted before the process says its farewell, though its client has left."""
+def test_stop_waits_for_the_answers_of_disconnected_clients() -> None:
+    """Guarantee: every request is spent and noted before the process deregisters, even after its client left."""
     later, order = CallbackFuture(), list[str]()
     later.add_done_callback(lambda _: order.append("answered"))
-    with serving(lambda _: later) as served:  # type: ignore[arg-type, return-value]  # as the door of a loop answers
+    with serving(lambda _: later) as served:  # type: ignore[arg-type, return-value]  # what an asyncio frontend returns
         with served.connect() as client:
             client.send(HELLO)
             served.wait_until_asked()
@@ -458,7 +458,7 @@ def test_stop_ends_in_time_whatever_clients_and_misses_do() -> None:
 
 
 def wait_until_refused(served: Served) -> None:
-    """Until nobody listens there any more."""
+    """Wait until the port refuses connections."""
     while True:
         try:
             socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS).close()

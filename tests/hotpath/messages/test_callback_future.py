@@ -18,7 +18,7 @@ def test_later_tells_whoever_waits_at_once_and_once() -> None:
     later.cancel()
     assert (told, later.result(), later.cancelled()) == ([ANSWER], ANSWER, False)
     later.add_done_callback(lambda done: told.append(done.result()))
-    assert told == [ANSWER, ANSWER], "whoever comes late is told at once, too"
+    assert told == [ANSWER, ANSWER], "a late callback runs immediately"
 
 
 def test_later_that_was_given_up_takes_no_answer() -> None:
@@ -46,8 +46,8 @@ def test_later_can_be_awaited_like_a_future() -> None:
     asyncio.run(run())
 
 
-def test_later_whose_only_waiter_was_cancelled_is_given_up() -> None:
-    """Guarantee: nothing is spent for an answer that nobody gets."""
+def test_future_whose_only_waiter_was_cancelled_is_abandoned() -> None:
+    """Guarantee: nothing is spent for an answer without a recipient."""
 
     async def run() -> None:
         later = CallbackFuture()

@@ -68,7 +68,7 @@ def raw(value: Any) -> bytes:
 
 
 def wholly(body: bytes) -> VerifyRequest | set[str]:
-    """What was asked, or where the faults are."""
+    """Return the parsed request, or the pointers of its faults."""
     try:
         return read_verify(body)
     except RequestInvalidError as error:
