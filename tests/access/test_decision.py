@@ -129,7 +129,7 @@ requests = st.builds(
 # --- order ------------------------------------------------------------------------------------------------
 
 
-def test_order_every_rule_of_the_contract_is_tried() -> None:
+def test_order_cases_cover_every_rule_of_the_contract() -> None:
     assert list(FAILURES) == CONTRACT_ORDER
     assert len(pairs()) > 120
 
@@ -154,7 +154,7 @@ def test_decide_request_that_fails_two_rules_gets_the_earlier_code(earlier: str,
 
 
 @given(rules, holders, requests)
-def test_decide_grants_exactly_what_fulfils_every_condition(
+def test_decide_grants_exactly_the_requests_that_meet_every_condition(
     rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest
 ) -> None:
     """Guarantee: nothing starts allowed. A grant needs all these conditions, restated here independently."""
@@ -193,7 +193,7 @@ def test_decide_denial_names_the_holder_and_a_reason(
 
 
 @given(rules, holders, requests)
-def test_decide_detail_says_nothing_about_another_merchant(
+def test_decide_detail_reveals_nothing_about_another_merchant(
     rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest
 ) -> None:
     """The public reason names neither whose key it is nor whom the request named; the internal one may."""
@@ -212,7 +212,7 @@ def test_decide_is_a_function_of_its_arguments(
     assert decide(rule, holder, request_, NOW) == decide(rule, holder, request_, NOW)
 
 
-def test_grant_says_who_what_and_when() -> None:
+def test_grant_names_principal_permission_and_time() -> None:
     verdict = judge(Case())
     assert isinstance(verdict, Grant)
     assert isinstance(verdict.principal, KeyHolder)
@@ -251,7 +251,7 @@ def test_decide_public_key_on_a_private_endpoint_is_refused(endpoint: Endpoint) 
 
 
 @pytest.mark.parametrize("endpoint", CATALOG.endpoints, ids=lambda endpoint: endpoint.name)
-def test_decide_bearer_never_makes_up_for_the_key(endpoint: Endpoint) -> None:
+def test_decide_bearer_never_replaces_the_key(endpoint: Endpoint) -> None:
     """Guarantee: a customer token identifies the customer and never replaces the key."""
     with_bearer = Case(endpoint=endpoint, bearer=CUSTOMER_TOKEN)
     assert code_of(judge(with_bearer.but(is_presented=False))) == "credential_missing"
@@ -338,7 +338,7 @@ def test_request_without_any_key_learns_that_there_is_no_endpoint(miss: NoMatchi
     assert code_of(judge(Case(endpoint=miss, is_presented=False, bearer="a,b"))) == "credential_ambiguous"
 
 
-def test_decide_wrong_method_tells_the_right_ones() -> None:
+def test_decide_wrong_method_returns_the_allowed_ones() -> None:
     verdict = judge(Case(endpoint=NoMatchingEndpoint(("GET", "DELETE"))))
     assert isinstance(verdict, Denial)
     assert verdict.code is Code.METHOD_NOT_ALLOWED

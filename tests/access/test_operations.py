@@ -115,7 +115,7 @@ def test_matrix_covers_every_role_and_permission() -> None:
 
 
 @pytest.mark.parametrize(("role", "permission"), CELLS)
-def test_operation_by_role_on_what_somebody_else_asked_for(role: Role, permission: P) -> None:
+def test_operation_by_role_on_another_person_s_request(role: Role, permission: P) -> None:
     target = Target(SANDBOX, "acme", requester_person="per_bert")
     expected = "permission_missing" if CELLS[role, permission] == "-" else "allowed"
     assert asked(operator(role), permission, target) == expected
@@ -146,7 +146,7 @@ def test_operation_four_eyes_without_a_requester_checks_the_role_alone() -> None
         assert asked(service(permission), permission, PLATFORM) == "state_conflict"
 
 
-def test_operation_four_eyes_are_asked_for_where_the_contract_wants_them() -> None:
+def test_operation_four_eyes_apply_where_the_contract_requires_them() -> None:
     assert {permission for permission in P if operation(permission).second_person} == {
         P.ISSUANCE_APPROVE,
         P.ROTATIONS_APPROVE,
@@ -223,7 +223,7 @@ def test_service_without_the_permission_learns_nothing_of_merchants() -> None:
         assert asked(token, P.KEYS_REVOKE, target) == "permission_missing"
 
 
-def test_denial_of_a_foreign_thing_does_not_name_it() -> None:
+def test_denial_for_another_merchant_s_object_does_not_name_it() -> None:
     verdict = decide(
         operation(P.KEYS_READ), service(P.KEYS_READ, merchants=frozenset({"acme"})), Target(SANDBOX, "globex"), NOW
     )
@@ -254,7 +254,7 @@ def test_key_holder_acts_in_its_own_account_only(permission: P) -> None:
 
 
 @pytest.mark.parametrize("permission", P)
-def test_systems_may_what_they_are_for(permission: P) -> None:
+def test_systems_have_only_their_own_permissions(permission: P) -> None:
     """The worker carries out, the host sets up; neither approves, reads or revokes by that."""
     worker = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER}
     worker |= {P.AUDIT_SIGN, P.KEYS_REHASH, P.BACKEND_RECONCILE, P.JOURNAL_KEEP}

@@ -33,7 +33,7 @@ ENGINE = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS
 }
 
 
-def test_roles_are_the_five_of_the_house() -> None:
+def test_roles_are_the_five_documented_ones() -> None:
     assert set(ROLE_PERMISSIONS) == set(Role)
     assert {role.value for role in Role} == {
         "key_administrator",
@@ -70,7 +70,7 @@ def test_roles_account_manager_requests_and_suspends_but_never_revokes() -> None
     }
 
 
-def test_roles_every_operator_may_find_out_why_a_request_was_refused() -> None:
+def test_roles_every_operator_may_explain_a_refusal() -> None:
     for role in Role:
         assert ROLE_PERMISSIONS[role] >= {P.CATALOG_READ, P.VERDICTS_EXPLAIN}
 
@@ -108,8 +108,8 @@ def test_roles_incident_responder_revokes_and_requests_replacements() -> None:
     }
 
 
-def test_roles_nobody_in_the_console_has_the_engine_s_rights_or_makes_operators() -> None:
-    """Issuing is the worker's, creating operators the host's: no role reaches either."""
+def test_roles_no_console_role_has_system_permissions_or_creates_operators() -> None:
+    """Guarantee: only the worker issues keys and only the host creates operators."""
     for role in Role:
         assert ROLE_PERMISSIONS[role].isdisjoint({*ENGINE, *HOLDERS, P.OPERATORS_WRITE, P.KEYS_VERIFY})
 

@@ -187,7 +187,7 @@ def test_verdicts_equal_the_reviewed_file(keys: dict[Row, str], requests: dict[R
     assert text == GOLDEN.read_text()
 
 
-def test_verdicts_allow_no_key_but_the_good_one(keys: dict[Row, str]) -> None:
+def test_verdicts_allow_only_the_good_key(keys: dict[Row, str]) -> None:
     """Guarantee: a key that is not active and proved is denied everywhere."""
     assert "allowed" not in keys.values()
 

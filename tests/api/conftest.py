@@ -24,8 +24,8 @@ def usage(monkeypatch: pytest.MonkeyPatch) -> UsageLog:
     """The usage log of the doors, without its thread: a test flushes it by hand."""
     log = UsageLog()
     monkeypatch.setattr(UsageLog, "start", lambda self: None)
-    for door in ("keyvault.hotpath.adapters.assembly", "keyvault.api.integration"):
-        monkeypatch.setattr(f"{door}.usage_log", log)
+    for module in ("keyvault.hotpath.adapters.assembly", "keyvault.api.integration"):
+        monkeypatch.setattr(f"{module}.usage_log", log)
     return log
 
 

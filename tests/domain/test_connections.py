@@ -84,7 +84,7 @@ def test_credentials_plainly_of_the_other_mode_are_refused(
 
 
 @pytest.mark.parametrize("text", ["live", "a live_key", "task_live_1", "whsec_live", "sk_live_"])
-def test_credentials_that_say_nothing_of_their_mode_are_kept(text: str) -> None:
+def test_credentials_without_a_mode_are_accepted(text: str) -> None:
     assert read(text, TEST) == text
 
 

@@ -138,14 +138,16 @@ def test_key_verifies_only_while_active_and_unexpired(
 
 @pytest.mark.parametrize("state", KeyState)
 @pytest.mark.parametrize("retirement", [None, *RetirementReason])
-def test_key_verification_ignores_what_is_only_told(state: KeyState, retirement: RetirementReason | None) -> None:
-    """Whether a key verifies hangs on its state and the clock alone."""
+def test_key_verification_ignores_purely_informative_fields(
+    state: KeyState, retirement: RetirementReason | None
+) -> None:
+    """Whether a key verifies depends on its state and the clock alone."""
     found = key_record(state, retirement=retirement, reports_origin=True)
     assert found.may_verify(NOW) == (state is KeyState.ACTIVE)
 
 
 class Life(RuleBasedStateMachine):
-    """A key that everybody pulls at, at random moments."""
+    """A key under random operations at random moments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def test_network_or_single_address_is_parsed(text: str) -> None:
         "localhost",
     ],
 )
-def test_network_that_is_none_is_refused(text: str) -> None:
+def test_network_that_is_malformed_is_refused(text: str) -> None:
     """Host bits are refused too: 192.0.2.1/24 is ambiguous between one address and 256."""
     with pytest.raises(ValueError):  # noqa: PT011  the library's own words
         parse_network(text)

@@ -106,7 +106,7 @@ def test_recipients_sealed_text_is_closed_to_everybody_else(
 
 
 @given(secrets_, strings)
-def test_recipients_sealing_twice_gives_nothing_alike(secret: X25519PrivateKey, text: str) -> None:
+def test_recipients_sealing_twice_gives_unrelated_ciphertexts(secret: X25519PrivateKey, text: str) -> None:
     """Guarantee: each sealing uses a new ephemeral key, so equal texts give unrelated ciphertexts."""
     first, second = sealed_bytes(secret, text), sealed_bytes(secret, text)
     assert first[0] != second[0]

@@ -81,7 +81,7 @@ def leaks(value: str, text: str) -> bool:
 @pytest.mark.parametrize("sort", SORTS, ids="_".join)
 @pytest.mark.parametrize("brand", ["kv", "a", "acme2", "a123456789abcdef"])
 @pytest.mark.parametrize("is_checksum_right", [True, False], ids=["right checksum", "wrong checksum"])
-def test_redact_key_string_of_any_sort_shows_its_handle_only(
+def test_redact_key_string_of_any_kind_shows_its_handle_only(
     sort: tuple[str, str], brand: str, is_checksum_right: bool
 ) -> None:
     """All four kinds of any brand, right checksum or not: what is left is public, and enough for support."""

@@ -66,15 +66,15 @@ def test_line_with_any_byte_changed_is_damaged(line: Line, data: st.DataObject) 
 
 
 @given(lines, st.data())
-def test_line_of_which_a_part_is_there_is_none(line: Line, data: st.DataObject) -> None:
-    """A write that a crash cut short is never taken for the whole."""
+def test_line_that_is_cut_off_is_damaged(line: Line, data: st.DataObject) -> None:
+    """Guarantee: a write that a crash cut short is never read as a complete line."""
     text = line_bytes(line)[:-1]
     with pytest.raises(DamagedLineError):
         parse_line(text[: data.draw(st.integers(0, len(text) - 1))])
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"what":"other"}', b'{"what":"looked"}', b"\xff"])
-def test_line_of_somebody_else_is_damaged_though_its_checksum_fits(body: bytes) -> None:
+def test_line_with_an_invalid_body_is_damaged_despite_a_correct_checksum(body: bytes) -> None:
     with pytest.raises(DamagedLineError):
         parse_line(body + b" " + revocation_log._checksum(body))
 
@@ -136,7 +136,7 @@ def test_standing_is_what_committed_though_it_was_dropped(marks: tuple[Line, Lin
     assert standing(FIRST, *marks, boot="now") == standing(FIRST, *marks, boot="later") == [FIRST]
 
 
-def test_waiting_is_what_the_running_machine_wrote_and_nobody_settled() -> None:
+def test_pending_revocations_are_the_unsettled_ones_of_this_boot() -> None:
     found = ConfirmedLines()
     for line in (FIRST, replace(FIRST, id="c"), SECOND, replace(SECOND, unit="u3", boot="before"), Dropped("u2")):
         found.add(line)

@@ -37,7 +37,7 @@ VERDICTS = {
 
 
 @pytest.mark.django_db(transaction=True)
-def test_fuzz_of_request_lines_and_headers_finds_nothing_that_the_contract_does_not_say(tmp_path: Path) -> None:
+def test_fuzz_of_request_lines_and_headers_finds_no_deviation_from_the_contract(tmp_path: Path) -> None:
     """Guarantee: however a request is spelled, it is judged by the table of verdicts, refused, or no request at all."""
     known = make_keys()
     with serving(tmp_path, **UNLIMITED) as port:

@@ -74,7 +74,7 @@ class Primed:
     """An engine and its threaded frontend. Without a cache, `ask` reads the database for each request."""
 
     engine: Engine
-    door: ThreadedFrontend
+    frontend: ThreadedFrontend
     may_remember: bool
 
     def ask(self, token: str, asked: Mapping[str, Any], path: str = VERIFY) -> HttpResponse:
@@ -85,10 +85,10 @@ class Primed:
             self.engine.freshness.confirm(time.monotonic(), time.time())
         if method == "POST" and target == VERIFY and "authorization" in headers:
             # As the servers do.
-            known = self.door.verify_known(headers["authorization"].encode(), body)
+            known = self.frontend.verify_known(headers["authorization"].encode(), body)
             if isinstance(known, HttpResponse):
                 return known
-        return self.door.answer(method, target, Headers({"content-type": "application/json", **headers}), body)
+        return self.frontend.answer(method, target, Headers({"content-type": "application/json", **headers}), body)
 
     @property
     def from_memory(self) -> int:

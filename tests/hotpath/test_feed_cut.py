@@ -32,7 +32,7 @@ def data(tmp_path: Path) -> Iterator[Path]:
             generation.cache_clear()
 
 
-def test_verifiers_cut_off_from_the_feed_give_no_stale_yes(data: Path, tmp_path: Path) -> None:
+def test_verifiers_cut_off_from_the_feed_allow_no_stale_key(data: Path, tmp_path: Path) -> None:
     """LISTEN connections killed again and again, a process stopped while a key is revoked, the clock stepped while
     nothing can be confirmed: on the writer's host no yes after the act returned, elsewhere none after its receipt or
     after MAX_STALENESS; good keys are refused for no other reason than that there is no verdict, and allowed again."""

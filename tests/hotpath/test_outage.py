@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return tick
 
 
-def test_outage_is_told_once_a_second_however_many_ask(
+def test_outage_is_logged_once_a_second_under_any_load(
     clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Thousands ask, and a line for each would fill the disk, and hold up those that are answered from memory."""

@@ -158,7 +158,7 @@ def test_store_whose_idle_connections_were_lost_reads_by_another() -> None:
     asyncio.run(ask())
 
 
-def test_store_whose_connection_is_lost_meanwhile_says_so_and_reads_the_next_one(
+def test_store_whose_connection_is_lost_fails_and_reads_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 5.0)
@@ -178,7 +178,7 @@ def test_store_whose_connection_is_lost_meanwhile_says_so_and_reads_the_next_one
     asyncio.run(ask())
 
 
-def test_reading_that_was_cancelled_leaves_its_answer_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_that_was_canceled_passes_its_answer_to_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: what was asked before is never taken for the answer to what is asked next."""
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 5.0)
 
@@ -197,7 +197,7 @@ def test_reading_that_was_cancelled_leaves_its_answer_to_nobody(monkeypatch: pyt
     asyncio.run(ask())
 
 
-def test_question_that_is_longer_than_a_socket_takes_at_once_is_sent_all_the_same(
+def test_statement_larger_than_the_socket_buffer_is_sent_completely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 20.0)
@@ -232,7 +232,7 @@ async def told_of(store: PostgresStore, ids: frozenset[str] = NOBODY) -> object:
     return found
 
 
-def test_keys_that_are_read_for_without_waiting_are_told_by_the_same_connection_again_and_again() -> None:
+def test_keys_read_by_callback_reuse_one_connection() -> None:
     async def ask() -> None:
         store = PostgresStore()
         assert [await told_of(store) for _ in range(3)] == [{}] * 3
@@ -244,7 +244,7 @@ def test_keys_that_are_read_for_without_waiting_are_told_by_the_same_connection_
     asyncio.run(ask())
 
 
-def test_keys_that_are_read_for_by_a_lost_connection_are_read_for_by_another() -> None:
+def test_keys_of_a_lost_connection_are_read_by_another() -> None:
     async def ask() -> None:
         store = PostgresStore()
         await asyncio.gather(store.find(KEY, NOBODY), store.find(KEY, NOBODY))
@@ -258,7 +258,7 @@ def test_keys_that_are_read_for_by_a_lost_connection_are_read_for_by_another() -
     asyncio.run(ask())
 
 
-def test_keys_whose_reading_hangs_are_given_up_and_the_next_one_is_read() -> None:
+def test_keys_whose_reading_hangs_time_out_and_the_next_one_is_read() -> None:
     async def ask() -> None:
         store = PostgresStore()
         query, store._query = store._query, b"SELECT pg_sleep(600) WHERE 'x' <> ALL($1) AND cardinality($1) > 1"
@@ -273,7 +273,7 @@ def test_keys_whose_reading_hangs_are_given_up_and_the_next_one_is_read() -> Non
     asyncio.run(ask())
 
 
-def test_keys_whose_rows_make_no_record_are_told_as_that_and_hold_up_nothing() -> None:
+def test_keys_with_invalid_rows_are_reported_and_delay_no_other() -> None:
     """A row of a newer release, say."""
 
     async def ask() -> None:
@@ -288,7 +288,7 @@ def test_keys_whose_rows_make_no_record_are_told_as_that_and_hold_up_nothing() -
     asyncio.run(ask())
 
 
-def test_reading_whose_rows_cannot_be_read_is_told_as_that_and_ends_its_connection(
+def test_reading_with_unreadable_rows_is_reported_and_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def ask() -> None:
@@ -305,7 +305,7 @@ def test_reading_whose_rows_cannot_be_read_is_told_as_that_and_ends_its_connecti
     asyncio.run(ask())
 
 
-def test_connection_that_is_asked_while_the_store_is_closed_is_closed_with_its_answer() -> None:
+def test_connection_in_use_when_the_store_closes_is_closed_after_its_answer() -> None:
     async def ask() -> None:
         store = PostgresStore()
         assert await told_of(store) == {}
@@ -319,7 +319,7 @@ def test_connection_that_is_asked_while_the_store_is_closed_is_closed_with_its_a
     asyncio.run(ask())
 
 
-def test_keys_are_the_same_by_every_way_of_reading_them() -> None:
+def test_keys_are_equal_by_every_way_of_reading_them() -> None:
     """Networks as PostgreSQL sends them, dates, limits of the account."""
     make_merchant("acme")
     QuerySet(Account).update(limit_count=7, limit_seconds=60)
@@ -340,11 +340,11 @@ def test_keys_are_the_same_by_every_way_of_reading_them() -> None:
     asyncio.run(ask())
 
 
-def test_ids_that_no_key_can_have_are_not_asked_for() -> None:
+def test_ids_that_no_key_can_have_are_not_queried() -> None:
     assert stores._array(["a" * 16, 'x","y', "a\\", ""]) == b'{"' + b"a" * 16 + b'"}'
 
 
-def test_statement_of_keys_goes_by_the_indexes_of_tables_that_are_empty() -> None:
+def test_statement_of_keys_uses_the_indexes_of_empty_tables() -> None:
     """It is planned once, and the tables grow under it."""
     with connection.cursor() as cursor:
         cursor.execute(stores._SETTINGS.decode())

@@ -142,7 +142,7 @@ def prove_nothing(primed: Primed, asked: list[Asked]) -> None:
 
 
 @pytest.mark.parametrize("name", ALTERING)
-def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scene, minted: Minted, name: str) -> None:
+def test_engine_after_any_operation_answers_like_one_without_a_cache(scene: Scene, minted: Minted, name: str) -> None:
     """Guarantee: once an act has returned, no engine of its host answers by what was before, nor does any engine of
     another host that has seen the feed since; whatever it had in memory, and in which tier."""
     make_token(*SERVICE_PERMISSIONS)
@@ -181,7 +181,7 @@ def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scen
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_engine_key_that_had_expired_is_a_revoked_one_once_it_is_reported(scene: Scene, is_elsewhere: bool) -> None:
+def test_engine_expired_key_is_revoked_once_it_is_reported(scene: Scene, is_elsewhere: bool) -> None:
     """The one denial of a key that has ended which another takes the place of."""
     _, service = make_token(*SERVICE_PERMISSIONS)
     key, text = issue(scene.sandbox, expires_in_days=30, at=now() - timedelta(days=40))
@@ -209,7 +209,7 @@ def kinds() -> dict[str, type[RecordedModel]]:
     return found
 
 
-def test_engine_every_kind_of_subject_has_an_act_that_moves_an_answer() -> None:
+def test_engine_every_kind_of_subject_has_an_operation_that_changes_a_verdict() -> None:
     """A new kind of subject is shown here to reach what engines know."""
     assert set(kinds()) == set(MOVED)
     for kind, name in MOVED.items():
@@ -230,7 +230,7 @@ def test_engine_every_kind_of_subject_is_evicted_by_its_name() -> None:
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 @pytest.mark.parametrize("kind", [StringKind.PRIVATE, StringKind.CUSTOMER_TOKEN, StringKind.SERVICE_TOKEN])
-def test_engine_that_has_looked_for_what_is_made_afterwards_finds_it(
+def test_engine_finds_a_key_that_was_issued_after_a_miss(
     scene: Scene, minted: Minted, kind: StringKind, is_elsewhere: bool
 ) -> None:
     """An id that was unknown is found once a key with this id is issued."""
@@ -264,7 +264,7 @@ def test_engine_that_has_looked_for_what_is_made_afterwards_finds_it(
     assert b'"allowed":true' in primed.ask(token, asked).body
 
 
-def test_engine_whose_follower_finds_that_the_feed_went_back_answers_nothing(scene: Scene) -> None:
+def test_engine_whose_follower_detects_a_lost_feed_answers_nothing(scene: Scene) -> None:
     """Guarantee: after a fail-over to a replica that lacks a revocation the key is not good again, though the database
     that questions are read through from says so."""
     _, service = make_token(*SERVICE_PERMISSIONS)

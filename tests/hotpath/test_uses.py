@@ -52,7 +52,7 @@ def written() -> Counter[tuple[str, ...]]:
     return found
 
 
-def test_uses_of_the_fast_way_are_written_exactly(
+def test_uses_of_the_fast_path_are_written_exactly(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog
 ) -> None:
     """By key, source, user agent, endpoint and, of public keys, origin; whichever way each of them went."""
@@ -95,7 +95,7 @@ def test_uses_without_an_address_are_the_token_s(
     assert set(UseBucket.objects.values_list("source", "count")) == {(f"token:{row.token_id}", 4)}
 
 
-def test_uses_of_a_probe_are_none(keys: dict[KeyKind, tuple[Key, str]], primed: Primed, usage: UsageLog) -> None:
+def test_uses_of_a_probe_are_not_counted(keys: dict[KeyKind, tuple[Key, str]], primed: Primed, usage: UsageLog) -> None:
     """A test call of our own is no sign of life, from memory as from the database."""
     _, probe = make_token(P.KEYS_VERIFY, is_probe=True)
     for _ in range(5):
@@ -106,7 +106,7 @@ def test_uses_of_a_probe_are_none(keys: dict[KeyKind, tuple[Key, str]], primed: 
     assert not KeyUse.objects.exists()
 
 
-def test_uses_of_dry_runs_and_of_refusals_are_none(
+def test_uses_of_dry_runs_and_of_refusals_are_not_counted(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog
 ) -> None:
     text = keys[KeyKind.PRIVATE][1]
@@ -122,7 +122,7 @@ def test_uses_of_dry_runs_and_of_refusals_are_none(
 
 
 @pytest.mark.parametrize("is_remembered", [False, True])
-def test_uses_keep_no_secret_and_no_overlong_words(
+def test_uses_keep_no_secret_and_no_overlong_text(
     keys: dict[KeyKind, tuple[Key, str]], token: str, usage: UsageLog, is_remembered: bool
 ) -> None:
     """What a client reports about itself is bounded, from the cache and from the slow path."""
@@ -139,7 +139,7 @@ def test_uses_keep_no_secret_and_no_overlong_words(
     assert kept == {("Bearer *** one", "Bearer *** two"), ("u" * 120, "o" * 120)}
 
 
-def test_uses_beyond_the_bound_are_counted_all_the_same(
+def test_uses_beyond_the_bound_are_still_counted(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a flood of sources only the first are distinguished; the total stays exact."""

@@ -48,7 +48,7 @@ async def told(answer: HttpResponse | Awaitable[HttpResponse]) -> tuple[int, str
 
 @pytest.mark.parametrize("target", [b"/healthz", b"/healthz?x=1"])
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
-def test_health_is_answered_by_the_loop_itself(method: bytes, target: bytes) -> None:
+def test_health_is_answered_by_the_event_loop(method: bytes, target: bytes) -> None:
     answer = AssembledVerifier().handle(method, target, [], b"")
     assert isinstance(answer, HttpResponse)
     assert (answer.status, answer.body) == (200, b'{"status":"ok"}')
@@ -56,13 +56,13 @@ def test_health_is_answered_by_the_loop_itself(method: bytes, target: bytes) -> 
 
 
 @pytest.mark.parametrize("target", [b"/healthz", b"/readyz", b"/metrics?x=1"])
-def test_watched_address_takes_nothing_but_reads(target: bytes) -> None:
+def test_watched_path_accepts_only_reads(target: bytes) -> None:
     answer = AssembledVerifier().handle(b"POST", target, [], b"")
     assert isinstance(answer, HttpResponse)
     assert (answer.status, answer.all_headers()["Allow"]) == (405, "GET, HEAD")
 
 
-def test_watch_that_hangs_is_given_up_and_holds_up_no_other(
+def test_watch_that_hangs_times_out_and_delays_no_other(
     monkeypatch: pytest.MonkeyPatch, goes_on: threading.Event
 ) -> None:
     """Guarantee: no orchestrator kills a verifier that still answers because its database does not."""

@@ -130,7 +130,7 @@ def test_vault_on_disk_is_sealed_killed_and_started_again(open_folder: Path, mon
     assert not any(open_folder.iterdir())
 
 
-def test_vault_that_the_environment_names_is_taken_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vault_that_the_environment_names_is_used_and_not_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEYVAULT_TEST_VAULT_ADDR", "http://127.0.0.1:1")
     monkeypatch.setenv("KEYVAULT_TEST_VAULT_TOKEN", "s.lent")
     with openbao_server() as server:
@@ -160,7 +160,7 @@ def test_vault_that_is_not_installed_is_missing_with_the_places_searched(
             pass
 
 
-def test_server_that_does_not_start_is_told_with_its_own_words(
+def test_server_that_does_not_start_is_reported_with_its_output(
     open_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(open_folder))

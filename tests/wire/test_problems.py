@@ -107,11 +107,11 @@ def test_problem_type_has_the_contract_s_status_and_check(code: ErrorCode) -> No
 
 
 @every_code
-def test_problem_type_check_is_an_item_of_d23(code: ErrorCode) -> None:
+def test_problem_type_check_is_a_documented_rule_number(code: ErrorCode) -> None:
     assert PROBLEM_TYPES[code].check in {None, 1, 2, 3, 4, 5}
 
 
-def test_problem_type_titles_are_words_of_their_own() -> None:
+def test_problem_type_titles_are_distinct() -> None:
     titles = [kind.title for kind in PROBLEM_TYPES.values()]
     assert len(set(titles)) == len(titles)
     assert all(re.fullmatch(r"[A-Z][A-Za-z -]+", title) for title in titles)

@@ -98,7 +98,7 @@ def test_webhook_of_another_secret_is_refused() -> None:
         verify(OTHER_SECRET, signed(), BODY, AT)
 
 
-def test_webhook_borders_of_what_is_signed_cannot_be_moved() -> None:
+def test_webhook_signature_separates_its_fields() -> None:
     """A dot in the id would let `a.b` of one message be the id and time of another."""
     with pytest.raises(ValueError, match="a dot"):
         sign([Plaintext(SECRET)], "a.1", AT, BODY)
@@ -117,8 +117,8 @@ def test_webhook_of_another_time_is_refused(off: timedelta) -> None:
 
 
 @given(st.dictionaries(st.sampled_from(list(signed())), st.text()), st.binary())
-def test_webhook_of_nobody_knows_what_is_refused(headers: Mapping[str, str], body: bytes) -> None:
-    """Nothing that can be sent is anything but refused: no other exception, no yes."""
+def test_webhook_of_arbitrary_headers_and_body_is_refused(headers: Mapping[str, str], body: bytes) -> None:
+    """Guarantee: arbitrary headers and body raise SignatureInvalidError, never another exception."""
     with pytest.raises(SignatureInvalidError):
         verify(SECRET, headers, body, AT)
 
@@ -126,14 +126,14 @@ def test_webhook_of_nobody_knows_what_is_refused(headers: Mapping[str, str], bod
 # --- secrets ---------------------------------------------------------------------------------------------------
 
 
-def test_webhook_secret_made_is_one_of_the_standard() -> None:
+def test_webhook_secret_generated_conforms_to_the_standard() -> None:
     secret = mint_secret(bytes)
     assert re.fullmatch(r"whsec_[A-Za-z0-9+/=]{44}", secret.reveal())
     assert verify(secret.reveal(), sign([secret], MESSAGE_ID, AT, BODY), BODY, AT) == MESSAGE_ID
 
 
 @pytest.mark.parametrize("count", [24, 64])
-def test_webhook_secret_of_the_lengths_of_the_standard_is_taken(count: int) -> None:
+def test_webhook_secret_of_the_lengths_of_the_standard_is_accepted(count: int) -> None:
     secret = "whsec_" + base64.b64encode(bytes(count)).decode()
     assert verify(secret, sign([Plaintext(secret)], MESSAGE_ID, AT, BODY), BODY, AT) == MESSAGE_ID
 
@@ -163,11 +163,11 @@ def test_webhook_secret_of_another_kind_is_refused(secret: str) -> None:
 
 
 @pytest.mark.parametrize("status", range(200, 300))
-def test_answer_of_2xx_is_a_yes(status: int) -> None:
+def test_answer_of_2xx_is_a_success(status: int) -> None:
     assert judge_response(status, "60", AT) == DeliveryAssessment(DeliveryOutcome.DELIVERED)
 
 
-def test_answer_410_ends_it() -> None:
+def test_answer_of_410_disables_the_endpoint() -> None:
     assert judge_response(410, None, AT) == DeliveryAssessment(DeliveryOutcome.GONE)
 
 
@@ -197,17 +197,17 @@ def test_answer_of_anything_else_is_a_failure(status: int) -> None:
         ("9" * 400, timedelta()),
     ],
 )
-def test_answer_that_asks_for_a_pause_gets_it_within_reason(status: int, retry_after: str, wait: timedelta) -> None:
+def test_answer_with_retry_after_is_honored_within_bounds(status: int, retry_after: str, wait: timedelta) -> None:
     assert judge_response(status, retry_after, AT) == DeliveryAssessment(DeliveryOutcome.RETRY, wait)
 
 
 @pytest.mark.parametrize("status", [301, 404, 500])
-def test_answer_of_another_kind_asks_for_no_pause(status: int) -> None:
+def test_answer_of_another_kind_ignores_retry_after(status: int) -> None:
     assert judge_response(status, "3600", AT) == DeliveryAssessment(DeliveryOutcome.RETRY)
 
 
 @given(st.sampled_from([429, 503]), st.one_of(st.text(), st.from_regex(r"\w{3}, \d\d \w{3} \d{4,6} [0-9:]{8} .{0,9}")))
-def test_answer_with_any_pause_at_all_is_judged(status: int, retry_after: str) -> None:
+def test_answer_with_any_retry_after_is_judged(status: int, retry_after: str) -> None:
     """An endpoint writes what it likes there: it never stops the worker, and never buys more than a day."""
     judgement = judge_response(status, retry_after, AT)
     assert judgement.verdict is DeliveryOutcome.RETRY
@@ -217,7 +217,7 @@ def test_answer_with_any_pause_at_all_is_judged(status: int, retry_after: str) -
 # --- attempts --------------------------------------------------------------------------------------------------
 
 
-def test_attempts_go_on_for_about_75_hours() -> None:
+def test_attempts_continue_for_about_75_hours() -> None:
     pauses = [next_attempt(attempts, lambda: 0.5) for attempts in range(1, MOST_ATTEMPTS + 1)]
     assert pauses[-1] is None
     told = [pause for pause in pauses if pause is not None]
@@ -227,7 +227,7 @@ def test_attempts_go_on_for_about_75_hours() -> None:
 
 
 @given(st.integers(1, MOST_ATTEMPTS - 1), st.floats(0, 1, exclude_max=True))
-def test_attempts_come_a_tenth_earlier_or_later(attempts: int, random: float) -> None:
+def test_attempts_have_ten_percent_jitter(attempts: int, random: float) -> None:
     """Endpoints that failed together are not all asked again at the same moment."""
     middle, pause = next_attempt(attempts, lambda: 0.5), next_attempt(attempts, lambda: random)
     assert middle is not None

@@ -341,7 +341,7 @@ def test_engine_requested_key_is_not_displaced_by_keys_requested_once(stage: Sta
         assert primed.from_memory == before + 1
 
 
-def test_engine_key_that_was_asked_for_once_makes_room_before_one_that_was_again(stage: Stage) -> None:
+def test_engine_key_requested_once_is_evicted_before_a_repeated_one(stage: Stage) -> None:
     primed = prime(capacity=3)
     others = [issue(account(), label=f"number {number}") for number in range(3)]
     for _ in range(3):
@@ -358,7 +358,7 @@ def test_engine_key_that_was_asked_for_once_makes_room_before_one_that_was_again
 
 
 @pytest.mark.parametrize("kind", [KEY, TOKEN, RULES])
-def test_engine_reading_that_a_change_came_across_is_not_remembered(
+def test_engine_reading_with_a_concurrent_change_is_not_cached(
     stage: Stage, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guarantee: what was read before a change, and came after it, answers its own question and no other."""
@@ -392,9 +392,7 @@ def test_engine_reading_that_a_change_came_across_is_not_remembered(
 
 
 @pytest.mark.parametrize("is_read_anew", [False, True])
-def test_engine_judgement_that_a_change_of_the_rules_came_across_is_not_remembered(
-    stage: Stage, is_read_anew: bool
-) -> None:
+def test_engine_judgement_with_a_concurrent_change_of_the_rules_is_not_cached(stage: Stage, is_read_anew: bool) -> None:
     """Guarantee: after an endpoint is withdrawn during a judgement, no later request for it is granted.
 
     The request itself spends and is noted exactly once, under the rules that judged it.
@@ -423,7 +421,7 @@ def test_engine_judgement_that_a_change_of_the_rules_came_across_is_not_remember
     assert decision(primed.ask(stage.token, asked)) == (404, "endpoint_unknown")
 
 
-def test_engine_flooded_with_ids_that_are_nobodys_stays_bounded_and_asks_once_for_each(
+def test_engine_flooded_with_unknown_ids_stays_bounded_and_reads_each_once(
     stage: Stage, looked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     primed = prime()
@@ -505,8 +503,8 @@ async def answered(found: HttpResponse | Awaitable[HttpResponse]) -> HttpRespons
     return found if isinstance(found, HttpResponse) else await found
 
 
-def asks(door: AsyncioFrontend, stage: Stage, key: str | None = None, **more: object) -> CallbackFuture:
-    found = door.answer(b"POST", VERIFY.encode(), *sent(stage, key or stage.text, **more))
+def asks(frontend: AsyncioFrontend, stage: Stage, key: str | None = None, **more: object) -> CallbackFuture:
+    found = frontend.answer(b"POST", VERIFY.encode(), *sent(stage, key or stage.text, **more))
     assert isinstance(found, CallbackFuture)
     return found
 
@@ -520,18 +518,18 @@ def at_work(stage: Stage) -> tuple[Primed, HeldStore, AsyncioFrontend]:
     return primed, store, AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
 
 
-def test_engine_question_joins_no_reading_that_is_under_way(stage: Stage) -> None:
+def test_engine_request_joins_no_reading_in_progress(stage: Stage) -> None:
     """Guarantee: a question that is asked after a change is not answered by a reading from before it."""
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
-        await asks(door, stage)
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        await asks(frontend, stage)
         store.holds = True
-        first = asks(door, stage)
+        first = asks(frontend, stage)
         await until(lambda: len(store.readings) == 1)
         outside_the_loop(lambda: suspend(stage))
-        second = asks(door, stage)
+        second = asks(frontend, stage)
         await until(lambda: len(store.readings) == 2)
         store.readings[1][2].set()
         assert decision(await second) == (401, "key_not_active")
@@ -541,14 +539,14 @@ def test_engine_question_joins_no_reading_that_is_under_way(stage: Stage) -> Non
     asyncio.run(run())
 
 
-def test_engine_questions_of_one_moment_are_read_for_at_once(stage: Stage) -> None:
+def test_engine_concurrent_requests_share_one_reading(stage: Stage) -> None:
     texts = [stage.text] + [issue(account(), label=f"number {number}")[1].reveal() for number in range(3)]
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         store.holds = True
-        asked = [asks(door, stage, text) for text in texts * 5]
+        asked = [asks(frontend, stage, text) for text in texts * 5]
         await until(lambda: len(store.readings) == 1)
         (_, ids, released), *_ = store.readings
         assert len(ids) == len(texts)
@@ -559,10 +557,8 @@ def test_engine_questions_of_one_moment_are_read_for_at_once(stage: Stage) -> No
     asyncio.run(run())
 
 
-def test_engine_few_that_come_while_a_reading_is_under_way_are_read_for_together(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reading for one costs as much as for many: they wait for company or the end of the one before, not for ever."""
+def test_engine_requests_during_a_reading_share_the_next_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reading costs as much for many keys as for one, so requests wait for a full batch or the previous reading."""
     monkeypatch.setattr(asyncio_frontend, "MAX_BATCH_DELAY_SECONDS", 3600.0)
     texts = [
         issue(account(), label=f"number {number}")[1].reveal()
@@ -571,17 +567,17 @@ def test_engine_few_that_come_while_a_reading_is_under_way_are_read_for_together
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
-        await asks(door, stage)
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        await asks(frontend, stage)
         store.holds = True
-        asked = [asks(door, stage)]
+        asked = [asks(frontend, stage)]
         await until(lambda: len(store.readings) == 1)
         for text in texts[:2]:
-            asked.append(asks(door, stage, text))
+            asked.append(asks(frontend, stage, text))
             for _ in range(100):
                 await asyncio.sleep(0)
         assert len(store.readings) == 1
-        asked += [asks(door, stage, text) for text in texts[2:]]
+        asked += [asks(frontend, stage, text) for text in texts[2:]]
         await until(lambda: len(store.readings) == 2)
         assert len(store.readings[1][1]) == len(texts), "as many as are answered in one turn do not wait"
         for _, _, released in store.readings:
@@ -601,9 +597,7 @@ MEANWHILE: dict[str, Callable[[Primed, Stage], None]] = {
 
 
 @pytest.mark.parametrize("change", MEANWHILE)
-def test_engine_miss_that_a_change_came_across_is_answered_by_what_was_read_for_it_and_not_remembered(
-    stage: Stage, change: str
-) -> None:
+def test_engine_miss_with_a_concurrent_change_uses_its_own_reading_and_is_not_cached(stage: Stage, change: str) -> None:
     """Guarantee: a key is read for once, and that reading, which began after the question came, serves it; and no other
     question."""
     (_, known), (gone, gone_text), (_, other) = (issue(account(), label=f"number {number}") for number in range(3))
@@ -618,15 +612,15 @@ def test_engine_miss_that_a_change_came_across_is_answered_by_what_was_read_for_
     async def run() -> None:
         clock, store = Clock(), HeldStore()
         primed = prime_by(clock)
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         for text, told in expected.items():
             store.holds = False
             primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
-            await answered(door.answer(b"POST", VERIFY.encode(), *sent(stage, known.reveal())))
+            await answered(frontend.answer(b"POST", VERIFY.encode(), *sent(stage, known.reveal())))
             store.holds = True
             store.readings.clear()
-            question = asks(door, stage, text)
-            assert len(door._misses) == 1, "it lacks the key alone, or this is about something else"
+            question = asks(frontend, stage, text)
+            assert len(frontend._misses) == 1, "it lacks the key alone, or this is about something else"
             await until(lambda: bool(store.readings))
             MEANWHILE[change](primed, stage)
             store.readings[0][2].set()
@@ -654,15 +648,15 @@ def test_engine_miss_without_a_concurrent_change_is_cached(stage: Stage, is_revo
 
     async def run() -> None:
         primed, store = prime_by(Clock()), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
-        await answered(door.answer(b"POST", VERIFY.encode(), *sent(stage, known)))
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        await answered(frontend.answer(b"POST", VERIFY.encode(), *sent(stage, known)))
         store.holds = True
-        question = asks(door, stage)
+        question = asks(frontend, stage)
         await until(lambda: len(store.readings) == 1)
         store.readings[0][2].set()
         expected = masked(await question)
         before = primed.from_memory
-        again = door.answer(b"POST", VERIFY.encode(), *sent(stage, stage.text))
+        again = frontend.answer(b"POST", VERIFY.encode(), *sent(stage, stage.text))
         assert isinstance(again, HttpResponse)
         assert decision(again) == ((401, "key_revoked") if is_revoked else ALLOWED)
         assert masked(again) == expected
@@ -680,16 +674,16 @@ def test_engine_failed_reading_answers_every_request_that_waited_for_it(
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         with monkeypatch.context() as patch:
 
             async def fail(kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
                 raise error
 
             patch.setattr(store, "find", fail)
-            for answer in await asyncio.gather(asks(door, stage), asks(door, stage)):
+            for answer in await asyncio.gather(asks(frontend, stage), asks(frontend, stage)):
                 assert answer.status == (500 if isinstance(error, ZeroDivisionError) else 503)
-        assert decision(await asks(door, stage)) == ALLOWED
+        assert decision(await asks(frontend, stage)) == ALLOWED
 
     asyncio.run(run())
 
@@ -699,9 +693,9 @@ def test_engine_abandoned_request_for_a_missed_key_spends_and_notes_nothing(stag
     other = issue(account(), label="read for an abandoned request")[1].reveal()
 
     async def run() -> None:
-        primed, store, door = at_work(stage)
+        primed, store, frontend = at_work(stage)
         store.holds = True
-        late, patient = asks(door, stage, other), asks(door, stage, issued)
+        late, patient = asks(frontend, stage, other), asks(frontend, stage, issued)
         await until(lambda: len(store.readings) == 1)
         late.cancel()
         ((_, ids, released),) = store.readings
@@ -710,7 +704,7 @@ def test_engine_abandoned_request_for_a_missed_key_spends_and_notes_nothing(stag
         assert len(ids) == 2
         (use,), _ = primed.engine.take_uses()
         assert use[0] == issued.split("_")[-1][:16]
-        assert door._engine.memory.keys.by_id.keys() == {stage.key.key_id, use[0]}
+        assert frontend._engine.memory.keys.by_id.keys() == {stage.key.key_id, use[0]}
 
     issued = issue(account(), label="read for a waiting request")[1].reveal()
     asyncio.run(run())
@@ -722,16 +716,16 @@ def test_engine_request_abandoned_while_its_batch_is_answered_spends_nothing(
     keys = [issue(account(), label=f"number {number}") for number in range(asyncio_frontend.MAX_ANSWERS_PER_TURN + 2)]
 
     async def run() -> None:
-        primed, store, door = at_work(stage)
+        primed, store, frontend = at_work(stage)
         store.holds = True
-        *asked, last = [asks(door, stage, text.reveal()) for _, text in keys]
+        *asked, last = [asks(frontend, stage, text.reveal()) for _, text in keys]
         asked[0].add_done_callback(lambda _: last.cancel())
         await until(lambda: len(store.readings) == 1)
         store.readings[0][2].set()
         assert [decision(answer) for answer in await asyncio.gather(*asked)] == [ALLOWED] * len(asked)
         uses, _ = primed.engine.take_uses()
         assert {use[0] for use in uses} == {key.key_id for key, _ in keys[:-1]}
-        assert (len(store.readings), door._reads, last.cancelled()) == (1, 0, True)
+        assert (len(store.readings), frontend._reads, last.cancelled()) == (1, 0, True)
 
     asyncio.run(run())
 
@@ -744,22 +738,22 @@ def test_engine_runs_at_most_one_reading_above_the_concurrency_limit(stage: Stag
     ]
 
     async def run() -> None:
-        _, store, door = at_work(stage)
+        _, store, frontend = at_work(stage)
         store.holds = True
-        asked = [asks(door, stage, texts[0])]
+        asked = [asks(frontend, stage, texts[0])]
         await until(lambda: len(store.readings) == 1)
         for number, text in enumerate(texts[1:]):
-            asked.append(asks(door, stage, text, dry_run=bool(number % 2)))
+            asked.append(asks(frontend, stage, text, dry_run=bool(number % 2)))
             await asyncio.sleep(0)
         await until(lambda: len(store.readings) == asyncio_frontend.MAX_CONCURRENT_READS + 1)
         for _ in range(100):
             await asyncio.sleep(0)
-        assert len(store.readings) == door._reads == asyncio_frontend.MAX_CONCURRENT_READS + 1
+        assert len(store.readings) == frontend._reads == asyncio_frontend.MAX_CONCURRENT_READS + 1
         store.holds = False
         for _, _, released in store.readings:
             released.set()
         assert [decision(answer) for answer in await asyncio.gather(*asked)] == [ALLOWED] * len(asked)
-        assert not door._reads
+        assert not frontend._reads
 
     asyncio.run(run())
 
@@ -771,15 +765,15 @@ def test_engine_abandoned_request_is_not_read_for(stage: Stage) -> None:
 
     async def run() -> None:
         primed, store = prime(may_remember=False, note_verdict=noted.append), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         store.holds = True
-        late, never = asks(door, stage), asks(door, stage, other)
+        late, never = asks(frontend, stage), asks(frontend, stage, other)
         never.cancel()
         await until(lambda: len(store.readings) == 1)
         late.cancel()
         ((_, ids, released),) = store.readings
         released.set()
-        await until(lambda: not door._reads)
+        await until(lambda: not frontend._reads)
         assert (len(ids), len(store.readings), noted) == (1, 1, [])
 
     asyncio.run(run())
@@ -812,17 +806,17 @@ def test_engine_store_with_a_bug_gives_every_waiting_request_a_500_and_reads_aga
 
     async def run() -> None:
         primed, store = prime(), BrokenStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         for _ in range(3):
             outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
         store.breaks = breaks
-        asked = [asks(door, stage, text) for text in texts]
+        asked = [asks(frontend, stage, text) for text in texts]
         async with asyncio.timeout(10):
             assert {answer.status for answer in await asyncio.gather(*asked)} == {500}
         store.breaks = ""
         async with asyncio.timeout(10):
-            assert decision(await asks(door, stage, texts[0])) == ALLOWED
-        assert not door._reads
+            assert decision(await asks(frontend, stage, texts[0])) == ALLOWED
+        assert not frontend._reads
 
     asyncio.run(run())
 
@@ -830,8 +824,8 @@ def test_engine_store_with_a_bug_gives_every_waiting_request_a_500_and_reads_aga
 def test_engine_request_behind_abandoned_ones_is_read_for(stage: Stage) -> None:
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: True)  # type: ignore[arg-type]  # local ones have both
-        *given_up, last = [asks(door, stage) for _ in range(2 * asyncio_frontend.MAX_THROTTLED_PER_READ + 1)]
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: True)  # type: ignore[arg-type]  # local ones have both
+        *given_up, last = [asks(frontend, stage) for _ in range(2 * asyncio_frontend.MAX_THROTTLED_PER_READ + 1)]
         for each in given_up:
             each.cancel()
         async with asyncio.timeout(10):
@@ -846,16 +840,16 @@ def test_engine_request_behind_abandoned_ones_is_read_for(stage: Stage) -> None:
 def reachable(root: object) -> Iterator[object]:
     """Yield every object that the root keeps alive, apart from code."""
     seen: set[int] = set()
-    asyncio_frontend = [root]
-    while asyncio_frontend:
-        each = asyncio_frontend.pop()
+    pending = [root]
+    while pending:
+        each = pending.pop()
         if id(each) in seen or isinstance(each, type) or callable(each):
             continue
         seen.add(id(each))
         yield each
-        asyncio_frontend += gc.get_referents(each)
+        pending += gc.get_referents(each)
         if isinstance(each, Struct):  # the collector does not track some of them
-            asyncio_frontend += [getattr(each, name) for name in each.__struct_fields__]
+            pending += [getattr(each, name) for name in each.__struct_fields__]
 
 
 def test_engine_keeps_no_presented_string(stage: Stage) -> None:

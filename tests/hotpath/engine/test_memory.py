@@ -173,7 +173,7 @@ def test_full_memory_admits_repeated_keys_and_evicts_unused_ones() -> None:
     assert "key-2" not in memory.keys.by_id
 
 
-def test_memory_that_is_full_answers_for_who_comes_once_and_keeps_nothing_of_it() -> None:
+def test_memory_that_is_full_answers_a_single_request_without_caching_it() -> None:
     memory = full()
     before = set(memory.keys.by_id)
     known = memory.admit_key(a_key(CAPACITY))
@@ -185,7 +185,7 @@ def test_memory_that_is_full_answers_for_who_comes_once_and_keeps_nothing_of_it(
     assert f"credential-{CAPACITY // 2}" not in memory._by_credential
 
 
-def test_memory_that_is_full_takes_what_was_read_anew_of_who_is_there() -> None:
+def test_memory_that_is_full_updates_a_cached_record() -> None:
     memory = full()
     record = msgspec.structs.replace(a_key(3), pepper_version=2)
     assert memory.admit_key(record).record == record
@@ -193,8 +193,8 @@ def test_memory_that_is_full_takes_what_was_read_anew_of_who_is_there() -> None:
     assert len(memory.keys.by_id) == CAPACITY
 
 
-def test_memory_that_is_full_is_left_alone_by_whoever_asks_for_each_key_once() -> None:
-    """A scan of ten times as many keys as fit drives out some, where one is taken for another; it would be all."""
+def test_memory_that_is_full_keeps_most_keys_during_a_scan() -> None:
+    """A scan of ten times the capacity evicts some keys, by false positives of the doorkeeper, but not all."""
     memory = full(10_000)
     before = set(memory.keys.by_id)
     for number in range(10_000, 110_000):
@@ -213,7 +213,7 @@ def test_doorkeeper_recognizes_recent_entries_and_hardly_any_other() -> None:
 
 
 @given(st.integers(1, 400), st.lists(st.integers(0, 500), max_size=800))
-def test_doorkeeper_knows_each_of_the_last_as_many_as_fit(most: int, comers: list[int]) -> None:
+def test_doorkeeper_recognizes_as_many_recent_entries_as_fit(most: int, comers: list[int]) -> None:
     doorkeeper = Doorkeeper(most)
     lately: list[int] = []
     for comer in comers:
@@ -221,7 +221,7 @@ def test_doorkeeper_knows_each_of_the_last_as_many_as_fit(most: int, comers: lis
         lately = [*lately, comer][-max(most, 256) :]
 
 
-def test_doorkeeper_that_has_run_through_all_its_numbers_goes_on() -> None:
+def test_doorkeeper_continues_after_its_counter_wraps_around() -> None:
     doorkeeper = Doorkeeper(1)
     for number in range(3 * 256 * 256):
         doorkeeper.was_seen(str(number))
@@ -230,14 +230,14 @@ def test_doorkeeper_that_has_run_through_all_its_numbers_goes_on() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 100_000, 1_000_000])
-def test_doorkeeper_takes_little_room(most: int) -> None:
+def test_doorkeeper_takes_little_memory(most: int) -> None:
     doorkeeper = Doorkeeper(most)
     assert not doorkeeper._slots
     doorkeeper.was_seen("an entry")
     assert len(doorkeeper._slots) <= max(65_536, 64 * most)
 
 
-def test_memory_ids_that_are_nobodys_are_bounded_and_short_lived() -> None:
+def test_memory_unknown_ids_are_bounded_and_short_lived() -> None:
     absent = NegativeCache(CAPACITY, 1.0)
     for number in range(5 * CAPACITY):
         absent.put("key", str(number), 10.0)
@@ -251,7 +251,7 @@ def test_memory_ids_that_are_nobodys_are_bounded_and_short_lived() -> None:
 
 
 @pytest.mark.parametrize("subject", [("key", "1"), ("customer_token", "1"), ("service_token", "1")])
-def test_memory_absence_goes_with_its_subject(subject: Subject) -> None:
+def test_memory_absence_is_evicted_with_its_subject(subject: Subject) -> None:
     memory = Memory(b"k" * 32, CAPACITY)
     memory.absent.put(*subject, 0.0)
     memory.evict([subject])
@@ -295,7 +295,7 @@ def fresh(at: float = 100.0, wall: float = 1_000.0) -> Freshness:
     return freshness
 
 
-def test_freshness_before_the_first_confirmation_vouches_for_nothing() -> None:
+def test_freshness_before_the_first_confirmation_is_false() -> None:
     assert not Freshness(2.0).is_fresh(0.0, 0.0)
     assert Freshness(2.0).age_seconds(5.0) == float("inf")
 
@@ -320,7 +320,7 @@ def test_freshness_a_slewed_clock_is_no_step() -> None:
     assert fresh().is_fresh(101.0, 1_001.3)
 
 
-def test_freshness_confirmation_at_minus_infinity_takes_every_earlier_one_back() -> None:
+def test_freshness_confirmation_at_minus_infinity_revokes_every_earlier_one() -> None:
     freshness = fresh()
     freshness.confirm(float("-inf"), 1_000.0)
     assert not freshness.is_fresh(100.1, 1_000.1)

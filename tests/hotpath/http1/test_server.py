@@ -59,7 +59,7 @@ def refusal(client: Client) -> tuple[int, str]:
         (b"\r\n" * HEAD_BYTES, 414),
     ],
 )
-def test_head_is_taken_up_to_its_bound_and_refused_beyond(head: bytes, status: int, cut: int) -> None:
+def test_head_is_accepted_up_to_its_bound_and_refused_beyond(head: bytes, status: int, cut: int) -> None:
     """Guarantee: what one request makes the server keep is bounded, however it arrives."""
     with serving() as served, served.connect() as client:
         sent = head + b"\r\n"
@@ -74,7 +74,7 @@ def test_head_is_taken_up_to_its_bound_and_refused_beyond(head: bytes, status: i
         assert len(served.asked) == (status == 200)
 
 
-def test_body_is_taken_up_to_its_bound() -> None:
+def test_body_is_accepted_up_to_its_bound() -> None:
     with serving() as served, served.connect() as client:
         client.send(POST + b"Content-Length: %d\r\n\r\n" % BODY_BYTES, b"a" * BODY_BYTES)
         assert client.read_answer()[0] == 200
@@ -234,7 +234,7 @@ def test_client_that_pipelines_behind_a_miss_is_not_read_from() -> None:
             assert client.read_answer()[2] == b"GET / "
 
 
-def test_client_that_is_gone_before_its_miss_is_settled_harms_nobody() -> None:
+def test_client_that_disconnects_before_its_miss_is_settled_affects_no_other() -> None:
     with serving(misses=(b"/miss",)) as served:
         with served.connect() as client:
             client.send(MISS)
@@ -244,7 +244,7 @@ def test_client_that_is_gone_before_its_miss_is_settled_harms_nobody() -> None:
         assert served.connect().ask(LAST).endswith(b"GET /last ")
 
 
-def test_client_that_has_said_all_gets_all_its_answers() -> None:
+def test_client_that_half_closes_gets_all_its_answers() -> None:
     """Guarantee: closing one's own direction, as shell tools do, takes no answer away."""
     with serving(misses=(b"/miss",)) as served, served.connect() as client:
         client.send(HELLO + MISS + HELLO)
@@ -261,7 +261,7 @@ def test_client_that_has_said_all_gets_all_its_answers() -> None:
 # --- what HTTP asks of an answer --------------------------------------------------------------------------------
 
 
-def test_continue_is_said_when_the_body_is_waited_for() -> None:
+def test_continue_is_sent_when_the_server_waits_for_the_body() -> None:
     with serving() as served, served.connect() as client:
         client.send(POST + b"Content-Length: 3\r\nExpect: 100-Continue\r\n\r\n")
         assert client.read_answer()[0] == 100
@@ -275,7 +275,7 @@ def test_continue_is_said_when_the_body_is_waited_for() -> None:
         assert len(served.asked) == 3
 
 
-def test_continue_comes_behind_the_answers_that_are_due_before() -> None:
+def test_continue_follows_the_answers_that_are_due_before() -> None:
     with serving(misses=(b"/miss",)) as served, served.connect() as client:
         client.send(MISS + POST + b"Content-Length: 3\r\nExpect: 100-continue\r\n\r\n")
         served.wait_until_asked()
@@ -389,7 +389,7 @@ def test_late_answer_becomes_a_503_and_is_abandoned(caplog: pytest.LogCaptureFix
 # --- how many, and the end ---------------------------------------------------------------------------------------
 
 
-def test_connection_beyond_the_cap_is_told_so_and_others_are_served() -> None:
+def test_connection_beyond_the_cap_gets_a_503_and_others_are_served() -> None:
     """Guarantee: the process keeps within its descriptors; who is turned away knows when to come back."""
     with serving(bounds=Bounds(connections=2)) as served:
         first, second, third = served.connect(), served.connect(), served.connect()
@@ -423,7 +423,7 @@ def test_stop_waits_for_the_answers_of_disconnected_clients() -> None:
     assert order == ["answered", "stopped"]
 
 
-def test_stop_answers_what_was_asked_and_lets_nobody_in() -> None:
+def test_stop_answers_pending_requests_and_accepts_no_connection() -> None:
     """Guarantee: a deployment loses no answer."""
     with serving(misses=(b"/miss",)) as served, served.connect() as client, served.connect() as idle:
         client.send(MISS)

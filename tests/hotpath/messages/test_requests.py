@@ -76,7 +76,7 @@ def wholly(body: bytes) -> VerifyRequest | set[str]:
 
 
 @given(questions(), st.booleans())
-def test_requests_read_quickly_are_those_read_wholly(asked: dict[str, Any], is_raw: bool) -> None:
+def test_requests_of_the_fast_parser_equal_those_of_the_full_parser(asked: dict[str, Any], is_raw: bool) -> None:
     """Guarantee: the fast way reads nothing that the whole one refuses, and nothing in another way."""
     body = raw(asked) if is_raw else encoded(asked)
     quick = decode_verify(body)
@@ -117,7 +117,7 @@ def test_requests_of_any_bytes_are_read_alike(asked: dict[str, Any], data: st.Da
         b"",
     ],
 )
-def test_requests_that_can_be_read_in_two_ways_are_read_in_none(body: bytes) -> None:
+def test_requests_that_are_ambiguous_are_refused(body: bytes) -> None:
     assert decode_verify(body) is None
     assert isinstance(wholly(body), set)
 
@@ -167,10 +167,10 @@ def test_requests_of_a_batch_are_as_many_as_documented() -> None:
 
 
 @given(questions(), st.booleans(), st.data())
-def test_requests_read_as_plain_are_those_read_wholly_and_have_nothing_else(
+def test_requests_read_as_plain_have_only_plain_fields(
     asked: dict[str, Any], is_whole: bool, data: st.DataObject
 ) -> None:
-    """Guarantee: what is answered without a look at its other fields has none, however it is spaced."""
+    """Guarantee: a request that is answered without a check of its other fields has none, whatever its spacing."""
     if is_whole:
         asked = {"key": "a", "environment": "sandbox", "endpoint": "x", "client_ip": "192.0.2.1", **asked}
     text = raw(asked).decode(errors="surrogatepass")
