@@ -1,4 +1,4 @@
-"""Merchants, operators, keys and tokens for everybody's tests, each made through the real services.
+"""Merchants, operators, keys and tokens for all tests, made through the real services.
 
     tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     make_merchant("acme")
@@ -46,7 +46,7 @@ from keyvault.services.tokens.service_tokens import DEFAULT_DAYS, create_service
 from keyvault.services.work import leases
 
 PASSWORD = "correct horse battery staple"
-"""Of every operator made here."""
+"""Password of every operator that is made here."""
 
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 
@@ -84,7 +84,7 @@ def own_keystore(folder: Path) -> Iterator[None]:
 
 
 def forget_keystore() -> None:
-    """What a new process would not know: the open backend and the loaded peppers."""
+    """Forget the open backend and the loaded peppers, as in a new process."""
     secret_backend.cache_clear()
     load_peppers.cache_clear()
 
@@ -97,7 +97,7 @@ def grant(
     *,
     at: datetime | None = None,
 ) -> Grant:
-    """What `authorize` answers; raises what it raises."""
+    """Return the grant of `authorize`, or raise its error."""
     return authorize(principal, permission, account, now=at or now(), requester_person=requester_person)
 
 
@@ -170,14 +170,14 @@ def request_key(
 def approve(
     request: IssuanceRequest, *, by: principals.OperatorPrincipal | None = None, at: datetime | None = None
 ) -> IssuanceRequest:
-    """One yes to it, of the operator `approver` unless given."""
+    """Approve the request. `by`: the operator `approver` by default."""
     approving = by or the_operator("approver", Role.APPROVER)
     allowed = grant(approving, Permission.ISSUANCE_APPROVE, request.account, request.requester_person, at=at)
     return requests.approve_issuance(allowed, request, request.plan_digest)
 
 
 def issue_request(request: IssuanceRequest, *, at: datetime | None = None) -> Key:
-    """The worker's part of an approved request; `request` is as fresh as the database afterwards."""
+    """Perform the worker's part of an approved request, and refresh `request`."""
     have_peppers()
     moment = at or now()
     lease = leases.claim(f"issuance:{request.request_id}", moment)

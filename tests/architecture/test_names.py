@@ -1,4 +1,4 @@
-"""Names that tell where a line belongs, and the two calls that must stay countable."""
+"""Names of modules and classes, and the only places of `Grant(...)` and `.reveal()`."""
 
 import ast
 import re

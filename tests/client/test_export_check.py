@@ -81,7 +81,7 @@ def test_export_check_of_an_untouched_log_holds(made: Logbook) -> None:
 
 @given(any_books)
 def test_export_check_of_a_scope_that_nobody_signed_does_not_hold(made: Logbook) -> None:
-    """Without a checkpoint anybody could have written it all: a log without one is not taken for a whole one."""
+    """Guarantee: a log without a checkpoint, which anyone could have written, does not pass as complete."""
     unsigned = any(made.heads(scope) and not made.checkpoints[scope] for scope in SCOPES)
     assert (checked(made).first_broken is not None) == unsigned
 
@@ -97,7 +97,7 @@ def draw_signed(data: st.DataObject, made: Logbook) -> tuple[str, int]:
 
 @given(books, st.data(), st.booleans())
 def test_export_check_edit_of_any_byte_of_a_signed_entry_is_found(made: Logbook, data: Any, rechained: bool) -> None:
-    """Every byte counts, and to hash everything after it anew does not help."""
+    """Guarantee: a change of any byte is found, even when all later entries are rehashed."""
     chain, index = draw_signed(data, made)
     entry = made.chains[chain][index]
     at = data.draw(st.integers(0, len(entry.body) - 1))
@@ -132,7 +132,7 @@ def test_export_check_entry_deleted_is_found(made: Logbook, data: Any, rechained
 
 @given(books, st.data())
 def test_export_check_tail_cut_off_with_its_head_moved_back_is_found(made: Logbook, data: Any) -> None:
-    """What the chain by itself cannot show: it ends earlier, its head agrees, and a checkpoint knows better."""
+    """Guarantee: a truncated chain with a matching head is found by its checkpoint."""
     chain, index = draw_signed(data, made)
     del made.chains[chain][index:]
     broken = found(made)
@@ -164,7 +164,7 @@ def test_export_check_log_rewritten_and_signed_with_another_key_is_found(made: L
 
 @given(books, st.data())
 def test_export_check_log_set_back_with_its_checkpoints_is_found_only_with_kept_ones(made: Logbook, data: Any) -> None:
-    """A database put back to an earlier day is whole in itself: the auditor's own copy shows what is gone."""
+    """Guarantee: a restored old database, intact in itself, is found by the auditor's own copy of the checkpoints."""
     kept = kept_of(made)
     scope = data.draw(st.sampled_from(SCOPES))
     count = data.draw(st.integers(0, len(made.checkpoints[scope]) - 1))
@@ -179,7 +179,7 @@ def test_export_check_log_set_back_with_its_checkpoints_is_found_only_with_kept_
 
 
 def test_export_check_log_written_on_after_it_was_set_back_is_found_with_kept_ones() -> None:
-    """Even when the service itself, none the wiser, has signed what came afterwards."""
+    """Guarantee: it is found even after the service has signed later entries."""
     made = signed_book([])
     kept = kept_of(made)
     del made.checkpoints["sandbox"][-1]
@@ -194,7 +194,7 @@ def test_export_check_log_written_on_after_it_was_set_back_is_found_with_kept_on
 
 
 def test_export_check_edit_after_the_newest_checkpoint_is_chained_and_no_more() -> None:
-    """What the check does not prove, and says so: an entry that no checkpoint signs may be written anew."""
+    """A documented limit: an entry that no checkpoint signs yet may be rewritten."""
     made = signed_book([])
     made.chains[ACME].pop()
     made.write(ACME, "another story")

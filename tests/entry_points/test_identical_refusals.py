@@ -32,6 +32,7 @@ from tests.fuzz.served import serving
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
 
+DENIED = re.compile(rb'"code": ?"credential_invalid"')
 ORDERS = "/sandbox/merchants/orders/ord_00000000000000000000"
 
 
@@ -191,7 +192,7 @@ def test_refusals_of_unproved_keys_are_identical_at_every_entry_point(scene: Sce
         answers = {what: send(scene, key, scene.services["all"]) for what, key in unproved(scene).items()}
         _expect_one(answers, send)
         proved = send(scene, scene.keys["good"].encode(), scene.services["all"])
-        assert b"credential_invalid" not in proved, "the entry point refuses a good key too: nothing was compared"
+        assert not DENIED.search(proved), "the entry point refuses a good key too: nothing was compared"
 
 
 def test_refusals_of_another_merchant_s_keys_are_identical_to_unknown_ones(scene: Scene) -> None:
@@ -202,7 +203,7 @@ def test_refusals_of_another_merchant_s_keys_are_identical_to_unknown_ones(scene
         answers = {what: send(scene, key, scene.services["of globex"]) for what, key in asked.items()}
         _expect_one(answers, send)
         own = send(scene, scene.keys["globex's"].encode(), scene.services["of globex"])
-        assert b"credential_invalid" not in own
+        assert not DENIED.search(own)
         assert send not in GATEWAYS or own.startswith(b"HTTP/1.1 200 ")
 
 

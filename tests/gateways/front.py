@@ -1,4 +1,4 @@
-"""What stands around a gateway in its tests: a client before it, which writes what it likes, and an upstream behind."""
+"""The surroundings of a gateway under test: a client that sends arbitrary bytes, and an upstream."""
 
 import json
 import socket
@@ -47,7 +47,7 @@ def echoing() -> Iterator[Upstream]:
 
         def parse_request(self) -> bool:
             read = super().parse_request()
-            # It has a method of ours for each of HTTP's, whatever they are called.
+            # The handler has one method for every HTTP method.
             setattr(self, f"do_{self.command}", self._answer)
             return read
 
@@ -61,7 +61,7 @@ def echoing() -> Iterator[Upstream]:
             self.wfile.write(b"in")
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  its parent's name for it
-            """Nobody reads it."""
+            """Suppress the log of the server."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -93,19 +93,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Gateway:
-    """Whatever answers at that address. `folder`: where it writes its logs."""
+    """The server at the address. `folder`: the folder of its logs."""
 
     url: str
     folder: Path = Path()
 
     def read_logs(self) -> dict[str, str]:
-        """What it has logged, by the file's name."""
+        """Return its logs by file name."""
         return {path.name: path.read_text() for path in self.folder.glob("*.log")}
 
     def send(
         self, *lines: str, method: str = "POST", path: str = "/", body: str = "", host: str = "shop.example"
     ) -> Answer:
-        """The request line and the headers go out as they are given; bytes above 127 as latin-1."""
+        """Send the request line and the headers unchanged; characters above 127 as latin-1."""
         address = urlsplit(self.url)
         head = [f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close", *lines]
         if body:
@@ -121,7 +121,7 @@ class Gateway:
 
 @contextmanager
 def nginx_gateway(token: str, *, keyvault: int, upstream: int) -> Iterator[Gateway]:
-    """The shipped sample, but for two addresses, the listen line and the paths of the token's file and the logs."""
+    """Run the shipped sample with other addresses, listen line, token file and log paths."""
 
     folders: list[Path] = []
 

@@ -31,7 +31,7 @@ LOST = (503, "dependency_unavailable")
 
 @dataclass
 class Scene:
-    """A sandbox gateway and a production gateway in front of one upstream, and Keyvault, which can be ended."""
+    """A sandbox gateway and a production gateway in front of one upstream, and Keyvault, which a test can stop."""
 
     gateway: Gateway
     production: Gateway
@@ -95,7 +95,7 @@ def test_nginx_gateway_passes_on_the_identity_from_keyvault_alone(scene: Scene) 
         "X-Forwarded-Host: evil.example",
         "X-Forwarded-For: 203.0.113.9",
         "X-Auth-Status: 200",
-        # Some upstreams read these as those with hyphens.
+        # Some upstreams treat underscores like hyphens.
         "X_Merchant_Id: globex",
         "X-Merchant_Id: globex",
         "X_Api_Key: forged",
@@ -209,7 +209,7 @@ def test_nginx_gateway_passes_on_no_ambiguous_path(scene: Scene) -> None:
         "/_keyvault/../sandbox/merchants//orders",
     ):
         assert scene.refused(scene.gateway.send(key, path=path)) == (404, "endpoint_unknown"), path
-    # What is no path to nginx is refused by itself.
+    # nginx itself refuses what it cannot parse as a path.
     for path in ("/sandbox/merchants/orders%00", "/sandbox/merchants/orders%", "/../sandbox/merchants/orders", "x"):
         assert scene.gateway.send(key, path=path).status == 400, path
     assert scene.gateway.send(key, path="/_keyvault").status == 404

@@ -1,4 +1,4 @@
-"""The samples say what the code says. Envoy's and Traefik's have not been run: what can be held without them is."""
+"""The gateway samples agree with the code. Envoy's and Traefik's samples are checked as text, not run."""
 
 from pathlib import Path
 from typing import Any

@@ -58,7 +58,7 @@ def _burn_staged(key: Key) -> None:
 
 @pytest.fixture
 def ended(stage: Stage) -> Stage:
-    """Its key is revoked, in the test's own transaction: before any engine knows of it."""
+    """A stage whose key is revoked in the transaction of the test, before any engine reads it."""
     revoke(stage.key)
     return stage
 
@@ -71,7 +71,7 @@ def staged(stage: Stage) -> tuple[Key, str]:
 
 
 def learn(primed: Primed, stage: Stage) -> None:
-    """Until it is denied from memory."""
+    """Repeat the request until the engine denies it from its cache."""
     assert decision(primed.ask(stage.token, stage.asked)) == REVOKED
     assert primed.from_memory == 0
     assert decision(primed.ask(stage.token, stage.asked)) == REVOKED
@@ -190,7 +190,7 @@ def test_repeated_denial_is_recorded_like_any_denial(
 
 
 def test_repeated_denial_needs_the_same_bytes_of_the_same_client(ended: Stage) -> None:
-    """Another's question, or another question about the same key, is judged by itself."""
+    """Guarantee: another client's request, or another request with the same key, is judged by itself."""
     primed = prime()
     learn(primed, ended)
     _, other = make_token(P.KEYS_VERIFY, name="another")
@@ -315,7 +315,7 @@ def test_denied_key_gets_a_503_after_the_feed_went_back(ended: Stage) -> None:
 
 
 class Moving(Still):
-    """The generation of a host on which the test says what was changed."""
+    """The generation counter of a host whose changes the test reports."""
 
     subjects: Iterable[Subject] | None = ()
     is_readable = True
@@ -392,7 +392,7 @@ def test_denied_key_that_may_become_active_is_judged_each_time(stage: Stage) -> 
 
 
 def test_denied_key_past_its_expiry_is_reported_as_expired_before_and_after_the_sweep(stage: Stage) -> None:
-    """However often, and by whichever way."""
+    """This holds for every repetition, on both paths."""
     key, text = issue(account(), label="late", expires_in_days=1)
     assert key.expires_at is not None
     asked = {**stage.asked, "key": text.reveal()}
@@ -451,7 +451,7 @@ def test_denied_request_without_proof_is_judged_each_time(ended: Stage) -> None:
 
 
 def test_denied_requests_of_a_batch_are_judged_each_time(ended: Stage) -> None:
-    """Also where the same was asked alone; each under its own number."""
+    """This holds after single requests too; each decision has its own number."""
     noted: list[EngineVerdict] = []
     primed = prime(note_verdict=noted.append)
     together = {"requests": [ended.asked, ended.asked]}
@@ -495,7 +495,7 @@ def _read_key_anew(primed: Primed, stage: Stage) -> None:
 
 
 def _make_room(primed: Primed, stage: Stage) -> None:
-    """For others, which go again."""
+    """Evict them by other keys, which are evicted again."""
     record = primed.engine.memory.keys.by_id[stage.key.key_id].record
     for number in (0, 0, 1, 1):  # a key is admitted at its second request
         primed.engine.memory.admit_key(structs.replace(record, key_id=f"another {number}"))
@@ -623,7 +623,7 @@ def test_denial_template_renders_exactly_the_answer_for_any_text(merchant: str, 
 @pytest.mark.parametrize("state", sorted(DEAD_STATES))
 @pytest.mark.parametrize("retirement", RetirementReason)
 def test_denial_template_has_two_placeholders_for_any_record(state: KeyState, retirement: RetirementReason) -> None:
-    """Its texts are ids, words of enums and sentences of our own: none of them can hold the mark of a hole."""
+    """Its texts are ids, enum values and fixed sentences, none of which can contain a placeholder."""
     assert not is_merchant_id(f"a{rendering._REQUEST_ID}b")
     record = structs.replace(a_key(1), state=state, retirement=retirement)
     denial = judge_record(record, now())

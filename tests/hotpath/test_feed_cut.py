@@ -1,4 +1,4 @@
-"""A small share of `make faults ARGS=feed`: real verifier processes of two hosts, cut off from what they must know."""
+"""A small share of `make faults ARGS=feed`: real verifier processes on two hosts, cut off from the feed of changes."""
 
 import random
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ CUTS = (feed_cuts.kill_listeners, feed_cuts.freeze, feed_cuts.step_clock)
 
 @pytest.fixture
 def data(tmp_path: Path) -> Iterator[Path]:
-    """A data folder of the test's own: generation, journal and keystore of others tell of other databases."""
+    """Make a separate data folder, since the generation, log and keystore of other tests belong to other databases."""
     folder = tmp_path / "here"
     folder.mkdir(mode=0o700)
     renew_journal(folder / "revocations.journal")

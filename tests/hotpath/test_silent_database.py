@@ -179,7 +179,7 @@ def test_store_whose_connection_is_lost_fails_and_reads_the_next_one(
 
 
 def test_reading_that_was_canceled_passes_its_answer_to_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: what was asked before is never taken for the answer to what is asked next."""
+    """Guarantee: the answer of a canceled statement is never taken for the answer of the next one."""
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 5.0)
 
     async def ask() -> None:
@@ -217,7 +217,7 @@ def test_statement_larger_than_the_socket_buffer_is_sent_completely(
 
 
 async def told_of(store: PostgresStore, ids: frozenset[str] = NOBODY) -> object:
-    """What `find_keys` tells."""
+    """Return the result that `find_keys` passes to its callback."""
     told, has_told = list[object](), asyncio.Event()
 
     def tell(found: object) -> None:
@@ -274,7 +274,7 @@ def test_keys_whose_reading_hangs_time_out_and_the_next_one_is_read() -> None:
 
 
 def test_keys_with_invalid_rows_are_reported_and_delay_no_other() -> None:
-    """A row of a newer release, say."""
+    """Such a row can come from a newer release."""
 
     async def ask() -> None:
         store = PostgresStore()
@@ -345,7 +345,7 @@ def test_ids_that_no_key_can_have_are_not_queried() -> None:
 
 
 def test_statement_of_keys_uses_the_indexes_of_empty_tables() -> None:
-    """It is planned once, and the tables grow under it."""
+    """The statement is planned once, while the tables are empty."""
     with connection.cursor() as cursor:
         cursor.execute(stores._SETTINGS.decode())
         cursor.execute(f"PREPARE probe (text[]) AS {stores._keys_query().decode()}")
@@ -359,7 +359,7 @@ def test_statement_of_keys_uses_the_indexes_of_empty_tables() -> None:
 
 
 def terminate_others(running: str = "") -> int:
-    """How many there were."""
+    """Return the number of calls."""
     try:
         with connection.cursor() as cursor:
             cursor.execute(

@@ -1,4 +1,4 @@
-"""Uses that the fast way has counted arrive, all of them, and none is older than a report that does not have it."""
+"""Uses that the fast path counts are all written, each in the first report after it."""
 
 import time
 from collections import Counter
@@ -55,7 +55,7 @@ def written() -> Counter[tuple[str, ...]]:
 def test_uses_of_the_fast_path_are_written_exactly(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog
 ) -> None:
-    """By key, source, user agent, endpoint and, of public keys, origin; whichever way each of them went."""
+    """Uses are counted by key, source, user agent, endpoint and, for public keys, origin, on both paths."""
     private, public = keys[KeyKind.PRIVATE], keys[KeyKind.PUBLIC]
     expected: Counter[tuple[str, ...]] = Counter()
     from_memory = 0
@@ -96,7 +96,7 @@ def test_uses_without_an_address_are_the_token_s(
 
 
 def test_uses_of_a_probe_are_not_counted(keys: dict[KeyKind, tuple[Key, str]], primed: Primed, usage: UsageLog) -> None:
-    """A test call of our own is no sign of life, from memory as from the database."""
+    """A probe is no use of a key, from the cache and from the database."""
     _, probe = make_token(P.KEYS_VERIFY, is_probe=True)
     for _ in range(5):
         primed.ask(probe.reveal(), question(keys[KeyKind.PRIVATE][1]))
@@ -190,7 +190,7 @@ def test_uses_are_never_older_than_a_report_that_was_given_without_them(
     taken: list[Uses] = []
 
     def take() -> list[Uses]:
-        # Between the watermark and this: in this report as well, which is no harm.
+        # A use between the watermark and this line is in this report as well, which is harmless.
         ask()
         taken[:] = uses_of(primed.engine)
         return taken
@@ -219,7 +219,7 @@ def test_uses_are_never_older_than_a_report_that_was_given_without_them(
 def test_uses_keep_in_memory_no_text_that_was_masked(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no more than so many of the others, nor more of each than is looked at."""
+    """The number of the other masked texts is bounded, and so is the length of each."""
     monkeypatch.setattr(engine_module, "_MAX_CLEAN_TEXTS", 3)
     for agent in ("Bearer 0123456789abcdefABCDEF", "u" * 513, *(f"shop/{number}" for number in range(8))):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Who asks the dedicated verifier about its health is answered, whatever its database does."""
+"""The dedicated verifier answers health checks, whatever the state of its database."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def no_sources() -> Iterator[None]:
 
 @pytest.fixture
 def goes_on() -> Iterator[threading.Event]:
-    """What `hanging` waits for; set in the end, whatever became of the test."""
+    """The event that `hanging` waits for, always set at the end of the test."""
     event = threading.Event()
     yield event
     event.set()
@@ -40,7 +40,7 @@ def hanging(goes_on: threading.Event) -> tuple[int, bytes, str]:
 
 
 async def told(answer: HttpResponse | Awaitable[HttpResponse]) -> tuple[int, str]:
-    """Status, and what the body says of it."""
+    """Return the status, and the status in the body."""
     answer = answer if isinstance(answer, HttpResponse) else await answer
     found = json.loads(answer.body)
     return answer.status, found["code"] if "code" in found else found["status"]
@@ -65,7 +65,7 @@ def test_watched_path_accepts_only_reads(target: bytes) -> None:
 def test_watch_that_hangs_times_out_and_delays_no_other(
     monkeypatch: pytest.MonkeyPatch, goes_on: threading.Event
 ) -> None:
-    """Guarantee: no orchestrator kills a verifier that still answers because its database does not."""
+    """Guarantee: a lost database does not fail the health check of a verifier that still answers."""
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.1)
     monkeypatch.setitem(assembly._WATCHED, "/readyz", lambda: hanging(goes_on))
     monkeypatch.setitem(assembly._WATCHED, "/metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
@@ -86,7 +86,7 @@ def test_watch_that_hangs_times_out_and_delays_no_other(
 
 
 class Stopped:
-    """Stands for what is stopped in the end."""
+    """A stand-in for the parts that are stopped at the end."""
 
     def __init__(self, name: str, stopped: list[str], failure: Exception | None = None) -> None:
         self.name, self.stopped, self.failure = name, stopped, failure

@@ -1,4 +1,4 @@
-"""The servers that tests stand on: they answer, and nothing of them is left, whatever becomes of the run."""
+"""Throwaway servers answer, and leave nothing behind, however the run ends."""
 
 import os
 import signal
@@ -40,14 +40,14 @@ def open_folder() -> Iterator[Path]:
 
 
 def is_listening(url: str) -> bool:
-    """Whether anybody answers at that address."""
+    """Return whether a server answers at that address."""
     parts = urlsplit(url)
     with socket.socket() as probe:
         return probe.connect_ex((parts.hostname or "", parts.port or 0)) == 0
 
 
 def eventually(holds: Callable[[], bool], within_seconds: float = 15) -> bool:
-    """Whether it comes true in time."""
+    """Return whether the condition becomes true in time."""
     deadline = time.monotonic() + within_seconds
     while not holds():
         if time.monotonic() > deadline:

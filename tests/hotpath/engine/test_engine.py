@@ -361,7 +361,7 @@ def test_engine_key_requested_once_is_evicted_before_a_repeated_one(stage: Stage
 def test_engine_reading_with_a_concurrent_change_is_not_cached(
     stage: Stage, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: what was read before a change, and came after it, answers its own question and no other."""
+    """Guarantee: a reading with a concurrent change answers its own request and is not cached."""
     primed = prime()
     find, read_rules = DatabaseStore.find, DatabaseStore.read_rules
 
@@ -510,7 +510,7 @@ def asks(frontend: AsyncioFrontend, stage: Stage, key: str | None = None, **more
 
 
 def at_work(stage: Stage) -> tuple[Primed, HeldStore, AsyncioFrontend]:
-    """An engine that lacks nothing for its answers but keys, and whose uses so far were taken."""
+    """Return an engine that has cached everything but keys, with no pending uses."""
     primed, store = prime(), HeldStore()
     for _ in range(3):
         outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
@@ -519,7 +519,7 @@ def at_work(stage: Stage) -> tuple[Primed, HeldStore, AsyncioFrontend]:
 
 
 def test_engine_request_joins_no_reading_in_progress(stage: Stage) -> None:
-    """Guarantee: a question that is asked after a change is not answered by a reading from before it."""
+    """Guarantee: a request after a change is not answered by a reading that began before it."""
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()

@@ -38,7 +38,7 @@ numbers = st.integers(0, 19)
 
 
 def a_key(number: int) -> KeyRecord:
-    """Two keys to a credential, four to an account's merchant, in turn in both environments."""
+    """Return a key record: two keys per credential, four per merchant, alternating between the environments."""
     return msgspec.structs.replace(
         KEY,
         key_id=f"key-{number}",
@@ -58,7 +58,7 @@ def about(kind: str, record: KeyRecord) -> str:
 
 
 class Remembering(RuleBasedStateMachine):
-    """Against a model that says only what must not be there any more, and what no index may hold."""
+    """The cache against a model of what must be evicted and what no index may contain."""
 
     def __init__(self) -> None:
         super().__init__()

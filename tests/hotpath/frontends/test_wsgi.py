@@ -13,7 +13,7 @@ KNOWN = b'{"allowed":true}'
 
 
 class Endless:
-    """A body that goes on for ever, unless so many bytes of it are asked for."""
+    """An endless body."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -34,7 +34,7 @@ class Whole:
 
 
 class FakeFrontend:
-    """Knows the answer to every question, or fails to say it."""
+    """A frontend with one fixed answer or error."""
 
     def __init__(self, known: object = None) -> None:
         self.asked: list[tuple[bytes, bytes]] = []
@@ -111,7 +111,7 @@ def test_wsgi_body_is_read_whole_and_once(server: dict[str, Any]) -> None:
 def test_wsgi_body_of_unknown_length_is_read_within_a_bound(
     sent: dict[str, str], read: list[int], body: bytes | None, server: dict[str, Any]
 ) -> None:
-    """Guarantee: however a body is framed, no more of it is taken than one may have."""
+    """Guarantee: however a body is framed, no more than its bound is read."""
     frontend, stream = FakeFrontend(), Endless()
     assert ask(frontend, stream, **sent, **server)[0] == "401 Unauthorized"
     assert (stream.asked, frontend.bodies) == (read, [body])

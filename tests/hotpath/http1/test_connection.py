@@ -1,4 +1,4 @@
-"""What a connection does with an answer that it awaits, whatever comes meanwhile; its transport only takes notes."""
+"""A connection that awaits an answer while other events arrive; its transport records the calls."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ BOUNDS = Bounds()
 
 
 class Wire:
-    """One connection, what was asked on it, and what was written to it."""
+    """One connection with its requests and the bytes that were written to it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.laters: list[CallbackFuture] = []
@@ -145,7 +145,7 @@ def test_nothing_is_written_for_an_abandoned_request(wire: Wire, meanwhile: str)
 
 
 def _last(wire: Wire) -> float:
-    """A last answer was given; when."""
+    """Give the last answer of the connection and return its time."""
     wire.connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
     wire.settle(0)
     wire.transport.write_eof.assert_called_once_with()

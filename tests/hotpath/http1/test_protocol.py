@@ -27,7 +27,7 @@ def request(line: bytes, *headers: bytes, body: bytes = b"") -> bytes:
 
 
 def understood(server: Served, *parts: bytes) -> list[Asked]:
-    """What the handler was asked on a connection that sent this."""
+    """Return the requests that reach the handler from a connection that sends these parts."""
     server.asked.clear()
     server.connect().ask(*parts)
     return list(server.asked)
@@ -137,7 +137,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", TAKEN)
 def test_request_is_parsed_alike_however_it_arrives(server: Served, case: str) -> None:
-    """Guarantee: where the network cuts a request, and what stands before it, is of no consequence."""
+    """Guarantee: a request is parsed alike however the network splits it and whatever precedes it."""
     sent, method, target, body = TAKEN[case]
     once = understood(server, sent, LAST)
     assert [(asked.method, asked.target, asked.body) for asked in once[:1]] == [(method, target, body)]
@@ -151,7 +151,7 @@ def test_request_is_parsed_alike_however_it_arrives(server: Served, case: str) -
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_invalid_request_is_refused_and_ends_the_connection(server: Served, case: str) -> None:
-    """Guarantee: what two servers could read in two ways never reaches the handler, and nothing behind it does."""
+    """Guarantee: no ambiguous request reaches the handler, nor any request after it."""
     for before, count in ((b"", 0), (HELLO, 1)):
         server.asked.clear()
         with server.connect() as client:
@@ -186,7 +186,7 @@ def test_headers_reach_the_handler_unchanged_but_stripped(server: Served) -> Non
 
 
 def test_client_that_pipelines_thousands_takes_turns_with_others() -> None:
-    """Guarantee: one client's flood does not hold up the loop until all of it is answered."""
+    """Guarantee: one client's flood does not block the event loop until all of it is answered."""
     loop = asyncio.new_event_loop()
     asked: list[bytes] = []
 
@@ -213,7 +213,7 @@ def test_client_that_pipelines_thousands_takes_turns_with_others() -> None:
 
 
 def test_trailers_are_no_headers(server: Served) -> None:
-    """Guarantee: what comes behind a body proves nothing, for its own request or for the next one."""
+    """Guarantee: a trailer after a body is no credential, neither for its request nor for the next one."""
     sent = request(POST, *CHUNKED, body=b"1\r\na\r\n0\r\nX-Api-Key: b\r\nY: c\r\n\r\n")
     first, last = understood(server, sent + LAST)
     assert first.headers == [(b"Host", b"a"), (b"Transfer-Encoding", b"chunked")]
@@ -221,7 +221,7 @@ def test_trailers_are_no_headers(server: Served) -> None:
 
 
 def test_upgrade_is_ignored_and_the_next_request_follows(server: Served) -> None:
-    """Guarantee: a body is never read as a request, whatever protocol its request offers to change to."""
+    """Guarantee: a body is never parsed as a request, whatever protocol upgrade its request offers."""
     smuggled = request(b"GET /smuggled HTTP/1.1", b"Host: a")
     sent = request(
         POST,

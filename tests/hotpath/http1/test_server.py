@@ -1,4 +1,4 @@
-"""A server that a payment platform can be put behind: bounds, slow and greedy clients, order, and a graceful end."""
+"""The HTTP server: bounds, slow and greedy clients, order of answers, and graceful shutdown."""
 
 import json
 import resource
@@ -22,7 +22,7 @@ LAST = b"GET /last HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 MISS = b"GET /miss HTTP/1.1\r\nHost: a\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: a\r\n"
 SHORT = 0.05
-"""Seconds that a bound is set to where a test waits for it to be enforced."""
+"""Value of a bound in tests that wait for its enforcement, in seconds."""
 
 
 def answer(body: bytes) -> HttpResponse:
@@ -30,7 +30,7 @@ def answer(body: bytes) -> HttpResponse:
 
 
 def refusal(client: Client) -> tuple[int, str]:
-    """Status and code of a problem that ends its connection."""
+    """Return the status and code of a problem that ends its connection."""
     status, headers, body = client.read_answer()
     problem = json.loads(body)
     assert headers["content-type"] == "application/problem+json"
@@ -60,7 +60,7 @@ def refusal(client: Client) -> tuple[int, str]:
     ],
 )
 def test_head_is_accepted_up_to_its_bound_and_refused_beyond(head: bytes, status: int, cut: int) -> None:
-    """Guarantee: what one request makes the server keep is bounded, however it arrives."""
+    """Guarantee: the memory for one request is bounded, however it arrives."""
     with serving() as served, served.connect() as client:
         sent = head + b"\r\n"
         try:
@@ -111,7 +111,7 @@ def test_body_above_its_bound_is_not_read_and_the_request_is_answered(sent: byte
 
 
 def test_client_that_sends_on_after_its_refusal_still_reads_the_answer() -> None:
-    """Guarantee: an answer is not lost to the reset of a connection on which something lay unread (RFC 9112, 9.6)."""
+    """Guarantee: unread data does not reset the connection before the answer is read (RFC 9112, 9.6)."""
     with serving() as served, served.connect() as client:
         client.send(POST + b"Content-Length: %d\r\n\r\n" % (1 << 30))
         client.send(*[b"a" * BODY_BYTES] * 20)
@@ -121,7 +121,7 @@ def test_client_that_sends_on_after_its_refusal_still_reads_the_answer() -> None
 
 @pytest.mark.parametrize("last", [b"GET / HTTP/1.0\r\n\r\n", LAST])
 def test_client_that_sends_on_after_its_last_answer_is_not_reset(last: bytes) -> None:
-    """Guarantee: the same for an answer that was the last by the client's own word."""
+    """Guarantee: the same holds for the last answer of a client that asked to close the connection."""
     with serving() as served, served.connect() as client:
         client.send(last)
         assert client.read_answer()[0] == 200
@@ -148,7 +148,7 @@ def test_client_that_sends_on_after_its_last_answer_is_not_reset(last: bytes) ->
     ],
 )
 def test_connection_that_waits_too_long_is_closed(bounds: Bounds, sent: bytes) -> None:
-    """Guarantee: a client that opens connections and says little holds none of them for ever."""
+    """Guarantee: an idle or slow client cannot hold a connection indefinitely."""
     with serving(bounds=bounds) as served, served.connect() as client:
         client.send(sent)
         if sent == HELLO:
@@ -180,7 +180,7 @@ def test_client_that_reads_nothing_is_not_read_from_and_is_cut_off() -> None:
         client.wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             client.send(*[HELLO * 100] * 1_000_000)
-        # What the kernel takes of answers, and a buffer: far from all that were asked for.
+        # The kernel's buffer and one of the server hold far fewer answers than were requested.
         assert len(served.asked) < 1000
 
 
@@ -197,7 +197,7 @@ def test_client_that_reads_late_gets_all_its_answers_in_order() -> None:
 
 
 def test_requests_behind_a_miss_wait_for_it_and_are_answered_in_order() -> None:
-    """Guarantee: an answer never reaches another request's place, however long one of them takes."""
+    """Guarantee: answers keep the order of their requests, however long one of them takes."""
     with serving(misses=(b"/miss",)) as served, served.connect() as client, served.connect() as other:
         client.send(HELLO + MISS + HELLO + MISS + LAST)
         assert client.read_answer()[2] == b"GET / "
@@ -216,7 +216,7 @@ def test_requests_behind_a_miss_wait_for_it_and_are_answered_in_order() -> None:
 
 
 def test_client_that_pipelines_behind_a_miss_is_not_read_from() -> None:
-    """Guarantee: what is kept behind a miss is bounded."""
+    """Guarantee: the buffer of requests behind a miss is bounded."""
     with serving(misses=(b"/miss",)) as served, served.connect() as client:
         client.send(MISS)
         served.wait_until_asked()
@@ -245,7 +245,7 @@ def test_client_that_disconnects_before_its_miss_is_settled_affects_no_other() -
 
 
 def test_client_that_half_closes_gets_all_its_answers() -> None:
-    """Guarantee: closing one's own direction, as shell tools do, takes no answer away."""
+    """Guarantee: a client that half-closes, as shell tools do, still gets every answer."""
     with serving(misses=(b"/miss",)) as served, served.connect() as client:
         client.send(HELLO + MISS + HELLO)
         client.wire.shutdown(socket.SHUT_WR)
@@ -343,7 +343,7 @@ def test_every_answer_is_dated_and_has_its_length() -> None:
 
 
 def test_handler_that_raises_is_a_500_and_the_connection_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    """Guarantee: no exception reaches the client or ends the process, and the log has it under the request's id."""
+    """Guarantee: an exception reaches only the log, with the request id, and does not end the process."""
 
     def respond(asked: Asked) -> HttpResponse:
         if asked.target == b"/":
@@ -367,7 +367,7 @@ def test_handler_that_raises_is_a_500_and_the_connection_goes_on(caplog: pytest.
 
 @pytest.mark.parametrize("value", ["\u20ac", "a\r\nB: c", "a\nB: c", "a\r"])
 def test_answer_that_cannot_be_sent_is_a_500(value: str) -> None:
-    """Guarantee: whatever a handler returns, its client gets one answer, and the next one too."""
+    """Guarantee: after an invalid return value of a handler, the client gets one answer, and the next request works."""
     unsendable = HttpResponse(200, b"", REQUEST_ID, (("X", value),))
     with serving(lambda asked: unsendable if asked.target == b"/" else cast(HttpResponse, None)) as served:
         for sent in (HELLO, LAST.replace(b"Connection", b"X"), LAST, HELLO[:-2] + b"Connection: close\r\n\r\n"):
@@ -390,7 +390,7 @@ def test_late_answer_becomes_a_503_and_is_abandoned(caplog: pytest.LogCaptureFix
 
 
 def test_connection_beyond_the_cap_gets_a_503_and_others_are_served() -> None:
-    """Guarantee: the process keeps within its descriptors; who is turned away knows when to come back."""
+    """Guarantee: the process stays within its descriptors; a refused client gets Retry-After."""
     with serving(bounds=Bounds(connections=2)) as served:
         first, second, third = served.connect(), served.connect(), served.connect()
         with first, second, third:
@@ -424,7 +424,7 @@ def test_stop_waits_for_the_answers_of_disconnected_clients() -> None:
 
 
 def test_stop_answers_pending_requests_and_accepts_no_connection() -> None:
-    """Guarantee: a deployment loses no answer."""
+    """Guarantee: a restart for a deployment loses no answer."""
     with serving(misses=(b"/miss",)) as served, served.connect() as client, served.connect() as idle:
         client.send(MISS)
         idle.send(HELLO)
@@ -482,7 +482,7 @@ def wait_until_refused(served: Served) -> None:
 def test_connections_fit_the_descriptors_of_the_host(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], connections: int, descriptors: int
 ) -> None:
-    """Guarantee: a flood of connections takes no descriptor from the database or the log."""
+    """Guarantee: a flood of connections leaves descriptors for the database and the log."""
     kept = [limits]
     monkeypatch.setattr(resource, "getrlimit", lambda _: kept[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: kept.append(both))
