@@ -6,6 +6,7 @@ diff.
 
 import os
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,9 @@ def test_both_frontends_of_the_verifier_give_byte_identical_responses(
     """Guarantee: both frontends of one engine give the same status, headers and body, apart from the request id."""
     answers: list[list[Response]] = []
     for client_type in (WsgiClient, LoopClient):
-        # The clock stands still: Retry-After depends on the number of failed proofs alone.
-        proofs = FailedProofs(Limiter(LocalStore(lambda: 0), None, 100), lambda: 0.0)
+        # Each reading of this clock is a minute later, so that no response has a Retry-After for failed proofs.
+        minutes = count(0, 60 * 10**9)
+        proofs = FailedProofs(Limiter(LocalStore(minutes.__next__), None, 100))
         for module in FAILED_PROOFS:
             monkeypatch.setattr(f"{module}.failed_proofs", lambda proofs=proofs: proofs)
         client = _RecordingClient(client_type)
