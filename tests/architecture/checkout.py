@@ -1,4 +1,4 @@
-"""The checkout as the house rules see it: its files, and its own tools run on it."""
+"""The checkout for the architecture tests: its files, and its own tools."""
 
 import ast
 import os

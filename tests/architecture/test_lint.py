@@ -1,4 +1,4 @@
-"""What the linters and the type checker say, so that a green suite means a clean house."""
+"""The linters and the type checker report nothing."""
 
 import re
 
@@ -25,7 +25,7 @@ def test_lint_mypy_strict_finds_nothing() -> None:
 
 
 def test_lint_every_suppression_names_a_code_and_a_reason() -> None:
-    """A silenced finding is a decision, and a decision has a reason that a reader can weigh."""
+    """A suppression without a code and a reason cannot be reviewed."""
     unexplained = [
         f"{relative(path)}:{number}: {comment}"
         for path in python_files(*CODE, "tests")
