@@ -26,17 +26,17 @@ URL = "/sandbox/credentials/acknowledge"
 JSON = "application/json"
 
 
-def test_rotation_over_rest_is_asked_for_approved_and_read(call: Call) -> None:
+def test_rotation_over_rest_is_requested_approved_and_read(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
-    asked = call("POST", "/v1/rotations", {"credential_id": key.credential_id, "proof": "ack", "quiet_seconds": 1})
-    assert asked.status_code == 201
-    assert asked.body["state"] == "awaiting_approval"
-    assert asked.body["plan"]["quiet_seconds"] == 1
-    read = call("GET", f"/v1/rotations/{asked.body['rotation_id']}")
+    requested = call("POST", "/v1/rotations", {"credential_id": key.credential_id, "proof": "ack", "quiet_seconds": 1})
+    assert requested.status_code == 201
+    assert requested.body["state"] == "awaiting_approval"
+    assert requested.body["plan"]["quiet_seconds"] == 1
+    read = call("GET", f"/v1/rotations/{requested.body['rotation_id']}")
     assert read.body["waiting_for"] == "approval by a second person"
     assert read.body["predecessor_key_id"] == key.key_id
-    again = call("POST", "/v1/rotations", {"credential_id": key.credential_id})
-    assert (again.status_code, again.body["code"]) == (409, "state_conflict")
+    duplicate = call("POST", "/v1/rotations", {"credential_id": key.credential_id})
+    assert (duplicate.status_code, duplicate.body["code"]) == (409, "state_conflict")
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_rotation_over_rest_is_asked_for_approved_and_read(call: Call) -> None:
         ({"credential_id": "x", "soon": True}, 400, "request_invalid"),
     ],
 )
-def test_rotation_request_that_cannot_be_meant_is_refused(
+def test_rotation_request_with_invalid_fields_is_refused(
     call: Call, body: dict[str, object], status: int, code: str
 ) -> None:
     response = call("POST", "/v1/rotations", body)
     assert (response.status_code, response.body["code"]) == (status, code)
 
 
-def test_rotation_deadline_that_cannot_be_met_is_pointed_at(call: Call) -> None:
+def test_rotation_request_with_an_infeasible_deadline_names_the_field(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     body = {"credential_id": key.credential_id, "deadline": "2027-01-01T00:00:00Z", "quiet_seconds": 360 * 86_400}
     response = call("POST", "/v1/rotations", body)
@@ -74,8 +74,8 @@ def test_rotation_of_another_merchant_is_not_found(call: Call) -> None:
     assert call("GET", f"/v1/rotations/{rotation.rotation_id}", **header).status_code == 404
 
 
-def test_acknowledgement_by_the_replacement_is_taken_once_and_repeatable(client: Client, call: Call) -> None:
-    """The merchant's half of the proof: only the replacement itself can give it."""
+def test_acknowledgement_by_the_replacement_counts_once_and_is_repeatable(client: Client, call: Call) -> None:
+    """Only the replacement itself can acknowledge the rotation."""
     key, old = issue(find_account("acme", Environment.SANDBOX))
     rotation = scene.rotate(key.credential, datetime.now(UTC))
     advance_rotation(rotation.rotation_id)
@@ -92,7 +92,7 @@ def test_acknowledgement_by_the_replacement_is_taken_once_and_repeatable(client:
 
 
 def test_acknowledgement_with_malformed_credentials_is_refused(client: Client, token: str) -> None:
-    """tests/entry_points asserts the verdict of each credential; these are the forms of the Authorization header."""
+    """Cover the forms of the Authorization header; tests/entry_points asserts the verdict of each credential."""
     _, private = issue(find_account("acme", Environment.SANDBOX))
     for url, headers, code in (
         (URL, {"Authorization": f"Bearer {private.reveal()}"}, "credential_missing"),
@@ -111,15 +111,15 @@ def test_acknowledgement_with_malformed_credentials_is_refused(client: Client, t
             assert response.status_code == 400
 
 
-def test_acknowledgement_cannot_be_given_by_a_service(call: Call) -> None:
-    """No service token can say for the merchant that a key arrived."""
+def test_acknowledgement_by_a_service_token_is_refused(call: Call) -> None:
+    """No service token can acknowledge on the merchant's behalf."""
     assert call("POST", URL).body["code"] == "credential_missing"
 
 
-def test_acknowledgement_tried_with_a_suspended_key_is_an_attempt_in_quarantine(
+def test_acknowledgement_with_a_suspended_key_is_an_attempt_in_quarantine(
     client: Client, token: str, usage: UsageLog
 ) -> None:
-    """Our own door counts too: a quarantine is not called untried after somebody tried the key here."""
+    """An attempt at Keyvault's own endpoint counts, so the quarantine is not reported as untried."""
     key, text = issue(find_account("acme", Environment.SANDBOX))
     admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
     suspend_key(grant(admin, P.KEYS_SUSPEND, key.credential.account), get_key(key.key_id) or key)

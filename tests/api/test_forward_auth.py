@@ -1,4 +1,4 @@
-"""/v1/authorize/…: the same judgement for any gateway, told in the way that each can pass on."""
+"""/v1/authorize/…: the verdict of verify for any gateway, in the form that each can forward."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,10 +36,10 @@ ORDERS = "/sandbox/merchants/orders"
 ME = "/sandbox/customers/me"
 CONFIGURATION = "/sandbox/client/configuration"
 IDENTITY = {"X-Merchant-Id", "X-Environment", "X-Key-Id", "X-Credential-Id", "X-Customer-Id"}
-EVERY = pytest.mark.parametrize("dialect", list(Dialect))
+EACH_DIALECT = pytest.mark.parametrize("dialect", list(Dialect))
 
 Gateway = Callable[..., Any]
-"""`gateway(dialect, method, uri, key=…, token=…, host=…, address=…, **headers)`: the answer to its question."""
+"""`gateway(dialect, method, uri, key=…, token=…, host=…, address=…, **headers)` returns the answer to the gateway."""
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def gateway(token: str, usage: UsageLog, monkeypatch: pytest.MonkeyPatch) -> Ite
         token: str | None = token,
         host: str = "shop.example",
         address: str | None = None,
-        **more: str,
+        **extra_headers: str,
     ) -> Any:
-        headers = {name.replace("_", "-"): value for name, value in more.items()}
+        headers = {name.replace("_", "-"): value for name, value in extra_headers.items()}
         if key is not None:
             headers["X-Api-Key"] = key if isinstance(key, str) else key.reveal()
         if token is not None:
@@ -86,8 +86,8 @@ def gateway(token: str, usage: UsageLog, monkeypatch: pytest.MonkeyPatch) -> Ite
             raw: Any = {RAW_PATH: path.partition("?")[0]}
             return client.generic(method, path, headers={**headers, "Host": host}, **raw)
         names = NAMES[dialect]
-        told = {names.method: method, names.uri: uri, names.host: host, names.address: address}
-        headers |= {name: value for name, value in told.items() if value is not None}
+        original = {names.method: method, names.uri: uri, names.host: host, names.address: address}
+        headers |= {name: value for name, value in original.items() if value is not None}
         return client.generic("GET", f"/v1/authorize/{dialect}", headers=headers)
 
     yield send
@@ -95,7 +95,7 @@ def gateway(token: str, usage: UsageLog, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def verdict(dialect: Dialect, response: Any) -> tuple[int, str]:
-    """The real status and the code of a refusal, which is told as the dialect can pass it on."""
+    """Return the status and the code of the decision, decoded from the dialect's answer."""
     body = response.json()
     assert response["Content-Type"] == "application/problem+json"
     assert response["Cache-Control"] == "no-store"
@@ -112,8 +112,10 @@ def verdict(dialect: Dialect, response: Any) -> tuple[int, str]:
     return body["status"], body["code"]
 
 
-@EVERY
-def test_gateway_lets_in_with_200_and_tells_who_it_is(dialect: Dialect, gateway: Gateway, usage: UsageLog) -> None:
+@EACH_DIALECT
+def test_gateway_allowed_request_answers_200_with_the_identity(
+    dialect: Dialect, gateway: Gateway, usage: UsageLog
+) -> None:
     key, text = issue(account())
     response = gateway(dialect, key=text, User_Agent="curl/8", address="192.0.2.7")
     assert (response.status_code, response.content) == (200, b"")
@@ -135,9 +137,9 @@ def test_gateway_lets_in_with_200_and_tells_who_it_is(dialect: Dialect, gateway:
     assert (use.count, use.source, use.user_agent) == (1, "192.0.2.7", "curl/8")
 
 
-@EVERY
-def test_gateway_that_probes_counts_as_no_use(dialect: Dialect, gateway: Gateway, usage: UsageLog) -> None:
-    """A test call of our own through a gateway is answered as any other, and is no evidence that a key is in use."""
+@EACH_DIALECT
+def test_gateway_with_a_probe_token_counts_as_no_use(dialect: Dialect, gateway: Gateway, usage: UsageLog) -> None:
+    """A probe through a gateway gets a normal answer and is no evidence that a key is in use."""
     key, text = issue(account())
     _, probe = make_token(P.KEYS_VERIFY, scope=StringScope.SANDBOX, name="probe", is_probe=True)
     assert gateway(dialect, key=text, token=probe.reveal()).status_code == 200
@@ -146,11 +148,11 @@ def test_gateway_that_probes_counts_as_no_use(dialect: Dialect, gateway: Gateway
     assert not KeyUse.objects.exists()
 
 
-@EVERY
+@EACH_DIALECT
 def test_gateway_reads_the_clients_headers_method_and_path(dialect: Dialect, gateway: Gateway) -> None:
-    """tests/entry_points asserts the other verdicts."""
+    """The verdicts that depend on credentials and states are asserted in tests/entry_points."""
     key = private()
-    for more, expected in (
+    for changes, expected in (
         ({"uri": f"/sandbox/{key.reveal()}"}, (400, "credential_in_url")),
         ({"key": key, "Authorization": "Bearer x,Bearer y"}, (400, "credential_ambiguous")),
         ({"key": key, "Authorization": ",Bearer x"}, (400, "credential_ambiguous")),
@@ -158,16 +160,16 @@ def test_gateway_reads_the_clients_headers_method_and_path(dialect: Dialect, gat
         ({"key": key, "method": "BREW"}, (405, "method_not_allowed")),
         ({"method": "OPTIONS", "Origin": "https://shop.example"}, (405, "method_not_allowed")),
     ):
-        response = gateway(dialect, **more)
-        assert verdict(dialect, response) == expected, more
+        response = gateway(dialect, **changes)
+        assert verdict(dialect, response) == expected, changes
         assert key.reveal().encode() not in response.content
         if expected[0] == 405:
             assert response["Allow"] == "POST"
 
 
-@EVERY
-def test_gateway_path_that_could_be_read_in_two_ways_is_never_allowed(dialect: Dialect, gateway: Gateway) -> None:
-    """Guarantee: a path that nginx, Envoy or an upstream may read as another one names no endpoint."""
+@EACH_DIALECT
+def test_gateway_ambiguous_path_is_never_allowed(dialect: Dialect, gateway: Gateway) -> None:
+    """Guarantee: a path that nginx, Envoy or an upstream may interpret differently matches no endpoint."""
     key = private()
     for uri in (
         "/sandbox/merchants%2forders",
@@ -186,12 +188,12 @@ def test_gateway_path_that_could_be_read_in_two_ways_is_never_allowed(dialect: D
         "/SANDBOX/merchants/orders",
     ):
         if dialect is Dialect.ENVOY and "#" in uri:
-            continue  # no path of HTTP's, and the test client drops it
+            continue  # not a valid HTTP path, and the test client drops it
         assert verdict(dialect, gateway(dialect, uri=uri, key=key)) == (404, "endpoint_unknown"), uri
 
 
-@EVERY
-def test_gateway_passes_on_when_to_come_back(dialect: Dialect, gateway: Gateway) -> None:
+@EACH_DIALECT
+def test_gateway_rate_limited_answer_carries_retry_after(dialect: Dialect, gateway: Gateway) -> None:
     key = private()
     change_account(limit_count=1, limit_seconds=3600)
     assert gateway(dialect, key=key).status_code == 200
@@ -202,9 +204,9 @@ def test_gateway_passes_on_when_to_come_back(dialect: Dialect, gateway: Gateway)
     assert response["RateLimit"].startswith('"account";r=0;')
 
 
-@EVERY
+@EACH_DIALECT
 @pytest.mark.parametrize("lost", [KEY, TOKEN, RULES])
-def test_gateway_whose_database_is_lost_lets_nobody_in(dialect: Dialect, lost: str, gateway: Gateway) -> None:
+def test_gateway_without_the_database_denies(dialect: Dialect, lost: str, gateway: Gateway) -> None:
     key = private()
     with losing(lost):
         response = gateway(dialect, key=key)
@@ -212,23 +214,23 @@ def test_gateway_whose_database_is_lost_lets_nobody_in(dialect: Dialect, lost: s
     assert int(response["Retry-After"]) >= 1
 
 
-@EVERY
-def test_gateway_that_meets_a_fault_of_ours_lets_nobody_in(dialect: Dialect, gateway: Gateway) -> None:
+@EACH_DIALECT
+def test_gateway_with_an_internal_fault_denies(dialect: Dialect, gateway: Gateway) -> None:
     with mock.patch.object(slow_path, "judge", side_effect=ZeroDivisionError):
         assert verdict(dialect, gateway(dialect, key=private())) == (500, "internal_error")
 
 
-@EVERY
-def test_gateway_whose_look_up_meets_a_fault_of_ours_lets_nobody_in(dialect: Dialect, gateway: Gateway) -> None:
+@EACH_DIALECT
+def test_gateway_with_a_fault_in_the_lookup_denies(dialect: Dialect, gateway: Gateway) -> None:
     with mock.patch.object(DatabaseStore, "find", side_effect=ZeroDivisionError):
         assert verdict(dialect, gateway(dialect, key=private())) == (500, "internal_error")
 
 
-# --- the gateway itself -----------------------------------------------------------------------------------
+# --- the gateway's own credentials ------------------------------------------------------------------------
 
 
-@EVERY
-def test_gateway_shows_its_own_token_in_its_own_header_once(dialect: Dialect, gateway: Gateway, token: str) -> None:
+@EACH_DIALECT
+def test_gateway_token_is_accepted_once_in_its_own_header_only(dialect: Dialect, gateway: Gateway, token: str) -> None:
     key = private()
     for sent in (None, "", "nonsense", f"{token},{token}", f"{token},", f"Bearer {token}", key.reveal()):
         assert verdict(dialect, gateway(dialect, key=key, token=sent)) == (401, "service_token_invalid"), sent
@@ -237,8 +239,8 @@ def test_gateway_shows_its_own_token_in_its_own_header_once(dialect: Dialect, ga
     assert in_authorization["WWW-Authenticate"].startswith("Bearer")
 
 
-@EVERY
-def test_gateway_token_is_for_verifying_and_for_one_environment(dialect: Dialect, gateway: Gateway) -> None:
+@EACH_DIALECT
+def test_gateway_token_without_permission_or_environment_is_refused(dialect: Dialect, gateway: Gateway) -> None:
     key = private()
     for token in (
         make_token(P.KEYS_READ, scope=StringScope.SANDBOX)[1],
@@ -247,23 +249,21 @@ def test_gateway_token_is_for_verifying_and_for_one_environment(dialect: Dialect
         assert verdict(dialect, gateway(dialect, key=key, token=token.reveal())) == (403, "permission_missing")
 
 
-@EVERY
-def test_gateway_of_an_environment_that_is_not_served_here_lets_nobody_in(
-    dialect: Dialect, gateway: Gateway, settings: Any
-) -> None:
+@EACH_DIALECT
+def test_gateway_of_an_environment_not_served_here_denies(dialect: Dialect, gateway: Gateway, settings: Any) -> None:
     key = private()
     settings.ENVIRONMENTS = ("production",)
     assert verdict(dialect, gateway(dialect, key=key)) == (404, "not_found")
 
 
-@EVERY
+@EACH_DIALECT
 def test_gateway_refuses_the_host_of_the_other_environment(
     dialect: Dialect, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bases = {Environment.SANDBOX: "https://sandbox.example", Environment.PRODUCTION: "https://api.example"}
     monkeypatch.setattr(assembly, "BASE_URLS", bases)
     key, uri = private(), "/merchants/orders"
-    # A host that cannot be read might be either: with hosts of their own, that is no way round the comparison.
+    # An invalid Host could belong to either environment; it must not bypass the comparison.
     for host in ("api.example", "API.example:443", "api.example.", "", "[::1"):
         assert verdict(dialect, gateway(dialect, uri=uri, key=key, host=host)) == (403, "permission_missing"), host
     for host in ("sandbox.example", "shop.example"):
@@ -271,17 +271,17 @@ def test_gateway_refuses_the_host_of_the_other_environment(
 
 
 @pytest.mark.parametrize("dialect", [Dialect.TRAEFIK, Dialect.NGINX])
-def test_gateway_that_does_not_say_what_it_asks_about_is_refused(dialect: Dialect, gateway: Gateway) -> None:
-    """Guarantee: a gateway that is set up wrongly lets nobody in, whatever the other gateways' headers say."""
+def test_gateway_without_the_original_request_is_refused(dialect: Dialect, gateway: Gateway) -> None:
+    """Guarantee: a misconfigured gateway admits no client, whatever the other gateways' headers say."""
     key, other = private(), Dialect.NGINX if dialect is Dialect.TRAEFIK else Dialect.TRAEFIK
     names = NAMES[other]
     foreign = {names.method: "POST", names.uri: ORDERS}
-    for told in ({"method": ""}, {"uri": ""}, {"uri": "sandbox/merchants/orders"}, {"method": "POST,POST"}):
-        response = gateway(dialect, key=key, **told, **foreign)
-        assert verdict(dialect, response) == (400, "request_invalid"), told
+    for original in ({"method": ""}, {"uri": ""}, {"uri": "sandbox/merchants/orders"}, {"method": "POST,POST"}):
+        response = gateway(dialect, key=key, **original, **foreign)
+        assert verdict(dialect, response) == (400, "request_invalid"), original
 
 
-@EVERY
+@EACH_DIALECT
 def test_gateway_other_dialects_headers_change_nothing(dialect: Dialect, gateway: Gateway) -> None:
     key = private()
     forged = {
@@ -299,12 +299,12 @@ def test_gateway_other_dialects_headers_change_nothing(dialect: Dialect, gateway
     assert verdict(dialect, gateway(dialect, uri="/sandbox/nowhere", key=key, **forged)) == (404, "endpoint_unknown")
 
 
-@EVERY
-def test_gateway_client_address_is_the_one_that_the_gateway_saw(dialect: Dialect, gateway: Gateway) -> None:
-    """Guarantee: no address that a client writes itself opens a credential that is for certain networks."""
+@EACH_DIALECT
+def test_gateway_client_address_is_the_one_seen_by_the_gateway(dialect: Dialect, gateway: Gateway) -> None:
+    """Guarantee: an address written by the client does not satisfy a credential's network restriction."""
     key, text = issue(account())
-    may = grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CREDENTIALS_RESTRICT, account())
-    restrict_credential(may, key.credential, ["192.0.2.0/24"], OriginHeader.REFUSE)
+    allowed = grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CREDENTIALS_RESTRICT, account())
+    restrict_credential(allowed, key.credential, ["192.0.2.0/24"], OriginHeader.REFUSE)
     assert gateway(dialect, key=text, address="192.0.2.7").status_code == 200
     assert gateway(dialect, key=text, address="198.51.100.1, 192.0.2.7").status_code == 200
     for address in ("198.51.100.1", "192.0.2.7, 198.51.100.1", "nonsense", None):
@@ -312,12 +312,12 @@ def test_gateway_client_address_is_the_one_that_the_gateway_saw(dialect: Dialect
         assert verdict(dialect, refused) == (403, "ip_not_allowed"), address
 
 
-@EVERY
+@EACH_DIALECT
 def test_gateway_clients_failed_proofs_are_counted_by_their_address(dialect: Dialect, gateway: Gateway) -> None:
     key = private()
     text = private().reveal()
     wrong = text[:-1] + ("A" if text[-1] != "A" else "B")
-    # More than a hundred on a slow machine, where some of the allowance comes back meanwhile.
+    # Up to 1,000 attempts instead of 101: a slow machine refills part of the allowance meanwhile.
     answers = (gateway(dialect, key=wrong, address="192.0.2.7") for _ in range(1_000))
     refused = next(answer for answer in answers if "Retry-After" in answer)
     assert verdict(dialect, refused) == (401, "credential_invalid")
@@ -326,9 +326,9 @@ def test_gateway_clients_failed_proofs_are_counted_by_their_address(dialect: Dia
     assert gateway(dialect, key=key, address="192.0.2.7").status_code == 200
 
 
-@EVERY
-def test_gateway_protects_an_upstream_with_its_contexts(dialect: Dialect, gateway: Gateway) -> None:
-    wish = EndpointDraft(
+@EACH_DIALECT
+def test_gateway_checks_the_contexts_of_an_upstream_endpoint(dialect: Dialect, gateway: Gateway) -> None:
+    draft = EndpointDraft(
         "refunds.create",
         method="POST",
         path="/refunds/<merchant_id>",
@@ -336,7 +336,7 @@ def test_gateway_protects_an_upstream_with_its_contexts(dialect: Dialect, gatewa
         merchant_from="path:merchant_id",
         store_from="header:X-Store",
     )
-    add_endpoint(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE), wish)
+    add_endpoint(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE), draft)
     key = private()
     assert gateway(dialect, uri="/sandbox/refunds/acme", key=key, X_Store="s1").status_code == 200
     refused = gateway(dialect, uri="/sandbox/refunds/globex", key=key, X_Store="s1")
@@ -346,7 +346,7 @@ def test_gateway_protects_an_upstream_with_its_contexts(dialect: Dialect, gatewa
         assert verdict(dialect, refused) == (403, "context_missing"), store
 
 
-@EVERY
+@EACH_DIALECT
 def test_gateway_refusal_is_found_by_its_request_id(dialect: Dialect, gateway: Gateway, refusals: RefusalLog) -> None:
     response = gateway(dialect, key=public(), address="192.0.2.7")
     refusals.flush()
@@ -356,8 +356,8 @@ def test_gateway_refusal_is_found_by_its_request_id(dialect: Dialect, gateway: G
     assert (found.code, found.merchant_id, found.source) == ("method_not_supported", "acme", "192.0.2.7")
 
 
-@EVERY
-def test_gateway_key_in_the_clients_url_is_noted_as_exposed(
+@EACH_DIALECT
+def test_gateway_key_in_the_clients_url_is_recorded_as_exposed(
     dialect: Dialect, gateway: Gateway, usage: UsageLog
 ) -> None:
     key, text = issue(account())
@@ -366,13 +366,13 @@ def test_gateway_key_in_the_clients_url_is_noted_as_exposed(
     assert UseBucket.objects.get(key=key).outcome == "exposed_in_url"
 
 
-def test_gateway_that_is_set_up_with_a_key_in_its_own_url_is_told_so(gateway: Gateway, token: str) -> None:
+def test_gateway_with_a_key_in_its_own_url_is_refused(gateway: Gateway, token: str) -> None:
     client = Client(raise_request_exception=False)
     response = client.get(f"/v1/authorize/nginx?k={private().reveal()}", headers={"X-Service-Token": token})
     assert verdict(Dialect.NGINX, response) == (400, "credential_in_url")
 
 
-def test_gateway_may_ask_with_any_method_and_a_body_that_nobody_reads(token: str, gateway: Gateway) -> None:
+def test_gateway_request_with_any_method_and_body_is_answered(token: str, gateway: Gateway) -> None:
     headers = {"X-Service-Token": token, "X-Original-Method": "POST", "X-Original-URI": ORDERS}
     headers["X-Api-Key"] = private().reveal()
     client = Client(raise_request_exception=False, enforce_csrf_checks=True)
@@ -381,7 +381,7 @@ def test_gateway_may_ask_with_any_method_and_a_body_that_nobody_reads(token: str
         assert (response.status_code, response.content) == (200, b""), method
 
 
-def test_gateway_admin_session_is_no_credential_of_it(gateway: Gateway, client: Client) -> None:
+def test_gateway_with_an_admin_session_is_refused(gateway: Gateway, client: Client) -> None:
     the_operator("admin", Role.KEY_ADMINISTRATOR)
     client.force_login(Operator.objects.get(username="admin"))
     response = client.get("/v1/authorize/traefik", headers={"X-Forwarded-Method": "POST", "X-Forwarded-Uri": ORDERS})

@@ -1,4 +1,4 @@
-"""The integration plane: orders, the client configuration, and what every endpoint answers alike."""
+"""The integration plane: orders, the client configuration, and behavior common to every endpoint."""
 
 import re
 from datetime import datetime, timedelta
@@ -22,32 +22,32 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 @pytest.mark.parametrize("customer_id", ["cust-1", None, "a" * 128, "x.y~z!$&'()*+,=:@-_"])
 def test_order_created_is_answered_and_read_back(ask: Ask, customer_id: str | None) -> None:
     key = private()
-    made = ask("POST", ORDERS, {**ORDER, "customer_id": customer_id}, key=key)
-    assert made.status_code == 201
-    assert made["Cache-Control"] == "no-store"
-    assert re.fullmatch("ord_[0-9A-Za-z]{20}", made.body["order_token"])
-    created_at = datetime.fromisoformat(made.body["created_at"])
+    created = ask("POST", ORDERS, {**ORDER, "customer_id": customer_id}, key=key)
+    assert created.status_code == 201
+    assert created["Cache-Control"] == "no-store"
+    assert re.fullmatch("ord_[0-9A-Za-z]{20}", created.body["order_token"])
+    created_at = datetime.fromisoformat(created.body["created_at"])
     assert created_at.utcoffset() == timedelta(0)
-    assert made.body == {
-        "order_token": made.body["order_token"],
+    assert created.body == {
+        "order_token": created.body["order_token"],
         **ORDER,
         "customer_id": customer_id,
-        "created_at": made.body["created_at"],
+        "created_at": created.body["created_at"],
     }
-    read = ask("GET", f"{ORDERS}/{made.body['order_token']}", key=key)
-    assert (read.status_code, read.body) == (200, made.body)
+    read = ask("GET", f"{ORDERS}/{created.body['order_token']}", key=key)
+    assert (read.status_code, read.body) == (200, created.body)
 
 
 def test_order_created_is_in_the_audit_log_of_its_account(ask: Ask) -> None:
     key, text = issue(account())
-    made = ask("POST", ORDERS, ORDER, key=text)
+    created = ask("POST", ORDERS, ORDER, key=text)
     entry = AuditEntry.objects.get(event="order.created")
     assert (entry.chain_id, entry.actor) == ("account:acme/sandbox", f"key:{key.key_id}")
-    assert made.body["order_token"] in bytes(entry.body).decode()
+    assert created.body["order_token"] in bytes(entry.body).decode()
 
 
 def test_order_of_another_merchant_or_environment_is_not_found(ask: Ask) -> None:
-    """Nothing tells somebody else's order from one that never was."""
+    """Another merchant's order looks exactly like one that never existed."""
     token = ask("POST", ORDERS, ORDER, key=private()).body["order_token"]
     answers = [
         ask("GET", f"{ORDERS}/{token}", key=private("globex")),
@@ -60,14 +60,14 @@ def test_order_of_another_merchant_or_environment_is_not_found(ask: Ask) -> None
     assert len({str({**answer.body, "request_id": ""}) for answer in answers}) == 1
 
 
-def test_order_with_a_bearer_is_for_its_own_customer_or_for_nobody_in_particular(ask: Ask) -> None:
+def test_order_with_a_bearer_is_for_its_own_customer_or_none(ask: Ask) -> None:
     """A signed-in customer sees no other customer's order."""
     key = private()
     token = issue_token(ask, key)["token"]
     for customer_id, status in (("cust-1", 200), ("cust-2", 404), (None, 200)):
-        made = ask("POST", ORDERS, {**ORDER, "customer_id": customer_id}, key=key).body["order_token"]
-        assert ask("GET", f"{ORDERS}/{made}", key=key, bearer=token).status_code == status
-        assert ask("GET", f"{ORDERS}/{made}", key=key).status_code == 200
+        created = ask("POST", ORDERS, {**ORDER, "customer_id": customer_id}, key=key).body["order_token"]
+        assert ask("GET", f"{ORDERS}/{created}", key=key, bearer=token).status_code == status
+        assert ask("GET", f"{ORDERS}/{created}", key=key).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_order_with_a_bearer_is_for_its_own_customer_or_for_nobody_in_particular
         ({"a/b~c": 1}, "/a~1b~0c"),
     ],
 )
-def test_order_that_cannot_be_meant_is_refused_with_a_pointer(
+def test_order_with_an_invalid_field_is_refused_with_a_pointer(
     ask: Ask, changes: dict[str, object], pointer: str
 ) -> None:
     response = ask("POST", ORDERS, {**ORDER, **changes}, key=private())
@@ -114,7 +114,7 @@ def test_order_that_cannot_be_meant_is_refused_with_a_pointer(
     assert not Order.objects.exists()
 
 
-def test_order_with_several_faults_has_each_of_them_listed(ask: Ask) -> None:
+def test_order_with_several_faults_lists_each(ask: Ask) -> None:
     response = ask("POST", ORDERS, {"customer_id": "a b"}, key=private())
     assert pointers(response) == ["/amount_minor", "/currency", "/customer_id"]
 
@@ -136,10 +136,10 @@ def test_order_with_several_faults_has_each_of_them_listed(ask: Ask) -> None:
         (b" " * 65_537, "application/json", 413, "payload_too_large"),
     ],
 )
-def test_order_body_that_cannot_be_read_is_refused_once_the_key_is_good(
+def test_order_with_an_unreadable_body_is_refused_after_authentication(
     ask: Ask, body: bytes, content_type: str, status: int, code: str
 ) -> None:
-    """Credentials are judged before the body and before Idempotency-Key, and that before the body."""
+    """Credentials are checked before Idempotency-Key, and Idempotency-Key before the body."""
     expect(ask("POST", ORDERS, body, content_type=content_type, key=private()), status, code)
     expect(ask("POST", ORDERS, body, content_type=content_type, key=Plaintext(mint())), 401, "credential_invalid")
     if status != 413:
@@ -148,11 +148,11 @@ def test_order_body_that_cannot_be_read_is_refused_once_the_key_is_good(
 
 
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON"])
-def test_order_body_of_json_by_another_spelling_is_read(ask: Ask, content_type: str) -> None:
+def test_order_with_any_json_media_type_is_read(ask: Ask, content_type: str) -> None:
     assert ask("POST", ORDERS, ORDER, content_type=content_type, key=private()).status_code == 201
 
 
-def test_order_retried_is_made_once(ask: Ask) -> None:
+def test_order_retried_is_created_once(ask: Ask) -> None:
     key = private()
     first = ask("POST", ORDERS, ORDER, key=key, idempotency="k1")
     again = ask("POST", ORDERS, ORDER, key=key, idempotency="k1")
@@ -177,17 +177,18 @@ def test_client_configuration_is_that_of_the_keys_account(ask: Ask) -> None:
     assert ask("GET", "/sandbox/client/configuration", key=public("globex")).body["configuration"] == {}
 
 
-# -------------------------------------------------------------------------------------------------- everything
+# ----------------------------------------------------------------------------------------------- all endpoints
 
 
-def test_method_is_refused_before_the_body_is_read_and_head_is_no_get(ask: Ask) -> None:
+def test_wrong_method_is_refused_before_the_body_is_read(ask: Ask) -> None:
+    """HEAD is refused too; it does not fall back to GET."""
     for key in (None, private()):
         expect(ask("PUT", ORDERS, b"{", key=key), 405, "method_not_allowed")
         head = ask("HEAD", "/sandbox/client/configuration", key=key)
         assert head.status_code == 405
 
 
-def test_base_url_itself_is_no_endpoint(ask: Ask) -> None:
+def test_base_url_itself_is_not_found(ask: Ask) -> None:
     for path in ("/sandbox", "/sandbox/", "/production/", f"{ORDERS}/", "/sandbox/Merchants/orders"):
         expect(ask("GET", path), 404, "endpoint_unknown")
 
@@ -199,7 +200,7 @@ def test_admin_session_counts_as_no_credential(ask: Ask, client: Client) -> None
     expect(ask("GET", "/sandbox/customers/me"), 401, "credential_missing")
 
 
-def test_answer_carries_the_limits_after_proof_only(ask: Ask) -> None:
+def test_answer_carries_the_limits_after_authentication_only(ask: Ask) -> None:
     change_account(limit_count=2, limit_seconds=60)
     key = private()
     for remaining in (1, 0):

@@ -12,21 +12,21 @@ from .integration import Ask, change_account, expect, issue_token, pointers, pri
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-def test_customer_token_issued_names_its_customer_and_lives_a_quarter_of_an_hour(ask: Ask) -> None:
+def test_customer_token_issued_names_its_customer_and_expires_in_15_minutes(ask: Ask) -> None:
     key = private()
-    begun = now()
+    started_at = now()
     issued = ask("POST", "/sandbox/customers/cust-1/access-tokens", key=key, content_type="")
     assert issued.status_code == 201
     assert set(issued.body) == {"token_id", "token", "customer_id", "expires_at"}
     assert issued.body["token"].startswith(f"kv_cat_sbx_{issued.body['token_id']}")
     expires_at = datetime.fromisoformat(issued.body["expires_at"])
-    assert begun + timedelta(seconds=900) <= expires_at <= now() + timedelta(seconds=900)
+    assert started_at + timedelta(seconds=900) <= expires_at <= now() + timedelta(seconds=900)
     me = ask("GET", "/sandbox/customers/me", key=key, bearer=issued.body["token"])
     assert (me.status_code, me.body) == (200, {"customer_id": "cust-1", "expires_at": issued.body["expires_at"]})
 
 
-def test_customer_token_is_kept_as_a_digest_and_never_in_the_audit_log(ask: Ask) -> None:
-    """The token is nowhere but in the answer: neither in its row nor in what is kept for good."""
+def test_customer_token_is_stored_as_a_digest_and_not_in_the_audit_log(ask: Ask) -> None:
+    """The token appears only in the answer, neither in its row nor in the audit log."""
     token = issue_token(ask, private())
     row = CustomerToken.objects.get(token_id=token["token_id"])
     secret = token["token"][-49:]
@@ -38,27 +38,27 @@ def test_customer_token_is_kept_as_a_digest_and_never_in_the_audit_log(ask: Ask)
 
 
 @pytest.mark.parametrize(("ttl_seconds", "bound"), [(1, 3600), (3600, 3600), (60, 60)])
-def test_customer_token_lives_as_long_as_asked_within_the_bound(ask: Ask, ttl_seconds: int, bound: int) -> None:
+def test_customer_token_ttl_within_the_bound_is_honored(ask: Ask, ttl_seconds: int, bound: int) -> None:
     change_account(customer_token_seconds=bound)
     token = CustomerToken.objects.get(token_id=issue_token(ask, private(), ttl_seconds=ttl_seconds)["token_id"])
     assert token.expires_at - token.created_at == timedelta(seconds=ttl_seconds)
 
 
-def test_customer_token_of_an_account_with_a_low_bound_lives_no_longer_by_default(ask: Ask) -> None:
+def test_customer_token_default_ttl_respects_a_low_account_bound(ask: Ask) -> None:
     change_account(customer_token_seconds=60)
     token = CustomerToken.objects.get(token_id=issue_token(ask, private())["token_id"])
     assert token.expires_at - token.created_at == timedelta(seconds=60)
 
 
 @pytest.mark.parametrize("ttl_seconds", [0, -1, 3601, 10**30, "60", 60.0, None, True])
-def test_customer_token_for_a_time_that_does_not_fit_is_refused(ask: Ask, ttl_seconds: object) -> None:
+def test_customer_token_with_an_invalid_ttl_is_refused(ask: Ask, ttl_seconds: object) -> None:
     response = ask("POST", "/sandbox/customers/c/access-tokens", {"ttl_seconds": ttl_seconds}, key=private())
     expect(response, 400, "request_invalid")
     assert pointers(response) == ["/ttl_seconds"]
     assert not CustomerToken.objects.exists()
 
 
-def test_customer_token_for_an_id_that_is_too_long_is_refused(ask: Ask) -> None:
+def test_customer_token_for_an_overlong_customer_id_is_refused(ask: Ask) -> None:
     longest = ask("POST", f"/sandbox/customers/{'c' * 128}/access-tokens", key=private())
     assert longest.body["customer_id"] == "c" * 128
     response = ask("POST", f"/sandbox/customers/{'c' * 129}/access-tokens", key=private())
@@ -67,7 +67,7 @@ def test_customer_token_for_an_id_that_is_too_long_is_refused(ask: Ask) -> None:
 
 
 def test_customer_token_of_one_customer_is_never_replayed_for_another(ask: Ask) -> None:
-    """The same Idempotency-Key and the same empty body for somebody else do not hand over the first one's token."""
+    """The same Idempotency-Key and empty body for another customer do not return the first customer's token."""
     key = private()
     first = ask("POST", "/sandbox/customers/alice/access-tokens", key=key, idempotency="k1").body
     again = ask("POST", "/sandbox/customers/alice/access-tokens", key=key, idempotency="k1")
@@ -76,17 +76,17 @@ def test_customer_token_of_one_customer_is_never_replayed_for_another(ask: Ask) 
     expect(other, 422, "idempotency_body_mismatch")
 
 
-def test_customer_token_is_no_service_token(ask: Ask) -> None:
+def test_customer_token_as_a_service_token_is_refused(ask: Ask) -> None:
     """Guarantee: a credential of one plane is never accepted on another."""
     expect(ask("GET", "/v1/credentials", bearer=issue_token(ask, private())["token"]), 401, "service_token_invalid")
 
 
-def test_customer_token_is_good_beside_every_private_key_of_its_account(ask: Ask) -> None:
+def test_customer_token_is_valid_with_every_private_key_of_its_account(ask: Ask) -> None:
     token = issue_token(ask, private())["token"]
     assert ask("GET", "/sandbox/customers/me", key=private(), bearer=token).status_code == 200
 
 
-def test_customer_token_revoked_is_refused_and_revoked_again_without_a_second_entry(ask: Ask) -> None:
+def test_customer_token_revoked_twice_is_refused_and_audited_once(ask: Ask) -> None:
     key = private()
     token = issue_token(ask, key)
     url = f"/sandbox/customers/access-tokens/{token['token_id']}"
@@ -103,5 +103,5 @@ def test_customer_token_of_another_merchant_or_environment_is_not_revoked(ask: A
     path = f"customers/access-tokens/{token['token_id']}"
     expect(ask("DELETE", f"/sandbox/{path}", key=private("globex")), 404, "not_found")
     expect(ask("DELETE", f"/production/{path}", key=private("acme", PRODUCTION)), 404, "not_found")
-    expect(ask("DELETE", "/sandbox/customers/access-tokens/nobody", key=key), 404, "not_found")
+    expect(ask("DELETE", "/sandbox/customers/access-tokens/unknown", key=key), 404, "not_found")
     assert ask("GET", "/sandbox/customers/me", key=key, bearer=token["token"]).status_code == 200

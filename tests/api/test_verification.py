@@ -1,4 +1,4 @@
-"""POST /v1/keys/verify and verify-batch: fields, scope of the service token, use, dry run and limits.
+"""POST /v1/keys/verify and verify-batch: fields, scope of the service token, recorded uses, dry runs and limits.
 
 tests/entry_points asserts the verdict of each credential, state and request.
 """
@@ -56,14 +56,14 @@ def fresh(key: Key) -> Key:
     return found
 
 
-def may(permission: P, key: Key) -> Any:
+def grant_for(permission: P, key: Key) -> Any:
     return grant(the_operator("admin", Role.KEY_ADMINISTRATOR), permission, key.credential.account)
 
 
-# --- allowed --------------------------------------------------------------------------------------------------
+# --- allowed ----------------------------------------------------------------------------------------------
 
 
-def test_verify_good_key_is_allowed_and_named(call: Call, key: tuple[Key, str]) -> None:
+def test_verify_valid_key_is_allowed_and_identified(call: Call, key: tuple[Key, str]) -> None:
     answer = ask(call, key[1])
     assert answer["allowed"] is True
     assert outcome(answer) == (200, None, None)
@@ -86,11 +86,11 @@ def test_verify_by_method_and_path_finds_the_endpoint(call: Call, key: tuple[Key
     assert call("POST", "/v1/keys/verify", body).body["allowed"] is True
 
 
-# --- key strings ---------------------------------------------------------------------------------------------------
+# --- key strings ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", [" ", "ключ", "kv_prv_sbx_", "\x00", "\ud800", "x" * 10_000])
-def test_verify_string_that_no_header_could_carry_is_credential_invalid(call: Call, text: str) -> None:
+def test_verify_key_impossible_in_a_header_is_credential_invalid(call: Call, text: str) -> None:
     assert outcome(ask(call, text)) == (401, "credential_invalid", 1)
 
 
@@ -108,7 +108,7 @@ def test_verify_token_for_another_environment_is_permission_missing(call: Call, 
     assert (response.status_code, response.body["code"]) == (403, "permission_missing")
 
 
-# --- dry run and use --------------------------------------------------------------------------------------
+# --- dry runs and recorded uses ---------------------------------------------------------------------------
 
 
 def test_verify_counts_real_use_only(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
@@ -132,31 +132,31 @@ def probe() -> str:
 
 
 def test_verify_by_a_probe_counts_as_no_use(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
-    """Our own test calls are answered like everybody's, told as what they are, and are evidence of nothing."""
+    """Probes get normal answers, are marked as probes, and are no evidence of use."""
     token = probe()
-    asked = {"key": key[1], "environment": "sandbox", "endpoint": "orders.create", "client_ip": "192.0.2.9"}
-    answers = [call("POST", "/v1/keys/verify", asked, HTTP_AUTHORIZATION=token).body]
-    batch = call("POST", "/v1/keys/verify-batch", {"requests": [asked, asked]}, HTTP_AUTHORIZATION=token)
+    request = {"key": key[1], "environment": "sandbox", "endpoint": "orders.create", "client_ip": "192.0.2.9"}
+    answers = [call("POST", "/v1/keys/verify", request, HTTP_AUTHORIZATION=token).body]
+    batch = call("POST", "/v1/keys/verify-batch", {"requests": [request, request]}, HTTP_AUTHORIZATION=token)
     answers += batch.body["decisions"]
     assert [answer["allowed"] for answer in answers] == [True] * 3
     usage.flush()
     assert not KeyUse.objects.exists()
     bucket = UseBucket.objects.get()
     assert (bucket.outcome, bucket.count, bucket.source) == ("probed", 3, "192.0.2.9")
-    told = call("GET", f"/v1/keys/{key[0].key_id}").body
-    assert (told["first_used_at"], told["last_used_at"]) == (None, None)
+    shown = call("GET", f"/v1/keys/{key[0].key_id}").body
+    assert (shown["first_used_at"], shown["last_used_at"]) == (None, None)
 
 
-def test_verify_by_a_probe_trips_no_quarantine(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
-    """A probe of a suspended key is no attempt on it: it neither alerts anybody nor reinstates."""
-    suspend_key(may(P.KEYS_SUSPEND, key[0]), fresh(key[0]))
-    asked = {"key": key[1], "environment": "sandbox", "endpoint": "orders.create"}
-    assert call("POST", "/v1/keys/verify", asked, HTTP_AUTHORIZATION=probe()).body["code"] == "key_not_active"
+def test_verify_by_a_probe_does_not_trigger_the_quarantine(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
+    """A probe of a suspended key is no attempt: it neither raises an alarm nor reinstates the key."""
+    suspend_key(grant_for(P.KEYS_SUSPEND, key[0]), fresh(key[0]))
+    request = {"key": key[1], "environment": "sandbox", "endpoint": "orders.create"}
+    assert call("POST", "/v1/keys/verify", request, HTTP_AUTHORIZATION=probe()).body["code"] == "key_not_active"
     usage.flush()
     assert UseBucket.objects.get().outcome == "probed"
 
 
-def test_verify_notes_the_origin_of_a_public_key(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
+def test_verify_records_the_origin_of_a_public_key(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
     _, text = issue(find_account("acme", SANDBOX), kind=KeyKind.PUBLIC)
     origin = "https://shop.example"
     ask(call, text.reveal(), endpoint="client.configuration", origin=origin, user_agent="browser")
@@ -166,8 +166,8 @@ def test_verify_notes_the_origin_of_a_public_key(call: Call, key: tuple[Key, str
     assert list(origins) == [("allowed", origin), ("denied", ""), ("exposed_in_browser", "")]
 
 
-def test_verify_suspended_key_notes_the_attempt(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
-    suspend_key(may(P.KEYS_SUSPEND, key[0]), fresh(key[0]))
+def test_verify_suspended_key_records_the_attempt(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
+    suspend_key(grant_for(P.KEYS_SUSPEND, key[0]), fresh(key[0]))
     ask(call, key[1], client_ip="192.0.2.9")
     usage.flush()
     assert UseBucket.objects.get().outcome == "refused"
@@ -184,7 +184,7 @@ def test_verify_dry_run_traces_each_rule_in_the_contracts_order(call: Call, key:
     ]
 
 
-# --- shape ------------------------------------------------------------------------------------------------
+# --- request format ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_verify_dry_run_traces_each_rule_in_the_contracts_order(call: Call, key:
         ({"user_agent": "\x00"}, "/user_agent"),
     ],
 )
-def test_verify_malformed_field_is_pointed_at(call: Call, change: dict[str, Any], pointer: str) -> None:
+def test_verify_malformed_field_is_named_by_pointer(call: Call, change: dict[str, Any], pointer: str) -> None:
     body = {"key": "x", "environment": "sandbox", "endpoint": "orders.create", **change}
     response = call("POST", "/v1/keys/verify", body)
     assert response.status_code == 400
@@ -217,7 +217,7 @@ def test_verify_malformed_field_is_pointed_at(call: Call, change: dict[str, Any]
     assert pointer in [fault["pointer"] for fault in response.body["errors"]]
 
 
-def test_verify_answers_are_never_cached_and_carry_our_request_id(call: Call) -> None:
+def test_verify_answers_are_not_cacheable_and_carry_the_request_id(call: Call) -> None:
     body = {"key": None, "environment": "sandbox", "endpoint": "orders.create"}
     response = call("POST", "/v1/keys/verify", body, HTTP_X_REQUEST_ID="mine")
     assert response["Cache-Control"] == "no-store"
@@ -227,35 +227,37 @@ def test_verify_answers_are_never_cached_and_carry_our_request_id(call: Call) ->
 # --- customers, networks, context -------------------------------------------------------------------------
 
 
-def test_verify_compares_the_client_ip_with_the_credentials_networks(call: Call, key: tuple[Key, str]) -> None:
+def test_verify_client_ip_outside_the_credentials_networks_is_ip_not_allowed(call: Call, key: tuple[Key, str]) -> None:
     """Guarantee: a missing address is outside every network; an IPv4-mapped address counts as its IPv4 address."""
-    restrict_credential(may(P.CREDENTIALS_RESTRICT, key[0]), key[0].credential, ["192.0.2.0/24"], OriginHeader.REFUSE)
+    restrict_credential(
+        grant_for(P.CREDENTIALS_RESTRICT, key[0]), key[0].credential, ["192.0.2.0/24"], OriginHeader.REFUSE
+    )
     assert ask(call, key[1], client_ip="::ffff:192.0.2.9")["allowed"] is True
     assert outcome(ask(call, key[1])) == (403, "ip_not_allowed", 5)
 
 
-def add(name: str, path: str, **rule: Any) -> None:
-    wish = EndpointDraft(name, "GET", path, frozenset({KeyKind.PRIVATE}), **rule)
-    add_endpoint(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE), wish)
+def add_catalog_endpoint(name: str, path: str, **rule: Any) -> None:
+    draft = EndpointDraft(name, "GET", path, frozenset({KeyKind.PRIVATE}), **rule)
+    add_endpoint(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE), draft)
 
 
 def test_verify_added_endpoint_reads_its_context_from_the_path_or_from_the_caller(
     call: Call, key: tuple[Key, str]
 ) -> None:
-    """And the two may not disagree: whoever names one merchant does not get at another's things by the path."""
-    add("payouts.list", "/payouts/<shop>", merchant_from="path:shop", store_from="header:X-Store")
+    """A caller that names one merchant cannot reach another merchant's resources by path."""
+    add_catalog_endpoint("payouts.list", "/payouts/<shop>", merchant_from="path:shop", store_from="header:X-Store")
 
-    def ask_line(path: str, **more: Any) -> Any:
+    def ask_by_path(path: str, **more: Any) -> Any:
         body = {"key": key[1], "environment": "sandbox", "method": "GET", "path": path, **more}
         return call("POST", "/v1/keys/verify", body).body
 
-    assert ask_line("/payouts/acme", store="7")["allowed"] is True
-    assert ask_line("/sandbox/payouts/acme?shop=globex", store="7")["allowed"] is True
-    assert outcome(ask_line("/payouts/globex", store="7")) == (403, "merchant_mismatch", 2)
-    assert outcome(ask_line("/payouts/globex", store="7", merchant="acme")) == (403, "merchant_mismatch", 2)
-    assert outcome(ask_line("/payouts/acme", store="7", merchant="globex")) == (403, "merchant_mismatch", 2)
-    assert outcome(ask_line("/payouts/acme")) == (403, "context_missing", 5)
-    assert outcome(ask_line("/payouts/acme", store=" ")) == (403, "context_missing", 5)
+    assert ask_by_path("/payouts/acme", store="7")["allowed"] is True
+    assert ask_by_path("/sandbox/payouts/acme?shop=globex", store="7")["allowed"] is True
+    assert outcome(ask_by_path("/payouts/globex", store="7")) == (403, "merchant_mismatch", 2)
+    assert outcome(ask_by_path("/payouts/globex", store="7", merchant="acme")) == (403, "merchant_mismatch", 2)
+    assert outcome(ask_by_path("/payouts/acme", store="7", merchant="globex")) == (403, "merchant_mismatch", 2)
+    assert outcome(ask_by_path("/payouts/acme")) == (403, "context_missing", 5)
+    assert outcome(ask_by_path("/payouts/acme", store=" ")) == (403, "context_missing", 5)
     assert outcome(ask(call, key[1], endpoint="payouts.list", store="7")) == (403, "context_missing", 5)
     assert ask(call, key[1], endpoint="payouts.list", store="7", merchant="acme")["allowed"] is True
 
@@ -265,10 +267,10 @@ def test_verify_added_endpoint_reads_its_context_from_the_path_or_from_the_calle
 
 def limit(key: Key, count: int, seconds: int = 3600) -> None:
     place = find_account(key.credential.account.merchant_id, SANDBOX)
-    set_account_limit(may(P.LIMITS_WRITE, key), place, Limit(count, seconds))
+    set_account_limit(grant_for(P.LIMITS_WRITE, key), place, Limit(count, seconds))
 
 
-def test_verify_tells_what_is_left_of_the_limit(call: Call, key: tuple[Key, str]) -> None:
+def test_verify_reports_the_remaining_limit(call: Call, key: tuple[Key, str]) -> None:
     limit(key[0], 10)
     answer = ask(call, key[1])
     assert answer["limit"] == {"policy": "account", "remaining": 9, "reset_seconds": 360}
@@ -277,7 +279,7 @@ def test_verify_tells_what_is_left_of_the_limit(call: Call, key: tuple[Key, str]
     assert "Retry-After" not in answer["headers"]
 
 
-def test_verify_beyond_the_limit_is_rate_limited_and_says_when(call: Call, key: tuple[Key, str]) -> None:
+def test_verify_beyond_the_limit_is_rate_limited_with_retry_after(call: Call, key: tuple[Key, str]) -> None:
     limit(key[0], 3)
     assert ask(call, key[1], cost=3)["allowed"] is True
     answer = ask(call, key[1])
@@ -289,7 +291,7 @@ def test_verify_beyond_the_limit_is_rate_limited_and_says_when(call: Call, key: 
     assert "check" not in answer["problem"]
 
 
-def test_verify_tells_nothing_of_limits_before_proof(call: Call, key: tuple[Key, str]) -> None:
+def test_verify_reports_no_limits_before_authentication(call: Call, key: tuple[Key, str]) -> None:
     limit(key[0], 10)
     answer = ask(call, key[1][:-1])
     assert "limit" not in answer
@@ -304,11 +306,11 @@ def test_verify_dry_run_spends_nothing(call: Call, key: tuple[Key, str]) -> None
     assert ask(call, key[1])["code"] == "rate_limited"
 
 
-def test_verify_failed_proofs_of_an_address_are_told_to_wait_and_a_good_key_passes(
+def test_verify_failed_proofs_of_an_address_are_limited_and_a_valid_key_passes(
     call: Call, key: tuple[Key, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the end client's address, not the gateway's: one guesser does not lock out everybody behind it."""
-    # The clock stands, so that nothing is given back meanwhile.
+    """Failures are counted by the end client's address, so one guesser does not lock out all clients of a gateway."""
+    # The clock stands still, so that the allowance is not refilled meanwhile.
     proofs = FailedProofs(Limiter(LocalStore(lambda: 0), None, 100), lambda: 0.0)
     for module in ("assembly", "stores"):
         monkeypatch.setattr(f"keyvault.hotpath.adapters.{module}.failed_proofs", lambda: proofs)
@@ -326,7 +328,7 @@ def test_verify_failed_proofs_of_an_address_are_told_to_wait_and_a_good_key_pass
 
 
 def test_verify_lost_database_is_verifier_stale(call: Call, key: tuple[Key, str]) -> None:
-    """Neither yes nor no; and the call itself has answered: 200 with a decision."""
+    """The decision is neither allow nor deny, and the call itself succeeds with 200."""
     with losing(KEY):
         answer = ask(call, key[1])
     assert outcome(answer) == (503, "verifier_stale", None)
@@ -334,15 +336,15 @@ def test_verify_lost_database_is_verifier_stale(call: Call, key: tuple[Key, str]
     assert "key_id" not in answer
 
 
-# --- several at once --------------------------------------------------------------------------------------
+# --- batches ----------------------------------------------------------------------------------------------
 
 
-def batch(call: Call, *asked: dict[str, Any]) -> Any:
-    requests = [{"key": None, "environment": "sandbox", "endpoint": "orders.create", **each} for each in asked]
+def batch(call: Call, *changes: dict[str, Any]) -> Any:
+    requests = [{"key": None, "environment": "sandbox", "endpoint": "orders.create", **each} for each in changes]
     return call("POST", "/v1/keys/verify-batch", {"requests": requests})
 
 
-def test_batch_answers_each_in_order_with_an_id_of_its_own(call: Call, key: tuple[Key, str]) -> None:
+def test_batch_answers_in_order_with_a_request_id_each(call: Call, key: tuple[Key, str]) -> None:
     response = batch(call, {"key": key[1]}, {}, {"key": "x"}, {"key": key[1], "merchant": "globex"})
     decisions = response.body["decisions"]
     assert [each["code"] for each in decisions] == [
@@ -357,7 +359,7 @@ def test_batch_answers_each_in_order_with_an_id_of_its_own(call: Call, key: tupl
     assert all(each["problem"]["request_id"] == each["request_id"] for each in decisions[1:])
 
 
-def test_batch_spends_for_each_that_is_allowed(call: Call, key: tuple[Key, str]) -> None:
+def test_batch_spends_one_request_for_each_allowed_decision(call: Call, key: tuple[Key, str]) -> None:
     limit(key[0], 3)
     decisions = batch(call, *[{"key": key[1]}] * 5).body["decisions"]
     assert [each["status"] for each in decisions] == [200, 200, 200, 429, 429]
@@ -370,7 +372,7 @@ def test_batch_that_is_malformed_is_refused_as_a_whole(call: Call, requests: Any
     assert all(fault["pointer"].startswith("/requests") for fault in response.body["errors"])
 
 
-def test_batch_with_one_malformed_request_points_at_it_and_judges_none(
+def test_batch_with_one_malformed_request_names_it_and_decides_none(
     call: Call, key: tuple[Key, str], usage: UsageLog
 ) -> None:
     response = batch(call, {"key": key[1]}, {"key": key[1], "cost": 0})
@@ -386,7 +388,7 @@ def test_batch_of_more_than_a_hundred_is_request_invalid(call: Call) -> None:
     assert (response.status_code, response.body["code"]) == (400, "request_invalid")
 
 
-def test_batch_with_one_foreign_environment_is_refused_before_any_is_judged(
+def test_batch_with_one_foreign_environment_is_refused_before_any_decision(
     call: Call, key: tuple[Key, str], usage: UsageLog
 ) -> None:
     _, own = make_token(P.KEYS_VERIFY, scope=StringScope.SANDBOX)
