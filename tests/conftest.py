@@ -17,7 +17,6 @@ import django
 import hypothesis
 import pytest
 from django.conf import settings
-from django.db.models import Model
 from pytest_django import DjangoDbBlocker
 from redis import Redis
 
@@ -41,8 +40,6 @@ T = TypeVar("T")
 
 VAULTS = frozenset({"vault", "vault_on_disk"})
 """Fixtures that start a Vault: every test that uses one, directly or indirectly, is marked."""
-
-MADE_AFTER_EVERY_FLUSH = ("contenttypes.ContentType", "auth.Permission")
 
 # Two workers share two cores, so a slow example says nothing about the code. CI repeats itself exactly.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=bool(os.environ.get("CI")))
@@ -121,7 +118,12 @@ def django_db_modify_db_settings() -> None:
     """
     from django.db import connections
 
-    test = connections["default"].settings_dict["TEST"]
+    database = connections["default"].settings_dict
+    if PLACE.database == "sqlite":
+        # Tests outlive no power cut. The processes that they start keep the setting of production.
+        options = database["OPTIONS"]
+        options["init_command"] = options["init_command"].replace("synchronous=FULL", "synchronous=OFF")
+    test = database["TEST"]
     test["NAME"] = PLACE.database_name
     if not PLACE.is_controller:
         if PLACE.database == "postgres":
@@ -158,59 +160,23 @@ def static_files_found_once() -> Iterator[None]:
 def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
     """The test database, which every transactional test leaves as `migrate` made it.
 
-    Such a test ends in a flush. The append-only triggers would refuse that, so they are lifted for it and only
-    for it; and it takes away what migrations put in (the groups), so that is put back. Both are patched into
-    the flush itself: the order of fixtures depends on how a test asked for its database, this does not.
+    The reset replaces Django's flush itself: the order of fixtures depends on how a test requests its database.
     """
     from django.db import connections
     from django.test import TransactionTestCase
 
-    from keyvault.models.triggers import drop_triggers, ensure_triggers
+    from .database_reset import MigratedDatabase
 
     with django_db_blocker.unblock():
-        rows = _rows_made_by_migrations()
+        migrated = MigratedDatabase(connections["default"])
 
-    # Private names, untyped: should Django rename them, every transactional test says so.
-    patched: Any = TransactionTestCase
-    flush = patched._fixture_teardown
-
-    def flush_and_restore(case: Any) -> None:
-        aliases = case._databases_names(include_mirrors=False)
-        for alias in aliases:
-            drop_triggers(connections[alias])
-        flush(case)
-        for alias in aliases:
-            # A flush with post_migrate has done it already; those without it need it.
-            ensure_triggers(connections[alias])
-        _restore(rows)
+    def restore(case: Any) -> None:
+        migrated.restore(connections["default"])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patched, "_fixture_teardown", flush_and_restore)
+        # A private name: should Django rename it, every transactional test fails.
+        patch.setattr(TransactionTestCase, "_fixture_teardown", restore)
         yield
-
-
-def _rows_made_by_migrations() -> dict[type[Model], str]:
-    """The rows of a fresh database, less those that Django itself makes after every flush."""
-    from django.apps import apps
-    from django.core import serializers
-
-    models = [model for model in apps.get_models() if model._meta.label not in MADE_AFTER_EVERY_FLUSH]
-    return {
-        model: serializers.serialize("json", model._base_manager.all(), use_natural_foreign_keys=True)
-        for model in models
-        if model._base_manager.exists()
-    }
-
-
-def _restore(rows: dict[type[Model], str]) -> None:
-    from django.core import serializers
-    from django.db import transaction
-
-    with transaction.atomic():
-        for model, texts in rows.items():
-            if not model._base_manager.exists():
-                for row in serializers.deserialize("json", texts):
-                    row.save()
 
 
 # ------------------------------------------------------------------------------------------------------ Redis

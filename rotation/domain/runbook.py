@@ -441,7 +441,7 @@ WAITS = (
                 "During the quarantine, attempts by a known source reinstate the old key once, if the plan says so; "
                 "those by an unknown source raise an alarm.",
             ),
-            Only(PUBLIC, "After its retirement date no traffic makes a public key valid again: its clients must switch."),
+            Only(PUBLIC, "No traffic makes a public key valid again after its retirement date: clients must switch."),
         ),
         (R.EXTEND, R.ROLL_BACK),
     ),
