@@ -39,12 +39,12 @@ test-long: ready-to-test ## run the slow tests: killed processes, whole services
 # The tests that remain depend on Python itself: pure packages, sockets and TLS, processes and signals.
 NEXT_LEAVES_OUT = architecture entry_points demo admin api management rotation models services vault_faults \
     hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/engine/test_engine.py hotpath/test_denied_again.py
-test-next: ## repeat the tests of the lower layers on Python 3.13 and SQLite, if it is installed
+test-next: ## repeat the tests that depend on Python itself on Python 3.13 and SQLite, if it is installed
 	@for python in python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3.13; do \
 	    if "$$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
 	        export KEYVAULT_TEST_DATABASE=sqlite; \
 	        exec $(MAKE) --no-print-directory test \
-	            VENV=.venv/next PYTHON="$$python" SELECTION='$(NEXT_LEAVES_OUT:%=--ignore=tests/%)'; \
+	            VENV=.venv/next PYTHON="$$python" SELECTION='-m "long or not long" $(NEXT_LEAVES_OUT:%=--ignore=tests/%)'; \
 	    fi; \
 	done; \
 	echo 'test-next: no Python 3.13 on this machine, so nothing was tested on it'

@@ -32,7 +32,7 @@ WITHOUT_LONG = ("-m", "not long")
 TIDY_WITHIN_SECONDS = 20
 
 FINE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-"""Exit codes whose whole story is told by the counts."""
+"""Exit codes that the counts explain."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _without_a_run_around_us() -> dict[str, str]:
 
 
 def _run_to_the_end(command: list[str], variables: dict[str, str]) -> int:
-    """Run pytest; whoever interrupts us interrupts pytest."""
+    """Run pytest, and forward an interrupt to it."""
     with subprocess.Popen(command, cwd=ROOT, env=variables) as run:
 
         def pass_on(number: int, frame: FrameType | None) -> None:

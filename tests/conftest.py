@@ -40,7 +40,7 @@ django.setup()
 T = TypeVar("T")
 
 VAULTS = frozenset({"vault", "vault_on_disk"})
-"""The fixtures that start one: whoever asks for it, or for what stands on it, is marked."""
+"""Fixtures that start a Vault: every test that uses one, directly or indirectly, is marked."""
 
 MADE_AFTER_EVERY_FLUSH = ("contenttypes.ContentType", "auth.Permission")
 

@@ -80,7 +80,7 @@ def lay() -> Place:
 
 
 def _new_run() -> Path:
-    """The run's folder, and its PostgreSQL unless somebody lent one; both end with this process."""
+    """Create the run's folder, and its PostgreSQL unless one is given; both end with this process."""
     if chosen_database() == "postgres" and not os.environ.get(POSTGRES_URL):
         lent = ExitStack()
         try:

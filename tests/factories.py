@@ -1,4 +1,4 @@
-"""Merchants, operators, keys and tokens for everybody's tests, each made through the real services.
+"""Merchants, operators, keys and tokens for all tests, made through the real services.
 
     tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     make_merchant("acme")
@@ -11,7 +11,7 @@ with each test's rollback or flush while the keystore of `data_dir` stays for th
 test that asks for peppers and builds nothing calls `have_peppers()`; one that harms a keystore does so inside
 `own_keystore(tmp_path)`.
 
-Everything happens at `now()` unless a builder is told `at=`.
+Every builder acts at `now()` unless it gets `at=`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ from keyvault.services.tokens.service_tokens import DEFAULT_DAYS, create_service
 from keyvault.services.work import leases
 
 PASSWORD = "correct horse battery staple"
-"""Of every operator made here."""
+"""Password of every operator that is made here."""
 
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 
@@ -84,7 +84,7 @@ def own_keystore(folder: Path) -> Iterator[None]:
 
 
 def forget_keystore() -> None:
-    """What a new process would not know: the open backend and the loaded peppers."""
+    """Forget the open backend and the loaded peppers, as in a new process."""
     secret_backend.cache_clear()
     load_peppers.cache_clear()
 
@@ -97,7 +97,7 @@ def grant(
     *,
     at: datetime | None = None,
 ) -> Grant:
-    """What `authorize` answers; raises what it raises."""
+    """Return the grant of `authorize`, or raise its error."""
     return authorize(principal, permission, account, now=at or now(), requester_person=requester_person)
 
 
@@ -154,7 +154,7 @@ def request_key(
     by: principals.OperatorPrincipal | principals.Service | None = None,
     at: datetime | None = None,
 ) -> IssuanceRequest:
-    """A request: approved at once in sandbox, pending in production. `by` is the operator `tam` unless given."""
+    """Make a request, approved in sandbox and pending in production. `by`: the operator `tam` by default."""
     asking = by or the_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     return requests.request_issuance(
         grant(asking, Permission.ISSUANCE_REQUEST, account, at=at),
@@ -170,18 +170,18 @@ def request_key(
 def approve(
     request: IssuanceRequest, *, by: principals.OperatorPrincipal | None = None, at: datetime | None = None
 ) -> IssuanceRequest:
-    """One yes to it, of the operator `approver` unless given."""
+    """Approve the request. `by`: the operator `approver` by default."""
     approving = by or the_operator("approver", Role.APPROVER)
     allowed = grant(approving, Permission.ISSUANCE_APPROVE, request.account, request.requester_person, at=at)
     return requests.approve_issuance(allowed, request, request.plan_digest)
 
 
 def issue_request(request: IssuanceRequest, *, at: datetime | None = None) -> Key:
-    """The worker's part of an approved request; `request` is as fresh as the database afterwards."""
+    """Perform the worker's part of an approved request, and refresh `request`."""
     have_peppers()
     moment = at or now()
     lease = leases.claim(f"issuance:{request.request_id}", moment)
-    assert lease is not None, "somebody else is at work on it"
+    assert lease is not None, "another worker holds the lease"
     key = requests.issue_approved(request, lease, moment)
     leases.release(lease)
     return key

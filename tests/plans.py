@@ -1,4 +1,4 @@
-"""What PostgreSQL does for a query, with nothing to gain from reading a table or sorting it."""
+"""Query plans of PostgreSQL, with costs that make table scans and sorts the last choice."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from django.db.models import AutoField, Model
 from django.test.utils import CaptureQueriesContext
 
 ROWS = 5_000
-"""Enough that another index than the one meant costs more, whatever a test before this one left in the statistics."""
+"""Number of rows from which every other index costs more, whatever the statistics of earlier tests."""
 
 
 def copy_row(model: type[Model], **changed: str) -> None:

@@ -1,4 +1,4 @@
-"""What a test may count on: the database as `migrate` made it, in a place that belongs to this run alone."""
+"""Isolation of the tests: each finds the database as `migrate` made it, in a place of this run alone."""
 
 import os
 import subprocess

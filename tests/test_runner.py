@@ -1,4 +1,4 @@
-"""`python -m tests`, the command behind `make test`: what its last line and its exit code say."""
+"""`python -m tests`, the command behind `make test`: its last line and its exit code."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ HERE = "tests/test_runner.py"
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    """The SQLite half of a run of its own, with these options."""
+    """Run the SQLite half with these options."""
     return subprocess.run(
         [sys.executable, "-m", "tests", "-n0", "-q", *options],
         cwd=ROOT,

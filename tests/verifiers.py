@@ -8,11 +8,11 @@ from django.db.models.functions import Now
 from keyvault.models import Confirmation, Verifier
 
 STALENESS = timedelta(minutes=5)
-"""Longer than any test takes: one that was just heard of stays live."""
+"""Lifetime that no test exceeds, so that a verifier stays live."""
 
 
 def make_verifier(verifier_id: str = "verifier-1", **columns: Any) -> Verifier:
-    """A live one that was just heard of and has confirmed nothing."""
+    """Make a live verifier that has confirmed nothing."""
     row = Verifier.objects.create(
         verifier_id=verifier_id,
         **{
@@ -28,13 +28,13 @@ def make_verifier(verifier_id: str = "verifier-1", **columns: Any) -> Verifier:
 
 
 def confirm(verifier: Verifier, sequence: int) -> None:
-    """It has got there, just now."""
+    """Record that the verifier confirms the sequence now."""
     Verifier.objects.filter(pk=verifier.pk).update(confirmed_sequence=sequence, seen_at=Now())
     Confirmation.objects.create(verifier=verifier, sequence=sequence, at=Now())
 
 
 def fall_silent(verifier: Verifier, since: timedelta = STALENESS + timedelta(seconds=1)) -> None:
-    """It was heard of last so long ago."""
+    """Record that the verifier was last seen that long ago."""
     Verifier.objects.filter(pk=verifier.pk).update(seen_at=database_now() - since)
 
 

@@ -148,7 +148,7 @@ def _find_result(scope: _RequestScope, found: IdempotentRequest | None, now: dat
 
 
 def _refuse_for_now() -> NoReturn:
-    """Raise a retryable error. An attempt takes milliseconds, so the delay is shorter than a dead one's hold."""
+    """Raise a retryable error. The delay is short, because an attempt takes milliseconds unless its process died."""
     raise IdempotencyError(
         ErrorCode.IDEMPOTENCY_IN_PROGRESS,
         "The first request with this Idempotency-Key is still in progress.",
@@ -157,7 +157,7 @@ def _refuse_for_now() -> NoReturn:
 
 
 def _claim(scope: _RequestScope, found: IdempotentRequest | None, now: datetime) -> QuerySet[IdempotentRequest] | None:
-    """Claim the key. Return this attempt's row while it is valid; None if another attempt came first."""
+    """Claim the key. Return a query that selects the row while the claim is valid; None: another attempt came first."""
     fresh: dict[str, Any] = {
         "body_digest": scope.body_digest,
         "held_until": now + timedelta(seconds=HOLD_SECONDS),
@@ -212,14 +212,14 @@ def _replay(scope: _RequestScope, found: IdempotentRequest, status: int, now: da
     return IdempotentResult(answer, is_replay=True, is_secret_available=True)
 
 
-# --- what goes, and when --------------------------------------------------------------------------------------
+# --- retention ------------------------------------------------------------------------------------------------
 
 
 def shred_used(owners: Iterable[str]) -> None:
-    """Shred the sealed secrets of these keys and customer tokens. Their use shows that they arrived.
+    """Shred the sealed secrets of these keys and customer tokens, whose use shows that the reply arrived.
 
-    Thousands of owners are in use, and few secrets are sealed. The sealed ones are read first, by their index and in
-    plain SQL, because this runs every second beside the verdicts.
+    Thousands of them are in use, and few secrets are sealed. So this reads the sealed ones first, by their index and in
+    plain SQL, because it runs every second beside the verdicts.
     """
     with connection.cursor() as cursor:
         cursor.execute("SELECT secret_of FROM keyvault_idempotentrequest WHERE sealed IS NOT NULL")

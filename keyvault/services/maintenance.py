@@ -38,9 +38,10 @@ from keyvault.services.work.leases import Lease
 _log = logging.getLogger(__name__)
 
 _STEP_LIMIT = 100
+"""Maximum rows of one kind and environment in one run."""
 
-_FAILURES = 3
-"""Consecutive calls without a reply after which the backend counts as away and the rest waits."""
+_MAX_UNANSWERED = 3
+"""Consecutive calls without a reply after which the backend counts as unavailable and the run ends."""
 
 _MAINTENANCE_SECONDS = 20.0
 """Time in which one maintenance step starts backend calls, in seconds."""
@@ -132,7 +133,7 @@ _used_uncollected = UsedUncollected()
 
 
 def forget_due() -> None:
-    """Delete what has passed its retention: sealed secrets, replies, refusals, old use, receipts, sessions."""
+    """Delete expired data: sealed secrets, stored replies, refusals, deliveries, usage, confirmations, sessions."""
     now = datetime.now(UTC)
     idempotency.shred_due(now)
     idempotency.forget_expired(now)
@@ -149,7 +150,7 @@ def backfill_revocation_log() -> None:
 
 
 def destroy_due() -> None:
-    """Destroy the backend's copies of keys that are dead, were handed over, or never reached anyone."""
+    """Destroy the backend's copies of keys that are dead, were handed over, or were never delivered."""
     _discard_withdrawn(datetime.now(UTC))
     due = stored_copies.list_to_destroy()
     for environment in map(Environment, settings.ENVIRONMENTS):
@@ -162,7 +163,7 @@ def _destroy(due: Sequence[Key], may_continue: Callable[[], bool]) -> None:
     """Destroy copies until the backend denies access or leaves several calls in a row unanswered."""
     unanswered = 0
     for key in due:
-        if unanswered >= _FAILURES or not may_continue():
+        if unanswered >= _MAX_UNANSWERED or not may_continue():
             return
         now, account = datetime.now(UTC), key.credential.account
         with _isolated():
@@ -173,7 +174,7 @@ def _destroy(due: Sequence[Key], may_continue: Callable[[], bool]) -> None:
                 unanswered += 1
                 raise
             except BackendDeniedError as error:
-                unanswered = _FAILURES
+                unanswered = _MAX_UNANSWERED
                 stored_copies.report_refusal(_grant(account, now), account, "destroying copies", error)
                 raise
 
@@ -203,7 +204,7 @@ def watch_backend() -> None:
 def settle_due() -> None:
     """Hide the backend's copies of keys in quarantine, and restore those of keys that left it.
 
-    A backend that is away delays only its own environment, and no rotation.
+    An unavailable backend delays only its own environment, and no rotation.
     """
     for environment in map(Environment, settings.ENVIRONMENTS):
         rows = {stored_copies.copy_subject(key): key for key in stored_copies.list_unsettled(environment)}
@@ -230,10 +231,10 @@ def settle_connections_due() -> None:
 def _exclusive(environment: Environment) -> Iterator[Callable[[], bool]]:
     """Let one worker at a time use an environment's backend for maintenance, for _MAINTENANCE_SECONDS.
 
-    A slow backend must not keep every thread from issuing and rotating. Yields a callable that returns whether to go
-    on; the next run takes what is left.
+    The limits keep a slow backend from occupying every thread that issues and rotates keys. Yields a callable that
+    returns whether to continue; the next run processes the remaining rows.
     """
-    lease = leases.claim(f"upkeep:{environment}", datetime.now(UTC), now_or_never=True)
+    lease = leases.claim(f"upkeep:{environment}", datetime.now(UTC), ignore_due_at=True)
     ends_at = time.monotonic() + _MAINTENANCE_SECONDS
     if lease is None:
         yield lambda: False
@@ -313,7 +314,7 @@ def _forget_path(row: Credential, lease: Lease, now: datetime) -> datetime | Non
 def _discard_withdrawn(now: datetime) -> None:
     """Discard keys of withdrawn requests, under the issuance lease so that no worker is issuing them."""
     for request in issuance.list_withdrawn():
-        lease = leases.claim(f"issuance:{request.request_id}", now, now_or_never=True)
+        lease = leases.claim(f"issuance:{request.request_id}", now, ignore_due_at=True)
         if lease is not None:
             with _isolated():
                 issuance.discard_withdrawn(request, lease, now)

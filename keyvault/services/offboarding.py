@@ -1,7 +1,7 @@
 """Offboard a merchant: end everything that grants access, and count what is left.
 
-The merchant's status changes first. From that commit on its requests are denied and it can be given nothing new. Its
-assets then end one by one, each in its own transaction. The run may be killed at any point and run again.
+The merchant's status changes first. From that commit on its requests are denied and nothing can be added to it. Its
+assets are then ended one by one, each in its own transaction. The run may be killed at any point and run again.
 
 It needs neither the secret backend nor the broker. Workers destroy copies, discard staged keys and close open rotations
 later.
@@ -48,14 +48,14 @@ from keyvault.services.webhooks.endpoints import host_of
 _BATCH = 200
 """Rows read in one query, and customer tokens revoked in one transaction."""
 
-_ROUNDS = 5
-"""Maximum rounds over rows that another writer changes concurrently."""
+_MAX_IDLE_ROUNDS = 5
+"""Maximum rounds that end no row, because other writers change the rows concurrently."""
 
 _REASON = "the merchant was offboarded"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredAssets:
+class AccountAssets:
     """Counts of an account's assets that still grant access."""
 
     keys: int = 0
@@ -78,7 +78,7 @@ class StoredAssets:
 class MerchantAssets:
     """Counts of a merchant's assets that still grant access. `service_tokens`: tokens for this merchant only."""
 
-    accounts: Mapping[Environment, StoredAssets]
+    accounts: Mapping[Environment, AccountAssets]
     service_tokens: int = 0
 
     def __bool__(self) -> bool:
@@ -137,7 +137,7 @@ def count_assets(merchant: Merchant, now: datetime) -> MerchantAssets:
     """Count what offboarding would end, or has left."""
     return MerchantAssets(
         {
-            Environment(account.environment): StoredAssets(
+            Environment(account.environment): AccountAssets(
                 keys=_keys(account).count(),
                 customer_tokens=_customer_tokens(account, now).count(),
                 issuance_requests=_requests(account).count(),
@@ -150,7 +150,7 @@ def count_assets(merchant: Merchant, now: datetime) -> MerchantAssets:
     )
 
 
-# --- what the secret backend remembers of it ----------------------------------------------------------------
+# --- paths in the secret backend ----------------------------------------------------------------------------
 
 
 def list_to_forget(environment: Environment) -> list[Credential]:
@@ -162,9 +162,9 @@ def list_to_forget(environment: Environment) -> list[Credential]:
 
 
 def may_be_forgotten(credential: Credential) -> bool:
-    """Whether one credential's path may be forgotten. A late write may require it again."""
-    has_left = credential.account.merchant.status == MerchantStatus.OFFBOARDED
-    return has_left and not _unfinished(credential.pk).exists()
+    """Whether one credential's path may be forgotten, also a second time: a write may arrive late."""
+    is_offboarded = credential.account.merchant.status == MerchantStatus.OFFBOARDED
+    return is_offboarded and not _unfinished(credential.pk).exists()
 
 
 def forget_path(grant: Grant, credential: Credential) -> bool:
@@ -191,13 +191,13 @@ def path_subject(credential: Credential) -> str:
 
 
 def _unfinished(credential_id: str | OuterRef) -> QuerySet[Key]:
-    """Select keys of the credential that live or may have a copy."""
+    """Select the credential's keys that are not dead, or may still have a copy."""
     gone = Q(state__in=DEAD_STATES, material__in=[Material.NONE, Material.DESTROYED])
     rows: QuerySet[Key] = Key.objects.filter(~gone, credential_id=credential_id)
     return rows
 
 
-# --- what there is ------------------------------------------------------------------------------------------
+# --- assets -------------------------------------------------------------------------------------------------
 
 
 def _accounts(merchant: Merchant) -> Iterable[Account]:
@@ -208,7 +208,7 @@ def _accounts(merchant: Merchant) -> Iterable[Account]:
 def _keys(account: Account) -> QuerySet[Key]:
     """Select active and suspended keys.
 
-    A staged one was never handed out, cannot become active, and ends with its request or rotation.
+    A staged key was never handed out, cannot become active, and ends with its request or rotation.
     """
     living = Key.objects.filter(state__in=[KeyState.ACTIVE, KeyState.SUSPENDED])
     return living.select_related("credential__account__merchant").filter(credential__account=account)
@@ -228,17 +228,17 @@ def _endpoints(account: Account) -> QuerySet[WebhookEndpoint]:
 
 
 def _service_tokens(merchant: Merchant, now: datetime) -> QuerySet[ServiceToken]:
-    alone = ServiceToken.objects.filter(merchants=[merchant.merchant_id])
-    return alone.filter(revoked_at__isnull=True, expires_at__gt=now)
+    own = ServiceToken.objects.filter(merchants=[merchant.merchant_id])
+    return own.filter(revoked_at__isnull=True, expires_at__gt=now)
 
 
-# --- and how it ends ----------------------------------------------------------------------------------------
+# --- ending them --------------------------------------------------------------------------------------------
 
 
 def _mark_offboarded(grant: Grant, merchant: Merchant, why: str) -> None:
-    """Mark the merchant as offboarded. From this commit on its requests are denied and it can be given nothing."""
+    """Mark the merchant as offboarded. From this commit on its requests are denied and nothing can be added to it."""
     with transaction.atomic():
-        # A writer that gives an account something locks its row: it finishes first, or sees the new status.
+        # A writer that adds to an account locks the account's row: it commits first, or sees the new status.
         list(Account.objects.select_for_update(no_key=True).filter(merchant=merchant).order_by("pk"))
         merchant.refresh_from_db(from_queryset=Merchant.objects.select_for_update(no_key=True))
         if merchant.status == MerchantStatus.OFFBOARDED:
@@ -248,9 +248,9 @@ def _mark_offboarded(grant: Grant, merchant: Merchant, why: str) -> None:
             merchant.compare_and_swap(status=MerchantStatus.OFFBOARDED)
 
 
-def _end_account(grant: Grant, account: Account) -> StoredAssets:
+def _end_account(grant: Grant, account: Account) -> AccountAssets:
     own = authorize(grant.principal, P.MERCHANTS_OFFBOARD, account, now=grant.at)
-    return StoredAssets(
+    return AccountAssets(
         keys=_end_each(_keys(account), lambda key: revoke_key(own, key, RevocationReason.CESSATION_OF_OPERATION)),
         customer_tokens=_revoke_customer_tokens(own, account),
         issuance_requests=_end_each(_requests(account), lambda request: end_issuance(own, request, _REASON)),
@@ -261,8 +261,8 @@ def _end_account(grant: Grant, account: Account) -> StoredAssets:
 
 def _end_each(rows: QuerySet[Any], end: Callable[[Any], object]) -> int:
     """End rows until none is left. Return how many. Rows with concurrent writers are retried for some rounds."""
-    ended = rounds_without_progress = 0
-    while rounds_without_progress < _ROUNDS and (found := list(rows.order_by("pk")[:_BATCH])):
+    ended = idle_rounds = 0
+    while idle_rounds < _MAX_IDLE_ROUNDS and (found := list(rows.order_by("pk")[:_BATCH])):
         before = ended
         for row in found:
             try:
@@ -270,7 +270,7 @@ def _end_each(rows: QuerySet[Any], end: Callable[[Any], object]) -> int:
             except StateConflictError:
                 continue
             ended += 1
-        rounds_without_progress += ended == before
+        idle_rounds += ended == before
     return ended
 
 

@@ -14,6 +14,7 @@ from keyvault.api.idempotency import answer_once
 from keyvault.api.integration import Call, EndpointServer
 from keyvault.api.openapi import MAY_BE_SENT, documented, in_path
 from keyvault.api.serializers import OneOf, StrictBoolean, StrictInteger, StrictSerializer, StrictText
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError
 from keyvault.models import Credential
 from keyvault.services.idempotency import Effect, StoredResponse
@@ -21,7 +22,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.wire.idempotency import IDEMPOTENCY_KEY
 from rotation.api.schemas import RotationBody
 from rotation.domain.events import RotationState
-from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField, PlanOverrides
+from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField, PlanOverrides, find_value_faults
 from rotation.domain.windows import Window
 from rotation.services.rotations.facts import ACKNOWLEDGEMENT
 from rotation.services.rotations.interventions import abort_rotation, acknowledge
@@ -130,12 +131,16 @@ class RotationsView(ServiceView):
             .filter(pk=form.validated_data["credential_id"])
             .first()
         )
+        overrides = form.overrides()
         if credential is None:
+            # A body that no environment accepts is invalid, whatever credential it names.
+            if faults := list(find_value_faults(overrides, Environment.SANDBOX, self.now)):
+                raise RequestInvalidError("The rotation is invalid.", faults)
             raise NotFoundError
         grant = self.grant_for(credential.account)
 
         def create() -> StoredResponse:
-            rotation = request_rotation(grant, credential, form.overrides())
+            rotation = request_rotation(grant, credential, overrides)
             return StoredResponse(201, describe(get_rotation(rotation.rotation_id), self.now))
 
         return create

@@ -442,7 +442,10 @@ WAITS = (
                 "During the quarantine, attempts by a known source reinstate the old key once, if the plan says so; "
                 "those by an unknown source raise an alarm.",
             ),
-            Only(PUBLIC, "Traffic never reinstates a public key after its retirement date: its clients must switch."),
+            Only(
+                PUBLIC,
+                "Traffic never makes a public key valid again after its retirement date: its clients must switch.",
+            ),
         ),
         (R.EXTEND, R.ROLL_BACK),
     ),

@@ -1,4 +1,4 @@
-"""A table of many combinations as few lines: what no further column tells apart stands in one."""
+"""Fold a table of many combinations: rows that no further column distinguishes become one line."""
 
 from collections.abc import Mapping, Sequence
 

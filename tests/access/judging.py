@@ -1,6 +1,6 @@
-"""The whole judgement of a request, pure from end to end: what the doors do, with look-ups that are given.
+"""The complete judgement of a request by pure functions, with stored records as arguments.
 
-A `Case` is a request that would be allowed, unless its fields say otherwise.
+A `Case` is a request that is allowed unless its fields change that.
 """
 
 from dataclasses import dataclass, replace
@@ -69,9 +69,9 @@ def stored_digest(text: str) -> tuple[bytes, int]:
 
 @dataclass(frozen=True)
 class Case:
-    """A request for an endpoint, and what is stored of its key and its customer access token.
+    """A request for an endpoint, with the stored state of its key and its customer access token.
 
-    `presented` None: the stored key itself; `bearer` None: none is sent.
+    `presented` None: the stored key itself; `bearer` None: the request has no token.
     """
 
     kind: KeyKind = KeyKind.PRIVATE
@@ -150,7 +150,7 @@ class Case:
 
 
 def judge(case: Case, trace: list[Check] | None = None) -> Grant | Denial:
-    """The verdict, by the pure functions in the order in which every door calls them."""
+    """Return the verdict of the pure functions, called in the order of every entry point."""
     early = find_exposed(case.url) or find_ambiguous(case.text, case.bearer)
     if early is not None:
         return early

@@ -96,12 +96,12 @@ def test_catalog_entry_is_well_formed(endpoint: Endpoint) -> None:
     assert endpoint.is_built_in
 
 
-def test_catalog_only_ending_a_leaked_credential_spends_no_limit() -> None:
-    """Whoever found one could use the quota up and so keep it alive (services/verification/test_judging.py)."""
+def test_catalog_only_revocation_of_a_leaked_credential_spends_no_limit() -> None:
+    """Guarantee: a finder of a leaked key cannot keep it alive by using up its owner's limit."""
     assert [each.name for each in ENDPOINTS if not each.spends] == ["customer_tokens.revoke", "credentials.revoke_self"]
 
 
-def test_catalog_losing_the_limiter_is_never_unlimited() -> None:
+def test_catalog_loss_of_the_limiter_is_never_unlimited() -> None:
     assert {each.on_limiter_loss for each in ENDPOINTS} == {LimiterFailurePolicy.LOCAL_SHARE}
     assert set(LimiterFailurePolicy) == {LimiterFailurePolicy.LOCAL_SHARE, LimiterFailurePolicy.REFUSE}
 
@@ -132,7 +132,7 @@ def test_match_finds_the_endpoint_of_its_request_line(endpoint: Endpoint) -> Non
 
 @endpoints
 @pytest.mark.parametrize("method", METHODS)
-def test_match_known_path_with_another_method_tells_the_right_ones(endpoint: Endpoint, method: str) -> None:
+def test_match_known_path_with_another_method_returns_the_allowed_ones(endpoint: Endpoint, method: str) -> None:
     """A wrong method is never let through as a right one: not in lower case, not as HEAD for GET."""
     found = BUILT_IN.match(method, EXAMPLES[endpoint.name])
     if method == endpoint.method:
@@ -220,7 +220,7 @@ AMBIGUOUS = [
 
 @pytest.mark.parametrize("path", AMBIGUOUS, ids=ascii)
 @pytest.mark.parametrize("base_path", ["", "/sandbox"], ids=["bare", "with base"])
-def test_match_path_that_could_be_read_in_two_ways_is_a_miss(path: str, base_path: str) -> None:
+def test_match_ambiguous_path_is_a_miss(path: str, base_path: str) -> None:
     """What a proxy, a framework and we might read differently reaches no rule at all (endpoint_unknown)."""
     assert BUILT_IN.match("GET", base_path + path, base_path) == NoMatchingEndpoint()
 
@@ -323,7 +323,7 @@ def test_endpoints_overlap_when_one_request_could_be_for_both(one: str, other: s
     assert not first.overlaps(Endpoint("a.c", "POST", one, kinds))
 
 
-def test_endpoint_kinds_in_words() -> None:
+def test_endpoint_kinds_are_formatted_for_people() -> None:
     assert [
         Endpoint("a.a", "GET", "/a", kinds).kinds for kinds in (frozenset(KeyKind), frozenset({KeyKind.PUBLIC}))
     ] == [
@@ -342,7 +342,7 @@ def test_context_is_parsed_and_written_alike() -> None:
 
 
 @pytest.mark.parametrize("text", ["shop", "path:", ":shop", "query:shop", "PATH:shop", " path:shop", "header"])
-def test_context_that_is_none_is_refused(text: str) -> None:
+def test_context_with_an_invalid_source_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="path:<variable> or header:<name>"):
         parse_context(text)
 
@@ -351,7 +351,7 @@ def test_context_that_is_none_is_refused(text: str) -> None:
     ("value", "read"),
     [("s-1", "s-1"), (" s-1 ", "s-1"), ("", None), ("  ", None), ("a,b", None), (",", None), (None, None)],
 )
-def test_context_that_came_twice_or_blank_is_none(value: str | None, read: str | None) -> None:
+def test_context_that_is_repeated_or_blank_is_none(value: str | None, read: str | None) -> None:
     """What a server joined from two headers is neither of the two."""
     headers = {} if value is None else {"X-Store-Id": value}
     assert ContextSource(ContextPlace.HEADER, "X-Store-Id").read({"X-Store-Id": "no"}, headers) == read

@@ -75,13 +75,13 @@ def test_read_token_of_the_environment_is_read(environment: Environment) -> None
     ],
     ids=lambda text: ascii(text[:24]),
 )
-def test_read_token_that_is_none_of_this_environment_is_invalid(text: str) -> None:
+def test_read_token_that_is_malformed_or_of_another_environment_is_invalid(text: str) -> None:
     """A key, a service token, the other environment's token: no Bearer, and nothing is looked up for it."""
     assert read(text) is CustomerFault.INVALID
 
 
 @given(st.text() | keystrings)
-def test_read_token_of_any_text_is_no_fault(text: str) -> None:
+def test_read_token_of_any_text_raises_nothing(text: str) -> None:
     found = read(text)
     assert isinstance(found, KeyString) == (found is not CustomerFault.INVALID)
 
@@ -96,8 +96,8 @@ def test_judge_token_with_the_right_secret_is_its_customer() -> None:
 
 @pytest.mark.parametrize("revoked_at", [None, NOW])
 @pytest.mark.parametrize("expires_at", [NOW - SECOND, NOW + SECOND])
-def test_judge_token_without_proof_tells_nothing_of_its_state(revoked_at: object, expires_at: object) -> None:
-    """Whoever does not hold it does not learn that it was revoked, has expired, or ever was."""
+def test_judge_token_without_proof_reveals_no_state(revoked_at: object, expires_at: object) -> None:
+    """Guarantee: without the secret, a client learns neither the state of a token nor its existence."""
     record = Case().but(customer_revoked_at=revoked_at, customer_expires_at=expires_at).customer_record()
     assert judge(record, forged()) is CustomerFault.INVALID
     assert judge(None) is CustomerFault.INVALID
@@ -106,10 +106,10 @@ def test_judge_token_without_proof_tells_nothing_of_its_state(revoked_at: object
 @pytest.mark.parametrize("holder", [replace(HOLDER, merchant_id="globex"), replace(HOLDER, environment=PRODUCTION)])
 @pytest.mark.parametrize("revoked_at", [None, NOW])
 @pytest.mark.parametrize("expires_at", [NOW - SECOND, NOW + SECOND])
-def test_judge_token_beside_another_account_s_key_is_as_unknown(
+def test_judge_token_with_another_account_s_key_is_invalid(
     holder: KeyHolder, revoked_at: object, expires_at: object
 ) -> None:
-    """Bound to its account: beside a key of another merchant or environment not even its state is told."""
+    """Guarantee: with a key of another merchant or environment, a client does not learn the token's state."""
     record = Case().but(customer_revoked_at=revoked_at, customer_expires_at=expires_at).customer_record()
     assert judge(record, holder=holder) is CustomerFault.INVALID
 
@@ -121,7 +121,7 @@ def test_judge_token_against_the_decoy_s_digest_is_invalid() -> None:
 
 
 @pytest.mark.parametrize("how", ["unknown id", "wrong secret", "right secret", "revoked", "another merchant's"])
-def test_judge_token_costs_one_digest_whatever_comes_of_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_token_computes_one_digest_for_every_verdict(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No stopwatch tells an unknown token from a wrong one."""
     record = Case().customer_record()
     if how == "revoked":

@@ -1,4 +1,4 @@
-"""The one function that says yes, asked about requests for endpoints: the order of its rules, and what a yes takes."""
+"""`decide` for requests to endpoints: the order of its rules, and the conditions of a grant."""
 
 from dataclasses import FrozenInstanceError
 from datetime import UTC, datetime
@@ -84,7 +84,7 @@ def code(name: str) -> str:
 def pairs() -> list[tuple[str, str]]:
     """Every two rules that one request can fail together, the earlier of the contract first.
 
-    But the one exception to the order: whoever sends no key at all learns first that there is no endpoint.
+    One exception to the order: without a key, the response reports an unknown endpoint first.
     """
     return [
         (earlier, later)
@@ -129,7 +129,7 @@ requests = st.builds(
 # --- order ------------------------------------------------------------------------------------------------
 
 
-def test_order_every_rule_of_the_contract_is_tried() -> None:
+def test_order_cases_cover_every_rule_of_the_contract() -> None:
     assert list(FAILURES) == CONTRACT_ORDER
     assert len(pairs()) > 120
 
@@ -146,7 +146,7 @@ def test_decide_request_that_fails_one_rule_gets_its_code(name: str) -> None:
 
 @pytest.mark.parametrize(("earlier", "later"), pairs())
 def test_decide_request_that_fails_two_rules_gets_the_earlier_code(earlier: str, later: str) -> None:
-    """The order is the contract's: clients, dashboards and every door see the same answer to the same request."""
+    """Guarantee: every entry point applies the rules in the order of the contract, so all report the same code."""
     assert code_of(judge(Case().but(**FAILURES[later] | FAILURES[earlier]))) == code(earlier)
 
 
@@ -154,10 +154,10 @@ def test_decide_request_that_fails_two_rules_gets_the_earlier_code(earlier: str,
 
 
 @given(rules, holders, requests)
-def test_decide_grants_exactly_what_fulfils_every_condition(
+def test_decide_grants_exactly_the_requests_that_meet_every_condition(
     rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest
 ) -> None:
-    """Nothing starts allowed: a grant takes all of these at once, written down here a second time."""
+    """Guarantee: nothing starts allowed. A grant needs all these conditions, restated here independently."""
     endpoint = rule.endpoint
     fulfilled = (
         isinstance(endpoint, Endpoint)
@@ -193,7 +193,7 @@ def test_decide_denial_names_the_holder_and_a_reason(
 
 
 @given(rules, holders, requests)
-def test_decide_detail_says_nothing_about_another_merchant(
+def test_decide_detail_reveals_nothing_about_another_merchant(
     rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest
 ) -> None:
     """The public reason names neither whose key it is nor whom the request named; the internal one may."""
@@ -212,7 +212,7 @@ def test_decide_is_a_function_of_its_arguments(
     assert decide(rule, holder, request_, NOW) == decide(rule, holder, request_, NOW)
 
 
-def test_grant_says_who_what_and_when() -> None:
+def test_grant_names_principal_permission_and_time() -> None:
     verdict = judge(Case())
     assert isinstance(verdict, Grant)
     assert isinstance(verdict.principal, KeyHolder)
@@ -223,7 +223,7 @@ def test_grant_says_who_what_and_when() -> None:
 
 @pytest.mark.parametrize("name", ["principal", "rule", "target", "at"])
 def test_grant_cannot_be_changed_afterwards(name: str) -> None:
-    """What was granted to one cannot be handed on to another, or for something else."""
+    """Guarantee: a grant cannot be changed to another principal, permission or target."""
     with pytest.raises(FrozenInstanceError):
         setattr(judge(Case()), name, None)
 
@@ -233,7 +233,7 @@ def test_grant_cannot_be_changed_afterwards(name: str) -> None:
 
 @pytest.mark.parametrize("named", ["globex", "ACME", "acme ", "", " ", "acme\x00", "acme,globex"])
 def test_decide_any_other_merchant_is_a_mismatch(named: str) -> None:
-    """A key is good for the merchant that it was issued for (D13), compared exactly."""
+    """Guarantee: a key is valid only for its own merchant; the comparison is exact."""
     assert code_of(judge(Case(named_merchant=named))) == "merchant_mismatch"
 
 
@@ -245,14 +245,14 @@ def test_decide_suspended_merchant_or_account_is_refused(merchant_active: bool, 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
 def test_decide_public_key_on_a_private_endpoint_is_refused(endpoint: Endpoint) -> None:
-    """A key that is shipped in every app opens no server-to-server operation (D5, D8)."""
+    """Guarantee: a public key, which every app contains, permits no server-to-server operation."""
     verdict = judge(Case(kind=KeyKind.PUBLIC, endpoint=endpoint))
     assert code_of(verdict) == ("allowed" if endpoint.name == "client.configuration" else "method_not_supported")
 
 
 @pytest.mark.parametrize("endpoint", CATALOG.endpoints, ids=lambda endpoint: endpoint.name)
-def test_decide_bearer_never_makes_up_for_the_key(endpoint: Endpoint) -> None:
-    """A customer token carries who the customer is, and never replaces the key (D6)."""
+def test_decide_bearer_never_replaces_the_key(endpoint: Endpoint) -> None:
+    """Guarantee: a customer token identifies the customer and never replaces the key."""
     with_bearer = Case(endpoint=endpoint, bearer=CUSTOMER_TOKEN)
     assert code_of(judge(with_bearer.but(is_presented=False))) == "credential_missing"
     for kind in set(KeyKind) - endpoint.credentials:
@@ -265,7 +265,7 @@ def test_decide_endpoint_of_both_kinds_takes_either() -> None:
 
 
 def test_decide_public_key_with_an_origin_is_allowed() -> None:
-    """That is where it belongs (D1)."""
+    """Browsers are where public keys are used."""
     assert code_of(judge(Case(kind=KeyKind.PUBLIC, has_origin=True))) == "allowed"
 
 
@@ -305,12 +305,12 @@ def test_decide_address_outside_the_list_is_refused(address: str | None, code: s
 
 @pytest.mark.parametrize("store", [None, "", " ", "\t"])
 def test_decide_blank_context_is_none(store: str | None) -> None:
-    """Whatever a door makes of an empty header, the endpoint gets no context out of it."""
+    """Guarantee: an empty header gives the endpoint no context, however an entry point reads it."""
     assert code_of(judge(Case(endpoint=WALLET, bearer=CUSTOMER_TOKEN, store_context=store))) == "context_missing"
 
 
-def test_decide_bearer_that_nobody_judged_is_not_taken_for_a_good_one() -> None:
-    """A door that forgets to judge the Bearer denies: presence is no proof."""
+def test_decide_bearer_without_a_judgement_is_not_accepted() -> None:
+    """Guarantee: an entry point that does not judge the customer token denies the request."""
     holder = KeyHolder("A" * 16, "crd_1", KeyKind.PRIVATE, Environment.SANDBOX, "acme")
     verdict = decide(EndpointRule(ENDPOINT["orders.retrieve"]), holder, EndpointRequest(has_bearer=True), NOW)
     assert code_of(verdict) == "customer_token_invalid"
@@ -338,7 +338,7 @@ def test_request_without_any_key_learns_that_there_is_no_endpoint(miss: NoMatchi
     assert code_of(judge(Case(endpoint=miss, is_presented=False, bearer="a,b"))) == "credential_ambiguous"
 
 
-def test_decide_wrong_method_tells_the_right_ones() -> None:
+def test_decide_wrong_method_returns_the_allowed_ones() -> None:
     verdict = judge(Case(endpoint=NoMatchingEndpoint(("GET", "DELETE"))))
     assert isinstance(verdict, Denial)
     assert verdict.code is Code.METHOD_NOT_ALLOWED

@@ -1,4 +1,4 @@
-"""What operators may add to the catalog: only what every door reads alike, with every fault named."""
+"""Endpoints that operators may add to the catalog: every entry point reads them alike, and every fault is reported."""
 
 import re
 from dataclasses import replace
@@ -28,7 +28,7 @@ def pointers(**changed: Any) -> list[str]:
     return [] if isinstance(found, Endpoint) else [fault.pointer for fault in found]
 
 
-def test_endpoint_that_fits_is_what_was_wished() -> None:
+def test_endpoint_draft_without_faults_becomes_an_endpoint() -> None:
     found = read(merchant_from="path:refund_id", store_from="header:X-Store-Id", limit_count=5, limit_seconds=60)
     assert isinstance(found, Endpoint)
     assert (found.name, found.method, found.path, found.kinds) == (
@@ -46,12 +46,12 @@ def test_endpoint_that_fits_is_what_was_wished() -> None:
     "name",
     ["", "refunds", "Refunds.create", "refunds.", ".create", "a..b", "1a.b", "a.1b", "a.b" * 50, "a.b\n"],
 )
-def test_endpoint_name_that_is_none_is_refused(name: str) -> None:
+def test_endpoint_name_that_is_malformed_is_refused(name: str) -> None:
     assert "/name" in pointers(name=name)
 
 
 @pytest.mark.parametrize("method", ["", "get", "OPTIONS", "TRACE", "CONNECT", "POST "])
-def test_endpoint_method_of_no_use_is_refused(method: str) -> None:
+def test_endpoint_method_outside_the_supported_ones_is_refused(method: str) -> None:
     assert pointers(method=method) == ["/method"]
 
 
@@ -85,8 +85,8 @@ def test_endpoint_method_of_no_use_is_refused(method: str) -> None:
         *(f"/{word}" for word in sorted(RESERVED)),
     ],
 )
-def test_endpoint_path_that_could_be_read_in_two_ways_is_refused(path: str) -> None:
-    """A template is plain or it is none: no door may read it otherwise than another, nor as one of our addresses."""
+def test_endpoint_path_that_is_ambiguous_is_refused(path: str) -> None:
+    """Guarantee: every entry point reads a path template alike, and none can collide with the service's own paths."""
     assert "/path" in pointers(path=path)
 
 
@@ -153,7 +153,7 @@ def test_endpoint_context_that_cannot_be_read_is_refused(field: str, source: str
     ("count", "seconds", "at_fault"),
     [(5, None, "/limit_seconds"), (None, 5, "/limit_count"), (0, 1, "/limit_count"), (1, 86_401, "/limit_count")],
 )
-def test_endpoint_limit_that_is_none_is_refused(count: int | None, seconds: int | None, at_fault: str) -> None:
+def test_endpoint_limit_out_of_bounds_is_refused(count: int | None, seconds: int | None, at_fault: str) -> None:
     assert pointers(limit_count=count, limit_seconds=seconds) == [at_fault]
 
 
@@ -182,7 +182,7 @@ def test_endpoint_that_is_read_is_matched_by_canonical_paths_only(path: str) -> 
 
 
 @pytest.mark.parametrize("endpoint", BUILT_IN.endpoints, ids=lambda endpoint: endpoint.name)
-def test_panel_says_what_the_catalog_says(endpoint: Endpoint) -> None:
+def test_endpoint_description_agrees_with_the_catalog(endpoint: Endpoint) -> None:
     panel = dict(authorization_panel(endpoint))
     assert (panel["Method"], panel["Path"]) == (endpoint.method, endpoint.path)
     assert panel["X-Api-Key"].startswith(endpoint.kinds)
@@ -190,7 +190,7 @@ def test_panel_says_what_the_catalog_says(endpoint: Endpoint) -> None:
     assert (panel["Idempotency-Key"] == "required") is endpoint.idempotent_by_key
 
 
-def test_panel_has_the_same_labels_for_every_endpoint() -> None:
+def test_endpoint_description_has_the_same_labels_for_every_endpoint() -> None:
     """Nobody has to wonder whether a missing line means no."""
     added = read(merchant_from="path:refund_id", limit_count=5, limit_seconds=1)
     labels = [tuple(label for label, _ in authorization_panel(each)) for each in (*BUILT_IN.endpoints, added)]

@@ -90,7 +90,7 @@ def admitted_in_excess(limit: Limit, admitted: list[tuple[int, int]]) -> list[tu
 
 @given(visits())
 def test_spend_agrees_with_a_token_bucket_that_never_rounds(visit: tuple[Limit, list[Request]]) -> None:
-    """Neither is a token given away nor is one lost, and what is told about the bucket is exact."""
+    """The bucket neither creates nor loses a token, and its reported state is exact."""
     limit, requests = visit
     tokens, state, now_us = Tokens(limit, Fraction(limit.count), NOW_US), None, NOW_US
     for gap_us, cost in requests:
@@ -110,7 +110,7 @@ def test_spend_agrees_with_a_token_bucket_that_never_rounds(visit: tuple[Limit, 
 
 
 @given(visits())
-def test_spend_never_admits_more_than_the_burst_and_what_came_back(visit: tuple[Limit, list[Request]]) -> None:
+def test_spend_never_admits_more_than_the_burst_and_the_refill(visit: tuple[Limit, list[Request]]) -> None:
     """In any window of w seconds at most count + floor(w * count / seconds) tokens are spent."""
     limit, requests = visit
     state, now_us, admitted = None, NOW_US, []
@@ -126,7 +126,7 @@ def test_spend_never_admits_more_than_the_burst_and_what_came_back(visit: tuple[
 def test_spend_with_a_clock_that_steps_back_never_admits_more(
     visit: tuple[Limit, list[Request]], data: st.DataObject
 ) -> None:
-    """Counted by a clock on the wall outside, which nobody sets."""
+    """Guarantee: measured by true time, steps of the server's clock admit no more requests than the limit."""
     limit, requests = visit
     state, true_us, behind_us, admitted = None, NOW_US, 0, []
     for gap_us, cost in requests:
@@ -221,7 +221,7 @@ def test_spend_each_takes_every_bucket_s_own_cost_or_nothing(chosen: list[Limit]
 
 
 @given(visits(), st.integers(0, 10 * SECOND_US))
-def test_stand_tells_what_could_be_spent_now(visit: tuple[Limit, list[Request]], later_us: int) -> None:
+def test_bucket_status_equals_what_can_be_spent_now(visit: tuple[Limit, list[Request]], later_us: int) -> None:
     limit, requests = visit
     state, now_us = None, NOW_US
     for gap_us, cost in requests:
@@ -256,8 +256,8 @@ def test_binding_of_a_refused_request_is_the_bucket_that_refuses_longest() -> No
 
 
 @pytest.mark.parametrize("cost", [-1, 0, 6])
-def test_spend_of_what_no_burst_holds_is_an_error(cost: int) -> None:
-    """Nothing is paid back by a negative cost, and nobody waits for what can never pass."""
+def test_spend_of_a_negative_cost_or_one_above_the_burst_is_an_error(cost: int) -> None:
+    """Guarantee: a negative cost returns no tokens, and a cost above the burst is refused without a wait."""
     with pytest.raises(ValueError, match="cost"):
         spend([None, None], [bucket(Limit(9, 1)), bucket(Limit(5, 1))], cost, NOW_US)
 

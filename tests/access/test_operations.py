@@ -1,4 +1,4 @@
-"""The one function that says yes, asked about acts on our own data: role by permission by second person."""
+"""`decide` for operations on the service's own data: role, permission and second person."""
 
 from datetime import UTC, datetime
 from itertools import product
@@ -20,7 +20,7 @@ NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 ACME = Target(SANDBOX, "acme")
 
-# Role by permission, spelt out: x may, 2 may on what somebody else asked for, - may not.
+# Role by permission: x allowed, 2 allowed for another person's request, - denied.
 #   key_administrator, technical_account_manager, approver, auditor, incident_responder
 MATRIX = """
 merchants:read           x x x x x
@@ -115,15 +115,15 @@ def test_matrix_covers_every_role_and_permission() -> None:
 
 
 @pytest.mark.parametrize(("role", "permission"), CELLS)
-def test_operation_by_role_on_what_somebody_else_asked_for(role: Role, permission: P) -> None:
+def test_operation_by_role_on_another_person_s_request(role: Role, permission: P) -> None:
     target = Target(SANDBOX, "acme", requester_person="per_bert")
     expected = "permission_missing" if CELLS[role, permission] == "-" else "allowed"
     assert asked(operator(role), permission, target) == expected
 
 
 @pytest.mark.parametrize(("role", "permission"), CELLS)
-def test_operation_by_role_on_what_the_same_person_asked_for(role: Role, permission: P) -> None:
-    """Whoever asks cannot approve or review it, in whatever role (four eyes)."""
+def test_operation_by_role_on_a_request_of_the_same_person(role: Role, permission: P) -> None:
+    """Guarantee: a requester cannot approve or review their own request in any role (four eyes)."""
     target = Target(SANDBOX, "acme", requester_person="per_anna")
     expected = {"-": "permission_missing", "2": "state_conflict", "x": "allowed"}[CELLS[role, permission]]
     assert asked(operator(role), permission, target) == expected
@@ -138,15 +138,15 @@ def test_operation_four_eyes_compare_persons_not_names(permission: P) -> None:
     assert asked(operator(Role.APPROVER, person="per_bert", username="anna"), permission, target) == "allowed"
 
 
-def test_operation_four_eyes_on_nothing_in_particular_ask_whether_they_may_at_all() -> None:
-    """Without a requester the question is the role's alone; whoever writes an approval compares persons again."""
+def test_operation_four_eyes_without_a_requester_checks_the_role_alone() -> None:
+    """Without a requester the role alone decides; the service that records an approval compares persons again."""
     for permission in (P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW):
         assert asked(operator(Role.APPROVER), permission, PLATFORM) == "allowed"
         assert asked(operator(Role.AUDITOR), permission, PLATFORM) == "permission_missing"
         assert asked(service(permission), permission, PLATFORM) == "state_conflict"
 
 
-def test_operation_four_eyes_are_asked_for_where_the_contract_wants_them() -> None:
+def test_operation_four_eyes_apply_where_the_contract_requires_them() -> None:
     assert {permission for permission in P if operation(permission).second_person} == {
         P.ISSUANCE_APPROVE,
         P.ROTATIONS_APPROVE,
@@ -154,8 +154,8 @@ def test_operation_four_eyes_are_asked_for_where_the_contract_wants_them() -> No
     }
 
 
-def test_operation_token_s_creator_cannot_approve_what_the_token_asked_for() -> None:
-    """A service's wish counts as its creator's: nobody approves their own wish through a token."""
+def test_operation_creator_of_a_token_cannot_approve_the_requests_of_the_token() -> None:
+    """Guarantee: a token's request counts as its creator's, so no person approves their own request through a token."""
     token = service(P.ISSUANCE_REQUEST)
     assert asked(token, P.ISSUANCE_REQUEST) == "allowed"
     target = Target(SANDBOX, "acme", requester_person=token.person)
@@ -187,8 +187,8 @@ def test_operation_by_several_roles_is_allowed_if_one_of_them_is(roles: set[Role
 
 @pytest.mark.parametrize("permission", P)
 def test_operation_nothing_starts_allowed(permission: P) -> None:
-    """Whoever holds nothing may do nothing: to no data, of nobody."""
-    for principal in (operator(), service(), System("nobody", frozenset())):
+    """Guarantee: a principal without roles or permissions is denied every operation on every target."""
+    for principal in (operator(), service(), System("powerless", frozenset())):
         for target in (PLATFORM, ACME, Target(PRODUCTION, "acme", "per_bert")):
             assert asked(principal, permission, target) == "permission_missing"
 
@@ -217,13 +217,13 @@ def test_service_outside_its_merchants_finds_nothing(permission: P) -> None:
 
 
 def test_service_without_the_permission_learns_nothing_of_merchants() -> None:
-    """The permission is judged first: whoever lacks it cannot tell by the code what exists."""
+    """Guarantee: the permission is judged first, so without it the code does not reveal which merchants exist."""
     token = service(P.KEYS_READ, merchants=frozenset({"acme"}), environments=frozenset({SANDBOX}))
     for target in (ACME, Target(SANDBOX, "globex"), Target(PRODUCTION, "globex")):
         assert asked(token, P.KEYS_REVOKE, target) == "permission_missing"
 
 
-def test_denial_of_a_foreign_thing_does_not_name_it() -> None:
+def test_denial_for_another_merchant_s_object_does_not_name_it() -> None:
     verdict = decide(
         operation(P.KEYS_READ), service(P.KEYS_READ, merchants=frozenset({"acme"})), Target(SANDBOX, "globex"), NOW
     )
@@ -239,8 +239,8 @@ OWN = {P.ROTATIONS_ACKNOWLEDGE, P.KEYS_REVOKE_SELF, P.ORDERS_CREATE, P.CUSTOMER_
 
 
 @pytest.mark.parametrize("permission", P)
-def test_key_holder_writes_its_merchant_s_own_things_and_nothing_else(permission: P) -> None:
-    """A private key opens nothing of the console or the service plane; a public one writes nothing (D4, D8, D15)."""
+def test_key_holder_writes_the_data_of_its_own_merchant_and_nothing_else(permission: P) -> None:
+    """Guarantee: a private key has no access to the console or the service plane; a public key writes nothing."""
     assert asked(holder(), permission) == ("allowed" if permission in OWN else "permission_missing")
     public = KeyHolder("A" * 16, "crd_1", KeyKind.PUBLIC, SANDBOX, "acme")
     assert asked(public, permission) == "permission_missing"
@@ -254,7 +254,7 @@ def test_key_holder_acts_in_its_own_account_only(permission: P) -> None:
 
 
 @pytest.mark.parametrize("permission", P)
-def test_systems_may_what_they_are_for(permission: P) -> None:
+def test_systems_have_only_their_own_permissions(permission: P) -> None:
     """The worker carries out, the host sets up; neither approves, reads or revokes by that."""
     worker = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER}
     worker |= {P.AUDIT_SIGN, P.KEYS_REHASH, P.BACKEND_RECONCILE, P.REVOCATION_LOG_APPEND}
@@ -264,7 +264,7 @@ def test_systems_may_what_they_are_for(permission: P) -> None:
     assert (asked(HOST, permission) == "allowed") == (permission in host)
 
 
-# --- what is told -----------------------------------------------------------------------------------------
+# --- denial details --------------------------------------------------------------------------------------
 
 
 def test_trace_of_an_operation_ends_with_the_rule_that_failed() -> None:

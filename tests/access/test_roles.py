@@ -33,7 +33,7 @@ ENGINE = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS
 }
 
 
-def test_roles_are_the_five_of_the_house() -> None:
+def test_roles_are_the_five_documented_ones() -> None:
     assert set(ROLE_PERMISSIONS) == set(Role)
     assert {role.value for role in Role} == {
         "key_administrator",
@@ -47,13 +47,13 @@ def test_roles_are_the_five_of_the_house() -> None:
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("permission", sorted(APPROVING))
 def test_roles_only_key_administrators_and_approvers_approve(role: Role, permission: P) -> None:
-    """Separation of duties: whoever looks after a merchant asks, and never decides."""
+    """Guarantee: separation of duties. The role that manages a merchant submits requests and never approves them."""
     may = permission in ROLE_PERMISSIONS[role]
     assert may == (role in {Role.KEY_ADMINISTRATOR, Role.APPROVER})
 
 
-def test_roles_account_manager_asks_and_stops_but_ends_nothing() -> None:
-    """The technical account manager coordinates (D18): no approval, no resumption, no revocation, no tokens."""
+def test_roles_account_manager_requests_and_suspends_but_never_revokes() -> None:
+    """Guarantee: the technical account manager coordinates, without approval, resumption, revocation or tokens."""
     held = ROLE_PERMISSIONS[Role.TECHNICAL_ACCOUNT_MANAGER]
     assert held.isdisjoint(APPROVING)
     assert held - READING == {
@@ -70,7 +70,7 @@ def test_roles_account_manager_asks_and_stops_but_ends_nothing() -> None:
     }
 
 
-def test_roles_every_operator_may_find_out_why_a_request_was_refused() -> None:
+def test_roles_every_operator_may_explain_a_refusal() -> None:
     for role in Role:
         assert ROLE_PERMISSIONS[role] >= {P.CATALOG_READ, P.VERDICTS_EXPLAIN}
 
@@ -83,7 +83,10 @@ def test_roles_only_key_administrators_change_the_rules() -> None:
 
 
 def test_roles_approver_does_nothing_but_approve() -> None:
-    """Whoever approves neither asks nor collects: no one person gets a key out of it. Anybody may see an alarm."""
+    """Guarantee: an approver neither requests nor collects keys, so no single person obtains one.
+
+    Every role may mark notices.
+    """
     assert ROLE_PERMISSIONS[Role.APPROVER] - READING == {*APPROVING, P.NOTICES_MARK}
 
 
@@ -92,8 +95,8 @@ def test_roles_auditor_changes_nothing() -> None:
     assert ROLE_PERMISSIONS[Role.AUDITOR] >= {P.AUDIT_READ, P.KEYS_READ, P.TOKENS_READ}
 
 
-def test_roles_incident_responder_stops_and_asks_for_replacements() -> None:
-    """Any one responder may end a key alone, at once, and have it replaced; none may resume, approve or collect one."""
+def test_roles_incident_responder_revokes_and_requests_replacements() -> None:
+    """A responder may revoke a key alone and request its replacement, but not resume, approve or collect one."""
     assert ROLE_PERMISSIONS[Role.INCIDENT_RESPONDER] - READING == {
         P.KEYS_SUSPEND,
         P.KEYS_REVOKE,
@@ -105,8 +108,8 @@ def test_roles_incident_responder_stops_and_asks_for_replacements() -> None:
     }
 
 
-def test_roles_nobody_in_the_console_has_the_engine_s_rights_or_makes_operators() -> None:
-    """Issuing is the worker's, creating operators the host's: no role reaches either."""
+def test_roles_no_console_role_has_system_permissions_or_creates_operators() -> None:
+    """Guarantee: only the worker issues keys and only the host creates operators."""
     for role in Role:
         assert ROLE_PERMISSIONS[role].isdisjoint({*ENGINE, *HOLDERS, P.OPERATORS_WRITE, P.KEYS_VERIFY})
 

@@ -1,6 +1,6 @@
-"""Every verdict there is, as a text that is read when it changes: `verdicts.txt`.
+"""Every verdict on a request, as a reviewed file: `verdicts.txt`.
 
-`KEYVAULT_TEST_REWRITE=verdicts pytest tests/access/test_verdicts.py` writes it anew; the diff is the review.
+`KEYVAULT_TEST_REWRITE=verdicts pytest tests/access/test_verdicts.py` rewrites it; review the diff.
 """
 
 import os
@@ -24,16 +24,15 @@ from .judging import ADDED, CATALOG, CUSTOMER_TOKEN, NOW, PRODUCTION, Case, code
 GOLDEN = Path(__file__).with_name("verdicts.txt")
 
 HEADING = """\
-# Every verdict on a request. `*`: whatever it is, the answer is the same; `a|b`: the same for these; `!a|b`: the
-# same for all but these. Made by test_verdicts.py, which says what each word stands for and how to make this anew.
-# Review a change of this file as a diff, against the table of verdicts in design/API.md.
+# Every verdict on a request. `*`: any value; `a|b`: one of these; `!a|b`: any but these. test_verdicts.py generates
+# this file, and defines its words. Review a change of this file as a diff.
 """
 KEYS_HEADING = """
-# --- 1. Any key, with each circumstance as good and as bad as it gets: up to the key's own state nothing else counts.
+# --- 1. Every key, in the best and the worst circumstances: the rules up to the key's state depend on nothing else.
 # verdict               kind     key
 """
 REQUESTS_HEADING = """
-# --- 2. A good key, in every circumstance. Endpoints from payouts.list on are added by operators.
+# --- 2. A good key, in every circumstance. Operators add the endpoints from payouts.list on.
 # verdict               kind     merchant  standing  endpoint  origin  address  context  bearer
 """
 
@@ -41,7 +40,7 @@ RIGHT = {kind: key_string(kind) for kind in KeyKind}
 
 
 def forged(text: str) -> str:
-    """The same id, another secret, the right checksum."""
+    """Return a string with the same id, another secret and a correct checksum."""
     head = text[:27] + key_string(seed="another")[27:70]
     return head + checksum(head)
 
@@ -51,7 +50,7 @@ Column = Mapping[str, Changes]
 
 
 def keys_of(kind: KeyKind) -> dict[str, Changes]:
-    """What is presented and stored: each makes a good case into that one."""
+    """Return the changes of a good case to the presented and the stored key."""
     expired, revoked = RetirementReason.EXPIRED, RetirementReason.REVOKED
     return {
         "no_key": {"is_presented": False},
@@ -80,9 +79,9 @@ def keys_of(kind: KeyKind) -> dict[str, Changes]:
     }
 
 
-# `named`: by whoever asks for the verdict; `in_context`: where an added endpoint reads it.
+# `named`: in the verification request; `in_context`: where an added endpoint reads it.
 MERCHANTS: Column = {
-    "nobody": {},
+    "unnamed": {},
     "named": {"named_merchant": "acme"},
     "other_named": {"named_merchant": "globex"},
     "other_in_context": {"named_merchant": "acme", "merchant_context": "globex"},
@@ -132,11 +131,11 @@ CIRCUMSTANCES = (MERCHANTS, STANDINGS, REQUESTED, ORIGINS, ADDRESSES, CONTEXTS, 
 
 
 def verdicts(kind: KeyKind, keys: Column, columns: Sequence[Column]) -> dict[Row, str]:
-    """The verdict of every combination."""
+    """Return the verdict of every combination."""
     found: dict[Row, str] = {}
     for names in product(keys, *columns):
         changes: Changes = {"kind": kind}
-        # The last column first: a foreign merchant's context is one whatever the column of contexts says.
+        # The last column first: `other_in_context` overrides the column of contexts.
         for values, name in zip(reversed((keys, *columns)), reversed(names), strict=True):
             changes |= values[name]
         found[kind.value, *names] = code_of(judge(Case(**changes)))  # type: ignore[arg-type]  # a table's own words
@@ -144,13 +143,13 @@ def verdicts(kind: KeyKind, keys: Column, columns: Sequence[Column]) -> dict[Row
 
 
 def ends(column: Column) -> Column:
-    """Its first and its last value."""
+    """Return the first and the last value of the column."""
     names = list(column)
     return {name: column[name] for name in (names[0], names[-1])}
 
 
 def every_key() -> dict[Row, str]:
-    """All keys but the good one, in a sample of circumstances."""
+    """Return the verdicts on all keys but the good one, in a sample of circumstances."""
     sample = (*map(ends, CIRCUMSTANCES[:2]), REQUESTED, *map(ends, CIRCUMSTANCES[3:]))
     found: dict[Row, str] = {}
     for kind in KeyKind:
@@ -161,7 +160,7 @@ def every_key() -> dict[Row, str]:
 
 
 def every_request() -> dict[Row, str]:
-    """The good key in every circumstance."""
+    """Return the verdicts on the good key in every circumstance."""
     return {
         (kind, *circumstances): code
         for each in KeyKind
@@ -179,22 +178,22 @@ def requests() -> dict[Row, str]:
     return every_request()
 
 
-def test_verdicts_are_those_that_were_reviewed(keys: dict[Row, str], requests: dict[Row, str]) -> None:
-    """No change of a rule goes unread: this text has to change with it, and its diff is what is reviewed."""
+def test_verdicts_equal_the_reviewed_file(keys: dict[Row, str], requests: dict[Row, str]) -> None:
+    """Guarantee: every change of a rule changes this file, so that a reviewer sees it."""
     text = HEADING + KEYS_HEADING + folded(keys) + REQUESTS_HEADING + folded(requests)
     if os.environ.get("KEYVAULT_TEST_REWRITE") == "verdicts":
         GOLDEN.write_text(text)
-        pytest.skip(f"{GOLDEN.name} was written; read its diff")
+        pytest.skip(f"{GOLDEN.name} was rewritten; review its diff")
     assert text == GOLDEN.read_text()
 
 
-def test_verdicts_allow_no_key_but_the_good_one(keys: dict[Row, str]) -> None:
-    """Whatever the endpoint and the circumstances: a key that is not active and proved opens nothing."""
+def test_verdicts_allow_only_the_good_key(keys: dict[Row, str]) -> None:
+    """Guarantee: a key that is not active and proved is denied everywhere."""
     assert "allowed" not in keys.values()
 
 
-def test_verdicts_allow_what_fits_in_every_way_and_nothing_else(requests: dict[Row, str]) -> None:
-    """Whatever is allowed fits the contract column by column, written down here a second time; the rest is not."""
+def test_verdicts_allow_a_request_that_meets_every_condition_and_no_other(requests: dict[Row, str]) -> None:
+    """Guarantee: an allowed request meets every condition of the contract, restated here independently."""
     for row, code in requests.items():
         kind, merchant, standing, name, origin, address, context, bearer = row
         endpoint = CATALOG.find(name)

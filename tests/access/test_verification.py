@@ -1,4 +1,4 @@
-"""Is the presented key good here and now: what dies before a look-up, what proves it, what nobody can tell apart."""
+"""Judging a presented key: refusals before a look-up, proof of possession, and indistinguishable denials."""
 
 import hmac
 from collections.abc import Callable
@@ -134,13 +134,13 @@ def test_ambiguous_credentials_without_a_comma_are_left_alone(key: str | None, b
     ],
     ids=lambda text: ascii(text[:24]),
 )
-def test_read_key_that_is_none_is_invalid(text: str) -> None:
+def test_read_key_that_is_malformed_is_invalid(text: str) -> None:
     """Malformed, mistyped, another brand's, a service or a customer token: one answer, that tells nothing."""
     assert denied(text) is INVALID
 
 
 @given(st.text())
-def test_read_key_of_any_text_is_denied_without_a_fault(text: str) -> None:
+def test_read_key_of_any_text_raises_nothing(text: str) -> None:
     assert denied(text) is INVALID
 
 
@@ -238,9 +238,7 @@ def test_exposed_url_without_a_credential_is_left_alone(url: str) -> None:
 @pytest.mark.parametrize("escape", ESCAPES)
 @pytest.mark.parametrize("kind", KeyKind)
 @pytest.mark.parametrize("environment", Environment)
-def test_exposed_key_is_read_from_the_url_for_whoever_proves_it(
-    escape: str, kind: KeyKind, environment: Environment
-) -> None:
+def test_exposed_key_in_a_url_is_attributed_after_proof(escape: str, kind: KeyKind, environment: Environment) -> None:
     """Only a whole, well-formed API key can be attributed to a key at all."""
     text = key_string(kind, environment)
     found = read_exposed(f"/orders?a=b&x={ESCAPES[escape](text)}&c=d", "kv")
@@ -295,8 +293,8 @@ def test_judge_key_unknown_and_wrong_give_the_identical_denial() -> None:
 
 
 @pytest.mark.parametrize("state", KeyState)
-def test_judge_key_without_proof_tells_nothing_of_its_state(state: KeyState) -> None:
-    """Whoever does not hold the secret does not learn that a key was revoked, or ever was."""
+def test_judge_key_without_proof_reveals_no_state(state: KeyState) -> None:
+    """Guarantee: without the secret, a client learns neither the state of a key nor its existence."""
     for retirement in (None, *RetirementReason):
         assert judge_stored(Case(state=state, retirement=retirement, expires_at=NOW), forged(key_string())) is INVALID
 
@@ -315,14 +313,14 @@ def test_judge_key_under_another_environment_s_peppers_is_invalid() -> None:
 
 
 def test_judge_key_against_the_decoy_s_digest_is_invalid() -> None:
-    """A row that somebody filled with the decoy's values, which stand in the source, opens to nobody."""
+    """Guarantee: a stored record with the decoy digest, which is public in the source, matches no key."""
     for version in (DECOY_VERSION, 1):
         record = replace(Case().record(), digest=DECOY_DIGEST, pepper_version=version)
         assert judge_key(keystring(key_string()), record, PEPPERS[SANDBOX], NOW) is INVALID
 
 
 @pytest.mark.parametrize("how", ["unknown id", "wrong secret", "right secret", "revoked", "unknown pepper"])
-def test_judge_key_costs_one_digest_whatever_comes_of_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_key_computes_one_digest_for_every_verdict(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An absent key costs what a wrong secret costs, so that a stopwatch finds no key ids either."""
     record, text = Case().record(), key_string()
     if how == "wrong secret":
@@ -408,6 +406,6 @@ def test_judge_key_allows_an_active_unexpired_key_only(
 def test_judge_record_explains_what_judge_key_answers_after_proof(
     state: KeyState, retirement: RetirementReason | None, expires_at: object
 ) -> None:
-    """Explaining a verdict without the secret says exactly what whoever holds it is told."""
+    """An explanation without the secret gives exactly the verdict that the holder of the key gets."""
     case = Case().but(state=state, retirement=retirement, expires_at=expires_at)
     assert judge_record(case.record(), NOW) == judge_stored(case)

@@ -8,7 +8,6 @@ from django.test import Client
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
-from keyvault.domain.keys import KeyKind
 from keyvault.models import UseBucket
 from keyvault.services.keys.lifecycle import get_key, suspend_key
 from keyvault.services.merchants.merchants import find_account
@@ -27,7 +26,7 @@ URL = "/sandbox/credentials/acknowledge"
 JSON = "application/json"
 
 
-def test_rotation_over_rest_is_requested_approved_and_read(call: Call) -> None:
+def test_rotation_over_rest_is_asked_for_approved_and_read(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     asked = call("POST", "/v1/rotations", {"credential_id": key.credential_id, "proof": "ack", "quiet_seconds": 1})
     assert asked.status_code == 201
@@ -51,14 +50,14 @@ def test_rotation_over_rest_is_requested_approved_and_read(call: Call) -> None:
         ({"credential_id": "x", "soon": True}, 400, "request_invalid"),
     ],
 )
-def test_rotation_request_with_invalid_fields_is_refused(
+def test_rotation_request_that_cannot_be_meant_is_refused(
     call: Call, body: dict[str, object], status: int, code: str
 ) -> None:
     response = call("POST", "/v1/rotations", body)
     assert (response.status_code, response.body["code"]) == (status, code)
 
 
-def test_rotation_request_with_an_infeasible_deadline_names_the_field(call: Call) -> None:
+def test_rotation_deadline_that_cannot_be_met_is_pointed_at(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     body = {"credential_id": key.credential_id, "deadline": "2027-01-01T00:00:00Z", "quiet_seconds": 360 * 86_400}
     response = call("POST", "/v1/rotations", body)
@@ -75,8 +74,8 @@ def test_rotation_of_another_merchant_is_not_found(call: Call) -> None:
     assert call("GET", f"/v1/rotations/{rotation.rotation_id}", **header).status_code == 404
 
 
-def test_acknowledgement_by_the_replacement_counts_once_and_is_repeatable(client: Client, call: Call) -> None:
-    """Only the replacement itself can acknowledge the rotation."""
+def test_acknowledgement_by_the_replacement_is_taken_once_and_repeatable(client: Client, call: Call) -> None:
+    """The merchant's half of the proof: only the replacement itself can give it."""
     key, old = issue(find_account("acme", Environment.SANDBOX))
     rotation = scene.rotate(key.credential, datetime.now(UTC))
     advance_rotation(rotation.rotation_id)
@@ -92,26 +91,17 @@ def test_acknowledgement_by_the_replacement_counts_once_and_is_repeatable(client
     assert get_rotation(rotation.rotation_id).acknowledged_at is not None
 
 
-def test_acknowledgement_without_a_valid_private_key_of_the_environment_is_refused(client: Client, token: str) -> None:
-    _, public = issue(find_account("acme", Environment.SANDBOX), kind=KeyKind.PUBLIC)
+def test_acknowledgement_with_malformed_credentials_is_refused(client: Client, token: str) -> None:
+    """tests/entry_points asserts the verdict of each credential; these are the forms of the Authorization header."""
     _, private = issue(find_account("acme", Environment.SANDBOX))
     for url, headers, code in (
-        (URL, {}, "credential_missing"),
         (URL, {"Authorization": f"Bearer {private.reveal()}"}, "credential_missing"),
-        (URL, {"X-Api-Key": ""}, "credential_invalid"),
-        (URL, {"X-Api-Key": token}, "credential_invalid"),
-        (URL, {"X-Api-Key": f"{private.reveal()}, {private.reveal()}"}, "credential_ambiguous"),
         (URL, {"X-Api-Key": private.reveal(), "Authorization": "Bearer x,Bearer x"}, "credential_ambiguous"),
         (URL, {"X-Api-Key": private.reveal(), "Authorization": "Basic x, y"}, "credential_ambiguous"),
         (URL, {"X-Api-Key": private.reveal(), "Authorization": ",Bearer x"}, "credential_ambiguous"),
         (URL, {"Authorization": "Bearer x,Bearer x"}, "credential_ambiguous"),
         (URL, {"X-Api-Key": "malformed", "Authorization": "a,b"}, "credential_ambiguous"),
         (URL + f"?key={private.reveal()}", {"Authorization": "a,b"}, "credential_in_url"),
-        (URL, {"X-Api-Key": public.reveal()}, "method_not_supported"),
-        (URL, {"X-Api-Key": private.reveal(), "Authorization": "Bearer x"}, "bearer_not_supported"),
-        (URL, {"X-Api-Key": private.reveal(), "Origin": "https://shop.example"}, "private_key_in_browser"),
-        (URL + f"?key={private.reveal()}", {"X-Api-Key": private.reveal()}, "credential_in_url"),
-        ("/production/credentials/acknowledge", {"X-Api-Key": private.reveal()}, "environment_mismatch"),
     ):
         response = client.post(url, content_type=JSON, headers=headers)
         assert response.json()["code"] == code, code
@@ -121,15 +111,15 @@ def test_acknowledgement_without_a_valid_private_key_of_the_environment_is_refus
             assert response.status_code == 400
 
 
-def test_acknowledgement_by_a_service_token_is_refused(call: Call) -> None:
-    """No service token can acknowledge on the merchant's behalf."""
+def test_acknowledgement_cannot_be_given_by_a_service(call: Call) -> None:
+    """No service token can say for the merchant that a key arrived."""
     assert call("POST", URL).body["code"] == "credential_missing"
 
 
-def test_acknowledgement_with_a_suspended_key_is_an_attempt_in_quarantine(
+def test_acknowledgement_tried_with_a_suspended_key_is_an_attempt_in_quarantine(
     client: Client, token: str, usage: UsageLog
 ) -> None:
-    """Uses of the key at this service count as attempts in quarantine."""
+    """Our own door counts too: a quarantine is not called untried after somebody tried the key here."""
     key, text = issue(find_account("acme", Environment.SANDBOX))
     admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
     suspend_key(grant(admin, P.KEYS_SUSPEND, key.credential.account), get_key(key.key_id) or key)

@@ -1,1 +1,1 @@
-"""The rules of the house, as tests: imports, linters, locks, names."""
+"""Architecture rules as tests: imports, linters, locks and names."""

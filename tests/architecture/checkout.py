@@ -1,14 +1,9 @@
-"""The checkout as the house rules see it: its files, and its own tools run on it."""
+"""The checkout for the architecture tests: its files, and its own tools."""
 
 import ast
-import os
-import subprocess
-import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("keyvault", "rotation")
@@ -41,19 +36,3 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
         for token in tokenize.tokenize(source.readline):
             if token.type == tokenize.COMMENT:
                 yield token.start[0], token.string
-
-
-def expect_content(tool: str, *arguments: str) -> None:
-    """Run one of this environment's tools on the checkout; what it complains about is the test's failure."""
-    executable = Path(sys.executable).with_name(tool)
-    done = subprocess.run(
-        [executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "NO_COLOR": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        pytest.fail(f"{tool} {' '.join(arguments)}\n{done.stdout}{done.stderr}", pytrace=False)

@@ -1,4 +1,4 @@
-"""What is installed is what was reviewed: complete locks with hashes, and no trace of who made them."""
+"""The lock files are complete, have hashes, and contain no trace of the machine that made them."""
 
 import re
 
@@ -8,7 +8,7 @@ from tests.architecture.checkout import ROOT
 
 LOCKS = ("requirements.txt", "tests/requirements.txt")
 BENCH = "tests/bench/requirements.txt"
-"""Of the servers that ours is measured beside; in an environment of their own."""
+"""Lock of the servers that the benchmark compares with, in their own environment."""
 PIN = re.compile(r"(?P<name>[a-z0-9-]+)(?:\[[a-z0-9,-]+\])?==(?P<version>[^ ;\\]+)(?P<condition> ; [^\\]+)?")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
@@ -77,6 +77,6 @@ def test_lock_answers_exactly_what_its_source_asks_for(source: str, lock: str, m
 
 
 def test_lock_of_the_tests_holds_the_versions_that_run() -> None:
-    """What is tested is what is shipped."""
+    """The tests run with the versions that are shipped."""
     runtime, tested = (pins(lock) for lock in LOCKS)
     assert {name: tested.get(name) for name in runtime} == runtime

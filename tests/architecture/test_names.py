@@ -1,4 +1,4 @@
-"""Names that tell where a line belongs, and the two calls that must stay countable."""
+"""Names of modules and classes, and the only places of `Grant(...)` and `.reveal()`."""
 
 import ast
 import re
@@ -42,7 +42,7 @@ REVEALS: dict[str, str] = {
 """The files that may turn a plaintext into text, each with its reason; a new one asks for a review."""
 
 
-def test_names_no_module_is_a_drawer_for_everything() -> None:
+def test_names_no_module_is_a_catch_all() -> None:
     found = {part for path in python_files(*CODE, "tests") for part in (path.with_suffix(""), path.parent)}
     assert sorted(relative(path) for path in found if SHAPELESS.fullmatch(path.name)) == []
 

@@ -1,4 +1,4 @@
-"""What is asked of the servers: the requests of each case as bytes, and the answers that are right."""
+"""The requests of each benchmark case as bytes, and the correct responses."""
 
 import http.client
 import json
@@ -9,7 +9,7 @@ from .figures import BATCH_SIZE
 from .site import House
 
 CHECKED_KEYS = 200
-"""So many valid keys are tried, one by one, before a server is measured."""
+"""Number of valid keys that are checked one by one before a server is measured."""
 
 ADDRESS = "127.0.0.1"
 

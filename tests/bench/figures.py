@@ -6,16 +6,16 @@ from enum import StrEnum
 from statistics import median
 
 LEAST_SHARE = 0.94
-"""Of its core a server that is busy should get; with less, somebody else was at work there."""
+"""Least share of its core for a busy server; with less, another process used the core."""
 
 MOST_OTHERS = 1 - LEAST_SHARE
-"""Of the core of a server that waits for a database, or is not offered all it can do: what others may use of it."""
+"""Largest share of the core that other processes may use, for a server that is not saturated."""
 
 MOST_STEAL = 0.01
-"""Of the machine that its host may take away."""
+"""Largest share of the machine's time that the host may steal."""
 
 FEWEST_QUIET = 2
-"""So many quiet rounds are enough to leave the noisy ones out."""
+"""Number of quiet rounds from which the noisy ones are left out."""
 
 
 def find_noise(others: float, steal: float, most_steal: float = MOST_STEAL) -> list[str]:
@@ -180,8 +180,8 @@ class Target:
 
 HIT, OWN_HELLO, UVICORN_HELLO, GRANIAN_HELLO = "verifier", "own hello", "uvicorn hello", "Granian WSGI hello"
 ANEW = "verifier, asked anew"
-WSGI_DOOR, MISS, MISS_SQLITE, BATCH = "WSGI door", "miss, PostgreSQL", "miss, SQLite", "batch of 100"
-SERVER_DOOR = "server of make run"
+WSGI_FRONTEND, MISS, MISS_SQLITE, BATCH = "WSGI frontend", "miss, PostgreSQL", "miss, SQLite", "batch of 100"
+WEB_SERVER = "server of make run"
 NGINX_HELLO, API_KEY, KNOX = "nginx return 200", "djangorestframework-api-key", "django-rest-knox"
 BAO_TOKEN, BAO_KV = "OpenBao token look-up", "OpenBao KV read"
 BATCH_SIZE = 100
@@ -192,7 +192,7 @@ TARGETS = (
     Target("verifier, all features / own hello", 0.50, 0.60, above=HIT, below=OWN_HELLO),
     Target("verifier / uvicorn hello", 1.5, 2, above=HIT, below=UVICORN_HELLO),
     Target("verifier / drf-api-key on PostgreSQL", 50, 100, above=HIT, below=API_KEY),
-    Target("WSGI door / Granian WSGI hello", 0.70, 0.85, above=WSGI_DOOR, below=GRANIAN_HELLO),
+    Target("WSGI frontend / Granian WSGI hello", 0.70, 0.85, above=WSGI_FRONTEND, below=GRANIAN_HELLO),
     Target("100 % miss / hit, PostgreSQL", 0.35, 0.5, above=MISS, below=HIT),
     Target("keys per second in batches of 100 / single", 3, 4.5, above=BATCH, below=HIT, factor=BATCH_SIZE),
     Target("p99 at 80 % of own maximum, open loop", 1, 0.3, " ms", is_ceiling=True, figure=TAIL),

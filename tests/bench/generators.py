@@ -53,7 +53,7 @@ class Generators:
 
 
 def find_generators(folder: Path) -> Generators:
-    """What is to be compiled is compiled into that folder."""
+    """Find the load generators; compile the pacer into the folder."""
     wrk, compiler = shutil.which("wrk"), find_compiler()
     pacer, advice = None, []
     if wrk is None:

@@ -4,7 +4,7 @@
 looks that many keys up as a verifier does on a miss, `remember COUNT` keeps that many records as a verifier keeps them,
 `sizes` asks PostgreSQL. Each is answered with a line of JSON.
 Up to `GENUINE` rows are keys as the service issues them (string, checksum, digest under the real pepper); what is
-beyond is filler: rows of the same shape with random ids and digests, whose strings nobody has.
+beyond is filler: rows of the same shape with random ids and digests, whose strings do not exist.
 """
 
 import functools

@@ -102,7 +102,7 @@ class Growth:
             connection = http.client.HTTPConnection(cases.ADDRESS, started.port, timeout=60)
             told.append({"keys": 0, "rss_mb": rss_mb(members(started.process))})
             for size in REMEMBERED:
-                # The first ten thousand are the database's own, and among nobody's strings here.
+                # The first ten thousand are the database's own keys; no request here uses them.
                 wanted = min(size, LARGE - self._asked.keys - 1) - int(told[-1]["keys"])
                 began = time.monotonic()
                 asked = _ask_all(connection, house, lines, wanted)

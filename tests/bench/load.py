@@ -15,7 +15,7 @@ from .generators import Generators
 from .machine import Cores, cost, members, pinned, rss_mb
 
 SETTLE_SHARE = 0.15
-"""Of a run, at either end, in which the server's processor time is not counted: the generator starts, and ends."""
+"""Share of a run, at each end, whose processor time is not counted, since the generator starts and stops."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,10 @@ def pinned(command: list[str], core: int | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a server's processes, of their core (all that ran there) and of the machine, since they started: differences
-    are what counts."""
+    """Processor time of a server's processes, of their core and of the machine, since their start.
+
+    Only differences of two readings have a meaning.
+    """
 
     cpu_seconds: float
     core_seconds: float
@@ -100,7 +102,7 @@ def _tasks(process: int) -> list[Path]:
 
 
 def _core_seconds(core: int | None) -> float:
-    """Of processes; interrupts are nobody's."""
+    """Return the processor seconds of processes on the core, without interrupts."""
     for line in _read(PROC / "stat").splitlines():
         name, *fields = line.split()
         if name == f"cpu{core}":

@@ -31,7 +31,7 @@ def command() -> list[str]:
 
 
 def cases_at(port: int) -> list[Case]:
-    """Of the server that has just started there: it keeps nothing, so they are made anew."""
+    """Return the cases of a fresh server, which stores nothing between its starts."""
     connection = http.client.HTTPConnection(ADDRESS, port, timeout=30)
     try:
         _put(connection, "sys/policy/reader", {"policy": 'path "secret/data/*" { capabilities = ["read"] }'})

@@ -216,7 +216,7 @@ class Pacer:
             most_us=at(ordered, 1.0),
             late_us=at(lateness, 0.99),
             errors=self._errors,
-            # Closed loop: those under way when time was up are nobody's fault.
+            # Closed loop: requests in flight at the end are not counted as unanswered.
             unanswered=offered - answered if self._gap_ns else 0,
         )
 

@@ -15,11 +15,14 @@ from typing import Any
 from .machine import stolen_seconds
 from .pacer import is_whole
 
-PATIENCE_SECONDS = 10.0
-"""A verifier that still says yes after that has lost the change."""
+TIMEOUT_SECONDS = 10.0
+"""Time after which a verifier that still allows the key has lost the change, in seconds."""
 
 WINDOW_NS = 100_000_000
-"""In which nobody else should be at work. Of one length for all: a slow revocation is left out no sooner for it."""
+"""Window of each revocation in which no other process should run, in nanoseconds.
+
+It has one length for all, so that slow revocations are not left out more often.
+"""
 
 WAIT_BEFORE_NS = 3_000_000
 """Every verifier has said yes, and still goes on for so long before the key is revoked."""
@@ -67,7 +70,7 @@ class Watched:
 
     def sent_after_receipts(self) -> list[Answered]:
         """Those of them that were sent after the last receipt, too."""
-        last_ns = self.commit_ns + 1e6 * max(self.confirmed_ms, default=PATIENCE_SECONDS * 1000)
+        last_ns = self.commit_ns + 1e6 * max(self.confirmed_ms, default=TIMEOUT_SECONDS * 1000)
         return [each for each in self.sent_after() if each.sent_ns > last_ns]
 
     def sent_after(self) -> list[Answered]:
@@ -139,7 +142,7 @@ class Prober:
             if not asked_at and len(fine) == self.verifiers and now - began > WAIT_BEFORE_NS:
                 asked_at, stolen_before = now, stolen_seconds()
                 self._ask_writer(key_id)
-            if now - began > PATIENCE_SECONDS * 1e9:
+            if now - began > TIMEOUT_SECONDS * 1e9:
                 break
         if told is None:
             raise RuntimeError("the writer did not revoke, or no verifier answered, in time")
@@ -191,7 +194,7 @@ class Prober:
         return Answered(line.verifier, line.sent_ns, received, is_allowed(whole))
 
     def _drain(self) -> list[Answered]:
-        answers, deadline = [], time.monotonic() + PATIENCE_SECONDS
+        answers, deadline = [], time.monotonic() + TIMEOUT_SECONDS
         while any(line.is_busy for line in self._lines) and time.monotonic() < deadline:
             for descriptor, _ in self._poll.poll(0.1):
                 line = self._by_descriptor.get(descriptor)

@@ -134,8 +134,8 @@ def _rates(told: Told) -> list[str]:
         f" {told['options']['listed']} % of them with an allow-list of networks; generator:"
         f" {generators['closed']}; {told['cores']}. PostgreSQL is a throwaway without fsync. A round is noisy when a"
         " server that does not wait for a database had less than 94 % of its core, or the host stole over 1 %."
-        " Whoever is measured for misses has KEYVAULT_VERIFIER_KEYS=1 and is asked for all others in turn: its memory"
-        " is full, and takes in hardly any of them."
+        " The server of the miss cases runs with KEYVAULT_VERIFIER_KEYS=1 and gets all other keys in rotation: its"
+        " cache is full and admits hardly any of them."
     )
     lines = ["## Closed loop", "", about, ""]
     lines += table(

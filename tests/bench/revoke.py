@@ -1,8 +1,7 @@
-"""From a revocation's commit to the last verifier's receipt and to its first refusal, under load; and who said "valid"
-afterwards.
+"""Time from a revocation's commit to the last verifier's receipt and first refusal, under load, and any stale grants.
 
-The same host: verifiers on the writer's data folder, which share its generation word. Elsewhere: each on a copy of
-the folder of its own, so that only the database tells them.
+Same host: verifiers on the writer's data folder, which share its generation counter. Elsewhere: each verifier on its
+own copy of the folder, so that only the database reports the change.
 """
 
 import argparse
@@ -130,7 +129,7 @@ class Revoke:
 
 
 def summed(watched: Watched, verifiers: int) -> dict[str, Any]:
-    """What is kept of one revocation. `last_stale_ms`: how long after the commit the last wrong yes was asked for."""
+    """Return the figures of one revocation. `last_stale_ms`: from the commit to the last stale request."""
     after = watched.sent_after()
     stale = [each for each in after if each.is_allowed]
     return {
@@ -165,7 +164,7 @@ def sums(watched: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _tail(quiet: Sequence[dict[str, Any]], watched: Sequence[dict[str, Any]], which: str) -> dict[str, float | None]:
-    """Of the quiet ones, and the p99 of all."""
+    """Return the percentiles of the quiet revocations, and the p99 of all."""
     of_quiet, of_all = ([each[which] for each in some if each[which] is not None] for some in (quiet, watched))
     if not of_quiet:
         return {"p50": None, "p99": None, "all_p99": None}

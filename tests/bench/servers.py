@@ -24,9 +24,9 @@ from .figures import (
     MISS_SQLITE,
     NGINX_HELLO,
     OWN_HELLO,
-    SERVER_DOOR,
     UVICORN_HELLO,
-    WSGI_DOOR,
+    WEB_SERVER,
+    WSGI_FRONTEND,
 )
 from .launch import clean_environ
 from .site import House, NotRunError, Site
@@ -159,22 +159,22 @@ def _missing_verifier(house_of: Callable[[Site], House], name: str) -> Callable[
     return plan
 
 
-def _wsgi_door(site: Site) -> Plan:
+def _wsgi_frontend(site: Site) -> Plan:
     house = site.on_postgres
     return Plan(
         [str(Path(sys.executable).with_name("granian")), "keyvault.project.wsgi:application", *GRANIAN_WSGI],
         _with_origin(house),
-        lambda port: [cases.verify(house, WSGI_DOOR)],
+        lambda port: [cases.verify(house, WSGI_FRONTEND)],
     )
 
 
-def _server_door(site: Site) -> Plan:
+def _web_server(site: Site) -> Plan:
     """The very command line of `make run`."""
     house = site.on_postgres
     (program,) = (each for each in service._programs(0) if each.name == service.SERVER)
     command = list(program.command)
     command[command.index("--port") + 1] = "{port}"
-    return Plan(command, _with_origin(house), lambda port: [cases.verify(house, SERVER_DOOR)])
+    return Plan(command, _with_origin(house), lambda port: [cases.verify(house, WEB_SERVER)])
 
 
 def _api_key(site: Site) -> Plan:
@@ -212,8 +212,8 @@ SERVERS = (
     Server("uvicorn hello", (UVICORN_HELLO,), _uvicorn_hello),
     Server("verifier", (HIT, BATCH), _verifier),
     Server("verifier asked anew", (ANEW,), _verifier_asked_anew),
-    Server("WSGI door", (WSGI_DOOR,), _wsgi_door),
-    Server("server of make run", (SERVER_DOOR,), _server_door),
+    Server("WSGI frontend", (WSGI_FRONTEND,), _wsgi_frontend),
+    Server("server of make run", (WEB_SERVER,), _web_server),
     Server("missing verifier", (MISS,), _missing_verifier(lambda site: site.on_postgres, MISS), is_waiting=True),
     Server("missing verifier on SQLite", (MISS_SQLITE,), _missing_verifier(lambda site: site.on_sqlite, MISS_SQLITE)),
     Server("djangorestframework-api-key", (API_KEY,), _api_key, is_waiting=True),

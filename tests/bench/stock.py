@@ -79,7 +79,7 @@ def unguarded(model: Any) -> Any:
 
 
 def mint() -> Any:
-    """A private key string of production that nobody has issued."""
+    """Return a private key string of production that was never issued."""
     from django.conf import settings
 
     from keyvault.domain.keystring import StringKind, StringScope, mint_keystring

@@ -1,4 +1,4 @@
-"""What a watched revocation comes to: when the last verifier refused, and who said yes too late."""
+"""The figures of a watched revocation: the last verifier's first refusal, and grants that came too late."""
 
 import pytest
 
@@ -9,8 +9,11 @@ COMMIT, RETURNED = 10_000_000, 12_000_000
 
 
 def watched(*answers: tuple[int, float, float, bool], confirmed: tuple[float, ...] = (2.5,)) -> Watched:
-    """Each: the verifier, when it was asked and when it answered in milliseconds, and whether it said yes. `confirmed`:
-    the receipts, in milliseconds since the commit."""
+    """Make a watched revocation.
+
+    Each answer: the verifier, the times of request and answer in milliseconds, and whether it allowed the key.
+    `confirmed`: the receipts, in milliseconds since the commit.
+    """
     made = [Answered(one, int(sent * 1e6), int(received * 1e6), yes) for one, sent, received, yes in answers]
     return Watched(COMMIT, RETURNED, made, confirmed)
 
@@ -33,19 +36,19 @@ def test_refusal_is_the_first_one_of_the_last_verifier() -> None:
         pytest.param(watched(*REFUSING, confirmed=(2,)), id="no receipt"),
     ],
 )
-def test_eviction_of_a_verifier_that_never_heard_of_it_is_lost(seen: Watched) -> None:
+def test_revocation_that_a_verifier_never_applied_is_lost(seen: Watched) -> None:
     assert seen.evicted_after_ms(2) is None
     assert sums([summed(seen, 2)])["lost"] == 1
 
 
-def test_stale_after_the_receipt_is_a_yes_to_what_was_asked_after_the_last_one() -> None:
-    """The receipt is a promise: what was asked before it is not counted, however late the answer comes."""
+def test_stale_after_the_receipt_is_a_grant_for_a_later_request() -> None:
+    """A request before the last receipt is not counted, however late its answer comes."""
     seen = watched((0, 12.9, 20, True), (0, 13.1, 14, True), (0, 15, 16, False), confirmed=(1, 3))
     assert summed(seen, 1)["stale_after_receipt"] == 1
 
 
-def test_stale_is_a_yes_to_what_was_asked_after_the_revoke_had_returned() -> None:
-    """A yes to what was asked before is no lie, however late it comes."""
+def test_stale_is_a_grant_for_a_request_after_the_revoke_returned() -> None:
+    """A grant for an earlier request is not stale, however late it comes."""
     seen = watched((0, 11.9, 20, True), (0, 12.1, 13, True), (0, 13, 14, False))
     told = summed(seen, 1)
     assert (told["after"], told["stale"], told["last_stale_ms"]) == (2, 1, pytest.approx(2.1))
@@ -75,7 +78,7 @@ def test_sums_count_all_revocations_together() -> None:
     ]
 
 
-def test_sums_leave_out_what_the_host_has_disturbed_where_enough_was_quiet() -> None:
+def test_sums_leave_out_disturbed_revocations_where_enough_were_quiet() -> None:
     fine = summed(watched((0, 12.5, 13, False), confirmed=(1,)), 1)
     disturbed = {**summed(watched((0, 12.5, 63, False), confirmed=(51,)), 1), "is_quiet": False}
     told = sums([fine, disturbed])

@@ -1,4 +1,4 @@
-"""The generated table: every target in it, every case in it, whatever was run."""
+"""The generated table contains every target and every case, whichever parts were run."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +12,7 @@ from .servers import SERVERS
 from .test_figures import run
 
 EVICTED = "commit → last of 4 verifiers evicted, loaded, p99"
-MACHINE = {"cpu": "2 x somebody's", "commit": "abc1234"}
+MACHINE = {"cpu": "2 x test CPU", "commit": "abc1234"}
 
 
 def verified(rate: float = 60.0) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_targets_table_says_what_was_measured_and_whether_it_is_met() -> None:
     assert rows["look-up p50 at 1 million / 10 thousand keys"][2:4] == ["1.05", "aim"]
 
 
-def test_targets_table_of_one_stale_yes_is_not_met() -> None:
+def test_targets_table_of_one_stale_grant_is_not_met() -> None:
     told = whole(revoke=revoked(stale=1))
     assert next(row for title, row in cells(targets_table(told)).items() if title.startswith("stale"))[3] == "no"
     assert not is_met(told)
@@ -102,21 +102,21 @@ def test_is_met_asks_only_for_what_was_measured() -> None:
     assert not is_met(whole(verify=verified(rate=40.0)))
 
 
-def test_is_met_by_nobody_who_failed() -> None:
+def test_is_met_is_false_after_a_failure() -> None:
     assert not is_met(whole(verify=verified()))
     assert not is_met(whole(growth=grown(), revoke={"failed": "the writer did not start"}))
 
 
-def test_page_tells_of_a_part_that_failed() -> None:
+def test_page_reports_a_failed_part() -> None:
     assert ", failed: the writer did not start" in page(whole(revoke={"failed": "the writer did not start"}), "x.json")
 
 
-def test_page_drops_no_case_and_says_why_it_has_no_figures() -> None:
+def test_page_lists_every_case_with_the_reason_for_missing_figures() -> None:
     text = page(whole(verify=verified(), revoke=revoked(), growth=grown()), "2026-11-21-machine.json")
     assert f"| {BAO_KV} | not run: no bao on PATH |" in text
     assert f"| {API_KEY} | failed: the revoked key: 200 |" in text
     assert "`2026-11-21-machine.json`" in text
-    assert "2 x somebody's" in text
+    assert "2 x test CPU" in text
 
 
 @pytest.mark.parametrize("open_loop", ["pacer.c", "pacer.py"])
@@ -127,7 +127,7 @@ def test_page_names_the_generator_of_either_loop(open_loop: str) -> None:
     assert f"generator: {open_loop}." in paced
 
 
-def test_page_of_one_part_says_that_the_others_were_not_run() -> None:
+def test_page_of_one_part_reports_the_others_as_not_run() -> None:
     text = page(whole(growth=grown()), "x.json")
     assert "| 10,000 | 70 | 1,049 |" in text
     assert "812 bytes" in text
@@ -144,6 +144,6 @@ def test_results_of_a_day_are_kept_beside_each_other(tmp_path: Path) -> None:
     assert read_runs(both["verify"])[0] == run(HIT, 1, 61.0)
 
 
-def test_servers_every_case_of_a_target_is_somebodys() -> None:
+def test_servers_every_case_of_a_target_has_a_server() -> None:
     cases = {case for server in SERVERS for case in server.cases}
     assert {name for target in TARGETS for name in (target.above, target.below) if name} <= cases

@@ -19,17 +19,17 @@ from .site import PEER_KEYS, NotRunError, Site
 from .telling import tell
 
 PACE = 0.8
-"""Of a server's own maximum: what it is offered in open loop."""
+"""Offered load in open loop, as a share of the server's own maximum."""
 
 CHECKED_AFTER = 20
-"""Of the probes, the last ones, with those that must be refused among them."""
+"""Number of the last probes that are checked; they include those that must be refused."""
 
 MOST_STEAL_OF_TAIL = 0.004
-"""Of a machine with two cores: one of them away for a hundredth of the time is the whole p99."""
+"""Largest stolen share for a valid p99: on two cores, one core stolen for 1 % of the time makes up the whole p99."""
 
 LEAST_ACHIEVED = 0.98
 MOST_LATE_SHARE = 0.5
-"""Of the p99: a generator that was later than that has measured itself."""
+"""Largest lateness of the generator, as a share of the p99; with more it has measured itself."""
 
 
 def add_options(parser: argparse._ArgumentGroup) -> None:

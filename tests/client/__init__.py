@@ -1,1 +1,1 @@
-"""The programs that run on somebody else's machine."""
+"""Tests of the programs that run outside the service."""

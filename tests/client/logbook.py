@@ -1,6 +1,6 @@
 """A log in memory with its checkpoints, for tests that tamper with it: written, signed and exported as by the service.
 
-Whoever tampers here owns the database and knows the code; the signing key alone they have not.
+The attacker controls the database and knows the code, but does not have the signing key.
 """
 
 import copy
@@ -70,7 +70,7 @@ class Logbook:
         }
 
     def rechain(self, chain: str) -> None:
-        """Numbered and hashed anew, so that the chain by itself is whole."""
+        """Renumber and rehash the entries, so that the chain itself is intact."""
         entries, self.chains[chain] = self.chains[chain], []
         for entry in entries:
             done = self.chains[chain]
@@ -80,7 +80,7 @@ class Logbook:
             )
 
     def signed_length(self, chain: str) -> int:
-        """How many entries of the chain the newest checkpoint signs."""
+        """Return the number of entries that the newest checkpoint signs."""
         checkpoints = self.checkpoints[scope_of(chain) or ""]
         heads = parse_checkpoint(checkpoints[-1].body).heads if checkpoints else {}
         return heads[chain].sequence if chain in heads else 0

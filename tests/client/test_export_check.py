@@ -1,4 +1,4 @@
-"""The off-host check: whatever somebody without the signing key does to the log is found, and where."""
+"""The off-host check finds and locates every change of the log that was made without the signing key."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_export_check_of_an_untouched_log_holds(made: Logbook) -> None:
 
 @given(any_books)
 def test_export_check_of_a_scope_that_nobody_signed_does_not_hold(made: Logbook) -> None:
-    """Without a checkpoint anybody could have written it all: a log without one is not taken for a whole one."""
+    """Guarantee: a log without a checkpoint, which anyone could have written, does not pass as complete."""
     unsigned = any(made.heads(scope) and not made.checkpoints[scope] for scope in SCOPES)
     assert (checked(made).first_broken is not None) == unsigned
 
@@ -97,7 +97,7 @@ def draw_signed(data: st.DataObject, made: Logbook) -> tuple[str, int]:
 
 @given(books, st.data(), st.booleans())
 def test_export_check_edit_of_any_byte_of_a_signed_entry_is_found(made: Logbook, data: Any, rechained: bool) -> None:
-    """Every byte counts, and to hash everything after it anew does not help."""
+    """Guarantee: a change of any byte is found, even when all later entries are rehashed."""
     chain, index = draw_signed(data, made)
     entry = made.chains[chain][index]
     at = data.draw(st.integers(0, len(entry.body) - 1))
@@ -132,7 +132,7 @@ def test_export_check_entry_deleted_is_found(made: Logbook, data: Any, rechained
 
 @given(books, st.data())
 def test_export_check_tail_cut_off_with_its_head_moved_back_is_found(made: Logbook, data: Any) -> None:
-    """What the chain by itself cannot show: it ends earlier, its head agrees, and a checkpoint knows better."""
+    """Guarantee: a truncated chain with a matching head is found by its checkpoint."""
     chain, index = draw_signed(data, made)
     del made.chains[chain][index:]
     broken = found(made)
@@ -151,7 +151,7 @@ def test_export_check_checkpoint_dropped_from_the_middle_is_found(made: Logbook,
 
 @given(books, st.data())
 def test_export_check_log_rewritten_and_signed_with_another_key_is_found(made: Logbook, data: Any) -> None:
-    """All of it made anew from some entry on, checkpoints included, by somebody who has a key, but not the key."""
+    """Guarantee: a log that is rewritten and signed with another key, checkpoints included, is found."""
     chain, index = draw_signed(data, made)
     scope = "service" if chain == "platform" else "sandbox"
     forged = Logbook(made.chains, {**made.checkpoints, scope: []})
@@ -164,7 +164,7 @@ def test_export_check_log_rewritten_and_signed_with_another_key_is_found(made: L
 
 @given(books, st.data())
 def test_export_check_log_set_back_with_its_checkpoints_is_found_only_with_kept_ones(made: Logbook, data: Any) -> None:
-    """A database put back to an earlier day is whole in itself: the auditor's own copy shows what is gone."""
+    """Guarantee: a restored old database, intact in itself, is found by the auditor's own copy of the checkpoints."""
     kept = kept_of(made)
     scope = data.draw(st.sampled_from(SCOPES))
     count = data.draw(st.integers(0, len(made.checkpoints[scope]) - 1))
@@ -179,7 +179,7 @@ def test_export_check_log_set_back_with_its_checkpoints_is_found_only_with_kept_
 
 
 def test_export_check_log_written_on_after_it_was_set_back_is_found_with_kept_ones() -> None:
-    """Even when the service itself, none the wiser, has signed what came afterwards."""
+    """Guarantee: it is found even after the service has signed later entries."""
     made = signed_book([])
     kept = kept_of(made)
     del made.checkpoints["sandbox"][-1]
@@ -194,7 +194,7 @@ def test_export_check_log_written_on_after_it_was_set_back_is_found_with_kept_on
 
 
 def test_export_check_edit_after_the_newest_checkpoint_is_chained_and_no_more() -> None:
-    """What the check does not prove, and says so: an entry that no checkpoint signs may be written anew."""
+    """A documented limit: an entry that no checkpoint signs yet may be rewritten."""
     made = signed_book([])
     made.chains[ACME].pop()
     made.write(ACME, "another story")
@@ -230,12 +230,12 @@ ODDITIES: dict[str, tuple[Callable[[Logbook], None], str]] = {
         lambda made: _put(made, replace(made.checkpoints["sandbox"][1], signature=b"")),
         "its signature is not the signer's",
     ),
-    "a version that nobody has": (
+    "an unknown key version": (
         lambda made: _put(made, replace(made.checkpoints["sandbox"][1], key_version=7)),
         "there is no public key of vault:keyvault-anchor/audit (version 7) to check its signature with",
     ),
     "order": (_swap_checkpoints, "checkpoint 1 is missing; 2 follows"),
-    "leans on nothing": (
+    "no link to the previous checkpoint": (
         lambda made: _put(made, signed(replace(_at(made), previous=bytes(32)))),
         "it does not contain the digest of the checkpoint before it",
     ),
@@ -265,7 +265,7 @@ def test_export_check_first_checkpoint_leaning_on_another_is_named() -> None:
 
 
 def test_walk_body_that_is_no_checkpoint_is_named() -> None:
-    """Whatever bytes somebody puts in the table, they end no check."""
+    """Guarantee: no bytes in the checkpoint table can abort the check."""
     walk = CheckpointWalk("sandbox", None)
     for body in (b"", b"\xff", b"[1]", b"{}", b"[" * 100_000, checkpoint_bytes(_at(signed_book([]))) + b" "):
         found = SignedCheckpoint("sandbox", 1, body, KEY.sign(body), "x", 1)
@@ -276,8 +276,8 @@ def test_walk_body_that_is_no_checkpoint_is_named() -> None:
 
 
 @given(books, st.data())
-def test_export_check_any_byte_of_the_file_altered_is_found_or_means_the_same(made: Logbook, data: Any) -> None:
-    """Whoever alters the export on its way gets no other story past the check."""
+def test_export_check_finds_every_altered_byte_that_changes_the_meaning(made: Logbook, data: Any) -> None:
+    """Guarantee: an export that is altered in transit passes the check only with its original meaning."""
     whole = b"".join(made.lines())
     at = data.draw(st.integers(0, len(whole) - 1))
     altered = whole[:at] + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :]
@@ -339,7 +339,7 @@ def test_export_check_from_a_checkpoint_on_holds_and_finds_what_comes_after(made
 
 
 def _is_before_second(record: Any, made: Logbook) -> bool:
-    """Of the sandbox and signed by its first two checkpoints; or not of the sandbox at all."""
+    """Return whether the record is outside the sandbox, or signed by its first two checkpoints."""
     heads = _at(made).heads
     match record:
         case ChainedEntry():

@@ -1,4 +1,4 @@
-"""`manage.py demo` from beginning to end, and what it does when it is stopped or something does not hold."""
+"""`manage.py demo` from beginning to end, and its cleanup when it is stopped."""
 
 import os
 import re
@@ -23,14 +23,14 @@ SHAPED = re.compile(r"[a-z0-9]+_(?:prv|svc)_(?:sbx|all)_[0-9A-Za-z]{17,}")
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Started, with its temporary folder inside ours."""
+    """The started demo, with its temporary folder inside that of the test."""
     with started(tmp_path) as process:
         yield process
 
 
 @pytest.fixture
 def demo_on_vault(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """The same, on an OpenBao or Vault that it starts itself: the one that the suite would take."""
+    """The started demo on an OpenBao or Vault that it starts itself, with the binary of the test suite."""
     binary = find_vault()
     if binary is None and "openbao" in required_servers():
         pytest.fail(f"{REQUIRE} names openbao, but there is no bao or vault on PATH", pytrace=False)
@@ -59,7 +59,7 @@ def started(folder: Path, **environ: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Whoever was told to keep its data there."""
+    """List the processes whose environment names the folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -82,7 +82,7 @@ def read_until(process: "subprocess.Popen[str]", words: str) -> str:
 
 @pytest.mark.timeout(300)
 def test_demo_tells_the_whole_story_and_cleans_up(demo: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    """Guarantee: the right key is good at every moment of its rotation, and a revoked one at none after."""
+    """Guarantee: the valid key is accepted throughout its rotation, and a revoked key is never accepted afterwards."""
     text, _ = demo.communicate()
     assert demo.returncode == 0, text
     assert_all_held(text)

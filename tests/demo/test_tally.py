@@ -1,4 +1,4 @@
-"""The demo's own judgement: what it would call a failure, and what it must not."""
+"""The tally of the demo: which answers count as failures and which do not."""
 
 from rotation.management.demo.fleet import Request
 from rotation.management.demo.tally import Revocation, count, failures_while_good

@@ -48,7 +48,7 @@ def test_traces_trouble_in_a_log_is_found(tmp_path: Path) -> None:
 
 
 def test_report_shows_no_secret(secret: Plaintext, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guarantee: what is told on the terminal goes through the redactor."""
+    """Guarantee: all terminal output goes through the redactor."""
     report = DemoReport()
     report.step(f"collected {secret.reveal()}")
     with report.waiting(secret.reveal()):

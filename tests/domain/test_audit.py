@@ -48,7 +48,7 @@ def written(texts: list[str], chain: str = NAME) -> list[ChainedEntry]:
 
 
 def rechained(entries: list[ChainedEntry]) -> list[ChainedEntry]:
-    """Numbered and hashed anew by somebody who knows how it is done."""
+    """Renumber and rehash the entries, as an attacker who knows the code would."""
     done: list[ChainedEntry] = []
     for sequence, entry in enumerate(entries, 1):
         previous = done[-1].hash if done else GENESIS
@@ -151,7 +151,7 @@ def test_chain_with_an_edited_entry_is_found_there(entries: list[ChainedEntry], 
 def test_chain_with_an_edited_and_rehashed_entry_is_found_behind_it(
     entries: list[ChainedEntry], data: st.DataObject
 ) -> None:
-    """Whoever also corrects the entry's own hash is given away by the next one, or by the head."""
+    """Guarantee: an altered entry with a corrected hash is found by the next entry, or by the head."""
     at = index(data, entries)
     original = list(entries)
     body = entries[at].body + b" "
@@ -236,8 +236,8 @@ TAMPERING: dict[str, Callable[[list[ChainedEntry]], list[ChainedEntry]]] = {
 
 
 @given(longer_chains, st.sampled_from(sorted(TAMPERING)))
-def test_chain_made_anew_is_found_by_its_head(entries: list[ChainedEntry], how: str) -> None:
-    """Whoever hashes the whole chain anew has to write the head row too: without that it is found."""
+def test_rehashed_chain_is_found_by_its_head(entries: list[ChainedEntry], how: str) -> None:
+    """Guarantee: a fully rehashed chain is found unless the attacker also writes the head row."""
     anew = rechained(TAMPERING[how](entries))
     assume(anew != entries)
     assert found_at(anew, entries) >= min(len(anew), len(entries))
@@ -245,7 +245,7 @@ def test_chain_made_anew_is_found_by_its_head(entries: list[ChainedEntry], how: 
 
 @given(chains, st.data())
 def test_chain_whose_columns_disagree_is_found_there(entries: list[ChainedEntry], data: st.DataObject) -> None:
-    """What is searched and shown is a copy; it cannot be made to tell another story than the hashed bytes."""
+    """Guarantee: the searchable columns are a copy; a column that differs from the hashed bytes is found."""
     at = index(data, entries)
     original = list(entries)
     entries[at] = replace(entries[at], columns_agree=False)
@@ -254,7 +254,7 @@ def test_chain_whose_columns_disagree_is_found_there(entries: list[ChainedEntry]
 
 @given(chains, st.data())
 def test_chain_whose_link_was_altered_is_found_there(entries: list[ChainedEntry], data: st.DataObject) -> None:
-    """What an entry says that it leans on is checked too, though its hash does not hang on that column."""
+    """Guarantee: an altered `previous` column is found, although the entry's hash does not include that column."""
     at = index(data, entries)
     original = list(entries)
     entries[at] = replace(entries[at], previous=data.draw(st.sampled_from([b"", bytes(31), b"x" * 32])))

@@ -40,7 +40,7 @@ def test_encode_any_number_round_trips_zero_padded(number: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "12345", "1234567", "12345-", "-12345", "1234\u0665\u0665", "123 45"])
-def test_six_digits_that_are_none_have_no_number(text: str) -> None:
+def test_six_invalid_digits_have_no_number(text: str) -> None:
     with pytest.raises(KeyError):
         decode_six(text)
 

@@ -47,7 +47,7 @@ def test_canonical_any_value_round_trips(value: JsonValue) -> None:
 
 @given(values, st.randoms(use_true_random=False))
 def test_canonical_order_of_members_makes_no_difference(value: JsonValue, chance: random.Random) -> None:
-    """An approval's digest does not hang on the order in which somebody filled a dictionary."""
+    """An approval's digest does not depend on the order of a dictionary."""
     assert canonical_bytes(shuffled(value, chance)) == canonical_bytes(value)
 
 

@@ -58,7 +58,7 @@ def test_digest_is_the_contract_s_hmac_sha256_of_the_whole_string() -> None:
     assert len(outer) == DIGEST_BYTES
 
 
-def test_digest_unless_told_is_made_with_the_newest_pepper() -> None:
+def test_digest_uses_the_newest_pepper_by_default() -> None:
     text = Plaintext(mint())
     assert SANDBOX.current_version == 2
     assert SANDBOX.digest(text) == SANDBOX.digest(text, 2) != SANDBOX.digest(text, 1)
@@ -114,7 +114,7 @@ def test_digest_of_an_unknown_version_never_matches(version: int) -> None:
 
 
 def test_digest_made_with_the_decoy_pepper_does_not_match_either() -> None:
-    """Whoever reads this source knows the decoy pepper: it opens nothing."""
+    """Guarantee: the decoy pepper, which is public in the source, matches no key."""
     text = mint()
     decoy_pepper = hashlib.sha256(b"keyvault/decoy-pepper").digest()
     made = hmac.digest(decoy_pepper, text.encode(), "sha256")
@@ -123,7 +123,7 @@ def test_digest_made_with_the_decoy_pepper_does_not_match_either() -> None:
 
 
 @pytest.mark.parametrize("digest", [b"", b"\0" * 32, b"x", b"\0" * 64], ids=len)
-def test_digest_of_another_length_is_no_match_and_no_fault(digest: bytes) -> None:
+def test_digest_of_another_length_does_not_match_and_raises_nothing(digest: bytes) -> None:
     assert not SANDBOX.matches(Plaintext(mint()), digest, 1)
 
 
@@ -136,13 +136,15 @@ def test_digest_of_another_length_is_no_match_and_no_fault(digest: bytes) -> Non
         pytest.param(DECOY_DIGEST, 99, id="unknown version"),
     ],
 )
-def test_digest_comparison_costs_the_same_whatever_comes_of_it(digest: bytes, version: int, work: Counter[str]) -> None:
+def test_digest_comparison_takes_the_same_steps_for_every_result(
+    digest: bytes, version: int, work: Counter[str]
+) -> None:
     """One MAC and one comparison in constant time on every way, so that a stopwatch learns nothing."""
     SANDBOX.matches(Plaintext(mint()), digest, version)
     assert work == {"macs": 1, "comparisons": 1}
 
 
-def test_peppers_decoy_version_is_nobody_s() -> None:
+def test_peppers_decoy_version_belongs_to_no_pepper() -> None:
     assert DECOY_VERSION < 1
     assert len(DECOY_DIGEST) == DIGEST_BYTES
 
@@ -156,13 +158,13 @@ def test_peppers_repr_names_versions_only() -> None:
 
 
 def test_peppers_each_environment_has_a_set_of_its_own() -> None:
-    """Sandbox and production share no pepper set, and service tokens use neither's (D12)."""
+    """Guarantee: sandbox, production and service tokens each have their own pepper set."""
     assert set(PEPPER_SET) == set(Environment)
     assert len({*PEPPER_SET.values(), PepperSet.SERVICE}) == 3 == len(PepperSet)
 
 
 @given(peppers, st.integers(1, 10))
-def test_check_value_tells_swapped_environments_apart(pepper: bytes, version: int) -> None:
+def test_check_value_detects_swapped_environments(pepper: bytes, version: int) -> None:
     """The same pepper in the wrong set, or as the wrong version, fails its check: a swapped keystore is noticed."""
     values = {
         (each, number): Peppers(each, {number: pepper}).check_value(number)
@@ -173,7 +175,7 @@ def test_check_value_tells_swapped_environments_apart(pepper: bytes, version: in
 
 
 @given(peppers, peppers)
-def test_check_value_tells_peppers_apart_and_gives_none_away(pepper: bytes, other: bytes) -> None:
+def test_check_value_distinguishes_peppers_and_reveals_none(pepper: bytes, other: bytes) -> None:
     assume(pepper != other)
     value = Peppers(PepperSet.SANDBOX, {1: pepper}).check_value(1)
     assert value != Peppers(PepperSet.SANDBOX, {1: other}).check_value(1)
@@ -187,7 +189,7 @@ def test_check_value_is_no_digest_of_any_key_string() -> None:
     assert set("keyvault/pepper-check/sandbox/1") - set(ALPHANUMERIC + "_")
 
 
-def test_peppers_hash_with_the_version_whose_time_has_come() -> None:
+def test_peppers_hash_with_the_version_in_force() -> None:
     """A version is loaded before it is used: until every process has it, digests are made with the one before."""
     text = Plaintext(mint())
     waiting = Peppers(PepperSet.SANDBOX, {1: ONE, 2: TWO}, hashing_version=1)
@@ -197,6 +199,6 @@ def test_peppers_hash_with_the_version_whose_time_has_come() -> None:
 
 
 @pytest.mark.parametrize(("version", "lacks"), [(0, False), (1, False), (2, False), (3, True)])
-def test_peppers_lack_what_came_later_and_not_what_was_retired(version: int, *, lacks: bool) -> None:
-    """Of a newer version nothing can be said; an older one that is not there was retired."""
+def test_peppers_miss_newer_versions_and_not_retired_ones(version: int, *, lacks: bool) -> None:
+    """A newer unknown version is missing; an older unknown version was retired."""
     assert Peppers(PepperSet.SANDBOX, {2: TWO}).lacks(version) is lacks

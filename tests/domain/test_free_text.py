@@ -1,4 +1,4 @@
-"""Free text that is kept for good: no key string stays in it, and no chosen name may have one."""
+"""Free text that is stored permanently: no key string stays in it, and a chosen name may not contain one."""
 
 import pytest
 from hypothesis import given
@@ -28,12 +28,12 @@ def test_clean_text_leaves_what_is_no_secret() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 11, "a\x00b", "a\nb"])
-def test_find_text_fault_of_a_name_that_does_not_fit_says_what_would(name: str) -> None:
+def test_find_text_fault_of_an_invalid_name_states_what_is_accepted(name: str) -> None:
     assert find_text_fault(name, 10) == "1 to 10 printable characters"
 
 
 @pytest.mark.parametrize("name", [KEY, f"shop {KEY}", KEY[:40], KEY.replace("_", "%255F")])
-def test_find_text_fault_of_a_key_string_is_told_without_quoting_it(name: str) -> None:
+def test_find_text_fault_of_a_key_string_does_not_quote_it(name: str) -> None:
     fault = find_text_fault(name, 200)
     assert fault is not None
     assert "key string" in fault

@@ -72,11 +72,11 @@ def test_transitions_a_closed_request_stays_closed(state: str) -> None:
     assert TRANSITIONS[IssuanceState(state)] == frozenset()
 
 
-def test_approvals_production_takes_a_second_person() -> None:
+def test_approvals_production_requires_a_second_person() -> None:
     assert APPROVALS_NEEDED == {Environment.SANDBOX: 0, Environment.PRODUCTION: 1}
 
 
-def test_key_that_nobody_collects_burns_after_72_hours() -> None:
+def test_key_that_is_not_collected_is_discarded_after_72_hours() -> None:
     assert timedelta(hours=72) == COLLECT_WITHIN
 
 

@@ -87,7 +87,7 @@ def test_transitions_cell_by_cell(old: KeyState, new: KeyState) -> None:
 
 
 def test_transitions_no_state_becomes_itself() -> None:
-    """A repeated act is told from a first one: it is no transition."""
+    """A repeated operation is no transition, so services can distinguish it from the first one."""
     assert not [state for state in KeyState if can_transition(state, state)]
 
 
@@ -138,14 +138,16 @@ def test_key_verifies_only_while_active_and_unexpired(
 
 @pytest.mark.parametrize("state", KeyState)
 @pytest.mark.parametrize("retirement", [None, *RetirementReason])
-def test_key_verification_ignores_what_is_only_told(state: KeyState, retirement: RetirementReason | None) -> None:
-    """Whether a key verifies hangs on its state and the clock alone."""
+def test_key_verification_ignores_purely_informative_fields(
+    state: KeyState, retirement: RetirementReason | None
+) -> None:
+    """Whether a key verifies depends on its state and the clock alone."""
     found = key_record(state, retirement=retirement, reports_origin=True)
     assert found.may_verify(NOW) == (state is KeyState.ACTIVE)
 
 
 class Life(RuleBasedStateMachine):
-    """A key that everybody pulls at, at random moments."""
+    """A key under random operations at random moments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +192,7 @@ TestLifeOfAKey = Life.TestCase
 
 
 def test_connections_sandbox_is_for_tests_and_production_is_live() -> None:
-    """No sandbox account ever talks to a live provider (D11)."""
+    """Guarantee: a sandbox account never connects to a live provider."""
     assert {
         Environment.SANDBOX: ConnectionMode.TEST,
         Environment.PRODUCTION: ConnectionMode.LIVE,

@@ -175,7 +175,7 @@ def test_keystring_of_an_unknown_scope_is_refused(scope: str) -> None:
 
 @pytest.mark.parametrize("kind", ["pub", "prv", "cat"])
 def test_keystring_of_all_environments_is_for_service_tokens_only(kind: str) -> None:
-    """No merchant's key serves both environments (D12, D13): neither is one minted nor one read."""
+    """Guarantee: no merchant key is valid in both environments: none is minted and none is parsed."""
     assert parse_keystring(signed(f"kv_{kind}_all_{'A' * 59}"), "kv") is None
     assert parse_keystring(signed(f"kv_svc_all_{'A' * 59}"), "kv") is not None
     with pytest.raises(ValueError, match="one environment"):

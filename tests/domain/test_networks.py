@@ -34,8 +34,8 @@ def test_network_or_single_address_is_parsed(text: str) -> None:
         "localhost",
     ],
 )
-def test_network_that_is_none_is_refused(text: str) -> None:
-    """Bits beyond the prefix too: whoever writes 192.0.2.1/24 may mean one address or all 256."""
+def test_network_that_is_malformed_is_refused(text: str) -> None:
+    """Host bits are refused too: 192.0.2.1/24 is ambiguous between one address and 256."""
     with pytest.raises(ValueError):  # noqa: PT011  the library's own words
         parse_network(text)
 
@@ -72,7 +72,7 @@ OFFICE = (parse_network("192.0.2.0/24"), parse_network("2001:db8::/32"))
     ],
 )
 def test_address_is_within_only_as_an_address_of_the_list(address: str, within: bool) -> None:
-    """What is no address is in no network; nothing is made one by guessing."""
+    """Guarantee: a string that is not an address is in no network."""
     assert is_within(address, OFFICE) is within
 
 

@@ -106,8 +106,8 @@ def test_recipients_sealed_text_is_closed_to_everybody_else(
 
 
 @given(secrets_, strings)
-def test_recipients_sealing_twice_gives_nothing_alike(secret: X25519PrivateKey, text: str) -> None:
-    """Each sealing has an ephemeral key of its own: equal texts cannot be told from their ciphertexts."""
+def test_recipients_sealing_twice_gives_unrelated_ciphertexts(secret: X25519PrivateKey, text: str) -> None:
+    """Guarantee: each sealing uses a new ephemeral key, so equal texts give unrelated ciphertexts."""
     first, second = sealed_bytes(secret, text), sealed_bytes(secret, text)
     assert first[0] != second[0]
     assert first[1] != second[1]
@@ -122,7 +122,7 @@ def test_recipients_every_public_key_of_a_private_one_is_taken(secret: X25519Pri
 
 @pytest.mark.parametrize("point", LOW_ORDER)
 def test_recipients_point_of_low_order_is_refused(point: int) -> None:
-    """A point of low order has a shared secret that everybody knows: what is sealed to it is sealed to nobody."""
+    """Guarantee: a point of low order, whose shared secret is public, is refused as a recipient."""
     fault = find_recipient_fault(encoded(point.to_bytes(32, "little")))
     assert fault is not None
     assert "low order" in fault

@@ -81,7 +81,7 @@ def leaks(value: str, text: str) -> bool:
 @pytest.mark.parametrize("sort", SORTS, ids="_".join)
 @pytest.mark.parametrize("brand", ["kv", "a", "acme2", "a123456789abcdef"])
 @pytest.mark.parametrize("is_checksum_right", [True, False], ids=["right checksum", "wrong checksum"])
-def test_redact_key_string_of_any_sort_shows_its_handle_only(
+def test_redact_key_string_of_any_kind_shows_its_handle_only(
     sort: tuple[str, str], brand: str, is_checksum_right: bool
 ) -> None:
     """All four kinds of any brand, right checksum or not: what is left is public, and enough for support."""
@@ -236,7 +236,7 @@ WEBHOOK_SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw+/8="
     ],
 )
 def test_redact_webhook_secret_is_masked(text: str, clean: str) -> None:
-    """Whoever has it forges messages to the merchant."""
+    """Guarantee: the secret, which could forge messages to the merchant, never appears."""
     assert redact(text) == clean
     assert redact(clean) == clean
 
@@ -602,7 +602,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats()
     st.sampled_from([None, 2]),
 )
 def test_redact_tangled_json_stays_json(value: dict[str, object], indent: int | None) -> None:
-    """No text that somebody sends us can break a line of the JSON log open."""
+    """Guarantee: no client text can break out of a line of the JSON log."""
     clean = redact(json.dumps(value, indent=indent))
     assert isinstance(json.loads(clean), dict)
     assert SECRET not in clean
@@ -708,7 +708,7 @@ def giant_header(megabytes: int) -> Iterator[str]:
 def test_redact_stream_of_any_size_keeps_to_its_memory(source: Callable[[int], Iterator[str]]) -> None:
     """An attachment of hundreds of megabytes, or of one endless line, takes no more memory than a small one."""
     for _ in redact_stream(source(1)):
-        pass  # What is cached for good is cached now.
+        pass  # Fill the permanent caches before the measurement.
     tracemalloc.start()
     try:
         for clean in redact_stream(source(3)):

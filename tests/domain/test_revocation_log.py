@@ -66,21 +66,21 @@ def test_line_with_any_byte_changed_is_damaged(line: Line, data: st.DataObject) 
 
 
 @given(lines, st.data())
-def test_line_of_which_a_part_is_there_is_none(line: Line, data: st.DataObject) -> None:
-    """A write that a crash cut short is never taken for the whole."""
+def test_line_that_is_cut_off_is_damaged(line: Line, data: st.DataObject) -> None:
+    """Guarantee: a write that a crash cut short is never read as a complete line."""
     text = line_bytes(line)[:-1]
     with pytest.raises(DamagedLineError):
         parse_line(text[: data.draw(st.integers(0, len(text) - 1))])
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"what":"other"}', b'{"what":"looked"}', b"\xff"])
-def test_line_of_somebody_else_is_damaged_though_its_checksum_fits(body: bytes) -> None:
+def test_line_with_an_invalid_body_is_damaged_despite_a_correct_checksum(body: bytes) -> None:
     with pytest.raises(DamagedLineError):
         parse_line(body + b" " + revocation_log._checksum(body))
 
 
 def test_line_without_an_expiry_is_one_of_an_older_release() -> None:
-    """What was revoked before stays revoked: such a line reads, and never expires."""
+    """Guarantee: lines of an older release are read and never expire, so earlier revocations stay in force."""
     body = b'{"at":"2026-11-21T12:00:00+00:00","boot":"","id":"a","kind":"customer_token","reason":"","sequence":1,'
     body += b'"state":"","unit":"","what":"ended"}'
     line = parse_line(body + b" " + revocation_log._checksum(body))
@@ -105,7 +105,7 @@ SECOND = Ended(2, AT, "key", "b", unit="u2", boot="now")
 
 
 def test_standing_is_what_is_known_to_be_committed() -> None:
-    """An end whose commit failed on this running machine was answered to nobody, and revokes nothing."""
+    """A revocation whose commit failed on this boot was never confirmed to a client, and does not apply."""
     assert standing(FIRST, SECOND, Committed("u2"), boot="now") == [SECOND]
 
 
@@ -136,7 +136,7 @@ def test_standing_is_what_committed_though_it_was_dropped(marks: tuple[Line, Lin
     assert standing(FIRST, *marks, boot="now") == standing(FIRST, *marks, boot="later") == [FIRST]
 
 
-def test_waiting_is_what_the_running_machine_wrote_and_nobody_settled() -> None:
+def test_pending_revocations_are_the_unsettled_ones_of_this_boot() -> None:
     found = ConfirmedLines()
     for line in (FIRST, replace(FIRST, id="c"), SECOND, replace(SECOND, unit="u3", boot="before"), Dropped("u2")):
         found.add(line)
@@ -146,7 +146,10 @@ def test_waiting_is_what_the_running_machine_wrote_and_nobody_settled() -> None:
 
 @given(st.lists(st.sampled_from("abcdef"), unique=True), st.sets(st.sampled_from("abcdef")), st.data())
 def test_standing_in_any_order_is_the_same(units: list[str], noted: set[str], data: st.DataObject) -> None:
-    """Processes append at once: whose line comes first changes nothing, a note only comes after its own ends."""
+    """Processes append concurrently: the result does not depend on the order of their lines.
+
+    A commit note always follows the revocations of its own unit.
+    """
     ended = [Ended(number, AT, "key", unit, unit=unit, boot="now") for number, unit in enumerate(units)]
     later = data.draw(st.permutations([Committed(unit) for unit in sorted(noted)]))
     expected = {line.id for line in ended if line.unit in noted}

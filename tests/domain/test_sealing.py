@@ -26,7 +26,7 @@ def test_sealing_opens_to_what_was_sealed(text: str, context: bytes) -> None:
     assert unseal(PEPPERS, seal(PEPPERS, Plaintext(text), context, os.urandom), context).reveal() == text
 
 
-def test_sealing_the_same_text_twice_gives_nothing_in_common() -> None:
+def test_sealing_the_same_text_twice_gives_unrelated_ciphertexts() -> None:
     """Salt and nonce are fresh: equal secrets are not told from unequal ones, and no key is used twice."""
     one, other = sealed(), sealed()
     assert one[:4] == other[:4]

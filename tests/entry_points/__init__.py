@@ -1,1 +1,1 @@
-"""Proofs that every door obeys the same rules, and what the wire does to a request before it gets there."""
+"""Tests that every entry point applies the same rules, and of what the server does to a request before them."""

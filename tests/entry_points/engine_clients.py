@@ -1,7 +1,7 @@
-"""The verifier's two doors, each asked like Django's test client.
+"""Clients of the verifier's two frontends, with the interface of Django's test client.
 
-WsgiClient     door one: `mounted`, called with an environ
-LoopClient     door two: `AsyncioFrontend` in an event loop, and the bytes that its server writes
+WsgiClient     calls `mounted` with an environ
+LoopClient     runs `AsyncioFrontend` in an event loop, and parses the bytes that its server writes
 """
 
 import asyncio
@@ -39,7 +39,7 @@ HOST = "127.0.0.1:8000"
 
 @dataclass(frozen=True)
 class Response:
-    """As far as Django's is asked. Names of headers are lower case."""
+    """The part of Django's response that the tests read. Header names are lower case."""
 
     status_code: int
     headers: Mapping[str, str]
@@ -56,8 +56,10 @@ class Response:
 
 
 class EngineClient:
-    """An engine of its own, with limits that stand still; one that `may_remember` has its feed confirmed before each
-    question."""
+    """A client of its own engine, whose limits give nothing back.
+
+    With `may_remember`, the engine's feed is confirmed before each request, so that it may answer from its cache.
+    """
 
     def __init__(self, *, may_remember: bool) -> None:
         store = LocalStore(lambda: 0)
@@ -88,8 +90,8 @@ class EngineClient:
 class WsgiClient(EngineClient):
     def __init__(self, *, may_remember: bool) -> None:
         super().__init__(may_remember=may_remember)
-        door = ThreadedFrontend(self.engine, DatabaseStore(), self.budgets)
-        self._mounted = mounted(_nobody, door, serves_host)
+        frontend = ThreadedFrontend(self.engine, DatabaseStore(), self.budgets)
+        self._mounted = mounted(_reject_request, frontend, serves_host)
 
     def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Response:
         path, _, query = target.partition("?")
@@ -118,12 +120,12 @@ class WsgiClient(EngineClient):
         return Response(int(status[:3]), {name.lower(): value for name, value in sent}, content)
 
 
-def _nobody(environ: object, start_response: object) -> NoReturn:
-    raise AssertionError("the engine is asked, and not what is behind it")
+def _reject_request(environ: object, start_response: object) -> NoReturn:
+    raise AssertionError("a request for the engine reached the application behind it")
 
 
 class LoopStore(AsyncStore):
-    """The database, by the connection of the test and its transaction."""
+    """A store that reads through the connection and the transaction of the test."""
 
     def __init__(self) -> None:
         self._store = DatabaseStore()
@@ -138,7 +140,7 @@ class LoopStore(AsyncStore):
 class LoopClient(EngineClient):
     def __init__(self, *, may_remember: bool) -> None:
         super().__init__(may_remember=may_remember)
-        self._door = AsyncioFrontend(self.engine, LoopStore(), self.budgets, failed_proofs().is_over)
+        self._frontend = AsyncioFrontend(self.engine, LoopStore(), self.budgets, failed_proofs().is_over)
         self._loop = asyncio.new_event_loop()
         finalize(self, self._loop.close)
 
@@ -147,7 +149,7 @@ class LoopClient(EngineClient):
         return _parsed(self._loop.run_until_complete(self._ask(method.encode(), target.encode(), sent, body)))
 
     async def _ask(self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
-        found = self._door.answer(method, target, headers, body)
+        found = self._frontend.answer(method, target, headers, body)
         answer = found if isinstance(found, HttpResponse) else await found
         return answer.on_the_wire()
 

@@ -1,7 +1,7 @@
-"""The golden matrix: every credential in every state, asked about in every way, and the verdict that is demanded.
+"""The golden matrix: each combination of credential, state and request with the verdict that is required.
 
-A `Row` is a case as the words of its columns. What each word stands for is told twice: here to the pure judgement
-(tests/access/judging.py), and in `golden_rows.py` to the database and to the doors.
+A `Row` is a case as one word per column. This module maps each word to the arguments of the pure judgement
+(tests/access/judging.py); `golden_rows.py` maps it to database rows and to the parts of a request.
 """
 
 import random
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from keyvault.access.catalog import NoMatchingEndpoint
 from keyvault.domain.keys import KeyKind, KeyState, RetirementReason
-from keyvault.domain.keystring import StringKind, checksum
+from keyvault.domain.keystring import StringKind, StringScope, checksum
 from keyvault.domain.networks import parse_network
 from keyvault.wire.problems import PROBLEM_TYPES
 from tests.access.judging import CATALOG, CUSTOMER_TOKEN, NOW, PRODUCTION, Case, code_of, judge, key_string
@@ -22,13 +22,13 @@ Changes = dict[str, object]
 Column = Mapping[str, Changes]
 
 ADDRESS = "192.0.2.9"
-"""Of the client, in every case."""
+"""The client's address in every case."""
 
 HERE, ELSEWHERE = "192.0.2.0/24", "198.51.100.0/24"
 
 
 class Row(NamedTuple):
-    """`environment` is the one that is asked for: the key's own or the other; `merchant` whom the request names."""
+    """One case. `environment`: the requested one, the key's own or the other; `merchant`: the one the request names."""
 
     kind: str
     environment: str
@@ -41,9 +41,14 @@ class Row(NamedTuple):
 
 
 def forged(text: str) -> str:
-    """The same id, another secret, the right checksum."""
+    """Return a string with the same id, another secret and a correct checksum."""
     head = text[:27] + mint(seed="another")[27:70]
     return head + checksum(head)
+
+
+def escaped(text: str) -> str:
+    """Return the string as a client may percent-encode it in a URL."""
+    return text.replace("_", "%5F")
 
 
 def _unproved(kind: KeyKind) -> dict[str, Changes]:
@@ -51,16 +56,23 @@ def _unproved(kind: KeyKind) -> dict[str, Changes]:
     return {
         "no_key": {"is_presented": False},
         "twice": {"presented": f"{right},{right}"},
-        "in_url_too": {"url": f"/?key={right}"},
+        "bearer_twice": {"bearer": f"{CUSTOMER_TOKEN},{CUSTOMER_TOKEN}"},
+        "in_url": {"url": f"/?key={right}"},
+        "in_url_escaped": {"url": f"/?key={escaped(right)}"},
+        "empty": {"presented": ""},
         "malformed": {"presented": "nonsense"},
         "wrong_checksum": {"presented": right[:-6] + "000000"},
         "customer_token": {"presented": mint(StringKind.CUSTOMER_TOKEN)},
+        "service_token": {"presented": mint(StringKind.SERVICE_TOKEN, StringScope.ALL)},
         "unknown": {"is_stored": False},
         "wrong_secret": {"presented": forged(right)},
     }
 
 
 UNPROVED = frozenset(_unproved(KeyKind.PRIVATE))
+"""Words for credentials that prove possession of no key."""
+
+IN_URL = frozenset({"in_url", "in_url_escaped"})
 STORED: Column = {
     "pre_activation": {"state": KeyState.PRE_ACTIVATION},
     "active": {},
@@ -76,11 +88,11 @@ STORED: Column = {
     "merchant_suspended": {"merchant_active": False},
     "account_suspended": {"account_active": False},
 }
-"""States of a key that is in the database, and of what it hangs on."""
+"""States of a stored key, of its account and of its merchant."""
 
 ENVIRONMENTS: Column = {"own": {}, "other": {"environment": PRODUCTION}}
 MERCHANTS: Column = {
-    "nobody": {"merchant_context": None},
+    "unnamed": {"merchant_context": None},
     "own": {"named_merchant": "acme", "merchant_context": "acme"},
     "other": {"named_merchant": "globex", "merchant_context": "globex"},
 }
@@ -94,6 +106,7 @@ BEARERS: Column = {
     "no_bearer": {},
     "valid": {"bearer": CUSTOMER_TOKEN},
     "garbage": {"bearer": "garbage"},
+    "wrong_secret": {"bearer": forged(CUSTOMER_TOKEN)},
     "other_merchant": {"bearer": CUSTOMER_TOKEN, "customer_merchant": "globex"},
     "expired": {"bearer": CUSTOMER_TOKEN, "customer_expires_at": NOW},
     "revoked": {"bearer": CUSTOMER_TOKEN, "customer_revoked_at": NOW},
@@ -103,16 +116,17 @@ CIRCUMSTANCES = (MERCHANTS, ENDPOINTS, ORIGINS, BEARERS, STORES)
 
 
 def matrix() -> dict[Row, str]:
-    """Every case with the code that is demanded, or `allowed`."""
+    """Return every case with the error code that is required, or `allowed`."""
     found = {}
     for kind in KeyKind:
         states = _unproved(kind) | dict(STORED)
         columns = (ENVIRONMENTS, states, *CIRCUMSTANCES)
         for names in product(*columns):
             changes: Changes = {"kind": kind, "client_address": ADDRESS}
-            for values, name in zip(columns, names, strict=True):
+            # In reverse order: a state can fix what a circumstance would choose.
+            for values, name in zip(reversed(columns), reversed(names), strict=True):
                 changes |= values[name]
-            found[Row(kind.value, *names)] = code_of(judge(Case(**changes)))  # type: ignore[arg-type]  # a table's own
+            found[Row(kind.value, *names)] = code_of(judge(Case(**changes)))  # type: ignore[arg-type]  # the table holds the fields of a Case
     return found
 
 
@@ -120,15 +134,17 @@ STATUS = {"allowed": 200, **{code.value: kind.status for code, kind in PROBLEM_T
 
 
 def reaches_requests(row: Row) -> bool:
-    """Whether the rules on requests are asked at all, so that every circumstance may count."""
+    """Return whether the request's rules are evaluated, so that every circumstance can decide the verdict."""
     return row.environment == "own" and row.state.startswith("active")
 
 
 def sample(demanded: Mapping[Row, str], rows: Iterable[Row], least: int) -> list[Row]:
-    """Rows in which every two words occur together, where a request's rules are asked with every outcome; at least so
-    many. The same ones in every run."""
+    """Choose at least `least` rows in which every pair of words occurs together, the same ones in every run.
+
+    Where a request's rules are evaluated, every pair occurs with every outcome that it can have.
+    """
     shuffled = sorted(rows)
-    random.Random(_SEED).shuffle(shuffled)  # noqa: S311  nothing secret about it
+    random.Random(_SEED).shuffle(shuffled)  # noqa: S311  the order is not a secret
     shuffled.sort(key=reaches_requests, reverse=True)
     seen: set[object] = set()
     chosen: list[Row] = []

@@ -1,4 +1,4 @@
-"""The rows of the golden matrix, made through the real services, and the words of a case as a request's parts."""
+"""Database rows of the golden matrix, made by the real services, and the parts of a request by the words of a case."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, WORKER, KeyHolder
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
-from keyvault.domain.keys import KeyKind
+from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.keystring import STRING_KIND, STRING_SCOPE, StringKind, StringScope
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Key
@@ -33,16 +33,16 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.services.tokens.customer_tokens import issue_customer_token, revoke_customer_token
 from tests.access.judging import ADDED
 from tests.domain.minting import mint
-from tests.entry_points.golden import ELSEWHERE, HERE, STORED, UNPROVED, Row, forged
+from tests.entry_points.golden import ELSEWHERE, HERE, IN_URL, STORED, UNPROVED, Row, escaped, forged
 from tests.factories import account, grant, issue, make_merchant, make_token, now, the_operator
 
 OWNER = {"merchant_suspended": "initech", "account_suspended": "umbrella"}
-"""Whose key it is, where the state is not the key's own; acme's otherwise."""
+"""The merchant of the key in a state of its merchant or account; acme otherwise."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A key of the matrix and its string."""
+    """A stored key and its string."""
 
     key_id: str
     text: str
@@ -50,7 +50,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Customer access tokens of one environment by the matrix's words: texts to send, ids to name; and an order."""
+    """Customer access tokens of one environment by their words, as strings and as ids, and the id of an order."""
 
     texts: Mapping[str, str]
     ids: Mapping[str, str]
@@ -68,18 +68,22 @@ class Rows:
         return self.keys[home, row.kind, row.state]
 
     def key(self, home: Environment, row: Row) -> str | None:
-        """What is presented."""
+        """Return the presented string; None without a credential."""
         kind, scope = STRING_KIND[KeyKind(row.kind)], STRING_SCOPE[home]
         good = self.keys[home, row.kind, "active"].text
         return (
             {
                 "no_key": None,
                 "twice": f"{good},{good}",
-                "in_url_too": good,
+                "bearer_twice": good,
+                "in_url": good,
+                "in_url_escaped": good,
+                "empty": "",
                 "malformed": "nonsense",
                 "wrong_checksum": good[:-6] + "000000",
                 "customer_token": mint(StringKind.CUSTOMER_TOKEN, scope, seed="a token for a key"),
-                "unknown": mint(kind, scope, seed="nobody's"),
+                "service_token": mint(StringKind.SERVICE_TOKEN, StringScope.ALL, seed="a service token for a key"),
+                "unknown": mint(kind, scope, seed="unknown"),
                 "wrong_secret": forged(good),
             }[row.state]
             if row.state in UNPROVED
@@ -87,18 +91,23 @@ class Rows:
         )
 
     def bearer(self, asked: Environment, row: Row) -> str | None:
-        return {"no_bearer": None, "garbage": "garbage", **self.tokens[asked].texts}[row.bearer]
+        texts = self.tokens[asked].texts
+        if row.state == "bearer_twice":
+            return f"{texts['valid']},{texts['valid']}"
+        given = {"no_bearer": None, "garbage": "garbage", "wrong_secret": forged(texts["valid"]), **texts}
+        return given[row.bearer]
 
     def merchant(self, row: Row) -> str | None:
-        """Whom the request names."""
+        """Return the merchant that the request names."""
         own = OWNER.get(row.state, "acme")
-        return {"nobody": None, "own": own, "other": "globex"}[row.merchant]
+        return {"unnamed": None, "own": own, "other": "globex"}[row.merchant]
 
     def path(self, asked: Environment, row: Row) -> tuple[str, str]:
-        """Method and path of the request line, relative to the base URL, and a query where a key stands in it."""
+        """Return the method, and the path below the base URL with the query that exposes a key, if any."""
         method, path = self._line(asked, row)
-        if row.state == "in_url_too":
-            path = f"{path}?key={self.keys[asked, row.kind, 'active'].text}"
+        if row.state in IN_URL:
+            good = self.keys[asked, row.kind, "active"].text
+            path = f"{path}?key={escaped(good) if row.state == 'in_url_escaped' else good}"
         return method, path
 
     def _line(self, asked: Environment, row: Row) -> tuple[str, str]:
@@ -128,7 +137,7 @@ def endpoint_named(name: str) -> Endpoint:
 
 
 def make_rows() -> Rows:
-    """All of it, in both environments; no account's limit is in the way."""
+    """Make all rows in both environments, with account limits that no test reaches."""
     for merchant_id in ("acme", "globex", *OWNER.values()):
         make_merchant(merchant_id)
         for environment in Environment:
@@ -136,7 +145,7 @@ def make_rows() -> Rows:
             with recorded(grant(HOST, P.MERCHANTS_WRITE, row), P.MERCHANTS_WRITE, "test.unlimited", account=row):
                 row.compare_and_swap(limit_count=1_000_000, limit_seconds=1)
     for endpoint in ADDED:
-        wish = EndpointDraft(
+        draft = EndpointDraft(
             endpoint.name,
             endpoint.method,
             endpoint.path,
@@ -145,7 +154,7 @@ def make_rows() -> Rows:
             merchant_from=str(endpoint.merchant_from or ""),
             store_from=str(endpoint.store_from or ""),
         )
-        add_endpoint(_may(P.CATALOG_WRITE), wish)
+        add_endpoint(_may(P.CATALOG_WRITE), draft)
     keys = {
         (environment, kind.value, state): _make_key(environment, kind, state)
         for environment in Environment
@@ -183,11 +192,12 @@ def _make_key(environment: Environment, kind: KeyKind, state: str) -> Stored:
     key = get_key(issued.key_id)
     assert key is not None
     _bring(key, state, place)
+    assert state != "expired" or key.state == KeyState.ACTIVE, "no job has noticed the expiry"
     return Stored(key.key_id, text.reveal())
 
 
 def _bring(key: Key, state: str, place: Account) -> None:
-    """The key to that state."""
+    """Change the key to that state."""
     if state == "suspended":
         suspend_key(_may(P.KEYS_SUSPEND, place), key)
     elif state == "deactivated":
@@ -207,7 +217,7 @@ def _bring(key: Key, state: str, place: Account) -> None:
 
 
 def _restrict(key: Key, place: Account, networks: list[str], origin: OriginHeader) -> None:
-    """A public key's credential has nothing to report."""
+    """Restrict the credential; a public key's credential has no setting for browser origins."""
     if key.credential.kind == KeyKind.PRIVATE or networks:
         restrict_credential(_may(P.CREDENTIALS_RESTRICT, place), key.credential, networks, origin)
 

@@ -1,4 +1,4 @@
-"""What Schemathesis cannot be told in its settings."""
+"""Schemathesis hooks for what its settings cannot express."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from schemathesis.core import NotSet
 
 @schemathesis.hook
 def before_call(context: schemathesis.HookContext, case: schemathesis.Case[Any], kwargs: dict[str, Any]) -> None:
-    """JSON Schema takes 1.0 for an integer, and the page cannot say that we do not: so it is sent as 1."""
+    """Send 1.0 as 1: JSON Schema accepts 1.0 as an integer, and the service does not."""
     if not isinstance(case.body, NotSet):
         case.body = _without_whole_floats(case.body)
 

@@ -1,11 +1,12 @@
-"""The golden matrix: one table of verdicts, read by people, and demanded of every door.
+"""The golden matrix: one reviewed table of verdicts that every entry point must give.
 
-`KEYVAULT_TEST_REWRITE=matrix pytest tests/entry_points/test_golden_matrix.py` writes golden_matrix.txt anew; the diff
-is the review.
+`KEYVAULT_TEST_REWRITE=matrix pytest tests/entry_points/test_golden_matrix.py` rewrites golden_matrix.txt; review the
+diff.
 """
 
 import os
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +15,49 @@ from django.db import transaction
 from pytest_django import DjangoDbBlocker
 
 from keyvault.domain.environments import Environment
-from keyvault.services.limits.limiter import failed_proofs
+from keyvault.services.limits.limiter import FailedProofs, Limiter
+from keyvault.services.limits.stores import LocalStore
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification.refusals import RefusalLog
 from tests.access.folding import folded
 from tests.entry_points.engine_clients import CLIENTS, EngineClient, LoopClient, Response, WsgiClient
 from tests.entry_points.golden import STATUS, Row, matrix, reaches_requests, sample
-from tests.entry_points.golden_entry_points import DOORS, Asked, Door, Nginx, Traefik, Verify, VerifyBatch, in_batches
+from tests.entry_points.golden_entry_points import (
+    ENTRY_POINTS,
+    EntryPoint,
+    Nginx,
+    PlacedCase,
+    Traefik,
+    Verify,
+    VerifyBatch,
+    in_batches,
+)
 from tests.entry_points.golden_rows import Rows, make_rows, other
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 GOLDEN = Path(__file__).with_name("golden_matrix.txt")
-ENGINES = [door for door in DOORS if door.name not in {"integration", "explain"}]
-LEAST = 500
-"""Cases of each door."""
+ENGINES = [each for each in ENTRY_POINTS if each.name not in {"integration", "explain"}]
+"""Entry points that the verification engine serves."""
 
-ENDED = {"deactivated", "revoked", "compromised", "destroyed"}
-"""States that no key ever leaves for a living one."""
+LEAST = 500
+"""Minimum number of cases for each entry point."""
+
+FINAL = {"deactivated", "revoked", "compromised", "destroyed"}
+"""States that a key never leaves for a usable one."""
+
+FAILED_PROOFS = (
+    "keyvault.hotpath.adapters.assembly",
+    "keyvault.hotpath.adapters.stores",
+    "tests.entry_points.engine_clients",
+)
+"""Modules through which the engine counts failed proofs."""
 
 HEADING = """\
-# The verdict that every door gives, by credential, request and circumstances. `*`: whatever it is, the answer is the
-# same; `a|b`: the same for these; `!a|b`: the same for all but these. Endpoints from payouts.list on are added by
-# operators. Made by test_golden_matrix.py; golden.py says what each word stands for, golden_doors.py where a door
-# answers otherwise, and why. Review a change of this file as a diff, against the table of verdicts in design/API.md.
+# The verdict that every entry point gives, by credential, request and circumstances. `*`: any value; `a|b`: one of
+# these; `!a|b`: any but these. Operators add the endpoints from payouts.list on. test_golden_matrix.py generates this
+# file; golden.py defines the words, and golden_entry_points.py defines where an entry point differs, and why. Review a
+# change of this file as a diff.
 #
 # status and code           kind  environment  state  merchant  endpoint  origin  bearer  store
 """
@@ -50,7 +70,7 @@ def demanded() -> dict[Row, str]:
 
 @pytest.fixture(scope="module")
 def rows(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[Rows]:
-    """Made once for all doors, and gone with the module."""
+    """Make the rows once for all entry points, and roll them back after the module."""
     with django_db_blocker.unblock(), transaction.atomic():
         yield make_rows()
         transaction.set_rollback(True)
@@ -58,56 +78,61 @@ def rows(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[
 
 @pytest.fixture(autouse=True)
 def quiet_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the doors note is not written: nothing here is about it."""
+    """Keep usage and refusals in memory: no test here reads them."""
     monkeypatch.setattr(UsageLog, "start", lambda self: None)
-    for door in ("hotpath.adapters.assembly", "api.integration"):
-        monkeypatch.setattr(f"keyvault.{door}.usage_log", UsageLog())
-        monkeypatch.setattr(f"keyvault.{door}.refusal_log", RefusalLog())
+    for module in ("hotpath.adapters.assembly", "api.integration"):
+        monkeypatch.setattr(f"keyvault.{module}.usage_log", UsageLog())
+        monkeypatch.setattr(f"keyvault.{module}.refusal_log", RefusalLog())
 
 
-def test_matrix_is_the_one_that_was_reviewed(demanded: Mapping[Row, str]) -> None:
+def test_matrix_equals_the_reviewed_file(demanded: Mapping[Row, str]) -> None:
     text = HEADING + folded({tuple(row): f"{STATUS[code]} {code}" for row, code in demanded.items()})
     if os.environ.get("KEYVAULT_TEST_REWRITE") == "matrix":
         GOLDEN.write_text(text)
-        pytest.skip(f"{GOLDEN.name} was written; read its diff")
+        pytest.skip(f"{GOLDEN.name} was rewritten; review its diff")
     assert text == GOLDEN.read_text()
 
 
-@pytest.mark.parametrize("door_type", DOORS, ids=lambda door: door.name)
-def test_every_door_gives_the_verdicts_of_the_matrix(
-    door_type: type[Door], rows: Rows, demanded: Mapping[Row, str]
+@pytest.mark.parametrize("entry_point_type", ENTRY_POINTS, ids=lambda each: each.name)
+def test_every_entry_point_gives_the_verdicts_of_the_matrix(
+    entry_point_type: type[EntryPoint], rows: Rows, demanded: Mapping[Row, str]
 ) -> None:
-    """One table of rules, seven ways to ask: no door is more lenient, or says it in another way."""
-    expect_the_matrix(door_type(rows, demanded), demanded)
+    """Guarantee: no entry point is more lenient than another, and all report the same status and code."""
+    expect_the_matrix(entry_point_type(rows, demanded), demanded)
 
 
 @pytest.mark.parametrize("client_type", CLIENTS)
-@pytest.mark.parametrize("door_type", ENGINES, ids=lambda door: door.name)
-def test_both_doors_of_the_verifier_give_the_verdicts_of_the_matrix(
-    door_type: type[Door],
+@pytest.mark.parametrize("entry_point_type", ENGINES, ids=lambda each: each.name)
+def test_both_frontends_of_the_verifier_give_the_verdicts_of_the_matrix(
+    entry_point_type: type[EntryPoint],
     client_type: type[EngineClient],
     rows: Rows,
     demanded: Mapping[Row, str],
 ) -> None:
-    """What is remembered makes no door more lenient. (The doors of the test above ask the engine without memory.)"""
+    """Guarantee: a cached verdict is never more lenient. (The test above runs the engine without its cache.)"""
     client = client_type(may_remember=True)
-    expect_the_matrix(door_type(rows, demanded, client), demanded)  # type: ignore[arg-type]  # asked like Django's
-    assert bool(client.engine.answered_from_memory) is issubclass(door_type, Verify)
+    expect_the_matrix(entry_point_type(rows, demanded, client), demanded)  # type: ignore[arg-type]  # Django's interface
+    assert bool(client.engine.answered_from_memory) is issubclass(entry_point_type, Verify)
 
 
-@pytest.mark.parametrize("door_type", [Verify, VerifyBatch, Traefik, Nginx], ids=lambda door: door.name)
-def test_both_doors_of_the_verifier_answer_alike_to_the_byte(
-    door_type: type[Door], rows: Rows, demanded: Mapping[Row, str]
+@pytest.mark.parametrize("entry_point_type", [Verify, VerifyBatch, Traefik, Nginx], ids=lambda each: each.name)
+def test_both_frontends_of_the_verifier_give_byte_identical_responses(
+    entry_point_type: type[EntryPoint], rows: Rows, demanded: Mapping[Row, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: one engine, two doors: status, headers and body are the same but for the request's id."""
+    """Guarantee: both frontends of one engine give the same status, headers and body, apart from the request id."""
     answers: list[list[Response]] = []
     for client_type in (WsgiClient, LoopClient):
-        failed_proofs.cache_clear()
-        client = _Keeping(client_type)
-        door = door_type(rows, demanded, client)  # type: ignore[arg-type]  # asked like Django's
-        cases = [_placed(row, number) for number, row in enumerate(sample(demanded, filter(door.can_ask, demanded), 1))]
-        for batch in in_batches(cases, door.at_once):
-            door.ask(batch)
+        # Each reading of this clock is a minute later, so that no response has a Retry-After for failed proofs.
+        minutes = count(0, 60 * 10**9)
+        proofs = FailedProofs(Limiter(LocalStore(minutes.__next__), None, 100))
+        for module in FAILED_PROOFS:
+            monkeypatch.setattr(f"{module}.failed_proofs", lambda proofs=proofs: proofs)
+        client = _RecordingClient(client_type)
+        entry_point = entry_point_type(rows, demanded, client)  # type: ignore[arg-type]  # Django's interface
+        rows_to_send = sample(demanded, filter(entry_point.can_ask, demanded), 1)
+        cases = [_place(row, number) for number, row in enumerate(rows_to_send)]
+        for batch in in_batches(cases, entry_point.batch_size):
+            entry_point.ask(batch)
         answers.append(client.kept)
     one, two = answers
     assert len(one) == len(two) > 1
@@ -116,27 +141,29 @@ def test_both_doors_of_the_verifier_answer_alike_to_the_byte(
 
 
 @pytest.mark.parametrize("client_type", CLIENTS)
-def test_both_doors_of_the_verifier_deny_what_has_ended_again_in_the_same_bytes(
+def test_both_frontends_of_the_verifier_repeat_the_denial_of_a_final_key_byte_for_byte(
     client_type: type[EngineClient], rows: Rows, demanded: Mapping[Row, str]
 ) -> None:
-    """Whatever else is asked with such a key: the second answer is the first but for the request's id, headers and
-    all, and comes from memory."""
-    client = _Keeping(client_type)
-    door = Verify(rows, demanded, client)  # type: ignore[arg-type]  # asked like Django's
-    ended = [row for row in demanded if row.state in ENDED and row.environment == "own" and door.can_ask(row)]
-    chosen = sample(demanded, ended, 150)
+    """Guarantee: the second denial of such a key comes from the cache and equals the first, apart from the request id.
+
+    This holds for every request with such a key.
+    """
+    client = _RecordingClient(client_type)
+    entry_point = Verify(rows, demanded, client)  # type: ignore[arg-type]  # Django's interface
+    final = [row for row in demanded if row.state in FINAL and row.environment == "own" and entry_point.can_ask(row)]
+    chosen = sample(demanded, final, 150)
     for number, row in enumerate(chosen):
         for _ in range(2):
-            assert door.ask([_placed(row, number)]) == [door.demand(row)]
+            assert entry_point.ask([_place(row, number)]) == [entry_point.demand(row)]
         first, second = client.kept[-2:]
         assert _masked(first) == _masked(second)
         assert first["X-Request-Id"] != second["X-Request-Id"]
-    assert {row.state for row in chosen} == ENDED
+    assert {row.state for row in chosen} == FINAL
     assert client.from_memory >= len(chosen) > 100
 
 
-class _Keeping:
-    """Keeps every answer of a client that remembers."""
+class _RecordingClient:
+    """A client of a caching engine that keeps every response."""
 
     def __init__(self, client_type: type[EngineClient]) -> None:
         self._client = client_type(may_remember=True)
@@ -161,26 +188,27 @@ def _masked(response: Response) -> tuple[int, list[tuple[str, str]], bytes]:
     return response.status_code, sorted(headers.items()), response.content.replace(request_id.encode(), b"*")
 
 
-def expect_the_matrix(door: Door, demanded: Mapping[Row, str]) -> None:
-    sampled = sample(demanded, filter(door.can_ask, demanded), LEAST)
+def expect_the_matrix(entry_point: EntryPoint, demanded: Mapping[Row, str]) -> None:
+    """Send a sample of the cases, and compare every response with the matrix."""
+    sampled = sample(demanded, filter(entry_point.can_ask, demanded), LEAST)
     assert len(sampled) >= LEAST
-    assert {demanded[row] for row in sampled} == {demanded[row] for row in demanded if door.can_ask(row)}
+    assert {demanded[row] for row in sampled} == {demanded[row] for row in demanded if entry_point.can_ask(row)}
     assert sum(map(reaches_requests, sampled)) > LEAST // 3
-    cases = [_placed(row, number) for number, row in enumerate(sampled)]
+    cases = [_place(row, number) for number, row in enumerate(sampled)]
     wrong = []
-    for batch in in_batches(cases, door.at_once):
+    for batch in in_batches(cases, entry_point.batch_size):
         before = transaction.savepoint()
-        answers = door.ask(batch)
+        answers = entry_point.ask(batch)
         transaction.savepoint_rollback(before)
         wrong += [
-            f"{case.row} of {case.home}: {answer}, not {door.demand(case.row)}"
+            f"{case.row} of {case.home}: {answer}, not {entry_point.demand(case.row)}"
             for case, answer in zip(batch, answers, strict=True)
-            if answer != door.demand(case.row)
+            if answer != entry_point.demand(case.row)
         ]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(cases)}", *wrong[:20]])
 
 
-def _placed(row: Row, number: int) -> Asked:
-    """Both environments are somebody's home in turn."""
+def _place(row: Row, number: int) -> PlacedCase:
+    """Place the case in one of the environments, in turn."""
     home = list(Environment)[number % 2]
-    return Asked(row, home, home if row.environment == "own" else other(home))
+    return PlacedCase(row, home, home if row.environment == "own" else other(home))

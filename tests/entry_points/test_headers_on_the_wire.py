@@ -1,6 +1,6 @@
-"""Headers, paths and bodies on the wire: what the real server makes of them, byte by byte, and what is answered then.
+"""How the real server reads the bytes of headers, paths and bodies, and what it answers.
 
-A test client hands a view what it was given. A server joins, drops, renames and unescapes, so these are asked of ours.
+A server joins, drops, renames and unescapes what a test client passes on unchanged.
 """
 
 import json
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
 ACKNOWLEDGE = b"/sandbox/credentials/acknowledge"
 VERIFY = b"/v1/keys/verify"
 JUDGED = (404, "not_found")
-"""What a good key gets that is the replacement of no rotation: the key itself was accepted."""
+"""The answer to an accepted key that is not the replacement of a rotation."""
 UNKNOWN = (404, "endpoint_unknown")
 INVALID = (401, "credential_invalid")
 MISSING = (401, "credential_missing")
@@ -48,7 +48,7 @@ def chunks(*parts: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Wire:
-    """The server of `make run` over the test's database; what is sent to it is written out by hand."""
+    """The server of `make run` over the test's database, which receives hand-written bytes."""
 
     port: int
     key: bytes
@@ -62,7 +62,7 @@ class Wire:
         host: bytes = b"127.0.0.1",
         body: bytes | None = None,
     ) -> served.Answer:
-        """`body` comes after the head as it is; without one, Content-Length is 0."""
+        """Send the head, and then `body` unchanged; without a body, Content-Length is 0."""
         head = [b"%b %b HTTP/1.1" % (method, path), b"Host: " + host, b"Connection: close", *lines]
         if body is None:
             head.append(b"Content-Length: 0")
@@ -91,8 +91,11 @@ def wire(tmp_path: Path) -> Iterator[Wire]:
     assert "Traceback" not in logged
 
 
-def test_headers_of_credentials_on_the_wire_are_answered_as_the_contract_says(wire: Wire) -> None:
-    """One server for the whole table: starting it is what takes time."""
+def test_credential_headers_on_the_wire_get_the_verdict_of_the_contract(wire: Wire) -> None:
+    """Guarantee: no spelling of a header lets a second or malformed credential through.
+
+    One server answers the whole table, because its start takes most of the time.
+    """
     key, bearer = b"X-Api-Key: " + wire.key, b"Authorization: Bearer x"
     for lines, expected in (
         ((key,), JUDGED),
@@ -102,7 +105,7 @@ def test_headers_of_credentials_on_the_wire_are_answered_as_the_contract_says(wi
         ((bearer,), MISSING),
         ((b"X-Service-Token: " + wire.key,), MISSING),
         ((key, bearer), (401, "bearer_not_supported")),
-        # Twice: the good one first, last, and beside itself.
+        # Twice: a good key first, last, and repeated.
         ((key, key), AMBIGUOUS),
         ((key, b"X-Api-Key: bad"), AMBIGUOUS),
         ((b"X-Api-Key: bad", key), AMBIGUOUS),
@@ -114,7 +117,7 @@ def test_headers_of_credentials_on_the_wire_are_answered_as_the_contract_says(wi
         ((key, b"Authorization:", b"Authorization:"), AMBIGUOUS),
         ((key, b"Authorization: Bearer x, y"), AMBIGUOUS),
         ((bearer, bearer), AMBIGUOUS),
-        # Empty, and what is no ASCII: malformed, not missing.
+        # An empty or non-ASCII value is malformed, not missing.
         ((b"X-Api-Key:",), INVALID),
         ((b"X-Api-Key:   ",), INVALID),
         ((b"X-Api-Key: \xc3\xa9",), INVALID),
@@ -123,7 +126,7 @@ def test_headers_of_credentials_on_the_wire_are_answered_as_the_contract_says(wi
         ((b"\xe9".join((b"X-Api-Key: ", wire.key)),), INVALID),
         ((b"X-Api-Key: " + wire.token,), INVALID),
         ((b"X-Api-Key: " + b"a" * 60_000,), INVALID),
-        # With an underscore it is another header, whichever comes first.
+        # A name with an underscore is another header, in either order.
         ((b"X_Api_Key: " + wire.key,), MISSING),
         ((b"X-Api_Key: " + wire.key,), MISSING),
         ((b"X_Api_Key: bad", key), JUDGED),
@@ -136,7 +139,7 @@ def test_headers_of_credentials_on_the_wire_are_answered_as_the_contract_says(wi
         assert ("www-authenticate" in answer.headers) is (answer.status == 401)
 
 
-def test_service_token_on_the_wire_is_sent_once_and_in_its_own_header(wire: Wire) -> None:
+def test_service_token_on_the_wire_is_accepted_once_and_in_its_own_header(wire: Wire) -> None:
     good = b"Authorization: Bearer " + wire.token
     assert wire.send(good, method=b"GET", path=b"/v1/credentials").status == 200
     for lines in (
@@ -153,8 +156,8 @@ def test_service_token_on_the_wire_is_sent_once_and_in_its_own_header(wire: Wire
         assert outcome(answer) == (401, "service_token_invalid"), lines
 
 
-def test_paths_on_the_wire_are_read_in_one_way_or_not_at_all(wire: Wire) -> None:
-    """Guarantee: no second spelling of a path reaches an endpoint, so that a gateway's rule is about the same path."""
+def test_paths_on_the_wire_match_in_their_canonical_spelling_alone(wire: Wire) -> None:
+    """Guarantee: no second spelling of a path reaches an endpoint, so a gateway's rule applies to the same path."""
     key = b"X-Api-Key: " + wire.key
     assert outcome(wire.send(key)) == JUDGED
     for path in (
@@ -194,13 +197,14 @@ def test_paths_on_the_wire_are_read_in_one_way_or_not_at_all(wire: Wire) -> None
     token = b"Authorization: Bearer " + wire.token
     for path in (b"/v1/%63redentials", b"/v1//credentials", b"/v1/credentials;x", b"/v1/x/../credentials", b"/%761/x"):
         assert outcome(wire.send(token, method=b"GET", path=path)) == (404, "not_found"), path
-    # No HTTP: the server itself says so, without a body.
+    # The server itself refuses what is not HTTP, without a body.
     for path in (b"/sandbox/credentials/acknowledge\xff", b"/sandbox/credentials/<acknowledge"):
         answer = wire.send(key, path=path)
         assert (answer.status, answer.body) == (400, b""), path
 
 
-def test_key_in_a_path_on_the_wire_is_told_so_however_it_is_escaped(wire: Wire) -> None:
+def test_key_in_a_path_on_the_wire_is_refused_in_every_encoding(wire: Wire) -> None:
+    """Guarantee: the response repeats no key from a URL and redirects to no URL with a key."""
     for path in (
         b"/sandbox/%2f" + wire.key,
         b"/sandbox/" + wire.key.replace(b"_", b"%5F"),
@@ -216,15 +220,15 @@ def test_key_in_a_path_on_the_wire_is_told_so_however_it_is_escaped(wire: Wire) 
         assert "location" not in answer.headers
 
 
-def test_bodies_on_the_wire_come_whole_or_are_refused(wire: Wire) -> None:
-    """Guarantee: nobody takes the beginning of a body for the whole of it, and credentials are judged first."""
+def test_bodies_on_the_wire_are_read_completely_or_refused(wire: Wire) -> None:
+    """Guarantee: no entry point acts on a truncated body, and credentials are judged before the body."""
     question = b'{"key": null, "environment": "sandbox", "endpoint": "credentials.acknowledge"}'
     length = b"Content-Length: %d" % len(question)
     for lines, body in (
         ((length,), question),
         ((CHUNKED,), chunks(question)),
         ((CHUNKED,), chunks(question[:5], question[5:])),
-        # Transfer-Encoding goes first (RFC 9112, 6.3), and the connection is closed after it.
+        # Transfer-Encoding takes precedence (RFC 9112, 6.3), and the server closes the connection.
         ((length, CHUNKED), chunks(question)),
     ):
         answer = wire.verify(*lines, body=body)
@@ -247,7 +251,7 @@ def test_bodies_on_the_wire_come_whole_or_are_refused(wire: Wire) -> None:
     assert outcome(wire.send(too_large, body=b" " * 70_000)) == MISSING
 
 
-def test_requests_on_the_wire_of_any_size_and_method_are_refused_without_a_fault(wire: Wire) -> None:
+def test_oversized_and_unusual_requests_on_the_wire_are_refused_without_a_server_error(wire: Wire) -> None:
     key = b"X-Api-Key: " + wire.key
     for lines in (
         (b"X-Api-Key: " + b"a" * 1_000_000,),
@@ -261,7 +265,7 @@ def test_requests_on_the_wire_of_any_size_and_method_are_refused_without_a_fault
         answer = wire.send(key, method=method)
         assert outcome(answer) == (405, "method_not_allowed"), method
         assert answer.headers["allow"] == "POST"
-        assert wire.key not in answer.body  # which TRACE would send back
+        assert wire.key not in answer.body  # TRACE would return it
     for path in (b"/sandbox/" + b"x" * 8184, b"/healthz?" + b"x" * 60_000, ACKNOWLEDGE + b"?" + b"a&" * 4_090):
         assert outcome(wire.send(key, method=b"GET", path=path)) == (414, "uri_too_long"), path[:20]
     assert outcome(wire.send(key, path=b"/sandbox/" + b"x" * 8183)) == UNKNOWN
@@ -277,19 +281,19 @@ def test_requests_on_the_wire_of_any_size_and_method_are_refused_without_a_fault
         assert outcome(answer) == (400, "request_invalid"), host
 
 
-def test_envoys_question_on_the_wire_keeps_the_host_and_the_path_of_its_client(wire: Wire) -> None:
-    """Neither is ours to judge: whatever they are, what is missing here is the gateway's own token."""
+def test_envoy_request_on_the_wire_keeps_the_host_and_the_path_of_its_client(wire: Wire) -> None:
+    """The server validates neither: these requests fail because the gateway's own token is missing."""
     for host in (b"shop.example", b"shop.example:8443", b"a b", b"127.0.0.1"):
         for path in (b"/v1/authorize/envoy/a", b"/v1/authorize/envoy/a//b/%2f/../c;x", b"/v1/authorize/envoy/"):
             assert outcome(wire.send(method=b"GET", path=path, host=host))[0] in {401, 404}, (host, path)
-    # Spelled otherwise it is no question of Envoy's.
+    # Another spelling of the path is not the Envoy entry point.
     for path in (b"/v1/authorize//envoy/a", b"/v1/authorize/%65nvoy/a"):
         assert outcome(wire.send(method=b"GET", path=path)) == (404, "not_found")
         assert outcome(wire.send(method=b"GET", path=path, host=b"shop.example")) == (400, "request_invalid")
 
 
-def test_server_that_is_stopped_reports_the_last_use_and_says_farewell(tmp_path: Path) -> None:
-    """Guarantee: SIGTERM loses no evidence of use, and leaves no reporter behind that silence would wait for."""
+def test_server_on_sigterm_writes_the_last_use_and_deregisters_its_reporter(tmp_path: Path) -> None:
+    """Guarantee: SIGTERM loses no evidence of use, and leaves no live reporter that a quiet period would wait for."""
     make_merchant("acme")
     key, text = issue(find_account("acme", Environment.SANDBOX))
     with serving(tmp_path, **UNLIMITED) as port:

@@ -1,6 +1,6 @@
-"""What proves nothing is answered in one way, byte by byte, by every door of the real server.
+"""Every entry point of the real server denies all unproved credentials with byte-identical responses.
 
-Whoever asks learns neither which key ids exist, nor whose they are, nor what became of them.
+A client cannot learn which key ids exist, which merchant owns them, or their state.
 """
 
 import json
@@ -26,18 +26,19 @@ from keyvault.services.merchants.merchants import suspend_merchant
 from keyvault.services.tokens.customer_tokens import issue_customer_token
 from tests.domain.minting import mint
 from tests.entry_points.golden import forged
-from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
+from tests.factories import PRODUCTION, account, grant, issue, make_merchant, make_token, the_operator
 from tests.fuzz.drive import UNLIMITED
 from tests.fuzz.served import serving
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
 
+DENIED = re.compile(rb'"code": ?"credential_invalid"')
 ORDERS = "/sandbox/merchants/orders/ord_00000000000000000000"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The server's port; good keys by what became of them; tokens of services, and of customers by their merchant."""
+    """The server's port; issued keys by their state; service tokens; customer tokens by their owner."""
 
     port: int
     keys: Mapping[str, str]
@@ -45,7 +46,7 @@ class Scene:
     customers: Mapping[str, str]
 
     def send(self, method: str, path: str, headers: Mapping[str, bytes | str], body: bytes = b"") -> bytes:
-        """The whole answer as it came, but for what is new in each: request id and date."""
+        """Return the raw response with the request id and the date masked."""
         lines = [f"{method} {path} HTTP/1.1".encode(), b"Host: 127.0.0.1", b"Connection: close"]
         lines += [
             name.encode() + b": " + (value.encode() if isinstance(value, str) else value)
@@ -76,6 +77,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     revoke_key(grant(admin, P.KEYS_REVOKE, account()), fresh["revoked"], RevocationReason.SUPERSEDED)
     customers = {
         "acme": _customer_token(fresh["good"]),
+        "acme, production": _customer_token(_fresh(issue(account("acme", PRODUCTION))[0])),
         "globex": _customer_token(fresh["globex's"]),
     }
     suspend_merchant(grant(HOST, P.MERCHANTS_WRITE), account("initech").merchant)
@@ -101,10 +103,10 @@ def _customer_token(key: Key) -> str:
 
 
 def unproved(scene: Scene) -> dict[str, bytes]:
-    """Strings that prove nothing, each for a reason of its own."""
+    """Return strings that prove possession of no key, by the reason."""
     return {
-        "unknown": mint(seed="nobody's").encode(),
-        "unknown public": mint(StringKind.PUBLIC, seed="nobody's").encode(),
+        "unknown": mint(seed="unknown").encode(),
+        "unknown public": mint(StringKind.PUBLIC, seed="unknown").encode(),
         **{f"wrong secret of {what} key": forged(text).encode() for what, text in scene.keys.items()},
         "wrong checksum": scene.keys["good"][:-6].encode() + b"000000",
         "malformed": b"nonsense",
@@ -116,7 +118,7 @@ def unproved(scene: Scene) -> dict[str, bytes]:
     }
 
 
-# --- the doors --------------------------------------------------------------------------------------------
+# --- entry points --------------------------------------------------------------------------------------------
 
 
 def integration(scene: Scene, key: bytes, service: str) -> bytes:
@@ -128,11 +130,11 @@ def integration_posting(scene: Scene, key: bytes, service: str) -> bytes:
     return scene.send("POST", "/sandbox/merchants/orders", headers, b"{}")
 
 
-def integration_nowhere(scene: Scene, key: bytes, service: str) -> bytes:
+def integration_unknown_path(scene: Scene, key: bytes, service: str) -> bytes:
     return scene.send("GET", "/sandbox/nowhere", {"X-Api-Key": key})
 
 
-def integration_ending(scene: Scene, key: bytes, service: str) -> bytes:
+def integration_revoking(scene: Scene, key: bytes, service: str) -> bytes:
     return scene.send("POST", "/sandbox/credentials/revoke-self", {"X-Api-Key": key})
 
 
@@ -153,22 +155,23 @@ def verify_batch(scene: Scene, key: bytes, service: str) -> bytes:
 
 
 def traefik(scene: Scene, key: bytes, service: str) -> bytes:
-    told = {"X-Forwarded-Method": "GET", "X-Forwarded-Uri": ORDERS, "X-Forwarded-Host": "127.0.0.1"}
-    return scene.send("GET", "/v1/authorize/traefik", {"X-Service-Token": service, "X-Api-Key": key, **told})
+    described = {"X-Forwarded-Method": "GET", "X-Forwarded-Uri": ORDERS, "X-Forwarded-Host": "127.0.0.1"}
+    return scene.send("GET", "/v1/authorize/traefik", {"X-Service-Token": service, "X-Api-Key": key, **described})
 
 
 def nginx(scene: Scene, key: bytes, service: str) -> bytes:
-    told = {"X-Original-Method": "GET", "X-Original-URI": ORDERS, "X-Original-Host": "127.0.0.1"}
-    return scene.send("GET", "/v1/authorize/nginx", {"X-Service-Token": service, "X-Api-Key": key, **told})
+    described = {"X-Original-Method": "GET", "X-Original-URI": ORDERS, "X-Original-Host": "127.0.0.1"}
+    return scene.send("GET", "/v1/authorize/nginx", {"X-Service-Token": service, "X-Api-Key": key, **described})
 
 
 def envoy(scene: Scene, key: bytes, service: str) -> bytes:
     return scene.send("GET", f"/v1/authorize/envoy{ORDERS}", {"X-Service-Token": service, "X-Api-Key": key})
 
 
-Door = Callable[[Scene, bytes, str], bytes]
-INTEGRATION: tuple[Door, ...] = (integration, integration_posting, integration_nowhere, integration_ending)
-SERVICE: tuple[Door, ...] = (verify, verify_dry, verify_naming, verify_batch, traefik, nginx, envoy)
+Send = Callable[[Scene, bytes, str], bytes]
+INTEGRATION: tuple[Send, ...] = (integration, integration_posting, integration_unknown_path, integration_revoking)
+GATEWAYS: tuple[Send, ...] = (traefik, nginx, envoy)
+SERVICE: tuple[Send, ...] = (verify, verify_dry, verify_naming, verify_batch, *GATEWAYS)
 
 
 def _question(key: bytes, **more: Any) -> dict[str, Any]:
@@ -180,38 +183,40 @@ def _post(scene: Scene, path: str, service: str, body: Any) -> bytes:
     return scene.send("POST", path, headers, json.dumps(body).encode())
 
 
-# --- the comparison ---------------------------------------------------------------------------------------
+# --- comparison ---------------------------------------------------------------------------------------
 
 
-def test_refusals_of_what_proves_nothing_are_identical_on_every_door(scene: Scene) -> None:
-    """Status line, headers and their order, body: unknown, malformed and wrong are one answer but for its ids."""
-    for door in (*INTEGRATION, *SERVICE):
-        answers = {what: door(scene, key, scene.services["all"]) for what, key in unproved(scene).items()}
-        _expect_one(answers, door)
-        proved = door(scene, scene.keys["good"].encode(), scene.services["all"])
-        assert proved not in answers.values(), "a good key is answered like a bad one: nothing was compared"
+def test_refusals_of_unproved_keys_are_identical_at_every_entry_point(scene: Scene) -> None:
+    """Guarantee: status line, header order and body do not reveal whether a key is unknown, malformed or wrong."""
+    for send in (*INTEGRATION, *SERVICE):
+        answers = {what: send(scene, key, scene.services["all"]) for what, key in unproved(scene).items()}
+        _expect_one(answers, send)
+        proved = send(scene, scene.keys["good"].encode(), scene.services["all"])
+        assert not DENIED.search(proved), "the entry point refuses a good key too: nothing was compared"
 
 
 def test_refusals_of_another_merchant_s_keys_are_identical_to_unknown_ones(scene: Scene) -> None:
-    """A service token of one merchant learns nothing of the others' keys: not that they are, nor how they are."""
+    """Guarantee: a service token of one merchant learns neither the existence nor the state of another's keys."""
     foreign = {what: text.encode() for what, text in scene.keys.items() if what != "globex's"}
-    for door in SERVICE:
+    for send in SERVICE:
         asked = {**unproved(scene), **foreign}
-        answers = {what: door(scene, key, scene.services["of globex"]) for what, key in asked.items()}
-        _expect_one(answers, door)
-        own = door(scene, scene.keys["globex's"].encode(), scene.services["of globex"])
-        assert own not in answers.values()
+        answers = {what: send(scene, key, scene.services["of globex"]) for what, key in asked.items()}
+        _expect_one(answers, send)
+        own = send(scene, scene.keys["globex's"].encode(), scene.services["of globex"])
+        assert not DENIED.search(own)
+        assert send not in GATEWAYS or own.startswith(b"HTTP/1.1 200 ")
 
 
 def test_refusals_of_unproved_customer_tokens_are_identical(scene: Scene) -> None:
-    """Beside a good key: unknown, malformed, wrong and another merchant's token are one answer."""
+    """Guarantee: with a good key, unknown, malformed, wrong and other merchants' tokens get the same response."""
     key = scene.keys["good"]
     bearers = {
-        "unknown": mint(StringKind.CUSTOMER_TOKEN, seed="nobody's"),
+        "unknown": mint(StringKind.CUSTOMER_TOKEN, seed="unknown"),
         "wrong secret": forged(scene.customers["acme"]),
         "another merchant's": scene.customers["globex"],
-        "another environment's": mint(StringKind.CUSTOMER_TOKEN, StringScope.PRODUCTION),
+        "another environment's": scene.customers["acme, production"],
         "malformed": "nonsense",
+        "empty": "",
         "API key": key,
     }
 
@@ -223,23 +228,26 @@ def test_refusals_of_unproved_customer_tokens_are_identical(scene: Scene) -> Non
     assert b" 200 " in ask(scene.customers["acme"]).partition(b"\r\n")[0]
 
 
-def test_refusals_beyond_the_limit_of_failed_proofs_are_identical_too(scene: Scene) -> None:
-    """Who guesses too often is told to come back later, in the same words for every guess; a good key still passes."""
-    answers = {what: _until_told_to_wait(scene, key) for what, key in unproved(scene).items()}
+def test_refusals_beyond_the_limit_of_failed_proofs_are_identical(scene: Scene) -> None:
+    """Guarantee: beyond the limit every guess gets the same response with Retry-After; a good key still passes."""
+    answers = {what: _guess_until_limited(scene, key) for what, key in unproved(scene).items()}
     _expect_one(answers, integration)
     assert b'"not_found"' in integration(scene, scene.keys["good"].encode(), "")
 
 
-def _until_told_to_wait(scene: Scene, key: bytes) -> bytes:
-    """The limit gives one back every 0.6 s, which a slow machine takes for one request, but never for so many."""
+def _guess_until_limited(scene: Scene, key: bytes) -> bytes:
+    """Return the first response with Retry-After.
+
+    The limit gives back one attempt every 0.6 s, so that a slow machine needs more attempts than the limit.
+    """
     for _ in range(5 * FAILED_PROOF_LIMIT.count):
         answer = re.sub(rb"(?mi)^(retry-after): [0-9]+", rb"\1: *", integration(scene, key, ""))
         if b"\r\nretry-after: *" in answer.lower():
             return answer
-    raise AssertionError("nobody was told to wait")
+    raise AssertionError("no response had a Retry-After")
 
 
-def _expect_one(answers: Mapping[str, bytes], door: object, code: bytes = b"credential_invalid") -> None:
+def _expect_one(answers: Mapping[str, bytes], send: object, code: bytes = b"credential_invalid") -> None:
     first = next(iter(answers.values()))
-    assert b'"%b"' % code in first, (door, first)
-    assert {what: answer for what, answer in answers.items() if answer != first} == {}, (door, first)
+    assert b'"%b"' % code in first, (send, first)
+    assert {what: answer for what, answer in answers.items() if answer != first} == {}, (send, first)

@@ -29,8 +29,8 @@ from tests.faults.catalog import EXPERIMENTS, Experiment, choose
 from tests.faults.servers import find_missing
 
 MINUTES = 20.0
-PATIENCE = 4
-"""So many times longer than it should take, and an experiment is ended and counted as a violation."""
+TIMEOUT_FACTOR = 4
+"""Factor of the expected duration after which an experiment is aborted and counted as a violation."""
 
 CLEANUP_SECONDS = 60
 
@@ -83,7 +83,7 @@ def _read_arguments() -> argparse.Namespace:
 
 
 def _perform_all(chosen: list[Experiment], seed: int, minutes: float, stack: ExitStack) -> list[dict[str, Any]]:
-    """What came of each, in that order, as the table and the file tell it; `held`: nothing was violated."""
+    """Run the experiments in order and return their results. `held`: nothing was violated."""
     queue = [each for each in chosen if not each.is_beside]
     pace = min(1.0, minutes / sum(each.minutes for each in queue)) if queue else 1.0
     outcomes: dict[str, dict[str, Any]] = {}
@@ -118,7 +118,7 @@ class _Trial:
     def __init__(self, experiment: Experiment, seed: int, minutes: float, stack: ExitStack) -> None:
         _tell(f"\n=== {experiment.name}: {experiment.what} ===")
         self.experiment = experiment
-        self._began_at, self._limit = time.time(), time.monotonic() + minutes * 60 * PATIENCE
+        self._began_at, self._limit = time.time(), time.monotonic() + minutes * 60 * TIMEOUT_FACTOR
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-faults-"))
         self._result = Path(folder, "result.json")
         order = (experiment.name, str(seed), str(minutes), str(self._result))
@@ -156,7 +156,7 @@ class _Trial:
             return self._process.wait()
 
 
-# --- what is told -------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------
 
 
 def _show(outcomes: list[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
-"""What is done to keys, tokens, accounts and rules while everybody asks about them, and what is wrong from then on.
+"""Changes to keys, tokens, accounts and rules under constant requests, and the answers that are wrong after each.
 
-Each act makes a `Ban`: answers that nobody may give to a request which was sent after the act returned. An act whose
-outcome nobody knows, for the database went away in the middle, makes none, and its question is judged no more.
+Each act makes a `Ban`: answers that no verifier may give to a request that was sent after the act returned. An act with
+an unknown outcome, because the database was lost meanwhile, makes none, and its request is judged no more.
 """
 
 import random
@@ -32,19 +32,20 @@ from tests.faults.asking import Question, Reply, question
 from tests.rotation import scene
 
 WARM_SECONDS = 0.25
-"""So long a question is asked often before something is done about it: then every verifier has it in memory."""
+"""Time of frequent requests before an act, in seconds, so that every verifier has cached the verdict."""
 
 LOW = Limit(20, 1)
 LITTLE = 50
-"""No more remains of LOW in any process; of the limit before it a lot does."""
+"""Most requests that remain of LOW in any process; far more remain of the previous limit."""
 
 
 @dataclass(slots=True)
 class Ban:
-    """`returned_at`: when the act had returned. `complete_at`: when its receipt was known to be complete. `ended_at`:
-    before it was undone. `is_told`: the verifiers of the writer's host were told by the generation.
+    """Answers that are wrong from `returned_at`, the return of the act, until `ended_at`, before it is undone.
 
-    `name` None: all questions. `only`: the host that it holds for; None: each. `bound_seconds` None: MAX_STALENESS.
+    `complete_at`: when its receipt was known to be complete. `is_told`: the generation counter notified the verifiers
+    of the writer's host. `name` None: all requests. `only`: the affected host; None: each. `bound_seconds` None:
+    MAX_STALENESS.
     """
 
     what: str
@@ -62,7 +63,7 @@ class Ban:
 
 @dataclass(slots=True)
 class Target:
-    """`back` None: what is done to it is done for ever."""
+    """A subject of an act. `back` None: the act cannot be undone."""
 
     name: str
     subject: Subject
@@ -185,15 +186,15 @@ def _with_endpoint(service: Callable[..., object]) -> Callable[[], object]:
     return act
 
 
-# --- doing it -----------------------------------------------------------------------------------------------
+# --- acts -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Acts:
-    """Of several threads. `attend` is told what something will be done about.
+    """The acts of several threads. `attend` is called with the name of the next subject.
 
-    `when`: which cut this is. `away`: from when to when something about a question was not as usual; `doubtful` are
-    judged no more.
+    `when`: the current cut. `away`: the intervals in which a subject was changed. `doubtful`: names that are judged no
+    more.
     """
 
     cast: Cast
@@ -210,7 +211,10 @@ class Acts:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def revoke(self, *, is_told: bool = True, by: Callable[[str], None] | None = None) -> Ban | None:
-        """The next victim, once it is in memory everywhere. None: nobody knows. `by` revokes it in another process."""
+        """Revoke the next victim after every verifier has cached it; `by` revokes it in another process.
+
+        Return None if the outcome is unknown.
+        """
         with self._lock:
             target = self.cast.victims.pop()
         if by is not None:

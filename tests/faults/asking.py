@@ -17,11 +17,11 @@ from typing import Any
 from keyvault.domain.plaintext import Plaintext
 from tests.faults.hosts import Host
 
-PATIENCE_SECONDS = 12
+ANSWER_TIMEOUT_SECONDS = 12
 NO_ANSWER = 0
 RENEWED = 0.01
 HOT = 8
-"""So many questions are asked more often than all others: those that something was done to last."""
+"""Number of requests that are sent most often: those of the most recently changed subjects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Line:
     def open(self) -> None:
         if self._wire is None:
             self._wire = self._host.connect()
-            self._wire.settimeout(PATIENCE_SECONDS)
+            self._wire.settimeout(ANSWER_TIMEOUT_SECONDS)
             self._file = self._wire.makefile("rb")
 
     def send(self, asked: Question) -> float:

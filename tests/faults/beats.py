@@ -11,7 +11,7 @@ MEMBERS = 60
 REQUESTS_PER_SECOND = 60
 END_SECONDS = 180
 STEPS = tuple(f"rotation.{step}" for step in ("staged", "publishing", "awaiting_proof"))
-"""Of a rotation that nobody's death interrupts, once too."""
+"""Events that occur exactly once in an undisturbed rotation."""
 
 
 def run(asked: Asked) -> Result:

@@ -14,7 +14,7 @@ MEMBERS = 60
 REQUESTS_PER_SECOND = 80
 AWAY_SECONDS = 12
 RIGHT_WITHIN_SECONDS = 10
-"""That soon after its return nobody complains of it any more."""
+"""Time after the broker's return in which its clients recover, in seconds."""
 
 BEGIN_SECONDS = 60
 END_SECONDS = 150

@@ -12,7 +12,7 @@ ACCOUNTS = 8
 
 
 def make_merchants(count: int) -> list[Merchant]:
-    """So many credentials, spread over a few merchant accounts, each with an active key in the secret backend."""
+    """Make `count` credentials in a few merchant accounts, each with an active key in the secret backend."""
     places = [scene.account(f"merchant{number}") for number in range(min(ACCOUNTS, count))]
     made = []
     for number in range(count):

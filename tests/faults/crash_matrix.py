@@ -197,7 +197,7 @@ def settle_copies(rotation_id: str, now: datetime) -> None:
     """The upkeep's turn, on the clock of the drive: the copy of a quarantined key is hidden, or brought back."""
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, get_rotation(rotation_id).credential.account, now=now)
     for key in list_unsettled(Environment.SANDBOX):
-        lease = leases.claim(copy_subject(key), now, now_or_never=True)
+        lease = leases.claim(copy_subject(key), now, ignore_due_at=True)
         if lease is not None:
             settle_string(grant, key, lease)
             leases.release(lease)

@@ -1,9 +1,9 @@
-"""kill -9 of a real worker at every crash point there is, by name, while merchants use their keys.
+"""kill -9 of a real worker at every named crash point, while merchants use their keys.
 
-The first worker lives for a while. Every worker notes each edge of a side effect that it comes by, and each of the
-next ones dies at one of them; edges that only a recovery has (a key burned whose string was lost) are noted as they
-appear, and died at too, as long as there is time.
-Then one worker lives again, and everything must be as if nobody had died.
+The first worker runs for a while. Every worker records each edge of a side effect that it passes, and each later worker
+is killed at one of them. Edges that only a recovery has (a discarded key whose string was lost) are recorded as they
+appear, and used too while time remains.
+Then one worker runs normally, and the result must be the same as without any crash.
 """
 
 import os

@@ -61,7 +61,7 @@ class Bomb:
 
     def _note(self, name: str) -> None:
         if self._notes is not None:
-            # One short write to a file opened for appending: whole or not there, whoever else writes.
+            # One short write to a file opened for appending is atomic beside other writers.
             with self._notes.open("ab", buffering=0) as file:
                 file.write(f"{name}\n".encode())
 

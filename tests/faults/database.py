@@ -1,7 +1,7 @@
-"""PostgreSQL is restarted under load, in the two ways in which that is done; nobody restarts anything else.
+"""Restarts of PostgreSQL under load, in both modes; no other process is restarted.
 
-`fast` disconnects everybody and shuts down in order (SIGINT); `immediate` aborts, and recovers from the log when it
-starts again (SIGQUIT). They are what `pg_ctl restart -m fast|immediate` does, with some seconds between.
+`fast` disconnects every client and shuts down in order (SIGINT); `immediate` aborts, and recovers from the log at its
+next start (SIGQUIT). `pg_ctl restart -m fast|immediate` does the same, with some seconds between.
 """
 
 import signal

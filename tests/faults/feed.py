@@ -1,7 +1,7 @@
-"""Verifiers are cut off from what they must know, in every way there is, and never say yes to what was revoked.
+"""Verifiers that are cut off from the feed of changes, in every known way, never allow what was revoked.
 
-Two hosts with verifiers of two processes each: one shares the generation of whoever acts, the other has nothing but
-the database, over a network of its own. Everybody is asked all the time; see `feed_cuts` for what is done to them.
+Two hosts run verifiers of two processes each: one shares the generation counter of the writer, the other has only the
+database, over its own network. All get requests all the time; `feed_cuts` holds what is done to them.
 """
 
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 from django.conf import settings
 
 from tests.faults.acting import Acts, act_at_random, make_cast, watch_receipts
+from tests.faults.answer_checks import Outages, judge
 from tests.faults.asking import Asking
 from tests.faults.feed_cuts import CUTS
 from tests.faults.hosts import Host, copy_data
@@ -21,7 +22,6 @@ from tests.faults.inside import UNLIMITED
 from tests.faults.programs import GaveUpError
 from tests.faults.results import Asked, Result, say
 from tests.faults.stage import Stage, heal
-from tests.faults.vouching import Outages, judge
 
 VICTIMS_OF_A_CUT = 15
 TOKENS = 10

@@ -1,7 +1,7 @@
-"""The ways in which a verifier is cut off from the feed of changes, or from the word of its host, one function each.
+"""Ways to cut a verifier off from the feed of changes or from its host's generation counter, one function each.
 
-Each cut does its harm while keys are revoked, suspended and so on by others, revokes some itself at the worst moments,
-and leaves everything as it was. What must be true is noted as bans; `vouching` judges them.
+Each cut runs while other threads revoke and suspend keys, revokes some keys itself at the worst moments, and restores
+the initial state. It records what must be true as bans; `answer_checks` judges them.
 """
 
 import os
@@ -58,7 +58,7 @@ def restart_immediate(stage: Stage) -> None:
 
 
 def restart_late(stage: Stage) -> None:
-    """It is away for longer than anybody may vouch."""
+    """The database is away for longer than the staleness bound."""
     _restart(stage, signal.SIGQUIT, stage.staleness + 2.5)
 
 
@@ -96,7 +96,7 @@ def crash_backend(stage: Stage) -> None:
 
 
 def crash_in_silence(stage: Stage) -> None:
-    """The network of one host falls silent, PostgreSQL crashes, and somebody revokes as soon as it is back."""
+    """The network of one host stalls, PostgreSQL crashes, and a key is revoked as soon as it is back."""
     assert stage.postgres
     host = stage.elsewhere
     with stage.outage():
@@ -196,7 +196,7 @@ def kill_verifier(stage: Stage) -> None:
 
 
 def lose_writer(stage: Stage) -> None:
-    """kill -9 of a writer between its commit and its word to the host; and one that nobody knew before."""
+    """kill -9 of a writer between its commit and its update of the generation counter, and of a new writer."""
     ban = stage.acts.revoke(is_told=False, by=lambda key_id: _write(key_id, "--dies"))
     stage.result.must_be(ban is not None and ban.sequence is not None, "the killed writer had not committed")
     stage.acts.revoke(by=_write)
@@ -231,7 +231,7 @@ def step_clock(stage: Stage) -> None:
             if ban is not None:
                 ban.ended_at = time.monotonic()
                 stage.acts.away[expiring][-1][1] = ban.ended_at
-        # While nothing can be confirmed a step ends all vouching at once, long before the bound.
+        # Without confirmations, a step of the clock ends the use of cached data immediately, long before the bound.
         host.wire.order("hold")
         stage.pause(0.3)
         host.clock.step(stage.dice.choice([HOUR, -HOUR, 2.0, -2.0]))
@@ -246,7 +246,7 @@ def step_clock(stage: Stage) -> None:
 
 
 def lose_generation(stage: Stage) -> None:
-    """The file is deleted, replaced by an empty one, by an older one, by what nobody can write."""
+    """The file is deleted, or replaced by an empty, an older or an unwritable one."""
     path = stage.here.data / "generation"
     old = path.with_name("generation.old")
     shutil.copyfile(path, old)
@@ -262,7 +262,7 @@ def lose_generation(stage: Stage) -> None:
     for way, harm in ways:
         say(f"  {way}")
         _unblock(stage, path)
-        # Nobody heals it between the harm and the act: that comes at once.
+        # The act follows the damage immediately, so that no process can repair it first.
         target = stage.acts.cast.victims.pop()
         target.away = partial(_in_turn, harm, target.away)
         stage.acts.take_away(target)
@@ -299,10 +299,10 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def linger(stage: Stage) -> None:
-    """A transaction draws a sequence and stays: others' revocations take effect at once, their receipts wait."""
+    """A transaction draws a sequence and stays open: other revocations take effect, and their receipts wait."""
     with psycopg.connect(**_parameters()) as slow:
         slow.execute(changes._HOLD, changes._LOCK)
-        slow.execute("INSERT INTO keyvault_change (subject_kind, subject_id, at) VALUES ('key', 'nobody', now())")
+        slow.execute("INSERT INTO keyvault_change (subject_kind, subject_id, at) VALUES ('key', 'unknown', now())")
         bans = [ban for ban in (stage.acts.revoke() for _ in range(4)) if ban is not None]
         for ban in bans:
             # At once: not when the transaction ends, which is after the bound.

@@ -12,7 +12,7 @@ from tests.faults.traffic import Traffic
 MEMBERS = 200
 REQUESTS_PER_SECOND = 150
 BY_TURNS_SECONDS = 8
-"""So long that an engine which did not wait for silence would take the old key amid its use."""
+"""Time of alternating use, in seconds: an engine that ignores the quiet period would revoke a key in use."""
 
 END_SECONDS = 300
 

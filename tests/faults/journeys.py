@@ -25,7 +25,7 @@ from tests.faults.traffic import Merchant
 from tests.rotation import scene
 
 LEAKED = 4
-"""So many credentials, the last ones, have a key reported compromised now and then, wherever their rotation is."""
+"""Number of credentials, the last ones, whose keys are reported compromised at any stage of their rotation."""
 
 ROLLED_BACK_EACH = 4
 """Every so many-th of the others is rolled back once its replacement is delivered."""

@@ -21,7 +21,7 @@ TALLY = "FAULTS_LOSS_TALLY"
 
 
 def lose_messages() -> None:
-    """From now on in this process, if the environment names a seed. What is lost looks sent to whoever sends it."""
+    """Lose messages of this process from now on, if the environment names a seed; the sender sees no error."""
     seed = os.environ.get(SEED)
     if seed is None:
         return

@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.1
 
 
 class GaveUpError(Exception):
-    """What was waited for did not come. It is a violation, told in these words."""
+    """A wait that timed out; its message is reported as a violation."""
 
 
 @contextmanager
@@ -103,7 +103,7 @@ class Nursery:
         return bool(select.select([self._process.stdout], [], [], within_seconds)[0])
 
     def reap(self) -> int:
-        """How the worker ended, as `os.waitpid` tells it; waits for that."""
+        """Wait for the worker's end and return its status, as `os.waitpid` does."""
         status, self._pid = self._read(), 0
         return status
 

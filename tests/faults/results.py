@@ -29,7 +29,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Result:
-    """`n` trials of `unit`; `counts` beside them. Every violation counts, the first ones are told."""
+    """`n` trials of `unit`, with further `counts`. Every violation counts; the report quotes the first ones."""
 
     unit: str
     n: int = 0
@@ -56,6 +56,6 @@ _BEGAN = time.monotonic()
 
 
 def say(text: str) -> None:
-    """A line of progress, for whoever watches."""
+    """Print a line of progress."""
     sys.stderr.write(f"  {time.monotonic() - _BEGAN:6.1f} s  {text}\n")
     sys.stderr.flush()

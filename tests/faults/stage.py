@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from django.db import connection
 
 from tests.faults.acting import Acts, Ban
+from tests.faults.answer_checks import UNAVAILABLE_CODE, Outages
 from tests.faults.asking import Asking
 from tests.faults.hosts import Host
 from tests.faults.programs import until
 from tests.faults.results import Result
 from tests.faults.servers import Restartable
-from tests.faults.vouching import UNAVAILABLE_CODE, Outages
 
 RIGHT_WITHIN_SECONDS = 4
 """That soon after a cut every good key is answered yes again."""
@@ -44,7 +44,7 @@ class Stage:
         return self.dice.choice(self.hosts)
 
     def ban_all(self, what: str, host: Host | None, since: float, bound_seconds: float) -> Ban:
-        """No yes about any key; to be ended by whoever ends what is wrong."""
+        """Ban every grant for any key, until the caller ends the disturbance and the ban."""
         ban = Ban(
             what, None, since, only=None if host is None else host.name, bound_seconds=bound_seconds, is_told=False
         )
@@ -73,7 +73,7 @@ class Stage:
         names = {each.name for each in self.hosts} if host is None else {host.name}
         seen = (each for each in list(self.asking.replies) if each.sent_at >= since and each.host in names)
         found = any(each.code == UNAVAILABLE_CODE for each in seen)
-        self.result.must_be(found, f"{self.acts.when}: nobody in {names} was told that there is no verdict")
+        self.result.must_be(found, f"{self.acts.when}: no request in {names} got a 503 without a verdict")
 
 
 def heal(stage: Stage) -> None:

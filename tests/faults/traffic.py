@@ -38,7 +38,7 @@ NO_ANSWER = 0
 class Answer:
     """One verification. `status`: the decision's, else the call's, else NO_ANSWER. `code` "": the key is good.
 
-    Times are seconds since 1970, as everything on this machine tells them.
+    Times are seconds since 1970, comparable between all processes of this machine.
     """
 
     key_id: str
@@ -177,7 +177,7 @@ class Traffic:
         client.close()
 
     def _find_switching(self, mine: Sequence[Merchant]) -> Merchant | None:
-        """Whoever has both keys comes first, the longest silent one before the others."""
+        """Return the merchant with both keys that has been silent longest."""
         now = time.monotonic()
         switching = [each for each in mine if each.is_switching(now, self.by_turns_seconds)]
         latest = max(switching, key=lambda each: each.waits(now), default=None)

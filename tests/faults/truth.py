@@ -33,7 +33,7 @@ _TROUBLE = re.compile(r"Traceback \(most recent call last\)|\"level\": \"(?:ERRO
 class Way:
     """When a key was taken away, and until when it may not yet have been given back.
 
-    `surely_at`: when it certainly was away, for good. `by_hand_at`: when a person ended it.
+    `surely_at`: when it certainly was unusable, permanently. `by_hand_at`: when a person revoked it.
     """
 
     away_from: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Verdicts:
 
 
 def judge(answers: Sequence[Answer]) -> Verdicts:
-    """Every answer. One without a verdict (503, none) is told apart: whether it may be is the experiment's to say."""
+    """Judge every answer. Answers without a verdict are listed apart: the experiment decides if they are allowed."""
     ways = read_ways()
     by_hand, dry, wrong_no, wrong_yes, unanswered = 0, 0, [], [], []
     for each in answers:
@@ -173,7 +173,7 @@ def _tell_away(way: Way, answer: Answer) -> str:
 def find_keyless(merchants: Sequence[Merchant]) -> list[str]:
     """Credentials whose holder reads a key that does not verify, or of which none or more than two do, now.
 
-    For credentials from which nobody takes a key by hand.
+    For credentials without a manual revocation.
     """
     found = []
     for merchant in merchants:
@@ -228,7 +228,7 @@ def judge_logs(result: Result, folder: Path, outages: Sequence[tuple[float, floa
 
 
 def find_errors(log: Path, outages: Sequence[tuple[float, float]] = ()) -> list[str]:
-    """Lines of a log that tell of what nobody had thought of."""
+    """Return the log lines of unexpected errors."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return [f"{log.name}: {line[:500]}" for line in lines if _TROUBLE.search(line) and not _is_of(line, outages)]
 

@@ -20,7 +20,7 @@ from tests.vault_faults.journey import Fault, Journey, Trial
 def run(asked: Asked) -> Result:
     result = Result("fault points")
     with ExitStack() as stack:
-        setup_test_environment()  # Django's test client is the door
+        setup_test_environment()  # the requests go through Django's test client
         stack.callback(teardown_test_environment)
         server = stack.enter_context(openbao_on_disk())
         harness = stack.enter_context(running_harness(server, _folder(asked.folder)))

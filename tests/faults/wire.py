@@ -20,7 +20,7 @@ _CHUNK_BYTES = 65536
 
 
 class Wire:
-    """The program, as whoever started it sees it."""
+    """The handle of the started program."""
 
     def __init__(self, to: int) -> None:
         self.port = free_port()

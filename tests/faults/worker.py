@@ -1,9 +1,9 @@
 """A real Celery worker that kills itself at a named crash point; everything else is the worker of `make run`.
 
-    python -m tests.faults.worker POINT       see `crashing`; `nowhere`: it lives until it is told to end
+    python -m tests.faults.worker POINT       see `crashing`; `nowhere`: it runs until SIGTERM
     python -m tests.faults.worker --nursery   a worker for each POINT that is read, one after the other
 
-The nursery has loaded everything, so that a worker of its is at work at once. It reads `POINT\\n`, and writes
+The nursery has loaded all modules, so that its workers start immediately. It reads `POINT\\n`, and writes
 `PID\\n` and, when that worker has ended, `STATUS\\n`. `FAULTS_NOTES` names a file for the edges that are met,
 `FAULTS_LOSS` the seed with which messages are lost and doubled, see `losing`.
 """
@@ -25,7 +25,7 @@ from tests.servers.guard import die_with_parent
 
 
 def work(point: str, *more: str) -> None:
-    """Returns when the worker was told to end."""
+    """Run a worker until it is stopped."""
     notes = os.environ.get("FAULTS_NOTES")
     Bomb(point, Path(notes) if notes else None).plant()
     lose_messages()

@@ -31,7 +31,7 @@ ALLOWED = {
     UNREAD: "a body of more than 64 KiB is announced: ours answers without reading it, the oracle waits for it",
     "/": "HTTP/1.0 without Host: Granian makes one up, and so tells a second digest, of what came without it",
 }
-"""What ours may take and the oracle not, by what tells it apart in an answer, and why it is right."""
+"""What our server may accept and the oracle refuses, by its mark in an answer, with the reason."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What API.md says that a request for our address gets. Written from that page; it calls nothing of `keyvault`.
+"""The response that API.md defines for a request. Written from that page; it calls nothing of `keyvault`.
 
-Every key is told by its whole text: one that is not among the known ones proves nothing.
+A key is identified by its complete string: an unknown string proves nothing.
 """
 
 import re
@@ -13,7 +13,7 @@ SERVED = (0, "served")
 """The request was let through: the endpoint itself answers, with anything but a 401, 403, 429 or a fault of ours."""
 
 BARE = (400, "")
-"""What is no HTTP never reaches us: the server's own answer, without a body."""
+"""The server's own answer, without a body, to what is not HTTP."""
 
 Outcome = tuple[int, str]
 

@@ -1,4 +1,4 @@
-"""Requests as nobody sends them on purpose: `generate(seed)` makes the same one for the same seed and keys."""
+"""Unusual requests: `generate(seed)` makes the same one for the same seed and keys."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -97,7 +97,7 @@ def _value(draw: random.Random, texts: list[str], path: bytes) -> bytes:
     made = draw.choice(
         (
             with_checksum(text[:-7] + ("0" if text[-7] != "0" else "1")),  # the wrong secret of a key that exists
-            with_checksum(f"kv_{kind}_{scope}_{digits}"),  # nobody's
+            with_checksum(f"kv_{kind}_{scope}_{digits}"),  # an unknown key
             text[:-1] + ("0" if text[-1] != "0" else "1"),  # a typing error
             with_checksum(f"kv_cat_{scope}_{digits}"),
             with_checksum(f"kv_svc_all_{digits}"),

@@ -1,7 +1,7 @@
-"""Bytes as a hostile client sends them: `generate(seed)` makes the same stream for the same seed.
+"""Hostile bytes: `generate(seed)` makes the same stream for the same seed.
 
-A stream is a request or a few, changed in some places, and a plain one at the end: whoever reads one of the former in
-another way meets the last one in another place, or not at all.
+A stream is one request or a few, mutated in some places, and a plain request at the end. A parser that reads a mutated
+request differently finds the plain one in another place, or not at all.
 """
 
 import random

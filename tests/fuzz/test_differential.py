@@ -37,7 +37,7 @@ VERDICTS = {
 
 
 @pytest.mark.django_db(transaction=True)
-def test_fuzz_of_request_lines_and_headers_finds_nothing_that_the_contract_does_not_say(tmp_path: Path) -> None:
+def test_fuzz_of_request_lines_and_headers_finds_no_deviation_from_the_contract(tmp_path: Path) -> None:
     """Guarantee: however a request is spelled, it is judged by the table of verdicts, refused, or no request at all."""
     known = make_keys()
     with serving(tmp_path, **UNLIMITED) as port:
@@ -49,7 +49,7 @@ def test_fuzz_of_request_lines_and_headers_finds_nothing_that_the_contract_does_
 
 
 def test_fuzz_meets_every_verdict_that_it_can_predict() -> None:
-    """What is never generated is never found: each code comes often enough to be more than luck."""
+    """The generator covers every code, often enough that this is no coincidence."""
     known = {
         with_checksum(f"kv_prv_sbx_{'0' * 59}"): Known("private", "sandbox"),
         with_checksum(f"kv_pub_sbx_{'1' * 59}"): Known("public", "sandbox"),

@@ -51,7 +51,7 @@ def exchange(shared: Shared, parts: list[bytes]) -> tuple[bytes, bool]:
     return wire.written, wire.is_open
 
 
-def test_server_takes_nothing_that_a_stock_server_refuses_or_reads_differently(tmp_path: Path) -> None:
+def test_server_accepts_nothing_that_a_stock_server_refuses_or_reads_differently(tmp_path: Path) -> None:
     """Guarantee: no bytes mean one thing to us and another to a server before us (RFC 9112, 11.2)."""
     with duel(tmp_path) as servers:
         found = next(servers.run(range(SEED, SEED + COUNT)), None)
@@ -73,7 +73,7 @@ def test_streams_are_understood_the_same_however_they_are_cut(shared: Shared) ->
         assert (read_answers(whole), is_open) == (read_answers(in_parts), stays_open), f"seed {seed}: {sent!r} {cuts}"
 
 
-def test_finds_are_what_ours_takes_and_the_oracle_does_not() -> None:
+def test_find_fault_reports_what_our_server_accepts_and_the_oracle_refuses() -> None:
     """The judge of the fuzz itself: one that finds nothing would always be content."""
     assert find_fault(["a", "b"], ["a", "b"]) == ""
     assert find_fault(["a", "refused 400"], ["a", "b"]) == ""

@@ -1,1 +1,1 @@
-"""Gateways for real: the shipped samples in front of the real server."""
+"""The shipped gateway samples in front of the real server."""

@@ -1,4 +1,4 @@
-"""nginx, which not every machine has."""
+"""The nginx fixture, which not every machine can provide."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.servers.nginx import find_nginx
 
 @pytest.fixture(scope="session")
 def nginx() -> None:
-    """Asked for by every test that starts one: skips it where there is none, unless `KEYVAULT_REQUIRE` names it."""
+    """Skip the test without an nginx binary, or fail it if `KEYVAULT_REQUIRE` names nginx."""
     if find_nginx() is not None:
         return
     reason = "no nginx on this machine"

@@ -1,4 +1,4 @@
-"""What stands around a gateway in its tests: a client before it, which writes what it likes, and an upstream behind."""
+"""The surroundings of a gateway under test: a client that sends arbitrary bytes, and an upstream."""
 
 import json
 import socket
@@ -39,7 +39,7 @@ class Upstream:
 
 @contextmanager
 def echoing() -> Iterator[Upstream]:
-    """An upstream that lets everything in and remembers it: whoever reaches it was let in by the gateway."""
+    """An upstream that accepts and records every request that the gateway lets through."""
     seen: list[Seen] = []
 
     class Echo(BaseHTTPRequestHandler):
@@ -47,7 +47,7 @@ def echoing() -> Iterator[Upstream]:
 
         def parse_request(self) -> bool:
             read = super().parse_request()
-            # It has a method of ours for each of HTTP's, whatever they are called.
+            # The handler has one method for every HTTP method.
             setattr(self, f"do_{self.command}", self._answer)
             return read
 
@@ -61,7 +61,7 @@ def echoing() -> Iterator[Upstream]:
             self.wfile.write(b"in")
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  its parent's name for it
-            """Nobody reads it."""
+            """Suppress the log of the server."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -81,7 +81,7 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """Of a refusal: a problem document, told once and not to be kept."""
+        """Return the code of a denial, a problem document that no cache may store."""
         problem: dict[str, Any] = json.loads(self.body)
         assert self.headers.get_all("Content-Type") == ["application/problem+json"]
         assert self.headers.get_all("Cache-Control") == ["no-store"]
@@ -93,19 +93,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Gateway:
-    """Whatever answers at that address. `folder`: where it writes its logs."""
+    """The server at the address. `folder`: the folder of its logs."""
 
     url: str
     folder: Path = Path()
 
     def read_logs(self) -> dict[str, str]:
-        """What it has logged, by the file's name."""
+        """Return its logs by file name."""
         return {path.name: path.read_text() for path in self.folder.glob("*.log")}
 
     def send(
         self, *lines: str, method: str = "POST", path: str = "/", body: str = "", host: str = "shop.example"
     ) -> Answer:
-        """The request line and the headers go out as they are given; bytes above 127 as latin-1."""
+        """Send the request line and the headers unchanged; characters above 127 as latin-1."""
         address = urlsplit(self.url)
         head = [f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close", *lines]
         if body:
@@ -121,7 +121,7 @@ class Gateway:
 
 @contextmanager
 def nginx_gateway(token: str, *, keyvault: int, upstream: int) -> Iterator[Gateway]:
-    """The shipped sample, but for two addresses, the listen line and the paths of the token's file and the logs."""
+    """Run the shipped sample with other addresses, listen line, token file and log paths."""
 
     folders: list[Path] = []
 

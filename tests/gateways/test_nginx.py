@@ -31,7 +31,7 @@ LOST = (503, "dependency_unavailable")
 
 @dataclass
 class Scene:
-    """A sandbox gateway and a production gateway in front of one upstream, and Keyvault, which can be ended."""
+    """A sandbox gateway and a production gateway in front of one upstream, and Keyvault, which a test can stop."""
 
     gateway: Gateway
     production: Gateway
@@ -43,7 +43,7 @@ class Scene:
     open_gateway: Callable[..., Gateway]
 
     def refused(self, answer: Answer) -> tuple[int, str]:
-        """What the client is told; nothing has come through."""
+        """Return the status and code of a denial, after a check that the upstream got no request."""
         assert self.upstream.seen == []
         assert self.key.encode() not in answer.body
         assert ("WWW-Authenticate" in answer.headers) == (answer.status == 401)
@@ -75,8 +75,8 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     assert "Traceback" not in logged
 
 
-def test_nginx_gateway_lets_in_whom_keyvault_lets_in_and_nobody_elses_words(scene: Scene) -> None:
-    """Guarantee: who asks is told to the upstream by Keyvault alone, and the key ends at the gateway."""
+def test_nginx_gateway_passes_on_the_identity_from_keyvault_alone(scene: Scene) -> None:
+    """Guarantee: the upstream gets the client's identity from Keyvault alone, and never the key."""
     forged = [
         "X-Merchant-Id: globex",
         "x-merchant-id: globex",
@@ -95,7 +95,7 @@ def test_nginx_gateway_lets_in_whom_keyvault_lets_in_and_nobody_elses_words(scen
         "X-Forwarded-Host: evil.example",
         "X-Forwarded-For: 203.0.113.9",
         "X-Auth-Status: 200",
-        # Some upstreams read these as those with hyphens.
+        # Some upstreams treat underscores like hyphens.
         "X_Merchant_Id: globex",
         "X-Merchant_Id: globex",
         "X_Api_Key: forged",
@@ -123,7 +123,7 @@ def test_nginx_gateway_lets_in_whom_keyvault_lets_in_and_nobody_elses_words(scen
         assert answer.headers["RateLimit-Policy"].startswith('"account"')
 
 
-def test_nginx_gateway_tells_its_client_the_real_status(scene: Scene) -> None:
+def test_nginx_gateway_returns_the_original_status_to_its_client(scene: Scene) -> None:
     key, other = f"X-Api-Key: {scene.key}", issue(account("acme", PRODUCTION))[1].reveal()
     public = f"X-Api-Key: {issue(account(), kind=KeyKind.PUBLIC)[1].reveal()}"
     for lines, line, expected in (
@@ -157,7 +157,7 @@ def test_nginx_gateway_tells_its_client_the_real_status(scene: Scene) -> None:
     assert scene.refused(chunked) == (401, "credential_missing")
 
 
-def test_nginx_gateway_passes_on_when_to_come_back(scene: Scene) -> None:
+def test_nginx_gateway_passes_on_retry_after(scene: Scene) -> None:
     limiting = grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.LIMITS_WRITE, account())
     set_account_limit(limiting, account(), Limit(1, 3600))
     key = f"X-Api-Key: {scene.key}"
@@ -182,8 +182,8 @@ def test_nginx_gateway_of_one_environment_refuses_the_others_key(scene: Scene) -
     assert scene.upstream.seen.pop().all("X-Environment") == ["production"]
 
 
-def test_nginx_gateway_lets_no_path_through_that_it_may_read_otherwise(scene: Scene) -> None:
-    """Guarantee: nginx undoes escapes, dots and slashes to find a location; what it would find is not judged."""
+def test_nginx_gateway_passes_on_no_ambiguous_path(scene: Scene) -> None:
+    """Guarantee: Keyvault judges the raw path, although nginx decodes escapes, dots and slashes to find a location."""
     key = f"X-Api-Key: {scene.key}"
     for path in (
         "/sandbox/merchants%2forders",
@@ -209,7 +209,7 @@ def test_nginx_gateway_lets_no_path_through_that_it_may_read_otherwise(scene: Sc
         "/_keyvault/../sandbox/merchants//orders",
     ):
         assert scene.refused(scene.gateway.send(key, path=path)) == (404, "endpoint_unknown"), path
-    # What is no path to nginx is refused by itself.
+    # nginx itself refuses what it cannot parse as a path.
     for path in ("/sandbox/merchants/orders%00", "/sandbox/merchants/orders%", "/../sandbox/merchants/orders", "x"):
         assert scene.gateway.send(key, path=path).status == 400, path
     assert scene.gateway.send(key, path="/_keyvault").status == 404
@@ -219,8 +219,8 @@ def test_nginx_gateway_lets_no_path_through_that_it_may_read_otherwise(scene: Sc
     assert scene.upstream.seen.pop().path == ORDERS
 
 
-def test_nginx_gateway_tells_the_address_that_it_sees(scene: Scene) -> None:
-    """Guarantee: a client cannot write itself into a credential's list of networks."""
+def test_nginx_gateway_sends_the_address_of_the_connection(scene: Scene) -> None:
+    """Guarantee: no header of a client changes the address that is compared with a credential's networks."""
     for networks, expected in ((["192.0.2.0/24"], 403), (["127.0.0.0/8"], 207)):
         key, text = issue(account())
         may = grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CREDENTIALS_RESTRICT, account())
@@ -235,8 +235,8 @@ def test_nginx_gateway_tells_the_address_that_it_sees(scene: Scene) -> None:
         assert answer.status == expected
 
 
-def test_nginx_gateway_lets_nobody_in_without_keyvault(scene: Scene) -> None:
-    """Guarantee: a Keyvault that is gone, silent, or refuses the gateway itself is a no, and not a client's fault."""
+def test_nginx_gateway_fails_closed_without_keyvault(scene: Scene) -> None:
+    """Guarantee: a lost or silent Keyvault, or a refused gateway token, denies every request with a 503."""
     key = f"X-Api-Key: {scene.key}"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         all_environments = make_token(P.KEYS_VERIFY, scope=StringScope.ALL)[1].reveal()
@@ -271,10 +271,10 @@ def test_nginx_gateway_lets_nobody_in_without_keyvault(scene: Scene) -> None:
     ],
 )
 def test_nginx_gateway_logs_no_key_and_no_query_string(scene: Scene, case: str, target: str, status: int) -> None:
-    """Guarantee: a key that a client puts into the address is in no log of the gateway, whatever becomes of it."""
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        lost = nobody.getsockname()[1]
+    """Guarantee: no log of the gateway contains a key that a client put into the URL."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        lost = unused.getsockname()[1]
         gateway = scene.gateway
         if case == "without an upstream":
             gateway = scene.open_gateway(scene.sandbox_token, upstream=lost)
@@ -291,7 +291,7 @@ def test_nginx_gateway_logs_no_key_and_no_query_string(scene: Scene, case: str, 
 
 
 def test_nginx_gateway_leaves_the_upstreams_own_answers_alone(scene: Scene) -> None:
-    """An upstream that is down is no refusal of Keyvault's."""
+    """A failed upstream is not reported as a denial."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     gateway = scene.open_gateway(scene.sandbox_token, upstream=port)

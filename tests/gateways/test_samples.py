@@ -1,4 +1,4 @@
-"""The samples say what the code says. Envoy's and Traefik's have not been run: what can be held without them is."""
+"""The gateway samples agree with the code. Envoy's and Traefik's samples are checked as text, not run."""
 
 from pathlib import Path
 from typing import Any
@@ -38,19 +38,19 @@ def listed(patterns: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["envoy/envoy.yaml", "traefik/keyvault.yaml"])
-def test_sample_that_was_never_run_says_so(name: str) -> None:
+def test_sample_that_was_never_run_is_marked(name: str) -> None:
     assert "NOT RUN HERE" in (DEPLOY / name).read_text()
     assert "**not run here**" in next(line for line in (DEPLOY / "README.md").read_text().splitlines() if name in line)
 
 
-def test_sample_of_envoy_lets_nobody_in_without_an_answer(envoy: Any) -> None:
+def test_sample_of_envoy_fails_closed_without_an_answer(envoy: Any) -> None:
     ask = envoy["http_filters"][0]["typed_config"]
     assert ask["failure_mode_allow"] is False
     assert ask["http_service"]["path_prefix"] == ENVOY.rstrip("/")
     assert envoy["http_filters"][1]["name"] == "envoy.filters.http.router"
 
 
-def test_sample_of_envoy_tells_the_identity_and_strips_the_credentials(envoy: Any) -> None:
+def test_sample_of_envoy_passes_on_the_identity_and_strips_the_credentials(envoy: Any) -> None:
     ask = envoy["http_filters"][0]["typed_config"]
     service = ask["http_service"]
     assert listed(service["authorization_response"]["allowed_upstream_headers"]) == lower(IDENTITY)
@@ -79,12 +79,12 @@ def test_sample_of_envoy_writes_no_access_log_with_the_default_format(envoy: Any
     assert "%REQ(" not in text
 
 
-def test_sample_of_traefik_says_which_fields_no_access_log_may_have() -> None:
+def test_sample_of_traefik_lists_the_fields_that_no_access_log_may_have() -> None:
     text = (DEPLOY / "traefik/keyvault.yaml").read_text()
     assert "RequestPath: drop" in text
     assert "RequestLine: drop" in text
 
 
-def test_samples_page_names_all_that_the_upstream_is_told() -> None:
+def test_samples_page_names_every_header_for_the_upstream() -> None:
     page = (DEPLOY / "README.md").read_text()
     assert [name for name in sorted(IDENTITY) if f"`{name}`" not in page] == []

@@ -50,7 +50,7 @@ def asking(tmp_path: Path) -> Iterator[Asking]:
     assert "Traceback" not in logged
 
 
-def test_gateway_dialects_over_the_wire_are_answered_as_the_contract_says(asking: Asking) -> None:
+def test_gateway_dialects_over_the_wire_get_the_verdicts_of_the_contract(asking: Asking) -> None:
     """Guarantee: the identity is always whole, headers without a value included, and paths are judged as sent."""
     for dialect in (Dialect.ENVOY, Dialect.TRAEFIK):
         answer = asking.ask(dialect)

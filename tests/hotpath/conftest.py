@@ -1,4 +1,4 @@
-"""A key, who asks about it, and what is done to it; what the verifier's engine notes goes to logs without threads."""
+"""A key, a service token and changes of the key; the engine's notes go to logs without threads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from tests.services.conftest import scene as scene
 
 @pytest.fixture
 def usage(monkeypatch: pytest.MonkeyPatch) -> UsageLog:
-    """A test flushes it by hand."""
+    """A usage log that the test flushes by hand."""
     log = UsageLog()
     monkeypatch.setattr("keyvault.hotpath.adapters.assembly.usage_log", log)
     monkeypatch.setattr("keyvault.hotpath.adapters.assembly.refusal_log", RefusalLog())
@@ -51,7 +51,7 @@ def stage(db: None) -> Stage:
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Kind and id of whatever was looked up in the database, as often as it was."""
+    """Return the kind and id of every look-up in the database."""
     seen: list[tuple[str, str]] = []
     find = DatabaseStore.find
 
@@ -64,6 +64,6 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def revoke(key: Key) -> None:
-    """In the test's own transaction, which no engine hears of."""
+    """Revoke the key in the transaction of the test, which notifies no engine."""
     admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
     revoke_key(grant(admin, P.KEYS_REVOKE, key.credential.account), key, RevocationReason.SUPERSEDED)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def outside_the_loop(read: Callable[[], T]) -> T:
-    """By the test's own connection, whose transaction no other sees: in a running loop Django would open another."""
+    """Run the function outside the event loop, where Django uses the connection and transaction of the test."""
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -43,7 +43,7 @@ def outside_the_loop(read: Callable[[], T]) -> T:
 
 @dataclass
 class Clock:
-    """Both clocks of a machine, told apart by what the test does to them."""
+    """The monotonic clock and the wall clock of a machine, which the test moves separately."""
 
     monotonic_now: float = 1_000.0
     wall_now: float = field(default_factory=time.time)
@@ -60,7 +60,7 @@ class Clock:
 
 
 class Still:
-    """The generation of a host on which nobody changes anything."""
+    """The generation counter of a host without changes."""
 
     def __init__(self) -> None:
         self.words = memoryview(bytearray(8)).cast("Q")
@@ -71,10 +71,10 @@ class Still:
 
 @dataclass(frozen=True)
 class Primed:
-    """An engine and its blocking door. `ask` of one that may not remember reads the database for each question."""
+    """An engine and its threaded frontend. Without a cache, `ask` reads the database for each request."""
 
     engine: Engine
-    door: ThreadedFrontend
+    frontend: ThreadedFrontend
     may_remember: bool
 
     def ask(self, token: str, asked: Mapping[str, Any], path: str = VERIFY) -> HttpResponse:
@@ -85,19 +85,19 @@ class Primed:
             self.engine.freshness.confirm(time.monotonic(), time.time())
         if method == "POST" and target == VERIFY and "authorization" in headers:
             # As the servers do.
-            known = self.door.verify_known(headers["authorization"].encode(), body)
+            known = self.frontend.verify_known(headers["authorization"].encode(), body)
             if isinstance(known, HttpResponse):
                 return known
-        return self.door.answer(method, target, Headers({"content-type": "application/json", **headers}), body)
+        return self.frontend.answer(method, target, Headers({"content-type": "application/json", **headers}), body)
 
     @property
     def from_memory(self) -> int:
-        """How many it has answered the fast way."""
+        """Return the number of requests that the fast path has answered."""
         return self.engine.answered_from_memory
 
 
 def prime(*, may_remember: bool = True, full: bool = True, capacity: int | None = None, **ports: Any) -> Primed:
-    """An engine that knows nothing yet, with limits of its own: each time full, or standing still (`full` False)."""
+    """Make an engine with an empty cache and its own limits: always full, or never refilled (`full` False)."""
     hours = count()
     store = LocalStore((lambda: next(hours) * 3_600_000_000_000) if full else lambda: 0)
     limiter = Limiter(store, None, 100)
@@ -108,7 +108,7 @@ def prime(*, may_remember: bool = True, full: bool = True, capacity: int | None 
 
 
 def prime_by(clock: Clock, *, capacity: int | None = None, **ports: Any) -> Primed:
-    """One whose feed was confirmed just now, by the test's clock."""
+    """Make an engine whose feed is confirmed at the present time of the test's clock."""
     primed = prime(may_remember=False, capacity=capacity, monotonic=clock.monotonic, wall=clock.wall, **ports)
     primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
     return primed
@@ -120,13 +120,13 @@ def decision(answer: HttpResponse) -> tuple[int, str]:
 
 
 def masked(answer: HttpResponse) -> tuple[int, tuple[tuple[str, str], ...], bytes]:
-    """All of it but for the request's id."""
+    """Return the response with its request id masked."""
     body = answer.body.replace(answer.request_id.encode(), b"*")
     return answer.status, tuple(sorted(answer.headers)), body
 
 
 def unnumbered(answer: HttpResponse) -> tuple[int, bytes]:
-    """Its status and body but for ids, and for what is left of the limits."""
+    """Return the status and body with the ids and the remaining limits masked."""
     status, _, body = masked(answer)
     body = re.sub(rb"r=\d+;t=\d+", b"r=*;t=*", body)
     return status, re.sub(rb'"remaining":\d+,"reset_seconds":\d+', b"*", body)

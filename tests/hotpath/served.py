@@ -1,4 +1,4 @@
-"""Our server in a thread of the test, and a client that writes bytes as they are told."""
+"""The HTTP server in a thread of the test, and a client that writes given bytes."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ from keyvault.hotpath.http1.server import Http1Server
 from keyvault.hotpath.messages.responses import HttpResponse
 
 SECONDS = 20
-"""Long enough for anything that happens; what waits longer hangs."""
+"""Timeout of every wait, in seconds; a longer wait is a hang."""
 
 REQUEST_ID = "0" * 22
 
@@ -79,7 +79,7 @@ class Client:
             self.wire.sendall(part)
 
     def read_answer(self, *, has_body: bool = True) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers by lower-case name, and body of the next answer."""
+        """Return the status, the headers by lower-case name, and the body of the next answer."""
         version, status, _ = self._file.readline().split(b" ", 2)
         assert version == b"HTTP/1.1"
         headers = {}
@@ -91,11 +91,11 @@ class Client:
         return int(status), headers, self._file.read(length)
 
     def read_all(self) -> bytes:
-        """Until the server closes."""
+        """Read until the server closes the connection."""
         return self._file.read()
 
     def ask(self, *parts: bytes) -> bytes:
-        """All that is answered on a connection that ends after it."""
+        """Return all answers of a connection that ends after them."""
         with self:
             self.send(*parts)
             return self.read_all()
@@ -130,7 +130,7 @@ def serving(
         try:
             yield served
         finally:
-            # Also where the test has failed: a loop whose sockets are open does not end.
+            # After a failed test too: a loop with open sockets does not end.
             served.stop(0, 0).result(SECONDS)
     finally:
         loop.call_soon_threadsafe(loop.stop)

@@ -58,7 +58,7 @@ def _burn_staged(key: Key) -> None:
 
 @pytest.fixture
 def ended(stage: Stage) -> Stage:
-    """Its key is revoked, in the test's own transaction: before any engine knows of it."""
+    """A stage whose key is revoked in the transaction of the test, before any engine reads it."""
     revoke(stage.key)
     return stage
 
@@ -71,7 +71,7 @@ def staged(stage: Stage) -> tuple[Key, str]:
 
 
 def learn(primed: Primed, stage: Stage) -> None:
-    """Until it is denied from memory."""
+    """Repeat the request until the engine denies it from its cache."""
     assert decision(primed.ask(stage.token, stage.asked)) == REVOKED
     assert primed.from_memory == 0
     assert decision(primed.ask(stage.token, stage.asked)) == REVOKED
@@ -107,9 +107,11 @@ def _public() -> tuple[Key, str]:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_denied_again_is_the_whole_answer_to_the_byte(stage: Stage, end: str) -> None:
-    """Guarantee: who still has a key that has ended is told so in the same words as the first time, under an id of its
-    own; each time it is noted like the first, and nothing is spent or counted as a use."""
+def test_repeated_denial_is_byte_identical(stage: Stage, end: str) -> None:
+    """Guarantee: every denial of a final key equals the first one, apart from the request id.
+
+    Each is noted like the first, and none spends a limit or counts as a use.
+    """
     key, text = ENDS[end](stage)
     more = {"client_ip": "192.0.2.9", "user_agent": "shop/1 50% \u00e9", "cost": 3}
     if key.credential.kind == KeyKind.PUBLIC:
@@ -137,15 +139,15 @@ def test_denied_again_is_the_whole_answer_to_the_byte(stage: Stage, end: str) ->
     assert (list(uses), from_memory) == ([], 3)
 
 
-def test_denied_again_is_told_while_others_go_on(ended: Stage) -> None:
-    """A denial is written to the log, which may be slow: nobody else waits for that, nor is a change applied later."""
+def test_repeated_denial_is_logged_outside_the_lock(ended: Stage) -> None:
+    """A slow log delays neither other requests nor the application of a change."""
     held: list[bool] = []
     primed: Primed = prime(note_verdict=lambda _: held.append(primed.engine.lock.locked()))
     learn(primed, ended)
     assert held == [False, False]
 
 
-def test_denied_again_spends_nothing(ended: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_denial_spends_nothing(ended: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     spent: list[str] = []
     monkeypatch.setattr(Limiter, "spend", noting(spent, "spend", Limiter.spend))
     make_spender = LocalStore.spender
@@ -167,10 +169,10 @@ def noting(names: list[str], name: str, act: Callable[..., Any]) -> Callable[...
     return note_and_act
 
 
-def test_denied_again_leaves_the_traces_that_any_denial_leaves(
+def test_repeated_denial_is_recorded_like_any_denial(
     ended: Stage, usage: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal under each request id for whoever is asked why, and no sign of life of the key."""
+    """Each denial is kept under its request id for support, and is no use of the key."""
     refusals = RefusalLog()
     monkeypatch.setattr("keyvault.hotpath.adapters.assembly.refusal_log", refusals)
     primed = prime()
@@ -187,8 +189,8 @@ def test_denied_again_leaves_the_traces_that_any_denial_leaves(
     assert not KeyUse.objects.exists()
 
 
-def test_denied_again_is_for_the_same_bytes_of_the_same_caller(ended: Stage) -> None:
-    """Another's question, or another question about the same key, is judged by itself."""
+def test_repeated_denial_needs_the_same_bytes_of_the_same_client(ended: Stage) -> None:
+    """Guarantee: another client's request, or another request with the same key, is judged by itself."""
     primed = prime()
     learn(primed, ended)
     _, other = make_token(P.KEYS_VERIFY, name="another")
@@ -219,7 +221,7 @@ SUBJECTS: dict[str, Callable[[Stage], list[Subject] | None]] = {
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_denied_key_is_decided_anew_after_a_change_of_what_its_denial_hangs_on(ended: Stage, subject: str) -> None:
+def test_denied_key_is_judged_again_after_a_change_of_its_dependencies(ended: Stage, subject: str) -> None:
     primed = prime()
     learn(primed, ended)
     primed.engine.evict(SUBJECTS[subject](ended))
@@ -229,7 +231,7 @@ def test_denied_key_is_decided_anew_after_a_change_of_what_its_denial_hangs_on(e
     assert primed.from_memory == 2
 
 
-def test_denied_key_is_denied_by_memory_after_a_change_of_something_else(ended: Stage) -> None:
+def test_denied_key_stays_cached_after_an_unrelated_change(ended: Stage) -> None:
     primed = prime()
     learn(primed, ended)
     primed.engine.evict([("key", "another"), ("merchant", "globex"), ("service_token", "another")])
@@ -237,8 +239,8 @@ def test_denied_key_is_denied_by_memory_after_a_change_of_something_else(ended: 
     assert primed.from_memory == 2
 
 
-def test_denied_key_s_caller_is_refused_once_its_token_was_revoked(ended: Stage) -> None:
-    """Guarantee: whoever lost the right to ask is not told about keys from memory either."""
+def test_revoked_service_token_is_refused_for_a_cached_denial(ended: Stage) -> None:
+    """Guarantee: a revoked service token gets no cached verdict about any key."""
     primed = prime()
     learn(primed, ended)
     row = ServiceToken.objects.get()
@@ -250,7 +252,7 @@ def test_denied_key_s_caller_is_refused_once_its_token_was_revoked(ended: Stage)
     assert (answer.status, json.loads(answer.body)["code"]) == (401, "service_token_invalid")
 
 
-def test_denied_key_s_caller_is_refused_once_its_token_has_expired(ended: Stage) -> None:
+def test_expired_service_token_is_refused_for_a_cached_denial(ended: Stage) -> None:
     clock = Clock()
     primed = prime_by(clock)
     learn(primed, ended)
@@ -264,14 +266,12 @@ def test_denied_key_s_caller_is_refused_once_its_token_has_expired(ended: Stage)
 
 
 @pytest.mark.parametrize("shelf", ["keys", "tokens"])
-def test_denied_key_is_decided_anew_once_there_was_no_more_room_for_what_its_denial_hangs_on(
-    ended: Stage, shelf: str
-) -> None:
+def test_denied_key_is_judged_again_after_the_eviction_of_its_dependencies(ended: Stage, shelf: str) -> None:
     _, other = issue(account(), label="another")
     _, token = make_token(P.KEYS_VERIFY, name="another")
     primed = prime(capacity=1)
     learn(primed, ended)
-    for _ in range(2):  # who comes once is not let in
+    for _ in range(2):  # a key is admitted at its second request
         if shelf == "keys":
             primed.ask(ended.token, {**ended.asked, "key": other.reveal()})
         else:
@@ -282,7 +282,7 @@ def test_denied_key_is_decided_anew_once_there_was_no_more_room_for_what_its_den
 
 
 @pytest.mark.parametrize("step", ["the bound", "forwards", "backwards"])
-def test_denied_key_is_read_anew_by_an_engine_that_was_not_confirmed_lately(
+def test_denied_key_is_read_again_without_a_recent_confirmation(
     ended: Stage, step: str, looked: list[tuple[str, str]]
 ) -> None:
     clock = Clock()
@@ -305,7 +305,7 @@ def test_denied_key_is_read_anew_by_an_engine_that_was_not_confirmed_lately(
     assert primed.from_memory == 3
 
 
-def test_denied_key_is_not_vouched_for_by_an_engine_whose_feed_went_back(ended: Stage) -> None:
+def test_denied_key_gets_a_503_after_the_feed_went_back(ended: Stage) -> None:
     primed = prime()
     learn(primed, ended)
     primed.engine.freshness.mark_lost()
@@ -315,7 +315,7 @@ def test_denied_key_is_not_vouched_for_by_an_engine_whose_feed_went_back(ended: 
 
 
 class Moving(Still):
-    """The generation of a host on which the test says what was changed."""
+    """The generation counter of a host whose changes the test reports."""
 
     subjects: Iterable[Subject] | None = ()
     is_readable = True
@@ -331,8 +331,8 @@ class Moving(Still):
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_denied_key_is_decided_anew_by_the_next_question_after_a_change_on_its_host(ended: Stage, subject: str) -> None:
-    """Guarantee: no denial either is given by what was, once whoever changed it had an answer."""
+def test_denied_key_is_judged_again_after_a_change_on_its_host(ended: Stage, subject: str) -> None:
+    """Guarantee: once a change is confirmed to its author, no denial on that host uses the old record."""
     host = Moving()
     primed = prime(generation=host)
     learn(primed, ended)
@@ -344,7 +344,7 @@ def test_denied_key_is_decided_anew_by_the_next_question_after_a_change_on_its_h
     assert primed.from_memory == 2
 
 
-def test_denied_key_is_forgotten_by_an_engine_that_cannot_read_what_its_host_changed(ended: Stage) -> None:
+def test_denied_key_is_evicted_when_the_host_generation_is_unreadable(ended: Stage) -> None:
     host = Moving()
     primed = prime(generation=host)
     learn(primed, ended)
@@ -356,7 +356,7 @@ def test_denied_key_is_forgotten_by_an_engine_that_cannot_read_what_its_host_cha
     assert not primed.engine.memory.denied
 
 
-def test_denied_key_that_would_have_expired_meanwhile_is_still_a_revoked_one(stage: Stage) -> None:
+def test_denied_key_past_its_expiry_is_still_reported_as_revoked(stage: Stage) -> None:
     key, text = issue(account(), label="short-lived", expires_in_days=1)
     assert key.expires_at is not None
     revoke(key)
@@ -376,8 +376,8 @@ def test_denied_key_that_would_have_expired_meanwhile_is_still_a_revoked_one(sta
 # --- what is not remembered -------------------------------------------------------------------------------
 
 
-def test_denied_key_that_may_come_back_is_judged_each_time(stage: Stage) -> None:
-    """Nothing is remembered of a key that has not ended for good: what it is denied for may pass by itself."""
+def test_denied_key_that_may_become_active_is_judged_each_time(stage: Stage) -> None:
+    """Only the denial of a key in a final state is cached: other reasons can pass."""
     late, late_text = issue(account(), label="late", expires_in_days=1)
     assert late.expires_at is not None
     _, not_yet = staged(stage)
@@ -391,8 +391,8 @@ def test_denied_key_that_may_come_back_is_judged_each_time(stage: Stage) -> None
     assert (primed.from_memory, len(primed.engine.memory.denied)) == (0, 0)
 
 
-def test_denied_key_that_has_expired_is_told_so_whether_or_not_it_was_swept(stage: Stage) -> None:
-    """However often, and by whichever way."""
+def test_denied_key_past_its_expiry_is_reported_as_expired_before_and_after_the_sweep(stage: Stage) -> None:
+    """This holds for every repetition, on both paths."""
     key, text = issue(account(), label="late", expires_in_days=1)
     assert key.expires_at is not None
     asked = {**stage.asked, "key": text.reveal()}
@@ -418,7 +418,7 @@ UNLEARNED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", UNLEARNED)
-def test_denied_question_that_is_not_to_be_remembered_is_judged_each_time(ended: Stage, case: str) -> None:
+def test_denied_uncacheable_request_is_judged_each_time(ended: Stage, case: str) -> None:
     primed = prime()
     first, *others = [primed.ask(ended.token, {**ended.asked, **UNLEARNED[case]}) for _ in range(3)]
     assert first.status == 200
@@ -429,8 +429,8 @@ def test_denied_question_that_is_not_to_be_remembered_is_judged_each_time(ended:
     assert len(primed.engine.memory.denied) == 1
 
 
-def test_denied_question_without_proof_is_judged_each_time(ended: Stage) -> None:
-    """Guarantee: nothing is remembered of a key for whoever has not shown that he has it, or may not be told of it."""
+def test_denied_request_without_proof_is_judged_each_time(ended: Stage) -> None:
+    """Guarantee: no denial is cached for a client without proof of possession or without access to the key."""
     primed = prime()
     make_merchant("globex")
     _, others = make_token(P.KEYS_VERIFY, name="of others", merchants=["globex"])
@@ -450,8 +450,8 @@ def test_denied_question_without_proof_is_judged_each_time(ended: Stage) -> None
     assert (primed.from_memory, len(primed.engine.memory.denied)) == (1, 1)
 
 
-def test_denied_questions_of_a_batch_are_judged_each_time(ended: Stage) -> None:
-    """Also where the same was asked alone; each under its own number."""
+def test_denied_requests_of_a_batch_are_judged_each_time(ended: Stage) -> None:
+    """This holds after single requests too; each decision has its own number."""
     noted: list[EngineVerdict] = []
     primed = prime(note_verdict=noted.append)
     together = {"requests": [ended.asked, ended.asked]}
@@ -467,7 +467,7 @@ def test_denied_questions_of_a_batch_are_judged_each_time(ended: Stage) -> None:
     assert primed.from_memory == 1
 
 
-def test_denied_question_of_a_gateway_is_judged_each_time(ended: Stage) -> None:
+def test_denied_request_of_a_gateway_is_judged_each_time(ended: Stage) -> None:
     primed = prime()
     gateway = {"x-service-token": ended.token, "x-api-key": ended.text, "x-original-method": "POST"}
     gateway |= {"x-original-uri": "/sandbox/merchants/orders", "x-original-host": "127.0.0.1"}
@@ -476,7 +476,7 @@ def test_denied_question_of_a_gateway_is_judged_each_time(ended: Stage) -> None:
     assert (primed.from_memory, len(primed.engine.memory.denied)) == (0, 0)
 
 
-def test_denied_question_of_an_engine_that_may_remember_nothing_is_not_remembered(ended: Stage) -> None:
+def test_denied_request_is_not_cached_by_an_engine_without_a_confirmed_feed(ended: Stage) -> None:
     primed = prime(may_remember=False)
     for _ in range(3):
         assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
@@ -495,9 +495,9 @@ def _read_key_anew(primed: Primed, stage: Stage) -> None:
 
 
 def _make_room(primed: Primed, stage: Stage) -> None:
-    """For others, which go again."""
+    """Evict them by other keys, which are evicted again."""
     record = primed.engine.memory.keys.by_id[stage.key.key_id].record
-    for number in (0, 0, 1, 1):  # who comes once is not let in
+    for number in (0, 0, 1, 1):  # a key is admitted at its second request
         primed.engine.memory.admit_key(structs.replace(record, key_id=f"another {number}"))
     primed.engine.memory.evict([("key", f"another {number}") for number in range(2)])
 
@@ -527,11 +527,11 @@ MEANWHILE: dict[str, Callable[[Primed, Stage], None]] = {
 
 
 @pytest.mark.parametrize("case", MEANWHILE)
-def test_denied_question_is_not_remembered_when_it_was_judged_by_what_is_no_longer_known(
-    ended: Stage, case: str
-) -> None:
-    """Guarantee: a judgement of a record that was replaced while it was made serves its own question alone: nobody
-    would hear of that record's end."""
+def test_denied_request_is_not_cached_when_its_record_was_replaced(ended: Stage, case: str) -> None:
+    """Guarantee: a verdict on a record that was replaced during the judgement is not cached.
+
+    No later change would evict that record.
+    """
     noted: list[EngineVerdict] = []
     acts = [MEANWHILE[case]]
 
@@ -558,10 +558,8 @@ def _stale(pepper_set: PepperSet) -> Peppers:
 
 
 @pytest.mark.parametrize("loaded", [lambda which: Peppers(which, {99: bytes(32)}), _stale], ids=["retired", "away"])
-def test_denied_key_is_decided_anew_when_nobody_can_prove_it_with_the_peppers_of_now(
-    ended: Stage, loaded: Callable[[PepperSet], Peppers]
-) -> None:
-    """A dead key of a pepper that was retired is no key any more, and nothing is told of it."""
+def test_denied_key_is_judged_again_without_its_pepper(ended: Stage, loaded: Callable[[PepperSet], Peppers]) -> None:
+    """Guarantee: a final key under a retired pepper is reported as unknown, without its state."""
     primed = prime()
     learn(primed, ended)
     before = primed.from_memory
@@ -571,7 +569,7 @@ def test_denied_key_is_decided_anew_when_nobody_can_prove_it_with_the_peppers_of
 
 
 @pytest.mark.parametrize("kind", ["denial", "question"])
-def test_denied_question_that_is_learned_again_takes_nobody_s_place(kind: str) -> None:
+def test_denied_request_that_is_cached_again_displaces_no_other(kind: str) -> None:
     memory = Memory(bytes(32), 2)
     remember, kept = {
         "denial": (memory.cache_denial, memory.denied),
@@ -582,7 +580,7 @@ def test_denied_question_that_is_learned_again_takes_nobody_s_place(kind: str) -
     assert dict(kept) == {b"a": 1, b"b": 3}
 
 
-def test_denied_questions_are_remembered_in_bounds_and_the_oldest_goes(ended: Stage) -> None:
+def test_denied_requests_are_cached_in_bounds_and_the_oldest_is_evicted(ended: Stage) -> None:
     primed = prime(capacity=2)
     questions = [{**ended.asked, "client_ip": f"192.0.2.{number}"} for number in range(5)]
     for asked in questions:
@@ -598,7 +596,7 @@ def test_denied_questions_are_remembered_in_bounds_and_the_oldest_goes(ended: St
 
 
 @pytest.mark.parametrize(("capacity", "most"), [(8, 8), (4_096, 4_096), (100_000, 4_096)])
-def test_denied_questions_are_no_more_than_keys_and_never_more_than_some_thousands(capacity: int, most: int) -> None:
+def test_denied_requests_are_bounded_by_the_capacity_and_a_maximum(capacity: int, most: int) -> None:
     memory = Memory(b"k" * 32, capacity)
     for number in range(5_000):
         memory.cache_denial(b"%d" % number, number)
@@ -616,7 +614,7 @@ def judgement(merchant_id: str, detail: str) -> Judgement:
 
 
 @given(merchant=st.text('%bds(){}\\"<\u00e9', max_size=12), detail=st.text("%bds<>\n\u00e9", max_size=12))
-def test_denial_template_is_filled_like_the_answer_itself_whatever_is_in_its_texts(merchant: str, detail: str) -> None:
+def test_denial_template_renders_exactly_the_answer_for_any_text(merchant: str, detail: str) -> None:
     found = judgement(merchant, detail)
     filled = rendering.denial_template(found) % (b"id-%b", b"id-%b")
     assert filled == rendering.encode(rendering.decision(found, "id-%b"))
@@ -624,10 +622,8 @@ def test_denial_template_is_filled_like_the_answer_itself_whatever_is_in_its_tex
 
 @pytest.mark.parametrize("state", sorted(DEAD_STATES))
 @pytest.mark.parametrize("retirement", RetirementReason)
-def test_denial_template_has_two_holes_whatever_a_key_s_record_may_hold(
-    state: KeyState, retirement: RetirementReason
-) -> None:
-    """Its texts are ids, words of enums and sentences of our own: none of them can hold the mark of a hole."""
+def test_denial_template_has_two_placeholders_for_any_record(state: KeyState, retirement: RetirementReason) -> None:
+    """Its texts are ids, enum values and fixed sentences, none of which can contain a placeholder."""
     assert not is_merchant_id(f"a{rendering._REQUEST_ID}b")
     record = structs.replace(a_key(1), state=state, retirement=retirement)
     denial = judge_record(record, now())

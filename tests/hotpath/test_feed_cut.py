@@ -1,4 +1,4 @@
-"""A small share of `make faults ARGS=feed`: real verifier processes of two hosts, cut off from what they must know."""
+"""A small share of `make faults ARGS=feed`: real verifier processes on two hosts, cut off from the feed of changes."""
 
 import random
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ CUTS = (feed_cuts.kill_listeners, feed_cuts.freeze, feed_cuts.step_clock)
 
 @pytest.fixture
 def data(tmp_path: Path) -> Iterator[Path]:
-    """A data folder of the test's own: generation, revocation log and keystore of others tell of other databases."""
+    """Make a separate data folder, since the generation, log and keystore of other tests belong to other databases."""
     folder = tmp_path / "here"
     folder.mkdir(mode=0o700)
     renew_revocation_log(folder / "revocation_log")
@@ -32,7 +32,7 @@ def data(tmp_path: Path) -> Iterator[Path]:
             generation.cache_clear()
 
 
-def test_verifiers_cut_off_from_the_feed_give_no_stale_yes(data: Path, tmp_path: Path) -> None:
+def test_verifiers_cut_off_from_the_feed_allow_no_stale_key(data: Path, tmp_path: Path) -> None:
     """LISTEN connections killed again and again, a process stopped while a key is revoked, the clock stepped while
     nothing can be confirmed: on the writer's host no yes after the act returned, elsewhere none after its receipt or
     after MAX_STALENESS; good keys are refused for no other reason than that there is no verdict, and allowed again."""

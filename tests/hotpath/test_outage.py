@@ -1,4 +1,4 @@
-"""What a process says while its database is away."""
+"""Log lines of a process during an outage of its database."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves the clock that outages go by, which stands still else."""
+    """Advance the clock of the outage log, which otherwise stands still."""
     now = [1000.0]
     monkeypatch.setattr(stores, "_outage", stores._Outage(lambda: now[0]))
 
@@ -25,10 +25,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return tick
 
 
-def test_outage_is_told_once_a_second_however_many_ask(
+def test_outage_is_logged_once_a_second_under_any_load(
     clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Thousands ask, and a line for each would fill the disk, and hold up those that are answered from memory."""
+    """One line per request would fill the disk and delay the requests that the cache answers."""
 
     def fail(ids: frozenset[str]) -> dict[str, object]:
         raise OperationalError("away")

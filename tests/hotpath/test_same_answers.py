@@ -1,5 +1,7 @@
-"""However a question is answered, from memory or from the database, by name or by line, alone or with others:
-the answer is the same to the byte but for the request's id."""
+"""Answers from the cache and from the database, by name and by path, alone and in batches, are byte-identical.
+
+Only the request id differs.
+"""
 
 import json
 from collections.abc import Iterator
@@ -35,13 +37,13 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db, pytest.mark.usefixtur
 class World:
     rows: Rows
     others: list[str]
-    """Keys of the other merchant, whose account's limit is another one."""
+    """Keys of another merchant, whose account has another limit."""
     services: list[str]
 
 
 @pytest.fixture(scope="module")
 def world(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[World]:
-    """Made once for all tests, and gone with the module."""
+    """Make the rows once for all tests, and roll them back after the module."""
     with django_db_blocker.unblock(), transaction.atomic():
         rows = make_rows()
         place = account("globex")
@@ -65,7 +67,7 @@ def world(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator
 
 
 class Asking:
-    """Draws questions that are mostly good, with one thing or another about them that is not."""
+    """Draws requests that are mostly valid, with occasional faults."""
 
     def __init__(self, world: World, data: st.DataObject) -> None:
         self._world = world
@@ -85,7 +87,7 @@ class Asking:
             self.choose("private", "public"),
             "own",
             state,
-            self.mostly("nobody", "own", "other"),
+            self.mostly("unnamed", "own", "other"),
             self.mostly(self.choose("orders.create", "payouts.list", "rates.read", "client.configuration"), *ENDPOINTS),
             "no_origin",
             self.mostly("no_bearer", *BEARERS),
@@ -116,7 +118,7 @@ class Asking:
 
 @pytest.fixture(scope="module")
 def pair(world: World) -> tuple[Primed, Primed]:
-    """One that remembers, and one that never does; the limits of both stand still, and are spent from alike."""
+    """A caching engine and one without a cache; the limits of both give nothing back and are spent alike."""
     return prime(full=False), prime(full=False, may_remember=False)
 
 
@@ -125,11 +127,13 @@ SLOW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_sco
 
 @SLOW
 @given(data=st.data())
-def test_answers_from_memory_are_those_from_the_database_to_the_byte(
+def test_cached_answers_equal_those_from_the_database(
     world: World, pair: tuple[Primed, Primed], data: st.DataObject
 ) -> None:
-    """Guarantee: memory says yes nowhere where the whole judgement says no, and says it in the same bytes; also for
-    keys, callers and merchants that share what was worked out for others."""
+    """Guarantee: the cache allows nothing that the slow path denies, and both give the same bytes.
+
+    This includes keys, clients and merchants that share cached results of others.
+    """
     asking = Asking(world, data)
     quick, whole = pair
     for _ in range(data.draw(st.integers(1, 4))):
@@ -140,24 +144,24 @@ def test_answers_from_memory_are_those_from_the_database_to_the_byte(
 
 @SLOW
 @given(data=st.data())
-def test_answers_of_a_batch_are_those_of_its_questions_one_by_one(
+def test_answers_of_a_batch_equal_those_of_single_requests(
     world: World, pair: tuple[Primed, Primed], data: st.DataObject
 ) -> None:
     asking = Asking(world, data)
     quick, whole = pair
     several = [asking.question() for _ in range(data.draw(st.integers(1, 5)))]
-    # The decision on a cost that is too high is an error of a call that asks for it alone.
+    # Alone, a cost above the burst is an error of the call; in a batch it is a decision.
     several = [{**asked, "cost": 2} if asked.get("cost", 1) > 1 else asked for asked in several]
     service = world.rows.service
     found = quick.ask(service, {"requests": several}, BATCH)
-    # What is in memory is decided first, so that what is left of a limit counts down in another order.
+    # Cached requests are decided first, so the remaining limit counts down in another order.
     assert unnumbered(found) == unnumbered(whole.ask(service, {"requests": several}, BATCH))
     alone = [whole.ask(service, asked) for asked in several]
     for one in several:
-        quick.ask(service, one)  # so that the limits of both have been spent from alike
+        quick.ask(service, one)  # so that both engines have spent the same
     again = whole.ask(service, {"requests": several}, BATCH)
     assert unnumbered(quick.ask(service, {"requests": several}, BATCH)) == unnumbered(again)
-    for one in several:  # all told the same was spent
+    for one in several:  # in total both have spent the same
         assert masked(quick.ask(service, one)) == masked(whole.ask(service, one))
     decisions = json.loads(found.body)["decisions"]
     assert [_verdict(each) for each in decisions] == [_verdict(json.loads(answer.body)) for answer in alone]
@@ -167,10 +171,10 @@ def _verdict(decision: dict[str, Any]) -> dict[str, Any]:
     return {name: decision.get(name) for name in ("allowed", "status", "code", "key_id", "customer_id")}
 
 
-def test_answers_from_memory_are_given_at_all(world: World, pair: tuple[Primed, Primed]) -> None:
-    """Otherwise nothing above was compared."""
+def test_cached_answers_are_used(world: World, pair: tuple[Primed, Primed]) -> None:
+    """The tests above compare cached answers only if the cache is used."""
     quick, whole = pair
-    row = Row("private", "own", "active", "nobody", "orders.create", "no_origin", "no_bearer", "no_store")
+    row = Row("private", "own", "active", "unnamed", "orders.create", "no_origin", "no_bearer", "no_store")
     asked = {"key": world.rows.key(Environment.SANDBOX, row), "environment": "sandbox", "endpoint": "orders.create"}
     for _ in range(3):
         assert masked(quick.ask(world.rows.service, asked)) == masked(whole.ask(world.rows.service, asked))

@@ -1,4 +1,4 @@
-"""A database that takes every question and answers none: whoever asks hears within seconds that there is no verdict."""
+"""A database that accepts statements and never answers: every client gets a 503 within seconds."""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ NOBODY = frozenset({"0000000000000000"})
 
 @pytest.fixture(autouse=True)
 def no_sleepers(transactional_db: None) -> Iterator[None]:
-    """The server does not notice that nobody listens any more to one that sleeps."""
+    """End the sleeping backends: PostgreSQL does not notice that their client has disconnected."""
     yield
     with connection.cursor() as cursor:
         cursor.execute(
@@ -71,14 +71,14 @@ def test_store_whose_thread_hangs_gives_up_and_reads_the_next_one(monkeypatch: p
                 assert await store.find(TOKEN, NOBODY) == {}
                 break
             except StoreUnavailableError:
-                continue  # the thread is still at what nobody waits for any more
+                continue  # the thread still runs an abandoned statement
         await store.close()
 
     asyncio.run(ask())
 
 
-def test_reading_that_waited_for_a_slow_one_keeps_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: who gives up hangs up on his own reading, never on another's."""
+def test_reading_behind_a_slow_one_has_its_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: a timeout aborts the connection of its own reading, never that of another."""
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 2.0)
 
     def sleep() -> str:
@@ -94,8 +94,8 @@ def test_reading_that_waited_for_a_slow_one_keeps_its_own_patience(monkeypatch: 
     asyncio.run(ask())
 
 
-def test_store_whose_statement_was_planned_for_another_table_plans_it_anew() -> None:
-    """A migration under a verifier that runs: "cached plan must not change result type" is nobody's answer."""
+def test_store_plans_its_statements_again_after_a_migration() -> None:
+    """After a migration under a running verifier, no request fails with "cached plan must not change result type"."""
 
     async def ask() -> None:
         store = PostgresStore()
@@ -140,7 +140,7 @@ def test_reading_that_has_ended_leaves_no_timer_to_end_the_next_one(way: str) ->
 
 
 def test_store_whose_idle_connections_were_lost_reads_by_another() -> None:
-    """A database that was restarted: nobody is told of it but by what lies unread."""
+    """After a restart of the database, an idle connection shows its loss only by unread data."""
 
     async def ask() -> None:
         store = PostgresStore()
@@ -158,7 +158,7 @@ def test_store_whose_idle_connections_were_lost_reads_by_another() -> None:
     asyncio.run(ask())
 
 
-def test_store_whose_connection_is_lost_meanwhile_says_so_and_reads_the_next_one(
+def test_store_whose_connection_is_lost_fails_and_reads_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 5.0)
@@ -178,8 +178,8 @@ def test_store_whose_connection_is_lost_meanwhile_says_so_and_reads_the_next_one
     asyncio.run(ask())
 
 
-def test_reading_that_was_cancelled_leaves_its_answer_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: what was asked before is never taken for the answer to what is asked next."""
+def test_reading_that_was_canceled_passes_its_answer_to_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: the answer of a canceled statement is never taken for the answer of the next one."""
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 5.0)
 
     async def ask() -> None:
@@ -197,7 +197,7 @@ def test_reading_that_was_cancelled_leaves_its_answer_to_nobody(monkeypatch: pyt
     asyncio.run(ask())
 
 
-def test_question_that_is_longer_than_a_socket_takes_at_once_is_sent_all_the_same(
+def test_statement_larger_than_the_socket_buffer_is_sent_completely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 20.0)
@@ -217,7 +217,7 @@ def test_question_that_is_longer_than_a_socket_takes_at_once_is_sent_all_the_sam
 
 
 async def told_of(store: PostgresStore, ids: frozenset[str] = NOBODY) -> object:
-    """What `find_keys` tells."""
+    """Return the result that `find_keys` passes to its callback."""
     told, has_told = list[object](), asyncio.Event()
 
     def tell(found: object) -> None:
@@ -225,14 +225,14 @@ async def told_of(store: PostgresStore, ids: frozenset[str] = NOBODY) -> object:
         has_told.set()
 
     store.find_keys(ids, tell)
-    assert not told, "nobody is called before he has asked"
+    assert not told, "the callback must not run inside the call"
     async with asyncio.timeout(10):
         await has_told.wait()
     (found,) = told
     return found
 
 
-def test_keys_that_are_read_for_without_waiting_are_told_by_the_same_connection_again_and_again() -> None:
+def test_keys_read_by_callback_reuse_one_connection() -> None:
     async def ask() -> None:
         store = PostgresStore()
         assert [await told_of(store) for _ in range(3)] == [{}] * 3
@@ -244,7 +244,7 @@ def test_keys_that_are_read_for_without_waiting_are_told_by_the_same_connection_
     asyncio.run(ask())
 
 
-def test_keys_that_are_read_for_by_a_lost_connection_are_read_for_by_another() -> None:
+def test_keys_of_a_lost_connection_are_read_by_another() -> None:
     async def ask() -> None:
         store = PostgresStore()
         await asyncio.gather(store.find(KEY, NOBODY), store.find(KEY, NOBODY))
@@ -258,7 +258,7 @@ def test_keys_that_are_read_for_by_a_lost_connection_are_read_for_by_another() -
     asyncio.run(ask())
 
 
-def test_keys_whose_reading_hangs_are_given_up_and_the_next_one_is_read() -> None:
+def test_keys_whose_reading_hangs_time_out_and_the_next_one_is_read() -> None:
     async def ask() -> None:
         store = PostgresStore()
         query, store._query = store._query, b"SELECT pg_sleep(600) WHERE 'x' <> ALL($1) AND cardinality($1) > 1"
@@ -273,8 +273,8 @@ def test_keys_whose_reading_hangs_are_given_up_and_the_next_one_is_read() -> Non
     asyncio.run(ask())
 
 
-def test_keys_whose_rows_make_no_record_are_told_as_that_and_hold_up_nothing() -> None:
-    """A row of a newer release, say."""
+def test_keys_with_invalid_rows_are_reported_and_delay_no_other() -> None:
+    """Such a row can come from a newer release."""
 
     async def ask() -> None:
         store = PostgresStore()
@@ -288,7 +288,7 @@ def test_keys_whose_rows_make_no_record_are_told_as_that_and_hold_up_nothing() -
     asyncio.run(ask())
 
 
-def test_reading_whose_rows_cannot_be_read_is_told_as_that_and_ends_its_connection(
+def test_reading_with_unreadable_rows_is_reported_and_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def ask() -> None:
@@ -305,7 +305,7 @@ def test_reading_whose_rows_cannot_be_read_is_told_as_that_and_ends_its_connecti
     asyncio.run(ask())
 
 
-def test_connection_that_is_asked_while_the_store_is_closed_is_closed_with_its_answer() -> None:
+def test_connection_in_use_when_the_store_closes_is_closed_after_its_answer() -> None:
     async def ask() -> None:
         store = PostgresStore()
         assert await told_of(store) == {}
@@ -319,7 +319,7 @@ def test_connection_that_is_asked_while_the_store_is_closed_is_closed_with_its_a
     asyncio.run(ask())
 
 
-def test_keys_are_the_same_by_every_way_of_reading_them() -> None:
+def test_keys_are_equal_by_every_way_of_reading_them() -> None:
     """Networks as PostgreSQL sends them, dates, limits of the account."""
     make_merchant("acme")
     QuerySet(Account).update(limit_count=7, limit_seconds=60)
@@ -340,12 +340,12 @@ def test_keys_are_the_same_by_every_way_of_reading_them() -> None:
     asyncio.run(ask())
 
 
-def test_ids_that_no_key_can_have_are_not_asked_for() -> None:
+def test_ids_that_no_key_can_have_are_not_queried() -> None:
     assert stores._array(["a" * 16, 'x","y', "a\\", ""]) == b'{"' + b"a" * 16 + b'"}'
 
 
-def test_statement_of_keys_goes_by_the_indexes_of_tables_that_are_empty() -> None:
-    """It is planned once, and the tables grow under it."""
+def test_statement_of_keys_uses_the_indexes_of_empty_tables() -> None:
+    """The statement is planned once, while the tables are empty."""
     with connection.cursor() as cursor:
         cursor.execute(stores._SETTINGS.decode())
         cursor.execute(f"PREPARE probe (text[]) AS {stores._keys_query().decode()}")
@@ -359,7 +359,7 @@ def test_statement_of_keys_goes_by_the_indexes_of_tables_that_are_empty() -> Non
 
 
 def terminate_others(running: str = "") -> int:
-    """How many there were."""
+    """Return the number of calls."""
     try:
         with connection.cursor() as cursor:
             cursor.execute(

@@ -1,9 +1,8 @@
-"""What was changed is seen by the next question: every act of the services against every tier of what an engine knows.
+"""The next request sees every change: each operation of the services against each tier of an engine's cache.
 
-Three engines have been asked every question before the act: one on the host of the act that has proved each string,
-granted whatever it could again, alone and in batches, and denied again what has ended; one there that has read each
-record and proved nothing; and one on another host, which learns of it from the feed alone. Afterwards each of them
-answers as one that knows nothing, and reads.
+Before each operation three engines get every request. One, on the host of the operation, has cached every verdict,
+alone and in batches. One on that host has read each record without a proof. One on another host gets changes from the
+feed alone. After the operation each answers like an engine with an empty cache.
 """
 
 import json
@@ -50,16 +49,16 @@ MOVED = {
     "customer_token": "tokens.customer_tokens.revoke_customer_token",
     "service_token": "tokens.service_tokens.revoke_service_token",
 }
-"""Of each kind of subject an act that must change an answer here: else this file would prove nothing of the kind."""
+"""For each kind of subject an operation that must change a verdict, so that the tests cover the kind."""
 
 ALTERING = [name for name, act in ACTIONS.items() if act.changes]
 
 Asked = tuple[str, dict[str, Any]]
-"""A service token, and what is asked with it."""
+"""A service token and a request with it."""
 
 
 class Minted:
-    """Every string that the services have made since."""
+    """Every string that the services have minted during the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.strings: list[KeyString] = []
@@ -84,7 +83,7 @@ class Minted:
         ]
 
     def questions(self) -> Iterator[Asked]:
-        """Whatever can be asked with them."""
+        """Return every request with these strings."""
         services = dict.fromkeys(text for text, _ in self.texts(StringKind.SERVICE_TOKEN))
         ours = next(iter(services))
         bearers = self.texts(StringKind.CUSTOMER_TOKEN)
@@ -110,7 +109,7 @@ def answers(primed: Primed, asked: list[Asked]) -> list[tuple[int, bytes]]:
 
 
 def answers_together(primed: Primed, asked: list[Asked]) -> list[tuple[int, bytes]]:
-    """The same in batches of one caller each, in the order of `asked`."""
+    """Send the same requests in batches per service token, in the order of `asked`."""
     found: dict[int, tuple[int, bytes]] = {}
     for service in dict.fromkeys(service for service, _ in asked):
         numbers = [number for number, each in enumerate(asked) if each[0] == service]
@@ -133,7 +132,7 @@ def fresh(asked: list[Asked]) -> list[tuple[int, bytes]]:
 
 
 def prove_nothing(primed: Primed, asked: list[Asked]) -> None:
-    """Reads every record by its id, for strings that are wrong."""
+    """Make the engine read every record, with strings that prove nothing."""
     for service, question in asked:
         wrong: dict[str, Any] = {name: forged(question[name]) for name in ("key", "customer_token") if name in question}
         primed.ask(forged(service), question)
@@ -143,7 +142,7 @@ def prove_nothing(primed: Primed, asked: list[Asked]) -> None:
 
 
 @pytest.mark.parametrize("name", ALTERING)
-def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scene, minted: Minted, name: str) -> None:
+def test_engine_after_any_operation_answers_like_one_without_a_cache(scene: Scene, minted: Minted, name: str) -> None:
     """Guarantee: once an act has returned, no engine of its host answers by what was before, nor does any engine of
     another host that has seen the feed since; whatever it had in memory, and in which tier."""
     make_token(*SERVICE_PERMISSIONS)
@@ -182,8 +181,8 @@ def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scen
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_engine_key_that_had_expired_is_a_revoked_one_once_it_is_reported(scene: Scene, is_elsewhere: bool) -> None:
-    """The one denial of a key that has ended which another takes the place of."""
+def test_engine_expired_key_is_revoked_once_it_is_reported(scene: Scene, is_elsewhere: bool) -> None:
+    """A revocation replaces the denial of an expired key."""
     _, service = make_token(*SERVICE_PERMISSIONS)
     key, text = issue(scene.sandbox, expires_in_days=30, at=now() - timedelta(days=40))
     lifecycle.expire_key(grant(WORKER, P.ROTATIONS_ADVANCE, scene.sandbox), key)
@@ -210,29 +209,31 @@ def kinds() -> dict[str, type[RecordedModel]]:
     return found
 
 
-def test_engine_every_kind_of_subject_has_an_act_that_moves_an_answer() -> None:
-    """A new kind of subject is shown here to reach what engines know."""
+def test_engine_every_kind_of_subject_has_an_operation_that_changes_a_verdict() -> None:
+    """Every kind of subject has a test here that it reaches the caches."""
     assert set(kinds()) == set(MOVED)
     for kind, name in MOVED.items():
         assert kind in ACTIONS[name].changes
 
 
 def test_engine_every_kind_of_subject_is_evicted_by_its_name() -> None:
-    """A kind that memory does not know makes it forget everything: so that nobody forgets to tell it of a new one, the
-    known ones are known by name."""
+    """The memory evicts each kind of subject by name; an unknown kind clears the whole cache.
+
+    A new kind without an eviction rule therefore fails this test.
+    """
     for kind in kinds():
         primed = prime()
         primed.engine.memory.absent.put("key", "someone", 0.0)
-        primed.engine.evict([(kind, "nobody")])
+        primed.engine.evict([(kind, "unrelated")])
         assert len(primed.engine.memory.absent) == 1, kind
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 @pytest.mark.parametrize("kind", [StringKind.PRIVATE, StringKind.CUSTOMER_TOKEN, StringKind.SERVICE_TOKEN])
-def test_engine_that_has_looked_for_what_is_made_afterwards_finds_it(
+def test_engine_finds_a_key_that_was_issued_after_a_miss(
     scene: Scene, minted: Minted, kind: StringKind, is_elsewhere: bool
 ) -> None:
-    """An id that was nobody's a moment ago is not remembered as nobody's once it is somebody's."""
+    """An id that was unknown is found once a key with this id is issued."""
     _, service = make_token(*SERVICE_PERMISSIONS)
     key, text = issue(scene.sandbox)
     primed = prime(generation=Still()) if is_elsewhere else prime()
@@ -263,7 +264,7 @@ def test_engine_that_has_looked_for_what_is_made_afterwards_finds_it(
     assert b'"allowed":true' in primed.ask(token, asked).body
 
 
-def test_engine_whose_follower_finds_that_the_feed_went_back_answers_nothing(scene: Scene) -> None:
+def test_engine_whose_follower_detects_a_lost_feed_answers_nothing(scene: Scene) -> None:
     """Guarantee: after a fail-over to a replica that lacks a revocation the key is not good again, though the database
     that questions are read through from says so."""
     _, service = make_token(*SERVICE_PERMISSIONS)

@@ -1,4 +1,4 @@
-"""Uses that the fast way has counted arrive, all of them, and none is older than a report that does not have it."""
+"""Uses that the fast path counts are all written, each in the first report after it."""
 
 import time
 from collections import Counter
@@ -52,10 +52,10 @@ def written() -> Counter[tuple[str, ...]]:
     return found
 
 
-def test_uses_of_the_fast_way_are_written_exactly(
+def test_uses_of_the_fast_path_are_written_exactly(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog
 ) -> None:
-    """By key, source, user agent, endpoint and, of public keys, origin; whichever way each of them went."""
+    """Uses are counted by key, source, user agent, endpoint and, for public keys, origin, on both paths."""
     private, public = keys[KeyKind.PRIVATE], keys[KeyKind.PUBLIC]
     expected: Counter[tuple[str, ...]] = Counter()
     from_memory = 0
@@ -95,8 +95,8 @@ def test_uses_without_an_address_are_the_token_s(
     assert set(UseBucket.objects.values_list("source", "count")) == {(f"token:{row.token_id}", 4)}
 
 
-def test_uses_of_a_probe_are_none(keys: dict[KeyKind, tuple[Key, str]], primed: Primed, usage: UsageLog) -> None:
-    """A test call of our own is no sign of life, from memory as from the database."""
+def test_uses_of_a_probe_are_not_counted(keys: dict[KeyKind, tuple[Key, str]], primed: Primed, usage: UsageLog) -> None:
+    """A probe is no use of a key, from the cache and from the database."""
     _, probe = make_token(P.KEYS_VERIFY, is_probe=True)
     for _ in range(5):
         primed.ask(probe.reveal(), question(keys[KeyKind.PRIVATE][1]))
@@ -106,7 +106,7 @@ def test_uses_of_a_probe_are_none(keys: dict[KeyKind, tuple[Key, str]], primed: 
     assert not KeyUse.objects.exists()
 
 
-def test_uses_of_dry_runs_and_of_refusals_are_none(
+def test_uses_of_dry_runs_and_of_refusals_are_not_counted(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog
 ) -> None:
     text = keys[KeyKind.PRIVATE][1]
@@ -122,10 +122,10 @@ def test_uses_of_dry_runs_and_of_refusals_are_none(
 
 
 @pytest.mark.parametrize("is_remembered", [False, True])
-def test_uses_keep_no_secret_and_no_overlong_words(
+def test_uses_keep_no_secret_and_no_overlong_text(
     keys: dict[KeyKind, tuple[Key, str]], token: str, usage: UsageLog, is_remembered: bool
 ) -> None:
-    """Of what a client says about itself, whichever way it is answered."""
+    """What a client reports about itself is bounded, from the cache and from the slow path."""
     primed = prime(may_remember=is_remembered)
     usage.add_source(lambda: uses_of(primed.engine))
     secret, text = "Bearer 0123456789abcdefABCDEF", keys[KeyKind.PUBLIC][1]
@@ -139,10 +139,10 @@ def test_uses_keep_no_secret_and_no_overlong_words(
     assert kept == {("Bearer *** one", "Bearer *** two"), ("u" * 120, "o" * 120)}
 
 
-def test_uses_beyond_the_bound_are_counted_all_the_same(
+def test_uses_beyond_the_bound_are_still_counted(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a flood of sources only the first are told apart; how many there were is known."""
+    """In a flood of sources only the first are distinguished; the total stays exact."""
     monkeypatch.setattr(engine_module, "_MAX_USES", 10)
     key, text = keys[KeyKind.PRIVATE]
     for number in range(200):
@@ -190,7 +190,7 @@ def test_uses_are_never_older_than_a_report_that_was_given_without_them(
     taken: list[Uses] = []
 
     def take() -> list[Uses]:
-        # Between the watermark and this: in this report as well, which is no harm.
+        # A use between the watermark and this line is in this report as well, which is harmless.
         ask()
         taken[:] = uses_of(primed.engine)
         return taken
@@ -219,7 +219,7 @@ def test_uses_are_never_older_than_a_report_that_was_given_without_them(
 def test_uses_keep_in_memory_no_text_that_was_masked(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no more than so many of the others, nor more of each than is looked at."""
+    """The number of the other masked texts is bounded, and so is the length of each."""
     monkeypatch.setattr(engine_module, "_MAX_CLEAN_TEXTS", 3)
     for agent in ("Bearer 0123456789abcdefABCDEF", "u" * 513, *(f"shop/{number}" for number in range(8))):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Who asks the dedicated verifier about its health is answered, whatever its database does."""
+"""The dedicated verifier answers health checks, whatever the state of its database."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def no_sources() -> Iterator[None]:
 
 @pytest.fixture
 def goes_on() -> Iterator[threading.Event]:
-    """What `hanging` waits for; set in the end, whatever became of the test."""
+    """The event that `hanging` waits for, always set at the end of the test."""
     event = threading.Event()
     yield event
     event.set()
@@ -40,7 +40,7 @@ def hanging(goes_on: threading.Event) -> tuple[int, bytes, str]:
 
 
 async def told(answer: HttpResponse | Awaitable[HttpResponse]) -> tuple[int, str]:
-    """Status, and what the body says of it."""
+    """Return the status, and the status in the body."""
     answer = answer if isinstance(answer, HttpResponse) else await answer
     found = json.loads(answer.body)
     return answer.status, found["code"] if "code" in found else found["status"]
@@ -48,7 +48,7 @@ async def told(answer: HttpResponse | Awaitable[HttpResponse]) -> tuple[int, str
 
 @pytest.mark.parametrize("target", [b"/healthz", b"/healthz?x=1"])
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
-def test_health_is_answered_by_the_loop_itself(method: bytes, target: bytes) -> None:
+def test_health_is_answered_by_the_event_loop(method: bytes, target: bytes) -> None:
     answer = AssembledVerifier().handle(method, target, [], b"")
     assert isinstance(answer, HttpResponse)
     assert (answer.status, answer.body) == (200, b'{"status":"ok"}')
@@ -56,16 +56,16 @@ def test_health_is_answered_by_the_loop_itself(method: bytes, target: bytes) -> 
 
 
 @pytest.mark.parametrize("target", [b"/healthz", b"/readyz", b"/metrics?x=1"])
-def test_watched_address_takes_nothing_but_reads(target: bytes) -> None:
+def test_watched_path_accepts_only_reads(target: bytes) -> None:
     answer = AssembledVerifier().handle(b"POST", target, [], b"")
     assert isinstance(answer, HttpResponse)
     assert (answer.status, answer.all_headers()["Allow"]) == (405, "GET, HEAD")
 
 
-def test_watch_that_hangs_is_given_up_and_holds_up_no_other(
+def test_watch_that_hangs_times_out_and_delays_no_other(
     monkeypatch: pytest.MonkeyPatch, goes_on: threading.Event
 ) -> None:
-    """Guarantee: no orchestrator kills a verifier that still answers because its database does not."""
+    """Guarantee: a lost database does not fail the health check of a verifier that still answers."""
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.1)
     monkeypatch.setitem(assembly._WATCHED, "/readyz", lambda: hanging(goes_on))
     monkeypatch.setitem(assembly._WATCHED, "/metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
@@ -86,7 +86,7 @@ def test_watch_that_hangs_is_given_up_and_holds_up_no_other(
 
 
 class Stopped:
-    """Stands for what is stopped in the end."""
+    """A stand-in for the parts that are stopped at the end."""
 
     def __init__(self, name: str, stopped: list[str], failure: Exception | None = None) -> None:
         self.name, self.stopped, self.failure = name, stopped, failure
@@ -100,7 +100,7 @@ class Stopped:
 def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
     monkeypatch: pytest.MonkeyPatch, goes_on: threading.Event
 ) -> None:
-    """Guarantee: SIGTERM loses no use because somebody asked about health before it. What fails stops nothing else."""
+    """Guarantee: a hanging or failed health check before SIGTERM loses no use."""
     stopped = list[str]()
     monkeypatch.setitem(assembly._WATCHED, "/readyz", lambda: hanging(goes_on))
     verifier = AssembledVerifier()
@@ -120,6 +120,6 @@ def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
 
 
 def test_end_fits_within_what_the_supervisor_waits() -> None:
-    """Guarantee: who answers until the last moment is not killed before he has written what he noted."""
+    """Guarantee: the supervisor does not kill a server before it has written its notes."""
     turn_and_job = 2 * ANSWER_SECONDS
     assert DRAIN_SECONDS + assembly.END_SECONDS + turn_and_job < STOP_SECONDS

@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class StoppedError(BaseException):
-    """Somebody asked this process to end (SIGTERM or SIGHUP)."""
+    """A signal asked this process to end (SIGTERM or SIGHUP)."""
 
 
 def die_with_parent() -> None:

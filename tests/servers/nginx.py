@@ -1,4 +1,4 @@
-"""A throwaway nginx in front of whatever a test stands behind it."""
+"""A throwaway nginx in front of an upstream of the test."""
 
 import shutil
 import signal

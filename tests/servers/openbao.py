@@ -97,7 +97,7 @@ class VaultOnDisk:
         self._put("sys/seal", {})
 
     def unseal(self) -> None:
-        """Returns when it serves again."""
+        """Return when the server answers again."""
         self._put("sys/unseal", {"key": self._key})
         deadline = time.monotonic() + READY_WITHIN_SECONDS
         while _status(f"{self.address}/v1/sys/health") != 200:
@@ -106,15 +106,15 @@ class VaultOnDisk:
             time.sleep(0.03)
 
     def kill(self) -> None:
-        """As a crash: SIGKILL. Returns when the process is gone."""
+        """Kill the server like a crash (SIGKILL), and return when the process is gone."""
         self._process.stop(signal.SIGKILL)
 
     def start(self) -> None:
-        """After `kill`, on the same data and port. It answers then, but is sealed."""
+        """Start after `kill` on the same data and port. The server then answers, but is sealed."""
         self._process.start()
 
     def end(self) -> None:
-        """Server and directory are gone."""
+        """Stop the server and remove its directory."""
         self._process.end()
 
     def _put(self, path: str, body: dict[str, Any]) -> Any:

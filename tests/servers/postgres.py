@@ -89,8 +89,10 @@ def _plan(binary: Path, place: Place, more: tuple[str, ...] = ()) -> Plan:
 
 @contextmanager
 def postgres_server(*settings: str) -> Iterator[str]:
-    """The URL of a running PostgreSQL of our own, to its database `postgres`, as superuser. `settings` as it is told
-    them by `-c`."""
+    """Run a throwaway PostgreSQL and yield the URL of its database `postgres`, as superuser.
+
+    `settings`: values of its option `-c`.
+    """
     binary = find_postgres()
     if binary is None:
         raise MissingServerError(

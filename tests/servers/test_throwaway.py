@@ -1,4 +1,4 @@
-"""The servers that tests stand on: they answer, and nothing of them is left, whatever becomes of the run."""
+"""Throwaway servers answer, and leave nothing behind, however the run ends."""
 
 import os
 import signal
@@ -40,14 +40,14 @@ def open_folder() -> Iterator[Path]:
 
 
 def is_listening(url: str) -> bool:
-    """Whether anybody answers at that address."""
+    """Return whether a server answers at that address."""
     parts = urlsplit(url)
     with socket.socket() as probe:
         return probe.connect_ex((parts.hostname or "", parts.port or 0)) == 0
 
 
 def eventually(holds: Callable[[], bool], within_seconds: float = 15) -> bool:
-    """Whether it comes true in time."""
+    """Return whether the condition becomes true in time."""
     deadline = time.monotonic() + within_seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -130,7 +130,7 @@ def test_vault_on_disk_is_sealed_killed_and_started_again(open_folder: Path, mon
     assert not any(open_folder.iterdir())
 
 
-def test_vault_that_the_environment_names_is_taken_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vault_that_the_environment_names_is_used_and_not_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEYVAULT_TEST_VAULT_ADDR", "http://127.0.0.1:1")
     monkeypatch.setenv("KEYVAULT_TEST_VAULT_TOKEN", "s.lent")
     with openbao_server() as server:
@@ -160,7 +160,7 @@ def test_vault_that_is_not_installed_is_missing_with_the_places_searched(
             pass
 
 
-def test_server_that_does_not_start_is_told_with_its_own_words(
+def test_server_that_does_not_start_is_reported_with_its_output(
     open_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(open_folder))

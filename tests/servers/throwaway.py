@@ -18,7 +18,7 @@ GUARD = Path(__file__).with_name("guard.py")
 READY_WITHIN_SECONDS = 60
 STOP_WITHIN_SECONDS = 20
 ATTEMPTS = 3
-"""A port that was free a moment ago can be taken by somebody else before the server binds it."""
+"""Number of attempts to start: another process can take a free port before the server binds it."""
 
 
 class MissingServerError(Exception):
@@ -63,7 +63,7 @@ class Place:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on at this moment."""
+    """Return a loopback port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -74,8 +74,8 @@ def unprivileged_owner() -> tuple[int, int] | None:
     """The user that a server started by root runs as: PostgreSQL refuses root, and Redis does not need it."""
     if os.geteuid() != 0:
         return None
-    nobody = pwd.getpwnam("nobody")
-    return nobody.pw_uid, nobody.pw_gid
+    account = pwd.getpwnam("nobody")
+    return account.pw_uid, account.pw_gid
 
 
 def is_open_to_all(path: Path) -> bool:
@@ -127,7 +127,7 @@ class Guarded:
             if self.process.poll() is not None:
                 assert self.process.stdout
                 tail = self.process.stdout.read().decode(errors="replace")
-                raise FailedServerError(f"{self.plan.serve[0]} ended at once:\n{tail}")
+                raise FailedServerError(f"{self.plan.serve[0]} exited during its start:\n{tail}")
             if self.plan.is_ready():
                 return
             time.sleep(0.03)

@@ -1,4 +1,4 @@
-"""Where we may be told to send to: which URLs, which addresses."""
+"""Webhook destinations: which URLs and which addresses are accepted."""
 
 import ipaddress
 from ipaddress import IPv4Address, IPv6Address, ip_network
@@ -26,7 +26,7 @@ OWN = (ip_network("10.1.0.0/16"), ip_network("fd00:1::/64"))
         ("https://[2606:4700::1]:8443/", "https://[2606:4700::1]:8443/"),
     ],
 )
-def test_url_taken_is_written_in_one_way(text: str, url: str) -> None:
+def test_url_accepted_is_written_in_its_canonical_form(text: str, url: str) -> None:
     assert parse_url(text).url == url
     assert parse_url(url).url == url
 
@@ -81,13 +81,13 @@ def test_url_taken_is_written_in_one_way(text: str, url: str) -> None:
         "https://" + "a" * 64 + ".example/",
     ],
 )
-def test_url_that_could_mean_more_than_one_thing_or_our_own_machines_is_refused(text: str) -> None:
+def test_url_that_is_ambiguous_or_internal_is_refused(text: str) -> None:
     """The plainest form is taken and nothing else, so that no two readers of a URL differ about its host."""
     with pytest.raises(ValueError, match=r"."):
         parse_url(text)
 
 
-def test_url_of_an_own_network_is_taken_where_the_host_named_it() -> None:
+def test_url_of_an_internal_network_is_accepted_where_configured() -> None:
     assert parse_url("http://10.1.2.3:8080/hooks", OWN) == Destination("http", "10.1.2.3", 8080, "/hooks")
     assert parse_url("http://hooks.internal/", OWN) == Destination("http", "hooks.internal", 80, "/")
     with pytest.raises(ValueError, match="public"):
@@ -96,7 +96,7 @@ def test_url_of_an_own_network_is_taken_where_the_host_named_it() -> None:
 
 @given(st.text(max_size=80))
 def test_url_of_any_text_is_read_or_refused(text: str) -> None:
-    """Nothing but a ValueError: whoever types a URL cannot break the page that asks for one."""
+    """Guarantee: any text is accepted or raises ValueError, so no input breaks the form."""
     for candidate in (text, f"https://{text}", f"https://acme.example{text}", f"https://acme.example:{text}"):
         try:
             found = parse_url(candidate, OWN)
@@ -127,13 +127,13 @@ def _embedded(inner: IPv4Address) -> list[IPv6Address]:
 
 
 @pytest.mark.parametrize("address", [str(each) for inner in PRIVATE for each in (inner, *_embedded(inner))])
-def test_address_of_our_own_machines_is_refused_in_every_form(address: str) -> None:
+def test_address_that_is_internal_is_refused_in_every_form(address: str) -> None:
     """However it is written, and whatever it is wrapped in, a private address is a private address."""
     assert not may_connect(address)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_address_that_is_public_is_taken(address: str) -> None:
+def test_address_that_is_public_is_accepted(address: str) -> None:
     assert may_connect(address)
 
 
@@ -173,8 +173,8 @@ def test_address_of_a_special_kind_is_refused(address: str) -> None:
 
 
 @given(st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6)))
-def test_address_taken_is_global_and_of_one_machine(address: IPv4Address | IPv6Address) -> None:
-    """Python's own judgement, as a second opinion: whatever we take, it calls global too."""
+def test_address_accepted_is_global_and_unicast(address: IPv4Address | IPv6Address) -> None:
+    """Guarantee: every accepted address is global by Python's `ipaddress` too."""
     if not may_connect(str(address)):
         return
     inner = address.ipv4_mapped if isinstance(address, IPv6Address) and address.ipv4_mapped else address
@@ -184,6 +184,6 @@ def test_address_taken_is_global_and_of_one_machine(address: IPv4Address | IPv6A
 
 
 @given(st.ip_addresses(v=4, network="10.0.0.0/8"))
-def test_address_of_an_own_network_is_taken_and_its_neighbours_are_not(address: IPv4Address) -> None:
+def test_address_of_a_configured_network_is_accepted_and_its_neighbors_are_not(address: IPv4Address) -> None:
     assert may_connect(str(address), OWN) == (address in OWN[0])
     assert may_connect(f"::ffff:{address}", OWN) == (address in OWN[0])

@@ -56,7 +56,7 @@ def test_gateway_dialects_read_their_own_headers_and_no_others() -> None:
         ("X-Original-Host", "shop.example,evil.example"),
     ],
 )
-def test_gateway_that_does_not_say_what_it_asks_about_is_misread(header: str, value: str) -> None:
+def test_gateway_without_a_method_or_path_is_misconfigured(header: str, value: str) -> None:
     assert read_forwarded(NAMES[Dialect.NGINX], {**NGINX, header: value}) == HeaderFault(header)
 
 
@@ -87,7 +87,7 @@ def test_gateway_client_address_is_what_the_gateway_wrote_last(forged: str) -> N
 
 
 @given(st.text(max_size=60))
-def test_gateway_host_of_any_text_is_read_without_a_fault(text: str) -> None:
+def test_gateway_host_of_any_text_raises_nothing(text: str) -> None:
     assert isinstance(Forwarded("GET", "/", text, None).hostname, str)
 
 
@@ -104,7 +104,7 @@ def test_gateway_identity_is_always_whole() -> None:
 
 
 @given(st.integers(100, 599))
-def test_gateway_nginx_is_answered_with_what_it_can_pass_on(status: int) -> None:
+def test_gateway_nginx_gets_only_statuses_that_it_can_pass_on(status: int) -> None:
     """Guarantee: no refusal turns into a yes on the way."""
     passed = nginx_status(status)
     assert passed in {200, 401, 403}

@@ -33,12 +33,12 @@ TOKEN = mint()
         ("Bearer é", "é"),
     ],
 )
-def test_bearer_token_is_what_stands_behind_the_scheme(authorization: str, token: str) -> None:
+def test_bearer_token_is_the_text_after_the_scheme(authorization: str, token: str) -> None:
     assert read_bearer(authorization) == token
 
 
 def test_bearer_header_absent_is_none() -> None:
-    """Absent is told from wrong: only the first is "no token was sent"."""
+    """An absent header is None, unlike a malformed one."""
     assert read_bearer(None) is None
 
 
@@ -76,7 +76,7 @@ def test_bearer_header_of_any_other_form_proves_nothing(authorization: str) -> N
 
 
 @given(st.text())
-def test_bearer_any_header_is_read_without_a_fault(authorization: str) -> None:
+def test_bearer_of_any_header_raises_nothing(authorization: str) -> None:
     token = read_bearer(authorization)
     assert token is not None
     if token:
@@ -95,7 +95,7 @@ def test_bearer_header_joined_with_another_is_refused(token: str, other: str) ->
     ("value", "expected"),
     [(None, False), ("", False), (TOKEN, False), ("a,b", True), (",", True), (f",{TOKEN}", True), ("Basic x, y", True)],
 )
-def test_credential_header_with_a_comma_came_twice(value: str | None, expected: bool) -> None:
+def test_credential_header_with_a_comma_counts_as_repeated(value: str | None, expected: bool) -> None:
     assert is_repeated(value) is expected
 
 
@@ -138,7 +138,7 @@ def test_client_request_id_kept_is_harmless(value: str) -> None:
     assert kept in {None, value}
 
 
-def test_request_id_is_ours_and_cannot_be_guessed() -> None:
+def test_request_id_is_generated_and_unpredictable() -> None:
     """22 base62 digits, 130 bits, from the randomness that is given; a client's own id never becomes ours."""
     minted = [mint_request_id(drawn_from(seed)) for seed in range(200)]
     assert len(set(minted)) == 200
@@ -163,8 +163,8 @@ def test_headers_joined_keep_every_byte_and_no_underscore(sent: list[tuple[bytes
 
 
 @given(st.lists(st.tuples(st.sampled_from([b"x-api-key", b"X-Api-Key", b"x_api_key"]), st.binary(max_size=9))))
-def test_headers_joined_never_hide_that_one_came_twice(sent: list[tuple[bytes, bytes]]) -> None:
-    """Guarantee: of a credential that came more than once no value can be taken for the only one."""
+def test_headers_joined_reveal_every_repetition(sent: list[tuple[bytes, bytes]]) -> None:
+    """Guarantee: no value of a repeated credential header can pass as the only one."""
     values = [value.decode("latin-1") for name, value in sent if b"_" not in name]
     joined = join_headers(sent).get("x-api-key")
     assert joined == (",".join(values) if values else None)
@@ -194,7 +194,7 @@ PEER = "198.51.100.7"
         (PEER, "2001:db8::1:443", 1, "2001:db8::1:443"),
         (PEER, "[::ffff:192.0.2.1]:1", 1, "192.0.2.1"),
         (PEER, "::ffff:c000:201", 1, "192.0.2.1"),
-        # Fewer entries than proxies, and what is no address: nobody's, and never the next one's.
+        # Fewer entries than proxies, or an invalid address: None, and never the next entry.
         (PEER, None, 1, None),
         (PEER, "", 1, None),
         (PEER, "192.0.2.1", 2, None),
@@ -215,14 +215,14 @@ PEER = "198.51.100.7"
         (PEER, "for=192.0.2.1", 1, None),
     ],
 )
-def test_client_address_is_the_one_that_our_own_proxies_vouch_for(
+def test_client_address_is_the_one_that_the_trusted_proxies_report(
     remote: str | None, forwarded: str | None, proxies: int, address: str | None
 ) -> None:
     assert client_address(remote, forwarded, proxies) == address
 
 
 @given(st.text(), st.lists(st.ip_addresses(), min_size=1, max_size=4))
-def test_client_address_is_not_moved_by_what_a_client_puts_before_it(forged: str, appended: list[IPv6Address]) -> None:
+def test_client_address_is_not_changed_by_entries_of_a_client(forged: str, appended: list[IPv6Address]) -> None:
     """Guarantee: a proxy appends; whatever came with the request stands further left, and is never looked at."""
     proxies = ", ".join(map(str, appended))
     honest = client_address(PEER, proxies, len(appended))
@@ -302,5 +302,5 @@ def test_preference_wait_of_any_text_is_a_small_number_or_none(prefer: str) -> N
 
 
 @given(st.integers(0, 999_999_999), st.lists(st.sampled_from(["respond-async", 'note="a, b"', "handling=lenient", ""])))
-def test_preference_wait_is_found_among_any_others(seconds: int, others: list[str]) -> None:
+def test_preference_wait_is_found_among_other_preferences(seconds: int, others: list[str]) -> None:
     assert read_preference_wait(", ".join([*others, f"wait={seconds}", "wait=1"])) == seconds

@@ -49,7 +49,7 @@ def test_idempotency_key_missing_or_empty_is_missing(value: str | None) -> None:
 @pytest.mark.parametrize(
     "value", ["x" * 256, quoted("x" * 256), "caf\xe9", "a\tb", "a\x00b", "a\x7fb", "\u2603", "a\nb"]
 )
-def test_idempotency_key_that_cannot_be_one_is_a_fault_that_names_the_header(value: str) -> None:
+def test_idempotency_key_that_is_invalid_is_refused_with_the_header_name(value: str) -> None:
     with pytest.raises(RequestInvalidError) as caught:
         read_idempotency_key(value)
     (fault,) = caught.value.faults

@@ -1,4 +1,4 @@
-"""What is wrong with a body is told with its place, in words that a person wrote, and with nothing of what was sent."""
+"""Faults of a JSON body: each names its place in fixed text and repeats nothing that was sent."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from keyvault.wire.json_bodies import read_object
         (b'{"a":1,"a":2}', "a name appears twice."),
     ],
 )
-def test_body_that_is_no_json_is_refused_with_the_place(body: bytes, reason: str) -> None:
+def test_body_that_is_not_json_is_refused_with_the_position(body: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=r"^The body is not JSON: ") as refused:
         read_object(body)
     assert str(refused.value) == f"The body is not JSON: {reason}"

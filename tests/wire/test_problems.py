@@ -107,19 +107,19 @@ def test_problem_type_has_the_contract_s_status_and_check(code: ErrorCode) -> No
 
 
 @every_code
-def test_problem_type_check_is_an_item_of_d23(code: ErrorCode) -> None:
+def test_problem_type_check_is_a_documented_rule_number(code: ErrorCode) -> None:
     assert PROBLEM_TYPES[code].check in {None, 1, 2, 3, 4, 5}
 
 
-def test_problem_type_titles_are_words_of_their_own() -> None:
+def test_problem_type_titles_are_distinct() -> None:
     titles = [kind.title for kind in PROBLEM_TYPES.values()]
     assert len(set(titles)) == len(titles)
     assert all(re.fullmatch(r"[A-Z][A-Za-z -]+", title) for title in titles)
 
 
 @every_code
-def test_problem_type_tells_its_cause_and_its_cure(code: ErrorCode) -> None:
-    """The errors page helps whoever meets the code: what happened, and what to do, each in a sentence."""
+def test_problem_type_has_a_cause_and_a_remedy(code: ErrorCode) -> None:
+    """The errors page explains each code: what happened and what to do, each in a sentence."""
     kind = PROBLEM_TYPES[code]
     for text in (kind.cause, kind.cure):
         assert re.fullmatch(r"[A-Z].{10,}[.]", text)
@@ -206,7 +206,7 @@ def test_problem_of_405_without_methods_carries_an_empty_allow() -> None:
 
 @given(st.sampled_from(ErrorCode), st.integers(-(10**6), 10**6))
 def test_problem_retry_after_is_whole_seconds_and_at_least_one(code: ErrorCode, seconds: int) -> None:
-    """A client that honours it never comes back at once, nor stumbles over a fraction (D25)."""
+    """A client that honors the header always waits, and needs to parse no fraction."""
     value = answer(code, retry_after_seconds=seconds).headers["Retry-After"]
     assert re.fullmatch(r"[1-9][0-9]*", value)
     assert int(value) == max(1, seconds)
@@ -244,5 +244,5 @@ def test_error_has_its_code_and_one_root(error: KeyvaultError, code: str) -> Non
 
 
 def test_error_keeps_its_internal_reason_out_of_its_text() -> None:
-    """What is for our log only does not travel in `str(error)`, which ends up in answers."""
+    """Guarantee: the internal reason is not in `str(error)`, which responses contain."""
     assert "table" not in str(NotFoundError("There is no such thing.", internal="table keys"))

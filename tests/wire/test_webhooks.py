@@ -57,7 +57,7 @@ def test_webhook_signed_is_verified() -> None:
 
 
 def test_webhook_signed_by_two_secrets_is_verified_by_either() -> None:
-    """While a secret is being rotated nobody has to change over at a given moment."""
+    """During the rotation of a secret, a receiver may switch at any moment."""
     headers = sign([Plaintext(OTHER_SECRET), Plaintext(SECRET)], MESSAGE_ID, AT, BODY)
     assert headers["webhook-signature"].count("v1,") == 2
     assert verify(SECRET, headers, BODY, AT) == verify(OTHER_SECRET, headers, BODY, AT) == MESSAGE_ID
@@ -98,7 +98,7 @@ def test_webhook_of_another_secret_is_refused() -> None:
         verify(OTHER_SECRET, signed(), BODY, AT)
 
 
-def test_webhook_borders_of_what_is_signed_cannot_be_moved() -> None:
+def test_webhook_signature_separates_its_fields() -> None:
     """A dot in the id would let `a.b` of one message be the id and time of another."""
     with pytest.raises(ValueError, match="a dot"):
         sign([Plaintext(SECRET)], "a.1", AT, BODY)
@@ -111,14 +111,14 @@ def test_webhook_within_the_tolerance_is_verified(off: timedelta) -> None:
 
 @pytest.mark.parametrize("off", [TOLERANCE + SECOND, -TOLERANCE - SECOND, timedelta(days=900)])
 def test_webhook_of_another_time_is_refused(off: timedelta) -> None:
-    """A message that somebody kept is not believed later (replay)."""
+    """Guarantee: a recorded message is refused after the tolerance (replay)."""
     with pytest.raises(SignatureInvalidError, match="tolerance"):
         verify(SECRET, signed(), BODY, AT + off)
 
 
 @given(st.dictionaries(st.sampled_from(list(signed())), st.text()), st.binary())
-def test_webhook_of_nobody_knows_what_is_refused(headers: Mapping[str, str], body: bytes) -> None:
-    """Nothing that can be sent is anything but refused: no other exception, no yes."""
+def test_webhook_of_arbitrary_headers_and_body_is_refused(headers: Mapping[str, str], body: bytes) -> None:
+    """Guarantee: arbitrary headers and body raise SignatureInvalidError, never another exception."""
     with pytest.raises(SignatureInvalidError):
         verify(SECRET, headers, body, AT)
 
@@ -126,14 +126,14 @@ def test_webhook_of_nobody_knows_what_is_refused(headers: Mapping[str, str], bod
 # --- secrets ---------------------------------------------------------------------------------------------------
 
 
-def test_webhook_secret_made_is_one_of_the_standard() -> None:
+def test_webhook_secret_generated_conforms_to_the_standard() -> None:
     secret = mint_secret(bytes)
     assert re.fullmatch(r"whsec_[A-Za-z0-9+/=]{44}", secret.reveal())
     assert verify(secret.reveal(), sign([secret], MESSAGE_ID, AT, BODY), BODY, AT) == MESSAGE_ID
 
 
 @pytest.mark.parametrize("count", [24, 64])
-def test_webhook_secret_of_the_lengths_of_the_standard_is_taken(count: int) -> None:
+def test_webhook_secret_of_the_lengths_of_the_standard_is_accepted(count: int) -> None:
     secret = "whsec_" + base64.b64encode(bytes(count)).decode()
     assert verify(secret, sign([Plaintext(secret)], MESSAGE_ID, AT, BODY), BODY, AT) == MESSAGE_ID
 
@@ -152,7 +152,7 @@ def test_webhook_secret_of_the_lengths_of_the_standard_is_taken(count: int) -> N
     ],
 )
 def test_webhook_secret_of_another_kind_is_refused(secret: str) -> None:
-    """An empty or shortened secret is a mistake to be told, never one that somehow signs."""
+    """Guarantee: an empty or shortened secret raises an error and never signs."""
     with pytest.raises(SecretInvalidError):
         sign([Plaintext(secret)], MESSAGE_ID, AT, BODY)
     with pytest.raises(SecretInvalidError):
@@ -163,11 +163,11 @@ def test_webhook_secret_of_another_kind_is_refused(secret: str) -> None:
 
 
 @pytest.mark.parametrize("status", range(200, 300))
-def test_answer_of_2xx_is_a_yes(status: int) -> None:
+def test_answer_of_2xx_is_a_success(status: int) -> None:
     assert judge_response(status, "60", AT) == DeliveryAssessment(DeliveryOutcome.DELIVERED)
 
 
-def test_answer_410_ends_it() -> None:
+def test_answer_of_410_disables_the_endpoint() -> None:
     assert judge_response(410, None, AT) == DeliveryAssessment(DeliveryOutcome.GONE)
 
 
@@ -175,7 +175,7 @@ def test_answer_410_ends_it() -> None:
     "status", [100, 199, 300, 301, 302, 304, 307, 308, 400, 401, 404, 409, 429, 500, 503, 599, 999]
 )
 def test_answer_of_anything_else_is_a_failure(status: int) -> None:
-    """A redirect too: it says where else, and that is nowhere we were told to send to."""
+    """Guarantee: a redirect is a failure, because its target is not a configured destination."""
     assert judge_response(status, None, AT) == DeliveryAssessment(DeliveryOutcome.RETRY)
 
 
@@ -197,17 +197,17 @@ def test_answer_of_anything_else_is_a_failure(status: int) -> None:
         ("9" * 400, timedelta()),
     ],
 )
-def test_answer_that_asks_for_a_pause_gets_it_within_reason(status: int, retry_after: str, wait: timedelta) -> None:
+def test_answer_with_retry_after_is_honored_within_bounds(status: int, retry_after: str, wait: timedelta) -> None:
     assert judge_response(status, retry_after, AT) == DeliveryAssessment(DeliveryOutcome.RETRY, wait)
 
 
 @pytest.mark.parametrize("status", [301, 404, 500])
-def test_answer_of_another_kind_asks_for_no_pause(status: int) -> None:
+def test_answer_of_another_kind_ignores_retry_after(status: int) -> None:
     assert judge_response(status, "3600", AT) == DeliveryAssessment(DeliveryOutcome.RETRY)
 
 
 @given(st.sampled_from([429, 503]), st.one_of(st.text(), st.from_regex(r"\w{3}, \d\d \w{3} \d{4,6} [0-9:]{8} .{0,9}")))
-def test_answer_with_any_pause_at_all_is_judged(status: int, retry_after: str) -> None:
+def test_answer_with_any_retry_after_is_judged(status: int, retry_after: str) -> None:
     """An endpoint writes what it likes there: it never stops the worker, and never buys more than a day."""
     judgement = judge_response(status, retry_after, AT)
     assert judgement.verdict is DeliveryOutcome.RETRY
@@ -217,7 +217,7 @@ def test_answer_with_any_pause_at_all_is_judged(status: int, retry_after: str) -
 # --- attempts --------------------------------------------------------------------------------------------------
 
 
-def test_attempts_go_on_for_about_75_hours() -> None:
+def test_attempts_continue_for_about_75_hours() -> None:
     pauses = [next_attempt(attempts, lambda: 0.5) for attempts in range(1, MAX_ATTEMPTS + 1)]
     assert pauses[-1] is None
     told = [pause for pause in pauses if pause is not None]
@@ -227,7 +227,7 @@ def test_attempts_go_on_for_about_75_hours() -> None:
 
 
 @given(st.integers(1, MAX_ATTEMPTS - 1), st.floats(0, 1, exclude_max=True))
-def test_attempts_come_a_tenth_earlier_or_later(attempts: int, random: float) -> None:
+def test_attempts_have_ten_percent_jitter(attempts: int, random: float) -> None:
     """Endpoints that failed together are not all asked again at the same moment."""
     middle, pause = next_attempt(attempts, lambda: 0.5), next_attempt(attempts, lambda: random)
     assert middle is not None

@@ -14,7 +14,7 @@ from keyvault.services.recording.transaction import recorded
 
 
 def note_break_glass(grant: Grant, *, event: str, subject: str, requester_person: str, why: str) -> None:
-    """Record a break-glass action, inside its own `recorded` block.
+    """Record a break-glass action, inside the `recorded` block of that action.
 
     `requester_person`: the person who requested the subject.
     """

@@ -16,7 +16,7 @@ _SYSTEM_PREFIX = "system:"
 
 
 class _Approvable(Protocol):
-    """A row with a plan that others than its requester approve."""
+    """A row with a plan that people other than its requester approve."""
 
     pk: Any
     approvals: Any
@@ -39,7 +39,7 @@ def approving_operator(grant: Grant, row: _Approvable, shown_digest: str) -> Ope
     if operator.person == row.requester_person:
         raise StateConflictError("This requires a second person: the requester cannot approve it.")
     if shown_digest != row.plan_digest:
-        raise StateConflictError("This is not what you were shown. Review it again.")
+        raise StateConflictError("The plan is not what you were shown. Review it again.")
     if row.approvals.filter(person=operator.person).exists():
         raise StateConflictError("You have already approved this. Another person must approve it too.")
     return operator
@@ -72,9 +72,9 @@ def note_command_line_approval(
 ) -> None:
     """Record a break-glass action for a production approval that depends on an unproven command-line identity.
 
-    Either the approval was given there, or a token created there without an operator made the request. The creator of
-    such a token may be the approver, and no comparison of persons can detect it. Call this inside the `recorded` block
-    of the approval.
+    Either the approval was given on a command line, or the request was made with a token that was created on one
+    without an operator. The creator of such a token may be the approver, and no comparison of persons can detect it.
+    Call this inside the `recorded` block of the approval.
     """
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal) or environment != Environment.PRODUCTION:
@@ -89,8 +89,8 @@ def note_command_line_approval(
 
 
 def lock_row(row: RecordedModel | _Approvable) -> None:
-    """Lock the row for this transaction, unless it was written since it was read.
+    """Lock the row for this transaction. Raises StateConflictError if it was written since it was read.
 
-    The second of two concurrent approvers waits here, and then gets a StateConflictError.
+    The second of two concurrent approvers waits here, and then gets that error.
     """
     row.compare_and_swap()

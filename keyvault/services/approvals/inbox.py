@@ -14,6 +14,7 @@ from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.transaction import recorded
 
 MAX_MARKED = 500
+"""Maximum alarms that one action marks as seen."""
 
 UNSEEN = Q(is_alarm=True, seen_at__isnull=True)
 

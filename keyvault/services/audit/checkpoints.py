@@ -39,7 +39,7 @@ from keyvault.services.recording.audit_chain import stored_bytes
 from keyvault.services.recording.authorization import authorize
 
 CHECKPOINT_EVERY = timedelta(minutes=5)
-"""Minimum interval between two checkpoints of a scope. Entries wait for it, plus one scheduler tick."""
+"""Minimum interval between two checkpoints of a scope. An entry waits at most this plus one scheduler tick."""
 
 UNSIGNED_FOR = timedelta(hours=1)
 """Maximum age of an unsigned entry. Beyond it the signer is unavailable, or checkpoints were deleted."""

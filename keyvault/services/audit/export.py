@@ -63,7 +63,7 @@ def _find_base(scope: str, since: datetime) -> SignedCheckpoint | None:
 
 
 def _heads(signed: SignedCheckpoint) -> dict[str, Head]:
-    """Return a checkpoint's heads; none if it was altered, because the export includes it as is for the verifier."""
+    """Return a checkpoint's heads; none if its body is invalid, which the auditor's verification reports."""
     try:
         return dict(parse_checkpoint(signed.body).heads)
     except ValueError:

@@ -1,8 +1,8 @@
 """Signers of audit checkpoints: a key inside Vault, or one in this machine's local keystore.
 
 Vault's key never leaves Vault, and its login may only sign. An attacker with the database, or even this host's files,
-cannot forge past checkpoints. The local key detects changes by an attacker without the keystore, such as a database
-administrator or a person who swaps a backup. It proves nothing against the owner of this host.
+cannot forge past checkpoints. The local key protects against an attacker without the keystore, such as a database
+administrator or a person who swaps a backup. It does not protect against the owner of this host.
 """
 
 import base64
@@ -93,10 +93,10 @@ class LocalSigner:
                 "The key that signs the audit log is gone.",
                 internal=f"the keystore has no audit-{scope}: restore the one that belongs to this database",
             )
-        made = Plaintext(base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode())
+        new_key = Plaintext(base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode())
         # On a conflict another worker was first; use its key.
         with suppress(BackendConflictError):
-            self.keystore.put(Mount.AUDIT, f"audit-{scope}", made, {"scope": scope}, expected_version=0)
+            self.keystore.put(Mount.AUDIT, f"audit-{scope}", new_key, {"scope": scope}, expected_version=0)
         return self._read(scope)
 
 

@@ -20,10 +20,10 @@ _known: tuple[tuple[object, ...], Catalog] = ((0, None, None), BUILT_IN)
 
 
 def current_catalog() -> Catalog:
-    """Return the catalog of the current rows, so that a change needs no restart.
+    """Return the catalog of the current rows, rebuilt when they have changed.
 
-    Rows are never deleted and their versions only grow. So every change alters the row count or the sum of versions,
-    and only then is the catalog rebuilt. (The newest row's time distinguishes one database from another.)
+    Rows are never deleted and their versions only grow, so every change alters the row count or the sum of versions.
+    The newest row's creation time distinguishes one database from another.
     """
     global _known
     counted = CatalogEndpoint.objects.aggregate(rows=Count("pk"), versions=Sum("version"), newest=Max("created_at"))
@@ -67,9 +67,9 @@ def endpoint_of(row: CatalogEndpoint) -> Endpoint:
 def endpoint_limit(
     account_id: int, environment: Environment, endpoint: Endpoint
 ) -> tuple[Limit | None, LimitOverride | None]:
-    """Return the endpoint's limit for this account, and the row that sets it (None for the catalog's).
+    """Return the endpoint's limit for this account, and the row that sets it (None: the catalog sets it).
 
-    The limit of the account and endpoint comes first, then the environment's, then the catalog's.
+    An override for the account takes precedence over one for the environment, and that over the catalog's limit.
     """
     rows = LimitOverride.objects.filter(
         Q(account_id=account_id) | Q(account__isnull=True, environment=environment), endpoint=endpoint.name

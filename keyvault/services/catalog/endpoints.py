@@ -20,7 +20,10 @@ from keyvault.services.recording.transaction import recorded
 
 
 def add_endpoint(grant: Grant, draft: EndpointDraft) -> CatalogEndpoint:
-    """Add an endpoint. A withdrawn endpoint keeps its name: restore it. Raises RequestInvalidError with faults."""
+    """Add an endpoint.
+
+    Raises RequestInvalidError with faults, also when a withdrawn endpoint has this name: restore that endpoint.
+    """
     with recorded(grant, Permission.CATALOG_WRITE, "endpoint.added", endpoint=draft.name) as record:
         _serialize_writers()
         is_taken = CatalogEndpoint.objects.filter(name=draft.name, withdrawn_at__isnull=False).exists()
@@ -35,7 +38,7 @@ def add_endpoint(grant: Grant, draft: EndpointDraft) -> CatalogEndpoint:
 
 
 def change_endpoint(grant: Grant, row: CatalogEndpoint, draft: EndpointDraft) -> None:
-    """Replace all of an endpoint but its name.
+    """Replace every field of an endpoint except its name.
 
     Raises RequestInvalidError with faults, StateConflictError when the endpoint is withdrawn.
     """
@@ -44,7 +47,7 @@ def change_endpoint(grant: Grant, row: CatalogEndpoint, draft: EndpointDraft) ->
         raise RequestInvalidError("An endpoint's name cannot be changed.", [Fault("/name", f"must be {row.name}")])
     with recorded(grant, Permission.CATALOG_WRITE, "endpoint.changed", endpoint=row.name) as record:
         _serialize_writers()
-        endpoint = _require_valid(draft, _live_endpoints(but=row.name))
+        endpoint = _require_valid(draft, _live_endpoints(except_name=row.name))
         record.details |= {"before": _describe_rule(endpoint_of(row)), "rule": _describe_rule(endpoint)}
         row.compare_and_swap(**_rule_columns(draft))
 
@@ -93,15 +96,15 @@ def draft_of(row: CatalogEndpoint) -> EndpointDraft:
 
 
 def _serialize_writers() -> None:
-    """Serialize writers of the catalog: neither of two concurrent writers would see the other's conflicting endpoint.
+    """Serialize the catalog's writers, so that each sees the endpoints that conflict with its own.
 
-    Takes the lock that their audit entry takes anyway.
+    Locks the platform's audit chain, which the audit entry of the change locks anyway.
     """
     list(AuditChain.objects.select_for_update().filter(name=PLATFORM_CHAIN))
 
 
-def _live_endpoints(but: str = "") -> list[Endpoint]:
-    rows = CatalogEndpoint.objects.filter(withdrawn_at__isnull=True).exclude(name=but)
+def _live_endpoints(except_name: str = "") -> list[Endpoint]:
+    rows = CatalogEndpoint.objects.filter(withdrawn_at__isnull=True).exclude(name=except_name)
     return [*BUILT_IN.endpoints, *map(endpoint_of, rows)]
 
 
@@ -129,5 +132,5 @@ def _rule_columns(draft: EndpointDraft) -> dict[str, Any]:
 
 
 def _describe_rule(endpoint: Endpoint) -> JsonValue:
-    """Return the rule for the audit log, in the same terms as the authorization panel."""
+    """Return the rule for the audit log, in the terms of the authorization panel."""
     return dict(authorization_panel(endpoint)) | {"Summary": endpoint.summary}

@@ -1,4 +1,4 @@
-"""Loading of the policy snapshot: the catalog and the limits of its endpoints, for a verifier."""
+"""Load the policy snapshot of a verifier: the catalog and the limit overrides of its endpoints."""
 
 from django.db.models import Count, Max, Sum
 
@@ -13,7 +13,7 @@ def read_rules(known: PolicySnapshot | None) -> PolicySnapshot:
     """Return the snapshot of the current rows: `known` itself when nothing has changed since it was read.
 
     Rows are never deleted and their versions only grow, so every change alters the row count or the sum of versions.
-    The newest row's time distinguishes one database from another.
+    The newest row's creation time distinguishes one database from another.
     """
     state = tuple(
         tuple(model.objects.aggregate(Count("pk"), Sum("version"), Max("created_at")).values())

@@ -1,11 +1,10 @@
 """Follow the change feed in a thread, for a process that judges from memory, and report its position.
 
-Every visible change is applied immediately. The process may answer from memory for `settings.MAX_STALENESS_SECONDS`
-after the poll began. If polling fails, because the database is away or the connection hangs, that permission expires by
-itself.
+Each poll applies the changes that are visible. After a confirmed poll the process may answer from memory until
+`settings.MAX_STALENESS_SECONDS` after the poll began. If the following polls fail, because the database is unavailable
+or the connection hangs, that time runs out.
 
-On PostgreSQL a process that cannot report its position stops answering too. Receipts count it as expired at that
-moment, and must be right.
+On PostgreSQL a process that cannot report its position also stops answering, because receipts then count it as expired.
 """
 
 import logging
@@ -44,6 +43,7 @@ _TURN_SECONDS = ANSWER_SECONDS + POLL_SECONDS
 _WATCH_SECONDS = 0.5
 
 _NEVER = float("-inf")
+"""Monotonic time of a confirmation that withdraws all earlier ones."""
 
 _CONFIRMATIONS_KEPT_FOR = timedelta(days=30)
 _GONE_KEPT_FOR = timedelta(days=7)
@@ -56,12 +56,12 @@ class Follower(BackgroundThread):
 
     `apply` receives the changed subjects, or None to clear all cached state. `confirm` receives the monotonic and the
     wall clock time, in seconds, up to which everything was applied; a monotonic time of minus infinity withdraws all
-    earlier ones. `lose` is called when the feed went back: the database cannot be trusted either, permanently. The
-    follower's thread calls all three.
+    earlier ones. `lose` is called when the feed went back: neither the memory nor the database can be trusted any more.
+    The follower's thread calls all three.
 
     `door`: the entry point that the process serves, shown in receipts.
 
-    Stopping deregisters the process: it answers nothing from memory, and receipts do not wait for it.
+    Stopping deregisters the process: it no longer answers from memory, and receipts do not wait for it.
     """
 
     thread_name: ClassVar[str] = "feed"
@@ -103,8 +103,8 @@ class Follower(BackgroundThread):
     def poll_once(self) -> None:
         """Poll once: apply what is new, report and confirm.
 
-        Raises database errors. Raises FeedRewoundError permanently: no later poll makes the memory or the database
-        trustworthy again.
+        Raises database errors. After a FeedRewoundError every later call raises it too, because no poll makes the
+        memory or the database trustworthy again.
         """
         with self._polling:
             if not self._poll():
@@ -115,9 +115,9 @@ class Follower(BackgroundThread):
         monotonic, wall = time.monotonic(), time.time()
         if self._is_lost:
             raise FeedRewoundError("the change feed went back; restart this process")
-        look = poll_feed(self._position.floor)
+        batch = poll_feed(self._position.floor)
         try:
-            new = self._position.find_new(look)
+            new = self._position.find_new(batch)
         except FeedRewoundError:
             self._is_lost = True
             self.lose()
@@ -125,7 +125,7 @@ class Follower(BackgroundThread):
             raise
         if new is None or new:
             self.apply(new)
-        self._has_moved |= self._position.advance(look)
+        self._has_moved |= self._position.advance(batch)
         is_due = self._reported_at is None or monotonic - self._reported_at >= _report_seconds()
         if (is_due or self._has_moved) and not self._report(monotonic):
             return False
@@ -136,14 +136,14 @@ class Follower(BackgroundThread):
     def _report(self, monotonic: float) -> bool:
         """Report the position. Return whether the preceding poll may be confirmed.
 
-        If receipts did not include this process until now, or counted it as expired, a revocation may be complete that
-        this process has not seen. Only a new poll then suffices.
+        It may not if receipts did not wait for this process before the report, because it was not registered or had
+        expired. The receipt of a change that this process has not applied may then be complete, so it must poll again.
 
-        Another process may hold SQLite's only write lock for long. All verifiers are then on one host and do not depend
-        on receipts, so the next poll tries again.
+        On SQLite the poll is confirmed even if another process holds the write lock and the report fails. All verifiers
+        share one host and its generation counter, and do not depend on receipts. The next poll reports again.
         """
         before = self._reported_at
-        # First: a process that cannot determine its host's generation counter must not report or confirm anything.
+        # A process that cannot map its host's generation counter must not report or confirm anything.
         generation().remap()
         try:
             self._write_report()
@@ -240,8 +240,8 @@ class Follower(BackgroundThread):
             self.poll_once()
         except FeedRewoundError as error:
             _log.critical(
-                "the database lacks changes that this process has seen; it denies all requests; "
-                "replay the revocations, then restart it",
+                "the database lacks changes that this process has applied; the process denies all requests; "
+                "replay the revocations, then restart the process",
                 extra={"why": error},
             )
         except Exception as error:  # noqa: BLE001  the thread must survive; the next poll may succeed
@@ -272,7 +272,7 @@ _CONFIRM: Final = """
 class _WakeUp:
     """Wait for the next poll: for a NOTIFY on a connection of its own, at most for POLL_SECONDS.
 
-    Losing that connection only delays when a change is seen.
+    Without that connection a change is seen up to POLL_SECONDS later.
     """
 
     def __init__(self, stop: threading.Event) -> None:
@@ -305,10 +305,10 @@ class _WakeUp:
         self.connection = None
 
     def _listen(self) -> None:
-        chosen = connection.get_connection_params()
+        parameters = connection.get_connection_params()
         for name in ("context", "cursor_factory", "server_side_binding"):
-            chosen.pop(name, None)
-        self.connection = psycopg.connect(**chosen, autocommit=True)
+            parameters.pop(name, None)
+        self.connection = psycopg.connect(**parameters, autocommit=True)
         self.connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(CHANNEL)))
 
 
@@ -325,7 +325,7 @@ _followers: "WeakSet[Follower]" = WeakSet()
 
 
 def is_feed_followed() -> bool | None:
-    """Whether this process follows the feed and is fresh. None: it holds nothing in memory to answer from."""
+    """Whether this process follows the feed and is fresh. None: no follower runs here, so nothing depends on it."""
     following = [follower for follower in _followers if follower.is_following]
     return all(follower.is_fresh for follower in following) if following else None
 

@@ -1,14 +1,14 @@
-"""Read which verifiers report that they have applied a change: the receipt of a revocation.
+"""Receipts of changes, such as a revocation: which verifiers have applied the change.
 
-A receipt waits for a verifier that may still answer from memory. Such a verifier has not deregistered, and its
-staleness limit since its last report (`Verifier.seen_at`) has not passed. After that limit it no longer answers from
-memory. All times are the database's, because the reader and the verifier may run on different hosts.
+A receipt waits for each verifier that may still answer from memory: it has not deregistered, and its staleness limit
+since its last report (`Verifier.seen_at`) has not passed. All times are the database's, because the reader and the
+verifier may run on different hosts.
 
 Limitations:
 
-- A verifier measures its staleness in monotonic time, but the database's clock may be set. A forward step while a
-  verifier is silent expires it, and completes the receipt, too early by at most the step. Independently of any clock,
-  no verifier allows a request by the earlier state later than `KEYVAULT_MAX_STALENESS` after the change.
+- A verifier measures its staleness in monotonic time, but receipts use the database's clock. If that clock steps
+  forward while a verifier is silent, the verifier expires and the receipt completes too early, by at most the step.
+  Even then no verifier allows a request by the earlier state later than `KEYVAULT_MAX_STALENESS` after the change.
 - A verifier that starts while a transaction is open confirms nothing until that transaction ends. Receipts of earlier
   changes wait for it too, although it has applied them.
 - On SQLite, where all processes share one host, a verifier that cannot write its confirmation keeps answering. The
@@ -41,9 +41,10 @@ MAX_WAITERS = 2
 """Maximum concurrent waits of one process. Each holds a thread that verdicts need."""
 
 MAX_SEQUENCE = 2**63 - 1
+"""Maximum of the database's sequence column."""
 
 _LISTED_WITHIN = timedelta(hours=1)
-"""Maximum silence before a change, after which an unconfirmed verifier is not listed."""
+"""An expired verifier is listed only if it reported after the change, or at most this long before."""
 
 _FIRST_POLL_SECONDS = 0.002
 _MAX_PAUSE_SECONDS = 0.05
@@ -102,22 +103,22 @@ def find_receipt(sequence: int) -> Receipt | None:
 
 
 def wait_for_receipt(sequence: int, seconds: int) -> tuple[Receipt, int]:
-    """Wait until the receipt is complete or the time is over. Return it and the seconds it was ready to wait.
+    """Wait until the receipt is complete or the time is over. Return it and the maximum wait granted, in seconds.
 
-    Call it outside a transaction. The wait is at most MAX_WAIT_SECONDS, and 0 while MAX_WAITERS others wait. A database
-    failure returns an incomplete receipt and undoes nothing.
+    Call it outside a transaction. At most MAX_WAIT_SECONDS are granted, and 0 while MAX_WAITERS others wait. After a
+    database failure the receipt is incomplete; the change itself is unaffected.
     """
     with _waiter_slot() as has_slot:
-        allowed = min(seconds, MAX_WAIT_SECONDS) if has_slot else 0
+        granted = min(seconds, MAX_WAIT_SECONDS) if has_slot else 0
         try:
-            return _wait(sequence, allowed), allowed
+            return _wait(sequence, granted), granted
         except DatabaseError:
             _log.exception("a receipt could not be read", extra={"sequence": sequence})
-            return Receipt(sequence, is_complete=False), allowed
+            return Receipt(sequence, is_complete=False), granted
 
 
 def list_unconfirmed(sequence: int) -> list[str]:
-    """Return the ids of the verifiers that have not applied the change and still count."""
+    """Return the ids of the verifiers that the receipt waits for."""
     return [verifier.verifier_id for verifier in _receipt(sequence).of(VerifierProgress.WAITING)]
 
 

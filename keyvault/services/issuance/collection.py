@@ -102,7 +102,7 @@ def record_collection(grant: Grant, request: IssuanceRequest) -> Iterator[None]:
 def discard_uncollected(grant: Grant, request: IssuanceRequest) -> None:
     """Discard a key that was not collected before its deadline.
 
-    Nobody has been given that key. The merchant was notified of its issue and is therefore notified of its revocation.
+    The key was never handed over. The merchant was notified of its issue, and is therefore notified of its revocation.
 
     Raises StateConflictError if the deadline has not passed, the key was collected meanwhile, or it is in use.
     """

@@ -35,7 +35,7 @@ from keyvault.services.approvals.break_glass import note_break_glass
 from keyvault.services.approvals.four_eyes import approving_operator, record_approval
 from keyvault.services.issuance.collection import record_collection, require_collectable
 from keyvault.services.keys.lifecycle import activate_key, discard_key, note_stored, stage_key
-from keyvault.services.merchants.merchants import require_staying
+from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.peppers.ring import refresh_peppers
 from keyvault.services.recording.authorization import authorize
@@ -84,7 +84,7 @@ def request_issuance(
     environment = Environment(account.environment)
     require_served(environment)
     plan = IssuancePlan(account.merchant_id, environment, kind, label, delivery, expires_in_days, recipient_public_key)
-    _refuse_faults(plan, principal)
+    _require_valid(plan, principal)
     needed = approvals_needed(environment)
     request = IssuanceRequest(
         request_id=mint_id("req", secrets.token_bytes),
@@ -116,7 +116,7 @@ def request_issuance(
         delivery=delivery,
         approvals_needed=needed,
     ):
-        require_staying(account)
+        require_not_offboarded(account)
         request.save()
     return request
 
@@ -404,7 +404,7 @@ def _require_pending(request: IssuanceRequest, now: datetime) -> None:
         raise StateConflictError("The request has expired. Make a new one.")
 
 
-def _refuse_faults(plan: IssuancePlan, principal: OperatorPrincipal | Service) -> None:
+def _require_valid(plan: IssuancePlan, principal: OperatorPrincipal | Service) -> None:
     faults = []
     if (fault := find_text_fault(plan.label, 100)) is not None:
         faults.append(Fault("/label", fault))

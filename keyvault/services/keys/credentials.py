@@ -15,6 +15,7 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import find_backend_location
 
 _MAX_TEXT = 64
+"""Maximum characters of a network that are parsed."""
 
 
 def restrict_credential(
@@ -29,10 +30,10 @@ def restrict_credential(
     kept: list[JsonValue] = []
     if len(networks) > MAX_NETWORKS:
         faults.append(Fault("/networks", f"up to {MAX_NETWORKS} networks"))
-    for place, text in enumerate(networks[:MAX_NETWORKS]):
+    for index, text in enumerate(networks[:MAX_NETWORKS]):
         canonical = _canonical(text)
         if canonical is None:
-            faults.append(Fault(f"/networks/{place}", "a CIDR block without host bits, such as 192.0.2.0/24"))
+            faults.append(Fault(f"/networks/{index}", "a CIDR block without host bits, such as 192.0.2.0/24"))
         elif canonical not in kept:
             kept.append(canonical)
     if origin_header is OriginHeader.REPORT and credential.kind != KeyKind.PRIVATE:

@@ -105,7 +105,7 @@ def resume_key(grant: Grant, key: Key) -> Record:
     if key.expires_at is not None and grant.at >= key.expires_at:
         raise StateConflictError("The key has expired and cannot be resumed.")
     permissions = frozenset({P.KEYS_RESUME, P.ROTATIONS_WRITE, P.ROTATIONS_ADVANCE})
-    # A deletion that is due may be under way, so undelete after it too.
+    # A deletion that is due may already be under way, so the copy must be undeleted in that case too.
     is_hidden = key.material in {Material.DELETE_DUE, Material.DELETED}
     material = Material.RESTORE_DUE if is_hidden else Material(key.material)
     return _transition(grant, permissions, key, KeyState.ACTIVE, "key.resumed", material=material)
@@ -407,8 +407,8 @@ def _announce(grant: Grant, notice: NoticeKind, key: Key, subject: str, reason: 
 def _require_room(key: Key) -> None:
     """Require room for another active key, inside the transaction of the activation.
 
-    Locks the credential's row to serialize activations. Locks the account's row too: an offboarding runs before (and
-    this raises) or after (and finds the key).
+    Locks the credential's row to serialize activations. Locks the account's row too, so that an offboarding either
+    precedes the activation (this raises StateConflictError) or finds the key.
     """
     rows = Credential.objects.select_related("account").select_for_update(no_key=True, of=("self", "account"))
     account = rows.get(pk=key.credential_id).account

@@ -1,16 +1,17 @@
 """Rate limit budgets of the verifier, as configured: local buckets, or Redis buckets with leases or strict counting.
 
-    spender(buckets)(cost)             no I/O: (remaining, reset_seconds) of each bucket in turn, or None: nothing spent
-    spend, await spend_async           the full result, after a None; DependencyUnavailableError as `Limiter.spend`
+    spender(buckets)(cost)         spends without I/O, or returns None if it cannot decide; nothing is spent then
+    spend, await spend_async       decide every request; raise DependencyUnavailableError as `Limiter.spend` does
 
-Bounds on what is admitted in any w seconds. W = count + w * count / seconds is the bound of a strict bucket:
+Maximum number of tokens spent in any w seconds, where W = count + w * count / seconds:
 
-- Local and strict: never more than W, and never a refusal while a token is left.
-- Leased, with p processes: never more than W + p * max(1, count // 20). Also never more than W plus the refill of a
-  lease's lifetime of 0.1 s (count / seconds / 10), not counting requests under way.
-  Leases lose fewer tokens than they spend, and none while fewer than 40 are left. So at least half of what a strict
-  bucket would admit passes, and exactly as much for a limit below 40.
-- While Redis is lost, each process counts for itself: p * W * KEYVAULT_LIMIT_FALLBACK_PERCENT / 100.
+- Local and strict: W. No request is refused while a token is left.
+- Leased, with p processes: W + p * max(1, count // 20). A second bound, which does not count requests in flight, is
+  W + count / seconds / 10: the last term is the refill during a lease's lifetime of 0.1 s.
+- Leased and strict, while Redis is lost: p * W * KEYVAULT_LIMIT_FALLBACK_PERCENT / 100, as each process counts alone.
+
+Leases that expire lose fewer tokens than leases spend, and none while fewer than 40 are left. Leased budgets therefore
+admit at least half of what strict ones admit, and exactly as much for a limit below 40.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from keyvault.services.limits.token_leases import LeaseRequest, Leases
 
 
 class LimitBudgets(Protocol):
-    """Buckets that requests spend from. `is_local`: `spend` does no I/O either."""
+    """Buckets that requests spend from. `is_local`: `spend` does no I/O, as `spender` never does."""
 
     is_local: bool
 

@@ -25,9 +25,10 @@ RETRY_SECONDS = 1
 """Pause between attempts to reach a lost store, in seconds, so that not every request waits for its timeout."""
 
 _MAX_ADDRESSES = 50_000
+"""Maximum client addresses kept in memory."""
 
 _MAX_SLOW_LOOKUPS = 2
-"""Maximum concurrent key lookups of all addresses together that are over their limit."""
+"""Maximum concurrent key lookups for addresses over their limit, all of them together."""
 
 
 class StoreWatch:
@@ -40,9 +41,9 @@ class StoreWatch:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Context for a call to the store; logs when the store is lost or back.
+        """Wrap a call to the store, and log when the store is lost or back.
 
-        Raises LimitStoreLostError without a call while a lost store is not due for another attempt.
+        Raises LimitStoreLostError before the call while a lost store is not due for another attempt.
         """
         if not self._may_try():
             raise LimitStoreLostError("not due for another attempt")
@@ -122,9 +123,10 @@ class Limiter:
             await self.store.close_async()
 
     def spend_share(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool) -> Spend:
-        """Spend from the fallback store while the store is lost. Raises DependencyUnavailableError without fallback.
+        """Spend from the fallback store while the store is lost.
 
-        A cost above the reduced burst is capped to it; otherwise such a request could never pass.
+        A cost above the reduced burst is capped to it; otherwise such a request could never pass. Raises
+        DependencyUnavailableError for `refuse_on_loss`, and without a fallback store.
         """
         if refuse_on_loss or self._fallback_store is None:
             raise DependencyUnavailableError(
@@ -158,7 +160,7 @@ class FailedProofs:
     def note_here(self, address: str | None) -> int | None:
         """Count a failure in this process only, without I/O, for an event loop.
 
-        So an address has one full limit per such process, and one with all other processes together.
+        An address therefore has one full limit in each such process, and one more that all other processes share.
         """
         return self._count(self._own, address)
 
@@ -175,7 +177,7 @@ class FailedProofs:
 
     @contextmanager
     def look_up(self, address: str | None) -> Iterator[None]:
-        """Context for a key lookup. Lookups of addresses over their limit share a few slots; others never wait."""
+        """Wrap a key lookup. Lookups for addresses over their limit share a few slots; others never wait."""
         if self.is_over(address):
             with self._slow_lookups:
                 yield
@@ -208,15 +210,15 @@ def account_buckets(
     """Return the buckets of a request: the account's, and the endpoint's if it has a limit.
 
     Both keys of a rotation share the account's bucket. Public and private keys have separate buckets, so that shoppers
-    cannot exhaust the merchant's backend. The bucket's key includes the limit and its origin (`…_setting`: a row and
-    its version), so that a changed limit starts full, even when it is changed back.
+    cannot exhaust the limit of the merchant's backend. The bucket's key includes the limit and its origin (`…_setting`:
+    a row and its version), so that a changed limit starts full, even when it is changed back.
     """
     prefix = f"kv:limit:{{{account_id}}}:{kind}"
     account = Bucket("account", f"{prefix}:account:{account_setting}:{account_limit}", account_limit)
     if endpoint_limit is None:
         return (account,)
-    place = f"{prefix}:endpoint:{endpoint_name}:{endpoint_setting}:{endpoint_limit}"
-    return (account, Bucket("endpoint", place, endpoint_limit))
+    key = f"{prefix}:endpoint:{endpoint_name}:{endpoint_setting}:{endpoint_limit}"
+    return (account, Bucket("endpoint", key, endpoint_limit))
 
 
 def spend_repeat(key_id: str) -> None:
@@ -238,7 +240,7 @@ def limiter() -> Limiter:
 
 @cache
 def failed_proofs() -> FailedProofs:
-    """Return the limiter of failed proofs. Its local buckets are separate, so many addresses evict no account's."""
+    """Return the limiter of failed proofs. Its own local store keeps a flood of addresses from evicting accounts."""
     local = LocalStore(capacity=_MAX_ADDRESSES)
     own = Limiter(local, None, fallback_percent=100)
     if not settings.REDIS_URL:
@@ -248,7 +250,10 @@ def failed_proofs() -> FailedProofs:
 
 
 def source_of(address: str | None) -> str | None:
-    """Return the limited source of an address: the /64 network for IPv6, the address for IPv4 and IPv4-mapped IPv6."""
+    """Return the source that an address is counted under; None for an invalid address.
+
+    The source is the /64 network of an IPv6 address, and the address itself for IPv4 and IPv4-mapped IPv6.
+    """
     try:
         parsed = ip_address(address or "")
     except ValueError:

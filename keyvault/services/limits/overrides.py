@@ -21,7 +21,7 @@ from keyvault.services.limits.defaults import default_limit
 from keyvault.services.recording.transaction import recorded
 
 NO_ACCOUNT = 0
-"""An id that no account's row has."""
+"""An account id that no row has; selects the limits of accounts without their own."""
 
 
 class LimitSource(StrEnum):
@@ -59,7 +59,8 @@ def set_endpoint_limit(
 
     Args:
         limit: None clears the limit. Returns None when there was no row to clear.
-        account: None: every account of the environment. The grant is for the account, or else for the platform.
+        account: None: every account of the environment, with a grant for the platform. Otherwise the grant is for
+            this account.
 
     Raises RequestInvalidError for an endpoint that is not in the catalog or is not rate limited.
     """
@@ -96,7 +97,7 @@ def account_limit_in_force(account: Account) -> LimitInForce:
 def endpoint_limit_in_force(
     environment: Environment, endpoint_name: str, account: Account | None = None
 ) -> LimitInForce:
-    """Return the endpoint's limit for an account, or (None) for accounts without their own.
+    """Return the endpoint's limit for an account; `account` None: for accounts without their own.
 
     Raises RequestInvalidError for an endpoint that is not in the catalog or is not rate limited.
     """

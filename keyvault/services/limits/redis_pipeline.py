@@ -1,7 +1,7 @@
 """Pipelined calls of one Redis script from asyncio: calls of the same loop iteration go in one batch.
 
-One batch is in flight at a time, and later calls join the next one. So load makes batches larger and never opens a
-second connection, nor a thousand of them to a server that hangs.
+One batch is in flight at a time, and later calls join the next one. Load therefore makes batches larger and never opens
+a second connection, not even to a server that hangs.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class LimitPipeline:
     def __init__(self, url: str, script: str, timeout_seconds: float) -> None:
         self._url = url
         self._script = script
-        self._sha = sha1(script.encode(), usedforsecurity=False).hexdigest()  # as Redis names its scripts
+        self._sha = sha1(script.encode(), usedforsecurity=False).hexdigest()  # identifies the script in EVALSHA
         self._timeout_seconds = timeout_seconds
         self._loop: AbstractEventLoop | None = None
         self._client: Redis | None = None
@@ -45,7 +45,7 @@ class LimitPipeline:
         if loop is not self._loop:
             self._loop, self._client, self._queue, self._task = loop, None, [], None
         if self._client is None:
-            self._client = self._connected()
+            self._client = self._connect()
         call = _Call(keys, args, loop.create_future())
         self._queue.append(call)
         if self._task is None:
@@ -57,7 +57,7 @@ class LimitPipeline:
             await self._client.aclose()
         self._loop = self._client = None
 
-    def _connected(self) -> Redis:
+    def _connect(self) -> Redis:
         return Redis.from_url(
             self._url,
             socket_timeout=self._timeout_seconds,
@@ -67,13 +67,13 @@ class LimitPipeline:
 
     async def _send_batches(self, client: Redis) -> None:
         batch: list[_Call] = []
-        why = "the loop ends"
+        why = "the event loop ended"
         try:
             while self._queue:
                 batch, self._queue = self._queue[:_MAX_BATCH], self._queue[_MAX_BATCH:]
                 async with asyncio.timeout(self._timeout_seconds):
-                    found = await self._send(client, batch)
-                for call, answer in zip(batch, found, strict=True):
+                    answers = await self._send(client, batch)
+                for call, answer in zip(batch, answers, strict=True):
                     _deliver(call, answer)
         except (RedisError, OSError) as error:
             why = f"{type(error).__name__}: {error}"
@@ -84,16 +84,16 @@ class LimitPipeline:
             self._queue, self._task = [], None
 
     async def _send(self, client: Redis, batch: Sequence[_Call]) -> list[Any]:
-        found = await self._evaluated(client, batch)
-        unknown = [place for place, answer in enumerate(found) if isinstance(answer, NoScriptError)]
-        if unknown:  # Redis did not run these calls
+        answers = await self._evaluate(client, batch)
+        not_run = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+        if not_run:
             await client.script_load(self._script)
-            again = await self._evaluated(client, [batch[place] for place in unknown])
-            for place, answer in zip(unknown, again, strict=True):
-                found[place] = answer
-        return found
+            retried = await self._evaluate(client, [batch[index] for index in not_run])
+            for index, answer in zip(not_run, retried, strict=True):
+                answers[index] = answer
+        return answers
 
-    async def _evaluated(self, client: Redis, batch: Sequence[_Call]) -> list[Any]:
+    async def _evaluate(self, client: Redis, batch: Sequence[_Call]) -> list[Any]:
         pipeline = client.pipeline(transaction=False)
         for call in batch:
             pipeline.evalsha(self._sha, len(call.keys), *call.keys, *call.args)

@@ -28,7 +28,7 @@ _MAX_KEYS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class CountedAttempt:
-    """A counted attempt: its number in the current series, and the rest of a lock in seconds.
+    """A counted attempt: its number in the current series, and the seconds until a lock of the series ends.
 
     A series ends 30 minutes after its latest counted attempt.
     """

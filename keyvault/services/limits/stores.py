@@ -51,7 +51,7 @@ def monotonic_us() -> int:
 
 
 class _Cell:
-    """A state as one number, in units of 1/count microseconds: `BucketState` is its quotient and remainder by count."""
+    """A `BucketState` as one integer, in units of 1/count microseconds: divmod by `count` gives the state's fields."""
 
     __slots__ = ("count", "full_at")
 
@@ -78,16 +78,17 @@ class LocalStore:
         return len(self._cells)
 
     def spender(self, buckets: Sequence[Bucket]) -> Spender:
-        """Return a fast path of `spend`, ten times as fast: (remaining, reset_seconds) of each bucket in turn.
+        """Return a function that spends as `spend` does, ten times as fast, for buckets that are known.
 
-        The result is None when a bucket is new or empty: nothing was spent, and only `spend` can decide.
+        It returns one flat tuple: remaining tokens and seconds until full, for each bucket. It returns None, and
+        spends nothing, when a bucket is new or empty: only `spend` can decide then.
         """
         if len(buckets) == 1:
             return self._spender_of_one(buckets[0])
         return partial(self._try_spend, buckets)
 
     def _spender_of_one(self, bucket: Bucket) -> Spender:
-        """Return the fast path of the most common case. Its closure holds everything constant, for speed."""
+        """Return the fast path for one bucket, the most common case. The closure holds all constants, for speed."""
         cells, key, now_ns = self._cells, bucket.key, self._now_ns
         acquire, release = self._lock.acquire, self._lock.release
         count, window_us, burst, second = bucket.limit.numbers
@@ -205,10 +206,11 @@ def redis_client(url: str, timeout_seconds: float) -> Redis:
 
 
 REDIS_TIMEOUT_SECONDS = 0.25
+"""Timeout of a connection attempt to Redis, and of one reply, in seconds."""
 
 
 class RedisStore:
-    """Buckets in Redis, by the clock of Redis. Keys of one call share a hash tag `{tag}` for Redis Cluster."""
+    """Buckets in Redis, timed by the server's clock. Keys of one call share a hash tag `{tag}` for Redis Cluster."""
 
     def __init__(self, url: str, timeout_seconds: float = REDIS_TIMEOUT_SECONDS) -> None:
         self._script = redis_client(url, timeout_seconds).register_script(_SPEND)
@@ -222,26 +224,26 @@ class RedisStore:
 
     def spend_each(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         """Apply `access.limits.spend_each` to the stored states atomically. Raises LimitStoreLostError."""
-        numbers = _numbers(buckets, costs)
+        numbers = _script_arguments(buckets, costs)
         try:
             reply = self._script(keys=[bucket.key for bucket in buckets], args=numbers)
         except (RedisError, OSError) as error:
             raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
-        return _reply(reply, buckets, costs)
+        return _parse_reply(reply, buckets, costs)
 
     async def spend_each_async(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
-        numbers = _numbers(buckets, costs)
+        numbers = _script_arguments(buckets, costs)
         try:
             reply = await self._pipeline.run([bucket.key for bucket in buckets], numbers)
         except (RedisError, OSError) as error:
             raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
-        return _reply(reply, buckets, costs)
+        return _parse_reply(reply, buckets, costs)
 
     async def close_async(self) -> None:
         await self._pipeline.close()
 
 
-def _numbers(buckets: Sequence[Bucket], costs: Sequence[int]) -> list[int]:
+def _script_arguments(buckets: Sequence[Bucket], costs: Sequence[int]) -> list[int]:
     return [
         number
         for bucket, cost in zip(buckets, costs, strict=True)
@@ -249,7 +251,7 @@ def _numbers(buckets: Sequence[Bucket], costs: Sequence[int]) -> list[int]:
     ]
 
 
-def _reply(reply: Any, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
+def _parse_reply(reply: Any, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
     now, *states = reply
     now_us = int(now)
     return StoreReply(*spend_each([_parse_state(state) for state in states], buckets, costs, now_us), now_us)

@@ -3,23 +3,23 @@
     plan(buckets, cost)       -> Spend, if the local state decides, or the LeaseRequest to send to the store
     settle(request, reply)    -> Spend, or another LeaseRequest; abandon(request) when there was no reply
 
-A lease is what one lease request spends beyond the cost of its own request. It expires LIFE_US after the request was
-sent, by the clock of this process. Its remaining tokens are then lost: the bucket has counted them, so they are never
-spent twice. The size of a lease has two bounds:
+A lease is the tokens that a lease request takes from the store beyond the cost of the client's request. It expires
+LIFE_US after the lease request was sent, by the clock of this process. Its remaining tokens are then lost: the bucket
+has counted them, so they are never spent twice. The size of a lease has two bounds:
 
 - At most a twentieth of what is left in the store, so that leases shrink to nothing as the bucket empties. With fewer
   than 40 tokens left, the store counts every request exactly; the same holds for every limit below 40.
 - At most what was used of the previous lease, or twice that if it was used up before it expired. The first lease is
-  the cost alone. So a process with few requests holds nothing back, and loses fewer tokens than it spends.
-  (Not counted: tokens held by a request that another of its buckets refused, and tokens in flight when the store was
-  lost.)
+  empty: the request takes its cost alone. So a process with few requests reserves nothing, and loses fewer tokens than
+  it spends. (Not counted: tokens held by a request that another of its buckets refused, and tokens in flight when the
+  store was lost.)
 
-An empty bucket is remembered. It gains tokens only with time. So while the arithmetic refuses by the last known state,
-the store would refuse too. A flood of refused requests reaches the store only when a token is back, and once a second
-in case the store was flushed.
+A bucket gains tokens only with time. So the store is certain to refuse what the last known state refuses, and such
+requests are refused locally. They reach the store again when a token is due, and once a second in case the store was
+flushed.
 
 Over all processes, in any w seconds a bucket admits at most count + w * count / seconds, as a strict one does, plus
-tokens leased before and spent now: one lease per process, and no more than the refill of LIFE_US.
+tokens leased earlier: at most one lease per process, and at most the refill of LIFE_US.
 """
 
 import threading
@@ -67,9 +67,10 @@ class _LeasePart:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """A request to the store: spend `costs` from `buckets`, all or none, for one request of `cost` tokens."""
+    """A request to the store: spend `costs` from `buckets`, all or none, for one client request of `cost` tokens."""
 
-    request: Sequence[Bucket]
+    all_buckets: Sequence[Bucket]
+    """All buckets of the client's request. `buckets` has those that no lease covers."""
     cost: int
     parts: tuple[_LeasePart, ...]
     covered: tuple[tuple[_BucketLease, int], ...]
@@ -126,7 +127,7 @@ class Leases:
         return statuses
 
     def plan(self, buckets: Sequence[Bucket], cost: int) -> Spend | LeaseRequest:
-        """Spend locally, or return the request to send to the store.
+        """Decide locally, or return the request to send to the store.
 
         Raises ValueError when a bucket can never hold that many tokens.
         """
@@ -169,12 +170,12 @@ class Leases:
                     _LeasePart(part.bucket, part.lease, lease_request.cost, part.is_lease)
                     for part in lease_request.parts
                 )
-                return LeaseRequest(lease_request.request, lease_request.cost, parts, lease_request.covered, now_us)
+                return LeaseRequest(lease_request.all_buckets, lease_request.cost, parts, lease_request.covered, now_us)
             self._end_leasing(lease_request)
             if is_spent:
-                return self._result(lease_request.request, now_us)
+                return self._result(lease_request.all_buckets, now_us)
             self._refund(lease_request)
-            return self._result(lease_request.request, now_us, reply.spend, lease_request.buckets)
+            return self._result(lease_request.all_buckets, now_us, reply.spend, lease_request.buckets)
 
     def abandon(self, lease_request: LeaseRequest) -> None:
         """Give up a request whose outcome is unknown. Tokens that the store may have spent are lost."""
@@ -183,7 +184,7 @@ class Leases:
             self._refund(lease_request)
 
     def _take(self, part: _LeasePart, lease_request: LeaseRequest, now_us: int) -> None:
-        """Replace the previous lease; only the tokens that this request spends carry over from it."""
+        """Replace the previous lease. At most `cost` - 1 of its tokens carry over."""
         lease = part.lease
         before = min(lease.left, lease_request.cost - 1) if now_us < lease.ends_us else 0
         lease.left = before + part.size - lease_request.cost
@@ -198,26 +199,26 @@ class Leases:
 
     @staticmethod
     def _refund(lease_request: LeaseRequest) -> None:
-        """Return the tokens to the same lease. They are lost if it is replaced or the next one is requested."""
+        """Return the tokens to their leases. They are lost if the lease was replaced or the next one is requested."""
         for lease, ends_us in lease_request.covered:
             if lease.ends_us == ends_us and not lease.is_leasing:
                 lease.left += lease_request.cost
 
     def _result(
         self,
-        request: Sequence[Bucket],
+        buckets: Sequence[Bucket],
         now_us: int,
         refusal: Spend | None = None,
         refused_buckets: Sequence[Bucket] = (),
     ) -> Spend:
-        """Return the result with the current state of each bucket; a refusal's state wins for the buckets it names."""
+        """Return the result with each bucket's status: from the refusal for `refused_buckets`, else the current one."""
         refused = (
             {}
             if refusal is None
             else {one.key: statuses for one, statuses in zip(refused_buckets, refusal.statuses, strict=True)}
         )
         statuses = tuple(
-            refused.get(bucket.key) or _status(bucket, self._lease(bucket.key), now_us) for bucket in request
+            refused.get(bucket.key) or _status(bucket, self._lease(bucket.key), now_us) for bucket in buckets
         )
         return Spend(refusal is None, statuses, 0 if refusal is None else refusal.retry_after_seconds)
 

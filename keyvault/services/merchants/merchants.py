@@ -54,7 +54,7 @@ def resume_account(grant: Grant, account: Account) -> None:
 
 
 def find_account(merchant_id: str, environment: str) -> Account:
-    """Raises NotFoundError."""
+    """Return the account with its merchant. Raises NotFoundError."""
     account: Account | None = (
         Account.objects.select_related("merchant").filter(merchant=merchant_id, environment=environment).first()
     )
@@ -63,11 +63,11 @@ def find_account(merchant_id: str, environment: str) -> Account:
     return account
 
 
-def require_staying(account: Account) -> None:
+def require_not_offboarded(account: Account) -> None:
     """Require a merchant that is not offboarded, inside the transaction that adds something to its account.
 
-    Locks the account's row, so that an offboarding runs before (StateConflictError is raised) or after (and finds the
-    addition). Other accounts do not wait.
+    Locks the account's row, so that an offboarding either precedes the addition (this raises StateConflictError) or
+    finds it. Other accounts do not wait.
     """
     Account.objects.select_for_update(no_key=True).get(pk=account.pk)
     _refuse_offboarded(Merchant.objects.get(pk=account.merchant_id))

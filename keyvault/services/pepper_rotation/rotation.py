@@ -1,10 +1,10 @@
 """Create new pepper versions and retire old ones. Runs on the host only: the service itself can only read peppers.
 
-rotate_pepper        a new version proves from now on, and makes the digests once every process has it, see
+rotate_pepper        creates a version, which makes the digests once every live process has loaded it, see
                      `services.pepper_rotation.propagation`
-(re-hash)            each key moves to it when it is next used, see `services.keys.rehashing`
-retire_pepper        refused while anything live depends on the old one
-destroy_pepper       erases its material, manually, once no backup can bring back a database that needs it
+(rehashing)          each key moves to the new version when it is next used, see `services.keys.rehashing`
+retire_pepper        ends the use of an old version; refused while anything live depends on it
+destroy_pepper       erases a retired version's material, manually, once no backup that needs it will be restored
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ MAX_VERSION_SPAN: Final = 90
 """Maximum span from the oldest version in use to the newest. Vault erases the oldest beyond 100 (`max_versions`)."""
 
 
-# --- a new one ------------------------------------------------------------------------------------------------
+# --- creation -------------------------------------------------------------------------------------------------
 
 
 def rotate_pepper(grant: Grant, pepper_set: PepperSet) -> PepperVersion:
@@ -121,12 +121,12 @@ def _make(pepper_set: PepperSet, newest: int) -> int:
     return number
 
 
-# --- the end of an old one ------------------------------------------------------------------------------------
+# --- retirement and destruction -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PepperUsage:
-    """What still depends on a version, for proof or sealing. Each set of rows can be listed."""
+    """What still depends on a version, for digests or sealed values."""
 
     keys: QuerySet[Key]
     service_tokens: QuerySet[ServiceToken]
@@ -153,13 +153,13 @@ class PepperInUseError(StateConflictError):
 def find_pepper_usage(pepper_set: PepperSet, number: int, now: datetime) -> PepperUsage:
     environment = _environment(pepper_set)
     living = Key.objects.filter(pepper_version=number).exclude(state__in=DEAD_STATES)
-    good = {"pepper_version": number, "revoked_at__isnull": True, "expires_at__gt": now}
-    tokens = ServiceToken.objects.filter(**good) if environment is None else ServiceToken.objects.none()
+    valid = {"pepper_version": number, "revoked_at__isnull": True, "expires_at__gt": now}
+    tokens = ServiceToken.objects.filter(**valid) if environment is None else ServiceToken.objects.none()
     endpoints = WebhookEndpoint.objects.filter(account__environment=environment).order_by("pk")
     return PepperUsage(
         living.filter(credential__account__environment=environment).order_by("key_id"),
         tokens.order_by("token_id"),
-        CustomerToken.objects.filter(account__environment=environment, **good).order_by("token_id"),
+        CustomerToken.objects.filter(account__environment=environment, **valid).order_by("token_id"),
         [row.pk for row in endpoints.iterator() if number in sealed_versions(row)],
         _count_sealed_answers(environment, number, now),
     )

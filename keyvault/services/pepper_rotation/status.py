@@ -24,8 +24,8 @@ class PepperState:
     """One version. `living` includes `dormant`; both count keys, or service tokens in their set.
 
     `stored`: whether the secret backend has it; None if the backend did not answer. `is_loaded`: whether this process
-    has it and checked it. `lagging`: the live reporters that a new version waits for; until then it only proves.
-    `fault`: what is wrong and what to do, or empty.
+    has it and checked it. `lagging`: live reporters that have not loaded a new version, which until then only checks
+    digests. `leaning`: what depends on the version, with counts. `fault`: what is wrong and what to do, or empty.
     """
 
     pepper_set: PepperSet
@@ -50,8 +50,8 @@ class PepperState:
 class UnrecordedVersion:
     """A version that the secret backend has and the database does not.
 
-    An interrupted rotation left it, or the database was restored from an earlier backup, or it is another
-    installation's, as `fault` then states.
+    An interrupted rotation left it, or the database was restored from an earlier backup, or another installation wrote
+    it. In the last case `fault` states the owner.
     """
 
     pepper_set: PepperSet
@@ -138,8 +138,8 @@ def _describe(
     is_loaded, is_hashing, fault = _check(row)
     is_stored = None if stored is None else stored.get(row.number) is VersionState.LIVE
     if row.destroyed_at is not None and is_stored:
-        again = f"retire_pepper --set {pepper_set} --version {row.number} --destroy"
-        fault = f"It was destroyed but is in the secret backend again (a restored Vault?). Run {again}."
+        command = f"retire_pepper --set {pepper_set} --version {row.number} --destroy"
+        fault = f"It was destroyed but is in the secret backend again (a restored Vault?). Run {command}."
     elif row.retired_at is None and is_stored is False and not fault:
         fault = "It is missing from the secret backend and only in memory. Restore it before a process stops."
     return PepperState(

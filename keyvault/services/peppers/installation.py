@@ -36,7 +36,7 @@ def ensure_installation(now: datetime) -> None:
 
 
 def installation_id() -> str:
-    """Return the installation id. Raises IntegrityError before the set-up."""
+    """Return the installation id. Raises IntegrityError before `manage.py setup` has run."""
     row: Installation | None = Installation.objects.first()
     if row is None:
         raise IntegrityError("The service was not set up.", internal="no installation id; run manage.py setup")

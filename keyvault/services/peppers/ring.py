@@ -52,9 +52,10 @@ def list_served_sets() -> list[PepperSet]:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """The loaded versions of one set. `phases`: since when each computes new digests, newest first.
+    """The loaded versions of one set.
 
-    Versions in `staged` only check digests so far.
+    `phases`: for each version, newest first, the time from which it computes new digests, and the peppers for then.
+    `staged`: the versions without such a time, which only check digests.
     """
 
     pepper_set: PepperSet
@@ -164,7 +165,7 @@ class PepperRing:
         self._refreshing, self._thread = threading.Lock(), None
 
     def _note_versions(self) -> None:
-        """Update the gauge of current versions: a version takes effect by the clock alone."""
+        """Update the gauge of current versions. They change with time alone, so every refresh and poll updates it."""
         for pepper_set, loaded in list(self._loaded.items()):
             meters.note_pepper(pepper_set, loaded.now().current_version)
 

@@ -1,7 +1,7 @@
 """PostgreSQL connections with short timeouts, for threads that must not block on a broken network.
 
-TCP detects a server that stops acknowledging, within the seconds that the settings name for every connection.
-Only a client timeout detects a proxy that accepts data but never forwards it: abort the connection.
+The TCP timeouts of every connection (`DATABASES` in the settings) detect a server that stops acknowledging. They do not
+detect a proxy that accepts data but never forwards it: a client timeout must abort that connection.
 """
 
 import copy
@@ -20,6 +20,7 @@ _LOCK_SECONDS = 0.2
 """Maximum wait for the lock of a SQLite database, in seconds; nothing else blocks there."""
 
 _CONNECT_SECONDS = 2
+"""Maximum wait for a connection, in seconds."""
 
 
 def use_short_timeouts() -> None:

@@ -1,7 +1,7 @@
-"""Queries through libpq itself, for polls that run several times a second next to the verdicts.
+"""Queries through libpq itself, for polls that run several times a second beside the verdicts.
 
-A cursor holds the interpreter lock several times longer than the query needs, and wakes up at each protocol step.
-Verdicts would wait for it. These functions wait once, without the lock.
+A psycopg cursor holds the interpreter lock several times longer than these functions, and wakes up at each protocol
+step. Verdicts would wait for it. These functions wait in poll(2), which releases the lock.
 """
 
 import select

@@ -33,7 +33,7 @@ from keyvault.domain.keys import DEAD_STATES
 from keyvault.models import Credential, Key, Material, ProviderConnection
 from keyvault.services import offboarding
 from keyvault.services.keys.lifecycle import get_key
-from keyvault.services.reconciliation.report import ReconciliationNotice, ReconciliationReport
+from keyvault.services.reconciliation.report import FindingReporter, ReconciliationReport
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets import provider_connections
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 NIGHT = time(2, tzinfo=UTC)
 
-_FAILURES = 3
-"""Consecutive paths without a reply after which the backend counts as away and the run ends."""
+_MAX_UNANSWERED = 3
+"""Consecutive paths without a reply after which the backend counts as unavailable and the run ends."""
 
 _BATCH = 200
 
@@ -89,8 +89,8 @@ def reconcile(
 ) -> ReconciliationReport:
     """Reconcile one environment. `renew` is called repeatedly, and may raise to end the run.
 
-    Errors are isolated per path and counted. A backend that is away or denies access ends the run, and the report is
-    then not complete.
+    Errors are isolated per path and counted. A backend that is unavailable or denies access ends the run; the report is
+    then incomplete.
     """
     run = _ReconciliationRun(environment, is_dry_run, principal, renew)
     try:
@@ -112,7 +112,7 @@ def reconcile(
     return run.report
 
 
-class _ReconciliationRun(ReconciliationNotice):
+class _ReconciliationRun(FindingReporter):
     """One run over one environment."""
 
     def __init__(
@@ -203,7 +203,7 @@ class _ReconciliationRun(ReconciliationNotice):
             self.report.add_finding("orphan destroyed", key.credential.backend_path, number, key_id=key.key_id)
 
     def _check_connection(self, connection: ProviderConnection) -> None:
-        """Settle or forget a connection's path, but only if every version is this connection's. Otherwise report it."""
+        """Settle or forget a connection's path. Report it instead if any version is not this connection's."""
         path, own = connection.backend_path, provider_connections.connection_id(connection)
         found = list(self._versions(path))
         unattributed = [each.version for each in found if not self._is_of(own, path, each)]
@@ -283,7 +283,7 @@ class _ReconciliationRun(ReconciliationNotice):
         return next((each.state for each in found if each.version == number), None)
 
     def _correct(self, key: Key, material: Material) -> None:
-        """Correct a copy's visibility. A call that a newer one overtook arrived late."""
+        """Correct a copy's visibility. It is wrong when a backend call arrives after a newer one."""
 
         def settle(grant: Grant, fresh: Key, lease: Lease) -> None:
             if fresh.version != key.version:
@@ -295,20 +295,20 @@ class _ReconciliationRun(ReconciliationNotice):
             self.report.put_right += 1
             self.report.add_finding(material.value, key.credential.backend_path, key.backend_version, key_id=key.key_id)
 
-    # --- whose it is ----------------------------------------------------------------------------------------
+    # --- rows -----------------------------------------------------------------------------------------------
 
     def _find_credential(self, path: str) -> Credential | None:
         rows = Credential.objects.select_related("account__merchant").filter(credential_id=path.rpartition("/")[2][:32])
         row = rows.filter(account__environment=self.environment).first()
         return row if row is not None and row.backend_path == path else None
 
-    # --- doing ----------------------------------------------------------------------------------------------
+    # --- changes --------------------------------------------------------------------------------------------
 
     def _with_copy(self, key: Key, change: Callable[[Grant, Key, Lease], None]) -> bool:
-        """Run `change` under the copy's lease, on the key's current row. False: another worker has it."""
+        """Run `change` under the copy's lease, on the key's current row. False: another worker holds the lease."""
         if self.report.is_dry_run:
             return True
-        lease = leases.claim(copy_subject(key), datetime.now(UTC), now_or_never=True)
+        lease = leases.claim(copy_subject(key), datetime.now(UTC), ignore_due_at=True)
         fresh = get_key(key.key_id)
         if lease is None or fresh is None:
             self.report.left += 1
@@ -336,7 +336,7 @@ class _ReconciliationRun(ReconciliationNotice):
 
     @contextmanager
     def _isolated(self, path: str) -> Iterator[None]:
-        """Isolate errors per path: count them, and end the run after _FAILURES unanswered ones."""
+        """Isolate errors per path: count them, and end the run after _MAX_UNANSWERED without a reply."""
         try:
             yield
         except BackendDeniedError:
@@ -347,7 +347,7 @@ class _ReconciliationRun(ReconciliationNotice):
             self.report.failed += 1
             self._unanswered += isinstance(error, DependencyUnavailableError)
             self.report.add_finding("failed", path, None, why=error.internal or error.detail)
-            if self._unanswered >= _FAILURES:
+            if self._unanswered >= _MAX_UNANSWERED:
                 raise
         else:
             self._unanswered = 0

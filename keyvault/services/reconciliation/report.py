@@ -65,8 +65,8 @@ class ReconciliationReport:
             self.findings.append(finding)
 
 
-class ReconciliationNotice:
-    """Report the findings of one run over one environment, each to its account and once."""
+class FindingReporter:
+    """Reports the findings of one run over one environment, each once to the account that it concerns."""
 
     def __init__(self, environment: Environment, is_dry_run: bool, principal: System) -> None:
         self.environment, self.principal = environment, principal

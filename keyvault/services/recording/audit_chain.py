@@ -1,4 +1,4 @@
-"""Writing and checking the audit chains."""
+"""Write and verify the audit chains."""
 
 import json
 from collections.abc import Iterator
@@ -133,7 +133,7 @@ def _read_stored(entries: QuerySet[AuditEntry]) -> Iterator[ChainedEntry]:
 
 
 def stored_bytes(stored: bytes | memoryview | str) -> bytes:
-    """Return stored bytes. SQLite keeps the type of a foreign write, which must not stop the check."""
+    """Return a stored value as bytes. SQLite keeps text that another program wrote, and verification must not stop."""
     return stored.encode() if isinstance(stored, str) else bytes(stored)
 
 

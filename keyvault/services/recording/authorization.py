@@ -1,4 +1,4 @@
-"""Calls of the one decision function for the frontends, and the principal of an operator's account."""
+"""Grants for the frontends, from the one decision function (`access.decision.decide`), and operators' principals."""
 
 from datetime import datetime
 

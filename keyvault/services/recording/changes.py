@@ -166,8 +166,9 @@ class FeedRewoundError(Exception):
 class Position:
     """A follower's position in the feed: takes polls, returns what to apply and what is confirmed. No I/O.
 
-    `floor`: every change up to there is applied, except those that `_older_holders` may still commit: transactions
-    whose rows may be below it. When one of them ends, the follower drops its whole cache.
+    `is_placed`: a first batch was applied. `floor`: every change up to this sequence is applied, except those that
+    `_older_holders` may still commit: transactions whose rows may be below it. When one of them ends, the follower
+    drops its whole cache.
     """
 
     confirmed: int = 0

@@ -114,9 +114,10 @@ class HostGeneration:
             os.close(descriptor)
 
     def _map(self, descriptor: int) -> bool:
-        """Map this file as `words`; return whether it was not the mapped one, whose readers are then notified.
+        """Map this file as `words`. Return False if it is already mapped, True if it replaces another or none.
 
-        Initializes a file without our header in place, so that all processes read the same file.
+        Notifies the readers of the file that it replaces. Initializes a file without our header in place, so that all
+        processes read the same file.
         """
         status = os.fstat(descriptor)
         file = status.st_dev, status.st_ino

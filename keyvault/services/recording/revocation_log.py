@@ -77,15 +77,15 @@ def describe_ended(ended: Iterable[Subject], sequence: int, now: datetime, *, un
 
     `unit`: see `domain.revocation_log.Ended`.
     """
-    ends = list(ended)
-    names = [identity for kind, identity in ends if kind == "key"]
-    rows = Key.objects.filter(pk__in=names).values_list("key_id", "state", "reason") if names else ()
+    subjects = list(ended)
+    key_ids = [identity for kind, identity in subjects if kind == "key"]
+    rows = Key.objects.filter(pk__in=key_ids).values_list("key_id", "state", "reason") if key_ids else ()
     keys = {key_id: (state, reason or "") for key_id, state, reason in rows}
-    names = [identity for kind, identity in ends if kind == "customer_token"]
-    expiries = CustomerToken.objects.filter(pk__in=names).values_list("token_id", "expires_at") if names else ()
+    token_ids = [identity for kind, identity in subjects if kind == "customer_token"]
+    expiries = CustomerToken.objects.filter(pk__in=token_ids).values_list("token_id", "expires_at") if token_ids else ()
     tokens = dict(expiries)
     lines = []
-    for kind, identity in ends:
+    for kind, identity in subjects:
         state, reason = keys.get(identity, ("", "")) if kind == "key" else ("", "")
         expires_at = tokens.get(identity) if kind == "customer_token" else None
         lines.append(Ended(sequence, now, kind, identity, state, reason, unit, boot_id(), expires_at))
@@ -165,7 +165,7 @@ def boot_id() -> str:
 
 
 def announce_failure(grant: Grant, account: Account, error: OSError) -> None:
-    """Raise the alarm inside the caller's transaction. Any account will do, because a host has none."""
+    """Raise the alarm inside the caller's transaction. `account`: any one, because the host itself has none."""
     why = os.strerror(error.errno) if error.errno else "the write failed"
     announce(grant, NoticeKind.REVOCATION_LOG_FAILED, account, host_name(), why=why)
 
@@ -207,9 +207,9 @@ def _note_committed(unit: str) -> None:
 
 
 @contextmanager
-def _open_file(path: Path, more: int = 0) -> Iterator[int]:
-    """Open the file for each call, so that a file moved away is not written to. `more`: flags of `os.open`."""
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | more, 0o600)
+def _open_file(path: Path, extra_flags: int = 0) -> Iterator[int]:
+    """Open the file for one call, so that a file moved away is not written to. `extra_flags`: of `os.open`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | extra_flags, 0o600)
     try:
         yield descriptor
     finally:

@@ -1,4 +1,4 @@
-"""Append to this host's revocation log what it lacks: other hosts' revocations and failed writes.
+"""Append missing revocations to this host's revocation log: those of other hosts, and those that were not written.
 
 The change feed supplies the candidates: rows after the newest one checked, up to the last one below which no row can
 still appear. On PostgreSQL that is the newest sequence that any verifier has confirmed. On SQLite, which has one
@@ -85,7 +85,7 @@ class LogBackfill:
         last = _last_settled()
         if last < self.position:
             # Either the database was set back, or no verifier follows it and nothing is known to be settled.
-            self._notice_return(read_counter())
+            self._detect_rewind(read_counter())
         if last <= self.position:
             return 0
         changes = Change.objects.filter(sequence__gt=self.position, sequence__lte=last, subject_kind__in=ENDING)
@@ -101,8 +101,8 @@ class LogBackfill:
     def _settle(self, now: datetime) -> None:
         """Settle lines whose outcome is overdue.
 
-        Lines beyond the sequence counter stay: the database was set back, and what is alive in it may have been
-        revoked.
+        Lines beyond the database's sequence counter stay unsettled: the database was set back, and an object that is
+        alive in it may have been revoked.
         """
         waiting = self._confirmed.list_unconfirmed(boot_id())
         due = [unit for unit in waiting if unit[0].at + _SETTLED_AFTER <= now]
@@ -113,7 +113,7 @@ class LogBackfill:
             append_lines([Committed(unit[0].unit) if have_ended(unit) else Dropped(unit[0].unit) for unit in due])
             self._catch_up()
 
-    def _notice_return(self, counter: int) -> None:
+    def _detect_rewind(self, counter: int) -> None:
         """Detect a database that was set back. Startup refuses one, but this process is already running."""
         if counter < self.position:
             _log.error("the database was set back; stop all processes, and run: manage.py replay_revocations")
@@ -151,11 +151,11 @@ class LogBackfill:
         for kind, model in ENDING.items():
             names = {change.subject_id for change in found if change.subject_kind == kind}
             rows = model._default_manager.filter(pk__in=names) if names else ()
-            missing += [(kind, str(row.pk)) for row in rows if row.has_ended() and not self._has(row)]
+            missing += [(kind, str(row.pk)) for row in rows if row.has_ended() and not self._is_logged(row)]
         return missing
 
-    def _has(self, row: RecordedModel) -> bool:
-        """Whether the log has the row's end. A revoked key may be reported as compromised later."""
+    def _is_logged(self, row: RecordedModel) -> bool:
+        """Whether the log has the row's revocation. A key's state must match too: it may become compromised later."""
         subject = row.alters()
         line = None if subject is None else self._known.get(subject)
         return line is not None and (not isinstance(row, Key) or line.state == row.state)
@@ -170,7 +170,7 @@ def backfill_log(now: datetime) -> int:
 
 
 def _last_settled() -> int:
-    """Return the newest change below which none can still appear; 0 if none is known."""
+    """Return the newest sequence up to which no further change can appear; 0 if none is known."""
     settled = Change.objects.all()
     if connection.vendor == "postgresql":
         confirmed = Verifier.objects.aggregate(newest=Max("confirmed_sequence"))["newest"]

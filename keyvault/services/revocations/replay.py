@@ -24,7 +24,7 @@ from keyvault.services.recording.transaction import recorded
 _BATCH = 900
 """Ids in one query. SQLite accepts 999 parameters everywhere."""
 
-_ROUNDS = 5
+_MAX_ATTEMPTS = 5
 """Maximum attempts on a row that another writer changes concurrently."""
 
 _LIVING: Mapping[str, Q] = {
@@ -129,7 +129,7 @@ def _move_counter(sequence: int) -> None:
             cursor.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('keyvault_change', %s)", [sequence])
 
 
-# --- what was lost ----------------------------------------------------------------------------------------
+# --- comparison -------------------------------------------------------------------------------------------
 
 
 def _batches(found: Comparison, now: datetime) -> Iterator[list[Ended]]:
@@ -178,12 +178,12 @@ def _compare(kind: str, ends: Mapping[str, Ended], found: Comparison) -> None:
     found.unknown.update((kind, name) for name in ends if name not in known)
 
 
-# --- and how it ends again --------------------------------------------------------------------------------
+# --- replay -----------------------------------------------------------------------------------------------
 
 
 def _end(grant: Grant, line: Ended) -> bool:
-    """Revoke again. Return whether it ended; a concurrent writer causes a bounded number of retries."""
-    for _ in range(_ROUNDS):
+    """Revoke again. Return False if another writer changed the row during each of _MAX_ATTEMPTS attempts."""
+    for _ in range(_MAX_ATTEMPTS):
         try:
             _END[line.kind](grant, line)
         except StateConflictError:

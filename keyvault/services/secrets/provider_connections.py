@@ -6,8 +6,8 @@ which it reads private keys. The local keystore has no such readers, because onl
 it for development, and Vault or OpenBao for payments.
 
 The row with the backend path is written first, so that a crash leaves no credentials at an unknown path. No backend
-call runs inside a database transaction. Labels say which connection and which write a version belongs to, so that
-reading it back resolves a lost response.
+call runs inside a database transaction. Labels name the connection and the write that a version belongs to. After a
+lost response, reading the version back therefore shows whether the write succeeded.
 """
 
 import secrets
@@ -35,7 +35,7 @@ from keyvault.domain.errors import NotFoundError, StateConflictError
 from keyvault.domain.ids import mint_id
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, ProviderConnection
-from keyvault.services.merchants.merchants import require_staying
+from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import MOUNT, find_backend_location, secret_backend
 from keyvault.services.secrets.stored_copies import ForeignWriterError, require_served
@@ -71,7 +71,10 @@ def set_connection(grant: Grant, account: Account, provider: str, credentials: P
 
 
 def replace_connection(grant: Grant, connection: ProviderConnection, credentials: Plaintext) -> ProviderConnection:
-    """Replace the credentials of this connection. Raises StateConflictError when it is removed; else as above."""
+    """Replace the credentials of this connection. Raises as `set_connection`.
+
+    Raises StateConflictError also when the connection is removed.
+    """
     text = _read_valid(connection.account, credentials)
     if connection.removed_at is not None:
         raise StateConflictError("The connection is removed. Add a new one.")
@@ -208,7 +211,7 @@ def _add(grant: Grant, account: Account, provider: str) -> ProviderConnection:
     )
     try:
         with recorded(grant, P.CONNECTIONS_WRITE, "connection.added", account=account, **_about(connection)):
-            require_staying(account)
+            require_not_offboarded(account)
             connection.save()
     except IntegrityError as error:
         raise StateConflictError(
@@ -221,7 +224,7 @@ def _begin(grant: Grant, connection: ProviderConnection) -> None:
     """Record that a write begins, so that the worker checks its result if this process dies."""
     account = connection.account
     with recorded(grant, P.CONNECTIONS_WRITE, "connection.write_began", account=account, **_about(connection)):
-        require_staying(account)
+        require_not_offboarded(account)
         connection.compare_and_swap(settle_due_at=grant.at + WRITE_WITHIN)
 
 

@@ -63,10 +63,10 @@ def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None =
     """Write the key's string as the newest version of its credential and return the version's number.
 
     Args:
-        after: The newest version when the key was staged. A worker that was overtaken since then writes nothing,
-            rather than a discarded key over the current one. None: no check beyond the current version.
-        again: Write a new version even if the newest one is already the key's. Pending writes after that version then
-            fail.
+        after: The newest version when the key was staged. If another worker has written a newer one since then, the
+            write fails, because the key may have been discarded. None: the newest version at the time of the call.
+        again: Write a new version even if the newest one is already the key's. Pending writes that expect that version
+            to be the newest then fail.
 
     Safe to repeat after an ambiguous response: the stored version is read back and identified by its key id.
 
@@ -226,7 +226,7 @@ def _record_material(grant: Grant, key: Key, material: Material, event: str, lea
 
 
 def announce_missing(grant: Grant, key: Key) -> None:
-    """Raise the alarm, inside a `recorded` block, that a copy is gone which Keyvault did not destroy."""
+    """Raise an alarm about a copy that is gone although Keyvault did not destroy it, inside a `recorded` block."""
     announce(
         grant,
         NoticeKind.BACKEND_UNATTRIBUTED,
@@ -240,7 +240,7 @@ def announce_missing(grant: Grant, key: Key) -> None:
 
 
 def forget_string(key: Key) -> None:
-    """Destroy the copy in the key's row, because a newer one replaces it. Idempotent."""
+    """Destroy the copy that the key's row names, because a newer copy replaces it. Idempotent."""
     if key.backend_version is not None and not _holds_other_string(key):
         secret_backend().destroy(*_location(key), key.backend_version)
 
@@ -263,12 +263,12 @@ def list_to_destroy() -> list[Key]:
     The limit per environment keeps an unavailable backend from delaying the others.
     """
     served = map(Environment, settings.ENVIRONMENTS)
-    return [key for environment in served for key in _list(environment, Material.DESTROY_DUE)[:100]]
+    return [key for environment in served for key in _list_due(environment, Material.DESTROY_DUE)[:100]]
 
 
 def list_unsettled(environment: Environment) -> list[Key]:
     """Return up to 500 keys whose copies are due for `settle_string`."""
-    return list(_list(environment, Material.DELETE_DUE, Material.RESTORE_DUE)[:500])
+    return list(_list_due(environment, Material.DELETE_DUE, Material.RESTORE_DUE)[:500])
 
 
 def copy_subject(key: Key) -> str:
@@ -276,7 +276,7 @@ def copy_subject(key: Key) -> str:
     return f"copy:{key.key_id}"
 
 
-def _list(environment: Environment, *due: Material) -> QuerySet[Key]:
+def _list_due(environment: Environment, *due: Material) -> QuerySet[Key]:
     keys = Key.objects.select_related("credential__account__merchant").filter(material__in=due)
     rows: QuerySet[Key] = keys.filter(credential__account__environment=environment)
     return rows.order_by("created_at")

@@ -197,29 +197,30 @@ def _record_lock(counter: _Counter, row: Operator | None, address: str | None, n
     MAX_ADDRESS_LOCKS per minute share one entry, except an address that raises the alarm.
     """
     grant = authorize(CONSOLE, Permission.SESSIONS_WRITE, now=now)
-    seen: dict[str, Any] = {"address": address or "unknown", "failures": SIGN_IN_FAILURES}
-    seen |= {"seconds": SIGN_IN_LOCK_SECONDS}
+    details: dict[str, Any] = {"address": address or "unknown", "failures": SIGN_IN_FAILURES}
+    details |= {"seconds": SIGN_IN_LOCK_SECONDS}
     if counter.kind == "address":
         is_repeated = _is_alarm_unseen(NoticeKind.ADDRESS_LOCKED, _ADDRESSES)
         if is_repeated and not sign_in_refusals.note_address_lock(now):
             return
-        with recorded(grant, Permission.SESSIONS_WRITE, "address.locked", **seen):
+        with recorded(grant, Permission.SESSIONS_WRITE, "address.locked", **details):
             if not is_repeated:
-                announce(grant, NoticeKind.ADDRESS_LOCKED, None, _ADDRESSES, **seen)
+                announce(grant, NoticeKind.ADDRESS_LOCKED, None, _ADDRESSES, **details)
     elif row is not None:
         with recorded(
-            grant, Permission.SESSIONS_WRITE, "operator.locked", username=row.username, by=counter.kind, **seen
+            grant, Permission.SESSIONS_WRITE, "operator.locked", username=row.username, by=counter.kind, **details
         ):
-            _announce_lock(grant, row, counter.kind, seen)
+            _announce_lock(grant, row, counter.kind, details)
 
 
-def _announce_lock(grant: Grant, row: Operator, by: str, seen: dict[str, Any]) -> None:
+def _announce_lock(grant: Grant, row: Operator, by: str, details: dict[str, Any]) -> None:
     subject = row.username[:64]
     if not _is_alarm_unseen(NoticeKind.OPERATOR_LOCKED, subject):
-        announce(grant, NoticeKind.OPERATOR_LOCKED, None, subject, by=by, **seen)
+        announce(grant, NoticeKind.OPERATOR_LOCKED, None, subject, by=by, **details)
 
 
 _ADDRESSES = "sign-in"
+"""Subject of the alarm about locked addresses, of which at most one is unseen."""
 
 
 def _is_alarm_unseen(kind: NoticeKind, subject: str) -> bool:

@@ -1,4 +1,4 @@
-"""Check whether this process can judge keys, by the name of each dependency."""
+"""Readiness: check every dependency that this process needs to judge keys."""
 
 from collections.abc import Mapping
 

@@ -76,9 +76,9 @@ def require_schema() -> None:
     # The loader resolves squashed migrations as `migrate` does.
     missing = sorted(set(loader.graph.nodes) - applied)
     if missing:
-        many = "1 migration" if len(missing) == 1 else f"{len(missing)} migrations"
+        count = "1 migration" if len(missing) == 1 else f"{len(missing)} migrations"
         raise ImproperlyConfigured(
-            f"the database is behind this release: it lacks {many}, such as {'.'.join(missing[0])}; "
+            f"the database is behind this release: it lacks {count}, such as {'.'.join(missing[0])}; "
             "run: manage.py setup"
         )
     # Migrations squashed long ago are unknown too, but older than the newest one.
@@ -181,7 +181,8 @@ def format_log_loss() -> str:
 def format_log_damage(lines: Sequence[int]) -> str:
     """Explain which lines are damaged, and the manual repair."""
     numbers = ", ".join(map(str, lines[:5])) + (" and others" if len(lines) > 5 else "")
+    fault = f"line {numbers} fails its checksum" if len(lines) == 1 else f"lines {numbers} fail their checksums"
     return (
-        f"line {numbers} fails its checksum. Run: manage.py replay_revocations, which applies the intact "
+        f"{fault}. Run: manage.py replay_revocations, which applies the intact "
         "lines. Then check manually what the damaged lines named, keep a copy of the file, and remove those lines"
     )

@@ -1,12 +1,12 @@
 """Record who used which key and when: counted in memory on the request path, written shortly after by a thread.
 
-Silence is observed, not assumed. Each process that verifies keys is a reporter. It writes its counts together with a
-watermark: the time up to which the counts are complete. A reporter that exits without deregistering is marked lost, and
-some uses may be lost with it. Any wait for silence restarts from that moment.
+A key counts as silent only for times that every reporter covers. Each process that verifies keys is a reporter. It
+writes its counts together with a watermark: the time up to which the counts are complete. A reporter that exits without
+deregistering is marked lost, and some uses may be lost with it. Any wait for silence restarts from that moment.
 
-A reporter uses its own host's clock, and the engine judges it by the engine's clock. Clocks must agree within
-LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check.
-Silence then cannot be established until the clock is corrected. A smaller difference shifts times by at most itself.
+A reporter uses its own host's clock, and the engine compares it with the engine's clock. Clocks must agree within
+LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check,
+so that silence cannot be established until the clock is corrected. A smaller difference shifts times by that much.
 """
 
 import logging
@@ -52,7 +52,7 @@ _MAX_DELETED = 5_000
 """Maximum buckets deleted in one run."""
 
 _MAX_BUCKETS = 20_000
-"""Buckets in memory after which new sources are no longer kept apart."""
+"""Maximum buckets in memory with a source each. Further uses are counted without source, user agent and origin."""
 
 
 def utc_now() -> datetime:
@@ -108,11 +108,11 @@ class UsageLog(BackgroundThread):
     ) -> None:
         """Count one use. Takes microseconds, performs no I/O and never raises.
 
-        In a flood of distinct sources only the first ones are kept apart. Secrets in client-supplied text are redacted.
-        If the database is unavailable the use is kept for the next flush.
+        In a flood of distinct sources only the first _MAX_BUCKETS are distinguished. Secrets in client-supplied text
+        are redacted. If the database is unavailable the use is kept for the next flush.
 
-        The lock orders this timestamp against the watermark in `flush`: no later use can be older than a written
-        watermark.
+        The lock orders this timestamp and the watermark in `_take`: a use that is not in a report is not older than the
+        report's watermark.
         """
         source, user_agent, endpoint, origin = (
             clean_text(source[:MAX_REDACTED_LENGTH], 64),
@@ -210,8 +210,8 @@ class UsageLog(BackgroundThread):
     def _keep(self, counted: Iterable[Collection[Uses]], used: set[str]) -> None:
         """Put counts back for the next flush. The lock, which the request path needs, covers only the newest counts."""
         kept: dict[Use, Uses] = {}
-        for some in _in_portions(chain.from_iterable(counted)):
-            for row in some:
+        for portion in _in_portions(chain.from_iterable(counted)):
+            for row in portion:
                 _add(kept, row)
         with self._lock:
             late, self._counts = self._counts, kept
@@ -231,7 +231,7 @@ class UsageLog(BackgroundThread):
             self.flush()
 
     def _maintain_peppers(self) -> None:
-        """Run this process's other background work that only needs the database."""
+        """Write pending rehashes and check for new peppers. Both need only the database."""
         failure = "pepper maintenance failed; digests are renewed when each key is next proved"
         with log_failure(_log, failure, outage="pepper maintenance failed"):
             pending_rehashes.write(self.now())

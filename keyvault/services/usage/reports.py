@@ -217,7 +217,7 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
 
 
 def find_attempts(key_id: str, since: datetime) -> UseAttempts:
-    """Return what a tripwire needs about the time since suspension, independent of the number of sources."""
+    """Return the latest attempts since a key was suspended, for its tripwire. Cheap however many sources there are."""
     attempts = _attempts_since(key_id, since)
     last_at = attempts.aggregate(at=Max("last_at"))["at"]
     if last_at is None:

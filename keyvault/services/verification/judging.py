@@ -56,8 +56,8 @@ class DatabaseSources:
 
     def buckets(self, record: KeyRecord, endpoint: Endpoint) -> tuple[Bucket, ...]:
         with _stale_on_failure():
-            endpoints_own, row = endpoint_limit(record.account_id, record.environment, endpoint)
-        return record_buckets(record, endpoint, endpoints_own, "" if row is None else f"{row.pk}.{row.version}")
+            limit, row = endpoint_limit(record.account_id, record.environment, endpoint)
+        return record_buckets(record, endpoint, limit, "" if row is None else f"{row.pk}.{row.version}")
 
     def spend(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend:
         return limiter().spend(buckets, cost, refuse_on_loss=refuse_on_loss)
@@ -111,15 +111,15 @@ def explain_described(
 
 
 def record_buckets(
-    record: KeyRecord, endpoint: Endpoint, endpoints_own: Limit | None, endpoint_setting: str
+    record: KeyRecord, endpoint: Endpoint, own_limit: Limit | None, endpoint_setting: str
 ) -> tuple[Bucket, ...]:
-    """Return the buckets to spend from. `endpoints_own` and `endpoint_setting` come from `endpoint_limit`."""
+    """Return the buckets to spend from. `own_limit` and `endpoint_setting`: the endpoint's, see `endpoint_limit`."""
     return account_buckets(
         record.account_id,
         record.kind,
         limit_of(record.limit_count, record.limit_seconds) or default_limit(record.environment),
         endpoint.name,
-        endpoints_own,
+        own_limit,
         account_setting=str(record.account_version),
         endpoint_setting=endpoint_setting,
     )

@@ -1,7 +1,7 @@
 """Record refused requests and the deciding rule: in memory on the request path, written shortly after by a thread.
 
 Support staff look a refusal up by its request id. It is neither evidence nor part of a verdict, so losing one is
-acceptable. Memory is bounded. So are the rows that a flood can cause, be it unproved requests or one revoked key.
+acceptable. Memory is bounded, and so are the rows that a flood of unproved requests or of one revoked key can cause.
 """
 
 import logging

@@ -65,14 +65,14 @@ class Send(Protocol):
     ) -> Reply: ...
 
 
-# --- what came of it -------------------------------------------------------------------------------------------
+# --- delivery reports ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryReport:
     """Whether a notice reached the merchant.
 
-    `has_failed`: nothing was delivered and nothing is pending; `reason` why.
+    `has_failed`: nothing was delivered and nothing is pending. `reason`: why nothing was delivered.
     """
 
     delivered_at: datetime | None
@@ -138,11 +138,11 @@ def _attempt_all(pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: 
 def _next_due(now: datetime, busy: Sequence[int], limit: int) -> list[WebhookDelivery]:
     """Return one delivery for each endpoint: first attempts before retries, then the longest waiting.
 
-    Endpoints of an offboarded merchant still receive earlier notices, including the one that its access ended.
+    Endpoints of an offboarded merchant still receive earlier notices, including those about the end of its access.
     """
-    takes = Q(endpoint__disabled_at__isnull=True) | Q(endpoint__account__merchant__status=MerchantStatus.OFFBOARDED)
+    accepts = Q(endpoint__disabled_at__isnull=True) | Q(endpoint__account__merchant__status=MerchantStatus.OFFBOARDED)
     due = WebhookDelivery.objects.filter(
-        takes,
+        accepts,
         state=DeliveryState.DUE,
         due_at__lte=now,
         endpoint__account__environment__in=settings.ENVIRONMENTS,
@@ -180,7 +180,7 @@ def _raise_later(error: Exception) -> Callable[[], Reply]:
     return attempt
 
 
-# --- how an attempt ended --------------------------------------------------------------------------------------
+# --- outcomes --------------------------------------------------------------------------------------------------
 
 
 def _store_outcome(delivery: WebhookDelivery, attempt: Future[Reply], now: datetime) -> None:
@@ -188,25 +188,25 @@ def _store_outcome(delivery: WebhookDelivery, attempt: Future[Reply], now: datet
     error = attempt.exception()
     if error is None:
         reply = attempt.result()
-        judgement, delivery.last_status = judge_response(reply.status, reply.retry_after, now), reply.status
-        delivery.last_error = "" if judgement.verdict is DeliveryOutcome.DELIVERED else f"answered {reply.status}"
+        assessment, delivery.last_status = judge_response(reply.status, reply.retry_after, now), reply.status
+        delivery.last_error = "" if assessment.verdict is DeliveryOutcome.DELIVERED else f"answered {reply.status}"
     else:
-        judgement, delivery.last_status = _NO_REPLY, None
+        assessment, delivery.last_status = _NO_REPLY, None
         delivery.last_error = (error.detail if isinstance(error, KeyvaultError) else type(error).__name__)[:300]
         internal = error.internal if isinstance(error, KeyvaultError) else repr(error)
         _log.info("a webhook delivery got no reply", extra={"notice": delivery.notice_id, "why": internal})
     try:
-        _settle(delivery, judgement, now)
+        _settle(delivery, assessment, now)
     except KeyvaultError as fault:
         _log.warning("the outcome of a webhook delivery was not stored", extra={"why": fault.internal or fault.detail})
 
 
-def _settle(delivery: WebhookDelivery, judgement: DeliveryAssessment, now: datetime) -> None:
+def _settle(delivery: WebhookDelivery, assessment: DeliveryAssessment, now: datetime) -> None:
     outcome = {"last_status": delivery.last_status, "last_error": delivery.last_error}
-    if judgement.verdict is DeliveryOutcome.DELIVERED:
+    if assessment.verdict is DeliveryOutcome.DELIVERED:
         _current_attempt(delivery).update(**outcome, state=DeliveryState.DELIVERED, delivered_at=now)
         return
-    if judgement.verdict is DeliveryOutcome.GONE:
+    if assessment.verdict is DeliveryOutcome.GONE:
         _give_up(delivery, now, is_disabled=True)
         return
     # A test reports its first outcome and is never retried.
@@ -217,7 +217,7 @@ def _settle(delivery: WebhookDelivery, judgement: DeliveryAssessment, now: datet
     elif pause is None:
         _give_up(delivery, now, is_disabled=not _has_delivered_since(delivery))
     else:
-        _current_attempt(delivery).update(**outcome, due_at=now + max(pause, judgement.wait))
+        _current_attempt(delivery).update(**outcome, due_at=now + max(pause, assessment.wait))
 
 
 def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> None:

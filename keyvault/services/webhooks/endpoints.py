@@ -24,7 +24,7 @@ from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.sealing import seal, sealed_with, unseal
 from keyvault.models import Account, DeliveryState, Notice, WebhookDelivery, WebhookEndpoint
-from keyvault.services.merchants.merchants import require_staying
+from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.peppers.ring import load_peppers, refresh_peppers
 from keyvault.services.recording.notifications import announce_to
 from keyvault.services.recording.transaction import recorded
@@ -60,7 +60,7 @@ def add_endpoint(grant: Grant, account: Account, url: str) -> tuple[WebhookEndpo
         raise StateConflictError(duplicate)
     try:
         with recorded(grant, _P, "webhook_endpoint.added", account=account, host=destination.host):
-            require_staying(account)
+            require_not_offboarded(account)
             _require_room(account)
             endpoint.save()
     except IntegrityError as error:
@@ -120,7 +120,7 @@ def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:
     if endpoint.disabled_at is None:
         raise StateConflictError("The endpoint is already enabled.")
     with recorded(grant, _P, "webhook_endpoint.enabled", account=endpoint.account, **_audit_details(endpoint)):
-        require_staying(endpoint.account)
+        require_not_offboarded(endpoint.account)
         _require_room(endpoint.account)
         endpoint.compare_and_swap(disabled_at=None, disabled_why="")
         return WebhookDelivery.objects.filter(
@@ -137,7 +137,7 @@ def send_test(grant: Grant, endpoint: WebhookEndpoint) -> Notice:
 
 
 def list_to_reseal() -> list[WebhookEndpoint]:
-    """Return endpoints of the served environments with secrets sealed under an older pepper than the current."""
+    """Return endpoints of the served environments with secrets that are not sealed under the current pepper."""
     found = []
     for environment in map(Environment, settings.ENVIRONMENTS):
         peppers = load_peppers(PEPPER_SET[environment])

@@ -1,7 +1,7 @@
 """Leases: one worker at a time per piece of work, with takeover when that worker dies.
 
-A lease is an exclusive claim with an expiry. Its token fences: `hold`, in the transaction that records the outcome,
-rejects a worker whose lease has passed to another.
+A lease is an exclusive claim with an expiry. Its token is a fencing token: `hold`, in the transaction that records the
+outcome, rejects a worker whose lease another worker has taken over.
 """
 
 import secrets
@@ -18,13 +18,14 @@ from keyvault.models import WorkLease
 LEASE = timedelta(seconds=15)
 """Lifetime of a lease. Longer than the timeout of a secret backend call, which is a few seconds.
 
-A call that still takes longer fails in `hold` when its worker records the outcome."""
+A call that still takes longer fails in `hold` when its worker records the outcome.
+"""
 
 _FIRST_BACKOFF_SECONDS = 1
 _MAX_BACKOFF_SECONDS = 60
 _PAUSE_SECONDS = 5
 _FAILED_BATCH = 500
-"""Maximum rows of failed work read at once."""
+"""Maximum rows of failed work read in one query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,16 @@ class Lease:
     attempts: int
 
 
-def claim(subject: str, now: datetime, *, now_or_never: bool = False) -> Lease | None:
+def claim(subject: str, now: datetime, *, ignore_due_at: bool = False) -> Lease | None:
     """Claim a piece of work in a transaction of its own; None while another worker holds it or it is not due.
 
-    `now_or_never`: ignore the due time, because a caller waits for the result.
+    `ignore_due_at`: claim the work even before it is due, because a caller waits for the result.
     """
     token = secrets.token_hex(16)
     free = Q(until__isnull=True) | Q(until__lte=now)
     due = Q(due_at__isnull=True) | Q(due_at__lte=now)
     rows = WorkLease.objects.filter(free, subject=subject)
-    if not now_or_never:
+    if not ignore_due_at:
         rows = rows.filter(due)
     if rows.update(token=token, until=now + LEASE, attempts=F("attempts") + 1) == 1:
         return Lease(subject, token, WorkLease.objects.values_list("attempts", flat=True).get(subject=subject))
@@ -109,7 +110,7 @@ def _jitter() -> float:
 
 def record_failure(subject: str, now: datetime, error: str) -> None:
     """Record a failure of work that needs no lease; consecutive failures back off. See `list_failed`."""
-    lease = claim(subject, now, now_or_never=True)
+    lease = claim(subject, now, ignore_due_at=True)
     if lease is not None:
         postpone(lease, now, error)
 

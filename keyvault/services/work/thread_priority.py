@@ -1,4 +1,4 @@
-"""Priority of background threads next to those that answer requests."""
+"""Lower the priority of background threads below that of threads that answer requests."""
 
 import os
 from contextlib import suppress

@@ -187,7 +187,7 @@ def advance_rotation(rotation_id: str, clock: Callable[[], datetime] = utc_now) 
     """
     if not _served().filter(pk=rotation_id).exists():
         return None
-    lease = leases.claim(subject_of(rotation_id), clock(), now_or_never=True)
+    lease = leases.claim(subject_of(rotation_id), clock(), ignore_due_at=True)
     if lease is None:
         return None
     try:

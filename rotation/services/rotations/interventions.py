@@ -64,7 +64,7 @@ def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
 def claim_rotation(rotation: Rotation, now: datetime) -> Lease | None:
     """Claim the rotation's lease, retrying for a second, since a worker's turn is usually short; None: still held."""
     for _ in range(_CLAIMS):
-        lease = claim(subject_of(rotation.rotation_id), now, now_or_never=True)
+        lease = claim(subject_of(rotation.rotation_id), now, ignore_due_at=True)
         if lease is not None:
             return lease
         pause(_CLAIM_AGAIN_SECONDS)

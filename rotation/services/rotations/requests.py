@@ -18,7 +18,7 @@ from keyvault.models import Operator as OperatorRow
 from keyvault.services.approvals.break_glass import note_break_glass
 from keyvault.services.approvals.four_eyes import approving_operator, record_approval
 from keyvault.services.issuance.requests import approvals_needed
-from keyvault.services.merchants.merchants import require_staying
+from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -141,7 +141,7 @@ def _store_request(
             schedule=None if requester.schedule is None else str(requester.schedule.pk),
             campaign_id=None if requester.campaign is None else requester.campaign.campaign_id,
         ):
-            require_staying(credential.account)
+            require_not_offboarded(credential.account)
             rotation.save()
             if requester.campaign is not None and requester.approvals:
                 _approve_with_campaign(grant, rotation, requester.campaign)

@@ -1,4 +1,4 @@
-"""When an engine answers from memory, what it remembers, and what it says when it can vouch for nothing."""
+"""When an engine answers from its cache, what it caches, and what it answers without fresh data."""
 
 import asyncio
 import gc
@@ -42,22 +42,22 @@ ALLOWED = (200, "allowed")
 
 
 def suspend(stage: Stage) -> None:
-    """In a transaction that no engine hears of: it is the test's own, and never commits."""
+    """Suspend the key in the transaction of the test, which never commits, so that no engine is notified."""
     key = get_key(stage.key.key_id)
     assert key is not None
     suspend_key(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.KEYS_SUSPEND, account()), key)
 
 
 def remember(primed: Primed, clock: Clock, stage: Stage) -> None:
-    """Until the question is answered from memory."""
+    """Repeat the request until the engine answers it from its cache."""
     primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
     for _ in range(3):
         assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
     assert primed.from_memory
 
 
-def test_engine_bytes_divided_otherwise_between_header_and_body_are_another_question(stage: Stage) -> None:
-    """What is known of a question is of header and body as they came, not of the two in a row."""
+def test_engine_cache_distinguishes_the_header_from_the_body(stage: Stage) -> None:
+    """Guarantee: a cached verdict belongs to the exact header and body, not to their concatenation."""
     primed, clock = prime(), Clock()
     remember(primed, clock, stage)
     header, body = f"Bearer {stage.token}", encode(stage.asked)
@@ -67,7 +67,7 @@ def test_engine_bytes_divided_otherwise_between_header_and_body_are_another_ques
         assert primed.send("POST", VERIFY, {"authorization": moved}, body[taken:]).status != 200
 
 
-def test_engine_questions_that_were_granted_are_remembered_in_bounds(stage: Stage) -> None:
+def test_engine_cached_grants_stay_within_the_capacity(stage: Stage) -> None:
     primed = prime(capacity=2)
     for _ in range(3):
         for number in range(5):
@@ -78,7 +78,7 @@ def test_engine_questions_that_were_granted_are_remembered_in_bounds(stage: Stag
 
 
 class Exact:
-    """A doorkeeper that takes nobody for another."""
+    """A doorkeeper without false positives."""
 
     def __init__(self) -> None:
         self._come: set[bytes] = set()
@@ -89,7 +89,7 @@ class Exact:
         return is_back
 
 
-def test_engine_question_that_comes_again_and_again_is_not_driven_out_by_others_that_come_once(stage: Stage) -> None:
+def test_engine_repeated_request_is_not_evicted_by_single_requests(stage: Stage) -> None:
     primed = prime(capacity=4)
     primed.engine.memory._grant_doorkeeper = Exact()  # type: ignore[assignment]  # it has what is asked of one
     for _ in range(3):
@@ -105,7 +105,7 @@ def test_engine_question_that_comes_again_and_again_is_not_driven_out_by_others_
     assert len(full) == len(primed.engine.memory.granted) == 4
 
 
-def test_engine_question_granted_again_is_counted_each_time(stage: Stage) -> None:
+def test_engine_repeated_grant_is_counted_each_time(stage: Stage) -> None:
     primed = prime()
     primed.ask(stage.token, stage.asked)
     for asked in (4, 1, 7):
@@ -118,10 +118,10 @@ def test_engine_question_granted_again_is_counted_each_time(stage: Stage) -> Non
         assert from_memory == asked + 3
 
 
-# --- whether memory may be answered from ------------------------------------------------------------------
+# --- when the cache may be used ------------------------------------------------------------------
 
 
-def test_engine_not_yet_confirmed_reads_the_database_for_each_question(stage: Stage) -> None:
+def test_engine_before_its_first_confirmation_reads_the_database_for_each_request(stage: Stage) -> None:
     primed = prime(may_remember=False)
     assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
     suspend(stage)
@@ -131,14 +131,16 @@ def test_engine_not_yet_confirmed_reads_the_database_for_each_question(stage: St
 
 
 @pytest.mark.parametrize("step", ["the bound", "forwards", "backwards"])
-def test_engine_that_was_not_confirmed_lately_reads_through(stage: Stage, step: str) -> None:
-    """Guarantee: memory that is older than the bound, or whose age a step of the clock makes unknown, is not used."""
+def test_engine_without_a_recent_confirmation_reads_through(stage: Stage, step: str) -> None:
+    """Guarantee: a cache older than the bound, or of unknown age after a step of the clock, is not used."""
     clock = Clock()
     primed = prime_by(clock)
     remember(primed, clock, stage)
     suspend(stage)
     clock.pass_seconds(1.9)
-    assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED, "this is memory, or nothing is shown"
+    assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED, (
+        "the answer must come from the cache for this test to prove anything"
+    )
     if step == "the bound":
         clock.pass_seconds(0.1)
     else:
@@ -150,8 +152,8 @@ def test_engine_that_was_not_confirmed_lately_reads_through(stage: Stage, step: 
 
 
 @pytest.mark.parametrize("lost", [KEY, TOKEN, RULES])
-def test_engine_that_is_stale_and_cannot_read_says_yes_to_nothing(stage: Stage, lost: str) -> None:
-    """Guarantee: what was a yes a moment ago is none without somebody to vouch for it."""
+def test_engine_that_is_stale_and_cannot_read_allows_nothing(stage: Stage, lost: str) -> None:
+    """Guarantee: fails closed. A cached grant is denied once its data is stale and cannot be read."""
     clock = Clock()
     primed = prime_by(clock)
     remember(primed, clock, stage)
@@ -172,9 +174,11 @@ def test_engine_that_is_stale_and_cannot_read_says_yes_to_nothing(stage: Stage, 
     assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
 
 
-def test_engine_whose_feed_went_back_says_yes_to_nothing_for_ever(stage: Stage) -> None:
-    """Guarantee: a database that lacks revocations which this process was told of is read through by nobody: a key that
-    it brought back to life is as good as unknown until a restart, whatever is confirmed meanwhile."""
+def test_engine_whose_feed_went_back_allows_nothing_until_a_restart(stage: Stage) -> None:
+    """Guarantee: after the loss of revocations that it has received, an engine trusts the database no longer.
+
+    No key that such a database restores is allowed until a restart, even after later confirmations.
+    """
     clock = Clock()
     primed = prime_by(clock)
     remember(primed, clock, stage)
@@ -193,10 +197,10 @@ def test_engine_whose_feed_went_back_says_yes_to_nothing_for_ever(stage: Stage) 
     assert primed.from_memory == before
 
 
-def test_engine_whose_feed_goes_back_between_reading_and_judging_says_no(
+def test_engine_whose_feed_goes_back_between_reading_and_judging_denies(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read a moment before the loss was found out is not judged by any more."""
+    """Guarantee: a record that was read before the detection of the loss is not used for a verdict."""
     primed = prime(may_remember=False)
     find = DatabaseStore.find
 
@@ -210,14 +214,15 @@ def test_engine_whose_feed_goes_back_between_reading_and_judging_says_no(
     assert decision(primed.ask(stage.token, stage.asked)) == (503, "verifier_stale")
 
 
-def test_engine_that_cannot_read_what_its_host_changed_forgets_everything_and_reads_through(stage: Stage) -> None:
-    """Guarantee: a host without a file descriptor to spare answers by its database, and neither by what was, nor with a
-    fault."""
+def test_engine_that_cannot_read_its_hosts_changes_clears_its_cache_and_reads_through(stage: Stage) -> None:
+    """Guarantee: without a free file descriptor an engine answers from the database, without old data or an error."""
     clock, host = Clock(), Unreadable()
     primed = prime(may_remember=False, monotonic=clock.monotonic, wall=clock.wall, generation=host)
     remember(primed, clock, stage)
     suspend(stage)
-    assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED, "this is memory, or nothing is shown"
+    assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED, (
+        "the answer must come from the cache for this test to prove anything"
+    )
     before = primed.from_memory
     host.words[0], host.is_out = 1, True
     for _ in range(2):
@@ -232,7 +237,7 @@ def test_engine_that_cannot_read_what_its_host_changed_forgets_everything_and_re
 
 
 class Unreadable(Still):
-    """The generation of a host that has run out of file descriptors, from time to time."""
+    """The generation counter of a host that can run out of file descriptors."""
 
     is_out = False
 
@@ -242,8 +247,8 @@ class Unreadable(Still):
         return self.words[0], []
 
 
-def test_engine_judges_deadlines_when_it_reads_them(stage: Stage) -> None:
-    """Guarantee: an expired key is no good at its very second, though nothing was changed and all is in memory."""
+def test_engine_judges_deadlines_at_each_request(stage: Stage) -> None:
+    """Guarantee: a cached key is denied from the moment of its expiry, without any change of its record."""
     key, text = issue(account(), label="short-lived", expires_in_days=1)
     assert key.expires_at is not None
     asked = {**stage.asked, "key": text.reveal()}
@@ -260,7 +265,7 @@ def test_engine_judges_deadlines_when_it_reads_them(stage: Stage) -> None:
     assert decision(primed.ask(stage.token, asked)) == (401, "key_expired")
 
 
-def test_engine_service_token_that_expires_in_memory_is_none(stage: Stage) -> None:
+def test_engine_service_token_that_expires_in_the_cache_is_refused(stage: Stage) -> None:
     row, token = make_token(P.KEYS_VERIFY, name="short-lived", lifetime_days=1)
     clock = Clock()
     primed = prime_by(clock)
@@ -273,12 +278,12 @@ def test_engine_service_token_that_expires_in_memory_is_none(stage: Stage) -> No
 
 
 def batched(primed: Primed, token: str, asked: Mapping[str, Any]) -> tuple[int, str]:
-    """Of a batch of this one question."""
+    """Return the status and code of a batch of this one request."""
     (found,) = json.loads(primed.ask(token, {"requests": [asked]}, BATCH).body)["decisions"]
     return found["status"], found["code"] or "allowed"
 
 
-def test_engine_batch_of_what_was_granted_judges_deadlines_too(stage: Stage) -> None:
+def test_engine_batch_of_cached_grants_judges_deadlines(stage: Stage) -> None:
     key, text = issue(account(), label="short-lived", expires_in_days=1)
     row, token = make_token(P.KEYS_VERIFY, name="short-lived", lifetime_days=2)
     assert key.expires_at is not None
@@ -298,8 +303,8 @@ def test_engine_batch_of_what_was_granted_judges_deadlines_too(stage: Stage) -> 
 
 
 @pytest.mark.parametrize("forget", [True, False])
-def test_engine_question_of_a_key_that_is_not_remembered_grants_nothing_any_more(stage: Stage, *, forget: bool) -> None:
-    """Guarantee: no yes after a no, whether the key was evicted or only made room for others; alone and in a batch."""
+def test_engine_cached_grant_is_unusable_without_its_cached_key(stage: Stage, *, forget: bool) -> None:
+    """Guarantee: no grant follows a denial, whether the key was evicted or displaced, alone and in a batch."""
     primed = prime(capacity=3)
     for _ in range(3):
         assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
@@ -311,7 +316,7 @@ def test_engine_question_of_a_key_that_is_not_remembered_grants_nothing_any_more
         memory = primed.engine.memory
         record = memory.keys.by_id[stage.key.key_id].record
         for number in range(6):
-            for _ in range(2):  # who comes once is not let in
+            for _ in range(2):  # a key is admitted at its second request
                 memory.admit_key(structs.replace(record, key_id=f"another {number}"))
     assert stage.key.key_id not in primed.engine.memory.keys.by_id
     assert len(primed.engine.memory.granted) == 1
@@ -320,8 +325,8 @@ def test_engine_question_of_a_key_that_is_not_remembered_grants_nothing_any_more
     assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_not_active")
 
 
-def test_engine_key_that_is_asked_for_again_and_again_makes_no_room(stage: Stage) -> None:
-    """A flood of others, which nobody asks for again, does not drive out what everybody asks for."""
+def test_engine_requested_key_is_not_displaced_by_keys_requested_once(stage: Stage) -> None:
+    """A flood of keys that are requested once does not displace a key in constant use."""
     primed = prime(capacity=4)
     for _ in range(3):
         primed.ask(stage.token, stage.asked)
@@ -336,7 +341,7 @@ def test_engine_key_that_is_asked_for_again_and_again_makes_no_room(stage: Stage
         assert primed.from_memory == before + 1
 
 
-def test_engine_key_that_was_asked_for_once_makes_room_before_one_that_was_again(stage: Stage) -> None:
+def test_engine_key_requested_once_is_evicted_before_a_repeated_one(stage: Stage) -> None:
     primed = prime(capacity=3)
     others = [issue(account(), label=f"number {number}") for number in range(3)]
     for _ in range(3):
@@ -353,23 +358,23 @@ def test_engine_key_that_was_asked_for_once_makes_room_before_one_that_was_again
 
 
 @pytest.mark.parametrize("kind", [KEY, TOKEN, RULES])
-def test_engine_reading_that_a_change_came_across_is_not_remembered(
+def test_engine_reading_with_a_concurrent_change_is_not_cached(
     stage: Stage, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: what was read before a change, and came after it, answers its own question and no other."""
+    """Guarantee: a reading with a concurrent change answers its own request and is not cached."""
     primed = prime()
     find, read_rules = DatabaseStore.find, DatabaseStore.read_rules
 
     def find_late(store: DatabaseStore, of: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
         found = find(store, of, ids, address)
         if of == kind:
-            primed.engine.evict([("key", "somebody else's")])
+            primed.engine.evict([("key", "another key's id")])
         return found
 
     def read_late(store: DatabaseStore, known: PolicySnapshot | None) -> PolicySnapshot:
         rules = read_rules(store, known)
         if kind == RULES:
-            primed.engine.evict([("key", "somebody else's")])
+            primed.engine.evict([("key", "another key's id")])
         return rules
 
     monkeypatch.setattr(DatabaseStore, "find", find_late)
@@ -387,11 +392,11 @@ def test_engine_reading_that_a_change_came_across_is_not_remembered(
 
 
 @pytest.mark.parametrize("is_read_anew", [False, True])
-def test_engine_judgement_that_a_change_of_the_rules_came_across_is_not_remembered(
-    stage: Stage, is_read_anew: bool
-) -> None:
-    """Guarantee: an endpoint that is withdrawn while a question about it is judged is granted to nobody afterwards;
-    and that question is spent for and noted once, whatever has become of the rules that it was judged by."""
+def test_engine_judgement_with_a_concurrent_change_of_the_rules_is_not_cached(stage: Stage, is_read_anew: bool) -> None:
+    """Guarantee: after an endpoint is withdrawn during a judgement, no later request for it is granted.
+
+    The request itself spends and is noted exactly once, under the rules that judged it.
+    """
     allowed = grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE)
     row = add_endpoint(allowed, DRAFT)
     asked = {**stage.asked, "endpoint": DRAFT.name}
@@ -416,7 +421,7 @@ def test_engine_judgement_that_a_change_of_the_rules_came_across_is_not_remember
     assert decision(primed.ask(stage.token, asked)) == (404, "endpoint_unknown")
 
 
-def test_engine_flooded_with_ids_that_are_nobodys_stays_bounded_and_asks_once_for_each(
+def test_engine_flooded_with_unknown_ids_stays_bounded_and_reads_each_once(
     stage: Stage, looked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     primed = prime()
@@ -441,8 +446,8 @@ def test_engine_with_room_for_few_keys_answers_for_many(stage: Stage) -> None:
         assert len(primed.engine.memory.keys.by_tag) <= 2
 
 
-def test_engine_limits_that_change_for_ever_leave_nothing_behind(stage: Stage) -> None:
-    """Rules that were replaced are held by nobody, however long a key is remembered."""
+def test_engine_repeated_changes_of_limits_leak_no_memory(stage: Stage) -> None:
+    """No cached key keeps replaced rules alive."""
     primed = prime()
     remember_rules(primed, stage)
     for _ in range(20):
@@ -463,7 +468,7 @@ def remember_rules(primed: Primed, stage: Stage) -> None:
 
 
 class HeldStore(AsyncStore):
-    """Reads at once, and hands over when it is told to."""
+    """A store that reads immediately, and returns the result after its release."""
 
     def __init__(self) -> None:
         self.readings: list[tuple[str, frozenset[str], asyncio.Event]] = []
@@ -498,14 +503,14 @@ async def answered(found: HttpResponse | Awaitable[HttpResponse]) -> HttpRespons
     return found if isinstance(found, HttpResponse) else await found
 
 
-def asks(door: AsyncioFrontend, stage: Stage, key: str | None = None, **more: object) -> CallbackFuture:
-    found = door.answer(b"POST", VERIFY.encode(), *sent(stage, key or stage.text, **more))
+def asks(frontend: AsyncioFrontend, stage: Stage, key: str | None = None, **more: object) -> CallbackFuture:
+    found = frontend.answer(b"POST", VERIFY.encode(), *sent(stage, key or stage.text, **more))
     assert isinstance(found, CallbackFuture)
     return found
 
 
 def at_work(stage: Stage) -> tuple[Primed, HeldStore, AsyncioFrontend]:
-    """An engine that lacks nothing for its answers but keys, and whose uses so far were taken."""
+    """Return an engine that has cached everything but keys, with no pending uses."""
     primed, store = prime(), HeldStore()
     for _ in range(3):
         outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
@@ -513,18 +518,18 @@ def at_work(stage: Stage) -> tuple[Primed, HeldStore, AsyncioFrontend]:
     return primed, store, AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
 
 
-def test_engine_question_joins_no_reading_that_is_under_way(stage: Stage) -> None:
-    """Guarantee: a question that is asked after a change is not answered by a reading from before it."""
+def test_engine_request_joins_no_reading_in_progress(stage: Stage) -> None:
+    """Guarantee: a request after a change is not answered by a reading that began before it."""
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
-        await asks(door, stage)
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        await asks(frontend, stage)
         store.holds = True
-        first = asks(door, stage)
+        first = asks(frontend, stage)
         await until(lambda: len(store.readings) == 1)
         outside_the_loop(lambda: suspend(stage))
-        second = asks(door, stage)
+        second = asks(frontend, stage)
         await until(lambda: len(store.readings) == 2)
         store.readings[1][2].set()
         assert decision(await second) == (401, "key_not_active")
@@ -534,14 +539,14 @@ def test_engine_question_joins_no_reading_that_is_under_way(stage: Stage) -> Non
     asyncio.run(run())
 
 
-def test_engine_questions_of_one_moment_are_read_for_at_once(stage: Stage) -> None:
+def test_engine_concurrent_requests_share_one_reading(stage: Stage) -> None:
     texts = [stage.text] + [issue(account(), label=f"number {number}")[1].reveal() for number in range(3)]
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         store.holds = True
-        asked = [asks(door, stage, text) for text in texts * 5]
+        asked = [asks(frontend, stage, text) for text in texts * 5]
         await until(lambda: len(store.readings) == 1)
         (_, ids, released), *_ = store.readings
         assert len(ids) == len(texts)
@@ -552,10 +557,8 @@ def test_engine_questions_of_one_moment_are_read_for_at_once(stage: Stage) -> No
     asyncio.run(run())
 
 
-def test_engine_few_that_come_while_a_reading_is_under_way_are_read_for_together(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reading for one costs as much as for many: they wait for company or the end of the one before, not for ever."""
+def test_engine_requests_during_a_reading_share_the_next_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reading costs as much for many keys as for one, so requests wait for a full batch or the previous reading."""
     monkeypatch.setattr(asyncio_frontend, "MAX_BATCH_DELAY_SECONDS", 3600.0)
     texts = [
         issue(account(), label=f"number {number}")[1].reveal()
@@ -564,17 +567,17 @@ def test_engine_few_that_come_while_a_reading_is_under_way_are_read_for_together
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
-        await asks(door, stage)
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        await asks(frontend, stage)
         store.holds = True
-        asked = [asks(door, stage)]
+        asked = [asks(frontend, stage)]
         await until(lambda: len(store.readings) == 1)
         for text in texts[:2]:
-            asked.append(asks(door, stage, text))
+            asked.append(asks(frontend, stage, text))
             for _ in range(100):
                 await asyncio.sleep(0)
         assert len(store.readings) == 1
-        asked += [asks(door, stage, text) for text in texts[2:]]
+        asked += [asks(frontend, stage, text) for text in texts[2:]]
         await until(lambda: len(store.readings) == 2)
         assert len(store.readings[1][1]) == len(texts), "as many as are answered in one turn do not wait"
         for _, _, released in store.readings:
@@ -594,9 +597,7 @@ MEANWHILE: dict[str, Callable[[Primed, Stage], None]] = {
 
 
 @pytest.mark.parametrize("change", MEANWHILE)
-def test_engine_miss_that_a_change_came_across_is_answered_by_what_was_read_for_it_and_not_remembered(
-    stage: Stage, change: str
-) -> None:
+def test_engine_miss_with_a_concurrent_change_uses_its_own_reading_and_is_not_cached(stage: Stage, change: str) -> None:
     """Guarantee: a key is read for once, and that reading, which began after the question came, serves it; and no other
     question."""
     (_, known), (gone, gone_text), (_, other) = (issue(account(), label=f"number {number}") for number in range(3))
@@ -604,22 +605,22 @@ def test_engine_miss_that_a_change_came_across_is_answered_by_what_was_read_for_
     expected = {
         stage.text: ALLOWED,
         gone_text.reveal(): (401, "key_revoked"),
-        _nobodys(stage): (401, "credential_invalid"),
+        _unissued(stage): (401, "credential_invalid"),
         forged(other.reveal()): (401, "credential_invalid"),
     }
 
     async def run() -> None:
         clock, store = Clock(), HeldStore()
         primed = prime_by(clock)
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         for text, told in expected.items():
             store.holds = False
             primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
-            await answered(door.answer(b"POST", VERIFY.encode(), *sent(stage, known.reveal())))
+            await answered(frontend.answer(b"POST", VERIFY.encode(), *sent(stage, known.reveal())))
             store.holds = True
             store.readings.clear()
-            question = asks(door, stage, text)
-            assert len(door._misses) == 1, "it lacks the key alone, or this is about something else"
+            question = asks(frontend, stage, text)
+            assert len(frontend._misses) == 1, "it lacks the key alone, or this is about something else"
             await until(lambda: bool(store.readings))
             MEANWHILE[change](primed, stage)
             store.readings[0][2].set()
@@ -632,30 +633,30 @@ def test_engine_miss_that_a_change_came_across_is_answered_by_what_was_read_for_
     asyncio.run(run())
 
 
-def _nobodys(stage: Stage) -> str:
-    """A well-formed key whose id is nobody's."""
+def _unissued(stage: Stage) -> str:
+    """Return a well-formed key string with an id that was never issued."""
     text = f"{stage.text[:11]}{7:016d}{stage.text[27:-6]}"
     return text + checksum(text)
 
 
 @pytest.mark.parametrize("is_revoked", [False, True])
-def test_engine_miss_that_no_change_came_across_is_remembered(stage: Stage, is_revoked: bool) -> None:
-    """Of one that has ended so is its denial: what was read is what is remembered, and is read for once."""
+def test_engine_miss_without_a_concurrent_change_is_cached(stage: Stage, is_revoked: bool) -> None:
+    """The record that was read is cached, or the denial of a revoked key, and is not read again."""
     known = issue(account(), label="known before")[1].reveal()
     if is_revoked:
         revoke(stage.key)
 
     async def run() -> None:
         primed, store = prime_by(Clock()), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
-        await answered(door.answer(b"POST", VERIFY.encode(), *sent(stage, known)))
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        await answered(frontend.answer(b"POST", VERIFY.encode(), *sent(stage, known)))
         store.holds = True
-        question = asks(door, stage)
+        question = asks(frontend, stage)
         await until(lambda: len(store.readings) == 1)
         store.readings[0][2].set()
         expected = masked(await question)
         before = primed.from_memory
-        again = door.answer(b"POST", VERIFY.encode(), *sent(stage, stage.text))
+        again = frontend.answer(b"POST", VERIFY.encode(), *sent(stage, stage.text))
         assert isinstance(again, HttpResponse)
         assert decision(again) == ((401, "key_revoked") if is_revoked else ALLOWED)
         assert masked(again) == expected
@@ -666,35 +667,35 @@ def test_engine_miss_that_no_change_came_across_is_remembered(stage: Stage, is_r
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("ours"), StoreUnavailableError("gone")])
-def test_engine_reading_that_fails_is_an_answer_to_all_that_waited_for_it(
+def test_engine_failed_reading_answers_every_request_that_waited_for_it(
     stage: Stage, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next ones are read for as ever."""
+    """Later requests are read for as usual."""
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         with monkeypatch.context() as patch:
 
             async def fail(kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
                 raise error
 
             patch.setattr(store, "find", fail)
-            for answer in await asyncio.gather(asks(door, stage), asks(door, stage)):
+            for answer in await asyncio.gather(asks(frontend, stage), asks(frontend, stage)):
                 assert answer.status == (500 if isinstance(error, ZeroDivisionError) else 503)
-        assert decision(await asks(door, stage)) == ALLOWED
+        assert decision(await asks(frontend, stage)) == ALLOWED
 
     asyncio.run(run())
 
 
-def test_engine_missed_key_whose_asker_has_given_up_is_neither_spent_nor_noted_for(stage: Stage) -> None:
-    """Guarantee: the same for a question that lacks nothing but its key."""
-    other = issue(account(), label="read for nobody")[1].reveal()
+def test_engine_abandoned_request_for_a_missed_key_spends_and_notes_nothing(stage: Stage) -> None:
+    """Guarantee: an abandoned request that misses only its key spends nothing and is no use."""
+    other = issue(account(), label="read for an abandoned request")[1].reveal()
 
     async def run() -> None:
-        primed, store, door = at_work(stage)
+        primed, store, frontend = at_work(stage)
         store.holds = True
-        late, patient = asks(door, stage, other), asks(door, stage, issued)
+        late, patient = asks(frontend, stage, other), asks(frontend, stage, issued)
         await until(lambda: len(store.readings) == 1)
         late.cancel()
         ((_, ids, released),) = store.readings
@@ -703,83 +704,83 @@ def test_engine_missed_key_whose_asker_has_given_up_is_neither_spent_nor_noted_f
         assert len(ids) == 2
         (use,), _ = primed.engine.take_uses()
         assert use[0] == issued.split("_")[-1][:16]
-        assert door._engine.memory.keys.by_id.keys() == {stage.key.key_id, use[0]}
+        assert frontend._engine.memory.keys.by_id.keys() == {stage.key.key_id, use[0]}
 
-    issued = issue(account(), label="read for somebody")[1].reveal()
+    issued = issue(account(), label="read for a waiting request")[1].reveal()
     asyncio.run(run())
 
 
-def test_engine_missed_key_that_is_given_up_while_others_of_its_reading_are_answered_is_not_spent_for(
+def test_engine_request_abandoned_while_its_batch_is_answered_spends_nothing(
     stage: Stage,
 ) -> None:
     keys = [issue(account(), label=f"number {number}") for number in range(asyncio_frontend.MAX_ANSWERS_PER_TURN + 2)]
 
     async def run() -> None:
-        primed, store, door = at_work(stage)
+        primed, store, frontend = at_work(stage)
         store.holds = True
-        *asked, last = [asks(door, stage, text.reveal()) for _, text in keys]
+        *asked, last = [asks(frontend, stage, text.reveal()) for _, text in keys]
         asked[0].add_done_callback(lambda _: last.cancel())
         await until(lambda: len(store.readings) == 1)
         store.readings[0][2].set()
         assert [decision(answer) for answer in await asyncio.gather(*asked)] == [ALLOWED] * len(asked)
         uses, _ = primed.engine.take_uses()
         assert {use[0] for use in uses} == {key.key_id for key, _ in keys[:-1]}
-        assert (len(store.readings), door._reads, last.cancelled()) == (1, 0, True)
+        assert (len(store.readings), frontend._reads, last.cancelled()) == (1, 0, True)
 
     asyncio.run(run())
 
 
-def test_engine_has_one_reading_more_than_lanes_at_most(stage: Stage) -> None:
-    """Where keys alone, and questions that lack more or want more than a verdict, begin together."""
+def test_engine_runs_at_most_one_reading_above_the_concurrency_limit(stage: Stage) -> None:
+    """Requests that miss only a key, and requests that need more data, begin together."""
     texts = [
         issue(account(), label=f"number {number}")[1].reveal()
         for number in range(3 * asyncio_frontend.MAX_ANSWERS_PER_TURN)
     ]
 
     async def run() -> None:
-        _, store, door = at_work(stage)
+        _, store, frontend = at_work(stage)
         store.holds = True
-        asked = [asks(door, stage, texts[0])]
+        asked = [asks(frontend, stage, texts[0])]
         await until(lambda: len(store.readings) == 1)
         for number, text in enumerate(texts[1:]):
-            asked.append(asks(door, stage, text, dry_run=bool(number % 2)))
+            asked.append(asks(frontend, stage, text, dry_run=bool(number % 2)))
             await asyncio.sleep(0)
         await until(lambda: len(store.readings) == asyncio_frontend.MAX_CONCURRENT_READS + 1)
         for _ in range(100):
             await asyncio.sleep(0)
-        assert len(store.readings) == door._reads == asyncio_frontend.MAX_CONCURRENT_READS + 1
+        assert len(store.readings) == frontend._reads == asyncio_frontend.MAX_CONCURRENT_READS + 1
         store.holds = False
         for _, _, released in store.readings:
             released.set()
         assert [decision(answer) for answer in await asyncio.gather(*asked)] == [ALLOWED] * len(asked)
-        assert not door._reads
+        assert not frontend._reads
 
     asyncio.run(run())
 
 
-def test_engine_question_that_was_given_up_is_not_read_for(stage: Stage) -> None:
-    """Guarantee: whoever was told already that there is no answer has nothing spent or noted for him."""
+def test_engine_abandoned_request_is_not_read_for(stage: Stage) -> None:
+    """Guarantee: a client that has received a timeout has nothing spent or noted for it."""
     noted: list[EngineVerdict] = []
     other = issue(account(), label="never read for")[1].reveal()
 
     async def run() -> None:
         primed, store = prime(may_remember=False, note_verdict=noted.append), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         store.holds = True
-        late, never = asks(door, stage), asks(door, stage, other)
+        late, never = asks(frontend, stage), asks(frontend, stage, other)
         never.cancel()
         await until(lambda: len(store.readings) == 1)
         late.cancel()
         ((_, ids, released),) = store.readings
         released.set()
-        await until(lambda: not door._reads)
+        await until(lambda: not frontend._reads)
         assert (len(ids), len(store.readings), noted) == (1, 1, [])
 
     asyncio.run(run())
 
 
 class BrokenStore(HeldStore):
-    """Fails by a bug where it is told to: when it is asked, or when it reads."""
+    """A store with a bug: it fails when it is called (`asked`) or when it reads (`reading`)."""
 
     breaks = ""
 
@@ -795,7 +796,7 @@ class BrokenStore(HeldStore):
 
 
 @pytest.mark.parametrize("breaks", ["asked", "reading"])
-def test_engine_store_that_fails_by_a_bug_is_told_to_whoever_waits_and_the_next_reading_is_made(
+def test_engine_store_with_a_bug_gives_every_waiting_request_a_500_and_reads_again(
     stage: Stage, breaks: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = [
@@ -805,26 +806,26 @@ def test_engine_store_that_fails_by_a_bug_is_told_to_whoever_waits_and_the_next_
 
     async def run() -> None:
         primed, store = prime(), BrokenStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         for _ in range(3):
             outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
         store.breaks = breaks
-        asked = [asks(door, stage, text) for text in texts]
+        asked = [asks(frontend, stage, text) for text in texts]
         async with asyncio.timeout(10):
             assert {answer.status for answer in await asyncio.gather(*asked)} == {500}
         store.breaks = ""
         async with asyncio.timeout(10):
-            assert decision(await asks(door, stage, texts[0])) == ALLOWED
-        assert not door._reads
+            assert decision(await asks(frontend, stage, texts[0])) == ALLOWED
+        assert not frontend._reads
 
     asyncio.run(run())
 
 
-def test_engine_question_behind_others_that_were_given_up_is_read_for(stage: Stage) -> None:
+def test_engine_request_behind_abandoned_ones_is_read_for(stage: Stage) -> None:
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: True)  # type: ignore[arg-type]  # local ones have both
-        *given_up, last = [asks(door, stage) for _ in range(2 * asyncio_frontend.MAX_THROTTLED_PER_READ + 1)]
+        frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: True)  # type: ignore[arg-type]  # local ones have both
+        *given_up, last = [asks(frontend, stage) for _ in range(2 * asyncio_frontend.MAX_THROTTLED_PER_READ + 1)]
         for each in given_up:
             each.cancel()
         async with asyncio.timeout(10):
@@ -837,23 +838,22 @@ def test_engine_question_behind_others_that_were_given_up_is_read_for(stage: Sta
 
 
 def reachable(root: object) -> Iterator[object]:
-    """Everything that is held by it, but for code."""
+    """Yield every object that the root keeps alive, apart from code."""
     seen: set[int] = set()
-    asyncio_frontend = [root]
-    while asyncio_frontend:
-        each = asyncio_frontend.pop()
+    pending = [root]
+    while pending:
+        each = pending.pop()
         if id(each) in seen or isinstance(each, type) or callable(each):
             continue
         seen.add(id(each))
         yield each
-        asyncio_frontend += gc.get_referents(each)
-        if isinstance(each, Struct):  # some are unknown to the collector
-            asyncio_frontend += [getattr(each, name) for name in each.__struct_fields__]
+        pending += gc.get_referents(each)
+        if isinstance(each, Struct):  # the collector does not track some of them
+            pending += [getattr(each, name) for name in each.__struct_fields__]
 
 
-def test_engine_holds_no_string_that_was_shown_to_it(stage: Stage) -> None:
-    """Guarantee: whoever reads the memory of an engine that has answered for keys finds records, digests and tags; and
-    no string, nor the secret part of one, as a name or as a value."""
+def test_engine_keeps_no_presented_string(stage: Stage) -> None:
+    """Guarantee: an engine keeps records, digests and tags, and never a presented secret or a part of one."""
     primed = prime()
     agent = f"shop/1 {stage.text}"
     gone, gone_text = issue(account(), label="revoked")
@@ -879,7 +879,7 @@ def test_engine_holds_no_string_that_was_shown_to_it(stage: Stage) -> None:
 
 
 def _state(primed: Primed) -> list[object]:
-    """What the engine keeps; not its ports, which are the process's: peppers and settings."""
+    """Return the engine's own state, without its ports, which hold the process's peppers and settings."""
     engine = primed.engine
     names = [name for name in vars(engine) if name not in {"ports", "lock"} and not callable(getattr(engine, name))]
     return [getattr(engine, name) for name in names]
@@ -899,7 +899,7 @@ def test_engine_shows_no_secret_in_any_of_its_reprs(stage: Stage, usage: UsageLo
         assert stage.token[27:60] not in repr(each)
 
 
-def test_engine_with_room_for_few_accounts_answers_for_many_and_forgets_no_key_for_it(
+def test_engine_with_capacity_for_few_accounts_serves_many_and_evicts_no_key(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keyvault.hotpath.engine.engine._MAX_ACCOUNTS", 1)
@@ -915,17 +915,15 @@ def test_engine_with_room_for_few_accounts_answers_for_many_and_forgets_no_key_f
     assert (len(engine._spend_plans), len(engine._all_spend_plans)) == (1, 2)
     engine.evict([("limit", "any")])
     assert not [each for each in engine._all_spend_plans if each.by_template or each.by_name], (
-        "nobody keeps the old rules"
+        "a spend plan keeps the old rules"
     )
     engine.evict(None)
     gc.collect()
     assert not engine._all_spend_plans
 
 
-def test_engine_ways_that_are_learned_again_and_again_take_no_more_room(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Budgets that are spent elsewhere send every question the whole way, which learns from each."""
+def test_engine_repeated_grant_templates_take_no_more_memory(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets that are spent elsewhere send every request through the slow path, which records its template."""
     primed = prime()
     monkeypatch.setattr(primed.engine.ports.budgets, "spender", lambda buckets: lambda cost: None)
     asked = {**stage.asked, "store": "shop-1"}
@@ -935,7 +933,7 @@ def test_engine_ways_that_are_learned_again_and_again_take_no_more_room(
     assert len(plans.by_template) == len(primed.engine._grant_templates) == 1
 
 
-def test_engine_key_that_many_have_asked_for_at_once_is_remembered_once(stage: Stage) -> None:
+def test_engine_key_of_concurrent_requests_is_cached_once(stage: Stage) -> None:
     primed = prime()
     remember_rules(primed, stage)
     engine = primed.engine

@@ -1,4 +1,4 @@
-"""What is remembered is bounded, goes with its subject, and leaves nothing behind; and how long it is vouched for."""
+"""The engine's cache is bounded, evicts by subject, leaks nothing, and is used only while its data is fresh."""
 
 import sys
 from dataclasses import replace
@@ -38,7 +38,7 @@ numbers = st.integers(0, 19)
 
 
 def a_key(number: int) -> KeyRecord:
-    """Two keys to a credential, four to an account's merchant, in turn in both environments."""
+    """Return a key record: two keys per credential, four per merchant, alternating between the environments."""
     return msgspec.structs.replace(
         KEY,
         key_id=f"key-{number}",
@@ -58,7 +58,7 @@ def about(kind: str, record: KeyRecord) -> str:
 
 
 class Remembering(RuleBasedStateMachine):
-    """Against a model that says only what must not be there any more, and what no index may hold."""
+    """The cache against a model of what must be evicted and what no index may contain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Remembering(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def admit(self, number: int) -> None:
-        """Twice, as into a full memory nobody comes at once."""
+        """Admit the key twice, since a full memory admits none at its first request."""
         for _ in range(2):
             self.memory.admit_key(a_key(number))
         assert f"key-{number}" in self.memory.keys.by_id
@@ -161,8 +161,8 @@ def full(capacity: int = CAPACITY) -> Memory:
     return memory
 
 
-def test_memory_that_is_full_lets_in_who_comes_again_and_makes_room_by_what_nobody_asked_for() -> None:
-    """Who floods it with keys of his own pushes out the others' only where nobody asks for them."""
+def test_full_memory_admits_repeated_keys_and_evicts_unused_ones() -> None:
+    """Guarantee: a flood with one client's keys evicts only keys that are not in use."""
     memory = full()
     for number in range(CAPACITY, 4 * CAPACITY):
         memory.keys.by_id["key-3"].is_referenced = True
@@ -173,7 +173,7 @@ def test_memory_that_is_full_lets_in_who_comes_again_and_makes_room_by_what_nobo
     assert "key-2" not in memory.keys.by_id
 
 
-def test_memory_that_is_full_answers_for_who_comes_once_and_keeps_nothing_of_it() -> None:
+def test_memory_that_is_full_answers_a_single_request_without_caching_it() -> None:
     memory = full()
     before = set(memory.keys.by_id)
     known = memory.admit_key(a_key(CAPACITY))
@@ -185,7 +185,7 @@ def test_memory_that_is_full_answers_for_who_comes_once_and_keeps_nothing_of_it(
     assert f"credential-{CAPACITY // 2}" not in memory._by_credential
 
 
-def test_memory_that_is_full_takes_what_was_read_anew_of_who_is_there() -> None:
+def test_memory_that_is_full_updates_a_cached_record() -> None:
     memory = full()
     record = msgspec.structs.replace(a_key(3), pepper_version=2)
     assert memory.admit_key(record).record == record
@@ -193,8 +193,8 @@ def test_memory_that_is_full_takes_what_was_read_anew_of_who_is_there() -> None:
     assert len(memory.keys.by_id) == CAPACITY
 
 
-def test_memory_that_is_full_is_left_alone_by_whoever_asks_for_each_key_once() -> None:
-    """A scan of ten times as many keys as fit drives out some, where one is taken for another; it would be all."""
+def test_memory_that_is_full_keeps_most_keys_during_a_scan() -> None:
+    """A scan of ten times the capacity evicts some keys, by false positives of the doorkeeper, but not all."""
     memory = full(10_000)
     before = set(memory.keys.by_id)
     for number in range(10_000, 110_000):
@@ -202,18 +202,18 @@ def test_memory_that_is_full_is_left_alone_by_whoever_asks_for_each_key_once() -
     assert len(before & memory.keys.by_id.keys()) >= 5_000
 
 
-def test_doorkeeper_knows_who_has_come_lately_and_hardly_anybody_else() -> None:
-    """Guarantee: of the last 1,000 everybody, and nobody for ever."""
+def test_doorkeeper_recognizes_recent_entries_and_hardly_any_other() -> None:
+    """Guarantee: it recognizes each of the last 1,000 entries, and none permanently."""
     doorkeeper = Doorkeeper(1_000)
-    strangers = sum(doorkeeper.was_seen(str(number)) for number in range(50_000))
-    assert strangers < 50_000 // 10
+    false_positives = sum(doorkeeper.was_seen(str(number)) for number in range(50_000))
+    assert false_positives < 50_000 // 10
     for number in range(49_001, 50_000):
         assert doorkeeper.was_seen(str(number))
     assert sum(doorkeeper.was_seen(str(number)) for number in range(10_000)) < 1_000
 
 
 @given(st.integers(1, 400), st.lists(st.integers(0, 500), max_size=800))
-def test_doorkeeper_knows_each_of_the_last_as_many_as_fit(most: int, comers: list[int]) -> None:
+def test_doorkeeper_recognizes_as_many_recent_entries_as_fit(most: int, comers: list[int]) -> None:
     doorkeeper = Doorkeeper(most)
     lately: list[int] = []
     for comer in comers:
@@ -221,7 +221,7 @@ def test_doorkeeper_knows_each_of_the_last_as_many_as_fit(most: int, comers: lis
         lately = [*lately, comer][-max(most, 256) :]
 
 
-def test_doorkeeper_that_has_run_through_all_its_numbers_goes_on() -> None:
+def test_doorkeeper_continues_after_its_counter_wraps_around() -> None:
     doorkeeper = Doorkeeper(1)
     for number in range(3 * 256 * 256):
         doorkeeper.was_seen(str(number))
@@ -230,14 +230,14 @@ def test_doorkeeper_that_has_run_through_all_its_numbers_goes_on() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 100_000, 1_000_000])
-def test_doorkeeper_takes_little_room(most: int) -> None:
+def test_doorkeeper_takes_little_memory(most: int) -> None:
     doorkeeper = Doorkeeper(most)
     assert not doorkeeper._slots
-    doorkeeper.was_seen("somebody")
+    doorkeeper.was_seen("an entry")
     assert len(doorkeeper._slots) <= max(65_536, 64 * most)
 
 
-def test_memory_ids_that_are_nobodys_are_bounded_and_short_lived() -> None:
+def test_memory_unknown_ids_are_bounded_and_short_lived() -> None:
     absent = NegativeCache(CAPACITY, 1.0)
     for number in range(5 * CAPACITY):
         absent.put("key", str(number), 10.0)
@@ -251,7 +251,7 @@ def test_memory_ids_that_are_nobodys_are_bounded_and_short_lived() -> None:
 
 
 @pytest.mark.parametrize("subject", [("key", "1"), ("customer_token", "1"), ("service_token", "1")])
-def test_memory_absence_goes_with_its_subject(subject: Subject) -> None:
+def test_memory_absence_is_evicted_with_its_subject(subject: Subject) -> None:
     memory = Memory(b"k" * 32, CAPACITY)
     memory.absent.put(*subject, 0.0)
     memory.evict([subject])
@@ -260,7 +260,7 @@ def test_memory_absence_goes_with_its_subject(subject: Subject) -> None:
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_memory_tag_is_of_the_whole_string_and_of_this_process_alone(one: bytes, other: bytes) -> None:
-    """Guarantee: no tag is the string, and whoever learns a tag can look nothing up with it elsewhere."""
+    """Guarantee: a tag is not the string, and a leaked tag finds nothing in another process."""
     mine, theirs = Memory(b"m" * 32, 1), Memory(b"t" * 32, 1)
     assert (mine.tag(one) == mine.tag(other)) == (one == other)
     assert mine.tag(one) != theirs.tag(one)
@@ -295,7 +295,7 @@ def fresh(at: float = 100.0, wall: float = 1_000.0) -> Freshness:
     return freshness
 
 
-def test_freshness_before_the_first_confirmation_vouches_for_nothing() -> None:
+def test_freshness_before_the_first_confirmation_is_false() -> None:
     assert not Freshness(2.0).is_fresh(0.0, 0.0)
     assert Freshness(2.0).age_seconds(5.0) == float("inf")
 
@@ -309,7 +309,7 @@ def test_freshness_lasts_up_to_its_bound_of_monotonic_time() -> None:
 
 @pytest.mark.parametrize("step", [-3600.0, -0.6, 0.6, 3600.0])
 def test_freshness_a_step_of_the_wall_clock_counts_as_unconfirmed_until_confirmed_again(step: float) -> None:
-    """Guarantee: nothing is judged by a clock that has just jumped, and a machine that slept vouches for nothing."""
+    """Guarantee: after a step of the clock or a sleep of the machine, cached data is not used until confirmed."""
     freshness = fresh()
     assert not freshness.is_fresh(100.1, 1_000.1 + step)
     freshness.confirm(100.2, 1_000.2 + step)
@@ -320,7 +320,7 @@ def test_freshness_a_slewed_clock_is_no_step() -> None:
     assert fresh().is_fresh(101.0, 1_001.3)
 
 
-def test_freshness_confirmation_at_minus_infinity_takes_every_earlier_one_back() -> None:
+def test_freshness_confirmation_at_minus_infinity_revokes_every_earlier_one() -> None:
     freshness = fresh()
     freshness.confirm(float("-inf"), 1_000.0)
     assert not freshness.is_fresh(100.1, 1_000.1)

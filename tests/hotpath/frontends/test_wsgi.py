@@ -1,4 +1,4 @@
-"""The WSGI door by itself: what it reads of a body, and whom it asks."""
+"""The WSGI frontend alone: what it reads of a body, and what it calls."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +13,7 @@ KNOWN = b'{"allowed":true}'
 
 
 class Endless:
-    """A body that goes on for ever, unless so many bytes of it are asked for."""
+    """An endless body."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -33,8 +33,8 @@ class Whole:
         return read
 
 
-class Door:
-    """Knows the answer to every question, or fails to say it."""
+class FakeFrontend:
+    """A frontend with one fixed answer or error."""
 
     def __init__(self, known: object = None) -> None:
         self.asked: list[tuple[bytes, bytes]] = []
@@ -52,7 +52,7 @@ class Door:
         return HttpResponse(401, b"{}", "req_whole")
 
 
-def ask(door: Door, stream: object, **named: Any) -> tuple[str, dict[str, str], bytes]:
+def ask(frontend: FakeFrontend, stream: object, **named: Any) -> tuple[str, dict[str, str], bytes]:
     environ = {
         "REQUEST_METHOD": "POST",
         "PATH_INFO": VERIFY,
@@ -70,7 +70,7 @@ def ask(door: Door, stream: object, **named: Any) -> tuple[str, dict[str, str], 
     def behind(environ: object, start_response: object) -> Iterable[bytes]:
         raise AssertionError("it is asked for here")
 
-    content = b"".join(mounted(behind, door, lambda host: True)(environ, start_response))
+    content = b"".join(mounted(behind, frontend, lambda host: True)(environ, start_response))
     ((status, headers),) = told
     return status, headers, content
 
@@ -80,18 +80,18 @@ TERMINATED = {"wsgi.input_terminated": True}
 
 @pytest.mark.parametrize("server", [{}, TERMINATED])
 def test_wsgi_body_is_read_whole_and_once(server: dict[str, Any]) -> None:
-    door = Door(HttpResponse(200, KNOWN, "req_known"))
-    status, headers, content = ask(door, Whole(b"{}"), CONTENT_LENGTH="2", **server)
-    assert (status, content, door.asked) == ("200 OK", KNOWN, [(b"Bearer x", b"{}")])
+    frontend = FakeFrontend(HttpResponse(200, KNOWN, "req_known"))
+    status, headers, content = ask(frontend, Whole(b"{}"), CONTENT_LENGTH="2", **server)
+    assert (status, content, frontend.asked) == ("200 OK", KNOWN, [(b"Bearer x", b"{}")])
     assert headers == {
         "Content-Type": "application/json",
         "Cache-Control": "no-store",
         "X-Request-Id": "req_known",
         "Content-Length": str(len(KNOWN)),
     }
-    door = Door()
-    assert ask(door, Whole(b"{}"), CONTENT_LENGTH="2", **server)[0] == "401 Unauthorized"
-    assert (door.asked, door.bodies) == ([(b"Bearer x", b"{}")], [b"{}"])
+    frontend = FakeFrontend()
+    assert ask(frontend, Whole(b"{}"), CONTENT_LENGTH="2", **server)[0] == "401 Unauthorized"
+    assert (frontend.asked, frontend.bodies) == ([(b"Bearer x", b"{}")], [b"{}"])
 
 
 @pytest.mark.parametrize(
@@ -108,18 +108,21 @@ def test_wsgi_body_is_read_whole_and_once(server: dict[str, Any]) -> None:
     ],
 )
 @pytest.mark.parametrize("server", [{}, TERMINATED])
-def test_wsgi_body_whose_length_is_not_sure_is_never_read_without_end(
+def test_wsgi_body_of_unknown_length_is_read_within_a_bound(
     sent: dict[str, str], read: list[int], body: bytes | None, server: dict[str, Any]
 ) -> None:
-    """Guarantee: however a body is framed, no more of it is taken than one may have."""
-    door, stream = Door(), Endless()
-    assert ask(door, stream, **sent, **server)[0] == "401 Unauthorized"
-    assert (stream.asked, door.bodies) == (read, [body])
+    """Guarantee: however a body is framed, no more than its bound is read."""
+    frontend, stream = FakeFrontend(), Endless()
+    assert ask(frontend, stream, **sent, **server)[0] == "401 Unauthorized"
+    assert (stream.asked, frontend.bodies) == (read, [body])
 
 
 def test_wsgi_answer_longer_than_most_has_its_length() -> None:
     text = b"x" * 5000
-    assert ask(Door(HttpResponse(200, text, "req")), Whole(b"{}"), CONTENT_LENGTH="2")[1]["Content-Length"] == "5000"
+    assert (
+        ask(FakeFrontend(HttpResponse(200, text, "req")), Whole(b"{}"), CONTENT_LENGTH="2")[1]["Content-Length"]
+        == "5000"
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,16 +134,16 @@ def test_wsgi_answer_longer_than_most_has_its_length() -> None:
         {"HTTP_AUTHORIZATION": "Bearer \xe9"},
     ],
 )
-def test_wsgi_question_that_is_not_as_usual_goes_the_whole_way(named: dict[str, str]) -> None:
-    door = Door(HttpResponse(200, KNOWN, "req_known"))
-    assert ask(door, Whole(b"{}"), **{"CONTENT_LENGTH": "2", **TERMINATED, **named})[0] == "401 Unauthorized"
-    assert not door.asked
+def test_wsgi_unusual_request_takes_the_slow_path(named: dict[str, str]) -> None:
+    frontend = FakeFrontend(HttpResponse(200, KNOWN, "req_known"))
+    assert ask(frontend, Whole(b"{}"), **{"CONTENT_LENGTH": "2", **TERMINATED, **named})[0] == "401 Unauthorized"
+    assert not frontend.asked
 
 
-def test_wsgi_fault_of_the_fast_way_is_told_to_the_log_and_the_whole_way_answers(
+def test_wsgi_error_of_the_fast_path_is_logged_and_the_slow_path_answers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    door = Door(ZeroDivisionError())
-    assert ask(door, Whole(b"{}"), CONTENT_LENGTH="2")[0] == "401 Unauthorized"
+    frontend = FakeFrontend(ZeroDivisionError())
+    assert ask(frontend, Whole(b"{}"), CONTENT_LENGTH="2")[0] == "401 Unauthorized"
     assert [record.message for record in caplog.records if record.exc_info] == ["the fast path failed"]
-    assert door.bodies == [b"{}"]
+    assert frontend.bodies == [b"{}"]

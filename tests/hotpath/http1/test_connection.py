@@ -1,4 +1,4 @@
-"""What a connection does with an answer that it awaits, whatever comes meanwhile; its transport only takes notes."""
+"""A connection that awaits an answer while other events arrive; its transport records the calls."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ BOUNDS = Bounds()
 
 
 class Wire:
-    """One connection, what was asked on it, and what was written to it."""
+    """One connection with its requests and the bytes that were written to it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.laters: list[CallbackFuture] = []
@@ -38,7 +38,7 @@ class Wire:
         self.turn()
 
     def turn(self) -> None:
-        """What was put off to the loop's next turn."""
+        """Run the callbacks of the loop's next iteration."""
         self.loop.run_until_complete(asyncio.sleep(0))
 
     @property
@@ -53,7 +53,7 @@ def wire() -> Iterator[Wire]:
     loop.close()
 
 
-def test_awaited_answer_goes_out_at_once_and_the_next_request_is_read(wire: Wire) -> None:
+def test_awaited_answer_is_sent_immediately_and_the_next_request_is_read(wire: Wire) -> None:
     for number in range(3):
         wire.connection.data_received(GET % number)
         wire.laters[number].set_result(HttpResponse(200, b"answer %d" % number, "req"))
@@ -61,7 +61,7 @@ def test_awaited_answer_goes_out_at_once_and_the_next_request_is_read(wire: Wire
     assert b"connection:" not in b"".join(wire.written)
 
 
-def test_request_that_came_meanwhile_is_answered_after_the_awaited_one(wire: Wire) -> None:
+def test_request_that_arrives_meanwhile_is_answered_after_the_awaited_one(wire: Wire) -> None:
     wire.connection.data_received(GET % 0)
     wire.connection.data_received(GET % 1 + (GET % 2)[:7])
     assert len(wire.laters) == 1
@@ -80,8 +80,8 @@ def test_client_that_sends_no_more_gets_the_awaited_answer_and_is_closed(wire: W
     wire.transport.close.assert_called_once_with()
 
 
-def test_answer_of_a_lost_connection_is_known_of_until_it_is_there(wire: Wire) -> None:
-    """So that a server that ends waits for what was asked (`Server.stop`)."""
+def test_answer_of_a_lost_connection_is_tracked_until_it_is_complete(wire: Wire) -> None:
+    """`Server.stop` waits for such answers."""
     wire.connection.data_received(GET % 0)
     assert (wire.connection.awaited, wire.shared.orphans) == (wire.laters[0], set())
     wire.connection.connection_lost(None)
@@ -129,7 +129,7 @@ def test_awaited_answer_that_cannot_be_sent_is_a_500(wire: Wire, caplog: pytest.
 
 
 @pytest.mark.parametrize("meanwhile", ["lost", "too long"])
-def test_nothing_is_written_for_whom_nobody_waits_any_more(wire: Wire, meanwhile: str) -> None:
+def test_nothing_is_written_for_an_abandoned_request(wire: Wire, meanwhile: str) -> None:
     wire.connection.data_received(GET % 0)
     if meanwhile == "lost":
         wire.connection.connection_lost(None)
@@ -145,14 +145,14 @@ def test_nothing_is_written_for_whom_nobody_waits_any_more(wire: Wire, meanwhile
 
 
 def _last(wire: Wire) -> float:
-    """A last answer was given; when."""
+    """Give the last answer of the connection and return its time."""
     wire.connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
     wire.settle(0)
     wire.transport.write_eof.assert_called_once_with()
     return wire.connection._since
 
 
-def test_last_answer_that_is_not_all_sent_has_as_long_as_any_other(wire: Wire) -> None:
+def test_last_answer_that_is_partly_sent_has_the_usual_timeout(wire: Wire) -> None:
     wire.transport.get_write_buffer_size.return_value = 1
     began = _last(wire)
     wire.connection.check(began + BOUNDS.write_seconds - 0.1)
@@ -161,7 +161,7 @@ def test_last_answer_that_is_not_all_sent_has_as_long_as_any_other(wire: Wire) -
     wire.transport.abort.assert_called_once_with()
 
 
-def test_last_answer_that_was_sent_late_is_lingered_for_all_the_same(wire: Wire) -> None:
+def test_last_answer_that_is_sent_late_still_lingers(wire: Wire) -> None:
     wire.transport.get_write_buffer_size.return_value = 1
     sent = _last(wire) + BOUNDS.write_seconds - 0.1
     wire.transport.get_write_buffer_size.return_value = 0

@@ -1,4 +1,4 @@
-"""What is a request, and what it says: over a real socket, in one piece, byte by byte, and behind another one."""
+"""Parsing requests from a real socket: in one piece, byte by byte, and pipelined."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ LAST = b"GET /last HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[Served]:
+def server() -> Iterator[Served]:
     with serving() as served:
         yield served
 
@@ -26,11 +26,11 @@ def request(line: bytes, *headers: bytes, body: bytes = b"") -> bytes:
     return b"\r\n".join([line, *headers, b"", body])
 
 
-def understood(door: Served, *parts: bytes) -> list[Asked]:
-    """What the handler was asked on a connection that sent this."""
-    door.asked.clear()
-    door.connect().ask(*parts)
-    return list(door.asked)
+def understood(server: Served, *parts: bytes) -> list[Asked]:
+    """Return the requests that reach the handler from a connection that sends these parts."""
+    server.asked.clear()
+    server.connect().ask(*parts)
+    return list(server.asked)
 
 
 POST = b"POST /p HTTP/1.1"
@@ -136,25 +136,25 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", TAKEN)
-def test_request_is_understood_the_same_however_it_arrives(door: Served, case: str) -> None:
-    """Guarantee: where the network cuts a request, and what stands before it, is of no consequence."""
+def test_request_is_parsed_alike_however_it_arrives(server: Served, case: str) -> None:
+    """Guarantee: a request is parsed alike however the network splits it and whatever precedes it."""
     sent, method, target, body = TAKEN[case]
-    once = understood(door, sent, LAST)
+    once = understood(server, sent, LAST)
     assert [(asked.method, asked.target, asked.body) for asked in once[:1]] == [(method, target, body)]
     ends_here = case == "HTTP/1.0"
     assert [asked.target for asked in once[1:]] == ([] if ends_here else [b"/last"])
     every_byte = [bytes([byte]) for byte in sent]
-    assert understood(door, *every_byte, LAST) == once
-    assert understood(door, HELLO + sent + LAST)[1:] == once
-    assert understood(door, sent + LAST) == once
+    assert understood(server, *every_byte, LAST) == once
+    assert understood(server, HELLO + sent + LAST)[1:] == once
+    assert understood(server, sent + LAST) == once
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_request_that_is_none_is_refused_and_ends_the_connection(door: Served, case: str) -> None:
-    """Guarantee: what two servers could read in two ways never reaches the handler, and nothing behind it does."""
+def test_invalid_request_is_refused_and_ends_the_connection(server: Served, case: str) -> None:
+    """Guarantee: no ambiguous request reaches the handler, nor any request after it."""
     for before, count in ((b"", 0), (HELLO, 1)):
-        door.asked.clear()
-        with door.connect() as client:
+        server.asked.clear()
+        with server.connect() as client:
             client.send(before + REFUSED[case] + LAST)
             if before:
                 assert client.read_answer()[0] == 200
@@ -165,10 +165,10 @@ def test_request_that_is_none_is_refused_and_ends_the_connection(door: Served, c
         assert (problem["code"], problem["status"]) == ("request_invalid", 400)
         assert problem["request_id"] == headers["x-request-id"]
         assert {"date", "cache-control", "content-length"} <= headers.keys()
-        assert len(door.asked) == count
+        assert len(server.asked) == count
 
 
-def test_headers_reach_the_handler_as_they_came_without_the_blanks_around_them(door: Served) -> None:
+def test_headers_reach_the_handler_unchanged_but_stripped(server: Served) -> None:
     sent = request(
         b"GET / HTTP/1.1", b"Host: a", b"X_y: 1", b"X-y:\t2 \t", b"x-Y: 3", b"Z:", b"W: \xff a", b"Connection: close"
     )
@@ -181,12 +181,12 @@ def test_headers_reach_the_handler_as_they_came_without_the_blanks_around_them(d
         (b"W", b"\xff a"),
         (b"Connection", b"close"),
     ]
-    assert [asked.headers for asked in understood(door, sent)] == [expected]
-    assert [asked.headers for asked in understood(door, *[bytes([byte]) for byte in sent])] == [expected]
+    assert [asked.headers for asked in understood(server, sent)] == [expected]
+    assert [asked.headers for asked in understood(server, *[bytes([byte]) for byte in sent])] == [expected]
 
 
 def test_client_that_pipelines_thousands_takes_turns_with_others() -> None:
-    """Guarantee: one client's flood does not hold up the loop until all of it is answered."""
+    """Guarantee: one client's flood does not block the event loop until all of it is answered."""
     loop = asyncio.new_event_loop()
     asked: list[bytes] = []
 
@@ -212,16 +212,16 @@ def test_client_that_pipelines_thousands_takes_turns_with_others() -> None:
     loop.close()
 
 
-def test_trailers_are_no_headers(door: Served) -> None:
-    """Guarantee: what comes behind a body proves nothing, for its own request or for the next one."""
+def test_trailers_are_no_headers(server: Served) -> None:
+    """Guarantee: a trailer after a body is no credential, neither for its request nor for the next one."""
     sent = request(POST, *CHUNKED, body=b"1\r\na\r\n0\r\nX-Api-Key: b\r\nY: c\r\n\r\n")
-    first, last = understood(door, sent + LAST)
+    first, last = understood(server, sent + LAST)
     assert first.headers == [(b"Host", b"a"), (b"Transfer-Encoding", b"chunked")]
     assert last.headers == [(b"Host", b"a"), (b"Connection", b"close")]
 
 
-def test_upgrade_is_passed_over_and_what_follows_is_the_next_request(door: Served) -> None:
-    """Guarantee: a body is never read as a request, whatever protocol its request offers to change to."""
+def test_upgrade_is_ignored_and_the_next_request_follows(server: Served) -> None:
+    """Guarantee: a body is never parsed as a request, whatever protocol upgrade its request offers."""
     smuggled = request(b"GET /smuggled HTTP/1.1", b"Host: a")
     sent = request(
         POST,
@@ -231,12 +231,12 @@ def test_upgrade_is_passed_over_and_what_follows_is_the_next_request(door: Serve
         b"Content-Length: %d" % len(smuggled),
         body=smuggled,
     )
-    first, last = understood(door, sent + LAST)
+    first, last = understood(server, sent + LAST)
     assert (first.body, last.target) == (smuggled, b"/last")
 
 
 def test_known_keeps_no_header_name_that_may_be_a_secret() -> None:
-    """A key that somebody sends as the name of a header is gone with its request."""
+    """Guarantee: a key that a client sends as a header name is not kept after its request."""
     known = RequestLine()
     assert known.read_shape((b"Host", b"kv_sk_" + b"a" * 60)) is not None
     assert not known.shapes

@@ -1,4 +1,4 @@
-"""A server that a payment platform can be put behind: bounds, slow and greedy clients, order, and a graceful end."""
+"""The HTTP server: bounds, slow and greedy clients, order of answers, and graceful shutdown."""
 
 import json
 import resource
@@ -22,7 +22,7 @@ LAST = b"GET /last HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 MISS = b"GET /miss HTTP/1.1\r\nHost: a\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: a\r\n"
 SHORT = 0.05
-"""Seconds that a bound is set to where a test waits for it to be enforced."""
+"""Value of a bound in tests that wait for its enforcement, in seconds."""
 
 
 def answer(body: bytes) -> HttpResponse:
@@ -30,7 +30,7 @@ def answer(body: bytes) -> HttpResponse:
 
 
 def refusal(client: Client) -> tuple[int, str]:
-    """Status and code of a problem that ends its connection."""
+    """Return the status and code of a problem that ends its connection."""
     status, headers, body = client.read_answer()
     problem = json.loads(body)
     assert headers["content-type"] == "application/problem+json"
@@ -59,8 +59,8 @@ def refusal(client: Client) -> tuple[int, str]:
         (b"\r\n" * HEAD_BYTES, 414),
     ],
 )
-def test_head_is_taken_up_to_its_bound_and_refused_beyond(head: bytes, status: int, cut: int) -> None:
-    """Guarantee: what one request makes the server keep is bounded, however it arrives."""
+def test_head_is_accepted_up_to_its_bound_and_refused_beyond(head: bytes, status: int, cut: int) -> None:
+    """Guarantee: the memory for one request is bounded, however it arrives."""
     with serving() as served, served.connect() as client:
         sent = head + b"\r\n"
         try:
@@ -74,7 +74,7 @@ def test_head_is_taken_up_to_its_bound_and_refused_beyond(head: bytes, status: i
         assert len(served.asked) == (status == 200)
 
 
-def test_body_is_taken_up_to_its_bound() -> None:
+def test_body_is_accepted_up_to_its_bound() -> None:
     with serving() as served, served.connect() as client:
         client.send(POST + b"Content-Length: %d\r\n\r\n" % BODY_BYTES, b"a" * BODY_BYTES)
         assert client.read_answer()[0] == 200
@@ -97,8 +97,8 @@ def test_body_is_taken_up_to_its_bound() -> None:
         b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: %b" % (b"a" * 16 * BODY_BYTES),
     ],
 )
-def test_body_beyond_its_bound_is_not_read_and_its_request_is_answered_without_it(sent: bytes) -> None:
-    """Guarantee: the caller is judged, and answered, before any of a body that nobody wants is kept."""
+def test_body_above_its_bound_is_not_read_and_the_request_is_answered(sent: bytes) -> None:
+    """Guarantee: the server judges and answers the client without storing an oversized body."""
     with (
         serving(lambda asked: answer(b"none" if asked.body is None else b"some")) as served,
         served.connect() as client,
@@ -111,7 +111,7 @@ def test_body_beyond_its_bound_is_not_read_and_its_request_is_answered_without_i
 
 
 def test_client_that_sends_on_after_its_refusal_still_reads_the_answer() -> None:
-    """Guarantee: an answer is not lost to the reset of a connection on which something lay unread (RFC 9112, 9.6)."""
+    """Guarantee: unread data does not reset the connection before the answer is read (RFC 9112, 9.6)."""
     with serving() as served, served.connect() as client:
         client.send(POST + b"Content-Length: %d\r\n\r\n" % (1 << 30))
         client.send(*[b"a" * BODY_BYTES] * 20)
@@ -121,7 +121,7 @@ def test_client_that_sends_on_after_its_refusal_still_reads_the_answer() -> None
 
 @pytest.mark.parametrize("last", [b"GET / HTTP/1.0\r\n\r\n", LAST])
 def test_client_that_sends_on_after_its_last_answer_is_not_reset(last: bytes) -> None:
-    """Guarantee: the same for an answer that was the last by the client's own word."""
+    """Guarantee: the same holds for the last answer of a client that asked to close the connection."""
     with serving() as served, served.connect() as client:
         client.send(last)
         assert client.read_answer()[0] == 200
@@ -148,7 +148,7 @@ def test_client_that_sends_on_after_its_last_answer_is_not_reset(last: bytes) ->
     ],
 )
 def test_connection_that_waits_too_long_is_closed(bounds: Bounds, sent: bytes) -> None:
-    """Guarantee: a client that opens connections and says little holds none of them for ever."""
+    """Guarantee: an idle or slow client cannot hold a connection indefinitely."""
     with serving(bounds=bounds) as served, served.connect() as client:
         client.send(sent)
         if sent == HELLO:
@@ -174,13 +174,13 @@ def test_slow_head_is_not_given_more_time_by_another_byte() -> None:
 
 
 def test_client_that_reads_nothing_is_not_read_from_and_is_cut_off() -> None:
-    """Guarantee: answers that nobody fetches fill neither memory nor time."""
+    """Guarantee: a client that does not read its responses takes neither unbounded memory nor unbounded time."""
     large = answer(b"x" * 60_000)
     with serving(lambda _: large, bounds=Bounds(write_seconds=0.2)) as served, served.connect() as client:
         client.wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             client.send(*[HELLO * 100] * 1_000_000)
-        # What the kernel takes of answers, and a buffer: far from all that were asked for.
+        # The kernel's buffer and one of the server hold far fewer answers than were requested.
         assert len(served.asked) < 1000
 
 
@@ -197,12 +197,12 @@ def test_client_that_reads_late_gets_all_its_answers_in_order() -> None:
 
 
 def test_requests_behind_a_miss_wait_for_it_and_are_answered_in_order() -> None:
-    """Guarantee: an answer never reaches another request's place, however long one of them takes."""
+    """Guarantee: answers keep the order of their requests, however long one of them takes."""
     with serving(misses=(b"/miss",)) as served, served.connect() as client, served.connect() as other:
         client.send(HELLO + MISS + HELLO + MISS + LAST)
         assert client.read_answer()[2] == b"GET / "
         other.send(HELLO)
-        assert other.read_answer()[2] == b"GET / "  # nobody else waits
+        assert other.read_answer()[2] == b"GET / "  # other clients do not wait
         assert [asked.target for asked in served.asked] == [b"/", b"/miss", b"/"]
         served.settle(0, answer(b"first"))
         assert client.read_answer()[2] == b"first"
@@ -216,7 +216,7 @@ def test_requests_behind_a_miss_wait_for_it_and_are_answered_in_order() -> None:
 
 
 def test_client_that_pipelines_behind_a_miss_is_not_read_from() -> None:
-    """Guarantee: what is kept behind a miss is bounded."""
+    """Guarantee: the buffer of requests behind a miss is bounded."""
     with serving(misses=(b"/miss",)) as served, served.connect() as client:
         client.send(MISS)
         served.wait_until_asked()
@@ -234,7 +234,7 @@ def test_client_that_pipelines_behind_a_miss_is_not_read_from() -> None:
             assert client.read_answer()[2] == b"GET / "
 
 
-def test_client_that_is_gone_before_its_miss_is_settled_harms_nobody() -> None:
+def test_client_that_disconnects_before_its_miss_is_settled_affects_no_other() -> None:
     with serving(misses=(b"/miss",)) as served:
         with served.connect() as client:
             client.send(MISS)
@@ -244,8 +244,8 @@ def test_client_that_is_gone_before_its_miss_is_settled_harms_nobody() -> None:
         assert served.connect().ask(LAST).endswith(b"GET /last ")
 
 
-def test_client_that_has_said_all_gets_all_its_answers() -> None:
-    """Guarantee: closing one's own direction, as shell tools do, takes no answer away."""
+def test_client_that_half_closes_gets_all_its_answers() -> None:
+    """Guarantee: a client that half-closes, as shell tools do, still gets every answer."""
     with serving(misses=(b"/miss",)) as served, served.connect() as client:
         client.send(HELLO + MISS + HELLO)
         client.wire.shutdown(socket.SHUT_WR)
@@ -261,7 +261,7 @@ def test_client_that_has_said_all_gets_all_its_answers() -> None:
 # --- what HTTP asks of an answer --------------------------------------------------------------------------------
 
 
-def test_continue_is_said_when_the_body_is_waited_for() -> None:
+def test_continue_is_sent_when_the_server_waits_for_the_body() -> None:
     with serving() as served, served.connect() as client:
         client.send(POST + b"Content-Length: 3\r\nExpect: 100-Continue\r\n\r\n")
         assert client.read_answer()[0] == 100
@@ -275,7 +275,7 @@ def test_continue_is_said_when_the_body_is_waited_for() -> None:
         assert len(served.asked) == 3
 
 
-def test_continue_comes_behind_the_answers_that_are_due_before() -> None:
+def test_continue_follows_the_answers_that_are_due_before() -> None:
     with serving(misses=(b"/miss",)) as served, served.connect() as client:
         client.send(MISS + POST + b"Content-Length: 3\r\nExpect: 100-continue\r\n\r\n")
         served.wait_until_asked()
@@ -343,7 +343,7 @@ def test_every_answer_is_dated_and_has_its_length() -> None:
 
 
 def test_handler_that_raises_is_a_500_and_the_connection_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    """Guarantee: no exception reaches the client or ends the process, and the log has it under the request's id."""
+    """Guarantee: an exception reaches only the log, with the request id, and does not end the process."""
 
     def respond(asked: Asked) -> HttpResponse:
         if asked.target == b"/":
@@ -367,7 +367,7 @@ def test_handler_that_raises_is_a_500_and_the_connection_goes_on(caplog: pytest.
 
 @pytest.mark.parametrize("value", ["\u20ac", "a\r\nB: c", "a\nB: c", "a\r"])
 def test_answer_that_cannot_be_sent_is_a_500(value: str) -> None:
-    """Guarantee: whatever a handler returns, its client gets one answer, and the next one too."""
+    """Guarantee: after an invalid return value of a handler, the client gets one answer, and the next request works."""
     unsendable = HttpResponse(200, b"", REQUEST_ID, (("X", value),))
     with serving(lambda asked: unsendable if asked.target == b"/" else cast(HttpResponse, None)) as served:
         for sent in (HELLO, LAST.replace(b"Connection", b"X"), LAST, HELLO[:-2] + b"Connection: close\r\n\r\n"):
@@ -376,8 +376,8 @@ def test_answer_that_cannot_be_sent_is_a_500(value: str) -> None:
                 assert client.read_answer()[0] == 500
 
 
-def test_answer_that_does_not_come_is_a_503_and_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    """Guarantee: nothing is spent, nor counted as a use, for a client that was told 503 already."""
+def test_late_answer_becomes_a_503_and_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
+    """Guarantee: after a 503 nothing is spent or counted as a use for that client."""
     with serving(misses=(b"/miss",), bounds=Bounds(answer_seconds=SHORT)) as served, served.connect() as client:
         client.send(MISS + HELLO)
         assert refusal(client) == (503, "dependency_unavailable")
@@ -389,8 +389,8 @@ def test_answer_that_does_not_come_is_a_503_and_is_given_up(caplog: pytest.LogCa
 # --- how many, and the end ---------------------------------------------------------------------------------------
 
 
-def test_connection_beyond_the_cap_is_told_so_and_others_are_served() -> None:
-    """Guarantee: the process keeps within its descriptors; who is turned away knows when to come back."""
+def test_connection_beyond_the_cap_gets_a_503_and_others_are_served() -> None:
+    """Guarantee: the process stays within its descriptors; a refused client gets Retry-After."""
     with serving(bounds=Bounds(connections=2)) as served:
         first, second, third = served.connect(), served.connect(), served.connect()
         with first, second, third:
@@ -405,11 +405,11 @@ def test_connection_beyond_the_cap_is_told_so_and_others_are_served() -> None:
             assert first.read_answer()[0] == 200
 
 
-def test_stop_waits_for_answers_that_nobody_waits_for_any_more() -> None:
-    """Guarantee: what was asked is spent and noted before the process says its farewell, though its client has left."""
+def test_stop_waits_for_the_answers_of_disconnected_clients() -> None:
+    """Guarantee: every request is spent and noted before the process deregisters, even after its client left."""
     later, order = CallbackFuture(), list[str]()
     later.add_done_callback(lambda _: order.append("answered"))
-    with serving(lambda _: later) as served:  # type: ignore[arg-type, return-value]  # as the door of a loop answers
+    with serving(lambda _: later) as served:  # type: ignore[arg-type, return-value]  # what an asyncio frontend returns
         with served.connect() as client:
             client.send(HELLO)
             served.wait_until_asked()
@@ -421,8 +421,8 @@ def test_stop_waits_for_answers_that_nobody_waits_for_any_more() -> None:
     assert order == ["answered", "stopped"]
 
 
-def test_stop_answers_what_was_asked_and_lets_nobody_in() -> None:
-    """Guarantee: a deployment loses no answer."""
+def test_stop_answers_pending_requests_and_accepts_no_connection() -> None:
+    """Guarantee: a restart for a deployment loses no answer."""
     with serving(misses=(b"/miss",)) as served, served.connect() as client, served.connect() as idle:
         client.send(MISS)
         idle.send(HELLO)
@@ -456,7 +456,7 @@ def test_stop_ends_in_time_whatever_clients_and_misses_do() -> None:
 
 
 def wait_until_refused(served: Served) -> None:
-    """Until nobody listens there any more."""
+    """Wait until the port refuses connections."""
     while True:
         try:
             socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS).close()
@@ -480,7 +480,7 @@ def wait_until_refused(served: Served) -> None:
 def test_connections_fit_the_descriptors_of_the_host(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], connections: int, descriptors: int
 ) -> None:
-    """Guarantee: a flood of connections takes no descriptor from the database or the log."""
+    """Guarantee: a flood of connections leaves descriptors for the database and the log."""
     kept = [limits]
     monkeypatch.setattr(resource, "getrlimit", lambda _: kept[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: kept.append(both))

@@ -9,7 +9,7 @@ from keyvault.hotpath.messages.responses import HttpResponse
 ANSWER = HttpResponse(200, b"{}", "req")
 
 
-def test_later_tells_whoever_waits_at_once_and_once() -> None:
+def test_future_notifies_each_waiter_immediately_and_once() -> None:
     later, told = CallbackFuture(), list[HttpResponse]()
     later.add_done_callback(lambda done: told.append(done.result()))
     later.set_result(ANSWER)
@@ -18,10 +18,10 @@ def test_later_tells_whoever_waits_at_once_and_once() -> None:
     later.cancel()
     assert (told, later.result(), later.cancelled()) == ([ANSWER], ANSWER, False)
     later.add_done_callback(lambda done: told.append(done.result()))
-    assert told == [ANSWER, ANSWER], "whoever comes late is told at once, too"
+    assert told == [ANSWER, ANSWER], "a late callback runs immediately"
 
 
-def test_later_that_was_given_up_takes_no_answer() -> None:
+def test_abandoned_future_takes_no_answer() -> None:
     later, told = CallbackFuture(), list[bool]()
     later.add_done_callback(lambda done: told.append(done.cancelled()))
     assert not later.done()
@@ -34,7 +34,7 @@ def test_later_that_was_given_up_takes_no_answer() -> None:
         later.result()
 
 
-def test_later_can_be_awaited_like_a_future() -> None:
+def test_future_can_be_awaited() -> None:
     async def run() -> None:
         later = CallbackFuture()
         waiting = [asyncio.ensure_future(later) for _ in range(2)]
@@ -46,8 +46,8 @@ def test_later_can_be_awaited_like_a_future() -> None:
     asyncio.run(run())
 
 
-def test_later_whose_only_waiter_was_cancelled_is_given_up() -> None:
-    """Guarantee: nothing is spent for an answer that nobody gets."""
+def test_future_whose_only_waiter_was_cancelled_is_abandoned() -> None:
+    """Guarantee: nothing is spent for an answer without a recipient."""
 
     async def run() -> None:
         later = CallbackFuture()
@@ -61,7 +61,7 @@ def test_later_whose_only_waiter_was_cancelled_is_given_up() -> None:
     asyncio.run(run())
 
 
-def test_later_one_who_cannot_take_his_answer_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_future_waiter_that_raises_delays_no_other(caplog: pytest.LogCaptureFixture) -> None:
     later, told = CallbackFuture(), list[HttpResponse]()
 
     def fail(done: CallbackFuture) -> None:

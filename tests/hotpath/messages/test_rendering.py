@@ -1,4 +1,4 @@
-"""Whose key it is, filled into a template for all keys of an account and kind."""
+"""Templates of answers for all keys of an account and kind, filled with the identity of one key."""
 
 import hypothesis.strategies as st
 from hypothesis import given

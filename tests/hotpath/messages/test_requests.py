@@ -1,4 +1,4 @@
-"""What verify is asked is read in two ways, quickly and wholly, and documented in a third: they agree on every body."""
+"""The fast parser, the full parser and the documented schema of verify requests agree on every body."""
 
 import json
 from typing import Any
@@ -44,7 +44,7 @@ NEEDED = {"key", "environment"}
 
 @st.composite
 def questions(draw: st.DrawFn) -> dict[str, Any]:
-    """Mostly whole, with one thing or another that is not."""
+    """Draw requests that are mostly valid, with occasional faults."""
     by = draw(
         st.sampled_from([("endpoint",), ("endpoint",), ("method", "path"), ("method",), (), ("endpoint", "path")])
     )
@@ -63,12 +63,12 @@ def encoded(value: Any) -> bytes:
 
 
 def raw(value: Any) -> bytes:
-    """Without escapes, as most clients send it."""
+    """Return the JSON without escapes, as most clients send it."""
     return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
 
 
 def wholly(body: bytes) -> VerifyRequest | set[str]:
-    """What was asked, or where the faults are."""
+    """Return the parsed request, or the pointers of its faults."""
     try:
         return read_verify(body)
     except RequestInvalidError as error:
@@ -76,8 +76,8 @@ def wholly(body: bytes) -> VerifyRequest | set[str]:
 
 
 @given(questions(), st.booleans())
-def test_requests_read_quickly_are_those_read_wholly(asked: dict[str, Any], is_raw: bool) -> None:
-    """Guarantee: the fast way reads nothing that the whole one refuses, and nothing in another way."""
+def test_requests_of_the_fast_parser_equal_those_of_the_full_parser(asked: dict[str, Any], is_raw: bool) -> None:
+    """Guarantee: the fast parser accepts nothing that the full parser refuses, and reads nothing differently."""
     body = raw(asked) if is_raw else encoded(asked)
     quick = decode_verify(body)
     assert quick is None or quick == wholly(body)
@@ -117,7 +117,7 @@ def test_requests_of_any_bytes_are_read_alike(asked: dict[str, Any], data: st.Da
         b"",
     ],
 )
-def test_requests_that_can_be_read_in_two_ways_are_read_in_none(body: bytes) -> None:
+def test_requests_that_are_ambiguous_are_refused(body: bytes) -> None:
     assert decode_verify(body) is None
     assert isinstance(wholly(body), set)
 
@@ -125,7 +125,7 @@ def test_requests_that_can_be_read_in_two_ways_are_read_in_none(body: bytes) -> 
 @given(questions())
 @example({"key": None, "environment": "sandbox", "endpoint": "x"})
 def test_requests_that_are_read_are_those_that_the_openapi_page_describes(asked: dict[str, Any]) -> None:
-    """The serializer is documentation alone; it takes and refuses what is taken and refused, for the same fields."""
+    """The serializer only documents the body; it accepts and refuses the same fields as the parsers."""
     form = VerifyRequestBody(data=json.loads(encoded(asked)))
     found = wholly(encoded(asked))
     assert form.is_valid() is isinstance(found, VerifyRequest), (form.errors, found)
@@ -167,10 +167,10 @@ def test_requests_of_a_batch_are_as_many_as_documented() -> None:
 
 
 @given(questions(), st.booleans(), st.data())
-def test_requests_read_as_plain_are_those_read_wholly_and_have_nothing_else(
+def test_requests_read_as_plain_have_only_plain_fields(
     asked: dict[str, Any], is_whole: bool, data: st.DataObject
 ) -> None:
-    """Guarantee: what is answered without a look at its other fields has none, however it is spaced."""
+    """Guarantee: a request that is answered without a check of its other fields has none, whatever its spacing."""
     if is_whole:
         asked = {"key": "a", "environment": "sandbox", "endpoint": "x", "client_ip": "192.0.2.1", **asked}
     text = raw(asked).decode(errors="surrogatepass")
@@ -189,7 +189,7 @@ def test_requests_read_as_plain_are_those_read_wholly_and_have_nothing_else(
     ['"merchant"%s"globex"', '"dry_run"%strue', '"cost"%s9', '"key"%s"b"', '"customer_token"%s"x"', '"store"%snull'],
 )
 def test_requests_with_another_field_are_not_plain(more: str, colon: str) -> None:
-    """Found here: a blank before the colon hid a field from the count of names."""
+    """Regression: a blank before the colon hid a field from the count of names."""
     start = '{"key":"a","environment":"sandbox","endpoint":"x"'
     for before in (start, f'{start},"client_ip":"192.0.2.1"'):
         assert decode_plain_verify(f"{before},{more % colon}}}".encode()) is None
@@ -197,7 +197,7 @@ def test_requests_with_another_field_are_not_plain(more: str, colon: str) -> Non
 
 
 def test_requests_name_of_a_field_that_is_a_key_is_not_repeated() -> None:
-    """Guarantee: an answer never carries a secret back, whatever it was sent as."""
+    """Guarantee: no answer repeats a secret, in whatever place it was sent."""
     text = "kv_prv_sbx_" + "A" * 65
     with pytest.raises(RequestInvalidError) as refused:
         read_verify(json.dumps({"key": None, "environment": "sandbox", "endpoint": "a.b", text: 1}).encode())

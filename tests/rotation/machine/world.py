@@ -205,7 +205,7 @@ class World:
             with suppress(KeyvaultError):
                 destroy_string(self._maintenance_grant(), key)
         for key in list_unsettled(self.variant.environment):
-            lease = leases.claim(copy_subject(key), self.now, now_or_never=True)
+            lease = leases.claim(copy_subject(key), self.now, ignore_due_at=True)
             if lease is not None:
                 with suppress(KeyvaultError):
                     settle_string(self._maintenance_grant(), key, lease)

@@ -438,7 +438,7 @@ def test_redis_store_in_asyncio_sends_concurrent_requests_in_one_round_trip(
 ) -> None:
     """Requests that arrive during a round trip share the next one."""
     round_trips: list[int] = []
-    evaluated = LimitPipeline._evaluated
+    evaluated = LimitPipeline._evaluate
 
     async def counted(self: LimitPipeline, client: Any, batch: Sequence[Any]) -> list[Any]:
         round_trips.append(len(batch))
@@ -446,7 +446,7 @@ def test_redis_store_in_asyncio_sends_concurrent_requests_in_one_round_trip(
 
     loop, one = AsyncioStore(redis_url), bucket(Limit(1_000, A_DAY))
     loop.store.spend([one], 1)  # loads the script
-    monkeypatch.setattr(LimitPipeline, "_evaluated", counted)
+    monkeypatch.setattr(LimitPipeline, "_evaluate", counted)
 
     async def run_all() -> list[Spend]:
         first = [asyncio.ensure_future(loop.store.spend_async([one], 1)) for _ in range(200)]

@@ -115,7 +115,7 @@ class Traffic:
                 self.in_flight.append(InFlight(one.leases, step))
             elif step.allowed:
                 self._admit([part.bucket for part in one.lease_request.parts], one.lease_request.cost, one.paid_us)
-                held = [each for each in one.lease_request.request if each not in one.lease_request.buckets]
+                held = [each for each in one.lease_request.all_buckets if each not in one.lease_request.buckets]
                 self._admit(held, one.lease_request.cost, one.lease_request.sent_us)
 
     def _admit(self, request: Sequence[Bucket], cost: int, at_us: int) -> None:

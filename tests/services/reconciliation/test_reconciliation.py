@@ -397,7 +397,7 @@ foreign_writes = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(writes=foreign_writes)
 def test_reconcile_destroys_exactly_the_copies_of_revoked_keys(
     scene: Scene, writes: list[tuple[str, dict[str, str]]]

@@ -643,6 +643,7 @@ WITHOUT_OWN_ENTRY = {
     "issuance.collection.read_handover": "reads and seals, writes nothing",
     "recording.transaction.recorded": "the block itself",
     "approvals.four_eyes.approving_operator": "decides, writes nothing",
+    "approvals.four_eyes.record_approval": "inside the block of the approval",
     "approvals.four_eyes.note_command_line_approval": "inside the block of the approval",
     "approvals.break_glass.note_break_glass": "inside the block of the bypass",
     "recording.revocation_log.announce_failure": "inside the block that detected it",

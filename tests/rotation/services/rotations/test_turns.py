@@ -65,7 +65,7 @@ def test_turn_after_a_failure_waits_for_its_pause_despite_a_change(clock: Clock,
     rotation = overlapping(clock, verifier)
     assert rotation.replacement is not None
     revoke(rotation.replacement, clock)
-    lease = claim(subject_of(rotation.rotation_id), clock(), now_or_never=True)
+    lease = claim(subject_of(rotation.rotation_id), clock(), ignore_due_at=True)
     assert lease is not None
     postpone(lease, clock(), "the backend refuses")
     assert list_due(clock()) == []

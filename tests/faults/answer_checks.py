@@ -1,4 +1,4 @@
-"""Every answer, held against what was done: nobody says yes who cannot vouch for it, nor no to a good key."""
+"""Judge every answer against the acts: no verifier allows a request without fresh data, and none denies a good key."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Outages:
 def judge(
     result: Result, replies: Sequence[Reply], acts: Acts, outages: Outages, writer_host: str, staleness: float
 ) -> None:
-    """`writer_host`: the one whose verifiers share a generation with whoever acts."""
+    """Judge the replies. `writer_host`: the host whose verifiers share the writer's generation counter."""
     by_name: defaultdict[str, list[Reply]] = defaultdict(list)
     for reply in sorted(replies, key=lambda each: each.sent_at):
         by_name[reply.name].append(reply)
@@ -86,7 +86,7 @@ def _judge_banned(result: Result, reply: Reply, ban: Ban, writer_host: str, stal
 
 
 def _may_refuse(reply: Reply, acts: Acts, staleness: float) -> bool:
-    """Refused by memory a little longer than the thing was away: that harms nobody for long."""
+    """Return whether a cached denial may still be in use shortly after the subject is back."""
     if reply.name in acts.doubtful:
         return True
     return any(
