@@ -1,4 +1,4 @@
-# destroyer: erases single versions for ever, after their keys were revoked.
+# destroyer: permanently erases single versions whose keys are revoked.
 
 path "PREFIX-keys-SCOPE/destroy/*" {
   capabilities = ["update"]

@@ -1,4 +1,5 @@
-# keeper: makes a new pepper, and erases one that no key needs any more. Only where setup and the pepper commands run.
+# keeper: creates a pepper version, and erases one that no key depends on. Only the host that runs setup and the pepper
+# commands has this login.
 
 path "PREFIX-peppers-SCOPE/data/hmac" {
   capabilities = ["create", "update"]

@@ -1,28 +1,28 @@
-# What every login of ours may do with itself. It comes before the policy of each role; there is no "default" policy in
-# their tokens. PREFIX, ROLE and SCOPE are filled in by manage.py vault_bootstrap, or by hand:
+# What every login may do with its own token and secret id. vault_bootstrap prepends it to the policy of each role,
+# since the tokens do not have Vault's "default" policy, and fills in PREFIX, ROLE and SCOPE. To do so by hand:
 #   cat login.hcl issuer.hcl | sed -e s/PREFIX/keyvault/g -e s/ROLE/issuer/g -e s/SCOPE/sandbox/g
 
-# Its token is periodic: renewed at two thirds of its life, for as long as the process runs.
+# The token is periodic: the process renews it at two thirds of its period.
 path "auth/token/renew-self" {
   capabilities = ["update"]
 }
 
-# How long its token lives.
+# The process reads the remaining lifetime of its token.
 path "auth/token/lookup-self" {
   capabilities = ["read"]
 }
 
-# vault_doctor ends the token that it logged in with.
+# vault_doctor revokes its own token when it ends.
 path "auth/token/revoke-self" {
   capabilities = ["update"]
 }
 
-# vault_doctor compares what the token may do with what it should.
+# vault_doctor compares the token's capabilities with the expected ones.
 path "sys/capabilities-self" {
   capabilities = ["update"]
 }
 
-# vault_doctor says how long a secret id is good yet. Whoever asks must know the secret id already.
+# vault_doctor reports when a secret id expires. The look-up requires the secret id itself.
 path "auth/approle/role/PREFIX-ROLE-SCOPE/secret-id/lookup" {
   capabilities = ["update"]
 }

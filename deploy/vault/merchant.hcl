@@ -1,6 +1,6 @@
-# merchant: what a merchant's own backend reads in one environment: its own keys and provider credentials, and nobody
-# else's. Whose it is stands in the identity entity: metadata "account_id" is the account's id in that environment. An
-# entity without it reads nothing. Listing is not needed: the console shows the paths.
+# merchant: lets a merchant's own backend read its keys and provider credentials in one environment, and no others. The
+# identity entity names the account: its metadata "account_id" is the account's id in that environment. An entity
+# without it reads nothing. The policy cannot list: the console shows the paths.
 
 path "PREFIX-keys-SCOPE/data/{{identity.entity.metadata.account_id}}/*" {
   capabilities = ["read"]

@@ -1,4 +1,4 @@
-# offboarder: erases a whole path for ever, when a merchant leaves.
+# offboarder: permanently erases the paths of an offboarded merchant.
 
 path "PREFIX-keys-SCOPE/metadata/*" {
   capabilities = ["delete"]

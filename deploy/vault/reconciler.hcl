@@ -1,4 +1,4 @@
-# reconciler: says which paths there are, every night. It reads no key.
+# reconciler: lists the paths for the nightly reconciliation. It cannot read a key.
 
 path "PREFIX-keys-SCOPE/metadata/*" {
   capabilities = ["list"]

@@ -22,7 +22,7 @@ from keyvault.services.keys.records import prove_service_token
 from keyvault.services.recording.authorization import authorize
 from keyvault.wire.headers import read_bearer
 
-_INVALID = Denial(ErrorCode.SERVICE_TOKEN_INVALID, "This needs a valid service token in Authorization: Bearer.")
+_INVALID = Denial(ErrorCode.SERVICE_TOKEN_INVALID, "Send a valid service token in Authorization: Bearer.")
 
 
 class ServiceTokenAuthentication(BaseAuthentication):

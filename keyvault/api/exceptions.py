@@ -44,7 +44,7 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response |
     """REST framework's exception handler. An unexpected exception is logged and answered with 500."""
     request_id = request_id_of(getattr(context.get("request"), "_request", None))
     view: APIView = context["view"]
-    # Django gives every view an `options` method; without metadata ours do not support it.
+    # Django gives every view an `options` method, but without a metadata class REST framework answers it with 405.
     view_methods = [method for method in view.allowed_methods if method != "OPTIONS"]
     found = _problem(error, request_id, view_methods)
     if found is None:
@@ -107,7 +107,7 @@ def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> 
             return _invalid("The request is malformed, or its query has more than 1,000 parameters.", request_id)
         case drf.PermissionDenied() | drf.NotAuthenticated():
             return problem(
-                ErrorCode.SERVICE_TOKEN_INVALID, "This needs a service token in Authorization: Bearer.", request_id
+                ErrorCode.SERVICE_TOKEN_INVALID, "Send a service token in Authorization: Bearer.", request_id
             )
         case _:
             return None

@@ -1,8 +1,8 @@
 """The integration plane: one view per environment judges a request, then calls the endpoint's server.
 
-The catalog lists the endpoints. `require_whole` checks that every built-in endpoint has a server and every server an
-endpoint, so that no route lacks a rule and no rule a route. Upstream endpoints have a rule and no server here: a
-request for one is `endpoint_unknown`, like any path that is not served.
+The catalog lists the endpoints. `require_matching_servers` checks that every built-in endpoint has a server, and every
+server an endpoint, so that every route has a rule. Upstream endpoints have a rule and no server here: a request for one
+is `endpoint_unknown`, like any path that is not served.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +91,7 @@ class EndpointServer:
 Servers = Mapping[str, EndpointServer]
 
 
-def require_whole(servers: Servers) -> None:
+def require_matching_servers(servers: Servers) -> None:
     """Check that the servers match the built-in endpoints.
 
     Raises ImproperlyConfigured for a missing or an extra server, or one of the wrong kind.

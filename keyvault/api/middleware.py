@@ -86,7 +86,7 @@ class EnvironmentMiddleware:
             request.META[FORWARDED_HOST] = request.META.get("HTTP_HOST", "")
             request.META["HTTP_HOST"] = self._origin_host
             return self.get_response(request)
-        self._lead(request)
+        self._route(request)
         response = self.get_response(request)
         if request.path_info.startswith("/admin/") and response.status_code != 400 and find_exposed(raw_url(request)):
             # The redirect to the sign-in page and its form would repeat the URL.
@@ -94,8 +94,8 @@ class EnvironmentMiddleware:
             return problem_response(ErrorCode.CREDENTIAL_IN_URL, detail, request)
         return response
 
-    def _lead(self, request: HttpRequest) -> None:
-        """Sets `path_info`. Raises Http404."""
+    def _route(self, request: HttpRequest) -> None:
+        """Set `path_info` to the route of the host and path. Raises Http404."""
         host = split_domain_port(request.get_host())[0].strip("[]")
         bases = self._bases.get(host)
         if bases is None:

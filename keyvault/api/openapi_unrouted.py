@@ -171,7 +171,7 @@ def _verify() -> Iterator[Any]:
 # --- forward-auth -----------------------------------------------------------------------------------------
 
 
-_CLIENTS_OWN: Auth = [
+_CLIENT_CREDENTIALS: Auth = [
     ["gatewayToken", "privateKey"],
     ["gatewayToken", "privateKey", "customerToken"],
     ["gatewayToken", "publicKey"],
@@ -198,19 +198,20 @@ def _gateway(dialect: Dialect, parameters: Iterable[OpenApiParameter]) -> Docume
     headers = [_response_header(name, "For the upstream; empty where it does not apply.", [200]) for name in _IDENTITY]
     if is_nginx:
         headers += [
-            _response_header(name, "What is behind the status.", [401, 403]) for name in (AUTH_STATUS, AUTH_CODE)
+            _response_header(name, "The actual status, or the code, of the denial.", [401, 403])
+            for name in (AUTH_STATUS, AUTH_CODE)
         ]
         headers.append(
-            _response_header("Retry-After", "Behind a limit or an outage: seconds to wait.", [403], is_always=False)
+            _response_header("Retry-After", "At a limit or during an outage: seconds to wait.", [403], is_always=False)
         )
     return documented(
         f"authorize_{dialect}",
-        summary=f"Authorize a client's request to {dialect.title()}.",
+        summary=f"Authorize a request that a client sent to {dialect.title()}.",
         description="The response does not depend on the method. Only 200 allows the request.",
         answers={200: None},
         plane=SERVICE_CODES,
         codes=_UPSTREAM_CODES,
-        auth=_CLIENTS_OWN,
+        auth=_CLIENT_CREDENTIALS,
         parameters=[*parameters, *headers],
         tag="forward-auth",
         sent_as=nginx_status if is_nginx else int,

@@ -1,7 +1,7 @@
-"""The ASGI application for Granian: Django's WSGI application behind a bridge that loses nothing of a request.
+"""The ASGI application for Granian: Django's WSGI application behind a bridge that keeps each request as sent.
 
-Loading fails where serving would go wrong: `keyvault.project.wsgi` checks the process, and routes that do not match the
-catalog fail here and not at the first request.
+The import fails if the process cannot serve: `keyvault.project.wsgi` runs the start-up checks, and the routes are
+compared with the catalog now instead of at the first request.
 """
 
 from keyvault.project.wsgi import application as wsgi_application

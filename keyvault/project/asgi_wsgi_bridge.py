@@ -1,4 +1,4 @@
-"""From ASGI to WSGI: read each request as it was sent, and have a WSGI application answer it in a few threads.
+"""Run a WSGI application behind ASGI: read each request as sent, and call the application in a few threads.
 
 The environ of a WSGI server loses information: it has one name for `X-Api-Key` and `X_Api_Key`, a decoded path, and no
 body of unannounced length. ASGI has the bytes, so the environ (PEP 3333) is built here:
@@ -75,7 +75,7 @@ class Capacity:
 
 
 PROBES = frozenset({"/healthz", "/readyz"})
-"""Paths that a load balancer or an orchestrator asks for."""
+"""Paths of the health checks of a load balancer or an orchestrator."""
 
 TARGET_BYTES = 8192
 """Maximum length of path and query, in bytes. RFC 9112 (3) recommends accepting request lines of 8,000."""
@@ -184,7 +184,7 @@ class Bridge:
                 return known
         environ = _environ(scope, headers, body, length)
         pool = self._pool_for(environ["PATH_INFO"])
-        # An oversized body stays unread, and the client's disconnect arrives only behind it.
+        # An oversized body stays unread, so the client's disconnect, which comes after it, cannot be seen.
         watch = None if isinstance(body, TooLargeBody) else partial(_wait_for_disconnect, receive)
         return await pool.run(partial(self._run, environ), watch)
 
@@ -239,7 +239,7 @@ def _call(wsgi: WSGIApplication, environ: dict[str, Any]) -> WsgiResponse:
 
 
 async def _read_body(headers: dict[str, str], receive: Receive) -> tuple[Body, int]:
-    """The body and its length. Raises BodyUnreadableError."""
+    """Return the body and its length. Raises BodyUnreadableError."""
     announced, encoding = headers.get("content-length"), headers.get("transfer-encoding")
     if announced is None and encoding is None:
         return io.BytesIO(), 0
@@ -263,14 +263,14 @@ async def _read_body(headers: dict[str, str], receive: Receive) -> tuple[Body, i
 
 
 def _target(scope: Scope) -> tuple[bytes, bytes]:
-    """Path and query as they were sent; Granian's `raw_path` has the query too."""
+    """Return path and query as sent; Granian's `raw_path` contains the query too."""
     raw_path: bytes = scope["raw_path"]
     query: bytes = scope["query_string"]
     return raw_path.partition(b"?")[0], query
 
 
 def _path_info(scope: Scope) -> str:
-    """The path with its escapes undone, as Django routes it."""
+    """Return the percent-decoded path, as Django routes it."""
     return unquote_to_bytes(_target(scope)[0]).decode("latin-1")
 
 

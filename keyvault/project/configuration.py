@@ -50,7 +50,7 @@ def _choice(*choices: str) -> Callable[[str], str]:
     return read
 
 
-def _brand(text: str) -> str:
+def _key_prefix(text: str) -> str:
     if BRAND.fullmatch(text) is None:
         raise ValueError("1 to 16 of a-z and 0-9, beginning with a letter")
     return text
@@ -69,7 +69,7 @@ def _origin(text: str) -> str:
     return text.rstrip("/")
 
 
-def _prefix(text: str) -> str:
+def _vault_prefix(text: str) -> str:
     if re.fullmatch(r"[a-z](?:[a-z0-9-]{0,30}[a-z0-9])?", text) is None:
         raise ValueError("1 to 32 of a-z, 0-9 and inner hyphens, beginning with a letter")
     return text
@@ -174,7 +174,7 @@ SETTINGS: tuple[Setting, ...] = (
         "KEYVAULT_VAULT_PREFIX",
         "keyvault",
         "Prefix of every mount, policy and role of this service in the Vault, so that several services can share one.",
-        _prefix,
+        _vault_prefix,
     ),
     Setting(
         "KEYVAULT_VAULT_AUTH",
@@ -292,7 +292,7 @@ SETTINGS: tuple[Setting, ...] = (
         "Unset: public addresses only, over https. `SSL_CERT_FILE` adds a CA of your own.",
         _networks,
     ),
-    Setting("KEYVAULT_KEY_PREFIX", "kv", "First field of every key string.", _brand),
+    Setting("KEYVAULT_KEY_PREFIX", "kv", "First field of every key string.", _key_prefix),
     Setting(
         "KEYVAULT_SANDBOX_APPROVALS",
         "0",
@@ -322,7 +322,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """
     known = {setting.name for setting in SETTINGS}
     wrong = [
-        f"{name}: unknown setting; the README lists all settings"
+        f"{name}: unknown setting; docs/settings.md lists all settings"
         for name in sorted(environ)
         if name.startswith("KEYVAULT_")
         and name not in known

@@ -14,9 +14,9 @@ from keyvault.hotpath.messages.pending_requests import Headers
 
 @lru_cache(maxsize=1024)
 def serves_host(host: str) -> bool:
-    """Return whether the service plane is served on that host.
+    """Whether the host serves the service plane.
 
-    It is on no host that belongs to one environment, see `EnvironmentMiddleware`.
+    A host that only environments use does not, see `EnvironmentMiddleware`.
     """
     domain, _ = split_domain_port(host)
     if not domain or not validate_host(domain, settings.ALLOWED_HOSTS):

@@ -243,7 +243,7 @@ CELERY_BEAT_SCHEDULE = {
     "begin-scheduled-rotations": {"task": "rotation.tasks.begin_scheduled", "schedule": 30.0},
     "watch-backend": {"task": "keyvault.tasks.watch_backend", "schedule": 15.0},
     "sign-checkpoints": {"task": "keyvault.tasks.sign_checkpoints", "schedule": 60.0},
-    # It checks whether the nightly run is due.
+    # The task checks whether the nightly run is due.
     "reconcile-backend": {"task": "keyvault.tasks.reconcile_backend", "schedule": 600.0},
 }
 

@@ -4,7 +4,7 @@ from django.conf import settings
 from django.contrib import admin
 from django.urls import include, path, re_path
 
-from keyvault.api.integration import IntegrationView, require_whole
+from keyvault.api.integration import IntegrationView, require_matching_servers
 from keyvault.api.servers import SERVERS
 from keyvault.domain.environments import Environment
 from keyvault.hotpath.messages.pending_requests import BATCH, ENVOY, GATEWAYS, VERIFY
@@ -12,7 +12,7 @@ from keyvault.project.engine_view import verifying_view
 from rotation.api.rotations import SERVERS as ROTATION_SERVERS
 
 _SERVERS = {**SERVERS, **ROTATION_SERVERS}
-require_whole(_SERVERS)
+require_matching_servers(_SERVERS)
 
 urlpatterns = [
     *(path(address.removeprefix("/"), verifying_view) for address in (VERIFY, BATCH, *GATEWAYS)),

@@ -1,6 +1,6 @@
 """The WSGI application, for Granian or any other server: the engine in front of Django.
 
-Loading it fails where serving would go wrong.
+The import fails if the process cannot serve: it runs the start-up checks.
 """
 
 import os

@@ -341,7 +341,7 @@ def problems_page() -> str:
         "4. Neither the key nor the customer access token has expired or been revoked.",
         "5. The merchant, store or customer context is present.",
         "",
-        "Do not retry an authorization error indefinitely. `make errors` generates this page.",
+        "Do not retry an authorization error indefinitely. `make errors` prints this page.",
         "",
         "| status | code | check | cause | cure |",
         "|---|---|---|---|---|",

@@ -109,8 +109,8 @@ class CampaignForm(PlanForm):
         min_value=1,
         max_value=MAX_CONCURRENCY,
         initial=_DEFAULT_PACE.concurrency,
-        label="Unproven at a time",
-        help_text="A rotation counts from its start until its replacement is proven in use. The quiet period and the "
+        label="Unproved at a time",
+        help_text="A rotation counts from its start until its replacement is proved in use. The quiet period and the "
         "quarantine do not count.",
     )
     halt_on_stall = forms.BooleanField(
@@ -280,7 +280,7 @@ class CampaignAdmin(ConsoleModelAdmin):
                 ("Excluded", _left_out(row)),
                 ("Reason", row.reason),
                 *_plan(row),
-                ("Pace", f"at most {pace.per_minute} per minute, {pace.concurrency} unproven at a time"),
+                ("Pace", f"at most {pace.per_minute} per minute, {pace.concurrency} unproved at a time"),
                 ("Halt when a rotation stalls", "yes" if pace.halt_on_stall else "no"),
                 ("Halt above this failure percentage", "never" if share is None else f"{share} percent"),
                 ("Digest of the request and the credentials (SHA-256)", mono(row.plan_digest)),
@@ -358,12 +358,12 @@ def _notes(request: HttpRequest, row: Campaign, report: Any) -> Iterable[str]:
 
 def _progress(row: Campaign, report: Any) -> Iterable[tuple[str, Any]]:
     count = report["progress"]
-    yield "Replacement proven in use", _bar(count["proved"], count["members"])
+    yield "Replacement proved in use", _bar(count["proved"], count["members"])
     ended = count["completed"] + count["failed"] + count["stalled"] + count["skipped"]
     yield "Ended: completed, failed, stalled or skipped", _bar(ended, count["members"])
     yield "Not started", count["waiting"]
-    yield "Started, not proven yet", count["unproved"]
-    yield "Proven, old key not retired yet", count["proved"] - count["completed"]
+    yield "Started, not proved yet", count["unproved"]
+    yield "Proved, old key not retired yet", count["proved"] - count["completed"]
     yield "Completed", count["completed"]
     yield "Stalled", count["stalled"]
     yield "Failed: canceled or rolled back", count["failed"]

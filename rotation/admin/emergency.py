@@ -30,7 +30,7 @@ from keyvault.models import Credential, Key, MerchantStatus
 from keyvault.services.keys.lifecycle import usable_keys
 from rotation.services.rotations.emergency import (
     MAX_KEYS,
-    Response,
+    CompromiseResponse,
     find_open_rotation,
     respond_to_compromise,
     respond_to_leak,
@@ -107,7 +107,7 @@ def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> Act
     if not ended:
         more = [f"and {len(failures) - _MAX_LISTED} more"] if len(failures) > _MAX_LISTED else []
         raise RequestInvalidError(
-            _NOTHING_ENDED, [Fault("/key_ids", each) for each in (*failures[:_MAX_LISTED], *more)]
+            _NOTHING_REVOKED, [Fault("/key_ids", each) for each in (*failures[:_MAX_LISTED], *more)]
         )
     count = "1 key is" if len(ended) == 1 else f"{len(ended)} keys are"
     not_ended = f"NOT revoked, {len(failures)}: {_join_first(failures)}." if failures else ""
@@ -117,12 +117,12 @@ def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> Act
     return ActionResult(message, is_partial=bool(failures))
 
 
-_NOTHING_ENDED = (
+_NOTHING_REVOKED = (
     "No key was revoked. Correct the entries below. A key id is the 16 characters after the third underscore of a key."
 )
 
 
-def _format_replacements(responses: Sequence[Response]) -> str:
+def _format_replacements(responses: Sequence[CompromiseResponse]) -> str:
     """Format which replacements were requested or refused; empty if none was wanted."""
     rotation_ids = list(dict.fromkeys(response.rotation_id for response in responses if response.rotation_id))
     refused = [f"{response.key_id}: {response.no_replacement}" for response in responses if response.no_replacement]
@@ -171,7 +171,7 @@ REPORT_CREDENTIAL = RowAction(
     "Revoke compromised keys and replace",
     P.KEYS_REPORT_COMPROMISE,
     _report_credential,
-    lambda credential: f"Reports every living key of the credential. {REPORT_EXPLANATION}",
+    lambda credential: f"Reports every usable or suspended key of the credential. {REPORT_EXPLANATION}",
     form=CompromiseForm,
     is_available=_has_living_key,
     warn=lambda credential: "Users of the credential are refused immediately, until a new key is available.",

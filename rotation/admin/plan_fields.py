@@ -96,18 +96,18 @@ def form_field(field: PlanField, *, without: Container[Any] = ()) -> forms.Field
     if field.type is FieldType.FLAG:
         return forms.BooleanField(required=False, label=label, help_text=field.help)
     choices = [(choice.value, text) for choice, text in field.choices.items() if choice not in without]
-    if has_own_default(field):
+    if has_fixed_default(field):
         return forms.ChoiceField(label=label, help_text=field.help, choices=choices)
     return forms.ChoiceField(required=False, label=label, help_text=help_text, choices=[("", "default"), *choices])
 
 
-def has_own_default(field: PlanField) -> bool:
-    """Whether an omitted value is a value of the plan already, instead of a rule."""
+def has_fixed_default(field: PlanField) -> bool:
+    """Whether the default is a fixed value, which the form preselects, and not a rule for an empty field."""
     return getattr(PlanOverrides(), field.name) is not None
 
 
 def _help(field: PlanField) -> str:
-    if has_own_default(field):
+    if has_fixed_default(field):
         return field.help
     example = " Enter a period such as 30m, 2h or 7d." if field.type is FieldType.SECONDS else ""
     return f"{field.help}{example} Empty: {field.describe_omitted(_show_number(field))}."
@@ -164,7 +164,7 @@ def _form_names(field: PlanField) -> tuple[str, ...]:
 
 
 SECTION_NOTES = {
-    PlanSection.PROOF: "how use of the replacement is proven",
+    PlanSection.PROOF: "how use of the replacement is proved",
     PlanSection.RETIRING: "quiet period, quarantine, and the date for a public key",
     PlanSection.TIMING: "start and deadline",
     PlanSection.WINDOW: "hours of the week in which the rotation may start",

@@ -213,7 +213,7 @@ REQUEST = CreateAction(
     P.ROTATIONS_WRITE,
     RotationForm,
     _request,
-    "Creates and delivers a replacement. The old key is suspended and revoked only after the replacement is proven in "
+    "Creates and delivers a replacement. The old key is suspended and revoked only after the replacement is proved in "
     "use. In production a second person must approve the plan first.",
     "Submit request",
     account_of=lambda cleaned: cleaned["credential_id"].account,

@@ -135,7 +135,7 @@ def _status_facts(row: Rotation) -> Iterator[tuple[str, Any]]:
         silent = format_html("waived by the approved plan or date, {}", moment(row.waived_at))
     yield "Accepted: every verifier accepts the replacement", moment(row.accepted_at, missing="not yet")
     yield "Delivered: the merchant can read the replacement", moment(row.delivered_at, missing="not yet")
-    yield "Used: the replacement is proven in use", moment(row.used_at, missing=not_asked)
+    yield "Used: the replacement is proved in use", moment(row.used_at, missing=not_asked)
     yield "Silent: the old key was unused for the quiet period", silent
 
 

@@ -15,7 +15,7 @@ from rotation.admin.plan_fields import SHARED_GROUP, WINDOW_GROUP, PlanForm, ove
 from rotation.domain.plan_fields import SHARED_FIELDS, PlanOverrides, to_json
 from rotation.domain.windows import clock_text
 from rotation.models import BlackoutCalendar, RotationSchedule
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_draft, readable_draft
+from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_draft, partial_draft
 
 
 class TermsForm(PlanForm):
@@ -60,7 +60,7 @@ class TermsForm(PlanForm):
             calendars.empty_label = "none"
 
     def form_name(self, pointer: str) -> str:
-        name = pointer.removeprefix("/wish").strip("/")
+        name = pointer.removeprefix("/overrides").strip("/")
         return _FORM_NAMES.get(name, name)
 
 
@@ -88,7 +88,7 @@ class ScheduleForm(TermsForm):
 class EditForm(VersionedForm, TermsForm):
     @classmethod
     def initial_for(cls, row: RotationSchedule) -> dict[str, Any]:
-        saved = find_draft(row) or readable_draft(row)
+        saved = find_draft(row) or partial_draft(row)
         window, overrides = saved.window, saved.overrides
         hours = {} if window is None else {name: clock_text(getattr(window, name)) for name in ("opens", "closes")}
         chosen = {field.name: to_json(getattr(overrides, field.name)) for field in SHARED_FIELDS}

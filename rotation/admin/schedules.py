@@ -69,8 +69,8 @@ from rotation.services.schedules.schedules import (
     enable_schedule,
     find_draft,
     find_unreadable,
+    partial_draft,
     place_of,
-    readable_draft,
     save_schedule,
     scope_of,
 )
@@ -82,7 +82,7 @@ def _save(grant: Grant, cleaned: Cleaned) -> ActionResult:
 
 
 def _edit(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
-    saved = find_draft(row) or readable_draft(row)
+    saved = find_draft(row) or partial_draft(row)
     save_schedule(grant, scope_of(row), terms_from(cleaned, saved.overrides), known=row)
     return ActionResult("Schedule saved. Its rotations are requested in your name from now on.")
 
@@ -177,7 +177,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         return place_of(row)
 
     def summary(self, row: RotationSchedule) -> FactTable:
-        overrides = (find_draft(row) or readable_draft(row)).overrides
+        overrides = (find_draft(row) or partial_draft(row)).overrides
         rows: list[tuple[str, Any]] = [
             ("For", format_scope(row)),
             ("Environment", badge(row.environment)),

@@ -54,7 +54,7 @@ class EvidenceBody(serializers.Serializer[Any]):
 
 
 class UserBody(serializers.Serializer[Any]):
-    """One client of a key: source, endpoint and counts. `is_probe`: a test call of ours, which proves nothing."""
+    """One client of a key: source, endpoint and counts. `is_probe`: a test call, which proves nothing."""
 
     source = serializers.CharField()  # type: ignore[assignment]  # DRF takes fields off the class
     network = serializers.CharField()

@@ -1,4 +1,4 @@
-"""External events of a rotation and their outcomes: the table of states by events. PURE.
+"""The states and the external events of a rotation, and the outcome of each event in each state. PURE.
 
 `OUTCOMES[event]` names, for each open state, the state to go to, or STAYS. For a stalled rotation the state that it
 stalled in counts. `tests/rotation/domain/test_events.py` tests every cell.

@@ -269,7 +269,7 @@ class PlanOverrides:
             omitted="stall",
             choices={
                 AtDeadline.STALL: "stall: both keys stay, and an operator is paged",
-                AtDeadline.REVOKE: "revoke: the old key is quarantined and revoked, if the replacement is proven",
+                AtDeadline.REVOKE: "revoke: the old key is quarantined and revoked, if the replacement is proved",
             },
             section=PlanSection.TIMING,
             needs=_OLD_PRIVATE,
@@ -280,7 +280,7 @@ class PlanOverrides:
         metadata=_plan(
             FieldType.CHOICE,
             label="Proof",
-            help="How use of the replacement is proven. An unused credential always accepts an acknowledgement or a "
+            help="How use of the replacement is proved. An unused credential always accepts an acknowledgement or a "
             "confirmation too.",
             omitted="traffic, or an operator's confirmation for a public key",
             choices={

@@ -124,7 +124,7 @@ class Advice:
     remedies: tuple[Remedy, ...]
 
 
-_WHERE_IT_IS = (
+_REPLACEMENT_LOCATION = (
     Only(BACKEND, "The replacement waits in the secret backend, at the credential's path."),
     Only(
         SHOWN_ONCE, "The replacement is shown once, in the console, to the operator who collects it for the merchant."
@@ -146,7 +146,7 @@ _CHECK_COLLECTION = (
     'Check below whether it was "Collected in the console". If not, have it collected and handed to the merchant, '
     "who cannot use it before."
 )
-_END_IT = (
+_END_ROTATION = (
     Only(OLD_KEY_GOOD, "If the cause cannot be fixed, end the rotation."),
     Only(
         OLD_KEY_ENDED,
@@ -164,7 +164,7 @@ STALLS = (
         (
             Only(
                 OLD_KEY_GOOD,
-                "Check below how far it came, and which clients still use the old key: these must switch.",
+                "Check the timeline, and the list of clients that still use the old key: these must switch.",
             ),
             "Agree on a date with the merchant and extend the deadline: the rotation resumes where it stalled.",
             Only(
@@ -258,12 +258,13 @@ STALLS = (
     RunbookEntry(
         "A step kept failing",
         ("a step kept failing",),
-        "The same step failed 12 times in a row, while the backend was available. No key that verified was taken away.",
+        "The same step failed 12 times in a row, while the backend was available. No valid key was suspended or "
+        "revoked.",
         (
             "Read the error: it is shown above, and with each attempt in the ledger below.",
             "Fix what it names, in the secret backend or in the access to it.",
             "Resume the rotation. A partly completed step is found and finished, never repeated.",
-            *_END_IT,
+            *_END_ROTATION,
         ),
         (R.RESUME, R.ABORT, R.ROLL_BACK),
     ),
@@ -271,12 +272,12 @@ STALLS = (
         "The secret backend denies access",
         ("the secret backend denies access",),
         "The worker logged in again and retried once, and was denied again: a policy is too narrow, a role is missing, "
-        "or this host lacks a login. No key that verified was taken away. Every other rotation there will fail alike.",
+        "or this host lacks a login. No valid key was suspended or revoked. Other rotations on that backend fail, too.",
         (
             "Run manage.py vault_doctor on the worker's host: it names the path or the login, and the fix.",
             "Fix it; manage.py vault_bootstrap rewrites policies and roles, and leaves correct ones unchanged.",
             "Resume the rotation. A partly completed step is found and finished, never repeated.",
-            *_END_IT,
+            *_END_ROTATION,
         ),
         (R.RESUME, R.ABORT, R.ROLL_BACK),
     ),
@@ -295,7 +296,7 @@ STALLS = (
         "This release cannot read the plan",
         (PLAN_UNREADABLE,),
         "The plan has a field or a value of a newer release, or names a time zone that the worker's host does not "
-        "know. No key that verified was taken away. Other rotations continue.",
+        "know. No valid key was suspended or revoked. Other rotations continue.",
         (
             "Read the reason: it names the field, the value or the zone.",
             "Run the newest release on every worker, or install the zone (package tzdata), then resume the rotation.",
@@ -322,8 +323,8 @@ STALLS = (
 UNKNOWN = RunbookEntry(
     "It stalled",
     (),
-    "It stalled for the reason shown above. No key that verified was taken away.",
-    ("Fix what the reason names, then resume it.", *_END_IT),
+    "It stalled for the reason shown above. No valid key was suspended or revoked.",
+    ("Fix what the reason names, then resume it.", *_END_ROTATION),
     (R.RESUME, R.EXTEND, R.ABORT, R.ROLL_BACK),
 )
 """The entry for a reason that no other entry matches."""
@@ -332,7 +333,7 @@ WAITS = (
     RunbookEntry(
         "It is not approved yet",
         ("approval by a second person",),
-        "It begins once a person other than the requester has approved exactly this plan. Unapproved, it expires.",
+        "It begins once a person other than the requester has approved exactly this plan. Without approval it expires.",
         (
             "Ask an approver: the request is on their front page.",
             (
@@ -345,7 +346,7 @@ WAITS = (
     RunbookEntry(
         "Not every verifier accepts the replacement yet",
         ("every verifier to accept the replacement",),
-        "A verifier has not loaded the new key yet. It is delivered once all have, or are too stale to count.",
+        "A verifier has not loaded the new key yet. The key is delivered once all live verifiers have loaded it.",
         (
             "Wait: the rotation continues automatically.",
             "If the wait persists, check that the verifiers run and reach the database.",
@@ -358,7 +359,7 @@ WAITS = (
         "A step that needs the secret backend, or the peppers, is retried. While the backend is down no attempt is "
         "used up: the rotation continues within a minute of its return.",
         (
-            "Check the last error below.",
+            "Read the last error below.",
             "Fix the backend, or the connection to it. Nothing has to be resumed.",
         ),
         (),
@@ -383,7 +384,7 @@ WAITS = (
             Only(OLD_KEY_ENDED, _INFORM_MERCHANT),
         ),
         (R.ACCOUNT, R.ROLL_BACK),
-        besides=(*_WHERE_IT_IS, Only(OLD_KEY_ENDED, _ONLY_THE_REPLACEMENT)),
+        besides=(*_REPLACEMENT_LOCATION, Only(OLD_KEY_ENDED, _ONLY_THE_REPLACEMENT)),
     ),
     RunbookEntry(
         "The merchant does not use the replacement yet",
@@ -397,7 +398,7 @@ WAITS = (
             "For a credential without traffic, an operator may confirm instead.",
         ),
         (R.COLLECT, R.CONFIRM, R.EXTEND, R.ROLL_BACK),
-        besides=_WHERE_IT_IS,
+        besides=_REPLACEMENT_LOCATION,
     ),
     RunbookEntry(
         "It waits for an operator's confirmation",
@@ -415,7 +416,7 @@ WAITS = (
         besides=(
             Only(PUBLIC, "Shipped apps hold a public key."),
             Only(PRIVATE, "The credential has no traffic."),
-            *_WHERE_IT_IS,
+            *_REPLACEMENT_LOCATION,
         ),
     ),
     RunbookEntry(
@@ -428,8 +429,8 @@ WAITS = (
     RunbookEntry(
         "A key is still in use, or its silence is not proved yet",
         ("silence of ",),
-        "Each use of the key that is being retired restarts the period of silence. Only times that every verifier has "
-        "reported count.",
+        "Each use of the key that is being retired restarts the period of silence. Only time for which every verifier "
+        "has reported its uses counts.",
         (
             (
                 "Check below which clients still use it: source, network, user agent, endpoint, last seen. These have "
@@ -441,7 +442,10 @@ WAITS = (
                 "During the quarantine, attempts by a known source reinstate the old key once, if the plan says so; "
                 "those by an unknown source raise an alarm.",
             ),
-            Only(PUBLIC, "No traffic makes a public key valid again after its retirement date: clients must switch."),
+            Only(
+                PUBLIC,
+                "No traffic makes a public key valid again after its retirement date: clients must switch.",
+            ),
         ),
         (R.EXTEND, R.ROLL_BACK),
     ),
@@ -454,7 +458,7 @@ WAITS = (
             "Check below who uses the key that is being retired: these clients have not switched.",
             "If both are silent, wait for traffic, or have the merchant call once with the key that stays.",
             "Extend the deadline if that takes longer.",
-            "In a roll-back without traffic: confirm for the merchant that they use the old key.",
+            "In a rollback without traffic: confirm for the merchant that they use the old key.",
         ),
         (R.EXTEND, R.CONFIRM, R.ROLL_BACK),
     ),

@@ -1,4 +1,4 @@
-"""The states of a rotation and their transitions; `next_step` decides the next one from the facts. PURE.
+"""The transitions between the states of a rotation; `next_step` decides the next one from the facts. PURE.
 
     requested → awaiting_approval → scheduled → staged → publishing → awaiting_proof → overlap
               → quarantine → revoking → completed
@@ -7,7 +7,8 @@
 
 Each of the four facts (accepted, delivered, used, silent) has its own timestamp; none implies another. Time alone
 never revokes a key: at the deadline the rotation stalls and both keys stay. It revokes at the deadline only where the
-approved plan says so and the replacement is proved. The table in `events` decides the outcome of external events.
+approved plan says so and the replacement is proved. `events` has the states themselves, and the outcomes of external
+events.
 """
 
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ TRANSITIONS: dict[RotationState, frozenset[RotationState]] = {
     ),
 }
 
-CLOSED = frozenset(state for state, ways in TRANSITIONS.items() if not ways)
+CLOSED = frozenset(state for state, targets in TRANSITIONS.items() if not targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Facts:
     `is_notified`: every notification is delivered that the plan requires before delivery counts.
     `notification_failed`: all attempts to deliver it were given up.
     `quarantined_at`: when the rotation suspended the key that is being retired; None: it is not suspended.
-    `written_back_at`: in a roll-back, when the predecessor became again what the merchant reads.
+    `written_back_at`: in a rollback, when the predecessor became again what the merchant reads.
     """
 
     state: RotationState
@@ -217,7 +218,7 @@ def find_events(facts: Facts, now: datetime) -> Iterator[Event]:
     if is_ours and retiring is not None and retiring.tried_at is not None:
         yield Event.TRIED_BY_KNOWN_SOURCE if _reinstates(facts) else Event.TRIED_BY_UNKNOWN_SOURCE
     # Without a predecessor the replacement is the merchant's only key, so no deadline applies.
-    # Nor does it to a roll-back that only waits for the end of its quarantine.
+    # Nor does one apply to a rollback that only waits for the end of its quarantine.
     is_nearly_back = is_ours and facts.stage is S.ROLLING_BACK
     if facts.deadline is not None and now >= facts.deadline and not old.is_dead and not is_nearly_back:
         yield Event.DEADLINE
@@ -343,8 +344,8 @@ def _when_overlapping(facts: Facts, now: datetime) -> Wait | Move:
     assert facts.replacement is not None  # noqa: S101  staged long before
     signs = (facts.replacement.last_used_at, facts.acknowledged_at, facts.confirmed_at)
     return (
-        _is_carried(signs, facts.predecessor.last_used_at, "the replacement to be used after the predecessor was")
-        or _silence(facts, facts.predecessor.last_used_at, facts.plan.quiet_seconds, "the predecessor")
+        _missing_use(signs, facts.predecessor.last_used_at, "the replacement to be used after the predecessor was")
+        or _missing_silence(facts, facts.predecessor.last_used_at, facts.plan.quiet_seconds, "the predecessor")
         or Move(S.QUARANTINE, "the predecessor was silent for the quiet period")
     )
 
@@ -361,7 +362,7 @@ def _until_retired(facts: Facts, now: datetime) -> Wait | Move:
 def _when_quarantined(facts: Facts, now: datetime) -> Wait | Move:
     """Wait until the quarantine ends. A known source delays the revocation; an unknown one only raises an alarm."""
     last_at = None if facts.silence_waived else facts.predecessor.tried_by_known_at
-    return _silence(facts, last_at, facts.plan.quarantine_seconds, "the predecessor") or Move(
+    return _missing_silence(facts, last_at, facts.plan.quarantine_seconds, "the predecessor") or Move(
         S.REVOKING,
         "the quarantine is over" if facts.silence_waived else "no known source tried the predecessor in quarantine",
     )
@@ -384,18 +385,18 @@ def _when_rolling_back(facts: Facts, now: datetime) -> Wait | RotationAction | M
         # A replacement that was never used leaves no client to switch back.
         what = "the predecessor to be used after the replacement was"
         signs = (facts.predecessor.last_used_at, facts.confirmed_at)
-        waits = None if last_at is None else _is_carried(signs, last_at, what)
+        waits = None if last_at is None else _missing_use(signs, last_at, what)
         return (
             waits
-            or _silence(facts, last_at, facts.plan.quiet_seconds, "the replacement")
+            or _missing_silence(facts, last_at, facts.plan.quiet_seconds, "the replacement")
             or Move(S.ROLLING_BACK, "the replacement was silent for the quiet period; its quarantine begins")
         )
-    return _silence(facts, replacement.tried_at, facts.plan.quarantine_seconds, "the replacement") or Move(
+    return _missing_silence(facts, replacement.tried_at, facts.plan.quarantine_seconds, "the replacement") or Move(
         S.ROLLED_BACK, "the predecessor is in use again, and the replacement is revoked"
     )
 
 
-def _is_carried(signs: tuple[datetime | None, ...], left_at: datetime | None, what: str) -> Wait | None:
+def _missing_use(signs: tuple[datetime | None, ...], left_at: datetime | None, what: str) -> Wait | None:
     """Wait unless the key that stays was used last.
 
     Silence of one key proves a switch only while the other one carries the traffic: when both are silent, the client
@@ -405,7 +406,7 @@ def _is_carried(signs: tuple[datetime | None, ...], left_at: datetime | None, wh
     return Wait(what) if not seen or (left_at is not None and max(seen) < left_at) else None
 
 
-def _silence(facts: Facts, last_at: datetime | None, period_seconds: int, whose: str) -> Wait | None:
+def _missing_silence(facts: Facts, last_at: datetime | None, period_seconds: int, whose: str) -> Wait | None:
     """Wait until the key is silent, counted from its last use and only as far as every live verifier has reported."""
     signs = [at for at in (facts.entered_at, last_at, facts.lost_at) if at is not None]
     silent_at = max(signs) + timedelta(seconds=period_seconds)

@@ -235,4 +235,4 @@ def test_plan_field_past_its_bounds_is_refused_for_schedules_and_campaigns_too(n
         grant = authorize(tam(), P.SCHEDULES_WRITE, now=at)
         with pytest.raises(RequestInvalidError) as schedule:
             save_schedule(grant, Scope(SANDBOX), ScheduleDraft(cryptoperiod_days=90, overrides=wish))
-        assert (f"/wish/{name}", sentence) in [(fault.pointer, fault.detail) for fault in schedule.value.faults]
+        assert (f"/overrides/{name}", sentence) in [(fault.pointer, fault.detail) for fault in schedule.value.faults]

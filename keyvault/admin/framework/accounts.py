@@ -1,4 +1,4 @@
-"""Accounts on the pages of what they own: the form fields, the link and the columns."""
+"""The account on other pages: form fields, the link to its page, and columns for rows that it owns."""
 
 from typing import Any
 

@@ -226,7 +226,7 @@ class KeyAdmin(ConsoleModelAdmin):
         return row.credential.account
 
     def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
-        """Return living keys with a suspected exposure, for operators who may revoke keys."""
+        """Return usable and suspended keys with a suspected exposure, for operators who may revoke keys."""
         if not may(request, P.KEYS_REVOKE):
             return
         living = self.get_queryset(request).exclude(state__in=DEAD_STATES)

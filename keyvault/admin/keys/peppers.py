@@ -105,9 +105,9 @@ def _usage_facts(state: PepperState) -> FactTable:
     return FactTable(
         "Usage",
         [
-            (f"Living {subject}", state.living),
-            (f"Living, not used for {DORMANT_DAYS} days", state.dormant),
-            (f"Dead {subject}", state.dead),
+            (f"Dependent {subject}", state.living),
+            (f"Dependent, not used for {DORMANT_DAYS} days", state.dormant),
+            (f"Ended {subject}", state.dead),
             ("Blocks retirement", state.leaning or "nothing"),
         ],
     )

@@ -1,1 +1,1 @@
-"""Parse, ask a service, render; no judgement about rights."""
+"""Views of the service plane: parse a request, call a service, render the response."""

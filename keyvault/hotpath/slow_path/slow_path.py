@@ -522,7 +522,7 @@ def _text_or_none(value: object) -> str | None:
 
 
 _NO_STORE = ("Cache-Control", "no-store")
-_NO_TOKEN = Denial(ErrorCode.SERVICE_TOKEN_INVALID, "This needs a valid service token in Authorization: Bearer.")
+_NO_TOKEN = Denial(ErrorCode.SERVICE_TOKEN_INVALID, "Send a valid service token in Authorization: Bearer.")
 _NO_GATEWAY = Denial(
     ErrorCode.SERVICE_TOKEN_INVALID, f"The gateway needs a valid service token in {SERVICE_TOKEN}, sent once."
 )

@@ -31,7 +31,7 @@ class Command(HostOperatorMixin):
         parser.add_argument("--merchant", action="append", help="only these merchants; repeatable")
         parser.add_argument("--days", type=int, default=DEFAULT_DAYS, help=f"lifetime in days (default {DEFAULT_DAYS})")
         parser.add_argument(
-            "--probe", action="store_true", help="for our own test calls: its verifications are no use of a key"
+            "--probe", action="store_true", help="for test calls: its verifications do not count as uses of a key"
         )
         parser.add_argument("--reveal", action="store_true", help="print the token once")
 

@@ -26,7 +26,9 @@ class Command(AccountMixin, ApprovalMixin):
         parser.add_argument("--label", default="command line")
         parser.add_argument(
             "--delivery",
-            choices=[way.value for way in Delivery if way is not Delivery.SEALED],  # that one is for services
+            choices=[
+                each.value for each in Delivery if each is not Delivery.SEALED
+            ],  # only services request sealed keys
             default=Delivery.SECRET_BACKEND.value,
         )
         parser.add_argument("--expires-in-days", type=int)
@@ -63,7 +65,7 @@ class Command(AccountMixin, ApprovalMixin):
         """Approve the request. When that is refused, withdraw it, so that no operator approves it by mistake."""
         try:
             if approver_name is None:
-                raise StateConflictError("This needs a second person. Name one with --approved-by.")
+                raise StateConflictError("A second person must approve this. Name one with --approved-by.")
             approver = self.operator(approver_name)
             grant = self.grant(approver, Permission.ISSUANCE_APPROVE, request.account, request.requester_person)
             requests.approve_issuance(grant, request, request.plan_digest)

@@ -52,8 +52,8 @@ class Command(JsonCommand):
         for state in answer["versions"]:
             lines.append(f"{state['pepper_set']} {state['number']}  {_stage(state)}")
             lines.append(
-                f"  created {state['created_at']:%Y-%m-%d}; living {state['living']} (dormant {state['dormant']}), "
-                f"dead {state['dead']}; backend: {_STORED[state['stored']]}"
+                f"  created {state['created_at']:%Y-%m-%d}; dependent {state['living']} (dormant {state['dormant']}), "
+                f"ended {state['dead']}; backend: {_STORED[state['stored']]}"
             )
             if state["leaning"]:
                 lines.append(f"  used by: {state['leaning']}")

@@ -36,7 +36,7 @@ class Command(JsonCommand):
     def format_text(self, answer: Mapping[str, Any]) -> str:
         lines = []
         for environment, report in answer.items():
-            counts = [f"{name.replace('_', ' ')} {value}" for name, value in report.items() if name in _COUNTS]
+            counts = [f"{label} {report[name]}" for name, label in _COUNT_LABELS.items()]
             lines += [f"{environment}: {', '.join(counts)}", *(_format_finding(each) for each in report["findings"])]
         return "\n".join(lines)
 
@@ -49,7 +49,18 @@ class Command(JsonCommand):
             )
 
 
-_COUNTS = ("paths", "versions", "destroyed", "put_right", "forgotten", "missing", "strangers", "left", "failed")
+_COUNT_LABELS = {
+    "paths": "paths",
+    "versions": "versions",
+    "destroyed": "destroyed",
+    "put_right": "repaired",
+    "forgotten": "erased",
+    "missing": "missing",
+    "strangers": "unattributed",
+    "left": "skipped",
+    "failed": "failed",
+}
+"""Labels of the report's counts, in the order of the output."""
 
 
 def _format_finding(finding: Mapping[str, Any]) -> str:

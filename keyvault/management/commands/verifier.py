@@ -65,7 +65,7 @@ class Command(BaseCommand):
         if not settings.REDIS_URL:
             self.stderr.write(
                 "Without KEYVAULT_REDIS_URL each process counts limits separately: each of the "
-                f"{options['workers']} workers, and the ordinary server, allows the whole of every limit."
+                f"{options['workers']} workers, and the ordinary server, allows up to the whole limit."
             )
         connections.close_all()
         logs = settings.DATA_DIR / "logs"

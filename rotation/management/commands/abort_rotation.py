@@ -12,7 +12,7 @@ from rotation.services.rotations.interventions import abort_rotation
 
 
 class Command(InterventionCommand):
-    help = "Ends a rotation: cancels it before delivery; afterwards delivers the old key again while both verify."
+    help = "End a rotation: cancel it before delivery; afterwards deliver the old key again while both keys verify."
 
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)

@@ -14,7 +14,7 @@ from rotation.services.rotations.reports import get_rotation
 
 
 class Command(OperatorMixin):
-    help = "Collects a key, once. In production this is break-glass and has to be reviewed."
+    help = "Collect a key, once. In production this is break-glass and must be reviewed."
 
     operator_help = "the requester"
 

@@ -13,7 +13,7 @@ from rotation.services.rotations.interventions import confirm_rotation
 
 class Command(InterventionCommand):
     help = (
-        "Confirms for the merchant that the replacement of a public key, or of a credential without traffic, is in use."
+        "Confirm for the merchant that the replacement of a public key, or of a credential without traffic, is in use."
     )
 
     def add_options(self, parser: CommandParser) -> None:

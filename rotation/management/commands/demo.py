@@ -1,4 +1,4 @@
-"""Run the demo: the life cycle of a key in a minute, live. `make demo` runs it."""
+"""Run the demo: the lifecycle of a key in a minute, live. `make demo` runs it."""
 
 import os
 import shutil
@@ -26,9 +26,9 @@ CLEANUP_SECONDS = STOP_SECONDS + 5
 
 class Command(BaseCommand):
     help = (
-        "Issues a key under four eyes, rotates it while a merchant uses it, revokes it, and counts requests and "
-        "failures. Runs in a temporary data folder and on a free port. Exits 0 only if every check passed. "
-        "KEYVAULT_BACKEND=vault: starts an OpenBao or Vault from PATH and uses it."
+        "Issue a key under four eyes, rotate it while a merchant uses it, revoke it, and count requests and failures. "
+        "The demo uses a temporary data folder and a free port, and exits 0 only if every check passed. With "
+        "KEYVAULT_BACKEND=vault it starts an OpenBao or Vault from PATH and uses it."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -87,7 +87,7 @@ def _end(process: "subprocess.Popen[bytes]", number: int) -> None:
 
 def _run_demo(port: int) -> int:
     report = DemoReport()
-    report.title("Keyvault: the life cycle of one key")
+    report.title("Keyvault: the lifecycle of one key")
     try:
         with stopping_on_signals():
             run_demo(report, port)

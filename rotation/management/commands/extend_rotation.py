@@ -13,7 +13,7 @@ from rotation.services.rotations.interventions import extend_rotation
 
 
 class Command(InterventionCommand):
-    help = "Extends the deadline of a rotation, and resumes it if it stalled at the deadline."
+    help = "Extend the deadline of a rotation, and resume it if it stalled at the deadline."
 
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)

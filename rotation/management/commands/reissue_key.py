@@ -16,7 +16,7 @@ from rotation.services.rotations.requests import approve_rotation, is_undecided,
 
 
 class Command(ApprovalMixin):
-    help = "Requests a new key for a credential without a usable one; the worker makes and delivers it."
+    help = "Request a new key for a credential without a usable one; the worker creates and delivers it."
 
     approver_help = "default: approve it in the console"
 

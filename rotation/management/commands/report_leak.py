@@ -7,13 +7,13 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from keyvault.management.mixins import OperatorMixin
-from rotation.services.rotations.emergency import Response, respond_to_leak
+from rotation.services.rotations.emergency import CompromiseResponse, respond_to_leak
 
 
 class Command(OperatorMixin):
     help = (
-        "Reports keys as compromised, which revokes each of them immediately. Needs neither the secret backend nor the "
-        "broker. Safe to repeat."
+        "Report keys as compromised, which revokes each of them immediately. Needs neither the secret backend nor the "
+        "broker. Repeatable."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -60,7 +60,7 @@ def _lines(path: str | None) -> list[str]:
         raise CommandError(f"{path} cannot be read: {error}") from error
 
 
-def _describe(response: Response) -> dict[str, Any]:
+def _describe(response: CompromiseResponse) -> dict[str, Any]:
     if response.fault:
         return {"key_id": response.key_id, "state": None, "fault": response.fault}
     described = {

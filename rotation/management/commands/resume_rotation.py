@@ -10,7 +10,7 @@ from rotation.services.rotations.interventions import resume_rotation
 
 
 class Command(InterventionCommand):
-    help = "Resumes a stalled rotation where it stalled, with its timers restarted. Fix first what stalled it."
+    help = "Resume a stalled rotation where it stalled, with its timers restarted. Fix the cause first."
 
     def intervene(self, grant: Grant, rotation: Rotation, options: Mapping[str, Any]) -> None:
         resume_rotation(grant, rotation)

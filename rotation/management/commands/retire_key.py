@@ -15,9 +15,7 @@ from rotation.services.rotations.reports import get_rotation
 
 
 class Command(ApprovalMixin):
-    help = (
-        "Sets the date on which the old public key of a rotation is taken out of service, even if it is still in use."
-    )
+    help = "Set the date on which the old public key of a rotation is taken out of service, even if it is still in use."
 
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)

@@ -17,12 +17,12 @@ from rotation.management.plan_options import add_plan_options, read_overrides
 from rotation.models import Campaign, CampaignState
 from rotation.services.campaigns.campaigns import approve_campaign, cancel_campaign, request_campaign
 
-_AS_USUAL = Pace()
+_DEFAULT_PACE = Pace()
 _SHOWN = ("campaign_id", "state", "environment", "progress", "selection", "pace", "approvals", "all_begun_at")
 
 
 class Command(ApprovalMixin, WatchingCommand):
-    help = "Rotates many credentials of an environment under one approval, at a given pace."
+    help = "Rotate many credentials of an environment under one approval, at a given pace."
 
     approver_help = "default: approve it in the console"
 
@@ -31,10 +31,12 @@ class Command(ApprovalMixin, WatchingCommand):
         parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
         parser.add_argument("--merchant", action="append", metavar="ID", help="repeatable; default: all")
         parser.add_argument("--older-than-days", type=int, metavar="N")
-        parser.add_argument("--per-minute", type=int, metavar="N", default=_AS_USUAL.per_minute)
-        parser.add_argument("--concurrency", type=int, metavar="N", default=_AS_USUAL.concurrency)
-        parser.add_argument("--halt-on-stall", action=BooleanOptionalAction, default=_AS_USUAL.halt_on_stall)
-        parser.add_argument("--halt-at-failed-percent", type=int, metavar="N", default=_AS_USUAL.halt_at_failed_percent)
+        parser.add_argument("--per-minute", type=int, metavar="N", default=_DEFAULT_PACE.per_minute)
+        parser.add_argument("--concurrency", type=int, metavar="N", default=_DEFAULT_PACE.concurrency)
+        parser.add_argument("--halt-on-stall", action=BooleanOptionalAction, default=_DEFAULT_PACE.halt_on_stall)
+        parser.add_argument(
+            "--halt-at-failed-percent", type=int, metavar="N", default=_DEFAULT_PACE.halt_at_failed_percent
+        )
         add_plan_options(parser, SHARED_FIELDS)
         parser.add_argument("--reason", default="requested on the command line")
 

@@ -16,7 +16,7 @@ from rotation.services.rotations.requests import approve_rotation, bypass_rotati
 
 
 class Command(ApprovalMixin):
-    help = "Rotates a credential's key: the replacement is deployed and proved in use before the old one is revoked."
+    help = "Rotate a credential's key: the replacement is deployed and proved in use before the old one is revoked."
 
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)
@@ -48,7 +48,7 @@ class Command(ApprovalMixin):
                 bypass_rotation(grant, rotation, rotation.plan_digest, options["bypass"])
                 return
             if not options["approved_by"]:
-                raise StateConflictError("This requires a second person: name one with --approved-by.")
+                raise StateConflictError("A second person must approve this. Name one with --approved-by.")
             approver = self.approver(options)
             grant = self.grant(approver, Permission.ROTATIONS_APPROVE, credential.account, rotation.requester_person)
             approve_rotation(grant, rotation, rotation.plan_digest)

@@ -27,7 +27,7 @@ _STYLES = {
 
 
 class Command(JsonCommand):
-    help = "Shows when scheduled keys are rotated next, without writing anything. Times are UTC."
+    help = "Show when scheduled keys are rotated next, without writing anything. Times are UTC."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--environment", choices=[each.value for each in Environment])

@@ -10,7 +10,7 @@ from rotation.services.campaigns.campaigns import get_campaign
 
 
 class Command(WatchingCommand):
-    help = "Shows a campaign: its approval, its pace, its progress, and what halted it."
+    help = "Show a campaign: its approval, its pace, its progress, and what halted it."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("campaign_id")

@@ -11,7 +11,7 @@ from rotation.services.rotations.reports import describe, get_rotation
 
 
 class Command(JsonCommand):
-    help = "Shows a rotation: its state, what it waits for, its evidence, and who still uses the old key."
+    help = "Show a rotation: its state, what it waits for, its evidence, and who still uses the old key."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("rotation_id")

@@ -1,1 +1,1 @@
-"""The parts of `manage.py demo`: the story, the operators, the merchant's traffic, the search for traces, a report."""
+"""The parts of `manage.py demo`: the scenario, the operators, the merchant's traffic, and the search for secrets."""

@@ -18,7 +18,7 @@ from rotation.management.demo.tally import failures_while_good
 
 NAME, CLIENT_IP = "nightly-report", "198.51.100.30"
 PLAN = {"proof-count": 10, "proof-sources": 1, "quiet-seconds": 1, "quarantine-seconds": 2}
-WAY = ("overlap", "quarantine", "overlap", "quarantine", "revoking", "completed")
+EXPECTED_STATES = ("overlap", "quarantine", "overlap", "quarantine", "revoking", "completed")
 QUARANTINED = "key_not_active"
 ROTATION_SECONDS = 60
 REINSTATED_SECONDS = 20
@@ -26,7 +26,7 @@ PAUSE_SECONDS = 0.5
 
 
 @dataclass(slots=True)
-class Forgotten:
+class ForgottenClient:
     """A merchant's job that does not know of the rotation. `refusals`: how often it was refused."""
 
     context: DemoContext
@@ -68,7 +68,7 @@ class Reinstated:
 def rotate_with_a_forgotten_client(context: DemoContext, fleet: Fleet, used: Issued) -> Reinstated:
     report = context.report
     report.section("An overlooked client")
-    job = Forgotten(context, used)
+    job = ForgottenClient(context, used)
     if not job.call():
         raise DemoError(f"{NAME} was refused before the rotation.")
     report.step(f"{NAME} ({CLIENT_IP}) calls occasionally with {used.key_id} and does not know of rotations")
@@ -86,8 +86,8 @@ def rotate_with_a_forgotten_client(context: DemoContext, fleet: Fleet, used: Iss
     )
     _trip(context, job, rotation_id)
     entries = context.until("the rotation to be completed", lambda: _closed(rotation_id), seconds=ROTATION_SECONDS)
-    way = tuple(entry.event for entry in entries if entry.event in WAY)
-    if way != WAY:
+    way = tuple(entry.event for entry in entries if entry.event in EXPECTED_STATES)
+    if way != EXPECTED_STATES:
         raise DemoError(f"The rotation took other states: {', '.join(way)}.", WORKER)
     counted = _counted(call("show_rotation", rotation_id))
     _require_no_others(fleet, job, counted)
@@ -96,7 +96,7 @@ def rotate_with_a_forgotten_client(context: DemoContext, fleet: Fleet, used: Iss
     return Reinstated(job.key, job.refusals, counted)
 
 
-def _trip(context: DemoContext, job: Forgotten, rotation_id: str) -> None:
+def _trip(context: DemoContext, job: ForgottenClient, rotation_id: str) -> None:
     """Call once more in the quarantine, and again until the key is reinstated."""
     report, old = context.report, job.key
     if job.call():
@@ -131,7 +131,7 @@ def _counted(shown: dict[str, Any]) -> int:
     return sum(user["count"] for user in shown["predecessor_users"] if user["outcome"] == "refused")
 
 
-def _require_no_others(fleet: Fleet, job: Forgotten, counted: int) -> None:
+def _require_no_others(fleet: Fleet, job: ForgottenClient, counted: int) -> None:
     failures = failures_while_good(list(fleet.requests))
     if failures:
         raise DemoError(f"A backend with a valid key was refused: {failures[0]}")

@@ -43,7 +43,7 @@ def issue_under_four_eyes(context: DemoContext) -> Issued:
     text = people.collect("tam", issued)
     context.secrets.append(text)
     report.step(f"tam collects it, once: {text.reveal()}")
-    _must_be_refused(context, "tam collects it again", lambda: people.collect("tam", _again(issued)))
+    _must_be_refused(context, "tam collects it again", lambda: people.collect("tam", _reload(issued)))
     return Issued(issued.key.credential, issued.key.key_id, text)
 
 
@@ -84,7 +84,7 @@ def _issued(request_id: str) -> IssuanceRequest | None:
     return request if request is not None and request.state == IssuanceState.ISSUED else None
 
 
-def _again(request: IssuanceRequest) -> IssuanceRequest:
+def _reload(request: IssuanceRequest) -> IssuanceRequest:
     """Reload the request."""
     fresh = get_request(request.request_id)
     if fresh is None:

@@ -20,7 +20,7 @@ REFUSALS_TO_SEE = 50
 REFUSAL_SECONDS = 20
 
 
-def revoke_at_once(context: DemoContext, fleet: Fleet, leaked: Issued) -> tuple[Revocation, Receipt]:
+def revoke_immediately(context: DemoContext, fleet: Fleet, leaked: Issued) -> tuple[Revocation, Receipt]:
     report = context.report
     report.section("Emergency")
     asked_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""The life cycle of one key, live: requested, approved, used, rotated under traffic, reinstated, revoked."""
+"""The lifecycle of one key, live: requested, approved, used, rotated under traffic, reinstated, revoked."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from rotation.management.demo.context import DemoContext, DemoError
 from rotation.management.demo.forgetting import Reinstated, rotate_with_a_forgotten_client
 from rotation.management.demo.issuing import issue_under_four_eyes, verify_as_a_backend
 from rotation.management.demo.report import DemoReport
-from rotation.management.demo.revoking import format_receipt, revoke_at_once
+from rotation.management.demo.revoking import format_receipt, revoke_immediately
 from rotation.management.demo.rotating import RotationEntry, merchant_fleet, rotate_under_traffic, watch_traffic
 from rotation.management.demo.tally import RequestTally, count
 from rotation.management.demo.traces import find_logged_errors, find_secrets
@@ -81,7 +81,7 @@ def run_demo(report: DemoReport, port: int) -> None:
         tally, audit_entries, reinstated, receipt, audit, found, list(find_logged_errors(service.logs))
     )
     _show(report, outcome, len(context.secrets))
-    wrong = list(_wrong(outcome))
+    wrong = list(_find_failures(outcome))
     if wrong:
         more = [f"… and {len(wrong) - MAX_SHOWN} more"] if len(wrong) > MAX_SHOWN else []
         raise DemoError("\n".join(wrong[:MAX_SHOWN] + more) + _tail(service, SERVER))
@@ -110,7 +110,7 @@ def _live(context: DemoContext) -> tuple[RequestTally, list[RotationEntry], Rein
         watch_traffic(context, fleet)
         replaced = rotate_under_traffic(context, fleet, issued)
         reinstated = rotate_with_a_forgotten_client(context, fleet, replaced.replacement)
-        revocation, receipt = revoke_at_once(context, fleet, reinstated.replacement)
+        revocation, receipt = revoke_immediately(context, fleet, reinstated.replacement)
     return count(fleet.requests, revocation), replaced.entries, reinstated, receipt
 
 
@@ -128,7 +128,7 @@ def _show(report: DemoReport, outcome: DemoResult, secrets: int) -> None:
     report.figure("states of the rotation", " → ".join(_timed(outcome.audit_entries)))
 
 
-def _wrong(outcome: DemoResult) -> Iterator[str]:
+def _find_failures(outcome: DemoResult) -> Iterator[str]:
     """Yield a description of each failed expectation."""
     tally, audit = outcome.tally, outcome.audit
     yield from (f"A wrong verdict: {failure}" for failure in tally.failures)

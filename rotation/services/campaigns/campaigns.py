@@ -1,7 +1,7 @@
 """Request, approve, reject, pause, resume and cancel campaigns.
 
 One approval covers the selection, the plan and the pace. It is bound to a digest over all three and over the selected
-credentials. It expires twice: as a request without approval, and as an approval whose credentials were not begun in
+credentials. It expires as a request that is not approved in time, and as an approval whose rotations were not begun in
 time. Workers do the rest, see `runner`.
 """
 
@@ -66,7 +66,7 @@ def request_campaign(
     selected = select_credentials(selection, overrides, grant.at)
     if not selected.credentials:
         raise RequestInvalidError(_nothing_selected(selected.left_out), [Fault("/older_than_days", "select more")])
-    _require_not_ended(grant, selected.credentials)
+    _authorize_accounts(grant, selected.credentials)
     needed = approvals_needed(environment)
     campaign = Campaign(
         campaign_id=mint_id("cmp", secrets.token_bytes),
@@ -205,7 +205,7 @@ def _require_state(campaign: Campaign, *states: CampaignState) -> None:
         raise StateConflictError(f"This is not possible while the campaign is {campaign.get_state_display()}.")
 
 
-def _require_not_ended(grant: Grant, credentials: Sequence[Credential]) -> None:
+def _authorize_accounts(grant: Grant, credentials: Sequence[Credential]) -> None:
     """Require the requester's permission for each account, so that a campaign cannot circumvent it."""
     for account in {credential.account for credential in credentials}:
         authorize(grant.principal, P.ROTATIONS_WRITE, account, now=grant.at)

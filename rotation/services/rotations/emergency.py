@@ -41,7 +41,7 @@ _REASON = "a key was reported compromised"
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class CompromiseResponse:
     """The outcome of one key's report.
 
     `state`, `sequence`: of the revoked key; None when it was not revoked, and `fault` says why. `rotation_id`: the
@@ -57,7 +57,7 @@ class Response:
     no_replacement: str = ""
 
 
-def respond_to_compromise(grant: Grant, key: Key, *, reason: str = "", replace: bool = False) -> Response:
+def respond_to_compromise(grant: Grant, key: Key, *, reason: str = "", replace: bool = False) -> CompromiseResponse:
     """Revoke the key as compromised, in its own transaction; with `replace`, then request a replacement.
 
     The grant is for `keys:report_compromise` or `keys:revoke`. The replacement needs `rotations:write`; without it the
@@ -70,7 +70,7 @@ def respond_to_compromise(grant: Grant, key: Key, *, reason: str = "", replace: 
 
 def respond_to_leak(
     principal: Principal, presented: Sequence[str], *, reason: str = "", replace: bool = False, now: datetime
-) -> list[Response]:
+) -> list[CompromiseResponse]:
     """Revoke up to 500 keys, each in its own transaction; request replacements after all of them.
 
     `presented`: key ids, or whole keys as they were found, of which only the id is read. Errors are isolated per key;
@@ -99,12 +99,12 @@ def find_open_rotation(credential: Credential) -> Rotation | None:
     return rotation
 
 
-def _revoke_presented(principal: Principal, text: str, number: int, why: str, now: datetime) -> Response:
+def _revoke_presented(principal: Principal, text: str, number: int, why: str, now: datetime) -> CompromiseResponse:
     """Revoke one presented key. Text that is no key id is not echoed, since it may be part of a secret."""
     keystring = parse_keystring(text, settings.KEY_PREFIX)
     key_id = text if keystring is None else keystring.key_id
     if not is_key_id(key_id):
-        return Response(f"no. {number}", fault="This is neither a key id nor a whole key.")
+        return CompromiseResponse(f"no. {number}", fault="This is neither a key id nor a whole key.")
     key = get_key(key_id)
     try:
         if key is None:
@@ -112,24 +112,26 @@ def _revoke_presented(principal: Principal, text: str, number: int, why: str, no
         grant = authorize(principal, P.KEYS_REPORT_COMPROMISE, key.credential.account, now=now)
         return _revoke(grant, key, why)
     except NotFoundError:
-        return Response(key_id, fault="There is no such key.")
+        return CompromiseResponse(key_id, fault="There is no such key.")
     except KeyvaultError as error:
-        return Response(key_id, fault=error.detail)
+        return CompromiseResponse(key_id, fault=error.detail)
     except DatabaseError as error:
         _log.exception("a leaked key was not revoked", extra={"key_id": key_id})
-        return Response(key_id, fault=f"The database did not record it ({type(error).__name__}). Report it again.")
+        return CompromiseResponse(
+            key_id, fault=f"The database did not record it ({type(error).__name__}). Report it again."
+        )
 
 
-def _revoke(grant: Grant, key: Key, why: str) -> Response:
+def _revoke(grant: Grant, key: Key, why: str) -> CompromiseResponse:
     """Revoke the key durably: committed on return, never part of a transaction that may still fail."""
     with transaction.atomic(durable=True):
         record = report_compromise(grant, key, why=why)
-    return Response(key.key_id, KeyState(key.state), record.sequence or last_sequence(key), key.credential_id)
+    return CompromiseResponse(key.key_id, KeyState(key.state), record.sequence or last_sequence(key), key.credential_id)
 
 
 def _with_replacement(
-    response: Response, principal: Principal, credential: Credential, reason: str, now: datetime
-) -> Response:
+    response: CompromiseResponse, principal: Principal, credential: Credential, reason: str, now: datetime
+) -> CompromiseResponse:
     try:
         rotation_id, why_not = _request_replacement(principal, credential, reason or _REASON, now)
     except KeyvaultError as error:
@@ -150,7 +152,7 @@ def _request_replacement(
     usable = set(usable_keys(credential.credential_id, now).values_list("pk", flat=True))
     if open_rotation is not None:
         wake(subject_of(open_rotation.rotation_id))
-        if is_turning_into_emergency(open_rotation) or open_rotation.replacement_id in usable:
+        if continues_as_emergency(open_rotation) or open_rotation.replacement_id in usable:
             return open_rotation.rotation_id, ""
     if usable:
         return None, "The credential has another usable key."
@@ -160,7 +162,7 @@ def _request_replacement(
     return reissue_key(grant, credential, reason).rotation_id, ""
 
 
-def is_turning_into_emergency(rotation: Rotation) -> bool:
-    """Whether an open rotation will make the replacement although its predecessor is compromised."""
+def continues_as_emergency(rotation: Rotation) -> bool:
+    """Whether the open rotation makes the replacement as an emergency after its predecessor was compromised."""
     stage = stage_of(rotation)
     return RotationState.EMERGENCY in {stage, OUTCOMES[Event.PREDECESSOR_COMPROMISED].get(stage)}

@@ -53,7 +53,7 @@ POLL_SECONDS = (2.0, 60.0)
 """Poll interval of a waiting rotation, in seconds: the shortest and the longest. It grows with the time waited."""
 
 _POLL_DIVISOR = 20
-"""Divisor of the time waited that gives the next poll interval."""
+"""The next poll interval is the time waited, divided by this."""
 
 SWEEP_SECONDS = 2.0
 """Time in which one sweep begins turns, in seconds; the next sweep takes the rest."""
@@ -119,7 +119,7 @@ def list_due(now: datetime) -> list[str]:
     )
     start = _draw_start()
     # CASE, so that leases are read only for rotations with an event.
-    happened = Case(When(_HAPPENED, then=_is_free(lease, failed)), default=Value(False))
+    happened = Case(When(_HAS_EVENT, then=_is_free(lease, failed)), default=Value(False))
     first = _list_round(urgent.filter(happened), start)
     others = _list_round(rows.filter(_is_free(lease, later)), start)
     # The lists alternate, so rotations with many events cannot starve the others.
@@ -162,7 +162,7 @@ def _tried(now: datetime) -> Subquery:
     return Subquery(tries.order_by("minute").values("pk")[:1])
 
 
-_HAPPENED = (
+_HAS_EVENT = (
     Q(state__in=[S.SCHEDULED, S.AWAITING_PROOF, S.OVERLAP, S.ROLLING_BACK]) & ~Q(predecessor_is=KeyState.ACTIVE)
     | Q(state__in=[S.STAGED, S.PUBLISHING, *_PROVING, S.QUARANTINE]) & ~Q(replacement_is=KeyState.ACTIVE)
     | Q(state=S.QUARANTINE) & ~Q(predecessor_is=KeyState.SUSPENDED)

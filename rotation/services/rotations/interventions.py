@@ -97,7 +97,7 @@ def may_be_aborted(rotation: Rotation) -> bool:
 def _may_be_delivered(rotation: Rotation) -> bool:
     """Whether the merchant may have the replacement; a worker may have died between writing and recording it."""
     stored = None if rotation.replacement is None else find_stored(rotation.credential)
-    # Any other key there is ours, too, and arrived late: a roll-back writes the predecessor over it.
+    # Any other key there is ours, too, and arrived late: a rollback writes the predecessor over it.
     is_there = stored is not None and stored.labels.get("key_id") != rotation.predecessor_id
     return rotation.delivered_at is not None or is_there or has_unsettled_delivery(rotation)
 
@@ -122,7 +122,7 @@ def _cancel(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
 
 
 def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
-    """Begin the roll-back and resume a suspended predecessor. Raises StateConflictError when it has ended."""
+    """Begin the rollback and resume a suspended predecessor. Raises StateConflictError when it has ended."""
     predecessor, now = rotation.predecessor, grant.at
     if predecessor_ended_at(rotation, now) is not None:
         raise StateConflictError("The rotation cannot be rolled back: the old key is no longer usable.")

@@ -154,7 +154,7 @@ class Effects:
             return stored.version
         if key.backend_version is None:
             return None
-        # A roll-back wrote the predecessor over the delivered replacement, and then the predecessor ended.
+        # A rollback wrote the predecessor over the delivered replacement, and then the predecessor ended.
         older = key.backend_version
         try:
             version = store_string(key, recover_string(key), purpose=rotation.rotation_id)
@@ -180,7 +180,7 @@ class Effects:
     # --- delivering the predecessor again -------------------------------------------------------------------
 
     def write_back(self, grant: Grant, rotation: Rotation) -> None:
-        """Make the predecessor what the merchant reads from the backend; a roll-back records this as evidence.
+        """Make the predecessor what the merchant reads from the backend; a rollback records this as evidence.
 
         In a canceled rotation the backend may hold the dead replacement, since a worker died before it recorded the
         delivery. Its version is then recorded, so that the copy is destroyed.

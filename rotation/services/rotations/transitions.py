@@ -208,7 +208,7 @@ def _lift(grant: Grant, rotation: Rotation) -> Changes:
 
 
 def _retiring(rotation: Rotation) -> Key | None:
-    """Return the key that is being retired: in a roll-back the replacement, else the predecessor."""
+    """Return the key that is being retired: in a rollback the replacement, else the predecessor."""
     return rotation.replacement if rotation.state == S.ROLLING_BACK else rotation.predecessor
 
 

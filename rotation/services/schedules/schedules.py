@@ -180,11 +180,11 @@ def draft_of(schedule: RotationSchedule) -> ScheduleDraft:
     except Exception as error:
         # Content of a newer release or a damaged row can fail to parse in any way.
         raise UnreadableScheduleError(f"{_UNREADABLE}: {explain_unreadable(error)}.") from error
-    return replace(readable_draft(schedule), window=window, overrides=overrides)
+    return replace(partial_draft(schedule), window=window, overrides=overrides)
 
 
-def readable_draft(schedule: RotationSchedule) -> ScheduleDraft:
-    """Return what can be read of any schedule: all but its window and its plan overrides."""
+def partial_draft(schedule: RotationSchedule) -> ScheduleDraft:
+    """Return the draft without window and plan overrides, the parts that this release may be unable to read."""
     days = schedule.cryptoperiod_days, schedule.jitter_days, schedule.lead_days
     return ScheduleDraft(*days, calendar=schedule.calendar)
 
@@ -285,19 +285,21 @@ def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime)
     overrides = draft.overrides
     for name in _SET_BY_SCHEDULE:
         if getattr(overrides, name) is not None:
-            yield Fault(f"/wish/{name}", "the schedule sets it")
+            yield Fault(f"/overrides/{name}", "the schedule sets it")
     if overrides.reason:
         reason = FIELDS["reason"]
         text_fault = reason.find_fault(overrides.reason, environment, now)
         text_fault = text_fault or find_text_fault(overrides.reason, reason.most)
         if text_fault is not None:
-            yield Fault("/wish/reason", text_fault)
+            yield Fault("/overrides/reason", text_fault)
     if overrides.expires_in_days is not None and overrides.expires_in_days <= draft.cryptoperiod_days:
-        yield Fault("/wish/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation")
+        yield Fault(
+            "/overrides/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation"
+        )
     if not faults:
         plan = _sample_plan(environment, overrides, terms.window, now)
         for fault in find_faults(plan, environment, KeyKind.PRIVATE, None, now):
-            yield Fault(f"/wish{fault.pointer}", fault.detail)
+            yield Fault(f"/overrides{fault.pointer}", fault.detail)
 
 
 def _sample_plan(environment: Environment, overrides: PlanOverrides, window: Window | None, now: datetime) -> Plan:

@@ -30,9 +30,9 @@ from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules.schedules import (
     UnreadableScheduleError,
     list_enabled,
+    partial_draft,
     place_of,
     read_schedule,
-    readable_draft,
     scope_of,
 )
 
@@ -374,6 +374,6 @@ def _order(schedule: RotationSchedule, now: datetime) -> StartOrder:
     try:
         return StartOrder(schedule, *read_schedule(schedule, now))
     except UnreadableScheduleError as error:
-        draft = readable_draft(schedule)
+        draft = partial_draft(schedule)
         terms = Terms(draft.cryptoperiod_days, draft.jitter_days, draft.lead_days)
         return StartOrder(schedule, terms, draft.overrides, error.detail)

@@ -23,7 +23,7 @@ from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
 from rotation.services.rotations import emergency
-from rotation.services.rotations.emergency import Response, respond_to_compromise, respond_to_leak
+from rotation.services.rotations.emergency import CompromiseResponse, respond_to_compromise, respond_to_leak
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation
 from tests.domain.minting import mint
@@ -41,12 +41,14 @@ def responder() -> OperatorPrincipal:
     return the_operator("responder", Role.INCIDENT_RESPONDER)
 
 
-def report(key: Key, clock: Clock, *, replace: bool = True, by: OperatorPrincipal | None = None) -> Response:
+def report(key: Key, clock: Clock, *, replace: bool = True, by: OperatorPrincipal | None = None) -> CompromiseResponse:
     grant = authorize(by or responder(), P.KEYS_REPORT_COMPROMISE, key.credential.account, now=clock())
     return respond_to_compromise(grant, key, reason="seen in a\npublic gist", replace=replace)
 
 
-def leaked(clock: Clock, *presented: str, replace: bool = False, by: OperatorPrincipal | None = None) -> list[Response]:
+def leaked(
+    clock: Clock, *presented: str, replace: bool = False, by: OperatorPrincipal | None = None
+) -> list[CompromiseResponse]:
     return respond_to_leak(by or responder(), presented, reason="a dump", replace=replace, now=clock())
 
 
@@ -339,7 +341,7 @@ def test_leak_reported_without_permission_revokes_nothing(clock: Clock) -> None:
 def test_leak_of_a_key_string_with_a_wrong_checksum_is_not_looked_up(clock: Clock) -> None:
     """A text that is not one of the service's keys is neither looked up nor repeated."""
     (response,) = leaked(clock, mint()[:-1] + "?")
-    assert response == Response("no. 1", fault="This is neither a key id nor a whole key.")
+    assert response == CompromiseResponse("no. 1", fault="This is neither a key id nor a whole key.")
 
 
 def test_leak_leaves_the_credential_itself(clock: Clock) -> None:

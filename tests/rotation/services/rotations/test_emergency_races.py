@@ -21,7 +21,7 @@ from keyvault.services.offboarding import Offboarding, count_assets, offboard_me
 from keyvault.services.recording.audit_chain import verify_audit
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
-from rotation.services.rotations.emergency import Response, respond_to_compromise
+from rotation.services.rotations.emergency import CompromiseResponse, respond_to_compromise
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import reissue_key
@@ -64,7 +64,7 @@ def revoke(by: OperatorPrincipal, key: Key) -> object:
     return lifecycle.revoke_key(grant(by, P.KEYS_REVOKE, found.credential.account), found, RevocationReason.SUPERSEDED)
 
 
-def report(by: OperatorPrincipal, key: Key) -> Response:
+def report(by: OperatorPrincipal, key: Key) -> CompromiseResponse:
     found = lifecycle.get_key(key.pk)
     assert found is not None
     allowed = grant(by, P.KEYS_REPORT_COMPROMISE, found.credential.account)

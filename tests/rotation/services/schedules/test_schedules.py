@@ -109,14 +109,14 @@ def test_schedule_saved_again_updates_the_row_and_its_owner(clock: Clock) -> Non
         ({"jitter_days": 90}, "/jitter_days"),
         ({"lead_days": 90}, "/lead_days"),
         ({"cryptoperiod_days": 2, "window": Window("UTC", (0,), 0, 60)}, "/window"),
-        ({"overrides": PlanOverrides(quiet_seconds=0)}, "/wish/quiet_seconds"),
-        ({"overrides": PlanOverrides(quiet_seconds=30 * 86_400)}, "/wish/deadline"),
-        ({"overrides": PlanOverrides(quiet_seconds=10**9)}, "/wish/quiet_seconds"),
-        ({"overrides": PlanOverrides(proof=Proof.CONFIRMATION)}, "/wish/proof"),
-        ({"overrides": PlanOverrides(expires_in_days=90)}, "/wish/expires_in_days"),
-        ({"overrides": PlanOverrides(reason="\0")}, "/wish/reason"),
-        ({"overrides": PlanOverrides(channels=(DeliveryChannel.WEBHOOK,))}, "/wish/channels"),
-        ({"overrides": PlanOverrides(window=NIGHTS)}, "/wish/window"),
+        ({"overrides": PlanOverrides(quiet_seconds=0)}, "/overrides/quiet_seconds"),
+        ({"overrides": PlanOverrides(quiet_seconds=30 * 86_400)}, "/overrides/deadline"),
+        ({"overrides": PlanOverrides(quiet_seconds=10**9)}, "/overrides/quiet_seconds"),
+        ({"overrides": PlanOverrides(proof=Proof.CONFIRMATION)}, "/overrides/proof"),
+        ({"overrides": PlanOverrides(expires_in_days=90)}, "/overrides/expires_in_days"),
+        ({"overrides": PlanOverrides(reason="\0")}, "/overrides/reason"),
+        ({"overrides": PlanOverrides(channels=(DeliveryChannel.WEBHOOK,))}, "/overrides/channels"),
+        ({"overrides": PlanOverrides(window=NIGHTS)}, "/overrides/window"),
     ],
 )
 def test_schedule_that_is_infeasible_is_refused_with_the_field(
@@ -132,7 +132,7 @@ def test_schedule_that_is_infeasible_is_refused_with_the_field(
 def test_schedule_with_a_date_in_its_plan_is_refused(clock: Clock, name: str) -> None:
     with pytest.raises(RequestInvalidError) as refused:
         save(SANDBOX, clock(), overrides=PlanOverrides(**{name: clock() + DAY}))  # type: ignore[arg-type]  # one of three dates
-    assert f"/wish/{name}" in pointers(refused.value)
+    assert f"/overrides/{name}" in pointers(refused.value)
 
 
 def test_schedule_with_a_window_closed_by_a_calendar_is_refused(clock: Clock) -> None:
