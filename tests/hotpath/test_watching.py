@@ -67,8 +67,8 @@ def test_watch_that_hangs_is_given_up_and_holds_up_no_other(
 ) -> None:
     """Guarantee: no orchestrator kills a verifier that still answers because its database does not."""
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setitem(assembly._WATCHED, "/readyz", lambda: hanging(goes_on))
-    monkeypatch.setitem(assembly._WATCHED, "/metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
+    monkeypatch.setitem(assembly._STATUS_PATHS, "/readyz", lambda: hanging(goes_on))
+    monkeypatch.setitem(assembly._STATUS_PATHS, "/metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
 
     async def ask() -> None:
         verifier = AssembledVerifier()
@@ -102,7 +102,7 @@ def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
 ) -> None:
     """Guarantee: SIGTERM loses no use because somebody asked about health before it. What fails stops nothing else."""
     stopped = list[str]()
-    monkeypatch.setitem(assembly._WATCHED, "/readyz", lambda: hanging(goes_on))
+    monkeypatch.setitem(assembly._STATUS_PATHS, "/readyz", lambda: hanging(goes_on))
     verifier = AssembledVerifier()
     monkeypatch.setattr(assembly, "usage_log", Stopped("uses", stopped, ConnectionError("the database is away")))
     monkeypatch.setattr(assembly, "refusal_log", Stopped("refusals", stopped))
