@@ -92,7 +92,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
 def test_triggers_digest_moved_back_to_an_older_pepper_is_refused(world: World, version: int) -> None:
     """A digest only moves to a newer pepper, so a leaked old pepper cannot be used again."""
     update("keyvault_key", {"digest": OTHER_DIGEST, "pepper_version": 2}, key_id=world.key.pk)
-    with refused("only replaced by one of a newer pepper"):
+    with refused("replaced only by one with a newer pepper"):
         update("keyvault_key", {"digest": b"z" * 32, "pepper_version": version}, key_id=world.key.pk)
 
 

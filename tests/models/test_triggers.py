@@ -602,7 +602,7 @@ def test_triggers_customer_token_reassigned_or_prolonged_is_refused(world: World
     [{"amount_minor": 2}, {"currency": "USD"}, {"customer_id": "bob"}, {"customer_id": None}, {"order_token": "x"}],
 )
 def test_triggers_order_changed_afterwards_is_refused(world: World, changes: Row) -> None:
-    with refused("an order is not changed afterwards"):
+    with refused("an order is immutable"):
         update("keyvault_order", changes, order_token=world.order.pk)
 
 
@@ -773,7 +773,7 @@ def test_triggers_plan_of_a_rotation_changed_afterwards_is_refused(world: World)
 def test_triggers_request_in_production_without_approvals_needed_is_refused(world: World) -> None:
     """Production requires at least one second person; sandbox may require none."""
     changes = {"request_id": fresh_id(), "approvals_needed": 0}
-    with refused("production takes a second person"):
+    with refused("a production request requires a second person"):
         insert_copy("keyvault_issuancerequest", changes, request_id=world.pending.pk)
     insert_copy("keyvault_issuancerequest", changes | {"account_id": world.sandbox.pk}, request_id=world.pending.pk)
 
@@ -782,7 +782,7 @@ def test_triggers_request_for_a_missing_account_without_approvals_is_refused(wor
     """A missing account does not count as sandbox: the rule is checked before the deferred foreign key."""
     defer_foreign_keys()
     changes = {"request_id": fresh_id(), "approvals_needed": 0, "account_id": 999_999}
-    with refused("production takes a second person"):
+    with refused("a production request requires a second person"):
         insert_copy("keyvault_issuancerequest", changes, request_id=world.pending.pk)
 
 
