@@ -138,7 +138,7 @@ def _by_second_person(rule: OperationRule, principal: Principal, target: Target)
     return Denial(
         Code.STATE_CONFLICT,
         "This requires a second person: the requester cannot approve it.",
-        internal=f"{principal.actor} is the requester",
+        internal=f"{principal.actor} is the requester or not an operator",
     )
 
 

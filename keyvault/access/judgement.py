@@ -108,7 +108,7 @@ class Sources(Protocol):
         """Count a failed proof. Returns the seconds to wait when the address has exceeded its limit, else None."""
 
     def note_proof(self, record: KeyRecord, keystring: KeyString, peppers: Peppers) -> None:
-        """Handle the proof of a live key: its digest can be renewed if it depends on an old pepper."""
+        """Record the proof of a live key, so that a digest with an old pepper can be recomputed with a new one."""
 
 
 def judge(presented: VerificationRequest, sources: Sources, now: datetime) -> Judgement:
@@ -131,7 +131,7 @@ def judge(presented: VerificationRequest, sources: Sources, now: datetime) -> Ju
     )
     if isinstance(keystring, Denial):
         return _deny_unproved(keystring, presented, sources)
-    # Taken before the record is read: the record's pepper version is loaded here or newer, and cannot be retired.
+    # Take the peppers before reading the record: its version is then loaded or newer, and not one retired meanwhile.
     peppers = sources.peppers(presented.environment)
     record = sources.find_key(keystring.key_id, presented.client_address)
     if record is not None:
@@ -227,7 +227,7 @@ def _judge_bearer(
 
 
 def _apply_limits(judgement: Judgement, presented: VerificationRequest, sources: Sources) -> Judgement:
-    """Apply the limits to a granted request. A refused request spends from neither."""
+    """Apply the limits to a granted request. A request that exceeds one limit spends from none."""
     endpoint, record, holder = presented.endpoint, judgement.record, judgement.holder
     if isinstance(endpoint, NoMatchingEndpoint) or record is None or holder is None:
         raise TypeError("limits apply to a granted request for an endpoint")
@@ -279,12 +279,12 @@ def _prove_exposed(presented: VerificationRequest, sources: Sources, now: dateti
 
 
 _PROVED = Check(ErrorCode.CREDENTIAL_INVALID, True)
-KEY_STATES = (ErrorCode.KEY_NOT_ACTIVE, ErrorCode.KEY_EXPIRED, ErrorCode.KEY_REVOKED)
+KEY_STATE_CODES = (ErrorCode.KEY_NOT_ACTIVE, ErrorCode.KEY_EXPIRED, ErrorCode.KEY_REVOKED)
 """Error codes that depend only on a key's state."""
 
 
 def before_proof(denial: Denial) -> Judgement:
-    """Return a judgement without a key or holder: a caller that has not proved possession learns only the denial."""
+    """Return a judgement without key and holder: a caller that has not proved possession learns only the denial."""
     return Judgement(denial, trace=[Check(denial.code, False)])
 
 
@@ -301,5 +301,5 @@ def _deny_unproved(denial: Denial, presented: VerificationRequest, sources: Sour
 
 
 def _state_checks(failed: ErrorCode | None) -> list[Check]:
-    applied = KEY_STATES if failed is None else KEY_STATES[: KEY_STATES.index(failed) + 1]
+    applied = KEY_STATE_CODES if failed is None else KEY_STATE_CODES[: KEY_STATE_CODES.index(failed) + 1]
     return [Check(code, code is not failed) for code in applied]

@@ -7,8 +7,8 @@ Each token advances it by seconds/count. A request passes if the result is at mo
 stored in whole microseconds and a fraction in units of 1/count microseconds, so there is no rounding: any w seconds
 allow at most count + w*count/seconds tokens, and no token is lost.
 
-Redis runs the same arithmetic, and so do the functions of `LocalStore.spender` for the usual case, see
-`services.limits.stores`. Change all of them together.
+The Redis script and `LocalStore.spender` in `services.limits.stores` repeat this arithmetic. Change all of them
+together.
 """
 
 from collections.abc import Sequence

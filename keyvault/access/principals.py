@@ -24,7 +24,7 @@ class Channel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperatorPrincipal:
-    """A person with a console session, or one whom a user of the host named on the command line."""
+    """A person with a console session, or named on the command line by `host_user`, a user of the host."""
 
     username: str
     person: str
@@ -86,7 +86,7 @@ class KeyHolder:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """The service's own jobs, and the host's command line; each with its minimal permissions."""
+    """A part of the service itself, such as its jobs or the host's command line, with its minimal permissions."""
 
     name: str
     permissions: frozenset[Permission]
@@ -111,6 +111,6 @@ HOST = System(
     | {Permission.PEPPERS_READ, Permission.PEPPERS_WRITE, Permission.REVOCATIONS_REPLAY},
     Channel.COMMAND_LINE,
 )
-"""The host's command line for setup; a shell on the host includes the database. It can neither approve nor read."""
+"""The host's command line, for setup. It can neither approve requests nor read keys."""
 
 Principal = OperatorPrincipal | Service | KeyHolder | System

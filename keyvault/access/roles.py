@@ -1,7 +1,7 @@
 """The permissions of each operator role. A migration mirrors this table in the console's Django groups.
 
-Creating operators or service tokens does not enable a person to approve their requests: `access.decision` compares
-persons, and operators are created on the host, not in the console.
+No role lets a person approve their own requests, also not by creating a service token: `access.decision` compares
+persons. Operators are created on the host, not in the console.
 """
 
 from enum import StrEnum

@@ -37,8 +37,8 @@ def operation(permission: Permission) -> OperationRule:
 class Target:
     """The object of an operation. None: no particular one.
 
-    `requester_person` requested what is now approved or reviewed; None checks the permission to approve at all. The
-    service that writes the approval compares the persons again, and so does the database.
+    `requester_person`: the person who requested what is now approved or reviewed; None: only the permission is checked.
+    The service that writes the approval compares the persons again, and so does the database.
     """
 
     environment: Environment | None = None
@@ -52,9 +52,9 @@ PLATFORM = Target()
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest:
-    """The request's other facts, as the entry point received them. Values are untrusted; their presence is certain.
+    """Facts of a request besides its key and endpoint. Their values are untrusted; their presence is certain.
 
-    `customer` is the verdict on the Bearer: None if the request has none or the endpoint takes none.
+    `customer` is the verdict on the Bearer: None if the request has none or the endpoint does not accept one.
     """
 
     named_merchant: str | None = None

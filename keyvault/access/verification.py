@@ -57,7 +57,7 @@ def _unescaped(url: str) -> Iterator[str]:
 
 _EXPOSED = Denial(
     Code.CREDENTIAL_IN_URL,
-    "The URL contains a credential, and logs and proxies store URLs. Rotate it, and send credentials in X-Api-Key.",
+    "The URL contains a credential. Logs and proxies store URLs, so rotate it, and send credentials only in headers.",
 )
 _WHOLE = re.compile(r"[a-z][a-z0-9]{0,15}_(?:pub|prv)_(?:sbx|prd)_[0-9A-Za-z]{65}")
 

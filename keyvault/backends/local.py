@@ -152,7 +152,7 @@ class LocalKeystore:
                 (mount, path, version),
             )
         with self._connection() as connection:
-            # The write-ahead log has the old page until no reader needs it.
+            # The write-ahead log keeps the old page until no reader needs it.
             is_erased = _retry_while_busy(lambda: _empty_write_ahead_log(connection))
         if not is_erased:
             raise BackendUnavailableError(
@@ -193,7 +193,7 @@ class LocalKeystore:
         if check is None:
             nonce = os.urandom(_NONCE_BYTES)
             with self._transaction() as connection:
-                # A concurrent first run may have inserted its check first: that one decides.
+                # A concurrent first run may have inserted its row first. Then that row is checked.
                 connection.execute(
                     "INSERT OR IGNORE INTO master_key_check (only, nonce, sealed) VALUES (1, ?, ?)",
                     (nonce, self._cipher.encrypt(nonce, _CHECK, _CHECK)),

@@ -1,6 +1,6 @@
 """Prometheus metrics about verdicts, the secret backend, peppers and audit checkpoints, without ids.
 
-Processes of one host add up through files in PROMETHEUS_MULTIPROC_DIR when the environment sets it.
+The metrics of a host's processes are aggregated through files in PROMETHEUS_MULTIPROC_DIR, if that variable is set.
 """
 
 import time
@@ -54,7 +54,7 @@ def note_denial(code: str) -> None:
 
 
 def note_call(login: str, outcome: str) -> None:
-    """Count a call. `outcome`: ok, unavailable, denied, conflict, missing, invalid; not_asked: the breaker is open."""
+    """Count a call. `outcome`: ok, unavailable, denied, conflict, missing, invalid; not_asked: the breaker was open."""
     _calls.labels(login, outcome).inc()
 
 

@@ -29,7 +29,7 @@ OVERALL_SECONDS = 10.0
 MAX_BODY_BYTES = 65_536
 """Maximum size of a reply with its headers, in bytes; the rest is not read."""
 _DRAIN_SECONDS = 1.0
-"""Maximum time to read the body after the status, in seconds, so that the server logs no broken connection."""
+"""Maximum time to read the body after the status, in seconds. An unread body would break the server's connection."""
 
 _USER_AGENT = "Keyvault-Webhooks/1"
 
@@ -49,13 +49,13 @@ class Reply:
 
 
 class RequestDeadline:
-    """The end of a time limit."""
+    """A time limit that has begun."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def left(self, at_most: float = OVERALL_SECONDS) -> float:
-        """Return the remaining seconds, more than 0. Raises TimeoutError when none remain."""
+        """Return the remaining seconds: more than 0, capped at `at_most`. Raises TimeoutError when none remain."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError("the time limit has passed")

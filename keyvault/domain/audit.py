@@ -1,7 +1,7 @@
 """The hash chain of audit entries: their bytes, their links and their verification.
 
 Each chain (one per account, one for the platform) counts from 1. An entry's hash covers the *stored* bytes,
-so a later change of code or library cannot alter how an old entry reads.
+so a later change of code or library does not invalidate an old entry.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def entry_bytes(
     channel: str,
     details: JsonValue,
 ) -> bytes:
-    """Return the canonical bytes of an entry. The caller has redacted `details`; no plaintext type fits in it."""
+    """Return the canonical bytes of an entry. The caller has redacted `details`; its type excludes Plaintext."""
     return canonical_bytes(
         {
             "chain": chain,
@@ -50,7 +50,7 @@ def entry_hash(previous: bytes, body: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ChainedEntry:
-    """A stored entry as the checker reads it. `columns_agree`: the searchable columns equal the stored bytes."""
+    """A stored entry to verify. `columns_agree`: the searchable columns equal the stored bytes."""
 
     chain: str
     sequence: int
@@ -95,7 +95,7 @@ def verify_chain(chain: str, entries: Iterable[ChainedEntry], head_sequence: int
             return Break(chain, sequence, why)
         previous = entry.hash
     if sequence != head_sequence:
-        return Break(chain, sequence + 1, f"the chain ends at {sequence}, its head says {head_sequence}")
+        return Break(chain, sequence + 1, f"the chain ends at {sequence}, but its head is at {head_sequence}")
     if previous != head_hash:
         return Break(chain, sequence, "its head has another hash: the chain was rewritten")
     return None

@@ -1,7 +1,7 @@
 """The audit log as JSON lines: `manage.py export_audit` writes it, the off-host checker reads it.
 
 Each line is one record. The order allows verification in one pass: within each scope, every checkpoint follows the
-entries that it is the first to sign. The entries that no checkpoint signs yet come next, then the head of every chain.
+entries added since the previous one. The entries after the last checkpoint come next, then the head of every chain.
 
     {"record": "export", "format": …, "at": …, "scopes": […], "since": …}
     {"record": "entry", "chain": …, "sequence": …, "body": …, "previous": …, "hash": …}
@@ -36,7 +36,10 @@ KEYS_FORMAT = "keyvault/audit-public-keys/v1"
 
 @dataclass(frozen=True, slots=True)
 class ExportStart:
-    """The first record. `since` None: from the first entry; else each scope begins with its newest older checkpoint."""
+    """The first record. `since` None: the export has every entry.
+
+    Otherwise each scope begins with its newest checkpoint before `since`.
+    """
 
     at: datetime
     scopes: tuple[str, ...]
@@ -159,7 +162,7 @@ def _entry(data: Mapping[str, Any]) -> Record:
         body=body,
         previous=_hash(bytes.fromhex(data["previous"])),
         hash=_hash(bytes.fromhex(data["hash"])),
-        columns_agree=_states_place(body, chain, sequence),
+        columns_agree=_matches_position(body, chain, sequence),
     )
 
 
@@ -185,7 +188,7 @@ def _end(data: Mapping[str, Any]) -> Record:
 _PARSERS = {"export": _start, "entry": _entry, "checkpoint": _checkpoint, "head": _head, "end": _end}
 
 
-def _states_place(body: bytes, chain: str, sequence: int) -> bool:
+def _matches_position(body: bytes, chain: str, sequence: int) -> bool:
     """Return whether an entry's bytes state this chain and sequence."""
     try:
         data = json.loads(body.decode())

@@ -1,9 +1,9 @@
 """Signed checkpoints of the audit chains: the signed bytes, and their verification with the public key.
 
-A checkpoint states the length of every chain in its scope and the hash of its newest entry, and contains the digest
-of the previous checkpoint. The hash chains alone reveal an edit in the middle. They do not reveal a chain that was
-rewritten from some entry on, or truncated together with its head. Only a signature does, because the owner of the
-database does not hold its private key.
+A checkpoint states the length of every chain in its scope and the hash of the chain's newest entry, and contains the
+digest of the previous checkpoint. The hash chains alone reveal an edit in the middle. They do not reveal a chain that
+was rewritten from some entry on, or truncated together with its head. Only a signature does, because its private key
+is outside the database.
 
 Signatures are Ed25519 (RFC 8032) over the stored bytes of the body.
 """
@@ -112,10 +112,10 @@ def parse_checkpoint(body: bytes) -> Checkpoint:
         )
         is_canonical = checkpoint_bytes(checkpoint) == body
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-        raise ValueError("no checkpoint") from None
+        raise ValueError("not a checkpoint") from None
     heads = checkpoint.heads.items()
     if not is_canonical or any(scope_of(chain) != checkpoint.scope or head.sequence < 1 for chain, head in heads):
-        raise ValueError("no checkpoint")
+        raise ValueError("not a checkpoint")
     return checkpoint
 
 
@@ -158,8 +158,8 @@ class CheckpointWalk:
         except ValueError:
             return "its bytes are no checkpoint"
         why = (
-            self._find_own_fault(signed, checkpoint)
-            or self._find_place_fault(signed, checkpoint)
+            self._find_content_fault(signed, checkpoint)
+            or self._find_order_fault(signed, checkpoint)
             or self._find_head_fault(checkpoint, find_hash)
         )
         if why is not None:
@@ -173,20 +173,20 @@ class CheckpointWalk:
         return None
 
     def find_end_fault(self) -> tuple[int, str] | None:
-        """Return the first number that the auditor kept and this log lacks, with the fault; after the last `take`."""
+        """Return the first number that the auditor kept but this log lacks, with the fault. Call it last."""
         last = 0 if self.newest is None else self.newest.number
         beyond = min((number for scope, number in self.kept if scope == self.scope and number > last), default=None)
         if beyond is None:
             return None
         return beyond, f"the auditor kept it, but the checkpoints here end at {last}: the log was rolled back"
 
-    def _find_own_fault(self, signed: SignedCheckpoint, checkpoint: Checkpoint) -> str | None:
+    def _find_content_fault(self, signed: SignedCheckpoint, checkpoint: Checkpoint) -> str | None:
         columns = (self.scope, signed.number, signed.at or checkpoint.at)
         if (checkpoint.scope, checkpoint.number, checkpoint.at) != columns or signed.scope != self.scope:
             return "its columns differ from its bytes"
         return None if self.keys is None else find_signature_fault(signed, self.keys)
 
-    def _find_place_fault(self, signed: SignedCheckpoint, checkpoint: Checkpoint) -> str | None:
+    def _find_order_fault(self, signed: SignedCheckpoint, checkpoint: Checkpoint) -> str | None:
         if self.newest is None or self.newest_signed is None:
             if self.may_begin_later:
                 return None

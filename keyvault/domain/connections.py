@@ -1,4 +1,4 @@
-"""Validation of a payment provider's credentials: accepted text, storage path, and test or live mode."""
+"""Credentials of payment providers: validation of text and mode (test or live), and the storage path."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def _find_fault(text: str, mode: ConnectionMode) -> str:
         return "must be one secret text, or a JSON object of texts with unique names and no empty text"
     modes = {match[1] for value in values if (match := _STRIPE.match(str(value).strip()))}
     if modes - {mode.value}:
-        return f"a {modes.pop()} key: this environment's connections are in {mode} mode"
+        return f"contains a {modes.pop()} key, but this environment uses {mode} mode"
     return ""
 
 

@@ -42,12 +42,12 @@ TRANSITIONS: dict[IssuanceState, frozenset[IssuanceState]] = {
 }
 
 APPROVALS_NEEDED = {Environment.SANDBOX: 0, Environment.PRODUCTION: 1}
-"""Default number of approvals, which is also the minimum for an environment's row."""
+"""Minimum number of approvals of a request. The setting of the same name can only raise it."""
 
 REQUEST_LIFETIME = timedelta(days=7)
 
 COLLECT_WITHIN = timedelta(hours=72)
-"""Time to collect a show-once or sealed private key. The service discards it if it was neither collected nor used."""
+"""Time to collect a show-once or sealed private key. A key neither collected nor used by then is discarded."""
 
 
 class Delivery(StrEnum):

@@ -47,7 +47,7 @@ TRANSITIONS: dict[KeyState, frozenset[KeyState]] = {
 }
 
 DEAD_STATES = frozenset({KeyState.DEACTIVATED, KeyState.COMPROMISED, KeyState.DESTROYED})
-"""Terminal states: a key in one of them never verifies again."""
+"""States in which a key never verifies again. It may still move from one of them to another."""
 
 
 def can_transition(current: KeyState, new: KeyState) -> bool:

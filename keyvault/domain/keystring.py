@@ -25,7 +25,7 @@ MAX_LENGTH = 128
 """Maximum length of a text that is parsed, in characters. A brand has at most 16."""
 
 KEY_ID_PLACE = slice(-_DIGITS, KEY_ID_DIGITS - _DIGITS)
-"""Position of the key id in a well-formed key string."""
+"""Slice of a well-formed key string that is the key id."""
 
 BRAND = re.compile(r"[a-z][a-z0-9]{0,15}")
 
@@ -87,8 +87,7 @@ def checksum(head: str) -> str:
 def mint_keystring(brand: str, kind: StringKind, scope: StringScope, random_bytes: RandomBytes) -> KeyString:
     """Generate a key string with a new key id and at least 256 random bits of secret.
 
-    Raises ValueError on a brand that is not 1 to 16 of a-z and 0-9 beginning with a letter, and on the scope
-    `all` for anything but a service token.
+    Raises ValueError for a brand that does not match BRAND, and for the scope `all` unless `kind` is a service token.
     """
     if BRAND.fullmatch(brand) is None:
         raise ValueError(f"invalid brand {brand!r}: use 1 to 16 of a-z and 0-9, beginning with a letter")

@@ -26,7 +26,7 @@ def is_origin(text: str) -> bool:
 
 
 def find_origin_fault(text: str) -> str | None:
-    """Return the accepted form if the text is no valid origin for a list, else None."""
+    """Return the accepted form if the text is not an origin that may be listed, else None."""
     if is_origin(text):
         return None
     return "https://host or https://host:port, lower case, no path, no wildcard, no port 443; http on localhost only"

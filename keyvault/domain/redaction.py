@@ -1,4 +1,4 @@
-r"""Redaction of secrets in text, found by the shape of their value or by the name of their field.
+r"""Redaction of secrets in text. A secret is found by the shape of its value or by the name of its field.
 
 A mask keeps what support needs: the kind, the environment and the public key id; never a character of the
 secret. Ids, types, counts and dates stay readable, also under a name such as `key_id`, `token_id`,
@@ -18,10 +18,10 @@ from keyvault.domain.keystring import CHECKSUM_DIGITS, SECRET_DIGITS, SHAPED, SH
 from keyvault.domain.plaintext import MASK
 
 _MAX_LOOKBACK = 4096
-"""Maximum length that a pattern needs to be certain of a match, in characters."""
+"""Maximum length of the text that decides whether a secret begins, in characters."""
 
 _MAX_PIECE_LENGTH = 160
-"""Maximum length of one piece of a secret's continuation, in characters."""
+"""Maximum length of one repetition of `goes_on`, in characters."""
 
 
 def _mask(match: re.Match[str]) -> str:
@@ -30,7 +30,7 @@ def _mask(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Secret:
-    """One pattern. `begins`: the head and enough to be certain; `goes_on`: the rest of the secret.
+    """One pattern. `begins`: the head, and enough of the secret to be certain; `goes_on`: the rest of the secret.
 
     `needles`: a lower-cased text without any of them contains no such secret. `unfinished`, for a multi-line pattern:
     matches the end of a text in which a secret may have begun.
@@ -62,6 +62,7 @@ def _secret(
 
 _BLANKS = r"[ \t]{0,64}"
 _QUOTE = r"b?\\{0,16}[\"']"
+# Between a name and its value. `_IS` may also end with the bracket of a list.
 _IS_A = rf"{_BLANKS}(?:=>|[:=]){_BLANKS}"
 _HEADER = r"(?:authorization|x[-_]api[-_]key|x[-_]service[-_]token|cookie)"
 _HEADER_NEEDLES = ("authorization", "api-key", "api_key", "service-token", "service_token", "cookie")
@@ -78,10 +79,10 @@ _MEMBER_NEEDLES = (
     *(f"{kind}{between}key" for kind in _SECRET_KEYS for between in ("", "-", "_", ".")),
 )
 _NAMED = rf"[\w.-]{{0,32}}(?:{_HEADER}|{_MEMBER})"
-# Names whose strings are secret and whose numbers are counts. A list of credentials holds kinds or ids.
+# Names whose strings are secret, but whose numbers are counts. A list named `credentials` holds kinds or ids.
 _COLLECTIVE = rf"(?:passwords|credentials(?!\\{{0,16}}[\"']\]?{_IS_A}\[))"
 _NAMED_STRING = rf"[\w.-]{{0,32}}(?:{_HEADER}|{_MEMBER}|{_COLLECTIVE})"
-# The name of the device cookie without HTTPS. Elsewhere than in a cookie it is an ordinary word.
+# The name of the device cookie on a site without HTTPS. Outside of cookies it is an ordinary word.
 _DEVICE = r"(?<![\w.-])device"
 _NAMED_NEEDLES = (*_MEMBER_NEEDLES, "authorization", "cookie")
 _IS = rf"{_IS_A}\[?{_BLANKS}"
@@ -210,18 +211,18 @@ _SECRETS = (
         _NAMED_NEEDLES,
         any_case=True,
     ),
-    # In JSON, in JSON within JSON: the quoted string, with its escapes.
+    # In JSON, also nested in strings of JSON: the quoted string, with its escapes.
     *map(_quoted, range(4)),
     # In JSON, an object with a name and a value.
     *map(_named_value, range(4)),
-    # In a Python repr, a WSGI environ.
+    # In the repr of a Python dictionary, such as a WSGI environ: the quoted string.
     _secret(
         rf"(?P<head>(?<!\\)'{_NAMED_STRING}'\]?{_IS}b?'{_FIRST})(?:[^'\"\\\r\n]|\\[^\r\n])",
         r"[^'\"\\\r\n]|\\[^\r\n]",
         _NAMED_NEEDLES,
         any_case=True,
     ),
-    # A number under such a name.
+    # A number with the name of a secret.
     _secret(
         rf"(?P<head>(?<!\\)(?P<quote>\\{{0,16}}[\"']){_NAMED}(?P=quote)\]?{_IS})-?[0-9]",
         r"[0-9.eE+-]",
@@ -261,7 +262,7 @@ _SECRETS = (
         _MEMBER_NEEDLES,
         any_case=True,
     ),
-    # The device cookie without HTTPS.
+    # The device cookie on a site without HTTPS.
     _secret(
         rf"(?P<head>{_DEVICE}={_NO_VALUE})[^\s\"'\\&;,:=<>[\]{{}}()]",
         r"[^\s\"'\\&;,]",
@@ -293,14 +294,14 @@ _SECRETS = (
         r"[^\s\"'\\]",
         ("-b", "--cookie"),
     ),
-    # The two schemes without a header. The value has to look random, unlike "basic responsibilities".
+    # An authentication scheme without a header. The value must look random, unlike "basic responsibilities".
     _secret(
         rf"(?P<head>\b(?i:bearer|basic)[ \t]{{1,64}}{_HANDLE})"
         r"(?=[A-Za-z./-]{0,64}[0-9_~+=]|[A-Za-z./-]{0,64}[a-z][A-Z])[A-Za-z0-9._~+/=-]{16}",
         r"[A-Za-z0-9._~+/=-]",
         ("bearer", "basic"),
     ),
-    # A sealed secret (HPKE, RFC 9180, see keyvault.domain.sealing): `sealed.` and base64url parts.
+    # A sealed secret as text: `sealed.` and base64url parts.
     _secret(r"(?P<head>\bsealed\.)(?=[a-z_-]{0,64}[0-9A-Z])[A-Za-z0-9_-]{8}", r"[A-Za-z0-9_.-]", ("sealed.",)),
     # Vault and OpenBao tokens (service, batch, recovery), also in the format before Vault 1.10.
     _secret(
@@ -348,8 +349,8 @@ def redact_stream(chunks: Iterable[str]) -> Iterator[str]:
 
 
 def _feed_all(passes: Iterable["_StreamMask"], text: str, *, is_last: bool) -> str:
-    for each in passes:
-        text = each.feed(text, is_last=is_last)
+    for stream_mask in passes:
+        text = stream_mask.feed(text, is_last=is_last)
     return text
 
 

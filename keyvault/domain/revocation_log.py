@@ -66,7 +66,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The transaction had not committed long after its line was written. A `Committed` line overrides it anywhere."""
+    """The transaction had not committed long after its line. A `Committed` line prevails, also a later one."""
 
     unit: str
 
@@ -120,7 +120,7 @@ def parse_line(text: bytes) -> Line:
 
 @dataclass(slots=True)
 class ConfirmedLines:
-    """The revocations whose commit is confirmed, as the lines are read one by one."""
+    """Finds the revocations whose commit is confirmed, while the lines are read one by one."""
 
     _unconfirmed: dict[str, list[Ended]] = field(default_factory=dict)
     _dropped: dict[str, list[Ended]] = field(default_factory=dict)
@@ -145,8 +145,8 @@ class ConfirmedLines:
     def list_unfinished(self, boot: str) -> list[Ended]:
         """Return the revocations of earlier boots without a `Committed` line, which count as committed.
 
-        A crash may have lost the `Committed` line but not the commit. Within the current boot no such line means no
-        response was sent, because it is written before the response. `boot`: the current one; empty: unknown.
+        A crash may have lost the `Committed` line but not the commit. Within the current boot, its absence means that
+        no response was sent: the line is written before the response. `boot`: the current boot; empty: unknown.
         """
         return [line for unit in self._unconfirmed.values() for line in unit if not boot or line.boot != boot]
 

@@ -21,7 +21,7 @@ class AuditChain(models.Model):
 
 
 class AuditEntry(models.Model):
-    """An audit entry. `body` has its bytes; the other columns are copies for searching."""
+    """An audit entry. `body` has the hashed bytes; the other columns are copies for searching."""
 
     chain = models.ForeignKey(AuditChain, models.PROTECT, related_name="entries")
     sequence = models.PositiveBigIntegerField()

@@ -9,7 +9,7 @@ class IdempotentRequest(models.Model):
     """One Idempotency-Key of one caller at one endpoint, stored for a day.
 
     `holder` is the credential or the service token's lineage. The key itself and the request body are stored as
-    digests. `status` None: the first attempt runs, until `held_until`; `fence` counts the attempts. `body` never has a
+    digests. `status` None: an attempt is in progress until `held_until`; `fence` counts them. `body` never has a
     secret: the secret is in `sealed` until `sealed_until`, and `secret_of` is the id of its key or token.
     """
 

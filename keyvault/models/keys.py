@@ -153,5 +153,5 @@ class Key(DigestColumns):
         return "key", self.key_id
 
     def has_ended(self) -> bool:
-        """Whether the key has ended other than by expiry, which needs no revocation log: the deadline decides."""
+        """Whether the key was terminated, not by expiry. An expiry needs no revocation log: `expires_at` decides."""
         return self.state in DEAD_STATES and self.retirement != RetirementReason.EXPIRED

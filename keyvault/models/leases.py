@@ -1,4 +1,4 @@
-"""Leases on work items, apart from the rows that they are about."""
+"""Leases on work items, stored apart from the items' own rows."""
 
 from django.db import models
 
@@ -6,7 +6,7 @@ from keyvault.models.columns import at
 
 
 class WorkLease(models.Model):
-    """The lease of one work item. `token` is a fencing token: a new holder invalidates the old one's."""
+    """The lease of one work item. `token` is a fencing token: each claim replaces it."""
 
     subject = models.CharField(primary_key=True, max_length=80)
     token = models.CharField(max_length=32, blank=True)

@@ -73,7 +73,7 @@ class ProviderConnection(RecordedModel):
 
     `stored_at`, `stored_by`: when and by whom its credentials were last written, as `backend_version`. From
     `settle_due_at` on, a worker compares the backend with this row and destroys older versions; None: not due. A
-    worker erases a removed connection's path. A trigger compares the mode with the account's environment.
+    worker erases a removed connection's path (`forgotten_at`). A trigger compares the mode with the environment.
     """
 
     account = models.ForeignKey(Account, models.PROTECT, related_name="connections")

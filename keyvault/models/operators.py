@@ -1,4 +1,4 @@
-"""Operators of the console. Two operators of one human being share a `person`, which four eyes compare."""
+"""Operators of the console. Two operators that are the same human share a `person`, which four-eyes checks compare."""
 
 import secrets
 from typing import Any, ClassVar

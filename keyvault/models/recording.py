@@ -28,7 +28,7 @@ class UnrecordedWriteError(Exception):
 def collect_subjects() -> Iterator[dict[Subject, bool]]:
     """Allow writes; yield the changed subjects in the order of the writes, and whether each has ended.
 
-    Nested blocks share one.
+    Nested blocks share one dictionary.
     """
     subjects = _open_subjects.get()
     if subjects is not None:
@@ -43,7 +43,7 @@ def collect_subjects() -> Iterator[dict[Subject, bool]]:
 
 
 def require_recording(model: type[models.Model]) -> dict[Subject, bool]:
-    """Return the subjects of the open block. Raises UnrecordedWriteError outside one."""
+    """Return the subjects of the open `collect_subjects` block. Raises UnrecordedWriteError outside of one."""
     subjects = _open_subjects.get()
     if subjects is None:
         raise UnrecordedWriteError(f"{model.__name__} may only be written inside `recorded(...)`")
@@ -83,7 +83,7 @@ class RecordedModel(models.Model):
         raise NotImplementedError
 
     def has_ended(self) -> bool:
-        """Whether the row is in a final state that a restored backup must not undo; the revocation log has it, too."""
+        """Whether the row is in a final state. The revocation log records it, so that no restored backup undoes it."""
         return False
 
     def save(self, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from keyvault.models.recording import Subject
 
 
 class ServiceToken(TokenColumns):
-    """A service token. `merchants` None: all merchants. The creator's person is responsible for its requests.
+    """A service token. `merchants` None: all merchants. `creator_person` is responsible for its requests.
 
     `lineage` is the id of the first token in a series of rotations. Verifications by a token with `is_probe` are our
     own test calls and never count as use of a key.

@@ -41,8 +41,8 @@ class KeyUse(models.Model):
 class UseBucket(models.Model):
     """Uses by minute, source, user agent, endpoint and, for a public key, the page's origin.
 
-    It also counts calls that were denied for reasons other than the key, attempts with a suspended key, our own test
-    calls (`probed`), which are no use, and suspected exposures: a proved key in a URL, or a private key from a browser.
+    Other outcomes are counted, too: denials for reasons other than the key, attempts with a suspended key, our own test
+    calls (`probed`), and suspected exposures (a proved key in a URL, or a private key from a browser).
     """
 
     key = models.ForeignKey(Key, models.PROTECT, related_name="use_buckets", db_index=False)
@@ -81,7 +81,7 @@ class UsageReporter(models.Model):
 
     A reporter that deregisters flushes first. A lost one may have unreported uses; `lost_at` is when the loss was
     detected. `report`: the number of the last stored report, so that a repeated report adds nothing. `peppers`: the
-    newest loaded version of each served set, which implies the older ones, and 0 for none. None: an older release.
+    newest loaded version of each served set, which implies the older ones, or 0; None: reported by an older release.
     """
 
     reporter_id = models.CharField(primary_key=True, max_length=64)

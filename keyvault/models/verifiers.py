@@ -1,4 +1,4 @@
-"""Verifiers, which answer from memory, and their progress in the change feed."""
+"""Verifiers, which decide from memory, and their progress in the change feed."""
 
 from django.db import models
 

@@ -16,7 +16,7 @@ MAX_URL_LENGTH = 500
 _PLAIN = re.compile(r"[!-\[\]-~]+")
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _NAME = re.compile(rf"(?:{_LABEL}\.)*(?=[a-z]){_LABEL}")
-"""The last label begins with a letter, because a resolver takes `127.1`, `0x7f000001` and `2130706433` as addresses."""
+"""The last label begins with a letter: resolvers read `127.1`, `0x7f000001` and `2130706433` as addresses."""
 _DEFAULT_PORT = {"https": 443, "http": 80}
 _FIRST_FREE_PORT, _LAST_PORT = 1024, 65_535
 
@@ -25,7 +25,7 @@ _TRANSLATED = IPv6Network("64:ff9b::/96")
 _SPECIAL = tuple(
     map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"))
 )
-"""Special-purpose networks, and networks whose addresses embed another one, that some Python versions call global."""
+"""Networks that some Python versions call global: special-purpose ones, and those that embed another address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Destination:
 def parse_url(text: str, own_networks: Sequence[IPNetwork] = ()) -> Destination:
     """Parse a destination URL. Raises ValueError with the accepted form.
 
-    Only https to public addresses is accepted. `own_networks`, which the host's owner configures, also allows their
-    private addresses, and plain http. Names are not resolved here: `may_connect` checks the address at connect time.
+    By default, only https to public addresses is accepted. `own_networks`, which the host's owner configures, allows
+    their private addresses and plain http, too. Names are not resolved here: `may_connect` checks the address later.
     """
     if len(text) > MAX_URL_LENGTH or _PLAIN.fullmatch(text) is None:
         raise ValueError(f"at most {MAX_URL_LENGTH} printable ASCII characters, without spaces and backslashes")

@@ -1,7 +1,7 @@
 """Credentials, addresses and request ids in HTTP headers, without a framework.
 
 HTTP servers join repeated headers with a comma, which no credential contains. A comma therefore means a repeated
-header, and the request is rejected rather than one value chosen.
+header, and the request is rejected: no value is preferred.
 """
 
 import re

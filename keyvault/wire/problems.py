@@ -15,7 +15,7 @@ CONTENT_TYPE = "application/problem+json"
 
 @dataclass(frozen=True, slots=True)
 class ProblemType:
-    """The description of one error code. `cure`: what the client should do; `check`, `challenge`: see above."""
+    """The description of one error code. `cure`: what the client should do. `challenge`: WWW-Authenticate of a 401."""
 
     status: int
     title: str
@@ -129,7 +129,7 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.PRIVATE_KEY_IN_BROWSER: ProblemType(
         403,
         "Private key in a browser",
-        "A private key was sent with an Origin header, so a browser may hold it. It is recorded as suspected exposure.",
+        "A private key was sent with an Origin header, so a browser may hold it. A suspected exposure is recorded.",
         "Call from a backend. If it forwards Origin, remove the header or have the credential set to report only.",
         3,
     ),
@@ -158,7 +158,7 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.CUSTOMER_TOKEN_INVALID: ProblemType(
         401,
         "Customer access token invalid",
-        "It is malformed, unknown, or of another merchant or environment. The response does not disclose which.",
+        "The token is malformed, unknown, or of another merchant or environment. The response does not disclose which.",
         "Issue a new one for the customer.",
         5,
         _INVALID_TOKEN,
@@ -166,7 +166,7 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.CUSTOMER_TOKEN_EXPIRED: ProblemType(
         401,
         "Customer access token expired",
-        "Its lifetime, 15 minutes by default, is over.",
+        "The token's lifetime, 15 minutes by default, is over.",
         "Issue a new one for the customer.",
         4,
         _INVALID_TOKEN,
@@ -174,7 +174,7 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.CUSTOMER_TOKEN_REVOKED: ProblemType(
         401,
         "Customer access token revoked",
-        "The merchant has revoked it.",
+        "The merchant has revoked the token.",
         "Issue a new one if the customer signs in again.",
         4,
         _INVALID_TOKEN,

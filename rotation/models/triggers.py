@@ -32,13 +32,13 @@ FROZEN = (
     Frozen(
         "rotation_retirement",
         ("id", "rotation_id", "retire_at", "requester_person"),
-        "a date is approved as it was asked, and once",
+        "a retirement date is immutable, and is approved only once",
         refused_if="OLD.approved_at IS NOT NULL",
     ),
     Frozen(
         "rotation_campaignmember",
         ("id", "campaign_id", "credential_id"),
-        "a member stays with its campaign, and gets one rotation",
+        "a member keeps its campaign and credential, and gets one rotation",
         refused_if="(OLD.rotation_id IS NOT NULL AND coalesce(NEW.rotation_id, '') <> OLD.rotation_id)",
     ),
 )
@@ -48,7 +48,7 @@ STATES = (
         "campaign_no_reopening",
         "rotation_campaign",
         ("completed", "rejected", "expired", "cancelled"),
-        "a campaign that is closed stays closed",
+        "a closed campaign stays closed",
     ),
 )
 
@@ -86,7 +86,7 @@ _ONE_OPEN = tuple(
         f"NEW.state NOT IN {_CLOSED} AND EXISTS (SELECT 1 FROM rotation_rotation r "  # noqa: S608  our own names only
         f"WHERE r.credential_id = NEW.credential_id AND r.rotation_id <> {row}.rotation_id "
         f"AND r.state NOT IN {_CLOSED})",
-        "a credential has one open rotation",
+        "a credential has at most one open rotation",
     )
     for when, row in (("INSERT", "NEW"), ("UPDATE", "OLD"))
 )
@@ -98,7 +98,7 @@ GUARDS = (
         "rotation_rotation",
         "UPDATE",
         "OLD.bypassed_at IS NOT NULL AND NEW.bypassed_at IS NULL",
-        "a bypass stays in sight",
+        "the time of a bypass is never cleared",
     ),
     WriteGuard(
         "rotation_retirement_approved",
@@ -110,7 +110,7 @@ GUARDS = (
         "AND (t.approver_person <> '' OR EXISTS (SELECT 1 FROM keyvault_credential c "
         "JOIN keyvault_account a ON a.id = c.account_id "
         "WHERE c.credential_id = NEW.credential_id AND a.environment = 'sandbox')))",
-        "a date is approved before it counts",
+        "a retirement date is approved before it takes effect",
     ),
     WriteGuard(
         "campaignmember_as_asked",
@@ -119,7 +119,7 @@ GUARDS = (
         "NEW.rotation_id IS NOT NULL OR NOT EXISTS (SELECT 1 FROM rotation_campaign c "
         "WHERE c.campaign_id = NEW.campaign_id AND c.state = 'awaiting_approval') "
         "OR EXISTS (SELECT 1 FROM rotation_campaignapproval v WHERE v.campaign_id = NEW.campaign_id)",
-        "a campaign is about what was selected when it was asked for",
+        "members are added only when a campaign is requested, without a rotation",
     ),
     WriteGuard(
         "rotation_of_campaign",
@@ -128,7 +128,7 @@ GUARDS = (
         "NEW.campaign_id IS NOT NULL AND NOT EXISTS (SELECT 1 FROM rotation_campaignmember m "
         "JOIN rotation_campaign c ON c.campaign_id = m.campaign_id WHERE m.campaign_id = NEW.campaign_id "
         "AND m.credential_id = NEW.credential_id AND m.rotation_id IS NULL AND c.state = 'running')",
-        "a campaign that runs begins one rotation for each of its members",
+        "only a running campaign begins rotations, one for each member",
     ),
     WriteGuard(
         "breakglass_rotation_requester",
@@ -140,7 +140,7 @@ GUARDS = (
         "WHERE t.rotation_id = NEW.subject AND t.requester_person = NEW.requester_person)) "
         "OR EXISTS (SELECT 1 FROM rotation_campaign c "
         "WHERE c.campaign_id = NEW.subject AND c.requester_person <> NEW.requester_person)",
-        "an act about a rotation or a campaign names who asked for that",
+        "a break-glass action names the requester of its rotation, retirement date or campaign",
     ),
 )
 

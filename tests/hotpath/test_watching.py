@@ -67,8 +67,8 @@ def test_watch_that_hangs_times_out_and_delays_no_other(
 ) -> None:
     """Guarantee: a lost database does not fail the health check of a verifier that still answers."""
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setitem(assembly._WATCHED, "/readyz", lambda: hanging(goes_on))
-    monkeypatch.setitem(assembly._WATCHED, "/metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
+    monkeypatch.setitem(assembly._STATUS_PATHS, "/readyz", lambda: hanging(goes_on))
+    monkeypatch.setitem(assembly._STATUS_PATHS, "/metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
 
     async def ask() -> None:
         verifier = AssembledVerifier()
@@ -102,7 +102,7 @@ def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
 ) -> None:
     """Guarantee: a hanging or failed health check before SIGTERM loses no use."""
     stopped = list[str]()
-    monkeypatch.setitem(assembly._WATCHED, "/readyz", lambda: hanging(goes_on))
+    monkeypatch.setitem(assembly._STATUS_PATHS, "/readyz", lambda: hanging(goes_on))
     verifier = AssembledVerifier()
     monkeypatch.setattr(assembly, "usage_log", Stopped("uses", stopped, ConnectionError("the database is away")))
     monkeypatch.setattr(assembly, "refusal_log", Stopped("refusals", stopped))

@@ -92,14 +92,14 @@ ATTACKS: dict[str, Callable[[World], object]] = {
 def test_triggers_digest_moved_back_to_an_older_pepper_is_refused(world: World, version: int) -> None:
     """A digest only moves to a newer pepper, so a leaked old pepper cannot be used again."""
     update("keyvault_key", {"digest": OTHER_DIGEST, "pepper_version": 2}, key_id=world.key.pk)
-    with refused("only replaced by one of a newer pepper"):
+    with refused("replaced only by one with a newer pepper"):
         update("keyvault_key", {"digest": b"z" * 32, "pepper_version": version}, key_id=world.key.pk)
 
 
 def test_triggers_pepper_of_a_suspended_key_is_not_retired(world: World) -> None:
     """A suspended key may be resumed and must then be verifiable."""
     update("keyvault_key", {"state": "suspended", "suspended_at": now()}, key_id=world.key.pk)
-    with refused("a pepper that a living key is hashed with is not retired"):
+    with refused("a pepper of a valid key is not retired"):
         _retire_under("keyvault_key", "production", key_id=world.key.pk)
 
 
@@ -116,13 +116,13 @@ def test_triggers_pepper_of_the_other_environments_keys_is_retired(world: World)
     _pepper("sandbox", 3)
     _pepper("sandbox", 4)
     _retire("sandbox", 3)
-    with refused("a living key"):
+    with refused("a pepper of a valid key"):
         _pepper("production", 4)
         _retire("production", 3)
 
 
 def test_triggers_pepper_destroyed_before_it_is_retired_is_refused(world: World) -> None:
-    with refused("only such a one is destroyed"):
+    with refused("is destroyed only after its retirement"):
         update("keyvault_pepperversion", {"destroyed_at": now()}, pepper_set="sandbox", number=1)
 
 
@@ -133,5 +133,5 @@ def test_triggers_pepper_whose_successor_does_not_hash_yet_is_not_retired(world:
     insert_copy(
         "keyvault_pepperversion", {"id": None, "number": 4, "hashes_from_at": soon}, pepper_set="sandbox", number=1
     )
-    with refused("once a newer one makes the digests"):
+    with refused("only after a newer one makes the digests"):
         _retire("sandbox", 3)

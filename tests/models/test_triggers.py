@@ -419,29 +419,29 @@ def _review_act(operator: principals.OperatorPrincipal, **changes: Any) -> None:
 @pytest.mark.parametrize("event", ["rotation.retirement_approved", "rotation.approved"])
 def test_triggers_act_on_a_rotation_with_a_wrong_requester_is_refused(world: World, event: str) -> None:
     """A retirement's requester is the person who asked for the date; every other act names the rotation's requester."""
-    with refused("an act about a rotation or a campaign names who asked for that"):
+    with refused("a break-glass action names the requester of its rotation, retirement date or campaign"):
         _note_act(subject=world.retirement.rotation_id, event=event, requester_person="per_nobody")
     _note_act(subject=world.retirement.rotation_id, event=event, requester_person=world.tam.person)
-    with refused("an act about a rotation or a campaign names who asked for that"):
+    with refused("a break-glass action names the requester of its rotation, retirement date or campaign"):
         _note_act(subject=world.campaign.pk, requester_person="per_nobody")
 
 
 def test_triggers_act_of_an_earlier_release_gets_its_requester_once(world: World) -> None:
     """A migration fills the requester in; afterwards it cannot be replaced to allow a review."""
-    with refused("an act under break-glass stays as it was noted"):
+    with refused("the record of a break-glass action is immutable"):
         update("keyvault_breakglass", {"requester_person": "per_nobody"})
     with undone():
         drop_triggers(connection)
         update("keyvault_breakglass", {"requester_person": ""})
         ensure_triggers(connection)
         update("keyvault_breakglass", {"requester_person": world.tam.person})
-        with refused("an act under break-glass stays as it was noted"):
+        with refused("the record of a break-glass action is immutable"):
             update("keyvault_breakglass", {"requester_person": ""})
 
 
 def test_triggers_delivery_of_a_credential_changed_is_refused(world: World) -> None:
     """The delivery is part of the approved request: a sealed credential's keys are never shown to a person."""
-    with refused("a credential never changes its account, its kind or its delivery"):
+    with refused("a credential keeps its account, kind and delivery"):
         update("keyvault_credential", {"delivery": "show_once"}, credential_id=world.key.credential_id)
 
 
@@ -513,7 +513,7 @@ def test_triggers_notice_without_account_moved_to_an_account_is_refused(world: W
     """A notice without an account stays so: NULL passes no rule."""
     row = {"notice_id": "ntc_installation", "kind": "operator.locked", "account_id": None, "is_alarm": True}
     insert("keyvault_notice", read_row("keyvault_notice") | row | {"seen_at": None, "seen_by_id": None})
-    with refused("what was announced stays as it was"):
+    with refused("a notice is immutable"):
         update("keyvault_notice", {"account_id": world.sandbox.pk}, notice_id="ntc_installation")
 
 
@@ -539,11 +539,11 @@ def test_triggers_every_unique_constraint_of_a_kept_table_is_listed(subtests: py
 @pytest.mark.parametrize(
     ("table", "key", "because"),
     [
-        ("keyvault_account", "id", "an account never changes"),
-        ("keyvault_credential", "credential_id", "a credential never changes"),
+        ("keyvault_account", "id", "an account keeps"),
+        ("keyvault_credential", "credential_id", "a credential keeps"),
         ("keyvault_key", "key_id", "a key keeps"),
-        ("keyvault_operator", "id", "a log-in never passes"),
-        ("keyvault_operator", "username", "a log-in never passes"),
+        ("keyvault_operator", "id", "an operator keeps"),
+        ("keyvault_operator", "username", "an operator keeps"),
     ],
 )
 def test_triggers_row_moved_onto_another_is_refused(world: World, table: str, key: str, because: str) -> None:
@@ -555,10 +555,10 @@ def test_triggers_row_moved_onto_another_is_refused(world: World, table: str, ke
 
 def test_triggers_request_moved_onto_an_approved_one_is_refused(world: World) -> None:
     """A pending request cannot take the name of an approved one."""
-    with refused("what was asked is not changed"):
+    with refused("the content of a request is immutable"):
         changes = {"request_id": world.issued.pk}
         update("keyvault_issuancerequest", changes, or_replace=True, request_id=world.pending.pk)
-    with refused("what was asked is not changed"):
+    with refused("the content of a request is immutable"):
         changes = {"rotation_id": world.scheduled.pk}
         update("rotation_rotation", changes, or_replace=True, rotation_id=world.waiting.pk)
 
@@ -593,7 +593,7 @@ def test_triggers_revoked_customer_token_given_another_time_is_refused(world: Wo
 )
 def test_triggers_customer_token_reassigned_or_prolonged_is_refused(world: World, changes: Row) -> None:
     """A customer token keeps its owner and its expiry."""
-    with refused("a token keeps its account, its customer and its expiry"):
+    with refused("a customer token keeps its account, customer and expiry"):
         update("keyvault_customertoken", changes, token_id=world.customer_token.pk)
 
 
@@ -602,7 +602,7 @@ def test_triggers_customer_token_reassigned_or_prolonged_is_refused(world: World
     [{"amount_minor": 2}, {"currency": "USD"}, {"customer_id": "bob"}, {"customer_id": None}, {"order_token": "x"}],
 )
 def test_triggers_order_changed_afterwards_is_refused(world: World, changes: Row) -> None:
-    with refused("an order is not changed afterwards"):
+    with refused("an order is immutable"):
         update("keyvault_order", changes, order_token=world.order.pk)
 
 
@@ -610,7 +610,7 @@ def test_triggers_order_changed_afterwards_is_refused(world: World, changes: Row
 def test_triggers_chain_head_moves_by_any_other_step_is_refused(world: World, step: int) -> None:
     """The head of a chain moves only with an entry and by one, neither back nor further ahead."""
     head = read_row("keyvault_auditchain", name="platform")
-    with refused("a chain moves one entry at a time"):
+    with refused("an audit chain advances by exactly one entry"):
         update("keyvault_auditchain", {"sequence": head["sequence"] + step}, name="platform")
 
 
@@ -618,7 +618,7 @@ def test_triggers_chain_renamed_is_refused(world: World) -> None:
     """A chain keeps its name, so that no chain can replace another."""
     head = read_row("keyvault_auditchain", name="platform")
     changes = {"name": "elsewhere", "sequence": head["sequence"] + 1}
-    with refused("a chain moves one entry at a time"):
+    with refused("an audit chain advances by exactly one entry"):
         update("keyvault_auditchain", changes, name="platform")
 
 
@@ -627,13 +627,13 @@ def test_triggers_chain_renamed_is_refused(world: World) -> None:
 
 def test_triggers_account_moved_to_the_other_environment_is_refused(world: World) -> None:
     """A sandbox account never becomes a production account with its keys and connections."""
-    with refused("an account never changes its merchant or environment"):
+    with refused("an account keeps its merchant and environment"):
         update("keyvault_account", {"environment": "production"}, id=world.sandbox.pk)
 
 
 def test_triggers_connection_moved_to_the_other_environment_is_refused(world: World) -> None:
     """A test-mode connection cannot reach production through a change of its account."""
-    with refused("test mode is for sandbox, live mode for production"):
+    with refused("a sandbox connection is in test mode, a production connection in live mode"):
         update(
             "keyvault_providerconnection",
             {"account_id": world.production.pk, "provider": "moved"},
@@ -644,7 +644,7 @@ def test_triggers_connection_moved_to_the_other_environment_is_refused(world: Wo
 def test_triggers_connection_of_a_missing_account_is_refused(world: World) -> None:
     """PostgreSQL defers a foreign key to the end of the transaction; the rule about modes is checked immediately."""
     defer_foreign_keys()
-    with refused("test mode is for sandbox, live mode for production"):
+    with refused("a sandbox connection is in test mode, a production connection in live mode"):
         insert_copy("keyvault_providerconnection", {"id": None, "account_id": 999_999}, mode="live")
 
 
@@ -654,7 +654,7 @@ def test_triggers_dead_key_to_any_living_state_is_refused(world: World, dead: st
     """A revoked, compromised or destroyed key never verifies again, whichever program writes."""
     stamps = {"compromised_at": world.key.created_at, "destroyed_at": world.key.created_at}
     update("keyvault_key", {"state": dead, **stamps}, key_id=world.dead_key.key_id)
-    with refused("a dead key never verifies again"):
+    with refused("a terminated key never verifies again"):
         update("keyvault_key", {"state": state, "suspended_at": world.key.created_at}, key_id=world.dead_key.key_id)
 
 
@@ -663,14 +663,14 @@ def test_triggers_expiry_of_a_key_changed_is_refused(world: World, days: int | N
     """A key's expiry is fixed when the key is issued; it cannot be moved or removed."""
     assert world.key.expires_at is not None
     expires_at = None if days is None else world.key.expires_at + timedelta(days=days)
-    with refused("a key keeps its credential and its expiry"):
+    with refused("a key keeps its credential and expiry"):
         update("keyvault_key", {"expires_at": expires_at}, key_id=world.key.key_id)
 
 
 def test_triggers_expiry_given_to_a_key_without_one_is_refused(world: World) -> None:
     """A key issued without expiry cannot be ended by adding one."""
     assert world.other_key.expires_at is None
-    with refused("a key keeps its credential and its expiry"):
+    with refused("a key keeps its credential and expiry"):
         update("keyvault_key", {"expires_at": "2099-01-01 00:00:00+00:00"}, key_id=world.other_key.key_id)
 
 
@@ -685,7 +685,7 @@ def test_triggers_two_active_keys_of_a_credential_are_accepted(world: World) -> 
 
 def test_triggers_approval_by_the_requesters_second_login_is_refused(world: World) -> None:
     """Persons are compared, not logins: a second login of the requester is the same person."""
-    with refused("whoever asked cannot approve"):
+    with refused("the requester cannot approve the request"):
         _approve("keyvault_issuanceapproval", world, approver_id=_row_of("tam-too").pk, person=world.tam_too.person)
 
 
@@ -699,13 +699,13 @@ def test_triggers_second_approval_of_one_person_is_refused(world: World) -> None
 
 def test_triggers_approval_in_the_name_of_another_is_refused(world: World) -> None:
     """The requester cannot insert an approval in the name of a person who did not give it."""
-    with refused("an approval is in the name of its approver"):
+    with refused("an approval names the person of the approving operator"):
         _approve("keyvault_issuanceapproval", world, approver_id=_row_of("tam").pk, person=world.approver.person)
 
 
 def test_triggers_login_moved_to_another_person_is_refused(world: World) -> None:
     """The comparison of persons depends on each login staying with its person."""
-    with refused("a log-in never passes to another person"):
+    with refused("an operator keeps the user name and the person"):
         update("keyvault_operator", {"person": "per_somebody"}, username="tam-too")
 
 
@@ -715,7 +715,7 @@ def test_triggers_approved_state_without_approvals_is_refused(world: World, stat
     row = read_row("keyvault_issuancerequest", request_id=world.issued.pk)
     filled = {name: row[name] for name in ("key_id", "credential_id", "issued_at")}
     changes = {"state": state, "collected_at": row["issued_at"], **filled}
-    with refused("not enough persons have approved"):
+    with refused("the request has too few approvals"):
         update("keyvault_issuancerequest", changes, request_id=world.pending.pk)
 
 
@@ -732,7 +732,7 @@ def test_triggers_one_approval_where_two_are_needed_is_refused(world: World) -> 
         "keyvault_issuancerequest", {"request_id": request_id, "approvals_needed": 2}, request_id=world.pending.pk
     )
     _approve("keyvault_issuanceapproval", world, request_id=request_id)
-    with refused("not enough persons have approved"):
+    with refused("the request has too few approvals"):
         update("keyvault_issuancerequest", {"state": "approved"}, request_id=request_id)
 
 
@@ -752,28 +752,28 @@ def test_triggers_request_changed_after_it_was_asked_is_refused(world: World, ch
     """No part of a request changes after it was made: neither its content, nor its requester, nor its required
     approvals.
     """
-    with refused("what was asked is not changed afterwards"):
+    with refused("the content of a request is immutable"):
         update("keyvault_issuancerequest", changes, request_id=world.pending.pk)
 
 
 def test_triggers_requested_expiry_changed_afterwards_is_refused(world: World) -> None:
     """The lifetime of the key is part of the approved request, even when it has none."""
-    with refused("what was asked is not changed afterwards"):
+    with refused("the content of a request is immutable"):
         update("keyvault_issuancerequest", {"expires_in_days": 3650}, request_id=world.pending.pk)
-    with refused("what was asked is not changed afterwards"):
+    with refused("the content of a request is immutable"):
         update("keyvault_issuancerequest", {"expires_in_days": None}, request_id=world.issued.pk)
 
 
 def test_triggers_plan_of_a_rotation_changed_afterwards_is_refused(world: World) -> None:
     """The engine uses the approved plan, whose periods cannot be shortened in the table."""
-    with refused("what was asked is not changed afterwards"):
+    with refused("the content of a request is immutable"):
         update("rotation_rotation", {"plan": '{"quiet_seconds": 0}'}, rotation_id=world.scheduled.pk)
 
 
 def test_triggers_request_in_production_without_approvals_needed_is_refused(world: World) -> None:
     """Production requires at least one second person; sandbox may require none."""
     changes = {"request_id": fresh_id(), "approvals_needed": 0}
-    with refused("production takes a second person"):
+    with refused("a production request requires a second person"):
         insert_copy("keyvault_issuancerequest", changes, request_id=world.pending.pk)
     insert_copy("keyvault_issuancerequest", changes | {"account_id": world.sandbox.pk}, request_id=world.pending.pk)
 
@@ -782,7 +782,7 @@ def test_triggers_request_for_a_missing_account_without_approvals_is_refused(wor
     """A missing account does not count as sandbox: the rule is checked before the deferred foreign key."""
     defer_foreign_keys()
     changes = {"request_id": fresh_id(), "approvals_needed": 0, "account_id": 999_999}
-    with refused("production takes a second person"):
+    with refused("a production request requires a second person"):
         insert_copy("keyvault_issuancerequest", changes, request_id=world.pending.pk)
 
 
@@ -795,7 +795,7 @@ def test_triggers_orm_approval_by_the_requester_is_refused(world: World) -> None
         plan_digest=world.pending.plan_digest,
         created_at=world.pending.created_at,
     )
-    with refused("whoever asked cannot approve"):
+    with refused("the requester cannot approve the request"):
         approval.save_base(force_insert=True)
 
 
@@ -830,7 +830,7 @@ def test_triggers_removed_and_reinstalled_are_enforced(world: World) -> None:
     drop_triggers(connection)
     assert list_triggers(connection) == set()
     ensure_triggers(connection)
-    with refused("a dead key never verifies again"):
+    with refused("a terminated key never verifies again"):
         update("keyvault_key", {"state": "active"}, key_id=world.dead_key.key_id)
 
 

@@ -1,7 +1,7 @@
 """Creates and repairs our mounts, policies, signing keys, roles and logins in Vault or OpenBao.
 
 Repeatable: correct objects are neither written again nor reported. It needs a client with an administrator's token and
-is the only module that uses one. A foreign object under one of our names is refused, not changed.
+is the only module that uses one. A foreign object that has one of our names is reported as a conflict, not changed.
 """
 
 import time
@@ -70,7 +70,7 @@ def bootstrap(
 ) -> None:
     """Create and repair everything of the environments and of scope `service`; pass each change to `report`.
 
-    A dry run only reports. Raises StateConflictError, without a change, when one of our names is a foreign object; and
+    A dry run only reports. Raises StateConflictError, without a change, when a foreign object has one of our names; and
     errors of `backends.base`.
     """
     scopes = list_scopes(environments)
@@ -202,7 +202,7 @@ class _BootstrapRun:
         if self._ensure_mount(name, "kv", {"version": "2"}):
             found = self._when_upgraded(lambda: self.admin.secrets.kv.v2.read_configuration(mount_point=name)["data"])
         else:
-            found = {"delete_version_after": "0s"}  # the defaults of a new mount
+            found = {"delete_version_after": "0s"}  # the default of a new mount
         if differing := _differing(found, wanted):
             self._change(
                 f"mount {name}: {_format_settings(differing)}",
@@ -231,7 +231,7 @@ class _BootstrapRun:
             )
 
     def _ensure_mount(self, name: str, kind: str, options: dict[str, str] | None) -> bool:
-        """Create or repair a mount; return whether it exists now, which it may not after a dry run."""
+        """Create or repair a mount; return whether it exists now. A dry run does not create it."""
         mount = self._mounts().get(name)
         if mount is None:
             self._change(
@@ -248,7 +248,7 @@ class _BootstrapRun:
         return True
 
     def _when_upgraded(self, request: Callable[[], T]) -> T:
-        """Retry while a new KV mount of version 2 still answers 400."""
+        """Retry while the server still upgrades a new mount to KV version 2, and answers 400."""
         deadline = time.monotonic() + UPGRADE_SECONDS
         while True:
             try:

@@ -42,7 +42,7 @@ class Breaker:
             return 0.0
 
     def succeeded(self) -> None:
-        """Record a reply of the server; a refusal counts, too."""
+        """Record that the server replied. A refusal is a reply, too."""
         with self._lock:
             self._failures, self._pause = 0, FIRST_SECONDS
 

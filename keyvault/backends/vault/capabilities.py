@@ -25,7 +25,7 @@ ROLES_OF_HOST: Final[Mapping[str, frozenset[VaultRole]]] = {
     "setup": frozenset({VaultRole.LOOKUP, VaultRole.KEEPER}),
     "all": frozenset(VaultRole),
 }
-"""`web` serves requests, `worker` has Celery's worker and beat, `setup` runs setup and the pepper commands."""
+"""`web` serves requests, `worker` runs Celery's worker and beat, `setup` runs setup and the pepper commands."""
 
 _OWN: Final[Mapping[VaultRole, Mapping[str, str]]] = {
     VaultRole.ISSUER: {"data": "create update"},

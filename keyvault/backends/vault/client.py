@@ -2,8 +2,8 @@
 
 `VaultClient.call(lambda client: client.secrets.kv.v2.read_secret_version(...))` is the only entry point. After a
 refusal (401, 403) the client logs in again and retries once, since the token may be revoked. A second refusal is
-raised, and so is every refusal within REFUSED_SECONDS. Nothing else is retried: after an ambiguous reply the caller
-reads back.
+raised, and so is every further refusal within REFUSED_SECONDS. Nothing else is retried: after an ambiguous reply the
+caller reads back.
 """
 
 import secrets
@@ -24,16 +24,17 @@ from keyvault.backends import meters
 from keyvault.backends.base import BackendDeniedError, BackendError, BackendUnavailableError
 from keyvault.backends.vault.breaker import Breaker
 from keyvault.backends.vault.logins import Login, Token
-from keyvault.backends.vault.replies import CONNECT_SECONDS, READ_SECONDS, PlainAdapter, understanding
+from keyvault.backends.vault.replies import CONNECT_SECONDS, READ_SECONDS, PlainAdapter, parsing_reply
 from keyvault.domain.plaintext import Plaintext
 
 T = TypeVar("T")
 
 RENEW_AFTER = 2 / 3
-"""Part of a lease after which it is renewed, less up to a tenth of jitter: processes started together renew apart."""
+"""Fraction of a lease after which it is renewed, less a random part of up to 0.1. The jitter separates the renewals of
+processes that started together."""
 
 REFUSED_SECONDS = 30.0
-"""Time without a new login after a refusal with a new token, in seconds: each login would only create a token."""
+"""Time without another login after the server refused a new token, in seconds. A login would only create a token."""
 
 RENEW_AGAIN_SECONDS = 5.0
 """Minimum time between renewals, in seconds."""
@@ -64,7 +65,8 @@ def open_client(
 ) -> hvac.Client:
     """Return an hvac client that ignores the environment: its token, proxies, .netrc and namespace.
 
-    It does not follow redirects, which would send the token and the body to another server.
+    It does not follow redirects, which would send the token and the body to another server. `seen` is called with the
+    outcome of each call, see `replies.outcome_of`.
     """
     session = requests.Session()
     session.trust_env = False
@@ -153,7 +155,7 @@ class VaultClient:
         return self._renew(held)
 
     def _log_in(self, instead_of: Plaintext | None = None) -> Plaintext:
-        """Log in, one thread at a time; a thread that waited uses the token of the one before."""
+        """Log in, one thread at a time. A thread that waited for another uses the other thread's token."""
         with self._lock:
             held = self._held
             if instead_of is not None and held is not None and held.token.text.reveal() != instead_of.reveal():
@@ -168,7 +170,7 @@ class VaultClient:
     def _renew(self, held: _HeldToken) -> Plaintext:
         try:
             answer = self._request(lambda client: client.auth.token.renew_self(), held.token.text)
-            with understanding("renewal"):
+            with parsing_reply("renewal"):
                 auth = answer["auth"]
                 renewed = Token(held.token.text, int(auth["lease_duration"]), bool(auth["renewable"]))
         except BackendUnavailableError:

@@ -49,8 +49,8 @@ ENDING_DAYS: Final = 14
 class Diagnosis:
     """The diagnosis of one host and one server.
 
-    `folder` None: no login files are needed (Kubernetes). `check_values`: from the database, by pepper set that this
-    host loads and version; empty: not compared.
+    `folder` None: no login files are needed (Kubernetes). `check_values`: the database's check values of the pepper
+    sets that this host loads, by set and version; empty: not compared.
     """
 
     server: VaultServer

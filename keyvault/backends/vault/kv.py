@@ -26,7 +26,7 @@ from keyvault.backends.vault.breaker import Breaker
 from keyvault.backends.vault.client import VaultClient, VaultServer, open_client
 from keyvault.backends.vault.layout import Layout, VaultRole
 from keyvault.backends.vault.logins import Login
-from keyvault.backends.vault.replies import understanding
+from keyvault.backends.vault.replies import parsing_reply
 from keyvault.domain.plaintext import Plaintext
 
 SCHEMA: Final = "1"
@@ -77,7 +77,7 @@ class VaultBackend:
             )
 
         answer = self.client(role, scope).call(write)
-        with understanding("write"):
+        with parsing_reply("write"):
             return int(answer["data"]["version"])
 
     def read(self, mount: Mount, path: str, version: int | None = None) -> StoredSecret:
@@ -89,7 +89,7 @@ class VaultBackend:
                 place, version=version, mount_point=engine, raise_on_deleted_version=True
             )
         )
-        with understanding("read"):
+        with parsing_reply("read"):
             return _stored(answer["data"])
 
     def soft_delete(self, mount: Mount, path: str, version: int) -> None:
@@ -125,7 +125,7 @@ class VaultBackend:
             )
         except BackendMissingError:
             return []
-        with understanding("versions"):
+        with parsing_reply("versions"):
             known = sorted((int(number), _state(about)) for number, about in answer["data"]["versions"].items())
         return [StoredVersion(number, state) for number, state in known]
 
@@ -219,5 +219,5 @@ def _names(client: VaultClient, engine: str, folder: str) -> list[str]:
         answer = client.call(lambda hvac_client: hvac_client.secrets.kv.v2.list_secrets(folder, mount_point=engine))
     except BackendMissingError:
         return []
-    with understanding("list"):
+    with parsing_reply("list"):
         return list(answer["data"]["keys"])

@@ -1,7 +1,7 @@
 """Names of our mounts, policies, roles and keys in Vault or OpenBao.
 
-The environments share nothing: no mount, policy, role or signing key. A role allows one kind of call, so that a stolen
-login allows one kind of call in one environment.
+The environments share nothing: no mount, policy, role or signing key. A role allows one kind of call, and so
+does a stolen login, in one environment only.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ PEPPER_PATH = "hmac"
 
 
 class SecretsEngine(StrEnum):
-    """Kinds of mount: one of each per scope; scope `service` has no `keys` mount."""
+    """Kinds of mount: one of each per scope; scope `service` has no `keys` mount. `anchor` signs audit checkpoints."""
 
     KEYS = "keys"
     PEPPERS = "peppers"

@@ -16,7 +16,7 @@ import hvac
 
 from keyvault.backends.base import BackendDeniedError, BackendInvalidError, BackendMissingError
 from keyvault.backends.private_files import remove_private_file, write_private_file
-from keyvault.backends.vault.replies import understanding
+from keyvault.backends.vault.replies import parsing_reply
 from keyvault.domain.plaintext import Plaintext
 
 
@@ -40,8 +40,8 @@ class Login(Protocol):
 class AppRoleLogin:
     """AppRole: `<name>.role_id`, and `<name>.secret_id` or at first `<name>.wrapped_secret_id`, in a private folder.
 
-    The first process unwraps the secret id and stores it beside the wrapping token. A wrapping token that cannot be
-    unwrapped, or that this role's secret-id endpoint did not create, was intercepted (TakenLoginError).
+    The first process unwraps the secret id and stores it in the same folder. Raises InterceptedLoginError when the
+    wrapping token cannot be unwrapped, or was not created by this role's secret-id endpoint.
     """
 
     folder: Path
@@ -75,15 +75,15 @@ class AppRoleLogin:
         expected = f"auth/{self.mount}/role/{self.name}/secret-id"
         try:
             found = client.adapter.post("/v1/sys/wrapping/lookup", json={"token": token.reveal()})
-            with understanding("lookup"):
-                made_by = found["data"]["creation_path"]
-            if made_by == expected:
+            with parsing_reply("lookup"):
+                creation_path = found["data"]["creation_path"]
+            if creation_path == expected:
                 opened = client.adapter.post("/v1/sys/wrapping/unwrap", headers={"X-Vault-Token": token.reveal()})
         except (BackendInvalidError, BackendDeniedError, BackendMissingError) as error:
-            raise _taken(self.name, "it was unwrapped already, or has expired", error.status) from None
-        if made_by != expected:
-            raise _taken(self.name, f"it was made by {made_by!r}, not by {expected!r}")
-        with understanding("unwrapping"):
+            raise _intercepted(self.name, "it was unwrapped already, or has expired", error.status) from None
+        if creation_path != expected:
+            raise _intercepted(self.name, f"it was created by {creation_path!r}, not by {expected!r}")
+        with parsing_reply("unwrapping"):
             return Plaintext(opened["data"]["secret_id"])
 
 
@@ -104,7 +104,7 @@ class KubernetesLogin:
 
 @dataclass(frozen=True, slots=True)
 class TokenFileLogin:
-    """A token file `<name>.token` that an agent renews; it is read again when the current token is refused."""
+    """A token file `<name>.token` that an agent renews. It is read again when the server refuses the current token."""
 
     folder: Path
     name: str
@@ -130,23 +130,23 @@ def _is_unwrapped(kept: Path, wrapped: Path) -> bool:
 
 def _no_login(name: str, why: str) -> BackendDeniedError:
     return BackendDeniedError(
-        "This process has no login at the secrets manager for this.", internal=f"no login {name}: {why}"
+        "This process has no login to the secrets manager for this operation.", internal=f"no login {name}: {why}"
     )
 
 
 def _token(answer: Any) -> Token:
-    with understanding("login"):
+    with parsing_reply("login"):
         auth = answer["auth"]
         return Token(Plaintext(auth["client_token"]), int(auth["lease_duration"]), bool(auth["renewable"]))
 
 
-class TakenLoginError(BackendDeniedError):
+class InterceptedLoginError(BackendDeniedError):
     """A wrapped secret id was unwrapped by another party, or has the wrong origin."""
 
 
-def _taken(name: str, why: str, status: int | None = None) -> TakenLoginError:
-    return TakenLoginError(
-        "Another party may have a login that was delivered wrapped.",
+def _intercepted(name: str, why: str, status: int | None = None) -> InterceptedLoginError:
+    return InterceptedLoginError(
+        "A wrapped secret id may have been intercepted.",
         internal=f"{name}: the wrapped secret id is not valid ({why}). Destroy it and create a new one: "
         "manage.py vault_bootstrap --renew-logins",
         status=status,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from keyvault.backends.base import BackendError, BackendInvalidError, BackendUnavailableError
-from keyvault.backends.vault.logins import TakenLoginError
+from keyvault.backends.vault.logins import InterceptedLoginError
 
 BOOTSTRAP: Final = "manage.py vault_bootstrap --environment ENVIRONMENT --token-file FILE"
 
@@ -67,7 +67,7 @@ def read_unready(status: int) -> tuple[str, str]:
 def read_refused(name: str, error: BackendError) -> tuple[str, str]:
     """Return the problem of, and the remedy for, a login that failed."""
     reason, role = error.internal or error.detail, name.rpartition("-")[0].rpartition("-")[2]
-    if isinstance(error, TakenLoginError):
+    if isinstance(error, InterceptedLoginError):
         return reason, (
             "Find out in the server's audit log who unwrapped it. Then destroy every secret id of the role and create "
             f"a new one: {BOOTSTRAP} --logins-folder FOLDER --role {role} --renew-logins."

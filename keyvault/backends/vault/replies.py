@@ -1,6 +1,6 @@
 """Maps a reply of the server to a value or an error of `backends.base`, with its status.
 
-hvac's exceptions have no status and none for 412, and hvac treats a redirect as a success, so its adapter is replaced.
+hvac's adapter is replaced: its exceptions carry no status, it has none for 412, and it treats a redirect as a success.
 The server's text is only logged; no client receives it.
 """
 
@@ -34,7 +34,7 @@ _RETRY_AFTER: Final = re.compile(r"[0-9]{1,6}")
 
 
 class PlainAdapter(JSONAdapter):
-    """hvac's JSON adapter with our own handling of failures and of missing replies.
+    """hvac's JSON adapter with our own handling of failed calls.
 
     `seen` is called with the outcome of every call, see `outcome_of`.
     """
@@ -75,25 +75,25 @@ class PlainAdapter(JSONAdapter):
             )
         if not isinstance(answer, dict) and getattr(answer, "status_code", 200) == 200:
             # A proxy's page: the server may or may not have received the request.
-            raise not_understood("the body is not a JSON object")
+            raise invalid_reply_error("the body is not a JSON object")
         return answer
 
     def _raise_for_error(self, method: str, url: str, response: requests.Response) -> None:
         raise read_failure(method, url, response)
 
 
-def not_understood(what: str) -> BackendUnavailableError:
-    """Return the error of a success without the expected data, which is treated like no reply."""
+def invalid_reply_error(what: str) -> BackendUnavailableError:
+    """Return the error for a success without the expected data, which is treated like a missing reply."""
     return BackendUnavailableError("The secrets manager's response is not valid.", internal=what, status=200)
 
 
 @contextmanager
-def understanding(what: str) -> Iterator[None]:
+def parsing_reply(what: str) -> Iterator[None]:
     """Convert errors about missing or wrong data in a reply. Raises BackendUnavailableError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise not_understood(f"{what}: {type(error).__name__}") from None
+        raise invalid_reply_error(f"{what}: {type(error).__name__}") from None
 
 
 def outcome_of(error: BackendError) -> str:

@@ -61,7 +61,7 @@ closing of connections it must stay below the supervisor's timeout."""
 def make_engine(
     note_failed_proof: Callable[[str | None], int | None], peppers: Callable[[PepperSet], Peppers]
 ) -> Engine:
-    """Return an engine with an empty cache, which uses no memory until its feed is followed."""
+    """Return an engine with an empty cache. It does not use the cache until its change feed is followed."""
     ports = Ports(
         brand=settings.KEY_PREFIX,
         environments=frozenset(map(Environment, settings.ENVIRONMENTS)),
@@ -159,7 +159,7 @@ def unrouted(method: str, target: str) -> HttpResponse:
     exposed = find_exposed(target)
     if exposed is not None:
         return problem_answer(denial_problem(exposed, request_id), request_id)
-    if target.partition("?")[0] in {_HEALTH, *_WATCHED}:
+    if target.partition("?")[0] in {_HEALTH, *_STATUS_PATHS}:
         detail = f"This path does not support {method}. Use GET or HEAD."
         return problem_answer(
             problem(ErrorCode.METHOD_NOT_ALLOWED, detail, request_id, allowed_methods=("GET", "HEAD")), request_id
@@ -180,7 +180,7 @@ def _metrics() -> tuple[int, bytes, str]:
 
 
 _HEALTH: Final = "/healthz"
-_WATCHED: Final = {"/readyz": _readyz, "/metrics": _metrics}
+_STATUS_PATHS: Final = {"/readyz": _readyz, "/metrics": _metrics}
 
 
 class AssembledVerifier:
@@ -194,7 +194,7 @@ class AssembledVerifier:
         self._frontend = AsyncioFrontend(self.engine, self._store, self._budgets, failed_proofs().is_over)
         self.shortcut = Shortcut(_VERIFY, self._frontend.verify)
         self._follower = make_follower(self.engine, "verifier")
-        self._watching = {path: ShortTimeoutThread(path) for path in _WATCHED}
+        self._status_threads = {path: ShortTimeoutThread(path) for path in _STATUS_PATHS}
         self._recorder_thread = ShortTimeoutThread("notes", END_SECONDS)
         usage_log.add_source(lambda: uses_of(self.engine))
 
@@ -204,7 +204,7 @@ class AssembledVerifier:
 
     async def stop(self) -> None:
         """Write what was recorded and deregister the process. Bounded by END_SECONDS."""
-        with suppress(StoreUnavailableError):  # the uses that a crash may lose are lost here too
+        with suppress(StoreUnavailableError):  # loses the same uses as a crash
             await self._recorder_thread.run(lambda: _end(self._follower))
         await self._store.close()
         await self._budgets.close_async()
@@ -219,14 +219,14 @@ class AssembledVerifier:
             if path == _HEALTH:
                 # Answered by the loop itself: the response proves that it is alive.
                 return _respond(200, b'{"status":"ok"}', "application/json")
-            if path in _WATCHED:
-                return self._watch(path)
+            if path in _STATUS_PATHS:
+                return self._answer_status(path)
         return unrouted(method.decode("latin-1"), target.decode("latin-1"))
 
-    async def _watch(self, path: str) -> HttpResponse:
-        """Answer on a thread for each path, so that health, metrics and verify requests do not delay each other."""
+    async def _answer_status(self, path: str) -> HttpResponse:
+        """Answer on the path's own thread, so that readiness, metrics and verify requests do not delay each other."""
         try:
-            return _respond(*await self._watching[path].run(_WATCHED[path]))
+            return _respond(*await self._status_threads[path].run(_STATUS_PATHS[path]))
         except StoreUnavailableError:
             request_id = mint_request_id(secrets.token_bytes)
             detail = "The status cannot be determined right now. Try again."
@@ -252,8 +252,10 @@ def _begin(follower: Follower) -> None:
 
 
 def _end(follower: Follower) -> None:
-    """Write the uses first, which rotations rely on, then deregister, which receipts wait for. An error in one step
-    does not prevent the others."""
+    """Write the uses, which rotations rely on, then deregister, which receipts wait for, then write the refusals.
+
+    An error in one step does not prevent the others.
+    """
     try:
         for stop in (usage_log.stop, follower.stop, refusal_log.stop):
             try:

@@ -42,13 +42,13 @@ _CONNECT_SECONDS: Final = 2
 
 
 class _Outage:
-    """Log a lost database once a second at most."""
+    """Log a lost database, at most once a second."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._reported_at = float("-inf")
 
-    def callback(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         now = self._monotonic()
         if now - self._reported_at >= _REPORT_INTERVAL_SECONDS:
             self._reported_at = now
@@ -81,7 +81,7 @@ def _read_with_retry(read: Callable[[], R]) -> R:
         return read()
     except (OperationalError, InterfaceError) as error:
         connection.close()
-        _outage.callback(error)
+        _outage.report(error)
         raise StoreUnavailableError(str(error)) from error
 
 
@@ -92,7 +92,10 @@ class ShortTimeoutThread:
     """
 
     def __init__(self, name: str, seconds: float | None = None) -> None:
-        """Set the maximum duration of a job, also for the job before it, in `seconds`. Default: ANSWER_SECONDS."""
+        """Set up the thread. `seconds`: maximum duration of a job, and of the wait for the one before it.
+
+        Default: ANSWER_SECONDS.
+        """
         self._pool = ThreadPoolExecutor(1, name)
         self._turn = asyncio.Lock()
         self._seconds = seconds
@@ -131,7 +134,7 @@ class ShortTimeoutThread:
 
 
 class ThreadStore(AsyncStore):
-    """The database for an event loop, on one thread. For SQLite, whose reads take less time than passing them on."""
+    """The database for an event loop, on one thread. That suffices for SQLite: a read is shorter than a hand-over."""
 
     def __init__(self) -> None:
         self._store = DatabaseStore()
@@ -173,7 +176,7 @@ class PostgresStore(ThreadStore):
             except (psycopg.Error, TimeoutError) as error:
                 self._discard(reader)
                 if is_last or isinstance(error, TimeoutError):
-                    _outage.callback(error)
+                    _outage.report(error)
                     raise StoreUnavailableError(str(error)) from error
             else:
                 self._give_back(reader)
@@ -189,7 +192,7 @@ class PostgresStore(ThreadStore):
         def receive(rows: Rows | Exception) -> None:
             if isinstance(rows, TimeoutError):
                 self._discard(reader)
-                _outage.callback(rows)
+                _outage.report(rows)
                 callback(StoreUnavailableError(str(rows)))
             elif isinstance(rows, Exception):
                 self._discard(reader)
@@ -219,7 +222,7 @@ class PostgresStore(ThreadStore):
             self._idle.append(reader)
 
     def _discard(self, reader: "Reader | None") -> None:
-        """Close all connections: the others were lost too, or hold a plan for tables that have changed."""
+        """Close this connection and all idle ones. They were lost too, or hold a plan for tables that have changed."""
         for lost in (reader, *self._idle):
             if lost is not None:
                 lost.close()
@@ -235,20 +238,20 @@ class PostgresStore(ThreadStore):
 class Reader:
     """An asynchronous connection with one prepared statement, driven through libpq.
 
-    psycopg's coroutines cost several times the wait itself. One query at a time. Raises psycopg.Error, or TimeoutError
-    after ANSWER_SECONDS. The connection is closed after an error and when a caller is canceled.
+    psycopg's coroutines cost several times as much as waiting for the socket. One query at a time. Raises
+    psycopg.Error, or TimeoutError after ANSWER_SECONDS. An error or a canceled caller closes the connection.
     """
 
     def __init__(self, connection: "psycopg.AsyncConnection[Any]") -> None:
         self._connection = connection
-        self._wire = connection.pgconn
-        self._decoded = Transformer.from_context(connection)
+        self._pgconn = connection.pgconn
+        self._transformer = Transformer.from_context(connection)
         self._loop = asyncio.get_running_loop()
         self._results: list[PGresult] = []
         self._callback: Callable[[list[PGresult] | Exception], None] | None = None
         self._timeout: asyncio.TimerHandle | None = None
         # A duplicate, which stays open when libpq closes its own after a lost connection.
-        self._socket = os.dup(self._wire.socket)
+        self._socket = os.dup(self._pgconn.socket)
         self._is_closed = False
         self._loop.add_reader(self._socket, self._receive)
 
@@ -258,7 +261,7 @@ class Reader:
         connection = await _connect()
         connection.adapters.register_loader("jsonb", ByteaBinaryLoader)  # as raw bytes
         reader = cls(connection)
-        wire = reader._wire
+        wire = reader._pgconn
         await reader._run(lambda: wire.send_query(_SETTINGS))
         await reader._run(lambda: wire.send_prepare(_STATEMENT, query, [_TEXT_ARRAY_OID]))
         return reader
@@ -272,17 +275,19 @@ class Reader:
         return self._rows(await self._run(partial(self._send, wanted)))
 
     def read_async(self, wanted: bytes, callback: Callable[[Rows | Exception], None]) -> None:
-        """Read as `read` does, and call `callback` once, after this method has returned. On an error the connection is
-        closed."""
+        """Read as `read` does, and call `callback` once, after this method has returned.
+
+        On an error the connection is closed.
+        """
         self._begin(partial(self._send, wanted), partial(self._return_rows, callback))
 
     def _send(self, wanted: bytes) -> None:
-        self._wire.send_query_prepared(_STATEMENT, [wanted], result_format=Format.BINARY)
+        self._pgconn.send_query_prepared(_STATEMENT, [wanted], result_format=Format.BINARY)
 
     def _rows(self, results: list[PGresult]) -> Rows:
         (result,) = results
-        self._decoded.set_pgresult(result)
-        return self._decoded.load_rows(0, result.ntuples, tuple)
+        self._transformer.set_pgresult(result)
+        return self._transformer.load_rows(0, result.ntuples, tuple)
 
     def _return_rows(self, callback: Callable[[Rows | Exception], None], results: list[PGresult] | Exception) -> None:
         if isinstance(results, Exception):
@@ -304,7 +309,7 @@ class Reader:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             os.close(self._socket)
-            self._wire.finish()
+            self._pgconn.finish()
 
     async def _run(self, send: Callable[[], None]) -> list[PGresult]:
         answer: asyncio.Future[list[PGresult]] = self._loop.create_future()
@@ -332,8 +337,8 @@ class Reader:
         )
         try:
             send()
-            if self._wire.flush():
-                self._loop.add_writer(self._socket, self._send_on)
+            if self._pgconn.flush():
+                self._loop.add_writer(self._socket, self._continue_sending)
         except Exception as error:  # noqa: BLE001  passed on unchanged
             self._loop.call_soon(self._fail, error)
 
@@ -344,17 +349,17 @@ class Reader:
         if callback is not None:
             callback(results)
 
-    def _send_on(self) -> None:
+    def _continue_sending(self) -> None:
         """Continue sending: a long query does not fit into one write."""
         try:
-            if not self._wire.flush():
+            if not self._pgconn.flush():
                 self._loop.remove_writer(self._socket)
         except psycopg.Error as error:
             self._fail(error)
 
     def _receive(self) -> None:
         """Receive data. Also called without a query, which is how a lost connection is noticed."""
-        wire = self._wire
+        wire = self._pgconn
         try:
             wire.consume_input()
             while not wire.is_busy():
@@ -386,11 +391,11 @@ SET enable_hashjoin = off;
 SET enable_mergejoin = off;
 SET jit = off
 """
-"""Planning takes longer than reading: plan once, and by index even while the tables are small."""
+"""Planning takes longer than reading: plan once, and use indexes even while the tables are small."""
 
 
 def _array(ids: Collection[str]) -> bytes:
-    """Return a PostgreSQL array literal. Drops texts that cannot be an id and might end a quotation."""
+    """Return a PostgreSQL array literal. Drops texts that are no ids and could end the quotation."""
     if not "".join(ids).isalnum():
         ids = [identity for identity in ids if identity.isalnum()]
     return ('{"' + '","'.join(ids) + '"}').encode()

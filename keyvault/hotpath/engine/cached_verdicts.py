@@ -86,7 +86,7 @@ def _spend_nothing(cost: int) -> tuple[int, ...]:
 
 class SpendPlans:
     """Spend plans of one account and key kind, by grant template and by endpoint name alone. `identity` is the identity
-    part of the response, with the key id left open."""
+    part of the response, see `identity_template`."""
 
     __slots__ = ("__weakref__", "by_name", "by_template", "identity")
 
@@ -154,7 +154,7 @@ class CachedGrant:
         self.spend_plan = spend_plan
         self.cost = cost
         self.use = use
-        self.identity: bytes = entry.about.identity
+        self.identity: bytes = entry.derived.identity
         self.period = 0
         self.tally: Tally = []
         """Counter of this use in the reporting period numbered `period`."""

@@ -63,7 +63,7 @@ _ENVIRONMENTS: Final = {environment.value: environment for environment in Enviro
 
 
 CacheTarget = tuple[CacheEntry[TokenRecord], bytes]
-"""Where a grant is cached: entry of the proved token, and tag of the request (`Engine.request_tags`)."""
+"""Where to cache a grant: the entry of the proved token, and the tag of the request (`Engine.request_tags`)."""
 
 
 class Engine:
@@ -102,9 +102,9 @@ class Engine:
         self.verify_known = self._make_verify_known()
         """Answer POST /v1/keys/verify from memory, for a grant or for a denial of a terminated key.
 
-        Takes the whole Authorization header and the body. No other header of the request may make a difference. Returns
-        a CacheMiss when only the key is missing; pass it to `verify_missed` once the key was read. Returns None when
-        the slow path must decide; nothing was spent or recorded.
+        Takes the whole Authorization header and the body; no other header may affect the result. Returns a CacheMiss
+        when only the key is missing; pass it to `verify_missed` once the key was read. Returns None when the slow path
+        must decide; nothing was spent or recorded.
         """
 
     # --- cache and freshness --------------------------------------------------------------------------------------
@@ -214,10 +214,12 @@ class Engine:
                 return None
         entry = self._find(request.key, request.environment)
         if isinstance(entry, KeyString):
-            return CacheMiss(request, token.about, entry, request_id, self.changes, is_plain)
+            return CacheMiss(request, token.derived, entry, request_id, self.changes, is_plain)
         if entry is None:
             return None
-        text = self._decide(request, token.about, wall, request_id, entry, is_plain=is_plain, cache_target=(token, tag))
+        text = self._decide(
+            request, token.derived, wall, request_id, entry, is_plain=is_plain, cache_target=(token, tag)
+        )
         if text is None:
             return None
         self.answered_from_memory += 1
@@ -260,8 +262,7 @@ class Engine:
         record: KeyRecord | None = None,
         cache_target: CacheTarget | None = None,
     ) -> bytes | None:
-        """Return a grant as JSON, spent and recorded. None when the slow path must decide; nothing was spent or
-        recorded.
+        """Spend and record a grant, and return it as JSON. None when the slow path must decide: nothing was spent.
 
         Args:
             record: The record read for this request. Without it the key is looked up in memory, which must be fresh.
@@ -300,7 +301,7 @@ class Engine:
         clean_agent = self._clean_texts.get(agent) if agent else ""
         if (agent and clean_agent is None and self._key_prefix in agent) or (origin and self._key_prefix in origin):
             return None  # a text that may contain a key is stored masked only
-        eligible: EligibleKey | None = entry.about
+        eligible: EligibleKey | None = entry.derived
         if (
             eligible is None
             or rules is None
@@ -336,8 +337,10 @@ class Engine:
         return spend_plan.template.fill(balances, request_id, eligible.identity)
 
     def request_tags(self, authorization: bytes, bodies: Iterable[bytes | Raw]) -> list[bytes]:
-        """Return the tag of each body as sent by this caller. A header has no line break, so tags of different callers
-        differ."""
+        """Return the tag of each body as sent by this caller.
+
+        A header has no line break, so the tags of different callers differ.
+        """
         keyed = self._new_tag()
         keyed.update(authorization + b"\n")
         tags = []
@@ -364,8 +367,7 @@ class Engine:
         return decided
 
     def _grant(self, cached: CachedGrant, wall: float, request_id: bytes) -> bytes | None:
-        """Return the grant's JSON, spent and recorded. None when it must be decided anew; nothing was spent or
-        recorded."""
+        """Spend and record the grant, and return it as JSON. None when it must be decided anew: nothing was spent."""
         entry, spend_plan = cached.entry, cached.spend_plan
         if wall >= entry.deadline or wall >= cached.token.deadline or spend_plan.rules is not self.rules:
             return None
@@ -473,7 +475,7 @@ class Engine:
             return False
         if version < peppers.current_version and record.state not in DEAD_STATES:
             ports.note_key_proof(record, keystring, peppers)
-        entry.about = self._eligible_key(record)
+        entry.derived = self._eligible_key(record)
         if text is not None and self._keys_by_id.get(entry.identity) is entry:
             self.memory.keys.bind(entry, self.memory.tag(text.encode()))
         return True

@@ -16,7 +16,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyRecord
 TAG_BYTES: Final = 16
 _NEVER = float("inf")
 _EVICTED = float("-inf")
-"""Deadline of an evicted entry, for references that outlive the eviction."""
+"""Deadline of an evicted entry: whatever still references the entry finds it expired."""
 
 Subject = tuple[str, str]
 
@@ -26,11 +26,11 @@ R = TypeVar("R", KeyRecord, CustomerRecord, TokenRecord)
 class CacheEntry(Generic[R]):
     """A cached record.
 
-    `deadline` is its expiry in epoch seconds, checked on each read. `tag` belongs to the string that proved it. `about`
-    holds what the engine derived from the record. `account` is set for a cached key.
+    `deadline` is its expiry in epoch seconds, checked on each read. `tag` belongs to the string that proved it.
+    `derived` holds what the engine derived from it: an `EligibleKey`, or a `Caller`. `account` is set for a cached key.
     """
 
-    __slots__ = ("about", "account", "deadline", "identity", "is_referenced", "record", "tag")
+    __slots__ = ("account", "deadline", "derived", "identity", "is_referenced", "record", "tag")
 
     def __init__(self, identity: str, record: R, deadline: float) -> None:
         self.identity = identity
@@ -39,7 +39,7 @@ class CacheEntry(Generic[R]):
         self.deadline = deadline
         self.tag: bytes | None = None
         self.is_referenced = False
-        self.about: Any = None
+        self.derived: Any = None
 
 
 def key_entry(record: KeyRecord) -> CacheEntry[KeyRecord]:
@@ -53,10 +53,10 @@ def key_entry(record: KeyRecord) -> CacheEntry[KeyRecord]:
 class Doorkeeper:
     """Admission filter, as in TinyLFU (Einziger, Friedman, Manes: ACM Transactions on Storage 13, 4, 2017).
 
-    It reports whether an id has been seen among the last `most` ids at least, and twice as many at most. False
+    It reports whether an id was seen recently: among at least the last `most` ids, and at most twice as many. False
     positives are possible: several ids share one byte. The byte holds the number of the period in which one of them was
-    last seen. A period ends after `most` new ids. Period numbers repeat after _PERIODS, and so do bytes unchanged since
-    then.
+    last seen. A period ends after `most` new ids. Period numbers repeat after _PERIODS periods, so that an old byte can
+    be mistaken for a recent one.
     """
 
     __slots__ = ("_before", "_mask", "_now", "_period_length", "_remaining", "_slots")
@@ -162,7 +162,7 @@ class NegativeCache:
         return len(self.until)
 
     def put(self, kind: str, identity: str, now: float) -> None:
-        """`now` in monotonic seconds."""
+        """Record that an id does not exist. `now` is in monotonic seconds."""
         self.until.pop((kind, identity), None)
         if len(self.until) >= self._capacity:
             self.until.popitem(last=False)

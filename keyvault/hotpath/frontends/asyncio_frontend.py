@@ -32,19 +32,19 @@ from keyvault.hotpath.slow_path.slow_path import SlowPath
 from keyvault.wire.headers import join_headers
 
 MAX_CONCURRENT_READS: Final = 2
-"""Maximum number of reads in progress: one is sent while the other is awaited. One more occurs when reads of keys and
-of other data begin together."""
+"""Maximum number of reads in progress: one is sent while the other is awaited. There is one more when a read of keys
+and a read of other data begin together."""
 
 MAX_ANSWERS_PER_TURN: Final = 16
-"""Maximum number of responses in one turn of the loop. Their clients send the next requests, which are read while the
-others are answered. Otherwise all requests synchronize, and loop and database wait for each other by turns."""
+"""Maximum number of responses in one turn of the loop. Their clients send the next requests while the remaining ones
+are answered. Without this bound all requests arrive together, and the loop and the database wait for each other."""
 
 MAX_BATCH_DELAY_SECONDS: Final = 0.002
-"""Maximum delay of the second read, in seconds, while fewer than MAX_ANSWERS_PER_TURN requests wait: the first read may
-never end."""
+"""Maximum delay of the second read, in seconds, while fewer than MAX_ANSWERS_PER_TURN requests wait. It must not wait
+for the first read, which may never end."""
 
 MAX_THROTTLED_PER_READ: Final = 2
-"""Maximum number of throttled requests in one read, from client addresses with too many failures."""
+"""Maximum number of throttled requests in one read. Their client addresses have failed too often."""
 
 
 KeysCallback = Callable[[Mapping[str, KeyRecord] | Exception], None]
@@ -138,7 +138,7 @@ class AsyncioFrontend:
             future, queue = CallbackFuture(), self._misses
             queue.append((known, authorization, body, future))
             if not self._is_scheduled and (len(queue) == 1 or len(queue) + len(self._queued) >= MAX_ANSWERS_PER_TURN):
-                self._schedule_read()  # in between it would start none
+                self._schedule_read()  # for other lengths of the queue, no read would begin
             return future
         return self._begin(self._open_plain(authorization, body))
 
@@ -182,7 +182,7 @@ class AsyncioFrontend:
         if self._reads >= MAX_CONCURRENT_READS or not (self._queued or self._throttled or self._misses):
             return False
         if may_delay and self._reads and len(self._misses) + len(self._queued) < MAX_ANSWERS_PER_TURN:
-            # A read costs as much as ten keys: requests that arrive during one wait for more requests, or for its end.
+            # Beginning a read costs as much as reading ten keys: wait for more requests, or for the end of a read.
             if not self._is_delayed:
                 self._is_delayed = True
                 self._loop.call_later(MAX_BATCH_DELAY_SECONDS, self._end_delay)
@@ -194,13 +194,13 @@ class AsyncioFrontend:
         self._schedule_read(may_delay=False)
 
     def _end_read(self) -> None:
-        """Start the next read before the answers of this one are sent."""
+        """Note the end of a read. The next one begins before the responses of this one are sent."""
         self._reads -= 1
         if not self._is_scheduled and self._may_read():
             self._read_queued()
 
     def _read_queued(self) -> None:
-        """Read all requests that miss only a key in one read, and the others in a second one beside it."""
+        """Begin one read for all requests that miss only a key, and a parallel one for the others."""
         self._is_scheduled = False
         batch = [each for each in (*self._queued, *self._throttled[:MAX_THROTTLED_PER_READ]) if each[2].is_open]
         misses = [each for each in self._misses if each[3].is_open]
@@ -222,7 +222,7 @@ class AsyncioFrontend:
             self._schedule_read()
 
     async def _read_and_answer(self, batch: list[QueuedRequest]) -> None:
-        """Read once for all requests of a turn, or for those queued meanwhile, then answer them."""
+        """Read the data that the batch requires, then answer its requests."""
         try:
             try:
                 await self._read(batch)

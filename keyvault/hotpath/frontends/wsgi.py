@@ -28,8 +28,8 @@ _STATUS: Final = {200: "200 OK"}
 
 _LENGTH: Final = "Content-Length"
 _TYPE, _STORE = JSON
-_WRITTEN: Final = 2048
-_LENGTHS: Final = tuple([(_LENGTH, str(length)) for length in range(_WRITTEN)])
+_PREFORMATTED: Final = 2048
+_LENGTHS: Final = tuple([(_LENGTH, str(length)) for length in range(_PREFORMATTED)])
 """Formatted once, as in `messages.responses`."""
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def mounted(fallback: WSGIApplication, frontend: Frontend, serves_host: Callable
 
     A server that forks must call this after the fork: the engine's lock and request ids belong to one process.
     """
-    # A function, not a callable object: calling an object takes longer than its own work here.
+    # A function, since calling a callable object would take longer than the work done here.
     verify_known, answer = frontend.verify_known, frontend.answer
 
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -62,7 +62,7 @@ def mounted(fallback: WSGIApplication, frontend: Frontend, serves_host: Callable
         path = find(RAW_PATH) or environ["PATH_INFO"]
         if path == VERIFY:
             is_engine_request = serves_host(find("HTTP_HOST", ""))
-        else:  # Envoy sends its client's own Host, which is none of ours
+        else:  # Envoy sends the client's own Host, which is not one of ours
             is_engine_request = is_engine_path(path) and (path.startswith(ENVOY) or serves_host(find("HTTP_HOST", "")))
         if not is_engine_request:
             return fallback(environ, start_response)
@@ -73,7 +73,7 @@ def mounted(fallback: WSGIApplication, frontend: Frontend, serves_host: Callable
             and find("wsgi.input_terminated")
             and "HTTP_TRANSFER_ENCODING" not in environ  # else the body may be longer than announced
         ):
-            # Read all: Granian takes twice as long for a given number of bytes.
+            # Without a size: with one, Granian takes twice as long.
             body = environ["wsgi.input"].read()
         else:
             body = _body(environ)
@@ -89,7 +89,7 @@ def mounted(fallback: WSGIApplication, frontend: Frontend, serves_host: Callable
                 if type(known) is HttpResponse:
                     text = known.body
                     size = len(text)
-                    length_header = _LENGTHS[size] if size < _WRITTEN else (_LENGTH, str(size))
+                    length_header = _LENGTHS[size] if size < _PREFORMATTED else (_LENGTH, str(size))
                     start_response("200 OK", [_TYPE, _STORE, (REQUEST_ID, known.request_id), length_header])
                     return [text]
         found = answer(method, f"{path}?{query}" if query else path, _headers(environ), body)

@@ -1,4 +1,4 @@
-"""Checks of a request head beside the parser: request line, Host and body framing.
+"""Checks of a request head in addition to the parser's: request line, Host and body framing.
 
 Stricter than llhttp alone, which accepts RTSP, HTTP/0.9 and 2.0, two spaces in a request line, `Transfer-Encoding:
 gzip, chunked`, and no Host or two of them (RFC 9112, 3, 3.2 and 6).
@@ -31,14 +31,15 @@ _MAX_CACHED: Final = 512
 _MAX_CACHED_NAMES: Final = 32
 _MAX_CACHED_NAME_BYTES: Final = 40
 _MAX_CACHED_BYTES: Final = 90
-"""Maximum length of a cached request line or host, in bytes. Too short for a key with anything around it, as 40 bytes
-are for a header name. A key in the wrong place is therefore not cached."""
+"""Maximum length of a cached request line or host, in bytes. A request line with a key is longer, and so is a header
+name with a key than its 40 bytes: neither is cached."""
 
 _LINE = re.compile(rb"([A-Z-]{1,16}) ([!-~]+) HTTP/1\.([01])\r")
 _UNSAFE = re.compile(rb"[#<>`]|\?.*\"")
-"""Characters that no target contains (RFC 3986, 2), nor hyper accepts, which serves the ordinary server.
+"""Characters that RFC 3986 (2) excludes from a target and that hyper, which parses for the ordinary server, rejects.
 
-The parser rejects other than ASCII. hyper accepts what else RFC 3986 excludes, so both servers answer it alike.
+hyper accepts the other ASCII characters that RFC 3986 excludes. This server accepts them as well, so that both answer
+alike. The parser rejects non-ASCII characters.
 """
 _ABSOLUTE = re.compile(rb"https?://([^/?@]+)(/[^?]*)?(\?.*)?", re.IGNORECASE)
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")

@@ -51,7 +51,7 @@ class Shortcut(NamedTuple):
 
 _BATCH: Final = 100
 _BATCH_BYTES: Final = 64 * 1024
-"""Maximum number of responses to pipelined requests, and of their bytes, before other connections get their turn."""
+"""Maximum responses to pipelined requests, in number and in bytes, before other connections get their turn."""
 
 _BEGUN: Final = 0
 _ENDED: Final = 1
@@ -383,7 +383,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _resume_turn(self) -> None:
-        """Continue after the other connections."""
+        """Continue after the other connections have had their turn."""
         self._is_busy = False
         if self._transport is not None and self._state is not _State.END:
             self._resume()
@@ -499,7 +499,7 @@ class Connection(asyncio.Protocol):
         before = len(self._body)
         self._feed(piece)
         self._left -= len(piece)
-        # At most one more: a piece is within one line.
+        # A piece is within one line, so the parser adds at most one part of the body.
         if len(self._body) > before:
             self._body_bytes += len(self._body[-1])
         if len(self._headers) > HEADERS or self._body_bytes > BODY_BYTES:

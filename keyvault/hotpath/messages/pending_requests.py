@@ -60,7 +60,7 @@ class PendingSpend:
 
 @dataclass(frozen=True, slots=True)
 class DataRequirements:
-    """Data that a step requires. `address`: lookups for client addresses with too many failures are throttled."""
+    """Data that a step requires. `address`: the client's, whose lookups are throttled after too many failures."""
 
     ids: Mapping[str, frozenset[str]]
     spends: tuple[PendingSpend, ...] = ()

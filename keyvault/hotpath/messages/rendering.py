@@ -60,7 +60,7 @@ def denial_problem(denial: Denial, request_id: str) -> Problem:
 
 
 def problem_answer(found: Problem, request_id: str, headers: Mapping[str, str] | None = None) -> HttpResponse:
-    """Render a problem document. `headers` are sent beside those of the problem itself."""
+    """Render a problem document. `headers` are added to those of the problem itself."""
     sent = {"Content-Type": CONTENT_TYPE, **found.headers, **(headers or {})}
     return HttpResponse(found.status, encode(dict(found.body)), request_id, tuple(sent.items()))
 
@@ -101,8 +101,7 @@ def identity_text(holder: KeyHolder | KeyRecord) -> bytes:
 
 
 def identity_template(record: KeyRecord) -> bytes:
-    """Return the identity part shared by all keys of this kind and account, with the key id and credential id left
-    open.
+    """Return the identity part of all keys of this kind and account, with placeholders for key id and credential id.
 
     The service generates both ids from characters that JSON does not escape.
     """
@@ -116,7 +115,7 @@ _CREDENTIAL_ID: Final = "<credential id>"
 
 
 def denial_template(judgement: Judgement) -> bytes:
-    """Return a denial rendered once. The request id is left open in two places."""
+    """Return a denial rendered once, with two placeholders for the request id."""
     text = encode(decision(judgement, _REQUEST_ID)).replace(b"%", b"%%")
     return text.replace(_REQUEST_ID.encode(), b"%b")
 

@@ -237,13 +237,15 @@ def _absence(given: object) -> str | None:
 
 
 def _escaped(name: str) -> str:
-    """Return a JSON Pointer token. A client's field name may be a key, which must not be echoed, or hold half a
-    surrogate pair, which cannot be encoded."""
+    """Return a JSON Pointer token.
+
+    A client's field name may be a key, which must not be echoed, or have half a surrogate pair, which has no encoding.
+    """
     return redact(name.encode(errors="backslashreplace").decode()).replace("~", "~0").replace("/", "~1")
 
 
 def _raw_text(value: object) -> str | None:
-    """Accept any characters: the verdict names what is wrong with the text."""
+    """Accept any text: the verdict reports its faults."""
     return None if isinstance(value, str) else "Not a string."
 
 

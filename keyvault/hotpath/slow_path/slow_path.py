@@ -4,8 +4,8 @@
     while isinstance(found := slow_path.step(pending), DataRequirements):
         ...  # read them into `pending`, and call `slow_path.admit`
 
-A step uses memory and the data read for this request; while memory is not fresh, that data alone. It reports all
-missing data together.
+A step uses memory and the data read for this request. While memory is not fresh, it uses that data alone. It reports
+all missing data together.
 """
 
 import logging
@@ -221,7 +221,7 @@ class SlowPath:
         sources: CachedSources,
         request_id: str,
     ) -> bytes:
-        """Return one decision as JSON. Raises MissingDataError with nothing recorded or spent."""
+        """Return one decision as JSON. Raises MissingDataError; then nothing was recorded or spent."""
         engine = self._engine
         environment = Environment(request.environment)
         if environment not in engine.ports.environments:
@@ -281,13 +281,13 @@ class SlowPath:
             engine.catch_up()
             entry = engine.memory.tokens.by_id.get(token.service.token_id)
             if entry is not None and entry.record is token:
-                entry.about = engine.caller(token.service)
+                entry.derived = engine.caller(token.service)
                 engine.memory.tokens.bind(entry, engine.memory.tag(authorization))
 
     # --- forward-auth ---------------------------------------------------------------------------------------
 
     def _authorize(self, pending: PendingRequest, dialect: Dialect, sources: CachedSources) -> HttpResponse:
-        # Envoy's URL is the client's; the judgement attributes a key in it.
+        # Envoy's URL is the client's own: the judgement checks it, and attributes a key in it.
         if dialect is not Dialect.ENVOY:
             _refuse_exposed(pending.target)
         headers = pending.headers
@@ -524,7 +524,7 @@ def _text_or_none(value: object) -> str | None:
 _NO_STORE = ("Cache-Control", "no-store")
 _NO_TOKEN = Denial(ErrorCode.SERVICE_TOKEN_INVALID, "Send a valid service token in Authorization: Bearer.")
 _NO_GATEWAY = Denial(
-    ErrorCode.SERVICE_TOKEN_INVALID, f"The gateway needs a valid service token in {SERVICE_TOKEN}, sent once."
+    ErrorCode.SERVICE_TOKEN_INVALID, f"The gateway must send a valid service token in {SERVICE_TOKEN}, exactly once."
 )
 
 

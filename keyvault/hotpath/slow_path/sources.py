@@ -136,7 +136,7 @@ class CachedSources:
 
 
 def read_for(pending: PendingRequest, text: str | None) -> KeyRecord | None:
-    """Return the record read for this request of the key that `text` names."""
+    """Return the record of the key that `text` names, if it was read for this request."""
     if text is None or not pending.found:
         return None
     found = pending.found.get((KEY, text[KEY_ID_PLACE]))

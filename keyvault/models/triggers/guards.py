@@ -2,27 +2,27 @@
 
 from keyvault.models.triggers.rules import OnWrite, WriteGuard
 
-_MERCHANT_HAS_LEFT = (
+_ACTIVE_KEY_OF_OFFBOARDED = (
     "NEW.state = 'active' AND EXISTS (SELECT 1 FROM keyvault_credential c "
     "JOIN keyvault_account a ON a.id = c.account_id JOIN keyvault_merchant m ON m.merchant_id = a.merchant_id "
     "WHERE c.credential_id = NEW.credential_id AND m.status = 'offboarded')"
 )
 
 AUDIT_CHAINS = (
-    WriteGuard("auditchain_no_delete", "keyvault_auditchain", "DELETE", "1 = 1", "a chain is never deleted"),
+    WriteGuard("auditchain_no_delete", "keyvault_auditchain", "DELETE", "1 = 1", "an audit chain is never deleted"),
     WriteGuard(
         "auditchain_no_replace",
         "keyvault_auditchain",
         "INSERT",
         "EXISTS (SELECT 1 FROM keyvault_auditchain c WHERE c.name = NEW.name)",
-        "a chain is opened once",
+        "an audit chain of this name exists already",
     ),
     WriteGuard(
         "auditchain_forward",
         "keyvault_auditchain",
         "UPDATE",
         "NEW.name <> OLD.name OR NEW.sequence <> OLD.sequence + 1",
-        "a chain moves one entry at a time",
+        "an audit chain advances by exactly one entry",
     ),
 )
 
@@ -32,7 +32,7 @@ MERCHANTS = (
         "keyvault_providerconnection",
         "coalesce((SELECT a.environment FROM keyvault_account a WHERE a.id = NEW.account_id), '') || ':' || NEW.mode "
         "NOT IN ('sandbox:test', 'production:live')",
-        "test mode is for sandbox, live mode for production",
+        "a sandbox connection is in test mode, a production connection in live mode",
     ),
     # Unique among rows that are not removed: REPLACE would delete the existing one.
     WriteGuard(
@@ -41,7 +41,7 @@ MERCHANTS = (
         "INSERT",
         "NEW.removed_at IS NULL AND EXISTS (SELECT 1 FROM keyvault_providerconnection c WHERE c.removed_at IS NULL "
         "AND c.account_id = NEW.account_id AND c.provider = NEW.provider)",
-        "an account has one connection to a provider",
+        "an account has at most one current connection to a provider",
     ),
     # Unique among rows without an account: REPLACE would delete the existing one.
     WriteGuard(
@@ -50,7 +50,7 @@ MERCHANTS = (
         "INSERT",
         "NEW.account_id IS NULL AND EXISTS (SELECT 1 FROM keyvault_limitoverride o WHERE o.account_id IS NULL "
         "AND o.environment = NEW.environment AND o.endpoint = NEW.endpoint)",
-        "an endpoint has one limit in an environment",
+        "an endpoint has at most one limit for a whole environment",
     ),
 )
 
@@ -59,22 +59,22 @@ KEYS = (
         "key_of_a_merchant_insert",
         "keyvault_key",
         "INSERT",
-        _MERCHANT_HAS_LEFT,
-        "a merchant that has left gets no keys",
+        _ACTIVE_KEY_OF_OFFBOARDED,
+        "an offboarded merchant gets no active keys",
     ),
     WriteGuard(
         "key_of_a_merchant_update",
         "keyvault_key",
         "UPDATE",
-        f"{_MERCHANT_HAS_LEFT} AND OLD.state <> 'active'",
-        "a merchant that has left gets no keys",
+        f"{_ACTIVE_KEY_OF_OFFBOARDED} AND OLD.state <> 'active'",
+        "an offboarded merchant gets no active keys",
     ),
     OnWrite(
         "key_two_active",
         "keyvault_key",
         "NEW.state = 'active' AND (SELECT count(*) FROM keyvault_key k WHERE k.credential_id = NEW.credential_id "
         "AND k.state = 'active' AND k.key_id <> NEW.key_id) >= 2",
-        "at most two keys of a credential verify",
+        "a credential has at most two active keys",
     ),
 )
 
@@ -85,21 +85,21 @@ BREAK_GLASS = (
         "INSERT",
         "NEW.requester_person = '' OR EXISTS (SELECT 1 FROM keyvault_issuancerequest r "
         "WHERE r.request_id = NEW.subject AND r.requester_person <> NEW.requester_person)",
-        "an act under break-glass names who asked for it",
+        "a break-glass action names the person who requested its subject",
     ),
     WriteGuard(
         "breakglass_not_reviewed_yet",
         "keyvault_breakglass",
         "INSERT",
         "NEW.reviewed_at IS NOT NULL OR NEW.reviewer_id IS NOT NULL OR NEW.reviewer_person IS NOT NULL",
-        "an act under break-glass is noted before it is reviewed",
+        "a break-glass action is recorded before it is reviewed",
     ),
     WriteGuard(
         "breakglass_second_person",
         "keyvault_breakglass",
         "UPDATE",
         "NEW.reviewer_person IN (NEW.person, NEW.requester_person)",
-        "whoever did or asked for an act under break-glass does not review it",
+        "a break-glass action is reviewed by neither its operator nor the requester",
     ),
     WriteGuard(
         "breakglass_reviewer_is_person",
@@ -107,7 +107,7 @@ BREAK_GLASS = (
         "UPDATE",
         "NEW.reviewer_person IS NOT NULL AND NOT EXISTS (SELECT 1 FROM keyvault_operator o "
         "WHERE o.id = NEW.reviewer_id AND o.person = NEW.reviewer_person)",
-        "a review is in the name of its reviewer",
+        "a review names the person of the reviewing operator",
     ),
 )
 

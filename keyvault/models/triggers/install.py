@@ -14,12 +14,12 @@ from keyvault.models.triggers.rules import AppendOnly, Kept, TriggerRule, WriteG
 from keyvault.models.triggers.tables import APPEND_ONLY, FOUR_EYES, FROZEN, KEPT, STATES
 
 _PREFIX = "kv_"
-"""Every trigger of ours in the database has it."""
+"""Prefix of the names of these triggers in the database."""
 
 _rules: dict[str, tuple[TriggerRule, ...]] = {
     "keyvault": (*APPEND_ONLY, *KEPT, *FROZEN, *STATES, *FOUR_EYES, *GUARDS, *PEPPERS)
 }
-"""Rules by the label of the app that has them."""
+"""Rules by app label."""
 
 
 class Renderer(Protocol):
@@ -53,7 +53,7 @@ def list_guards() -> list[WriteGuard]:
 
 
 def list_never_truncated() -> list[str]:
-    """Return the tables whose rows stay, in order."""
+    """Return the tables that TRUNCATE must not empty, sorted."""
     kept = {rule.table for rule in list_rules() if isinstance(rule, AppendOnly | Kept)}
     return sorted({*kept, "keyvault_auditchain"})
 

@@ -11,7 +11,7 @@ _PEPPERS = "keyvault_pepperversion"
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """A table of digests. `pepper_set` and `verifiable`: the SQL of a row's set, and of whether it can be verified."""
+    """A table of digests. `pepper_set`: SQL of a row's set. `verifiable`: SQL condition that the row still verifies."""
 
     table: str
     pepper_set: str
@@ -25,7 +25,7 @@ class Digested:
             "UPDATE",
             "(NEW.digest <> OLD.digest OR NEW.pepper_version <> OLD.pepper_version) "
             "AND (NEW.digest = OLD.digest OR NEW.pepper_version <= OLD.pepper_version)",
-            f"a digest of {short} is only replaced by one of a newer pepper",
+            f"a {short} digest is replaced only by one with a newer pepper",
         )
         for when, moved in (("INSERT", ""), ("UPDATE", "NEW.pepper_version <> OLD.pepper_version AND ")):
             yield WriteGuard(
@@ -44,7 +44,7 @@ class Digested:
             f"NEW.retired_at IS NOT NULL AND OLD.retired_at IS NULL "  # noqa: S608  our own names only
             f"AND EXISTS (SELECT 1 FROM {self.table} d WHERE d.pepper_version = NEW.number "
             f"AND {self.verifiable.format(row='d')} AND {self.pepper_set.format(row='d')} = NEW.pepper_set)",
-            f"a pepper that a living {short} is hashed with is not retired",
+            f"a pepper of a valid {short} is not retired",
         )
 
 
@@ -73,12 +73,12 @@ VERSIONS = (
         "NEW.retired_at IS NOT NULL AND OLD.retired_at IS NULL "
         "AND NOT EXISTS (SELECT 1 FROM keyvault_pepperversion p WHERE p.pepper_set = NEW.pepper_set "
         "AND p.number > NEW.number AND p.retired_at IS NULL AND p.hashes_from_at <= NEW.retired_at)",
-        "a pepper is retired once a newer one makes the digests",
+        "a pepper is retired only after a newer one makes the digests",
     ),
     Frozen(
         _PEPPERS,
         ("id", "pepper_set", "number", "check_value", "created_at"),
-        "a pepper version stays what it is",
+        "a pepper version is immutable, and its hashes_from_at is set once",
         refused_if=f"({is_changed('hashes_from_at')} "
         "AND (OLD.number = 1 OR OLD.hashes_from_at IS NOT NULL OR OLD.retired_at IS NOT NULL))",
     ),
@@ -88,7 +88,7 @@ VERSIONS = (
         "UPDATE",
         f"({set_again('retired_at')}) OR ({set_again('destroyed_at')}) "
         "OR (NEW.destroyed_at IS NOT NULL AND NEW.retired_at IS NULL)",
-        "a retired pepper stays retired, and only such a one is destroyed",
+        "a pepper stays retired or destroyed, and is destroyed only after its retirement",
     ),
 )
 

@@ -51,9 +51,8 @@ class AppendOnly:
 class Kept:
     """The rows are never deleted.
 
-    Replacing a row by any of its unique sets (SQLite's REPLACE) is refused like the update that it would be. The
-    table's `Frozen` refuses an update of such a column, which SQLite's UPDATE OR REPLACE could use to delete another
-    row.
+    SQLite's REPLACE deletes rows that equal the new one in a set of `unique` columns, so such an insert is refused. The
+    table's `Frozen` rule refuses updates of these columns: UPDATE OR REPLACE would delete the other row, too.
     """
 
     table: str
@@ -146,12 +145,12 @@ class OnWrite:
 
 @dataclass(frozen=True, slots=True)
 class FourEyes:
-    """Requesters do not approve. Each person approves once and the requested digest only.
+    """Requesters do not approve. Each person approves once, and only the requested digest.
 
     The state changes only with enough approvals, and the `frozen` columns keep what was requested. `table` has the
-    requests, `key` is its primary key, and `foreign_key` is the same in the `approval` table. `approved`: the condition
-    that the new state needs the approvals. `environment`: the SQL of the request's environment. `by_services`: a
-    service token may request, and its responsible person is the requester.
+    requests; `foreign_key` of the `approval` table refers to its primary key `key`. `approved`: SQL condition that the
+    new state requires the approvals. `environment`: SQL of the request's environment. `by_services`: service tokens may
+    request, and the requester is the token's responsible person.
     """
 
     table: str
@@ -169,27 +168,27 @@ class FourEyes:
 
     def _approver_guards(self) -> Iterator[WriteGuard]:
         short = short_name(self.table)
-        asked = f"SELECT 1 FROM {self.table} r WHERE r.{self.key} = NEW.{self.foreign_key}"  # noqa: S608  our own names only
+        requested = f"SELECT 1 FROM {self.table} r WHERE r.{self.key} = NEW.{self.foreign_key}"  # noqa: S608  our own names only
         yield WriteGuard(
             f"{short}_second_person",
             self.approval,
             "INSERT",
-            f"EXISTS ({asked} AND r.requester_person = NEW.person)",
-            "whoever asked cannot approve",
+            f"EXISTS ({requested} AND r.requester_person = NEW.person)",
+            "the requester cannot approve the request",
         )
         yield WriteGuard(
             f"{short}_same_digest",
             self.approval,
             "INSERT",
-            f"NOT EXISTS ({asked} AND r.plan_digest = NEW.plan_digest)",
-            "an approval is bound to exactly what was asked",
+            f"NOT EXISTS ({requested} AND r.plan_digest = NEW.plan_digest)",
+            "an approval has the plan digest of its request",
         )
         yield WriteGuard(
             f"{short}_approver_is_person",
             self.approval,
             "INSERT",
             "NOT EXISTS (SELECT 1 FROM keyvault_operator o WHERE o.id = NEW.approver_id AND o.person = NEW.person)",
-            "an approval is in the name of its approver",
+            "an approval names the person of the approving operator",
         )
 
     def _request_guards(self) -> Iterator[WriteGuard]:
@@ -206,23 +205,23 @@ class FourEyes:
             "INSERT",
             "NOT EXISTS (SELECT 1 FROM keyvault_operator o "  # noqa: S608  our own names only
             f"WHERE o.id = NEW.requester_id AND o.person = NEW.requester_person){by_token}",
-            "whoever asks is the person who answers for it",
+            "a request names the person of the requesting operator or service token",
         )
         counted = (
             f"{self.approved} AND NEW.approvals_needed > (SELECT count(*) FROM {self.approval} v "  # noqa: S608  our own names only
             f"WHERE v.{self.foreign_key} = NEW.{self.key} AND v.plan_digest = NEW.plan_digest "
             "AND v.person <> NEW.requester_person)"
         )
-        yield from OnWrite(f"{short}_enough", self.table, counted, "not enough persons have approved").guards()
+        yield from OnWrite(f"{short}_enough", self.table, counted, "the request has too few approvals").guards()
         yield WriteGuard(
             f"{short}_production_policy",
             self.table,
             "INSERT",
             f"NEW.approvals_needed < 1 AND coalesce({self.environment}, '') <> 'sandbox'",
-            "production takes a second person",
+            "a production request requires a second person",
         )
         columns = (self.key, "plan_digest", "approvals_needed", "requester_person", *self.frozen)
-        yield from Frozen(self.table, tuple(map(as_text, columns)), "what was asked is not changed afterwards").guards()
+        yield from Frozen(self.table, tuple(map(as_text, columns)), "the content of a request is immutable").guards()
 
 
 def short_name(table: str) -> str:

@@ -44,43 +44,43 @@ FROZEN = (
     Frozen(
         "keyvault_merchant",
         ("merchant_id",),
-        "a merchant that has left does not come back",
+        "a merchant keeps its id and does not return from offboarding",
         refused_if="(OLD.status = 'offboarded' AND NEW.status <> 'offboarded')",
         name="merchant_stays_gone",
     ),
     Frozen(
         "keyvault_account",
         ("id", "environment", "merchant_id"),
-        "an account never changes its merchant or environment",
+        "an account keeps its merchant and environment",
     ),
-    Frozen("keyvault_operator", ("id", "username", "person"), "a log-in never passes to another person"),
+    Frozen("keyvault_operator", ("id", "username", "person"), "an operator keeps the user name and the person"),
     Frozen(
         "keyvault_credential",
         ("credential_id", "account_id", "kind", "delivery"),
-        "a credential never changes its account, its kind or its delivery",
+        "a credential keeps its account, kind and delivery",
     ),
     Frozen(
         "keyvault_key",
         ("key_id", "credential_id", "created_at", as_text("expires_at")),
-        "a key keeps its credential and its expiry",
+        "a key keeps its credential and expiry",
     ),
     Frozen(
         "keyvault_breakglass",
         ("act_id", "event", "subject", "person"),
-        "an act under break-glass stays as it was noted",
+        "the record of a break-glass action is immutable",
         # A migration sets the requester of rows of earlier releases once.
         refused_if="(NEW.requester_person <> OLD.requester_person AND OLD.requester_person <> '')",
     ),
     Frozen(
         "keyvault_servicetoken",
         ("token_id", "creator_person"),
-        "a token keeps its name, its lineage and who answers for it, and never lives longer",
+        "a service token keeps its id, lineage and responsible person, and its expiry is never extended",
         refused_if="NEW.expires_at > OLD.expires_at OR (OLD.lineage <> '' AND NEW.lineage <> OLD.lineage)",
     ),
     Frozen(
         "keyvault_customertoken",
         ("token_id", "account_id", "customer_id", "expires_at"),
-        "a token keeps its account, its customer and its expiry",
+        "a customer token keeps its account, customer and expiry",
     ),
     Frozen(
         "keyvault_order",
@@ -92,13 +92,13 @@ FROZEN = (
             "coalesce({row}.customer_id, '')",
             "created_at",
         ),
-        "an order is not changed afterwards",
+        "an order is immutable",
     ),
-    Frozen("keyvault_catalogendpoint", ("name",), "an endpoint keeps its name"),
+    Frozen("keyvault_catalogendpoint", ("name",), "a catalog endpoint keeps its name"),
     Frozen(
         "keyvault_limitoverride",
         ("id", "coalesce({row}.account_id, 0)", "environment", "endpoint"),
-        "a limit stays with its account and endpoint",
+        "a limit override keeps its account, environment and endpoint",
     ),
     Frozen(
         "keyvault_notice",
@@ -110,21 +110,25 @@ FROZEN = (
             "CAST({row}.payload AS TEXT)",
             "created_at",
         ),
-        "what was announced stays as it was, and is seen once",
+        "a notice is immutable, and is marked as seen only once",
         refused_if="OLD.seen_at IS NOT NULL",
     ),
-    Frozen("keyvault_webhookendpoint", ("id", "account_id", "url"), "an endpoint keeps its account and its address"),
+    Frozen("keyvault_webhookendpoint", ("id", "account_id", "url"), "a webhook endpoint keeps its account and URL"),
     Frozen(
         "keyvault_providerconnection",
         ("id", "account_id", "provider", "backend_path"),
-        "a connection keeps its account, its provider and its place, and does not come back once removed",
+        "a connection keeps its account, provider and path, and does not return after removal",
         refused_if="(OLD.removed_at IS NOT NULL AND NEW.removed_at IS NULL)",
     ),
 )
 
 STATES = (
-    FinalStates("key_no_revival", "keyvault_key", DEAD_KEY_STATES, "a dead key never verifies again", may_move=True),
-    InitialState("key_never_pre_active_again", "keyvault_key", "pre_activation", "activation is not undone"),
+    FinalStates(
+        "key_no_revival", "keyvault_key", DEAD_KEY_STATES, "a terminated key never verifies again", may_move=True
+    ),
+    InitialState(
+        "key_never_pre_active_again", "keyvault_key", "pre_activation", "a key never returns to pre_activation"
+    ),
     SetOnce("servicetoken_no_revival", "keyvault_servicetoken", "revoked_at", "a revoked token stays revoked"),
     SetOnce("customertoken_no_revival", "keyvault_customertoken", "revoked_at", "a revoked token stays revoked"),
 )

@@ -11,7 +11,14 @@ from django.db import InterfaceError, OperationalError
 from keyvault.access.catalog import Endpoint
 from keyvault.access.customers import CustomerRecord
 from keyvault.access.decision import Denial, Grant
-from keyvault.access.judgement import KEY_STATES, Judgement, VerificationRequest, deny_stale, judge, judge_described
+from keyvault.access.judgement import (
+    KEY_STATE_CODES,
+    Judgement,
+    VerificationRequest,
+    deny_stale,
+    judge,
+    judge_described,
+)
 from keyvault.access.limits import Bucket, Limit, Spend
 from keyvault.domain.digests import PEPPER_SET, Peppers
 from keyvault.domain.environments import Environment
@@ -175,7 +182,7 @@ def _outcomes(judgement: Judgement) -> Iterator[tuple[str, UseOutcome]]:
         yield holder.key_id, UseOutcome.EXPOSED_IN_BROWSER
     if denied is None:
         yield holder.key_id, UseOutcome.ALLOWED
-    elif denied not in KEY_STATES:
+    elif denied not in KEY_STATE_CODES:
         yield holder.key_id, UseOutcome.DENIED
     elif record.state is KeyState.SUSPENDED:
         yield holder.key_id, UseOutcome.REFUSED

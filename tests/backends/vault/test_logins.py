@@ -12,7 +12,7 @@ from keyvault.backends.base import BackendDeniedError, BackendError, BackendUnav
 from keyvault.backends.vault.bootstrap import make_logins
 from keyvault.backends.vault.client import VaultClient
 from keyvault.backends.vault.kv import VaultBackend
-from keyvault.backends.vault.logins import TakenLoginError
+from keyvault.backends.vault.logins import InterceptedLoginError
 from tests.backends.stores import CONNECTION, write_connection
 from tests.environment import ROOT
 
@@ -107,10 +107,10 @@ def test_wrapped_secret_id_of_two_processes_is_unwrapped_by_one(fake: FakeVault,
     assert (count(fake, "unwrap"), count(fake)) == (1, 2)
 
 
-def taken(client: VaultClient) -> TakenLoginError:
+def taken(client: VaultClient) -> InterceptedLoginError:
     with pytest.raises(BackendError) as raised:
         lookup_self(client)
-    assert isinstance(raised.value, TakenLoginError)
+    assert isinstance(raised.value, InterceptedLoginError)
     return raised.value
 
 
@@ -136,7 +136,7 @@ def test_wrapped_secret_id_of_foreign_origin_is_reported_and_not_unwrapped(
 ) -> None:
     """A thief of the original token may have replaced it by another to stay unnoticed."""
     wrapped.write_text(fake.wrap({"data": {"secret_id": "planted"}}, path))  # type: ignore[arg-type]  # None is a case
-    assert "made by" in taken(client).internal
+    assert "created by" in taken(client).internal
     assert count(fake, "unwrap") == 0
     assert wrapped.exists()
 
@@ -206,6 +206,6 @@ def test_real_wrapped_secret_id_invalid_is_reported(installed_vault: InstalledVa
         made = admin.adapter.post("/v1/sys/wrapping/wrap", json={"secret_id": "planted"}, wrap_ttl="60s")
         file.write_text(made["wrap_info"]["token"])
     store: VaultBackend = opened(installed_vault.server, tmp_path, installed_vault.layout)
-    with pytest.raises(TakenLoginError):
+    with pytest.raises(InterceptedLoginError):
         store.versions(Mount.SANDBOX, "1/crd_a")
     assert file.exists()

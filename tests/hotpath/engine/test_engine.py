@@ -894,7 +894,7 @@ def test_engine_shows_no_secret_in_any_of_its_reprs(stage: Stage, usage: UsageLo
     primed.engine.evict([("key", stage.key.key_id)])
     missed = primed.engine.verify_known(f"Bearer {stage.token}".encode(), encode(stage.asked))
     assert isinstance(missed, CacheMiss)
-    for each in (primed.engine, known, known.about, known.record, question, missed, primed.engine.ports.budgets):
+    for each in (primed.engine, known, known.derived, known.record, question, missed, primed.engine.ports.budgets):
         assert stage.text[27:60] not in repr(each)
         assert stage.token[27:60] not in repr(each)
 

@@ -281,7 +281,7 @@ def test_issuance_approved_by_the_requester_is_refused_by_the_database(
     request = request_key(scene.production, by=scene.admin)
     misplaced = grant(scene.admin, P.ISSUANCE_APPROVE, scene.production)
     monkeypatch.setattr(request, "requester_person", "per_somebody")
-    with pytest.raises(IntegrityError, match="whoever asked cannot approve"), transaction.atomic():
+    with pytest.raises(IntegrityError, match="the requester cannot approve the request"), transaction.atomic():
         requests.approve_issuance(misplaced, request, request.plan_digest)
     assert not IssuanceApproval.objects.exists()
 

@@ -296,7 +296,7 @@ def test_key_activated_as_the_third_of_a_credential_is_refused_by_the_database(
     second, third = _stage_second_key(scene, key), _stage_second_key(scene, key)
     lifecycle.activate_key(engine(scene), second)
     monkeypatch.setattr(lifecycle, "MAX_VERIFYING", 3)
-    with pytest.raises(IntegrityError, match="at most two keys of a credential verify"), transaction.atomic():
+    with pytest.raises(IntegrityError, match="a credential has at most two active keys"), transaction.atomic():
         lifecycle.activate_key(engine(scene), third)
 
 

@@ -221,7 +221,7 @@ def test_token_rotated_late_keeps_its_expiry(scene: Scene) -> None:
     end = token.expires_at
     rotate(scene, token, MAX_OVERLAP_HOURS)
     assert ServiceToken.objects.get(pk=token.pk).expires_at == end
-    with pytest.raises(DatabaseError, match="never lives longer"), transaction.atomic():
+    with pytest.raises(DatabaseError, match="its expiry is never extended"), transaction.atomic():
         QuerySet(ServiceToken).filter(pk=token.pk).update(expires_at=end + timedelta(seconds=1))
 
 
