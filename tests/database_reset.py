@@ -50,7 +50,8 @@ class MigratedDatabase:
 
 def _rows(cursor: CursorWrapper, table: str) -> Rows:
     cursor.execute(f'SELECT * FROM "{table}" ORDER BY 1')  # noqa: S608  a table of ours
-    return cursor.fetchall()
+    rows: Rows = cursor.fetchall()
+    return rows
 
 
 @contextmanager

@@ -13,6 +13,9 @@ from keyvault.models.triggers.rules import (
 )
 from rotation.domain.states import CLOSED
 
+ONE_OPEN_ROTATION = "a credential has at most one open rotation"
+"""Message of a refusal, by which the service recognizes it."""
+
 _CLOSED = sql_list(tuple(sorted(state.value for state in CLOSED)))
 
 APPEND_ONLY = (
@@ -86,7 +89,7 @@ _ONE_OPEN = tuple(
         f"NEW.state NOT IN {_CLOSED} AND EXISTS (SELECT 1 FROM rotation_rotation r "  # noqa: S608  our own names only
         f"WHERE r.credential_id = NEW.credential_id AND r.rotation_id <> {row}.rotation_id "
         f"AND r.state NOT IN {_CLOSED})",
-        "a credential has at most one open rotation",
+        ONE_OPEN_ROTATION,
     )
     for when, row in (("INSERT", "NEW"), ("UPDATE", "OLD"))
 )

@@ -30,9 +30,9 @@ CHUNKED_BYTES: Final = 8 * BODY_BYTES
 _MAX_CACHED: Final = 512
 _MAX_CACHED_NAMES: Final = 32
 _MAX_CACHED_NAME_BYTES: Final = 40
-_MAX_CACHED_BYTES: Final = 90
-"""Maximum length of a cached request line or host, in bytes. A request line with a key is longer, and so is a header
-name with a key than its 40 bytes: neither is cached."""
+_MAX_CACHED_BYTES: Final = 74
+"""Maximum length of a cached request line or host, in bytes: less than the shortest key, so that neither contains one.
+A header name with a key is longer than its 40 bytes."""
 
 _LINE = re.compile(rb"([A-Z-]{1,16}) ([!-~]+) HTTP/1\.([01])\r")
 _UNSAFE = re.compile(rb"[#<>`]|\?.*\"")

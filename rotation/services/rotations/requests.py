@@ -27,6 +27,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.policy import APPROVAL_LIFETIME, Plan
 from rotation.models import Campaign, Rotation, RotationApproval, RotationSchedule
+from rotation.models.triggers import ONE_OPEN_ROTATION
 from rotation.services.rotations.planning import find_predecessor, plan_reissue, plan_rotation
 from rotation.services.rotations.reports import about, subject_of
 
@@ -149,7 +150,7 @@ def _store_request(
                 _announce_plan(grant, rotation)
     except DatabaseIntegrityError as error:
         # Matched by text, since the open rotation may have closed by now: the trigger's message or the index's name.
-        if any(text in str(error) for text in ("one open rotation", "rotation_one_open")):
+        if any(text in str(error) for text in (ONE_OPEN_ROTATION, "rotation_one_open")):
             raise StateConflictError("The credential has an open rotation already.") from None
         raise
     return rotation

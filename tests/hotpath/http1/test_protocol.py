@@ -10,6 +10,7 @@ import pytest
 from keyvault.hotpath.http1.framing import Header, RequestLine
 from keyvault.hotpath.http1.protocol import Bounds, Connection, Shared
 from keyvault.hotpath.messages.responses import HttpResponse
+from tests.domain.minting import mint
 from tests.hotpath.served import Asked, Served, serving
 
 HELLO = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -233,6 +234,14 @@ def test_upgrade_is_ignored_and_the_next_request_follows(server: Served) -> None
     )
     first, last = understood(server, sent + LAST)
     assert (first.body, last.target) == (smuggled, b"/last")
+
+
+def test_known_keeps_no_key_of_a_host_or_request_line() -> None:
+    """Not even the shortest key, which a client sent in the wrong place, stays in memory."""
+    known, key = RequestLine(), mint(brand="a").encode()
+    assert known.is_host(key)
+    assert known.read_line(b"GET /" + key + b" HTTP/1.1\r") is not None
+    assert (known.hosts, known.lines) == (set(), {})
 
 
 def test_known_keeps_no_header_name_that_may_be_a_secret() -> None:

@@ -43,7 +43,7 @@ from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
-ROUNDS = 20
+ROUNDS = 10
 
 
 @pytest.fixture
