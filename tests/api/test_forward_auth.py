@@ -30,7 +30,7 @@ from tests.factories import account, grant, issue, make_merchant, make_token, th
 
 from .integration import change_account, losing, private, public
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 ORDERS = "/sandbox/merchants/orders"
 ME = "/sandbox/customers/me"

@@ -16,7 +16,7 @@ from tests.factories import PRODUCTION, SANDBOX, account, grant
 
 from .integration import Ask, change_account, expect, private, public
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 URL = "/sandbox/client/configuration"
 SHOP, OTHER = "https://shop.example", "https://other.example"

@@ -30,7 +30,7 @@ from tests.factories import grant, issue, make_token, the_operator
 from .conftest import Call
 from .integration import losing
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 SANDBOX = Environment.SANDBOX
 

@@ -43,7 +43,7 @@ from tests.hotpath.engine.test_memory import a_key
 from .conftest import Stage, revoke
 from .priming import Clock, Primed, Still, decision, encode, masked, prime, prime_by
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db, pytest.mark.usefixtures("usage")]
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("usage")]
 
 REVOKED = (401, "key_revoked")
 

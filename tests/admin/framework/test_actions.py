@@ -26,8 +26,6 @@ from tests.admin.desk import Desk, address, browser, dump, text_of
 from tests.admin.framework.test_enforcement import every_row
 from tests.factories import grant, issue, make_operator, now
 
-pytestmark = pytest.mark.database
-
 FAR = f"{now() + timedelta(days=400):%Y-%m-%dT%H:%M}"
 FIELDS: dict[str, Any] = {
     "merchant": "acme",

@@ -57,8 +57,6 @@ from tests.factories import (
     request_key,
 )
 
-pytestmark = pytest.mark.database
-
 ANY_ROLE = frozenset(P)
 
 MATRIX: dict[str, frozenset[P]] = {

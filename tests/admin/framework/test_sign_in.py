@@ -26,8 +26,6 @@ from keyvault.services.sessions.refusals import MAX_PAIRS, sign_in_refusals
 from tests.admin.desk import Desk, browser, dump, text_of
 from tests.factories import PASSWORD, grant, make_operator
 
-pytestmark = pytest.mark.database
-
 LOGIN = "/admin/login/"
 WRONG = "something else entirely"
 

@@ -23,8 +23,6 @@ from rotation.services.rotations.requests import approve_rotation, bypass_rotati
 from tests.admin.desk import SHAPED, Desk, address, browser, hidden, set_up_desk, text_of
 from tests.factories import grant, issue, now
 
-pytestmark = pytest.mark.database
-
 SCRIPT = "<script>alert(1)</script>"
 
 

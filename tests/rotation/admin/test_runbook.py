@@ -36,7 +36,7 @@ from tests.rotation import scene
 from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, begun, damage, overlapping, quarantined, wait
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
