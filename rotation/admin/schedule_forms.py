@@ -60,7 +60,7 @@ class TermsForm(PlanForm):
             calendars.empty_label = "none"
 
     def form_name(self, pointer: str) -> str:
-        name = pointer.removeprefix("/wish").strip("/")
+        name = pointer.removeprefix("/overrides").strip("/")
         return _FORM_NAMES.get(name, name)
 
 

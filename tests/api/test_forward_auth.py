@@ -328,7 +328,7 @@ def test_gateway_clients_failed_proofs_are_counted_by_their_address(dialect: Dia
 
 @EVERY
 def test_gateway_protects_an_upstream_with_its_contexts(dialect: Dialect, gateway: Gateway) -> None:
-    wish = EndpointDraft(
+    draft = EndpointDraft(
         "refunds.create",
         method="POST",
         path="/refunds/<merchant_id>",
@@ -336,7 +336,7 @@ def test_gateway_protects_an_upstream_with_its_contexts(dialect: Dialect, gatewa
         merchant_from="path:merchant_id",
         store_from="header:X-Store",
     )
-    add_endpoint(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE), wish)
+    add_endpoint(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE), draft)
     key = private()
     assert gateway(dialect, uri="/sandbox/refunds/acme", key=key, X_Store="s1").status_code == 200
     refused = gateway(dialect, uri="/sandbox/refunds/globex", key=key, X_Store="s1")

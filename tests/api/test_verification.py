@@ -235,8 +235,8 @@ def test_verify_compares_the_client_ip_with_the_credentials_networks(call: Call,
 
 
 def add(name: str, path: str, **rule: Any) -> None:
-    wish = EndpointDraft(name, "GET", path, frozenset({KeyKind.PRIVATE}), **rule)
-    add_endpoint(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE), wish)
+    draft = EndpointDraft(name, "GET", path, frozenset({KeyKind.PRIVATE}), **rule)
+    add_endpoint(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE), draft)
 
 
 def test_verify_added_endpoint_reads_its_context_from_the_path_or_from_the_caller(

@@ -176,7 +176,7 @@ def draft_of(schedule: RotationSchedule) -> ScheduleDraft:
     """Return what was saved. Raises UnreadableScheduleError."""
     try:
         window = None if schedule.window is None else Window.from_json(schedule.window)
-        overrides = PlanOverrides.from_json(schedule.wish)
+        overrides = PlanOverrides.from_json(schedule.overrides)
     except Exception as error:
         # Content of a newer release or a damaged row can fail to parse in any way.
         raise UnreadableScheduleError(f"{_UNREADABLE}: {explain_unreadable(error)}.") from error
@@ -285,19 +285,21 @@ def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime)
     overrides = draft.overrides
     for name in _SET_BY_SCHEDULE:
         if getattr(overrides, name) is not None:
-            yield Fault(f"/wish/{name}", "the schedule sets it")
+            yield Fault(f"/overrides/{name}", "the schedule sets it")
     if overrides.reason:
         reason = FIELDS["reason"]
         text_fault = reason.find_fault(overrides.reason, environment, now)
         text_fault = text_fault or find_text_fault(overrides.reason, reason.most)
         if text_fault is not None:
-            yield Fault("/wish/reason", text_fault)
+            yield Fault("/overrides/reason", text_fault)
     if overrides.expires_in_days is not None and overrides.expires_in_days <= draft.cryptoperiod_days:
-        yield Fault("/wish/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation")
+        yield Fault(
+            "/overrides/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation"
+        )
     if not faults:
         plan = _sample_plan(environment, overrides, terms.window, now)
         for fault in find_faults(plan, environment, KeyKind.PRIVATE, None, now):
-            yield Fault(f"/wish{fault.pointer}", fault.detail)
+            yield Fault(f"/overrides{fault.pointer}", fault.detail)
 
 
 def _sample_plan(environment: Environment, overrides: PlanOverrides, window: Window | None, now: datetime) -> Plan:
@@ -317,7 +319,7 @@ def _columns(grant: Grant, draft: ScheduleDraft) -> dict[str, Any]:
         "lead_days": draft.lead_days,
         "window": None if draft.window is None else draft.window.as_json(),
         "calendar": draft.calendar,
-        "wish": draft.overrides.as_json(),
+        "overrides": draft.overrides.as_json(),
         "is_enabled": True,
         **_author(grant),
     }
@@ -338,7 +340,7 @@ def _audit_details(draft: ScheduleDraft) -> Mapping[str, JsonValue]:
         "lead_days": draft.lead_days,
         "window": None if draft.window is None else draft.window.as_json(),
         "calendar": None if draft.calendar is None else draft.calendar.name,
-        "wish": draft.overrides.as_json(),
+        "overrides": draft.overrides.as_json(),
     }
 
 

@@ -115,8 +115,8 @@ def replacement(key: Key) -> str:
 
 
 def added(**rule: Any) -> Endpoint:
-    wish = EndpointDraft("refunds.create", "POST", "/refunds", frozenset({KeyKind.PRIVATE}), **rule)
-    add_endpoint(may(P.CATALOG_WRITE), wish)
+    draft = EndpointDraft("refunds.create", "POST", "/refunds", frozenset({KeyKind.PRIVATE}), **rule)
+    add_endpoint(may(P.CATALOG_WRITE), draft)
     found = find_endpoint("refunds.create")
     assert isinstance(found, Endpoint)
     return found
