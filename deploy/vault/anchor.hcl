@@ -1,4 +1,4 @@
-# anchor: signs checkpoints of the audit chain. The key itself never leaves the server.
+# anchor: signs checkpoints of the audit chain. The signing key never leaves the server.
 
 path "PREFIX-anchor-SCOPE/sign/audit" {
   capabilities = ["update"]

@@ -1,4 +1,4 @@
-# destroyer: erases single versions for ever, after their keys were revoked.
+# destroyer: permanently destroys single versions after their keys were revoked.
 
 path "PREFIX-keys-SCOPE/destroy/*" {
   capabilities = ["update"]

@@ -1,6 +1,6 @@
-# issuer: stores new keys and provider credentials. It reads nothing back, not even what it wrote.
+# issuer: writes new keys and provider credentials. It cannot read, not even its own writes.
 
-# "create" is the first version of a path, "update" each later one. The mount wants check-and-set for both.
+# "create" permits the first version of a path, "update" each later one. The mount requires check-and-set for both.
 path "PREFIX-keys-SCOPE/data/*" {
   capabilities = ["create", "update"]
 }

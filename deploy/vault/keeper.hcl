@@ -1,4 +1,4 @@
-# keeper: makes a new pepper, and erases one that no key needs any more. Only where setup and the pepper commands run.
+# keeper: creates peppers, and destroys those that no key needs. Only for hosts that run setup and the pepper commands.
 
 path "PREFIX-peppers-SCOPE/data/hmac" {
   capabilities = ["create", "update"]

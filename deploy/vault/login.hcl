@@ -1,28 +1,28 @@
-# What every login of ours may do with itself. It comes before the policy of each role; there is no "default" policy in
-# their tokens. PREFIX, ROLE and SCOPE are filled in by manage.py vault_bootstrap, or by hand:
+# Permissions of every login on its own token and secret id. This file is prepended to the policy of each role, because
+# the tokens have no "default" policy. Replace PREFIX, ROLE and SCOPE with manage.py vault_bootstrap, or by hand:
 #   cat login.hcl issuer.hcl | sed -e s/PREFIX/keyvault/g -e s/ROLE/issuer/g -e s/SCOPE/sandbox/g
 
-# Its token is periodic: renewed at two thirds of its life, for as long as the process runs.
+# The token is periodic. The process renews it at two thirds of its TTL, as long as it runs.
 path "auth/token/renew-self" {
   capabilities = ["update"]
 }
 
-# How long its token lives.
+# The process reads the TTL of its token.
 path "auth/token/lookup-self" {
   capabilities = ["read"]
 }
 
-# vault_doctor ends the token that it logged in with.
+# vault_doctor revokes its own token when it exits.
 path "auth/token/revoke-self" {
   capabilities = ["update"]
 }
 
-# vault_doctor compares what the token may do with what it should.
+# vault_doctor compares the token's capabilities with the expected ones.
 path "sys/capabilities-self" {
   capabilities = ["update"]
 }
 
-# vault_doctor says how long a secret id is good yet. Whoever asks must know the secret id already.
+# vault_doctor reports when the secret id expires. The lookup requires the secret id itself.
 path "auth/approle/role/PREFIX-ROLE-SCOPE/secret-id/lookup" {
   capabilities = ["update"]
 }

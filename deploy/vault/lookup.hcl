@@ -1,21 +1,20 @@
-# lookup: loads the peppers when a process starts; verification never asks again. Every host has it.
+# lookup: loads peppers into a process. Verification does not call the server. Every host has this role.
 
 path "PREFIX-peppers-SCOPE/data/hmac" {
   capabilities = ["read"]
 }
 
-# Which versions there are.
+# Lists the versions.
 path "PREFIX-peppers-SCOPE/metadata/hmac" {
   capabilities = ["read"]
 }
 
-# vault_doctor reads how the mount is configured.
+# vault_doctor reads the configuration of the mount.
 path "PREFIX-peppers-SCOPE/config" {
   capabilities = ["read"]
 }
 
-# The public keys that checkpoints of the audit chain are checked with, wherever somebody looks at them. Signing is the
-# anchor's alone.
+# Reads the public keys that verify checkpoints of the audit chain. Only the role anchor may sign.
 path "PREFIX-anchor-SCOPE/keys/audit" {
   capabilities = ["read"]
 }

@@ -1,6 +1,6 @@
-# merchant: what a merchant's own backend reads in one environment: its own keys and provider credentials, and nobody
-# else's. Whose it is stands in the identity entity: metadata "account_id" is the account's id in that environment. An
-# entity without it reads nothing. Listing is not needed: the console shows the paths.
+# merchant: a merchant's own backend reads its keys and provider credentials in one environment, and no other
+# merchant's. The metadata "account_id" of the identity entity is the account's id in that environment. An entity
+# without it can read nothing. The policy does not permit listing: the console shows the paths.
 
 path "PREFIX-keys-SCOPE/data/{{identity.entity.metadata.account_id}}/*" {
   capabilities = ["read"]

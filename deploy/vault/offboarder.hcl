@@ -1,4 +1,4 @@
-# offboarder: erases a whole path for ever, when a merchant leaves.
+# offboarder: permanently deletes a path with all its versions when a merchant is offboarded.
 
 path "PREFIX-keys-SCOPE/metadata/*" {
   capabilities = ["delete"]

@@ -1,16 +1,16 @@
-# reader: reads one key at a path that it knows: for whoever collects it, and to settle a write whose answer was lost.
-# It lists nothing.
+# reader: reads a key at a known path, to hand it over, and to determine the outcome of a write without a reply. It
+# cannot list paths.
 
 path "PREFIX-keys-SCOPE/data/*" {
   capabilities = ["read"]
 }
 
-# Which versions there are, and which of them are deleted or destroyed.
+# Lists the versions, and which of them are deleted or destroyed.
 path "PREFIX-keys-SCOPE/metadata/*" {
   capabilities = ["read"]
 }
 
-# vault_doctor reads how the mount is configured.
+# vault_doctor reads the configuration of the mount.
 path "PREFIX-keys-SCOPE/config" {
   capabilities = ["read"]
 }

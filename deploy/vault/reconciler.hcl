@@ -1,4 +1,4 @@
-# reconciler: says which paths there are, every night. It reads no key.
+# reconciler: lists the paths every night. It cannot read keys.
 
 path "PREFIX-keys-SCOPE/metadata/*" {
   capabilities = ["list"]

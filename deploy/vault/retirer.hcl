@@ -1,4 +1,4 @@
-# retirer: takes a version out of reading, and brings it back. Nothing is lost by it.
+# retirer: soft-deletes a version, and restores it. Both are reversible.
 
 path "PREFIX-keys-SCOPE/delete/*" {
   capabilities = ["update"]
