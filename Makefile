@@ -1,4 +1,4 @@
-# Few verbs; `make` alone lists them. Python and what it needs live in .venv/, made on first use.
+# `make` lists the targets. The first target that needs Python creates .venv/ with the pinned packages.
 
 VENV := .venv
 PYTHON :=
@@ -12,34 +12,35 @@ PURE = domain access wire rotation/domain
 .DEFAULT_GOAL := help
 .PHONY: help demo run check test test-long test-next fuzz faults bench errors lock clean ready-to-run ready-to-test
 
-help: ## this list
+help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-demo: ready-to-run ## the whole story of a key, told live in a directory of its own; under 3 minutes
+demo: ready-to-run ## run the lifecycle of a key in a temporary data folder; under 3 minutes
 	@exec $(BIN)/python manage.py demo
 
-# `exec`: make passes SIGTERM on to the process it started, which must be the service and not a shell.
-run: ready-to-run ## the service in the foreground with demo data (PORT=8000)
+# `exec`: make forwards SIGTERM to the process that it started, which must be the service and not a shell.
+run: ready-to-run ## run the service in the foreground with demo data (PORT=8000)
 	@exec $(BIN)/python manage.py run --port '$(PORT)'
 
-check: ready-to-test ## ruff, import contracts, mypy and the tests of the pure packages; under a minute
+check: ready-to-test ## run ruff, the import contracts, mypy and the tests of the pure packages; under a minute
 	$(BIN)/ruff check --quiet $(CODE)
 	$(BIN)/ruff format --check --quiet $(CODE)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy $(CODE)
 	KEYVAULT_TEST_DATABASE=sqlite $(BIN)/python -m tests -q $(PURE:%=tests/%)
 
-test: ready-to-test ## every rule, on SQLite and on PostgreSQL (ARGS='-k rotate -x': options for pytest)
+test: ready-to-test ## run the tests on SQLite and on PostgreSQL (ARGS='-k rotate -x': options for pytest)
 	@exec $(BIN)/python -m tests $(SELECTION) $(ARGS)
 
-test-long: ready-to-test ## the rest: killed processes, whole services, a real OpenBao
+test-long: ready-to-test ## run the long tests: killed processes, complete services, a real OpenBao
 	@exec $(BIN)/python -m tests -m long $(ARGS)
 
-# Linters and PostgreSQL do not depend on the Python version, and entry points run the code of the packages below them.
-# The tests that remain depend on Python itself: pure packages, sockets and TLS, processes and signals.
+# Tests that test-next skips. Linters and PostgreSQL do not depend on the Python version, and entry points run the code
+# of the packages below them. The remaining tests depend on Python itself: pure packages, sockets, TLS, processes and
+# signals.
 NEXT_LEAVES_OUT = architecture entry_points demo admin api management rotation models services vault_faults \
     hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/engine/test_engine.py hotpath/test_denied_again.py
-test-next: ## the pure packages on SQLite again, on Python 3.13, where that is installed
+test-next: ## run the tests that depend on the Python version on Python 3.13, if it is installed
 	@for python in python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3.13; do \
 	    if "$$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
 	        export KEYVAULT_TEST_DATABASE=sqlite; \
@@ -49,28 +50,28 @@ test-next: ## the pure packages on SQLite again, on Python 3.13, where that is i
 	done; \
 	echo 'test-next: no Python 3.13 on this machine, so nothing was tested on it'
 
-fuzz: ready-to-test ## 1,000,000 odd byte streams and 100,000 odd requests at real servers (ARGS='server --count N --seed N')
+fuzz: ready-to-test ## fuzz real servers with 1,000,000 byte streams and 100,000 requests (ARGS='server --count N --seed N')
 	@exec $(BIN)/python -m tests.fuzz $(ARGS)
 
-faults: ready-to-test ## kill, stop, lose and double whatever runs, and count; some 30 minutes (ARGS='crash --seed 1')
+faults: ready-to-test ## kill, stop, lose and duplicate parts of the service, and count outcomes; about 30 minutes (ARGS='crash --seed 1')
 	@exec $(BIN)/python -m tests.faults $(ARGS)
 
-bench: ready-to-test ## measure it beside its peers, on the same core; some 20 minutes (ARGS='verify --rounds 3')
+bench: ready-to-test ## benchmark the verifier and other servers on the same core; about 20 minutes (ARGS='verify --rounds 3')
 	@exec $(BIN)/python -m tests.bench $(ARGS)
 
-errors: ready-to-run ## every error code with its cause and cure, as in docs/errors.md
+errors: ready-to-run ## print every error code with its cause and remedy, as in docs/errors.md
 	@exec $(BIN)/python manage.py show_errors
 
-# The options keep a machine's own package index and file paths out of the locks (tests/architecture/test_lock.py).
+# The options keep the local package index and file paths out of the lock files (tests/architecture/test_lock.py).
 COMPILE = $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --python-version 3.11 \
     --no-emit-index-url --no-emit-find-links
 
-lock: ready-to-test ## each requirements.txt from its .in file (ARGS=--upgrade: to the newest versions)
+lock: ready-to-test ## compile each requirements.txt from its .in file (ARGS=--upgrade: to the newest versions)
 	$(COMPILE) $(ARGS) requirements.in --output-file requirements.txt
 	$(COMPILE) $(ARGS) tests/requirements.in --output-file tests/requirements.txt
 	$(COMPILE) $(ARGS) tests/bench/requirements.in --output-file tests/bench/requirements.txt
 
-clean: ## remove .venv/ and caches; data stays
+clean: ## remove .venv/ and caches, but no data
 	rm -rf .venv .stamp-lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find keyvault rotation tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -80,9 +81,9 @@ ready-to-run:
 ready-to-test:
 	@$(call install,tests/requirements.txt)
 
-# $(call install,LOCK) leaves in $(VENV) what LOCK pins, or says why not. It can be interrupted at any line:
-# .incomplete marks an environment whose making was, a dist-info without RECORD a package whose installation
-# was, and the copy of LOCK that says "done" gets its name only after pip succeeded. One make at a time.
+# $(call install,LOCK) installs the packages that LOCK pins into $(VENV), or prints why it cannot. It can be interrupted
+# at any line: .incomplete marks an unfinished environment, and a dist-info without RECORD marks an unfinished package.
+# The stamp, a copy of LOCK, gets its final name after pip succeeded. A file lock admits one make at a time.
 define install
 set -eu; unset PYTHONHOME PYTHONPATH; umask 022; \
 lock='$(1)'; venv='$(VENV)'; stamp="$$venv/.installed-$$(echo "$$lock" | tr / -)"; \
