@@ -236,7 +236,7 @@ CELERY_BEAT_SCHEDULER = "keyvault.project.beat:Scheduler"
 CELERY_BEAT_MAX_LOOP_INTERVAL = 1
 CELERY_BEAT_SCHEDULE = {
     "issue-approved": {"task": "keyvault.tasks.issue_approved", "schedule": 2.0},
-    "upkeep": {"task": "keyvault.tasks.upkeep", "schedule": 5.0},
+    "run-maintenance": {"task": "keyvault.tasks.run_maintenance", "schedule": 5.0},
     "deliver-webhooks": {"task": "keyvault.tasks.deliver_webhooks", "schedule": 2.0},
     "advance-due-rotations": {"task": "rotation.tasks.advance_due", "schedule": 1.0},
     "advance-campaigns": {"task": "rotation.tasks.advance_campaigns", "schedule": 5.0},

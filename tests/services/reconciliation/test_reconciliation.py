@@ -608,7 +608,7 @@ def test_maintenance_with_a_slow_backend_stops_in_time_and_continues_next_time(
 def test_maintenance_of_an_environment_held_by_another_worker_is_skipped(scene: Scene) -> None:
     overwrite_columns(issue(scene.sandbox)[0], material=Material.DESTROY_DUE)
     overwrite_columns(issue(scene.sandbox)[0], material=Material.DELETE_DUE)
-    held = leases.claim("upkeep:sandbox", datetime.now(UTC))
+    held = leases.claim("maintenance:sandbox", datetime.now(UTC))
     assert held is not None
     maintenance.destroy_due()
     maintenance.settle_due()
