@@ -280,7 +280,7 @@ class World:
         """Request a public key's retirement, and approve it by a second person where necessary."""
         rotation = self.rotation
         until = self.now + timedelta(seconds=seconds)
-        asked = interventions.ask_retirement(self.grant("tam", P.ROTATIONS_WRITE), rotation, until)
+        asked = interventions.request_retirement(self.grant("tam", P.ROTATIONS_WRITE), rotation, until)
         if asked.approved_at is None:
             grant = self.grant("approver", P.ROTATIONS_APPROVE, asked.requester_person)
             interventions.approve_retirement(grant, asked)

@@ -18,9 +18,9 @@ from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.interventions import (
     approve_retirement,
-    ask_retirement,
     collect_replacement,
     confirm_rotation,
+    request_retirement,
 )
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
@@ -51,7 +51,7 @@ def confirm(rotation: Rotation, clock: Clock) -> Rotation:
 
 def retire(rotation: Rotation, clock: Clock, seconds: float, who: OperatorPrincipal | None = None) -> Retirement:
     grant = authorize(who or scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
-    return ask_retirement(grant, rotation, scene.later(clock(), seconds))
+    return request_retirement(grant, rotation, scene.later(clock(), seconds))
 
 
 def test_public_key_is_confirmed_by_an_operator_and_overlaps_without_a_deadline(
