@@ -88,7 +88,7 @@ class Migration(migrations.Migration):
                 ('deadline_at', models.DateTimeField(blank=True, null=True)),
                 ('retire_at', models.DateTimeField(blank=True, null=True)),
                 ('confirmed_at', models.DateTimeField(blank=True, null=True)),
-                ('told_at', models.DateTimeField(blank=True, null=True)),
+                ('notified_at', models.DateTimeField(blank=True, null=True)),
                 ('quarantined_at', models.DateTimeField(blank=True, null=True)),
                 ('reinstated_at', models.DateTimeField(blank=True, null=True)),
                 ('waived_at', models.DateTimeField(blank=True, null=True)),
