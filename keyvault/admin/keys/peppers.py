@@ -108,7 +108,7 @@ def _usage_facts(state: PepperState) -> FactTable:
             (f"Living {subject}", state.living),
             (f"Living, not used for {DORMANT_DAYS} days", state.dormant),
             (f"Dead {subject}", state.dead),
-            ("Blocks retirement", state.leaning or "nothing"),
+            ("Blocks retirement", state.usage or "nothing"),
         ],
     )
 
