@@ -49,7 +49,7 @@ class Command(JsonCommand):
             )
 
 
-_COUNTS = ("paths", "versions", "destroyed", "put_right", "forgotten", "missing", "strangers", "left", "failed")
+_COUNTS = ("paths", "versions", "destroyed", "put_right", "forgotten", "missing", "unattributed", "left", "failed")
 
 
 def _format_finding(finding: Mapping[str, Any]) -> str:
