@@ -28,7 +28,7 @@ def sign_checkpoints() -> None:
     checkpoints.sign_due(datetime.now(UTC))
 
 
-@shared_task(name="keyvault.tasks.upkeep", expires=30)
+@shared_task(name="keyvault.tasks.run_maintenance", expires=30)
 def run_maintenance() -> None:
     """Run every maintenance step, those that end keys first.
 

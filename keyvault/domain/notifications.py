@@ -24,7 +24,7 @@ class NoticeKind(StrEnum):
     CREDENTIAL_WITHOUT_KEY = "credential.without_key"
     WEBHOOK_FAILED = "webhook.failed"
     WEBHOOK_TEST = "webhook.test"
-    BACKEND_UNATTRIBUTED = "backend.stranger"
+    BACKEND_UNATTRIBUTED = "backend.unattributed"
     BACKEND_DENIED = "backend.denied"
     REVOCATION_LOG_FAILED = "journal.failed"
     OPERATOR_LOCKED = "operator.locked"

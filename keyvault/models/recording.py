@@ -1,8 +1,8 @@
 """Base class of rows that only a recorded transaction may write, and the subjects that a write changes.
 
 A service cannot omit its change row or its audit entry: a save, update, create or delete of a `RecordedModel` outside
-`services.recording.recorded` raises, and inside it the model names the changed subject. Raw SQL and migrations bypass
-this check, and so does a user with the database's password; the audit chain detects that.
+`services.recording.transaction.recorded` raises, and inside it the model names the changed subject. Raw SQL and
+migrations bypass this check, and so does a user with the database's password; the audit chain detects that.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

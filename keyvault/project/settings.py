@@ -45,7 +45,7 @@ VAULT_ADDRESS: str = _values["VAULT_ADDR"]
 VAULT_CA_FILE = Path(_values["VAULT_CACERT"]) if _values["VAULT_CACERT"] else None
 VAULT_PREFIX: str = _values["KEYVAULT_VAULT_PREFIX"]
 VAULT_AUTH: str = _values["KEYVAULT_VAULT_AUTH"]
-VAULT_LOGINS = DATA_DIR / _values["KEYVAULT_VAULT_CREDENTIALS_DIR"]
+VAULT_CREDENTIALS_DIR = DATA_DIR / _values["KEYVAULT_VAULT_CREDENTIALS_DIR"]
 VAULT_JWT_FILE = Path(_values["KEYVAULT_VAULT_JWT_FILE"])
 BROKER_URL: str = _values["KEYVAULT_BROKER_URL"] or REDIS_URL or spool_url(DATA_DIR / "spool")
 
@@ -236,7 +236,7 @@ CELERY_BEAT_SCHEDULER = "keyvault.project.beat:Scheduler"
 CELERY_BEAT_MAX_LOOP_INTERVAL = 1
 CELERY_BEAT_SCHEDULE = {
     "issue-approved": {"task": "keyvault.tasks.issue_approved", "schedule": 2.0},
-    "upkeep": {"task": "keyvault.tasks.upkeep", "schedule": 5.0},
+    "run-maintenance": {"task": "keyvault.tasks.run_maintenance", "schedule": 5.0},
     "deliver-webhooks": {"task": "keyvault.tasks.deliver_webhooks", "schedule": 2.0},
     "advance-due-rotations": {"task": "rotation.tasks.advance_due", "schedule": 1.0},
     "advance-campaigns": {"task": "rotation.tasks.advance_campaigns", "schedule": 5.0},

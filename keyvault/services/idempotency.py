@@ -30,6 +30,9 @@ from keyvault.services.peppers.ring import load_peppers
 _SHRED_BATCH = 500
 """Maximum ids in one query."""
 
+_MAX_DELETED = 5_000
+"""Maximum replies deleted in one run."""
+
 HOLD_SECONDS = 15
 """Time for which an attempt holds its key, in seconds."""
 
@@ -242,5 +245,6 @@ def _shred(rows: QuerySet[IdempotentRequest]) -> None:
 
 
 def forget_expired(now: datetime) -> None:
-    """Delete the replies whose retention is over."""
-    IdempotentRequest.objects.filter(expires_at__lte=now).delete()
+    """Delete replies whose retention is over, some thousands at a time, oldest first."""
+    expired = IdempotentRequest.objects.filter(expires_at__lte=now).order_by("expires_at").values_list("pk", flat=True)
+    IdempotentRequest.objects.filter(pk__in=list(expired[:_MAX_DELETED])).delete()

@@ -234,7 +234,7 @@ def _exclusive(environment: Environment) -> Iterator[Callable[[], bool]]:
     The limits keep a slow backend from occupying every thread that issues and rotates keys. Yields a callable that
     returns whether to continue; the next run processes the remaining rows.
     """
-    lease = leases.claim(f"upkeep:{environment}", datetime.now(UTC), ignore_due_at=True)
+    lease = leases.claim(f"maintenance:{environment}", datetime.now(UTC), ignore_due_at=True)
     ends_at = time.monotonic() + _MAINTENANCE_SECONDS
     if lease is None:
         yield lambda: False

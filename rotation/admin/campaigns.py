@@ -329,9 +329,9 @@ def _left_out(row: Campaign) -> str:
 
 def _plan(row: Campaign) -> Iterable[tuple[str, Any]]:
     """Yield the chosen values and the defaults; the longest gap differs per credential, so it is not computed here."""
-    overrides, environment = PlanOverrides.from_json(row.wish), Environment(row.environment)
+    overrides, environment = PlanOverrides.from_json(row.overrides), Environment(row.environment)
     for name, field in FIELDS.items():
-        if name != "reason" and (field.is_shared or name in row.wish):
+        if name != "reason" and (field.is_shared or name in row.overrides):
             yield field.label, show_override(field, getattr(overrides, name), environment)
 
 

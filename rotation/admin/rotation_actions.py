@@ -34,13 +34,13 @@ from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import (
     abort_rotation,
-    ask_retirement,
     collect_replacement,
     confirm_rotation,
     extend_rotation,
     may_be_aborted,
     may_be_confirmed,
     predecessor_ended_at,
+    request_retirement,
     resume_rotation,
     rolls_back,
     stage_of,
@@ -91,7 +91,7 @@ def _extend(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
 
 
 def _retire(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
-    retirement = ask_retirement(grant, rotation, cleaned["retire_at"])
+    retirement = request_retirement(grant, rotation, cleaned["retire_at"])
     if retirement.approved_at is not None:
         return ActionResult(f"The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
     return ActionResult("Date requested. It applies once a second person has approved it.")

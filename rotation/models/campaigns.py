@@ -23,7 +23,7 @@ class Campaign(RequestColumns):
     """A selection of credentials that is rotated under one approval of selection, plan and pace.
 
     `selection`: {"environment", "merchants" (list or null), "older_than_days" (or null)}, and `left_out`, the number
-    of excluded credentials by reason. `wish`: the overrides of each plan. `pace`: {"per_minute", "concurrency",
+    of excluded credentials by reason. `overrides`: those of each plan. `pace`: {"per_minute", "concurrency",
     "halt_on_stall" (bool), "halt_at_failed_percent"}. The digest covers all three and the selected credentials, which
     are `members` from the start. `began_at`: when the approval was complete. `resumed_at`: when it was last resumed
     after a halt; only later outcomes count towards the next halt.
@@ -35,7 +35,7 @@ class Campaign(RequestColumns):
     why = models.CharField(max_length=300, blank=True)
     reason = models.CharField(max_length=300)
     selection = models.JSONField()
-    wish = models.JSONField()
+    overrides = models.JSONField()
     pace = models.JSONField()
     requester = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="campaigns")
     approval_expires_at = models.DateTimeField()

@@ -57,7 +57,7 @@ class Rotation(RequestColumns):
     deadline_at = at()
     retire_at = at()
     confirmed_at = at()
-    told_at = at()
+    notified_at = at()
     quarantined_at = at()
     reinstated_at = at()
     waived_at = at()

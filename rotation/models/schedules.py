@@ -33,8 +33,8 @@ class RotationSchedule(RecordedModel):
 
     `window`: as `windows.Window.as_json` writes it, without blackouts, which come from the `calendar`; None: any time.
     A key falls due `cryptoperiod_days` after its activation, less up to `jitter_days` derived from the credential's
-    id. The rotation is requested `lead_days` before, so that it can be approved in time. `wish`: plan overrides of the
-    environment's defaults. `author`: the requester of its rotations.
+    id. The rotation is requested `lead_days` before, so that it can be approved in time. `overrides`: plan values that
+    replace the environment's defaults. `author`: the requester of its rotations.
     """
 
     environment = choice(Environment)
@@ -45,7 +45,7 @@ class RotationSchedule(RecordedModel):
     lead_days = models.PositiveIntegerField(default=0)
     window = models.JSONField(null=True, blank=True)
     calendar = models.ForeignKey(BlackoutCalendar, models.PROTECT, null=True, blank=True, related_name="schedules")
-    wish = models.JSONField(default=dict, blank=True)
+    overrides = models.JSONField(default=dict, blank=True)
     is_enabled = models.BooleanField(default=True)
     author = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="rotation_schedules")
     author_person = models.CharField(max_length=32)

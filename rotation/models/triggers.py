@@ -75,7 +75,7 @@ FOUR_EYES = (
         foreign_key="campaign_id",
         approved="NEW.state NOT IN ('awaiting_approval', 'rejected', 'expired', 'cancelled')",
         environment="NEW.environment",
-        frozen=("environment", "selection", "wish", "pace"),
+        frozen=("environment", "selection", "overrides", "pace"),
         by_services=False,
     ),
 )

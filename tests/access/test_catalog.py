@@ -21,7 +21,7 @@ from keyvault.access.catalog import (
 )
 from keyvault.domain.keys import KeyKind
 
-# The table of design/API.md, "Integration plane": name, method, path, credential, Bearer, idempotent by key.
+# The reviewed table of the built-in endpoints: name, method, path, credential, Bearer, idempotent by key.
 CONTRACT = """
 orders.retrieve          GET     /merchants/orders/<order_token>           private  optional  -
 orders.create            POST    /merchants/orders                         private  none      idempotent

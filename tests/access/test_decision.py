@@ -21,8 +21,8 @@ from keyvault.domain.networks import parse_network
 
 from .judging import CATALOG, CUSTOMER_TOKEN, NOW, PRODUCTION, RATES, WALLET, Case, code_of, judge, key_string
 
-# design/API.md, "Verdicts": "Evaluated in this order; the first that fails answers." The second
-# `credential_invalid` is the proof; the limits come after all of these, see services/verification/test_judging.py.
+# The reviewed order of the checks; the first that fails decides. The second `credential_invalid` is the proof.
+# Limits come after all of these: tests/services/verification/test_judging.py.
 CONTRACT_ORDER = [
     "credential_in_url",
     "credential_ambiguous",
@@ -50,7 +50,7 @@ FORGED = RIGHT[:27] + key_string(seed="another")[27:70]
 ENDPOINT = {endpoint.name: endpoint for endpoint in CATALOG.endpoints}
 OFFICE = (parse_network("192.0.2.0/24"), parse_network("2001:db8::/32"))
 
-# The contract has expired and revoked in one row: a token that is both was revoked.
+# Both checks apply to the same token: one that is expired and revoked is reported as revoked.
 NOT_REVOKED: dict[str, object] = {"customer_revoked_at": None}
 
 # What makes each rule fail, by itself.

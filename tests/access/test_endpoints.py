@@ -18,8 +18,8 @@ PRIVATE = frozenset({KeyKind.PRIVATE})
 GOOD = EndpointDraft("refunds.create", "POST", "/refunds/<refund_id>", PRIVATE)
 
 
-def read(wish: EndpointDraft = GOOD, others: tuple[Endpoint, ...] = BUILT_IN.endpoints, **changed: Any) -> Any:
-    return read_endpoint(replace(wish, **changed), others, frozenset({"live"}))
+def read(draft: EndpointDraft = GOOD, others: tuple[Endpoint, ...] = BUILT_IN.endpoints, **changed: Any) -> Any:
+    return read_endpoint(replace(draft, **changed), others, frozenset({"live"}))
 
 
 def pointers(**changed: Any) -> list[str]:

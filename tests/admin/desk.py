@@ -59,15 +59,15 @@ def set_up_desk() -> Desk:
     )
 
 
-def make_endpoint(name: str = "refunds.create", **wished: Any) -> CatalogEndpoint:
+def make_endpoint(name: str = "refunds.create", **changed: Any) -> CatalogEndpoint:
     """Create an upstream endpoint that an operator added, by default a POST for private keys."""
-    wish: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "method": "POST",
         "path": "/refunds/<refund_id>",
         "credentials": frozenset({KeyKind.PRIVATE}),
     }
     adding = the_operator("admin", Role.KEY_ADMINISTRATOR)
-    return add_endpoint(grant(adding, Permission.CATALOG_WRITE), EndpointDraft(name, **{**wish, **wished}))
+    return add_endpoint(grant(adding, Permission.CATALOG_WRITE), EndpointDraft(name, **{**defaults, **changed}))
 
 
 def make_refusal(request_id: str = "R" * 22, **changes: Any) -> Refusal:

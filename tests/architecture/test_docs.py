@@ -18,8 +18,10 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "keyvault" / "README.md",
+    ROOT / "keyvault" / "hotpath" / "README.md",
     ROOT / "rotation" / "README.md",
     ROOT / "deploy" / "README.md",
+    ROOT / "deploy" / "vault" / "README.md",
     ROOT / "deploy" / "webhooks.md",
 ]
 TOP_FOLDERS = "keyvault|rotation|tests|deploy|docs"

@@ -89,7 +89,7 @@ class Logbook:
         return copy.deepcopy(self)
 
     def records(self) -> Iterator[Record]:
-        """In the order of `services.audit_export`."""
+        """Yield the records in the order of `keyvault.services.audit.export`."""
         yield ExportStart(AT + timedelta(hours=1), SCOPES, None)
         for scope in SCOPES:
             yield from self._records_of(scope)

@@ -258,7 +258,7 @@ def test_export_check_odd_checkpoint_is_named_with_what_is_wrong(name: str) -> N
     assert found(made).why == why
 
 
-def test_export_check_first_checkpoint_leaning_on_another_is_named() -> None:
+def test_export_check_first_checkpoint_that_depends_on_another_is_named() -> None:
     made = signed_book([])
     made.checkpoints["sandbox"] = [signed(replace(_at(made, 1), previous=bytes([1] * 32)))]
     assert found(made).why == "it is the first but contains a previous digest"

@@ -1,4 +1,4 @@
-"""The text a caller holds: the format of design/API.md, and that nothing else passes for it."""
+"""Key strings: the published format is parsed, and any other text is refused."""
 
 import re
 

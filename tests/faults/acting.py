@@ -125,8 +125,8 @@ def make_cast(victims: int, tokens: int) -> Cast:
         asked[name] = question(name, text, token)
         act, undo = _at(name, away), _at(name, back)
         others.append(Target(name, ("account", f"{name}/sandbox"), act, undo, wrong))
-    wish = EndpointDraft("faults.list", "GET", "/faults", frozenset({KeyKind.PRIVATE}))
-    add_endpoint(grant(scene.admin(), P.CATALOG_WRITE), wish)
+    draft = EndpointDraft("faults.list", "GET", "/faults", frozenset({KeyKind.PRIVATE}))
+    add_endpoint(grant(scene.admin(), P.CATALOG_WRITE), draft)
     asked["faults.list"] = question("faults.list", steady, token, "faults.list")
     others.append(
         Target(

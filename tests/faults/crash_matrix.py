@@ -194,7 +194,7 @@ def check(journey: Journey, rotation_id: str, when: str) -> list[str]:
 
 
 def settle_copies(rotation_id: str, now: datetime) -> None:
-    """The upkeep's turn, on the clock of the drive: the copy of a quarantined key is hidden, or brought back."""
+    """Settle due copies as the maintenance task does, at a given time: hide or restore a quarantined key's copy."""
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, get_rotation(rotation_id).credential.account, now=now)
     for key in list_unsettled(Environment.SANDBOX):
         lease = leases.claim(copy_subject(key), now, ignore_due_at=True)

@@ -1,7 +1,7 @@
 """A Vault or OpenBao on disk, struck at every call of a rotation by every fault, there and on both ways back.
 
-In one process, by the engine and the upkeep themselves and a clock that stands still, so that an outage costs no time;
-the server, its logins and policies, the connections and what happens to them are real.
+The engine and the maintenance functions run in one process on a frozen clock, so that an outage takes no time. The
+server, its logins and policies, the connections and their faults are real.
 """
 
 from contextlib import ExitStack

@@ -1,1 +1,1 @@
-"""Differential fuzzes: of the whole service against API.md, and of the verifier's server against a stock one."""
+"""Differential fuzzing: the whole service against `oracle`, and the verifier's server against a stock one."""

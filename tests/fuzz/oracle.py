@@ -1,4 +1,4 @@
-"""The response that API.md defines for a request. Written from that page; it calls nothing of `keyvault`.
+"""The expected response to a request, written from the reviewed HTTP contract. It calls nothing of `keyvault`.
 
 A key is identified by its complete string: an unknown string proves nothing.
 """

@@ -104,7 +104,7 @@ def test_vault_doctor_before_setup_reports_missing_peppers(installed_vault: Inst
 
 @contextmanager
 def pointed_at(address: str, made: InstalledVault | None = None, **more: Any) -> Iterator[None]:
-    own = {} if made is None else {"VAULT_PREFIX": made.layout.prefix, "VAULT_LOGINS": made.logins}
+    own = {} if made is None else {"VAULT_PREFIX": made.layout.prefix, "VAULT_CREDENTIALS_DIR": made.logins}
     with override_settings(**{"IS_VAULT": False, "VAULT_ADDRESS": address, **own, **more}):
         yield
 
@@ -179,7 +179,7 @@ def test_vault_doctor_names_an_address_without_a_server() -> None:
 @pytest.mark.parametrize(("seconds", "expected"), [(3600, "ahead of"), (-3600, "behind")])
 def test_vault_doctor_names_a_clock_that_is_off(seconds: int, expected: str, tmp_path: Path) -> None:
     health = {"sealed": False, "server_time_utc": int(time.time()) + seconds}
-    with answering(200, health) as address, pointed_at(address, VAULT_LOGINS=tmp_path / "none"):
+    with answering(200, health) as address, pointed_at(address, VAULT_CREDENTIALS_DIR=tmp_path / "none"):
         report = doctor()
     assert [subject for subject, problem in problems_of(report) if expected in problem and "clock" in problem] == [
         address
@@ -407,7 +407,7 @@ def test_vault_doctor_names_files_that_others_can_access(vault_service: Installe
 
 
 def test_vault_doctor_names_a_missing_folder(vault_service: InstalledVault, tmp_path: Path) -> None:
-    with override_settings(VAULT_LOGINS=tmp_path / "none"):
+    with override_settings(VAULT_CREDENTIALS_DIR=tmp_path / "none"):
         assert problems_of(doctor()) == [(str(tmp_path / "none"), "The folder of the logins is missing.")]
 
 
@@ -433,7 +433,7 @@ def test_vault_doctor_with_agent_tokens_finds_an_expired_one_and_revokes_none(
     for name in names:
         token = AppRoleLogin(vault_service.logins, name).log_in(open_client(vault_service.server)).text.reveal()
         write_private_file(folder / f"{name}.token", token)
-    with override_settings(VAULT_AUTH="token_file", VAULT_LOGINS=folder):
+    with override_settings(VAULT_AUTH="token_file", VAULT_CREDENTIALS_DIR=folder):
         assert doctor()["findings"] == []
         assert doctor()["findings"] == []
         dead = (folder / f"{names[0]}.token").read_text()

@@ -41,7 +41,7 @@ from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import BlackoutCalendar, Campaign, EvidenceKind, Retirement, Rotation, RotationSchedule
 from rotation.services.campaigns.campaigns import approve_campaign, request_campaign
 from rotation.services.rotations.facts import note_evidence
-from rotation.services.rotations.interventions import ask_retirement
+from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.factories import (
     PRODUCTION,
@@ -148,7 +148,7 @@ def _retirement(tam: principals.OperatorPrincipal, place: Account) -> Retirement
     """Request the retirement of a public key in a rotation; it is not approved."""
     key, _ = issue(place, kind=KeyKind.PUBLIC)
     rotation = _rotation(tam, key)
-    return ask_retirement(grant(tam, Permission.ROTATIONS_WRITE, place), rotation, now() + timedelta(days=90))
+    return request_retirement(grant(tam, Permission.ROTATIONS_WRITE, place), rotation, now() + timedelta(days=90))
 
 
 def _campaign(tam: principals.OperatorPrincipal, approver: principals.OperatorPrincipal, place: Account) -> Campaign:

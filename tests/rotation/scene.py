@@ -71,9 +71,9 @@ def issue(place: Account, now: datetime, **chosen: Any) -> tuple[Key, Plaintext]
     return Key.objects.select_related("credential__account__merchant").get(pk=key.pk), text
 
 
-def rotate(credential: Credential, now: datetime, **wish: object) -> Rotation:
+def rotate(credential: Credential, now: datetime, **overrides: object) -> Rotation:
     """Return an approved sandbox rotation, by acknowledgement and with short periods by default."""
-    chosen = {"proof": Proof.ACK, "quiet_seconds": 5, "quarantine_seconds": 5, **wish}
+    chosen = {"proof": Proof.ACK, "quiet_seconds": 5, "quarantine_seconds": 5, **overrides}
     grant = authorize(tam(), P.ROTATIONS_WRITE, credential.account, now=now)
     return request_rotation(grant, credential, PlanOverrides(**chosen))  # type: ignore[arg-type]  # the test's own values
 

@@ -39,14 +39,14 @@ def key_states(rotation: Rotation) -> tuple[str, str | None]:
     return fresh.predecessor.state, fresh.replacement.state if fresh.replacement else None
 
 
-def begun(clock: Clock, **wish: object) -> Rotation:
+def begun(clock: Clock, **overrides: object) -> Rotation:
     key, _ = scene.issue(scene.account(), clock())
-    return scene.rotate(key.credential, clock(), **wish)
+    return scene.rotate(key.credential, clock(), **overrides)
 
 
-def overlapping(clock: Clock, verifier: UsageLog, **wish: object) -> Rotation:
+def overlapping(clock: Clock, verifier: UsageLog, **overrides: object) -> Rotation:
     """Return a rotation whose replacement is proved."""
-    rotation = advance(begun(clock, **wish), clock)
+    rotation = advance(begun(clock, **overrides), clock)
     scene.acknowledge_replacement(rotation.rotation_id, clock())
     verifier.flush()
     rotation = advance(rotation, clock, 3)
@@ -54,8 +54,8 @@ def overlapping(clock: Clock, verifier: UsageLog, **wish: object) -> Rotation:
     return rotation
 
 
-def quarantined(clock: Clock, verifier: UsageLog, **wish: object) -> Rotation:
-    rotation = overlapping(clock, verifier, **wish)
+def quarantined(clock: Clock, verifier: UsageLog, **overrides: object) -> Rotation:
+    rotation = overlapping(clock, verifier, **overrides)
     clock.tick(6)
     verifier.flush()
     rotation = advance(rotation, clock)

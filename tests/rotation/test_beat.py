@@ -124,9 +124,9 @@ def test_beat_corrects_a_changed_row(beats: list[Scheduler]) -> None:
 def test_beat_restarted_continues_its_schedule(beats: list[Scheduler]) -> None:
     start(beats)
     ran_at = datetime.now(UTC) - timedelta(hours=3)
-    PeriodicTask.objects.filter(name="upkeep").update(last_run_at=ran_at, total_run_count=7)
-    assert start(beats).schedule["upkeep"].last_run_at == ran_at
-    assert PeriodicTask.objects.get(name="upkeep").total_run_count == 7
+    PeriodicTask.objects.filter(name="run-maintenance").update(last_run_at=ran_at, total_run_count=7)
+    assert start(beats).schedule["run-maintenance"].last_run_at == ran_at
+    assert PeriodicTask.objects.get(name="run-maintenance").total_run_count == 7
 
 
 def test_beat_ticks_write_nothing(beats: list[Scheduler]) -> None:

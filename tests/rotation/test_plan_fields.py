@@ -228,11 +228,11 @@ def test_plan_field_past_its_bounds_is_refused_for_schedules_and_campaigns_too(n
     issue(account(), at)
     for value in refused(name):
         sentence = FIELDS[name].find_fault(value, SANDBOX, at)
-        wish = PlanOverrides(**{name: value})
+        overrides = PlanOverrides(**{name: value})
         with pytest.raises(RequestInvalidError) as campaign:
-            asked(Clock(at), overrides=wish)
+            asked(Clock(at), overrides=overrides)
         assert sentence in [fault.detail for fault in campaign.value.faults]
         grant = authorize(tam(), P.SCHEDULES_WRITE, now=at)
         with pytest.raises(RequestInvalidError) as schedule:
-            save_schedule(grant, Scope(SANDBOX), ScheduleDraft(cryptoperiod_days=90, overrides=wish))
+            save_schedule(grant, Scope(SANDBOX), ScheduleDraft(cryptoperiod_days=90, overrides=overrides))
         assert (f"/overrides/{name}", sentence) in [(fault.pointer, fault.detail) for fault in schedule.value.faults]

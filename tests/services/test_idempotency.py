@@ -144,6 +144,20 @@ def test_idempotency_response_expires_after_a_day() -> None:
     assert not IdempotentRequest.objects.exists()
 
 
+def test_idempotency_deletes_a_limited_number_of_expired_responses_oldest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A backlog is worked off in short steps."""
+    monkeypatch.setattr("keyvault.services.idempotency._MAX_DELETED", 2)
+    for hours in (1, 3, 2, 0):
+        send(NOON - timedelta(hours=hours), key=f"k-{hours}")
+    left = []
+    for _ in range(2):
+        forget_expired(NOON + KEEP - SECOND)
+        left.append([NOON + KEEP - row.expires_at for row in IdempotentRequest.objects.order_by("expires_at")])
+    assert left == [[timedelta(hours=1), timedelta(0)], [timedelta(0)]]
+
+
 def test_idempotency_invalid_request_stores_nothing() -> None:
     def refuse() -> Effect:
         raise RequestInvalidError("no")

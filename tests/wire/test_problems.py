@@ -21,7 +21,7 @@ from keyvault.domain.errors import (
 )
 from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES, Problem, problem, problems_page
 
-# design/API.md, "Verdicts", and the codes named below its table: code, status, check.
+# The reviewed table of codes, which docs/errors.md documents: code, status, check.
 CONTRACT = """
 | credential_in_url       | 400 | 1 |
 | credential_ambiguous    | 400 | 1 |

@@ -108,7 +108,7 @@ def _usage_facts(state: PepperState) -> FactTable:
             (f"Dependent {subject}", state.living),
             (f"Dependent, not used for {DORMANT_DAYS} days", state.dormant),
             (f"Ended {subject}", state.dead),
-            ("Blocks retirement", state.leaning or "nothing"),
+            ("Blocks retirement", state.usage or "nothing"),
         ],
     )
 

@@ -55,8 +55,8 @@ class Command(JsonCommand):
                 f"  created {state['created_at']:%Y-%m-%d}; dependent {state['living']} (dormant {state['dormant']}), "
                 f"ended {state['dead']}; backend: {_STORED[state['stored']]}"
             )
-            if state["leaning"]:
-                lines.append(f"  used by: {state['leaning']}")
+            if state["usage"]:
+                lines.append(f"  used by: {state['usage']}")
             if state["lagging"]:
                 lines.append(f"  creates no digests yet; not loaded by: {', '.join(state['lagging'])}")
             if state["fault"]:

@@ -56,7 +56,7 @@ _COUNT_LABELS = {
     "put_right": "repaired",
     "forgotten": "erased",
     "missing": "missing",
-    "strangers": "unattributed",
+    "unattributed": "unattributed",
     "left": "skipped",
     "failed": "failed",
 }

@@ -42,7 +42,7 @@ class Command(JsonCommand):
             server=vault_server(),
             layout=vault_layout(),
             login=choose_login,
-            folder=None if settings.VAULT_AUTH == "kubernetes" else settings.VAULT_LOGINS,
+            folder=None if settings.VAULT_AUTH == "kubernetes" else settings.VAULT_CREDENTIALS_DIR,
             needed=needed,
             check_values={},
             now=self.now,

@@ -135,15 +135,15 @@ class PepperUsage:
     sealed_answers: int
 
     def format_counts(self) -> str:
-        """Format the counts, such as "2 keys, 1 service tokens"; empty if nothing depends on it."""
-        counts = {
-            "keys": self.keys.count(),
-            "service tokens": self.service_tokens.count(),
-            "customer access tokens": self.customer_tokens.count(),
-            "sealed webhook secrets": len(self.webhook_endpoints),
-            "sealed replies": self.sealed_answers,
-        }
-        return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        """Format the counts, such as "2 keys, 1 service token"; empty if nothing depends on it."""
+        counts = [
+            (self.keys.count(), "key", "keys"),
+            (self.service_tokens.count(), "service token", "service tokens"),
+            (self.customer_tokens.count(), "customer access token", "customer access tokens"),
+            (len(self.webhook_endpoints), "sealed webhook secret", "sealed webhook secrets"),
+            (self.sealed_answers, "sealed reply", "sealed replies"),
+        ]
+        return ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts if count)
 
 
 class PepperInUseError(StateConflictError):

@@ -25,7 +25,7 @@ class PepperState:
 
     `stored`: whether the secret backend has it; None if the backend did not answer. `is_loaded`: whether this process
     has it and checked it. `lagging`: live reporters that have not loaded a new version, which until then only checks
-    digests. `leaning`: what depends on the version, with counts. `fault`: what is wrong and what to do, or empty.
+    digests. `usage`: what depends on the version, with counts. `fault`: what is wrong and what to do, or empty.
     """
 
     pepper_set: PepperSet
@@ -37,7 +37,7 @@ class PepperState:
     living: int
     dormant: int
     dead: int
-    leaning: str
+    usage: str
     is_loaded: bool
     stored: bool | None
     retired_at: datetime | None
@@ -152,7 +152,7 @@ def _describe(
         living=usage.keys.count() + usage.service_tokens.count(),
         dormant=_dormant(usage.keys, now, dormant_days).count(),
         dead=_count_dead(pepper_set, row.number, now),
-        leaning=usage.format_counts(),
+        usage=usage.format_counts(),
         is_loaded=is_loaded,
         stored=is_stored,
         retired_at=row.retired_at,

@@ -30,7 +30,7 @@ class ReconciliationReport:
     """What one environment's backend holds, and what was done about it (in a dry run: would be done).
 
     `destroyed`: copies of dead keys. `put_right`: copies whose visibility was wrong. `missing`: copies that are gone.
-    `strangers`: unattributed copies. `left`: skipped because another worker was changing them.
+    `unattributed`: copies of unknown origin. `left`: skipped because another worker was changing them.
     """
 
     environment: str
@@ -42,7 +42,7 @@ class ReconciliationReport:
     put_right: int = 0
     forgotten: int = 0
     missing: int = 0
-    strangers: int = 0
+    unattributed: int = 0
     left: int = 0
     failed: int = 0
     findings: list[dict[str, JsonValue]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class ReconciliationReport:
         """Add a finding to the list and the log. Secrets in an unattributed path are redacted."""
         finding: dict[str, JsonValue] = {"what": what, "path": clean_text(path, 200), "backend_version": number, **more}
         _log.log(
-            logging.WARNING if what in {"stranger", "missing", "failed"} else logging.INFO,
+            logging.WARNING if what in {"unattributed", "missing", "failed"} else logging.INFO,
             "reconciliation finding",
             extra={"finding": finding, "is_dry_run": self.is_dry_run},
         )
@@ -77,8 +77,8 @@ class FindingReporter:
 
         The reply and the log list it each time. The console shows it once, if an account is known.
         """
-        self.report.strangers += 1
-        self.report.add_finding("stranger", path, number, why=why)
+        self.report.unattributed += 1
+        self.report.add_finding("unattributed", path, number, why=why)
         account = self._find_account(path)
         if account is not None:
             self._announce(account, clean_text(path.rpartition("/")[2], 64) or "?", path, number, why)
@@ -90,7 +90,7 @@ class FindingReporter:
         if self.report.is_dry_run or any(row.payload == payload for row in announced):
             return
         grant = self.grant(account)
-        with recorded(grant, P.BACKEND_RECONCILE, "backend.stranger_found", account=account, **payload):
+        with recorded(grant, P.BACKEND_RECONCILE, "backend.unattributed_found", account=account, **payload):
             announce(grant, NoticeKind.BACKEND_UNATTRIBUTED, account, subject, **payload)
 
     def report_refusal(self, error: BackendDeniedError) -> None:

@@ -46,8 +46,8 @@ def choose_login(name: str) -> Login:
     if settings.VAULT_AUTH == "kubernetes":
         return KubernetesLogin(name, settings.VAULT_JWT_FILE)
     if settings.VAULT_AUTH == "token_file":
-        return TokenFileLogin(settings.VAULT_LOGINS, name)
-    return AppRoleLogin(settings.VAULT_LOGINS, name)
+        return TokenFileLogin(settings.VAULT_CREDENTIALS_DIR, name)
+    return AppRoleLogin(settings.VAULT_CREDENTIALS_DIR, name)
 
 
 def find_backend_location(environment: Environment, path: str) -> dict[str, str]:

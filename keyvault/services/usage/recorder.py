@@ -231,10 +231,11 @@ class UsageLog(BackgroundThread):
             self.flush()
 
     def _maintain_peppers(self) -> None:
-        """Write pending rehashes and check for new peppers. Both need only the database."""
-        failure = "pepper maintenance failed; digests are renewed when each key is next proved"
-        with log_failure(_log, failure, outage="pepper maintenance failed"):
+        """Write pending rehashes and check for new peppers. A failure of one does not stop the other."""
+        failure = "rehashes could not be written; each key's digest is renewed when the key is next proved"
+        with log_failure(_log, failure, outage="rehashes could not be written"):
             pending_rehashes.write(self.now())
+        with log_failure(_log, "the check for new peppers failed; it is repeated with the next report"):
             load_peppers.poll()
 
 

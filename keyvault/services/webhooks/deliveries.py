@@ -44,6 +44,8 @@ HOLD = timedelta(seconds=30)
 """Exclusive time of a started attempt. Longer than an attempt can take."""
 KEEP = timedelta(days=30)
 """Retention of settled deliveries, from the time of the notice."""
+_MAX_DELETED = 5_000
+"""Maximum deliveries deleted in one run."""
 
 _LEASE = "webhooks"
 _P = Permission.WEBHOOKS_DELIVER
@@ -99,8 +101,10 @@ def find_delivery_report(kind: NoticeKind, subject: str) -> DeliveryReport:
 
 
 def forget_old_deliveries(now: datetime) -> None:
-    """Delete old deliveries that were delivered or given up. The notices stay."""
-    WebhookDelivery.objects.filter(notice__created_at__lt=now - KEEP).exclude(state=DeliveryState.DUE).delete()
+    """Delete old deliveries that were delivered or given up, some thousands at a time. The notices stay."""
+    old = WebhookDelivery.objects.filter(notice__created_at__lt=now - KEEP).exclude(state=DeliveryState.DUE)
+    deleted = old.order_by("pk").values_list("pk", flat=True)[:_MAX_DELETED]
+    WebhookDelivery.objects.filter(pk__in=list(deleted)).delete()
 
 
 # --- one round -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.management.mixins import ApprovalMixin
 from rotation.management.plan_options import read_time
 from rotation.models import Retirement
-from rotation.services.rotations.interventions import approve_retirement, ask_retirement
+from rotation.services.rotations.interventions import approve_retirement, request_retirement
 from rotation.services.rotations.reports import get_rotation
 
 
@@ -26,7 +26,7 @@ class Command(ApprovalMixin):
         rotation = get_rotation(options["rotation_id"])
         account = rotation.credential.account
         grant = self.grant(self.requester(options), Permission.ROTATIONS_WRITE, account)
-        retirement = ask_retirement(grant, rotation, read_time("at", options["at"]))
+        retirement = request_retirement(grant, rotation, read_time("at", options["at"]))
         if retirement.approved_at is None:
             retirement = self._approve(retirement, account, options)
         return {

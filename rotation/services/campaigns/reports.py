@@ -39,7 +39,7 @@ def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]
         "why": campaign.why,
         "reason": campaign.reason,
         "selection": campaign.selection,
-        "wish": campaign.wish,
+        "overrides": campaign.overrides,
         "pace": campaign.pace,
         "plan_digest": campaign.plan_digest,
         "requested_by": campaign.requester.username,

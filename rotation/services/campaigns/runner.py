@@ -154,7 +154,7 @@ def _rotation_of(campaign: Campaign, member: CampaignMember, now: datetime) -> t
         return None, OBSTACLE_LABELS[obstacle]
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, credential.account, now=now)
     try:
-        overrides = PlanOverrides.from_json(campaign.wish)
+        overrides = PlanOverrides.from_json(campaign.overrides)
         return begin_rotation(grant, credential, overrides, author=campaign.requester, campaign=campaign), ""
     except RequestInvalidError as error:
         return None, "; ".join(f"{fault.pointer}: {fault.detail}" for fault in error.faults) or error.detail

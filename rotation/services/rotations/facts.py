@@ -81,9 +81,9 @@ def list_unconfirmed(key: Key) -> list[str]:
 def _find_notification(rotation: Rotation) -> tuple[bool, bool]:
     """Return whether the merchant's webhook endpoint accepted the message, and whether all attempts were given up.
 
-    (True, False) unless the plan requires it. `told_at` decides once it is set, since deliveries are purged.
+    (True, False) unless the plan requires it. `notified_at` decides once it is set, since deliveries are purged.
     """
-    if DeliveryChannel.WEBHOOK not in rotation.approved_plan.channels or rotation.told_at is not None:
+    if DeliveryChannel.WEBHOOK not in rotation.approved_plan.channels or rotation.notified_at is not None:
         return True, False
     found = find_delivery_report(NoticeKind.REPLACEMENT_AVAILABLE, rotation.rotation_id)
     return found.delivered_at is not None, found.has_failed

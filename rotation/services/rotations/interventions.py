@@ -250,7 +250,7 @@ def may_be_confirmed(rotation: Rotation) -> bool:
     return needs_confirmation and rotation.confirmed_at is None and stage_of(rotation) is S.AWAITING_PROOF
 
 
-def ask_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Retirement:
+def request_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Retirement:
     """Request the date on which an old public key is taken out of service; it takes effect once approved, if required.
 
     Raises RequestInvalidError for a date that is past or too far away, StateConflictError for a private key's rotation.

@@ -100,7 +100,7 @@ def _enter(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Change
         case S.PUBLISHING:
             return _publish(grant, rotation)
         case S.AWAITING_PROOF:
-            return {"told_at": grant.at}
+            return {"notified_at": grant.at}
         case S.OVERLAP:
             return _reinstate(grant, rotation) if facts.state is S.QUARANTINE else _overlap(grant, rotation, facts)
         case S.QUARANTINE:

@@ -176,7 +176,7 @@ def draft_of(schedule: RotationSchedule) -> ScheduleDraft:
     """Return what was saved. Raises UnreadableScheduleError."""
     try:
         window = None if schedule.window is None else Window.from_json(schedule.window)
-        overrides = PlanOverrides.from_json(schedule.wish)
+        overrides = PlanOverrides.from_json(schedule.overrides)
     except Exception as error:
         # Content of a newer release or a damaged row can fail to parse in any way.
         raise UnreadableScheduleError(f"{_UNREADABLE}: {explain_unreadable(error)}.") from error
@@ -319,7 +319,7 @@ def _columns(grant: Grant, draft: ScheduleDraft) -> dict[str, Any]:
         "lead_days": draft.lead_days,
         "window": None if draft.window is None else draft.window.as_json(),
         "calendar": draft.calendar,
-        "wish": draft.overrides.as_json(),
+        "overrides": draft.overrides.as_json(),
         "is_enabled": True,
         **_author(grant),
     }
@@ -340,7 +340,7 @@ def _audit_details(draft: ScheduleDraft) -> Mapping[str, JsonValue]:
         "lead_days": draft.lead_days,
         "window": None if draft.window is None else draft.window.as_json(),
         "calendar": None if draft.calendar is None else draft.calendar.name,
-        "wish": draft.overrides.as_json(),
+        "overrides": draft.overrides.as_json(),
     }
 
 

@@ -40,7 +40,7 @@ from keyvault.services.webhooks.endpoints import send_test
 from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.campaigns.campaigns import request_campaign
-from rotation.services.rotations.interventions import ask_retirement
+from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_calendar, save_schedule
 from tests.admin.desk import Desk, browser, make_endpoint, make_refusal
@@ -217,7 +217,7 @@ def every_row(desk: Desk) -> dict[str, Model]:
     )
     public, _ = issue(desk.production, kind=KeyKind.PUBLIC, label="shop")
     asking = grant(desk.tam, P.ROTATIONS_WRITE, desk.production)
-    retirement = ask_retirement(
+    retirement = request_retirement(
         asking, request_rotation(asking, public.credential, PlanOverrides()), now() + timedelta(days=9)
     )
     scheduling = grant(desk.tam, P.SCHEDULES_WRITE)

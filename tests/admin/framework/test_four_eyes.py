@@ -18,7 +18,7 @@ from keyvault.models import BreakGlass
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.lifecycle import revoke_key
 from rotation.domain.plan_fields import PlanOverrides
-from rotation.services.rotations.interventions import ask_retirement
+from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import reissue_key, request_rotation
 from tests.admin.desk import Desk, address, browser, dump, hidden, text_of
 from tests.factories import approve, grant, issue, issue_request, make_operator, now, request_key
@@ -48,7 +48,7 @@ def emergency(desk: Desk) -> Any:
 
 def retirement(desk: Desk) -> Any:
     row = rotation(desk, KeyKind.PUBLIC)
-    return ask_retirement(grant(desk.admin, P.ROTATIONS_WRITE, desk.production), row, now() + timedelta(days=90))
+    return request_retirement(grant(desk.admin, P.ROTATIONS_WRITE, desk.production), row, now() + timedelta(days=90))
 
 
 def campaign(desk: Desk) -> Any:

@@ -81,7 +81,7 @@ def serving_from(made: InstalledVault) -> Iterator[None]:
         VAULT_CA_FILE=made.server.ca_file,
         VAULT_PREFIX=made.layout.prefix,
         VAULT_AUTH=made.auth,
-        VAULT_LOGINS=made.logins,
+        VAULT_CREDENTIALS_DIR=made.logins,
     ):
         _forget()
         try:

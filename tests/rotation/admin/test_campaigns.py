@@ -82,8 +82,8 @@ def test_campaign_requested_has_the_plan_and_pace_of_the_form(desk: Desk, clock:
     assert answer["Location"] == address("rotation_campaign_change", row.pk)
     assert (row.state, row.reason, row.selection["merchants"]) == (C.RUNNING, "yearly", ["acme"])
     assert Pace.from_json(row.pace) == Pace(20, 5, halt_on_stall=True, halt_at_failed_percent=15)
-    wish = {"reason": "yearly", "proof": Proof.ACK, "quiet_seconds": 7_200, "quarantine_seconds": 90}
-    assert row.wish == wish
+    overrides = {"reason": "yearly", "proof": Proof.ACK, "quiet_seconds": 7_200, "quarantine_seconds": 90}
+    assert row.overrides == overrides
     assert row.members.count() == 1
 
 

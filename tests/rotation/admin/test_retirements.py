@@ -11,7 +11,7 @@ from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Retirement, Rotation
-from rotation.services.rotations.interventions import ask_retirement
+from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import request_rotation
 from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
@@ -35,7 +35,7 @@ def in_days(days: int) -> datetime:
 
 
 def dated(desk: Desk, row: Rotation, days: int = 90) -> Retirement:
-    return ask_retirement(grant(desk.tam, P.ROTATIONS_WRITE, row.credential.account), row, in_days(days))
+    return request_retirement(grant(desk.tam, P.ROTATIONS_WRITE, row.credential.account), row, in_days(days))
 
 
 def page(row: Retirement, act: str = "change") -> str:

@@ -31,11 +31,11 @@ def desk(db: None) -> Desk:
     return set_up_desk()
 
 
-def asked(desk: Desk, key: Key, **wish: Any) -> Rotation:
+def asked(desk: Desk, key: Key, **overrides: Any) -> Rotation:
     """Request a rotation as `tam`."""
     place = key.credential.account
     return request_rotation(
-        grant(desk.tam, P.ROTATIONS_WRITE, place), key.credential, PlanOverrides(reason="yearly", **wish)
+        grant(desk.tam, P.ROTATIONS_WRITE, place), key.credential, PlanOverrides(reason="yearly", **overrides)
     )
 
 

@@ -51,9 +51,9 @@ def test_schedule_saved_has_the_terms_of_the_form(desk: Desk) -> None:
     saved = draft_of(row)
     assert (saved.cryptoperiod_days, saved.jitter_days, saved.lead_days) == (90, 9, 7)
     assert saved.window == Window("Europe/Berlin", (0, 4), 1_320, 240)
-    wish = saved.overrides
-    assert (wish.proof, wish.quiet_seconds, wish.quarantine_seconds) == (Proof.ACK, 7_200, 90)
-    assert (wish.expires_in_days, wish.reason) == (200, "yes")
+    overrides = saved.overrides
+    assert (overrides.proof, overrides.quiet_seconds, overrides.quarantine_seconds) == (Proof.ACK, 7_200, 90)
+    assert (overrides.expires_in_days, overrides.reason) == (200, "yes")
     text = text_of(client.get(answer["Location"]))
     assert "Mon, Fri 22:00 to 04:00 Europe/Berlin" in text
     assert "all of acme/sandbox" in text_of(client.get(address(LIST)))

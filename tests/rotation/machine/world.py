@@ -60,7 +60,7 @@ class Variant:
     """The kind of key to rotate, and its plan."""
 
     name: str
-    wish: PlanOverrides
+    overrides: PlanOverrides
     environment: Environment = Environment.SANDBOX
     kind: KeyKind = KeyKind.PRIVATE
     expires_in_days: int | None = None
@@ -229,15 +229,15 @@ class World:
         return done
 
     def ask(self) -> None:
-        rotation = requests.request_rotation(self.grant("tam", P.ROTATIONS_WRITE), self.credential(), self.wish())
+        rotation = requests.request_rotation(self.grant("tam", P.ROTATIONS_WRITE), self.credential(), self.overrides())
         self.rotation_ids.append(rotation.rotation_id)
 
-    def wish(self) -> PlanOverrides:
+    def overrides(self) -> PlanOverrides:
         """Return the variant's plan, with times counted from now."""
-        wish = self.variant.wish
-        if wish.deadline is None:
-            return wish
-        return replace(wish, deadline=self.now + (wish.deadline - START))
+        overrides = self.variant.overrides
+        if overrides.deadline is None:
+            return overrides
+        return replace(overrides, deadline=self.now + (overrides.deadline - START))
 
     def reissue(self) -> None:
         rotation = requests.reissue_key(self.grant("tam", P.ROTATIONS_WRITE), self.credential(), "it has no key left")
@@ -280,7 +280,7 @@ class World:
         """Request a public key's retirement, and approve it by a second person where necessary."""
         rotation = self.rotation
         until = self.now + timedelta(seconds=seconds)
-        asked = interventions.ask_retirement(self.grant("tam", P.ROTATIONS_WRITE), rotation, until)
+        asked = interventions.request_retirement(self.grant("tam", P.ROTATIONS_WRITE), rotation, until)
         if asked.approved_at is None:
             grant = self.grant("approver", P.ROTATIONS_APPROVE, asked.requester_person)
             interventions.approve_retirement(grant, asked)

@@ -53,7 +53,7 @@ def test_rotate_campaign_in_sandbox_runs_with_the_pace_and_plan_given(clock: Clo
         "halt_on_stall": False,
         "halt_at_failed_percent": 25,
     }
-    assert answer["wish"] == {
+    assert answer["overrides"] == {
         "reason": "requested on the command line",
         "proof": "ack",
         "quiet_seconds": 5,

@@ -34,6 +34,7 @@ from keyvault.services.peppers import ring
 from keyvault.services.peppers.ring import PepperRing, load_peppers, read_checked, take_pepper
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.tokens.service_tokens import revoke_service_token
+from keyvault.services.usage import recorder
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification import judging
 from tests.factories import grant, issue, make_token, now, own_keystore
@@ -206,8 +207,23 @@ def test_rehash_is_written_by_the_usage_reporting_thread(scene: Scene) -> None:
     key, text = issue(scene.sandbox)
     rotate()
     assert verdict(text) is None
-    UsageLog()._maintain_peppers()
+    UsageLog()._work()
     assert fresh(key).pepper_version == 2
+
+
+def test_rehash_that_fails_does_not_stop_the_check_for_new_peppers(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process whose rehashes fail in every round still loads a new pepper."""
+    other = PepperRing()
+    monkeypatch.setattr(recorder, "load_peppers", other)
+    monkeypatch.setattr(other, "schedule_refresh", other.refresh)
+    assert other(SANDBOX).current_version == 1
+    rotate()
+    with mock.patch.object(pending_rehashes, "write", side_effect=ValueError) as write:
+        UsageLog()._work()
+    write.assert_called_once()
+    assert other(SANDBOX).current_version == 2
 
 
 # ------------------------------------------------------------------------------------------------- service tokens

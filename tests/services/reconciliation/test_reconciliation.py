@@ -98,7 +98,7 @@ def overwrite_columns(key: Key, **columns: Any) -> None:
 
 
 def counts_of(report: ReconciliationReport) -> dict[str, int]:
-    names = ("destroyed", "put_right", "forgotten", "missing", "strangers", "left", "failed")
+    names = ("destroyed", "put_right", "forgotten", "missing", "unattributed", "left", "failed")
     return {name: getattr(report, name) for name in names if getattr(report, name)}
 
 
@@ -316,7 +316,7 @@ def test_reconcile_reports_an_unattributed_copy_and_keeps_it(scene: Scene, what:
     version = write(key.credential.backend_path, {**labels_of(key), **FOREIGN[what]} if FOREIGN[what] else {})
     for _ in range(2):
         report = reconcile(SANDBOX)
-        assert counts_of(report) == {"strangers": 1}
+        assert counts_of(report) == {"unattributed": 1}
         assert report.findings[0]["path"] == key.credential.backend_path
     assert states(key) == ["destroyed", "live"]
     assert [(notice.subject, notice.payload["backend_version"]) for notice in alarms()] == [
@@ -328,7 +328,7 @@ def test_reconcile_reports_a_copy_at_another_credential_s_path(scene: Scene) -> 
     """A revoked key's string at another credential's path counts as unattributed."""
     revoked, (active, _) = revoked_key(scene), issue(scene.sandbox)
     write(active.credential.backend_path, labels_of(revoked, credential_id=active.credential_id))
-    assert counts_of(reconcile(SANDBOX)) == {"strangers": 1}
+    assert counts_of(reconcile(SANDBOX)) == {"unattributed": 1}
     assert states(active) == ["live", "live"]
 
 
@@ -357,7 +357,7 @@ def test_reconcile_never_reveals_a_key_string_used_as_a_path(scene: Scene) -> No
     write(f"{scene.sandbox.pk}/{text.reveal()}", {})
     report = reconcile(SANDBOX)
     output = json.dumps(report.as_json()) + "".join(json.dumps([each.subject, each.payload]) for each in alarms())
-    assert report.strangers == 1
+    assert report.unattributed == 1
     assert text.reveal() not in output
 
 
@@ -368,7 +368,7 @@ def test_reconcile_reports_an_unreadable_payload(scene: Scene, monkeypatch: pyte
         raise BackendInvalidError("altered")
 
     monkeypatch.setattr(LocalKeystore, "read", fail)
-    assert counts_of(reconcile(SANDBOX)) == {"strangers": 1}
+    assert counts_of(reconcile(SANDBOX)) == {"unattributed": 1}
     assert states(key) == ["live"]
 
 
@@ -377,7 +377,7 @@ def test_reconcile_keeps_a_deleted_version_that_no_key_names(scene: Scene) -> No
     key, _ = issue(scene.sandbox)
     version = write(key.credential.backend_path, labels_of(key))
     secret_backend().soft_delete(Mount.SANDBOX, key.credential.backend_path, version)
-    assert counts_of(reconcile(SANDBOX)) == {"strangers": 1}
+    assert counts_of(reconcile(SANDBOX)) == {"unattributed": 1}
     assert states(key) == ["live", "deleted"]
 
 
@@ -608,7 +608,7 @@ def test_maintenance_with_a_slow_backend_stops_in_time_and_continues_next_time(
 def test_maintenance_of_an_environment_held_by_another_worker_is_skipped(scene: Scene) -> None:
     overwrite_columns(issue(scene.sandbox)[0], material=Material.DESTROY_DUE)
     overwrite_columns(issue(scene.sandbox)[0], material=Material.DELETE_DUE)
-    held = leases.claim("upkeep:sandbox", datetime.now(UTC))
+    held = leases.claim("maintenance:sandbox", datetime.now(UTC))
     assert held is not None
     maintenance.destroy_due()
     maintenance.settle_due()
@@ -747,7 +747,7 @@ def test_reconcile_reports_an_unattributed_copy_at_a_connection_s_path(scene: Sc
     write(connection.backend_path, {})
     if is_removed:
         provider_connections.remove_connection(allowed, connection)
-    assert counts_of(reconcile(SANDBOX)) == {"strangers": 1}
+    assert counts_of(reconcile(SANDBOX)) == {"unattributed": 1}
     assert [each.state for each in secret_backend().versions(Mount.SANDBOX, connection.backend_path)] == [
         "live",
         "live",
@@ -772,10 +772,10 @@ def test_reconcile_backend_dry_run_reports_and_changes_nothing(scene: Scene) -> 
     before, at = dump_tables(), (states(key), states(hidden))
     report = run("--dry-run", "--environment", "sandbox")
     assert list(report) == ["sandbox"]
-    assert {name: report["sandbox"][name] for name in ("destroyed", "put_right", "strangers")} == {
+    assert {name: report["sandbox"][name] for name in ("destroyed", "put_right", "unattributed")} == {
         "destroyed": 1,
         "put_right": 1,
-        "strangers": 1,
+        "unattributed": 1,
     }
     assert (dump_tables(), (states(key), states(hidden))) == (before, at)
 
@@ -806,5 +806,5 @@ def test_report_lists_a_bounded_number_of_findings(scene: Scene, monkeypatch: py
     for number in range(5):
         write(f"nowhere/{number}", {})
     report = reconcile(Environment.SANDBOX)
-    assert (report.strangers, len(report.findings)) == (5, 3)
+    assert (report.unattributed, len(report.findings)) == (5, 3)
     assert timedelta(0) < next_night(datetime.now(UTC)) - datetime.now(UTC) <= timedelta(days=1)

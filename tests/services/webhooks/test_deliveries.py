@@ -557,6 +557,23 @@ def test_deliveries_are_deleted_after_their_retention_and_notices_kept(scene: Sc
     assert Notice.objects.count() == 2
 
 
+def test_deliveries_are_deleted_a_limited_number_at_a_time_oldest_first(
+    scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backlog is worked off in short steps."""
+    monkeypatch.setattr("keyvault.services.webhooks.deliveries._MAX_DELETED", 2)
+    add(scene, "https://one.example/")
+    for _ in range(3):
+        send_notice(scene)
+        deliver_due(clock, replying(200))
+    newest = WebhookDelivery.objects.order_by("-pk")[0]
+    clock.advance(KEEP + SECOND)
+    forget_old_deliveries(clock())
+    assert list(WebhookDelivery.objects.all()) == [newest]
+    forget_old_deliveries(clock())
+    assert not WebhookDelivery.objects.exists()
+
+
 def test_delivery_run_releases_its_lease(scene: Scene) -> None:
     deliver_due(send=refuse_connection)
     assert WorkLease.objects.get(subject="webhooks").until is None

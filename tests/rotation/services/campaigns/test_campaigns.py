@@ -212,7 +212,7 @@ def test_approve_of_another_digest_is_refused(clock: Clock) -> None:
         approve_campaign(grant, campaign, "0" * 64)
 
 
-@pytest.mark.parametrize("altered", ["pace", "wish", "selection", "members"])
+@pytest.mark.parametrize("altered", ["pace", "overrides", "selection", "members"])
 def test_approve_of_an_altered_campaign_is_refused(clock: Clock, altered: str) -> None:
     """An attacker who alters the rows gets no approval for them and starts no rotation."""
     issued(clock, 1, PRODUCTION)
@@ -222,7 +222,7 @@ def test_approve_of_an_altered_campaign_is_refused(clock: Clock, altered: str) -
         approved(clock, get_campaign(campaign.pk))
 
 
-@pytest.mark.parametrize("altered", ["pace", "wish", "selection", "members"])
+@pytest.mark.parametrize("altered", ["pace", "overrides", "selection", "members"])
 def test_tick_of_a_campaign_altered_after_its_approval_begins_nothing(clock: Clock, altered: str) -> None:
     """The approval covers what was shown: any later alteration halts the campaign for good and no resume restarts
     it.

@@ -30,7 +30,7 @@ from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import Proof
 from rotation.models import Rotation
-from rotation.services.rotations.interventions import abort_rotation, ask_retirement, confirm_rotation
+from rotation.services.rotations.interventions import abort_rotation, confirm_rotation, request_retirement
 from rotation.services.rotations.reports import get_rotation
 from tests.rotation import scene
 from tests.rotation.copies import copy_of, lose_leases, run_maintenance, versions_of
@@ -320,7 +320,7 @@ def test_public_key_in_quarantine_is_not_shown_with_the_reason(clock: Clock, ver
     rotation = advance(scene.rotate(key.credential, clock(), proof=Proof.CONFIRMATION), clock)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
     rotation = advance(confirm_rotation(grant, rotation, "their CTO, by phone"), clock, 3)
-    ask_retirement(grant, rotation, clock() + timedelta(seconds=5))
+    request_retirement(grant, rotation, clock() + timedelta(seconds=5))
     rotation = wait(rotation, clock, verifier, 6)
     assert rotation.state == S.QUARANTINE
     for _ in range(2):

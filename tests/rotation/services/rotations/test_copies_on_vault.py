@@ -123,7 +123,7 @@ def test_vault_reconciler_destroys_own_copies_and_keeps_unattributed_ones(
 
     report = reconcile(Environment.SANDBOX)
     assert report.is_complete
-    assert (report.destroyed, report.strangers, report.failed, report.missing) == (1, 2, 0, 0)
+    assert (report.destroyed, report.unattributed, report.failed, report.missing) == (1, 2, 0, 0)
     assert versions_of(rotation.predecessor) == ["destroyed", "live", "destroyed", "live"]
     assert read_as_root(vault_service, credential, 4) == {"password": "somebody's"}
     assert "team/notes/today" in paths()

@@ -76,7 +76,7 @@ def test_rotation_by_webhook_waits_until_the_endpoint_accepts_the_message(clock:
     )
     rotation = wait(rotation, clock, verifier, 3)
     assert rotation.state == S.AWAITING_PROOF
-    assert rotation.told_at is not None
+    assert rotation.notified_at is not None
 
 
 def test_rotation_whose_message_is_not_accepted_stalls_and_resends_when_resumed(

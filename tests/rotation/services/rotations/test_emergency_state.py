@@ -27,9 +27,9 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 COMPROMISE, PRODUCTION = RevocationReason.KEY_COMPROMISE, Environment.PRODUCTION
 
 
-def asked_in_production(clock: Clock, **wish: object) -> Rotation:
+def asked_in_production(clock: Clock, **overrides: object) -> Rotation:
     key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
-    chosen: dict[str, object] = {"quiet_seconds": 3_600, "quarantine_seconds": 600, **wish}
+    chosen: dict[str, object] = {"quiet_seconds": 3_600, "quarantine_seconds": 600, **overrides}
     return scene.rotate(key.credential, clock(), **chosen)
 
 

@@ -143,8 +143,8 @@ def test_replacement_requested_by_a_service_is_collected_by_a_non_approver(clock
     service = prove_service_token(token.reveal(), clock())
     assert service is not None
     account = key.credential.account
-    wish = PlanOverrides(quiet_seconds=5, quarantine_seconds=5)
-    rotation = request_rotation(authorize(service, P.ROTATIONS_WRITE, account, now=clock()), key.credential, wish)
+    overrides = PlanOverrides(quiet_seconds=5, quarantine_seconds=5)
+    rotation = request_rotation(authorize(service, P.ROTATIONS_WRITE, account, now=clock()), key.credential, overrides)
     approving = authorize(scene.admin(), P.ROTATIONS_APPROVE, account, now=clock())
     approve_rotation(approving, rotation, rotation.plan_digest)
     rotation = advance(rotation, clock)

@@ -18,9 +18,9 @@ from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.interventions import (
     approve_retirement,
-    ask_retirement,
     collect_replacement,
     confirm_rotation,
+    request_retirement,
 )
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
@@ -33,10 +33,10 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 PRODUCTION = Environment.PRODUCTION
 
 
-def public_rotation(clock: Clock, environment: Environment = Environment.SANDBOX, **wish: Any) -> Rotation:
+def public_rotation(clock: Clock, environment: Environment = Environment.SANDBOX, **overrides: Any) -> Rotation:
     key, _ = scene.issue(scene.account(environment=environment), clock(), kind=KeyKind.PUBLIC)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
-    rotation = request_rotation(grant, key.credential, PlanOverrides(**{"quarantine_seconds": 600, **wish}))
+    rotation = request_rotation(grant, key.credential, PlanOverrides(**{"quarantine_seconds": 600, **overrides}))
     if environment is PRODUCTION:
         account = key.credential.account
         approval = authorize(scene.approver(), P.ROTATIONS_APPROVE, account, now=clock())
@@ -51,7 +51,7 @@ def confirm(rotation: Rotation, clock: Clock) -> Rotation:
 
 def retire(rotation: Rotation, clock: Clock, seconds: float, who: OperatorPrincipal | None = None) -> Retirement:
     grant = authorize(who or scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
-    return ask_retirement(grant, rotation, scene.later(clock(), seconds))
+    return request_retirement(grant, rotation, scene.later(clock(), seconds))
 
 
 def test_public_key_is_confirmed_by_an_operator_and_overlaps_without_a_deadline(
@@ -106,12 +106,12 @@ def test_retirement_in_production_requires_a_second_person(clock: Clock, verifie
 
 
 @pytest.mark.parametrize(
-    ("wish", "pointer"),
+    ("overrides", "pointer"),
     [({"deadline": 86_400}, "/deadline"), ({"proof": "traffic"}, "/proof"), ({"retire_at": -5}, "/retire_at")],
 )
-def test_public_plan_with_private_key_fields_is_refused(clock: Clock, wish: dict[str, Any], pointer: str) -> None:
+def test_public_plan_with_private_key_fields_is_refused(clock: Clock, overrides: dict[str, Any], pointer: str) -> None:
     chosen: dict[str, Any] = {
-        name: scene.later(clock(), value) if isinstance(value, int) else value for name, value in wish.items()
+        name: scene.later(clock(), value) if isinstance(value, int) else value for name, value in overrides.items()
     }
     with pytest.raises(RequestInvalidError) as refused:
         public_rotation(clock, **chosen)

@@ -135,7 +135,7 @@ def test_rotation_of_a_credential_with_two_good_keys_is_refused(clock: Clock) ->
 
 
 @pytest.mark.parametrize(
-    ("wish", "pointer"),
+    ("overrides", "pointer"),
     [
         ({"quiet_seconds": 60}, "/quiet_seconds"),
         ({"quarantine_seconds": 5}, "/quarantine_seconds"),
@@ -143,10 +143,10 @@ def test_rotation_of_a_credential_with_two_good_keys_is_refused(clock: Clock) ->
     ],
 )
 def test_rotation_plan_below_the_production_minimum_is_refused(
-    clock: Clock, wish: dict[str, int], pointer: str
+    clock: Clock, overrides: dict[str, int], pointer: str
 ) -> None:
     key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
-    chosen = {"quiet_seconds": 3_600, "quarantine_seconds": 600, **wish}
+    chosen = {"quiet_seconds": 3_600, "quarantine_seconds": 600, **overrides}
     with pytest.raises(RequestInvalidError) as refused:
         scene.rotate(key.credential, clock(), **chosen)
     assert [fault.pointer for fault in refused.value.faults] == [pointer]

@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 KNOWN, UNKNOWN = "192.0.2.1", "198.51.100.66"
 
 
-def in_quarantine(clock: Clock, verifier: UsageLog, **wish: object) -> Rotation:
+def in_quarantine(clock: Clock, verifier: UsageLog, **overrides: object) -> Rotation:
     """Return a rotation in quarantine whose predecessor was used from KNOWN."""
-    rotation = advance(begun(clock, **wish), clock)
+    rotation = advance(begun(clock, **overrides), clock)
     scene.use(verifier, rotation.predecessor_id, source=KNOWN)
     clock.tick(1)
     scene.acknowledge_replacement(rotation.rotation_id, clock())

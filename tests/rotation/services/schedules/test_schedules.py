@@ -56,7 +56,7 @@ NIGHTS = Window("Europe/Berlin", (0, 1, 2, 3, 4), 1_320, 240)
 
 
 def save(
-    scope: Scope | Account | Credential | Environment, now: datetime, by: OperatorPrincipal | None = None, **wished: Any
+    scope: Scope | Account | Credential | Environment, now: datetime, by: OperatorPrincipal | None = None, **terms: Any
 ) -> RotationSchedule:
     """Save a schedule as the technical account manager, every 90 days by default."""
     if isinstance(scope, Account):
@@ -66,7 +66,7 @@ def save(
     elif isinstance(scope, Environment):
         scope = Scope(scope)
     grant = authorize(by or scene.tam(), P.SCHEDULES_WRITE, scope.place, now=now)
-    return save_schedule(grant, scope, ScheduleDraft(**{"cryptoperiod_days": 90, **wished}), known=find_schedule(scope))
+    return save_schedule(grant, scope, ScheduleDraft(**{"cryptoperiod_days": 90, **terms}), known=find_schedule(scope))
 
 
 def calendar(name: str, now: datetime, *periods: tuple[datetime, datetime]) -> BlackoutCalendar:
@@ -94,7 +94,7 @@ def test_schedule_saved_again_updates_the_row_and_its_owner(clock: Clock) -> Non
     place = scene.account()
     first = save(place, clock(), window=NIGHTS, overrides=PlanOverrides(proof=Proof.ACK))
     again = save(place, clock(), by=scene.admin(), cryptoperiod_days=30)
-    assert (again.pk, again.cryptoperiod_days, again.window, again.wish) == (first.pk, 30, None, {})
+    assert (again.pk, again.cryptoperiod_days, again.window, again.overrides) == (first.pk, 30, None, {})
     assert again.author_person == scene.admin().person != scene.tam().person
     assert find_schedule(Scope(SANDBOX, account=place)) == again
     assert find_schedule(Scope(SANDBOX)) is None
@@ -102,7 +102,7 @@ def test_schedule_saved_again_updates_the_row_and_its_owner(clock: Clock) -> Non
 
 
 @pytest.mark.parametrize(
-    ("wished", "pointer"),
+    ("terms", "pointer"),
     [
         ({"cryptoperiod_days": 0}, "/cryptoperiod_days"),
         ({"cryptoperiod_days": 3_651}, "/cryptoperiod_days"),
@@ -120,10 +120,10 @@ def test_schedule_saved_again_updates_the_row_and_its_owner(clock: Clock) -> Non
     ],
 )
 def test_schedule_that_is_infeasible_is_refused_with_the_field(
-    clock: Clock, wished: dict[str, Any], pointer: str
+    clock: Clock, terms: dict[str, Any], pointer: str
 ) -> None:
     with pytest.raises(RequestInvalidError) as refused:
-        save(SANDBOX, clock(), **wished)
+        save(SANDBOX, clock(), **terms)
     assert pointer in pointers(refused.value)
     assert not RotationSchedule.objects.exists()
 
@@ -574,8 +574,8 @@ def test_begin_due_reads_the_failures_in_batches(clock: Clock, monkeypatch: pyte
 
 UNREADABLE: dict[str, dict[str, Any]] = {
     "a time zone that is not known here": {"window": {"time_zone": "Mars/Olympus"}},
-    "a field of a newer release": {"wish": {"skip_weekends": True}},
-    "a value of a newer release": {"wish": {"proof": "telepathy"}},
+    "a field of a newer release": {"overrides": {"skip_weekends": True}},
+    "a value of a newer release": {"overrides": {"proof": "telepathy"}},
 }
 
 
@@ -598,7 +598,7 @@ def test_begin_due_with_an_unreadable_schedule_stalls_it_and_starts_the_others(
     scene.issue(other, clock(), label="theirs")
     save(SANDBOX, clock())
     row = save(ours, clock())
-    stored = {"window": row.window, "wish": row.wish}
+    stored = {"window": row.window, "overrides": row.overrides}
     damage(row, **changes)
     at = clock() + 91 * DAY
     assert [[each.credential.label for each in begun(at + tick * DAY)] for tick in range(3)] == [["theirs"], [], []]
