@@ -32,7 +32,7 @@ from django.db import DatabaseError, transaction
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
-from keyvault.backends.private_files import ensure_private_directory
+from keyvault.backends.private_files import ensure_private_directory, sync_folder
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation_log import Committed, DamagedLineError, Ended, Line, Opened, line_bytes, parse_line
 from keyvault.models import Account, CustomerToken, Key, Merchant, Notice, ServiceToken
@@ -118,7 +118,7 @@ def create_revocation_log(opened: Opened) -> bool:
                 return False
             _write(descriptor, line_bytes(opened))
         os.fsync(descriptor)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return True
 
 
@@ -249,15 +249,6 @@ def _write(descriptor: int, text: bytes) -> None:
     if os.write(descriptor, text) != len(text):
         os.ftruncate(descriptor, before)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync the directory, so that the new file's name survives a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _parsed(text: bytes) -> Line | None:

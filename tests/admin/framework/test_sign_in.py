@@ -436,9 +436,3 @@ def test_sign_in_upgrades_an_older_password_hash(desk: Desk) -> None:
     stored = Operator.objects.get(username="tam").password
     assert stored != older
     assert hashers.check_password(PASSWORD, stored)
-
-
-@pytest.mark.parametrize("path", ["password_change/", "password_reset/"])
-def test_console_offers_no_password_form(desk: Desk, path: str) -> None:
-    """Passwords are set on the host; the console has no other page that accepts one."""
-    assert browser(desk.admin).get(f"/admin/{path}").status_code == 404
