@@ -6,6 +6,7 @@ from typing import Any
 
 from django import forms
 
+from keyvault.admin.framework.accounts import environment_field
 from keyvault.admin.framework.actions import ActionForm, Cleaned, RowChoice, VersionedForm
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
@@ -73,7 +74,7 @@ _FORM_NAMES = {"account": "merchant", "window": "weekdays", "deadline": "quiet_s
 class ScheduleForm(TermsForm):
     field_order = ("environment", "merchant", "credential")
 
-    environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
+    environment = environment_field()
     merchant = forms.CharField(
         required=False,
         max_length=64,
