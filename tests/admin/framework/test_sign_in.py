@@ -24,6 +24,7 @@ from keyvault.services.merchants.operators import disable_operator, reset_passwo
 from keyvault.services.sessions import refusals
 from keyvault.services.sessions.refusals import MAX_PAIRS, sign_in_refusals
 from tests.admin.desk import Desk, browser, dump, text_of
+from tests.clocks import MonotonicClock
 from tests.factories import PASSWORD, grant, make_operator
 
 pytestmark = pytest.mark.database
@@ -32,19 +33,9 @@ LOGIN = "/admin/login/"
 WRONG = "something else entirely"
 
 
-class Clock:
-    """Monotonic seconds that a test controls."""
-
-    def __init__(self) -> None:
-        self.seconds = 1_000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 @pytest.fixture
-def clock() -> Iterator[Clock]:
-    clock = Clock()
+def clock() -> Iterator[MonotonicClock]:
+    clock = MonotonicClock()
     with mock.patch.object(attempts().local, "_monotonic", clock):
         yield clock
 
@@ -87,7 +78,7 @@ def flush_refusals() -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- counting
 
 
-def test_sign_in_after_ten_failures_refuses_the_right_password(desk: Desk, clock: Clock) -> None:
+def test_sign_in_after_ten_failures_refuses_the_right_password(desk: Desk, clock: MonotonicClock) -> None:
     """Ten wrong passwords lock a name for 30 minutes, for all addresses."""
     statuses = [sign_in(password=WRONG, address=f"192.0.2.{host}").status_code for host in range(10)]
     assert statuses == [200] * 9 + [429]
@@ -99,7 +90,7 @@ def test_sign_in_after_ten_failures_refuses_the_right_password(desk: Desk, clock
     assert is_in(sign_in(address="198.51.100.9"))
 
 
-def test_sign_in_after_ten_failures_from_an_address_refuses_every_name_there(desk: Desk, clock: Clock) -> None:
+def test_sign_in_after_ten_failures_from_an_address_refuses_every_name_there(desk: Desk, clock: MonotonicClock) -> None:
     """An address that guessed at ten names once each is locked for all names; other addresses are not."""
     for number in range(10):
         sign_in(f"guessed-{number}", WRONG)
@@ -172,7 +163,7 @@ def test_sign_in_success_refunds_its_own_attempt_only(desk: Desk) -> None:
     assert fail(1, username="guessed-again")[0].status_code == 429
 
 
-def test_sign_in_failures_expire_after_thirty_minutes(desk: Desk, clock: Clock) -> None:
+def test_sign_in_failures_expire_after_thirty_minutes(desk: Desk, clock: MonotonicClock) -> None:
     fail(9)
     clock.seconds += SIGN_IN_LOCK_SECONDS
     assert fail(9)[-1].status_code == 200
@@ -325,7 +316,7 @@ def test_sign_in_refusals_of_many_names_and_addresses_are_bounded(desk: Desk) ->
     ]
 
 
-def test_sign_in_lock_is_audited_and_raises_one_alarm(desk: Desk, clock: Clock) -> None:
+def test_sign_in_lock_is_audited_and_raises_one_alarm(desk: Desk, clock: MonotonicClock) -> None:
     """A lock raises one alarm per name in the inbox until an operator has seen it."""
     for _ in range(2):
         for host in range(10):
