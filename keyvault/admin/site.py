@@ -96,8 +96,8 @@ _EXCLUDED_MODULES = frozenset({"django.contrib.auth.admin", "django_celery_beat.
 
 _log = logging.getLogger(__name__)
 
-Response = TypeVar("Response", bound=HttpResponseBase)
-View = TypeVar("View", bound=Callable[..., HttpResponseBase])
+ResponseT = TypeVar("ResponseT", bound=HttpResponseBase)
+ViewT = TypeVar("ViewT", bound=Callable[..., HttpResponseBase])
 
 
 class ConsoleSite(AdminSite):
@@ -158,7 +158,7 @@ class ConsoleSite(AdminSite):
         user = request.user
         return isinstance(user, Operator) and user.is_active and user.is_staff and bool(operator_of(request).roles)
 
-    def admin_view(self, view: View, cacheable: bool = False) -> View:
+    def admin_view(self, view: ViewT, cacheable: bool = False) -> ViewT:
         return super().admin_view(self._with_problem_pages(view), cacheable)
 
     def login(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
@@ -184,7 +184,7 @@ class ConsoleSite(AdminSite):
             sign_out(grant_for(request, Permission.SESSIONS_WRITE))
         return super().logout(request, extra_context)
 
-    def _with_problem_pages(self, view: View) -> View:
+    def _with_problem_pages(self, view: ViewT) -> ViewT:
         """Turn expected errors into problem pages; unexpected errors propagate to the log."""
 
         @wraps(view)
@@ -214,7 +214,7 @@ class ConsoleSite(AdminSite):
                 response = problem_page(self, request, ErrorCode.REQUEST_INVALID, "Invalid URL.")
             return _with_csp(response)
 
-        return cast(View, handle)
+        return cast(ViewT, handle)
 
     # --- routes -------------------------------------------------------------------------------------------
 
@@ -275,6 +275,6 @@ class ConsoleSite(AdminSite):
         return [model_admin for model_admin in self._registry.values() if isinstance(model_admin, ConsoleModelAdmin)]
 
 
-def _with_csp(response: Response) -> Response:
+def _with_csp(response: ResponseT) -> ResponseT:
     response["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
     return response

@@ -42,7 +42,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import usage_log
 from keyvault.services.verification.judging import Judgement, VerificationRequest, judge_presented, note_use
 from keyvault.services.verification.refusals import refusal_log
-from keyvault.wire.headers import API_KEY, client_address, is_repeated, read_bearer
+from keyvault.wire.headers import API_KEY, address_from_environ, is_repeated, read_bearer
 from keyvault.wire.limits import limit_headers
 
 
@@ -160,7 +160,7 @@ class IntegrationView(APIView):
     def _judge(self, request: Request, endpoint: Endpoint | NoMatchingEndpoint, now: datetime) -> Judgement:
         headers = request.headers
         authorization = headers.get("Authorization")
-        address = _address(request)
+        address = address_from_environ(request.META, settings.TRUSTED_PROXIES)
         name = endpoint.name if isinstance(endpoint, Endpoint) else ""
         presented = VerificationRequest(
             key=headers.get(API_KEY),
@@ -191,7 +191,7 @@ class IntegrationView(APIView):
             door="integration",
             environment=self.environment,
             endpoint=endpoint.name if isinstance(endpoint, Endpoint) else "",
-            source=_address(request) or "unknown",
+            source=address_from_environ(request.META, settings.TRUSTED_PROXIES) or "unknown",
             at=now,
         )
 
@@ -199,12 +199,6 @@ class IntegrationView(APIView):
         if isinstance(endpoint, NoMatchingEndpoint):
             return {}
         return cors_headers(request.headers.get("Origin"), endpoint, judgement.holder)
-
-
-def _address(request: Request) -> str | None:
-    """Return the client's address, read from X-Forwarded-For only through trusted proxies."""
-    peer, forwarded = request.META.get("REMOTE_ADDR"), request.headers.get("X-Forwarded-For")
-    return client_address(peer, forwarded, settings.TRUSTED_PROXIES)
 
 
 def _serve(server: EndpointServer, call: Call) -> Response:

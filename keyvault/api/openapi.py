@@ -23,7 +23,7 @@ from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES
 Auth = Sequence[Sequence[str]]
 """Alternative sets of security schemes: a request needs every scheme of one set."""
 
-Body = type[serializers.Serializer[Any]] | type[str] | type[dict[str, Any]] | None
+BodySchema = type[serializers.Serializer[Any]] | type[str] | type[dict[str, Any]] | None
 Documenter = Callable[[Any], Any]
 
 SECURITY_SCHEMES = {
@@ -159,11 +159,11 @@ def documented(
     operation_id: str,
     *,
     summary: str,
-    answers: Mapping[int | tuple[int, str], Body],
+    answers: Mapping[int | tuple[int, str], BodySchema],
     codes: Iterable[Code] = (),
     plane: Iterable[Code] = SERVICE_CODES,
     auth: Auth = SERVICE_TOKEN,
-    takes: Body = None,
+    takes: BodySchema = None,
     parameters: Sequence[OpenApiParameter | type[serializers.Serializer[Any]]] = (),
     idempotency_key: OpenApiParameter | None = None,
     description: str = "",

@@ -10,7 +10,7 @@ from django.http import QueryDict
 from rest_framework import serializers
 
 from keyvault.domain.environments import Environment
-from keyvault.domain.issuance import Delivery
+from keyvault.domain.issuance import MAX_EXPIRES_IN_DAYS, Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.recipients import KEY_CHARACTERS
 from keyvault.domain.redaction import redact
@@ -173,7 +173,7 @@ class CredentialRequest(StrictSerializer):
     kind = OneOf(KeyKind)
     label = StrictText(required=False, max_length=100)  # type: ignore[assignment]  # DRF takes fields off the class
     delivery = OneOf(Delivery, required=False)
-    expires_in_days = StrictInteger(required=False, min_value=1, max_value=3650)
+    expires_in_days = StrictInteger(required=False, min_value=1, max_value=MAX_EXPIRES_IN_DAYS)
     recipient_public_key = StrictText(required=False, max_length=KEY_CHARACTERS)
 
 

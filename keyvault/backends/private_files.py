@@ -52,13 +52,22 @@ def write_private_file(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def remove_private_file(path: Path) -> None:
     """Delete a file durably."""
     path.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the folder's entries to disk, so that a new, replaced or deleted file stays so after a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_private(path: Path) -> str:
@@ -85,15 +94,6 @@ def _make_once(path: Path, text: str) -> None:
             os.link(temporary, path)
         except FileExistsError:
             return
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     finally:
         os.unlink(temporary)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder's entries to disk: losing a key in a power failure would lose the data that it sealed."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

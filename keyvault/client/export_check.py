@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from keyvault.domain.audit import GENESIS, Break, ChainedEntry, find_fault
-from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportStart, Record
-from keyvault.domain.checkpoints import CheckpointWalk, Head, Kept, PublicKeys, SignedCheckpoint, scope_of
+from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportRecord, ExportStart
+from keyvault.domain.checkpoints import CheckpointWalk, Head, KeptCheckpoints, PublicKeys, SignedCheckpoint, scope_of
 from keyvault.domain.digests import PepperSet
 
 
@@ -83,7 +83,7 @@ class ExportCheck:
     """Incremental verification of one export, record by record. `start`: the export's first record."""
 
     keys: PublicKeys
-    kept: Kept
+    kept: KeptCheckpoints
     scopes: dict[str, ScopeCheck] = field(default_factory=dict)
     start: ExportStart | None = None
     is_ended: bool = False
@@ -98,7 +98,7 @@ class ExportCheck:
     def exported_at(self) -> datetime | None:
         return None if self.start is None else self.start.at
 
-    def take(self, record: Record) -> None:
+    def take(self, record: ExportRecord) -> None:
         """Verify the next record. Raises ExportError if it is not valid at this position."""
         if isinstance(record, ExportStart):
             self._begin(record)

@@ -23,7 +23,7 @@ from keyvault.domain.audit import ChainedEntry
 from keyvault.domain.checkpoints import (
     HASH_BYTES,
     Head,
-    Kept,
+    KeptCheckpoints,
     KeyName,
     PublicKeys,
     SignedCheckpoint,
@@ -60,10 +60,10 @@ class ExportEnd:
     checkpoints: int
 
 
-Record = ExportStart | ChainedEntry | SignedCheckpoint | ChainHead | ExportEnd
+ExportRecord = ExportStart | ChainedEntry | SignedCheckpoint | ChainHead | ExportEnd
 
 
-def record_line(record: Record) -> str:
+def record_line(record: ExportRecord) -> str:
     """Serialize a record to one line without its line feed."""
     data: dict[str, Any]
     match record:
@@ -85,7 +85,7 @@ def record_line(record: Record) -> str:
     return json.dumps(data)
 
 
-def parse_record(line: bytes) -> Record:
+def parse_record(line: bytes) -> ExportRecord:
     """Parse one line. Raises ValueError with a description of the fault."""
     try:
         data: Any = json.loads(line.decode())
@@ -123,7 +123,7 @@ def parse_public_keys(text: bytes) -> dict[KeyName, bytes]:
         raise ValueError("not the output of manage.py audit_public_key") from None
 
 
-def gather_kept(lines: Iterable[bytes], keys: PublicKeys, unchecked: Container[str] = ()) -> Kept:
+def gather_kept(lines: Iterable[bytes], keys: PublicKeys, unchecked: Container[str] = ()) -> KeptCheckpoints:
     """Collect the checkpoints from lines of earlier exports.
 
     Raises ValueError on a line that is no export record, and on a checkpoint without a valid signature: the auditor's
@@ -147,14 +147,14 @@ def gather_kept(lines: Iterable[bytes], keys: PublicKeys, unchecked: Container[s
     return kept
 
 
-def _start(data: Mapping[str, Any]) -> Record:
+def _start(data: Mapping[str, Any]) -> ExportRecord:
     if data["format"] != EXPORT_FORMAT:
         raise ValueError
     since = None if data["since"] is None else datetime.fromisoformat(data["since"])
     return ExportStart(datetime.fromisoformat(data["at"]), tuple(_str(scope) for scope in data["scopes"]), since)
 
 
-def _entry(data: Mapping[str, Any]) -> Record:
+def _entry(data: Mapping[str, Any]) -> ExportRecord:
     chain, sequence, body = _str(data["chain"]), _int(data["sequence"]), _bytes(data["body"])
     return ChainedEntry(
         chain=chain,
@@ -166,7 +166,7 @@ def _entry(data: Mapping[str, Any]) -> Record:
     )
 
 
-def _checkpoint(data: Mapping[str, Any]) -> Record:
+def _checkpoint(data: Mapping[str, Any]) -> ExportRecord:
     return SignedCheckpoint(
         scope=_str(data["scope"]),
         number=_int(data["number"]),
@@ -177,11 +177,11 @@ def _checkpoint(data: Mapping[str, Any]) -> Record:
     )
 
 
-def _head(data: Mapping[str, Any]) -> Record:
+def _head(data: Mapping[str, Any]) -> ExportRecord:
     return ChainHead(_str(data["chain"]), Head(_int(data["sequence"]), _hash(bytes.fromhex(data["hash"]))))
 
 
-def _end(data: Mapping[str, Any]) -> Record:
+def _end(data: Mapping[str, Any]) -> ExportRecord:
     return ExportEnd(_int(data["entries"]), _int(data["checkpoints"]))
 
 

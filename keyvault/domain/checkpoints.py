@@ -32,7 +32,7 @@ KeyName = tuple[str, str, int]
 """Scope, signer, version."""
 PublicKeys = Mapping[KeyName, bytes]
 """Raw Ed25519 public keys, 32 bytes each."""
-Kept = Mapping[tuple[str, int], frozenset[bytes]]
+KeptCheckpoints = Mapping[tuple[str, int], frozenset[bytes]]
 """Digests of the checkpoints that an auditor kept, by scope and number. More than one digest means a forked log."""
 FindHash = Callable[[str, int], bytes | None]
 """Looks up the current hash of an entry by chain and number; None when the entry does not exist."""
@@ -141,7 +141,7 @@ class CheckpointWalk:
 
     scope: str
     keys: PublicKeys | None
-    kept: Kept = field(default_factory=dict)
+    kept: KeptCheckpoints = field(default_factory=dict)
     may_begin_later: bool = False
     count: int = 0
     first: Checkpoint | None = None

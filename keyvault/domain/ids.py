@@ -8,6 +8,9 @@ from typing import Literal
 
 from keyvault.domain.base62 import RandomBytes, random_digits
 
+Subject = tuple[str, str]
+"""Kind and id of a changed subject, such as `("key", "6Hs…")`."""
+
 KEY_ID_DIGITS = 16
 Prefix = Literal["crd", "req", "rot", "cmp", "evd", "per", "brk", "ord", "ntc", "con"]
 

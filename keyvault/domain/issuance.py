@@ -46,6 +46,9 @@ APPROVALS_NEEDED = {Environment.SANDBOX: 0, Environment.PRODUCTION: 1}
 
 REQUEST_LIFETIME = timedelta(days=7)
 
+MAX_EXPIRES_IN_DAYS = 3_650
+"""Maximum lifetime of a new key, in days."""
+
 COLLECT_WITHIN = timedelta(hours=72)
 """Time to collect a show-once or sealed private key. A key neither collected nor used by then is discarded."""
 

@@ -78,9 +78,9 @@ class CaughtUp:
     sequence: int
 
 
-Line = Opened | Ended | Committed | Dropped | CaughtUp
+LogLine = Opened | Ended | Committed | Dropped | CaughtUp
 
-_KINDS: dict[str, type[Line]] = {
+_KINDS: dict[str, type[LogLine]] = {
     "opened": Opened,
     "ended": Ended,
     "committed": Committed,
@@ -90,7 +90,7 @@ _KINDS: dict[str, type[Line]] = {
 _KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
-def line_bytes(line: Line) -> bytes:
+def line_bytes(line: LogLine) -> bytes:
     """Serialize a line, including its line feed."""
     fields: dict[str, JsonValue] = {**asdict(line), "what": _KIND_NAMES[type(line)]}
     if isinstance(line, Ended | Opened):
@@ -103,7 +103,7 @@ def line_bytes(line: Line) -> bytes:
     return body + b" " + _checksum(body) + b"\n"
 
 
-def parse_line(text: bytes) -> Line:
+def parse_line(text: bytes) -> LogLine:
     """Parse a line without its line feed. Raises DamagedLineError."""
     body, _, checksum = text.rpartition(b" ")
     if checksum != _checksum(body):
@@ -125,7 +125,7 @@ class ConfirmedLines:
     _unconfirmed: dict[str, list[Ended]] = field(default_factory=dict)
     _dropped: dict[str, list[Ended]] = field(default_factory=dict)
 
-    def add(self, line: Line) -> Sequence[Ended | CaughtUp]:
+    def add(self, line: LogLine) -> Sequence[Ended | CaughtUp]:
         """Read one line. Returns the lines that it confirms."""
         if isinstance(line, Committed):
             return self._unconfirmed.pop(line.unit, []) or self._dropped.pop(line.unit, [])

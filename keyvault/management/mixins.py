@@ -1,6 +1,6 @@
-"""Options that several commands share, one mixin each: an account, an acting operator, a requester and an approver.
+"""Options that several commands share: functions that add one option, and mixins that also read what they add.
 
-A command that defines `add_options` calls `super().add_options(parser)` first.
+A command with a mixin that defines `add_options` calls `super().add_options(parser)` first.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST, OperatorPrincipal
+from keyvault.access.roles import Role
+from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.management.json_command import JsonCommand
 from keyvault.models import Account
@@ -17,12 +19,27 @@ from keyvault.services.merchants.merchants import find_account
 from keyvault.services.recording.authorization import authorize
 
 
+def add_environment_option(parser: CommandParser, *, required: bool = True) -> None:
+    parser.add_argument("--environment", required=required, choices=[env.value for env in Environment])
+
+
+def add_reveal_option(parser: CommandParser, help_text: str, *, required: bool = False) -> None:
+    """Add `--reveal`, without which no command prints a secret. `help_text`: which secret the command prints."""
+    parser.add_argument("--reveal", action="store_true", required=required, help=help_text)
+
+
+def add_role_option(parser: CommandParser) -> None:
+    parser.add_argument(
+        "--role", action="append", required=True, choices=[role.value for role in Role], help="repeatable"
+    )
+
+
 class AccountMixin(JsonCommand):
     """`--merchant` and `--environment`: an account."""
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--merchant", required=True, metavar="ID")
-        parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
+        add_environment_option(parser)
         super().add_options(parser)
 
     def account(self, options: Mapping[str, Any]) -> Account:
@@ -73,3 +90,27 @@ class ApprovalMixin(JsonCommand):
 
     def approver(self, options: Mapping[str, Any]) -> OperatorPrincipal:
         return self.operator(options["approved_by"])
+
+
+class UsernameMixin(JsonCommand):
+    """`username`: the operator whom the command creates or changes, in the name of the host's owner."""
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("username")
+        super().add_options(parser)
+
+    def operators_grant(self) -> Any:
+        """Authorize the host's owner to change operators."""
+        return authorize(HOST, Permission.OPERATORS_WRITE, now=self.now)
+
+
+class PepperSetMixin(JsonCommand):
+    """`--set`: a set of peppers, which the command changes in the name of the host's owner."""
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--set", dest="pepper_set", choices=[each.value for each in PepperSet], required=True)
+        super().add_options(parser)
+
+    def peppers_grant(self) -> Any:
+        """Authorize the host's owner to change peppers."""
+        return authorize(HOST, Permission.PEPPERS_WRITE, now=self.now)

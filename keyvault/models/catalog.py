@@ -5,9 +5,9 @@ from django.db.models import Q
 
 from keyvault.access.catalog import Bearer, LimiterFailurePolicy
 from keyvault.domain.environments import Environment
+from keyvault.domain.ids import Subject
 from keyvault.models.columns import LimitColumns, at, choice, choices_check, created_at, limit_check
 from keyvault.models.merchants import Account
-from keyvault.models.recording import Subject
 
 
 class CatalogEndpoint(LimitColumns):

@@ -4,10 +4,10 @@ from django.db import models
 from django.db.models import F, Q
 
 from keyvault.domain.digests import DIGEST_BYTES
+from keyvault.domain.ids import Subject
 from keyvault.models.columns import TokenColumns
 from keyvault.models.keys import Key
 from keyvault.models.merchants import Account
-from keyvault.models.recording import Subject
 
 
 class CustomerToken(TokenColumns):

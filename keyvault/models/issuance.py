@@ -6,7 +6,7 @@ from django.db.models import F, Q
 from django.db.models.functions import Length
 
 from keyvault.domain.environments import Environment
-from keyvault.domain.issuance import COLLECTED_DELIVERIES, Delivery, IssuancePlan, IssuanceState
+from keyvault.domain.issuance import COLLECTED_DELIVERIES, MAX_EXPIRES_IN_DAYS, Delivery, IssuancePlan, IssuanceState
 from keyvault.domain.keys import KeyKind
 from keyvault.models.columns import ApprovalColumns, RequestColumns, at, choice, choices_check
 from keyvault.models.keys import Credential, Key
@@ -57,7 +57,7 @@ class IssuanceRequest(RequestColumns):
             ),
             models.CheckConstraint(
                 name="request_expires_in_days",
-                condition=Q(expires_in_days__isnull=True) | Q(expires_in_days__range=(1, 3650)),
+                condition=Q(expires_in_days__isnull=True) | Q(expires_in_days__range=(1, MAX_EXPIRES_IN_DAYS)),
             ),
         ]
         indexes = [

@@ -6,12 +6,13 @@ from django.db.models.functions import Length
 
 from keyvault.domain.digests import DIGEST_BYTES
 from keyvault.domain.environments import Environment
+from keyvault.domain.ids import Subject
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models.columns import DigestColumns, at, choice, choices_check, created_at
 from keyvault.models.merchants import Account
-from keyvault.models.recording import RecordedModel, Subject
+from keyvault.models.recording import RecordedModel
 
 models.BinaryField.register_lookup(Length)
 

@@ -4,8 +4,9 @@ from django.db import models
 from django.db.models import Q
 
 from keyvault.domain.environments import ConnectionMode, Environment
+from keyvault.domain.ids import Subject
 from keyvault.models.columns import LimitColumns, at, choice, choices_check, created_at, limit_check
-from keyvault.models.recording import RecordedModel, Subject
+from keyvault.models.recording import RecordedModel
 
 
 class MerchantStatus(models.TextChoices):

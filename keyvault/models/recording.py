@@ -13,11 +13,9 @@ from typing import Any, Self
 from django.db import models
 
 from keyvault.domain.errors import StateConflictError
+from keyvault.domain.ids import Subject
 
-_open_subjects: ContextVar[dict["Subject", bool] | None] = ContextVar("open_subjects", default=None)
-
-Subject = tuple[str, str]
-"""Kind and id of a changed subject, such as `("key", "6Hs…")`."""
+_open_subjects: ContextVar[dict[Subject, bool] | None] = ContextVar("open_subjects", default=None)
 
 
 class UnrecordedWriteError(Exception):

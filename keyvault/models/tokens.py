@@ -7,9 +7,9 @@ from django.db.models import F, Q
 from keyvault.access.permissions import Permission
 from keyvault.domain.digests import DIGEST_BYTES
 from keyvault.domain.environments import Environment
+from keyvault.domain.ids import Subject
 from keyvault.domain.keystring import STRING_SCOPE, StringScope
 from keyvault.models.columns import TokenColumns, choice, choices_check
-from keyvault.models.recording import Subject
 
 
 class ServiceToken(TokenColumns):

@@ -46,9 +46,9 @@ from keyvault.project.request_pool import ClientGoneError, QueueFullError, Reque
 from keyvault.wire.headers import join_headers
 from keyvault.wire.problems import PROBLEM_TYPES
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiScope = MutableMapping[str, Any]
+AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Bridge:
         self._body_deadline = BodyDeadline(self._capacity.body_seconds)
         self._in_progress = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] == "lifespan":
             await self._serve_lifespan(receive, send)
         elif scope["type"] == "http":
@@ -141,7 +141,7 @@ class Bridge:
         else:
             raise ValueError(f"unsupported ASGI scope: {scope['type']}")
 
-    async def _serve_lifespan(self, receive: Receive, send: Send) -> None:
+    async def _serve_lifespan(self, receive: AsgiReceive, send: AsgiSend) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
         # Answer and record accepted requests before the process deregisters.
@@ -150,7 +150,7 @@ class Bridge:
         await self._probe_pool.close()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _admit(self, scope: Scope, receive: Receive) -> WsgiResponse | None:
+    async def _admit(self, scope: AsgiScope, receive: AsgiReceive) -> WsgiResponse | None:
         """Answer the request unless too many are in progress; None when the client is gone."""
         if self._in_progress >= self._capacity.requests and _path_info(scope) not in PROBES:
             return _refuse_as_busy(scope)
@@ -165,7 +165,7 @@ class Bridge:
         finally:
             self._in_progress -= 1
 
-    async def _answer(self, scope: Scope, receive: Receive) -> WsgiResponse:
+    async def _answer(self, scope: AsgiScope, receive: AsgiReceive) -> WsgiResponse:
         """Raises QueueFullError, ClientGoneError."""
         raw_path, query = _target(scope)
         if len(raw_path) + len(query) > TARGET_BYTES:
@@ -238,7 +238,7 @@ def _call(wsgi: WSGIApplication, environ: dict[str, Any]) -> WsgiResponse:
     return WsgiResponse(code, encoded, b"".join(written))
 
 
-async def _read_body(headers: dict[str, str], receive: Receive) -> tuple[Body, int]:
+async def _read_body(headers: dict[str, str], receive: AsgiReceive) -> tuple[Body, int]:
     """Return the body and its length. Raises BodyUnreadableError."""
     announced, encoding = headers.get("content-length"), headers.get("transfer-encoding")
     if announced is None and encoding is None:
@@ -262,19 +262,19 @@ async def _read_body(headers: dict[str, str], receive: Receive) -> tuple[Body, i
     return (TooLargeBody() if length > limit else io.BytesIO(b"".join(chunks))), length
 
 
-def _target(scope: Scope) -> tuple[bytes, bytes]:
+def _target(scope: AsgiScope) -> tuple[bytes, bytes]:
     """Return path and query as sent; Granian's `raw_path` contains the query too."""
     raw_path: bytes = scope["raw_path"]
     query: bytes = scope["query_string"]
     return raw_path.partition(b"?")[0], query
 
 
-def _path_info(scope: Scope) -> str:
+def _path_info(scope: AsgiScope) -> str:
     """Return the percent-decoded path, as Django routes it."""
     return unquote_to_bytes(_target(scope)[0]).decode("latin-1")
 
 
-def _environ(scope: Scope, headers: dict[str, str], body: Body, length: int) -> dict[str, Any]:
+def _environ(scope: AsgiScope, headers: dict[str, str], body: Body, length: int) -> dict[str, Any]:
     raw_path, query = _target(scope)
     server, client = scope.get("server") or ("", 0), scope.get("client") or ("", 0)
     environ = {
@@ -315,7 +315,7 @@ def _content_type(sent: str) -> str:
     return sent if charset.lower() in {"utf-8", "utf8"} else sent.partition(";")[0]
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: AsgiReceive) -> None:
     """Return when the client has disconnected. The body was read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -338,7 +338,7 @@ def _refuse_slow_body(seconds: float) -> WsgiResponse:
     return answer
 
 
-def _refuse_as_busy(scope: Scope) -> WsgiResponse:
+def _refuse_as_busy(scope: AsgiScope) -> WsgiResponse:
     """Answer 503: a page in the console, a problem document elsewhere."""
     busy = "The service has too many requests in progress. Nothing was done."
     answer = _refuse(ErrorCode.DEPENDENCY_UNAVAILABLE, f"{busy} Wait for the time in Retry-After, then send it again.")

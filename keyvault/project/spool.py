@@ -1,7 +1,7 @@
 """The embedded default's broker: a kombu transport that keeps messages in a folder and needs no server.
 
-This module holds that folder and the classes that present it to kombu. It does not import Django, the Celery app or the
-settings, and does not interpret messages.
+This module holds that folder and the classes that present it to kombu. It imports neither Django nor anything of this
+project, and does not interpret messages.
 
     queues/<queue>/<time>-<uuid>     a message that is ready; a final "r" marks a redelivery
     claims/<uuid>/                   the claims of one process: `.lock` is flock-held for the process's life
@@ -90,6 +90,7 @@ def _open_private(path: Path, flags: int = os.O_RDWR) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
+    # Not `private_files.sync_folder`: this module imports nothing of the project.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

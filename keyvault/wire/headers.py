@@ -5,8 +5,9 @@ header, and the request is rejected: no value is preferred.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from ipaddress import IPv6Address, ip_address
+from typing import Any
 
 from keyvault.domain.base62 import RandomBytes, random_digits
 
@@ -94,6 +95,11 @@ def client_address(remote_address: str | None, forwarded_for: str | None, truste
         return _canonical_address(remote_address or "")
     entries = (forwarded_for or "").split(",")
     return _canonical_address(_without_port(entries[-trusted_proxies])) if trusted_proxies <= len(entries) else None
+
+
+def address_from_environ(environ: Mapping[str, Any], trusted_proxies: int) -> str | None:
+    """Return the client's address, as `client_address` does, from a WSGI environ or Django's `request.META`."""
+    return client_address(environ.get("REMOTE_ADDR"), environ.get("HTTP_X_FORWARDED_FOR"), trusted_proxies)
 
 
 def _without_port(entry: str) -> str:

@@ -14,6 +14,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.accounts import environment_field
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -85,7 +86,7 @@ def _merchant_choices() -> list[tuple[str, str]]:
 class CampaignForm(PlanForm):
     groups = (SHARED_GROUP,)
 
-    environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
+    environment = environment_field()
     merchants = forms.MultipleChoiceField(
         required=False,
         choices=_merchant_choices,

@@ -77,9 +77,7 @@ class LeakForm(CompromiseForm):
 
 
 class ReissueForm(ActionForm):
-    reason = forms.CharField(
-        max_length=300, help_text="Recorded in the audit log and shown to the approver.", label="Reason"
-    )
+    reason = reason_field("Reason", help_text="Recorded in the audit log and shown to the approver.")
 
 
 def _report(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:

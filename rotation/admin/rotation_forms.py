@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from django import forms
-
-from keyvault.admin.framework.actions import Cleaned, ReasonForm, RowChoice, VersionedForm
+from keyvault.admin.framework.actions import Cleaned, ReasonForm, RowChoice, VersionedForm, reason_field
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.domain.keys import KeyState
 from keyvault.models import Credential
@@ -51,12 +49,7 @@ class ApprovePlanForm(ApproveForm):
 
 
 class BypassForm(ApprovePlanForm):
-    reason = forms.CharField(
-        label="Why it cannot wait",
-        max_length=300,
-        widget=forms.Textarea(attrs={"rows": 3}),
-        help_text="Recorded in the audit log and shown to the reviewer.",
-    )
+    reason = reason_field("Why it cannot wait", help_text="Recorded in the audit log and shown to the reviewer.")
 
 
 class ExtendForm(VersionedForm):
@@ -68,12 +61,7 @@ class ExtendForm(VersionedForm):
 
 
 class ConfirmForm(ReasonForm):
-    why = forms.CharField(
-        label="Who confirmed it, and how",
-        max_length=300,
-        widget=forms.Textarea(attrs={"rows": 3}),
-        help_text="Recorded as evidence with your name.",
-    )
+    why = reason_field("Who confirmed it, and how", help_text="Recorded as evidence with your name.")
 
 
 class RetireForm(VersionedForm):

@@ -6,13 +6,14 @@ from typing import Any
 
 from django import forms
 
+from keyvault.admin.framework.accounts import environment_field
 from keyvault.admin.framework.actions import ActionForm, Cleaned, RowChoice, VersionedForm
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.models import Credential
 from keyvault.services.merchants.merchants import find_account
 from rotation.admin.plan_fields import SHARED_GROUP, WINDOW_GROUP, PlanForm, overrides_in, window_fields, window_in
-from rotation.domain.plan_fields import SHARED_FIELDS, PlanOverrides, to_json
+from rotation.domain.plan_fields import FIELDS, SHARED_FIELDS, PlanOverrides, to_json
 from rotation.domain.windows import clock_text
 from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_draft, partial_draft
@@ -50,7 +51,9 @@ class TermsForm(PlanForm):
         label="Blackout calendar",
         help_text="No rotation starts in its periods.",
     )
-    reason = forms.CharField(required=False, max_length=300, help_text="Reason of the plans. Empty: the cryptoperiod.")
+    reason = forms.CharField(
+        required=False, max_length=FIELDS["reason"].most, help_text="Reason of the plans. Empty: the cryptoperiod."
+    )
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -71,7 +74,7 @@ _FORM_NAMES = {"account": "merchant", "window": "weekdays", "deadline": "quiet_s
 class ScheduleForm(TermsForm):
     field_order = ("environment", "merchant", "credential")
 
-    environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
+    environment = environment_field()
     merchant = forms.CharField(
         required=False,
         max_length=64,

@@ -13,6 +13,7 @@ from typing import Any
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault
+from keyvault.domain.issuance import MAX_EXPIRES_IN_DAYS
 from rotation.domain.windows import Window
 
 
@@ -415,7 +416,7 @@ class PlanOverrides:
             help="Lifetime of the replacement.",
             unit="days",
             least=_each(1, 1),
-            most=3_650,
+            most=MAX_EXPIRES_IN_DAYS,
             omitted="no expiry",
             absent="no expiry",
             section=PlanSection.REPLACEMENT,

@@ -3,10 +3,12 @@
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 
 from tests.architecture.checkout import CODE, calls, python_files, relative
 
 SHAPELESS = re.compile(r"(?:.*_)?(?:utils?|helpers?|common|misc|core|managers?)")
+CAMEL_CASE = re.compile(r"_?[A-Z][A-Za-z]*[a-z][A-Za-z]*")
 
 THE_ONE_GRANT = "keyvault/access/decision.py"
 
@@ -47,13 +49,24 @@ def test_names_no_module_is_a_catch_all() -> None:
     assert sorted(relative(path) for path in found if SHAPELESS.fullmatch(path.name)) == []
 
 
-def test_names_no_two_classes_share_one() -> None:
+def names_of_types(module: ast.Module) -> Iterator[str]:
+    """Yield the names of all classes, and of the module's type aliases and type variables of several letters."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    for node in module.body:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Name) and CAMEL_CASE.fullmatch(target.id):
+                yield target.id
+
+
+def test_names_no_two_classes_or_type_aliases_share_one() -> None:
     """One name, one thing. Django chooses `Meta`, `Command` and `Migration`."""
     places: dict[str, list[str]] = defaultdict(list)
     for path in python_files(*CODE):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and node.name not in {"Meta", "Command", "Migration"}:
-                places[node.name].append(relative(path))
+        for name in names_of_types(ast.parse(path.read_text())):
+            if name not in {"Meta", "Command", "Migration"}:
+                places[name].append(relative(path))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 

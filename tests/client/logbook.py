@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from keyvault.domain.audit import GENESIS, PLATFORM_CHAIN, ChainedEntry, entry_bytes, entry_hash
-from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportStart, Record, record_line
+from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportRecord, ExportStart, record_line
 from keyvault.domain.checkpoints import (
     FIRST,
     Checkpoint,
@@ -88,7 +88,7 @@ class Logbook:
     def copied(self) -> "Logbook":
         return copy.deepcopy(self)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[ExportRecord]:
         """Yield the records in the order of `keyvault.services.audit.export`."""
         yield ExportStart(AT + timedelta(hours=1), SCOPES, None)
         for scope in SCOPES:
@@ -100,7 +100,7 @@ class Logbook:
     def lines(self) -> list[bytes]:
         return [record_line(record).encode() + b"\n" for record in self.records()]
 
-    def _records_of(self, scope: str) -> Iterator[Record]:
+    def _records_of(self, scope: str) -> Iterator[ExportRecord]:
         written = {chain: 0 for chain in self.chains if scope_of(chain) == scope}
         for checkpoint in self.checkpoints[scope]:
             for chain, head in parse_checkpoint(checkpoint.body).heads.items():

@@ -15,7 +15,7 @@ from keyvault.domain.checkpoints import (
     Checkpoint,
     CheckpointWalk,
     Head,
-    Kept,
+    KeptCheckpoints,
     SignedCheckpoint,
     checkpoint_bytes,
     parse_checkpoint,
@@ -47,7 +47,7 @@ books = st.lists(st.sampled_from(STEPS), max_size=12).map(signed_book)
 any_books = st.lists(st.sampled_from(STEPS), max_size=20).map(book)
 
 
-def checked(made: Logbook, kept: Kept | None = None, lines: list[bytes] | None = None) -> ExportCheck:
+def checked(made: Logbook, kept: KeptCheckpoints | None = None, lines: list[bytes] | None = None) -> ExportCheck:
     check = ExportCheck(PUBLIC_KEYS, kept or {})
     for line in made.lines() if lines is None else lines:
         check.take(parse_record(line))
@@ -55,14 +55,14 @@ def checked(made: Logbook, kept: Kept | None = None, lines: list[bytes] | None =
     return check
 
 
-def found(made: Logbook, kept: Kept | None = None) -> Break:
+def found(made: Logbook, kept: KeptCheckpoints | None = None) -> Break:
     broken = checked(made, kept).first_broken
     assert broken is not None, "nothing was noticed"
     assert broken.why
     return broken
 
 
-def kept_of(made: Logbook) -> Kept:
+def kept_of(made: Logbook) -> KeptCheckpoints:
     return gather_kept(made.lines(), PUBLIC_KEYS)
 
 

@@ -15,7 +15,7 @@ from keyvault.domain.revocation_log import (
     DamagedLineError,
     Dropped,
     Ended,
-    Line,
+    LogLine,
     Opened,
     line_bytes,
     parse_line,
@@ -48,7 +48,7 @@ lines = (
 
 
 @given(lines)
-def test_line_comes_back_as_it_was_written(line: Line) -> None:
+def test_line_comes_back_as_it_was_written(line: LogLine) -> None:
     text = line_bytes(line)
     assert text.endswith(b"\n")
     assert text.count(b"\n") == 1
@@ -56,7 +56,7 @@ def test_line_comes_back_as_it_was_written(line: Line) -> None:
 
 
 @given(lines, st.data())
-def test_line_with_any_byte_changed_is_damaged(line: Line, data: st.DataObject) -> None:
+def test_line_with_any_byte_changed_is_damaged(line: LogLine, data: st.DataObject) -> None:
     """Nobody reads a revocation of another key out of a line that went bad on the disk."""
     text = bytearray(line_bytes(line)[:-1])
     place = data.draw(st.integers(0, len(text) - 1))
@@ -66,7 +66,7 @@ def test_line_with_any_byte_changed_is_damaged(line: Line, data: st.DataObject) 
 
 
 @given(lines, st.data())
-def test_line_that_is_cut_off_is_damaged(line: Line, data: st.DataObject) -> None:
+def test_line_that_is_cut_off_is_damaged(line: LogLine, data: st.DataObject) -> None:
     """Guarantee: a write that a crash cut short is never read as a complete line."""
     text = line_bytes(line)[:-1]
     with pytest.raises(DamagedLineError):
@@ -94,7 +94,7 @@ def test_line_has_expired_from_the_moment_it_names() -> None:
     assert (line.has_expired(AT - timedelta(microseconds=1)), line.has_expired(AT)) == (False, True)
 
 
-def standing(*read: Line, boot: str) -> list[Ended | CaughtUp]:
+def standing(*read: LogLine, boot: str) -> list[Ended | CaughtUp]:
     found = ConfirmedLines()
     stands = [each for line in read for each in found.add(line)]
     return stands + list(found.list_unfinished(boot))
@@ -131,7 +131,7 @@ def test_standing_never_is_what_was_dropped() -> None:
 
 
 @pytest.mark.parametrize("marks", [(Dropped("u1"), Committed("u1")), (Committed("u1"), Dropped("u1"))])
-def test_standing_is_what_committed_though_it_was_dropped(marks: tuple[Line, Line]) -> None:
+def test_standing_is_what_committed_though_it_was_dropped(marks: tuple[LogLine, LogLine]) -> None:
     """A commit that was late was answered with a yes all the same."""
     assert standing(FIRST, *marks, boot="now") == standing(FIRST, *marks, boot="later") == [FIRST]
 

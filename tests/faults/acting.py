@@ -17,10 +17,10 @@ from django.db import DatabaseError, InterfaceError, connections
 from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
+from keyvault.domain.ids import Subject
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, CatalogEndpoint, Change, Key, ServiceToken
-from keyvault.models.recording import Subject
 from keyvault.services.catalog.endpoints import add_endpoint, restore_endpoint, withdraw_endpoint
 from keyvault.services.change_feed.receipts import VerifierProgress, find_receipt
 from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key

@@ -53,6 +53,7 @@ from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import reissue_key
+from tests.clocks import Clock
 from tests.factories import the_operator
 from tests.faults.crashing import NOWHERE, Bomb
 from tests.rotation import scene
@@ -137,7 +138,7 @@ def met(notes: Path) -> list[str]:
 
 def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
     """One rotation, killed by the bomb and finished; whether it was killed, and what was not as it must be."""
-    clock = scene.Clock(datetime.now(UTC))
+    clock = Clock(datetime.now(UTC))
     key, _ = scene.issue(scene.account(MERCHANT), clock())
     rotation = journey.begin(key, clock())
     reporter = UsageLog(now=clock)
@@ -161,7 +162,7 @@ def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
     return killed, violations
 
 
-def drive(journey: Journey, rotation_id: str, clock: scene.Clock, reporter: UsageLog, bomb: Bomb) -> None:
+def drive(journey: Journey, rotation_id: str, clock: Clock, reporter: UsageLog, bomb: Bomb) -> None:
     """A worker, an operator and the merchant, by turns, until the rotation is closed."""
     bomb.plant()
     for _ in range(ROUNDS):

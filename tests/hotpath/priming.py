@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import msgspec
 from django.conf import settings
 
+from keyvault.domain.ids import Subject
 from keyvault.hotpath.adapters.assembly import make_engine
 from keyvault.hotpath.adapters.stores import DatabaseStore
 from keyvault.hotpath.engine.engine import Engine
 from keyvault.hotpath.engine.freshness import Freshness
-from keyvault.hotpath.engine.memory import Subject
 from keyvault.hotpath.engine.ports import Ports
 from keyvault.hotpath.frontends.threaded_frontend import ThreadedFrontend
 from keyvault.hotpath.messages.pending_requests import VERIFY, Headers

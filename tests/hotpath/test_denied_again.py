@@ -22,10 +22,10 @@ from keyvault.access.verification import judge_record
 from keyvault.domain.digests import Peppers, PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, VerifierStaleError
-from keyvault.domain.ids import is_merchant_id
+from keyvault.domain.ids import Subject, is_merchant_id
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.hotpath.adapters.stores import DatabaseStore
-from keyvault.hotpath.engine.memory import Memory, Subject
+from keyvault.hotpath.engine.memory import Memory
 from keyvault.hotpath.engine.ports import EngineVerdict
 from keyvault.hotpath.messages import rendering
 from keyvault.hotpath.messages.pending_requests import BATCH, KEY, VERIFY

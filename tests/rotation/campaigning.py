@@ -17,8 +17,9 @@ from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.models import Campaign, CampaignMember, Rotation
 from rotation.services.campaigns.campaigns import approve_campaign, get_campaign, request_campaign
+from tests.clocks import Clock
 
-from .scene import Clock, account, approver, issue, tam
+from .scene import account, approver, issue, tam
 
 
 def issued(clock: Clock, count: int, environment: Environment = Environment.SANDBOX) -> list[Key]:

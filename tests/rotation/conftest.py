@@ -6,8 +6,7 @@ import pytest
 
 from keyvault.models import UsageReporter
 from keyvault.services.usage.recorder import UsageLog
-
-from .scene import Clock
+from tests.clocks import Clock
 
 
 @pytest.fixture

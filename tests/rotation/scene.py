@@ -3,7 +3,6 @@
 It uses the real services and no fixture, because the processes of the crash tests use it too.
 """
 
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -26,20 +25,6 @@ from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import request_rotation
 from tests import factories
 from tests.factories import make_merchant, the_operator
-
-
-@dataclass
-class Clock:
-    """A clock that advances only on request."""
-
-    now: datetime
-
-    def __call__(self) -> datetime:
-        return self.now
-
-    def tick(self, seconds: float) -> datetime:
-        self.now += timedelta(seconds=seconds)
-        return self.now
 
 
 def later(now: datetime, seconds: float) -> datetime:

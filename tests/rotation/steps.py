@@ -14,10 +14,10 @@ from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation
+from tests.clocks import Clock
 from tests.services.rows import disable_triggers
 
 from . import scene
-from .scene import Clock
 
 
 def damage(rotation: Rotation, changes: dict[str, Any]) -> Rotation:

@@ -27,9 +27,10 @@ from rotation.services.rotations.planning import plan_rotation
 from rotation.services.rotations.requests import request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_schedule
 from tests.admin.desk import address, browser, text_of
+from tests.clocks import Clock
 from tests.factories import make_token, now
 from tests.rotation.campaigning import asked
-from tests.rotation.scene import Clock, account, issue, tam
+from tests.rotation.scene import account, issue, tam
 
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 BOUNDED = [name for name, each in FIELDS.items() if each.type in NUMBERS | {FieldType.TEXT, FieldType.INSTANT}]

@@ -43,6 +43,7 @@ from keyvault.services.merchants.merchants import create_merchant
 from keyvault.services.recording.audit_chain import verify_audit
 from keyvault.services.usage.recorder import UsageLog
 from tests.factories import account, grant, have_peppers, issue, make_merchant
+from tests.killing import KilledError
 
 from .racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
 from .rows import dump_tables
@@ -302,9 +303,6 @@ def test_idempotency_retry_during_the_first_request_gets_a_retry_after() -> None
 
 def leave_claim(at: datetime = NOON) -> None:
     """Leave the claim of an attempt that is killed, or hangs, before its effect."""
-
-    class KilledError(BaseException):
-        pass
 
     def die(*_: object) -> None:
         raise KilledError

@@ -34,8 +34,8 @@ from keyvault.services import maintenance
 from keyvault.services.secrets.backend import secret_backend, vault_backend
 from keyvault.services.usage.recorder import UsageLog
 from tests.backends.vault.installation import InstalledVault, serving_from
+from tests.clocks import Clock
 from tests.factories import make_token
-from tests.rotation.scene import Clock
 from tests.servers.openbao import VaultOnDisk
 
 from .proxy import NO_FAULT, Injection, Proxy

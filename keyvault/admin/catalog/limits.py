@@ -4,7 +4,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model, Q, QuerySet
+from django.db.models import Model, Q
 from django.http import HttpRequest
 from django.urls import reverse
 
@@ -12,7 +12,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.endpoint_description import format_limit
 from keyvault.access.limits import MAX_COUNT, MAX_SECONDS, Limit
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.accounts import account_link, account_query, environment_field
+from keyvault.admin.framework.accounts import AccountRowAdmin, account_link, account_query, environment_field
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -24,7 +24,6 @@ from keyvault.admin.framework.actions import (
 from keyvault.admin.framework.columns import badge_column
 from keyvault.admin.framework.enforcement import may
 from keyvault.admin.framework.filters import state_filter
-from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Link, Table, badge, link, mono
 from keyvault.domain.environments import Environment
 from keyvault.models import Account, LimitOverride
@@ -117,7 +116,7 @@ def _state(row: LimitOverride) -> str:
     return "active" if _is_set(row) else "cleared"
 
 
-class LimitOverrideAdmin(ConsoleModelAdmin):
+class LimitOverrideAdmin(AccountRowAdmin):
     view_permissions = (P.CATALOG_READ,)
     section, singular, plural = "Catalog", "Limit", "Limits"
     change_list_template = "console/change_list_more.html"
@@ -154,9 +153,6 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
     search_fields = ("endpoint", "account__merchant__merchant_id")
     ordering = ("endpoint", "environment", "account__merchant_id")
 
-    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return super().get_queryset(request).select_related("account__merchant")
-
     environment_badge = badge_column("environment", "environment")
     state = badge_column("state", _state)
 
@@ -177,9 +173,6 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
 
     def name_of(self, row: LimitOverride) -> str:
         return f"{row.endpoint} for {row.account or row.environment}"
-
-    def account_of(self, row: LimitOverride) -> Account | None:
-        return row.account
 
     def summary(self, row: LimitOverride) -> FactTable:
         return FactTable(

@@ -44,7 +44,7 @@ def account_link(account: Account) -> SafeString:
 
 
 class AccountRowAdmin(ConsoleModelAdmin):
-    """Model admin of rows that an account owns."""
+    """Model admin of rows with an account."""
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("account__merchant")
@@ -55,6 +55,6 @@ class AccountRowAdmin(ConsoleModelAdmin):
 
     environment_badge = badge_column("environment", "account__environment")
 
-    def account_of(self, row: Any) -> Account:
-        account: Account = row.account
+    def account_of(self, row: Any) -> Account | None:
+        account: Account | None = row.account
         return account

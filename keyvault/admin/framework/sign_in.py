@@ -13,7 +13,7 @@ from django.http import HttpRequest, HttpResponse
 from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.services.sessions.sign_in import DEVICE_LIFETIME, SignInAttempt, SignInLockedError, sign_in
-from keyvault.wire.headers import client_address
+from keyvault.wire.headers import address_from_environ
 
 TOO_MANY_REQUESTS = 429
 
@@ -40,9 +40,9 @@ class SignInForm(AdminAuthenticationForm):
         username, password = self.cleaned_data.get("username"), self.cleaned_data.get("password")
         if not username or not password or self.request is None:
             return self.cleaned_data
-        presented = SignInAttempt(
-            username, Plaintext(password), _address(self.request), self.request.COOKIES.get(settings.DEVICE_COOKIE, "")
-        )
+        address = address_from_environ(self.request.META, settings.TRUSTED_PROXIES)
+        device = self.request.COOKIES.get(settings.DEVICE_COOKIE, "")
+        presented = SignInAttempt(username, Plaintext(password), address, device)
         try:
             signed_in = sign_in(presented, datetime.now(UTC))
         except SignInLockedError as error:
@@ -77,9 +77,3 @@ class SignInView(LoginView):
             response.status_code = TOO_MANY_REQUESTS
             response["Retry-After"] = str(form.locked_seconds)
         return response
-
-
-def _address(request: HttpRequest) -> str | None:
-    """Return the client address of the operator, as reported by trusted proxies."""
-    peer, forwarded = request.META.get("REMOTE_ADDR"), request.headers.get("X-Forwarded-For")
-    return client_address(peer, forwarded, settings.TRUSTED_PROXIES)

@@ -53,6 +53,7 @@ from keyvault.admin.keys.keys import key_link
 from keyvault.domain.issuance import (
     COLLECT_WITHIN,
     COLLECTED_DELIVERIES,
+    MAX_EXPIRES_IN_DAYS,
     Delivery,
     IssuanceState,
     can_transition_issuance,
@@ -102,7 +103,7 @@ class RequestForm(ActionForm):
     expires_in_days = forms.IntegerField(
         required=False,
         min_value=1,
-        max_value=3650,
+        max_value=MAX_EXPIRES_IN_DAYS,
         label="Expires in days",
         help_text="Empty: the key does not expire.",
     )

@@ -19,6 +19,7 @@ from keyvault.access.endpoint_description import authorization_panel, format_lim
 from keyvault.access.endpoints import METHODS
 from keyvault.access.judgement import before_proof
 from keyvault.access.verification import INVALID, find_exposed
+from keyvault.admin.framework.accounts import environment_field
 from keyvault.admin.framework.actions import Cleaned
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import FactTable, Link, Table, badge, link, mono
@@ -86,7 +87,7 @@ class RequestIdForm(forms.Form):
 class DescribedForm(forms.Form):
     """Description of a request. No field is verified, and no field is secret."""
 
-    environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
+    environment = environment_field()
     endpoint = forms.CharField(
         required=False, max_length=100, help_text="Name in the catalog. Alternatively, enter method and path."
     )

@@ -130,11 +130,11 @@ class CacheMiss(Struct, gc=False, eq=False):
     is_plain: bool
 
 
-Use = tuple[str, str, str, str, str, str]
+CountedUse = tuple[str, str, str, str, str, str]
 """Key id, endpoint name, source, user agent, page origin, outcome."""
 
 Tally = list[Any]
-"""One use as it is recorded: the six fields of `Use`, the count, and the first and last time in epoch seconds."""
+"""One use as it is recorded: a `CountedUse`, the count, and the first and last time in epoch seconds."""
 TIMES, LAST = 6, 8
 
 
@@ -147,7 +147,12 @@ class CachedGrant:
     __slots__ = ("cost", "entry", "identity", "period", "spend_plan", "tally", "token", "use")
 
     def __init__(
-        self, token: CacheEntry[TokenRecord], entry: CacheEntry[KeyRecord], spend_plan: SpendPlan, cost: int, use: Use
+        self,
+        token: CacheEntry[TokenRecord],
+        entry: CacheEntry[KeyRecord],
+        spend_plan: SpendPlan,
+        cost: int,
+        use: CountedUse,
     ) -> None:
         self.token = token
         self.entry = entry

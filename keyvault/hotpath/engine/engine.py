@@ -33,6 +33,7 @@ from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import VerifierStaleError
 from keyvault.domain.free_text import MAX_REDACTED_LENGTH, MAX_STORED_LENGTH, clean_text
+from keyvault.domain.ids import Subject
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyRecord, KeyState
 from keyvault.domain.keystring import KEY_ID_PLACE, SHAPED, KeyString
 from keyvault.hotpath.engine.cached_verdicts import (
@@ -43,15 +44,15 @@ from keyvault.hotpath.engine.cached_verdicts import (
     CachedGrant,
     CacheMiss,
     Caller,
+    CountedUse,
     EligibleKey,
     GrantTemplate,
     SpendPlan,
     SpendPlans,
     Tally,
-    Use,
 )
 from keyvault.hotpath.engine.freshness import Freshness
-from keyvault.hotpath.engine.memory import RULES, CacheEntry, Memory, Subject, key_entry
+from keyvault.hotpath.engine.memory import RULES, CacheEntry, Memory, key_entry
 from keyvault.hotpath.engine.ports import EngineVerdict, Ports
 from keyvault.hotpath.messages.requests import VerifyRequest, decode_plain_verify, decode_verify
 from keyvault.hotpath.messages.responses import HttpResponse
@@ -83,7 +84,7 @@ class Engine:
         self._spend_plans: OrderedDict[tuple[object, ...], SpendPlans] = OrderedDict()
         self._all_spend_plans: WeakSet[SpendPlans] = WeakSet()
         """Includes plans of evicted accounts whose keys are still cached."""
-        self._uses: dict[Use, Tally] = {}
+        self._uses: dict[CountedUse, Tally] = {}
         self._clean_texts: dict[str, str] = {}
         """Cleaned form of user agents and origins that contain no secret. Thousands of keys share the same few."""
         self._period = 1
@@ -411,7 +412,7 @@ class Engine:
             self._clean_texts[read] = kept
         return kept
 
-    def _tally(self, use: Use, wall: float) -> Tally:
+    def _tally(self, use: CountedUse, wall: float) -> Tally:
         uses = self._uses
         tally = uses.get(use)
         if tally is None and len(uses) >= _MAX_USES:

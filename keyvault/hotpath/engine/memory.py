@@ -11,14 +11,13 @@ from typing import Any, Final, Generic, TypeVar
 
 from keyvault.access.customers import CustomerRecord
 from keyvault.access.verification import TokenRecord
+from keyvault.domain.ids import Subject
 from keyvault.domain.keys import DEAD_STATES, KeyRecord
 
 TAG_BYTES: Final = 16
 _NEVER = float("inf")
 _EVICTED = float("-inf")
 """Deadline of an evicted entry: whatever still references the entry finds it expired."""
-
-Subject = tuple[str, str]
 
 R = TypeVar("R", KeyRecord, CustomerRecord, TokenRecord)
 

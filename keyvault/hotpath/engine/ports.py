@@ -11,9 +11,9 @@ from keyvault.access.limits import Bucket, Limit, Spend
 from keyvault.access.verification import TokenRecord
 from keyvault.domain.digests import Peppers, PepperSet
 from keyvault.domain.environments import Environment
+from keyvault.domain.ids import Subject
 from keyvault.domain.keys import KeyRecord
 from keyvault.domain.keystring import KeyString
-from keyvault.hotpath.engine.memory import Subject
 
 
 class EngineBudgets(Protocol):

@@ -17,7 +17,7 @@ from keyvault.wire.headers import mint_request_id
 from keyvault.wire.problems import CONTENT_TYPE, problem
 
 Header = tuple[bytes, bytes]
-Line = tuple[bytes, bytes, bool]
+StartLine = tuple[bytes, bytes, bool]
 """Method, target in origin form, and whether it is HTTP/1.1 (else 1.0)."""
 
 TARGET_BYTES: Final = 8192
@@ -90,7 +90,7 @@ class RequestLine:
     __slots__ = ("hosts", "lines", "shapes")
 
     def __init__(self) -> None:
-        self.lines: dict[bytes, Line] = {}
+        self.lines: dict[bytes, StartLine] = {}
         self.hosts: set[bytes] = set()
         self.shapes: dict[tuple[bytes, ...], Shape] = {}
 
@@ -106,7 +106,7 @@ class RequestLine:
             self.shapes[names] = shape
         return shape
 
-    def read_line(self, text: bytes) -> Line | None:
+    def read_line(self, text: bytes) -> StartLine | None:
         """Parse a request line, given without its LF; None when it is invalid."""
         line = self.lines.get(text)
         if line is None:
@@ -129,7 +129,7 @@ class RequestLine:
         return True
 
 
-def _read_line(text: bytes) -> Line | None:
+def _read_line(text: bytes) -> StartLine | None:
     match = _LINE.fullmatch(text)
     if match is None or _UNSAFE.search(match[2]):
         return None

@@ -6,7 +6,7 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
-from keyvault.management.mixins import AccountMixin, OperatorMixin
+from keyvault.management.mixins import AccountMixin, OperatorMixin, add_reveal_option
 from keyvault.services.webhooks.endpoints import add_endpoint
 
 
@@ -16,7 +16,7 @@ class Command(AccountMixin, OperatorMixin):
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)
         parser.add_argument("--url", required=True)
-        parser.add_argument("--reveal", action="store_true", help="print the signing secret once")
+        add_reveal_option(parser, "print the signing secret once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         account = self.account(options)

@@ -9,7 +9,7 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from keyvault.domain.audit_records import gather_kept, parse_public_keys
-from keyvault.domain.checkpoints import Kept, PublicKeys
+from keyvault.domain.checkpoints import KeptCheckpoints, PublicKeys
 from keyvault.management.json_command import JsonCommand
 from keyvault.services.audit.checkpoints import ScopeReport, gather_public_keys, verify_checkpoints
 from keyvault.services.recording.audit_chain import verify_audit
@@ -83,7 +83,7 @@ def _read_keys(path: Path | None) -> PublicKeys:
         raise CommandError(f"{path}: {error}") from error
 
 
-def _read_kept(path: Path | None, keys: PublicKeys, unchecked: Mapping[str, str]) -> Kept:
+def _read_kept(path: Path | None, keys: PublicKeys, unchecked: Mapping[str, str]) -> KeptCheckpoints:
     """Raises CommandError."""
     if path is None:
         return {}

@@ -8,7 +8,7 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import STRING_SCOPE, StringScope
-from keyvault.management.mixins import HostOperatorMixin
+from keyvault.management.mixins import HostOperatorMixin, add_reveal_option
 from keyvault.services.tokens.service_tokens import DEFAULT_DAYS, create_service_token
 
 
@@ -33,7 +33,7 @@ class Command(HostOperatorMixin):
         parser.add_argument(
             "--probe", action="store_true", help="for test calls: its verifications do not count as uses of a key"
         )
-        parser.add_argument("--reveal", action="store_true", help="print the token once")
+        add_reveal_option(parser, "print the token once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         grant = self.operator_grant(options, Permission.TOKENS_WRITE)

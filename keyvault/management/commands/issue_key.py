@@ -9,7 +9,7 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.errors import DependencyUnavailableError, StateConflictError
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
-from keyvault.management.mixins import AccountMixin, ApprovalMixin
+from keyvault.management.mixins import AccountMixin, ApprovalMixin, add_reveal_option
 from keyvault.services.issuance import requests
 from keyvault.services.maintenance import issue_one
 
@@ -32,7 +32,7 @@ class Command(AccountMixin, ApprovalMixin):
             default=Delivery.SECRET_BACKEND.value,
         )
         parser.add_argument("--expires-in-days", type=int)
-        parser.add_argument("--reveal", action="store_true", help="collect the key and print it once")
+        add_reveal_option(parser, "collect the key and print it once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         account = self.account(options)

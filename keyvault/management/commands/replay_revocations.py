@@ -9,8 +9,8 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
+from keyvault.domain.ids import Subject
 from keyvault.management.json_command import JsonCommand
-from keyvault.models.recording import Subject
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.revocations.log_opening import accept_loss, is_lost
 from keyvault.services.revocations.replay import Replay, compare_revocation_log, replay_revocations

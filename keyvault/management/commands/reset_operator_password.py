@@ -6,28 +6,25 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from keyvault.access.permissions import Permission
-from keyvault.access.principals import HOST
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import UsernameMixin, add_reveal_option
 from keyvault.management.passwords import read_password
 from keyvault.services.merchants.operators import get_operator, reset_password
-from keyvault.services.recording.authorization import authorize
 
 
-class Command(JsonCommand):
+class Command(UsernameMixin):
     help = (
         "Reset an operator's password, end their sessions, forget their devices and unlock their name. The command "
         "prompts for the password, or reads it from standard input without a terminal."
     )
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("username")
-        parser.add_argument("--reveal", action="store_true", help="create a random password and print it once")
+        super().add_options(parser)
+        add_reveal_option(parser, "create a random password and print it once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         operator = get_operator(options["username"])
         password = Plaintext(secrets.token_urlsafe(18)) if options["reveal"] else read_password()
-        reset_password(authorize(HOST, Permission.OPERATORS_WRITE, now=self.now), operator, password)
+        reset_password(self.operators_grant(), operator, password)
         answer = {"username": operator.username}
         return {**answer, "password": password.reveal()} if options["reveal"] else answer

@@ -7,10 +7,8 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.decision import Grant
-from keyvault.access.permissions import Permission
-from keyvault.access.principals import HOST
 from keyvault.domain.digests import PepperSet
-from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import PepperSetMixin
 from keyvault.models import PepperVersion
 from keyvault.services.pepper_rotation.rotation import (
     KEPT_AFTER_RETIREMENT,
@@ -20,12 +18,11 @@ from keyvault.services.pepper_rotation.rotation import (
     retire_pepper,
 )
 from keyvault.services.pepper_rotation.status import list_dormant_keys
-from keyvault.services.recording.authorization import authorize
 
 _MAX_LISTED = 100
 
 
-class Command(JsonCommand):
+class Command(PepperSetMixin):
     help = (
         "Retire an old pepper version; refused while a usable key or token depends on it. Its revoked keys are then "
         "answered credential_invalid instead of key_revoked. Its material stays in the secret backend for restored "
@@ -38,7 +35,7 @@ class Command(JsonCommand):
         return super().create_parser(prog_name, subcommand, conflict_handler="resolve", **kwargs)
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--set", dest="pepper_set", choices=[each.value for each in PepperSet], required=True)
+        super().add_options(parser)
         parser.add_argument("--version", dest="number", type=int, required=True)
         parser.add_argument(
             "--destroy",
@@ -48,7 +45,7 @@ class Command(JsonCommand):
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         pepper_set, number = PepperSet(options["pepper_set"]), options["number"]
-        grant = authorize(HOST, Permission.PEPPERS_WRITE, now=self.now)
+        grant = self.peppers_grant()
         if options["destroy"]:
             row = destroy_pepper(grant, pepper_set, number)
         else:

@@ -7,7 +7,7 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.mixins import HostOperatorMixin
+from keyvault.management.mixins import HostOperatorMixin, add_reveal_option
 from keyvault.services.tokens.service_tokens import MAX_OVERLAP_HOURS, get_service_token, rotate_service_token
 
 
@@ -23,7 +23,7 @@ class Command(HostOperatorMixin):
             required=True,
             help=f"hours for which both tokens are valid (0 to {MAX_OVERLAP_HOURS})",
         )
-        parser.add_argument("--reveal", action="store_true", help="print the token once")
+        add_reveal_option(parser, "print the token once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         grant = self.operator_grant(options, Permission.TOKENS_WRITE)

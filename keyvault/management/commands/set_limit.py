@@ -9,7 +9,7 @@ from keyvault.access.limits import Limit, find_limit_fault
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
-from keyvault.management.mixins import OperatorMixin
+from keyvault.management.mixins import OperatorMixin, add_environment_option
 from keyvault.models import Account
 from keyvault.services.limits.overrides import (
     account_limit_in_force,
@@ -29,7 +29,7 @@ class Command(OperatorMixin):
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)
         parser.add_argument("--merchant", metavar="ID")
-        parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
+        add_environment_option(parser)
         parser.add_argument("--endpoint", metavar="NAME")
         parser.add_argument("--rate", type=int, metavar="N", help="maximum requests per period, also as a burst")
         parser.add_argument("--per-seconds", type=int, metavar="S", help="length of the period in seconds")

@@ -21,7 +21,7 @@ from keyvault.domain.checkpoints import (
     Checkpoint,
     CheckpointWalk,
     Head,
-    Kept,
+    KeptCheckpoints,
     KeyName,
     PublicKeys,
     SignedCheckpoint,
@@ -228,7 +228,9 @@ class ScopeReport:
     overdue: str | None
 
 
-def verify_checkpoints(keys: PublicKeys, kept: Kept, unchecked: Mapping[str, str], now: datetime) -> list[ScopeReport]:
+def verify_checkpoints(
+    keys: PublicKeys, kept: KeptCheckpoints, unchecked: Mapping[str, str], now: datetime
+) -> list[ScopeReport]:
     """Verify every checkpoint: its signature, its predecessor, the entries, and the checkpoints an auditor kept.
 
     `unchecked`: why the signatures of a scope cannot be verified. Everything else in that scope is still verified.
@@ -236,7 +238,9 @@ def verify_checkpoints(keys: PublicKeys, kept: Kept, unchecked: Mapping[str, str
     return [_verify_scope(scope.value, keys, kept, unchecked.get(scope.value), now) for scope in PepperSet]
 
 
-def _verify_scope(scope: str, keys: PublicKeys, kept: Kept, unchecked: str | None, now: datetime) -> ScopeReport:
+def _verify_scope(
+    scope: str, keys: PublicKeys, kept: KeptCheckpoints, unchecked: str | None, now: datetime
+) -> ScopeReport:
     walk = CheckpointWalk(scope, None if unchecked else keys, kept)
     broken: tuple[int, str] | None = None
     for signed in list_checkpoints(scope):

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportStart, Record
+from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportRecord, ExportStart
 from keyvault.domain.checkpoints import Head, SignedCheckpoint, parse_checkpoint
 from keyvault.models import AuditCheckpoint
 from keyvault.services.audit.checkpoints import find_newest, list_checkpoints, read_heads
 from keyvault.services.recording.audit_chain import read_entries
 
 
-def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> Iterator[Record]:
+def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> Iterator[ExportRecord]:
     """Iterate over all entries and checkpoints of the scopes as stored, even invalid ones, in bounded memory.
 
     With `since`, each scope begins with its newest checkpoint at or before that time; without one, with its first
@@ -26,12 +26,12 @@ def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> 
     yield ExportEnd(entries, checkpoints)
 
 
-def export_newest(scopes: Sequence[str]) -> Iterator[Record]:
+def export_newest(scopes: Sequence[str]) -> Iterator[ExportRecord]:
     """Return the newest checkpoint of each scope; an auditor keeps them to detect a later rollback of the log."""
     return (signed for scope in scopes if (signed := find_newest(scope)) is not None)
 
 
-def _export_scope(scope: str, since: datetime | None) -> Iterator[Record]:
+def _export_scope(scope: str, since: datetime | None) -> Iterator[ExportRecord]:
     first, written = 0, dict[str, int]()
     base = None if since is None else _find_base(scope, since)
     if base is not None:
@@ -45,7 +45,7 @@ def _export_scope(scope: str, since: datetime | None) -> Iterator[Record]:
     yield from (ChainHead(chain, head) for chain, head in heads.items())
 
 
-def _export_entries(heads: dict[str, Head], written: dict[str, int]) -> Iterator[Record]:
+def _export_entries(heads: dict[str, Head], written: dict[str, int]) -> Iterator[ExportRecord]:
     """Iterate over the entries up to the heads that are not `written` yet, and update `written`."""
     for chain, head in heads.items():
         after = written.get(chain, 0)

@@ -22,8 +22,8 @@ from django.db import DatabaseError, OperationalError, close_old_connections, co
 from django.db.models.functions import Now
 from psycopg import sql
 
+from keyvault.domain.ids import Subject
 from keyvault.models import Confirmation, Verifier
-from keyvault.models.recording import Subject
 from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS, abort_connection, use_short_timeouts
 from keyvault.services.postgres.raw_queries import execute, wait_for_notice
 from keyvault.services.recording.changes import CHANNEL, FeedRewoundError, Position, generation, poll_feed

@@ -29,8 +29,8 @@ from django.db import DatabaseError
 from django.db.models import OuterRef, Subquery
 from django.db.models.functions import Now
 
+from keyvault.domain.ids import Subject
 from keyvault.models import Account, Change, Confirmation, Verifier
-from keyvault.models.recording import Subject
 
 _log = logging.getLogger(__name__)
 

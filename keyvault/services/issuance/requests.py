@@ -20,6 +20,7 @@ from keyvault.domain.issuance import (
     APPROVALS_NEEDED,
     COLLECT_WITHIN,
     COLLECTED_DELIVERIES,
+    MAX_EXPIRES_IN_DAYS,
     REQUEST_LIFETIME,
     Delivery,
     IssuancePlan,
@@ -408,8 +409,8 @@ def _require_valid(plan: IssuancePlan, principal: OperatorPrincipal | Service) -
     faults = []
     if (fault := find_text_fault(plan.label, 100)) is not None:
         faults.append(Fault("/label", fault))
-    if plan.expires_in_days is not None and not 1 <= plan.expires_in_days <= 3650:
-        faults.append(Fault("/expires_in_days", "1 to 3650, or omitted"))
+    if plan.expires_in_days is not None and not 1 <= plan.expires_in_days <= MAX_EXPIRES_IN_DAYS:
+        faults.append(Fault("/expires_in_days", f"1 to {MAX_EXPIRES_IN_DAYS}, or omitted"))
     faults += _find_delivery_faults(plan, principal)
     if faults:
         raise RequestInvalidError("Invalid issuance request. Correct the listed fields.", faults)

@@ -31,8 +31,8 @@ from django.conf import settings
 from django.db import OperationalError, connection, transaction
 from msgspec.json import Decoder
 
+from keyvault.domain.ids import Subject
 from keyvault.models import Change
-from keyvault.models.recording import Subject
 from keyvault.services.postgres.raw_queries import execute
 from keyvault.services.recording.host_generation import HostGeneration
 

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-Subject = tuple[str, str]
+from keyvault.domain.ids import Subject
 
 SLOTS = 1024
 """Number of subjects in the ring. A reader that is further behind drops its whole cache."""

@@ -32,11 +32,12 @@ from django.db import DatabaseError, transaction
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
-from keyvault.backends.private_files import ensure_private_directory
+from keyvault.backends.private_files import ensure_private_directory, sync_folder
+from keyvault.domain.ids import Subject
 from keyvault.domain.notifications import NoticeKind
-from keyvault.domain.revocation_log import Committed, DamagedLineError, Ended, Line, Opened, line_bytes, parse_line
+from keyvault.domain.revocation_log import Committed, DamagedLineError, Ended, LogLine, Opened, line_bytes, parse_line
 from keyvault.models import Account, CustomerToken, Key, Merchant, Notice, ServiceToken
-from keyvault.models.recording import RecordedModel, Subject, collect_subjects
+from keyvault.models.recording import RecordedModel, collect_subjects
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 
@@ -92,7 +93,7 @@ def describe_ended(ended: Iterable[Subject], sequence: int, now: datetime, *, un
     return lines
 
 
-def append_lines(lines: Sequence[Line], *, is_synced: bool = True) -> None:
+def append_lines(lines: Sequence[LogLine], *, is_synced: bool = True) -> None:
     """Append all lines or none. `is_synced` False: they need not survive a power failure.
 
     Raises OSError, also when the file is missing or empty: a new file here would hide the loss of the old one.
@@ -118,7 +119,7 @@ def create_revocation_log(opened: Opened) -> bool:
                 return False
             _write(descriptor, line_bytes(opened))
         os.fsync(descriptor)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return True
 
 
@@ -126,7 +127,7 @@ def empty_error() -> OSError:
     return OSError(errno.ENODATA, os.strerror(errno.ENODATA), str(settings.REVOCATION_LOG))
 
 
-def read_lines(offset: int = 0) -> Iterator[tuple[int, Line | None]]:
+def read_lines(offset: int = 0) -> Iterator[tuple[int, LogLine | None]]:
     """Iterate over (offset after the line, line) from an offset, in bytes, up to the current end; None: damaged line.
 
     Yields nothing without a file. Omits a torn last line: its revocation was never acknowledged. Raises OSError.
@@ -251,16 +252,7 @@ def _write(descriptor: int, text: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _sync_folder(folder: Path) -> None:
-    """Sync the directory, so that the new file's name survives a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _parsed(text: bytes) -> Line | None:
+def _parsed(text: bytes) -> LogLine | None:
     try:
         return parse_line(text.removesuffix(b"\n"))
     except DamagedLineError:

@@ -29,9 +29,10 @@ from keyvault.access.rules import OperationRule, Target
 from keyvault.domain.audit import PLATFORM_CHAIN, account_chain
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import PermissionMissingError
+from keyvault.domain.ids import Subject
 from keyvault.domain.redaction import redact
 from keyvault.models import Account
-from keyvault.models.recording import Subject, collect_subjects
+from keyvault.models.recording import collect_subjects
 from keyvault.services.recording.audit_chain import append_entry
 from keyvault.services.recording.changes import announce_changes
 from keyvault.services.recording.revocation_log import append_ended

@@ -21,9 +21,10 @@ from django.db.models import Max
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
+from keyvault.domain.ids import Subject
 from keyvault.domain.revocation_log import CaughtUp, Committed, ConfirmedLines, Dropped, Ended
 from keyvault.models import Change, Key, Verifier
-from keyvault.models.recording import RecordedModel, Subject
+from keyvault.models.recording import RecordedModel
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.revocation_log import (
     ENDING,

@@ -11,11 +11,11 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import StateConflictError
+from keyvault.domain.ids import Subject
 from keyvault.domain.keys import DEAD_STATES, KeyState
 from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.revocation_log import CaughtUp, ConfirmedLines, Ended, Opened
 from keyvault.models import Account, CustomerToken, Merchant, MerchantStatus, ServiceToken
-from keyvault.models.recording import Subject
 from keyvault.services.keys.lifecycle import get_key, reapply_revocation
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.revocation_log import ENDING, boot_id, read_lines

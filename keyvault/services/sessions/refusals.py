@@ -7,10 +7,11 @@ counts of its last minute.
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import ClassVar
 
-from django.db import DatabaseError, connections
+from django.db import DatabaseError
 
 from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
 from keyvault.access.permissions import Permission
@@ -18,7 +19,7 @@ from keyvault.access.principals import CONSOLE
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import usage_log
-from keyvault.services.work.background_thread import forget_at_fork, stop_at_exit
+from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
 
 _log = logging.getLogger(__name__)
 
@@ -54,20 +55,16 @@ class _OtherLocks:
     count: int = 0
 
 
-class SignInRefusals:
-    """Unwritten sign-in refusals of this process."""
+@dataclass(slots=True, eq=False)
+class SignInRefusals(BackgroundThread):
+    """Unwritten sign-in refusals of this process. The first one starts the thread."""
 
-    def __init__(self) -> None:
-        self.forget()
+    thread_name: ClassVar[str] = "sign-in-refusals"
 
-    def forget(self) -> None:
-        """Reset, for example in a forked child. The parent writes its own pending counts."""
-        self._counts: dict[_Pair, _Count] = {}
-        self._address_locks = 0
-        self._other_locks: _OtherLocks | None = None
-        self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None
-        self._is_finalized = False
+    _counts: dict[_Pair, _Count] = field(default_factory=dict)
+    _address_locks: int = 0
+    _other_locks: _OtherLocks | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, username: str | None, address: str | None, now: datetime, *, is_locked: bool) -> None:
         """Count one refusal. `username` is an existing operator's, or None. Performs no I/O."""
@@ -78,12 +75,12 @@ class SignInRefusals:
             count = self._counts.setdefault(pair, _Count(now))
             count.refused += 1
             count.locked += is_locked
-            self._start()
+            self._start_if_reporting()
 
     def note_address_lock(self, now: datetime) -> bool:
         """Return whether the lock gets its own audit entry. If not, count it. Performs no I/O."""
         with self._lock:
-            self._start()
+            self._start_if_reporting()
             self._address_locks += 1
             if self._address_locks <= MAX_ADDRESS_LOCKS:
                 return True
@@ -99,7 +96,6 @@ class SignInRefusals:
             pending, self._counts = self._counts, {}
             others, self._other_locks = self._other_locks, None
             self._address_locks = 0
-            self._timer = None
         if others is not None:
             try:
                 _write_other_locks(others)
@@ -115,34 +111,25 @@ class SignInRefusals:
                 raise
             del pending[pair]
 
-    def stop(self) -> None:
-        """Write what is left before the process ends."""
-        with self._lock:
-            timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.cancel()
-            self._try_flush()
+    def forget(self) -> None:
+        """Reset in a forked child. The parent writes its own pending counts and owns the thread."""
+        self.__init__()  # type: ignore[misc]  # a dataclass's own
 
-    def _start(self) -> None:
-        """Start this minute's timer in a process that reports usage; no other process serves the console."""
-        if self._timer is not None or not usage_log.is_reporting:
-            return
-        self._timer = threading.Timer(FLUSH_SECONDS, self._try_flush)
-        self._timer.daemon = True
-        self._timer.start()
-        if not self._is_finalized:
-            self._is_finalized = True
-            stop_at_exit(self.stop)
+    def _start_if_reporting(self) -> None:
+        """Start the thread in a process that reports usage; no other process serves the console."""
+        if self._thread is None and usage_log.is_reporting:
+            self.start()
+
+    def _loop(self) -> None:
+        self._repeat(self._try_flush, FLUSH_SECONDS)
+
+    def _finish(self) -> None:
+        self._try_flush()
 
     def _try_flush(self) -> None:
-        try:
+        outage = "refused sign-ins could not be written; they are kept"
+        with log_failure(_log, "refused sign-ins could not be written", outage=outage):
             self.flush()
-        except DatabaseError as error:
-            _log.warning("refused sign-ins could not be written; they are kept", extra={"why": str(error)})
-        except Exception:  # noqa: BLE001  the timer must survive; the next minute's may be written
-            _log.exception("refused sign-ins could not be written")
-        finally:
-            connections.close_all()  # this thread's own
 
     def _add_other_locks(self, locks: _OtherLocks) -> None:
         if self._other_locks is None:
@@ -160,7 +147,6 @@ class SignInRefusals:
                 kept.since = min(kept.since, count.since)
                 kept.refused += count.refused
                 kept.locked += count.locked
-            self._start()
 
 
 def _write(pair: _Pair, count: _Count) -> None:

@@ -7,7 +7,7 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.mixins import OperatorMixin
+from keyvault.management.mixins import OperatorMixin, add_reveal_option
 from keyvault.services.issuance import requests
 from rotation.services.rotations.interventions import collect_replacement
 from rotation.services.rotations.reports import get_rotation
@@ -23,7 +23,7 @@ class Command(OperatorMixin):
         what = parser.add_mutually_exclusive_group(required=True)
         what.add_argument("--rotation", metavar="ID")
         what.add_argument("--request", metavar="ID")
-        parser.add_argument("--reveal", action="store_true", required=True, help="print the key, once")
+        add_reveal_option(parser, "print the key, once", required=True)
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         operator = self.operator(options["by"])

@@ -9,7 +9,7 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
-from keyvault.management.mixins import ApprovalMixin
+from keyvault.management.mixins import ApprovalMixin, add_environment_option
 from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import SHARED_FIELDS
 from rotation.management.campaign_watch import WatchingCommand
@@ -28,7 +28,7 @@ class Command(ApprovalMixin, WatchingCommand):
 
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)
-        parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
+        add_environment_option(parser)
         parser.add_argument("--merchant", action="append", metavar="ID", help="repeatable; default: all")
         parser.add_argument("--older-than-days", type=int, metavar="N")
         parser.add_argument("--per-minute", type=int, metavar="N", default=_DEFAULT_PACE.per_minute)

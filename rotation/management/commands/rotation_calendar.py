@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from keyvault.domain.environments import Environment
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.redaction import redact
 from keyvault.management.json_command import JsonCommand
+from keyvault.management.mixins import add_environment_option
 from keyvault.models import Merchant
 from rotation.services.schedules.calendar import DateState, list_next
 
@@ -30,7 +30,7 @@ class Command(JsonCommand):
     help = "Show when scheduled keys are rotated next, without writing anything. Times are UTC."
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--environment", choices=[each.value for each in Environment])
+        add_environment_option(parser, required=False)
         parser.add_argument("--merchant", metavar="ID")
         parser.add_argument("--days", type=_days, default=90, metavar="N", help="number of days ahead, 1 to 732 (90)")
 

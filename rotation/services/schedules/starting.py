@@ -105,14 +105,9 @@ class Candidate:
         return begins_at if window is None else window.next_opening(begins_at)
 
 
-def list_candidates(
-    now: datetime, environments: Iterable[str], merchant: str | None = None, *, requested_before: datetime | None = None
-) -> Iterator[Candidate]:
-    """Yield every scheduled private credential with its narrowest enabled schedule. Read-only, in a few queries.
-
-    `requested_before`: leaves out those that are certainly requested later than that, or never.
-    """
-    yield from _list_ordered(_read_orders(now, environments), merchant, requested_before)
+def list_candidates(now: datetime, environments: Iterable[str], merchant: str | None = None) -> Iterator[Candidate]:
+    """Yield every scheduled private credential with its narrowest enabled schedule. Read-only, in a few queries."""
+    yield from _list_ordered(_read_orders(now, environments), merchant)
 
 
 def _read_orders(now: datetime, environments: Iterable[str]) -> list[StartOrder]:
@@ -122,6 +117,7 @@ def _read_orders(now: datetime, environments: Iterable[str]) -> list[StartOrder]
 def _list_ordered(
     orders: Sequence[StartOrder], merchant: str | None = None, requested_before: datetime | None = None
 ) -> Iterator[Candidate]:
+    """Yield candidates. `requested_before`: leaves out those that are certainly requested later than that, or never."""
     readable = [order for order in orders if not order.fault]
     if not (orders if requested_before is None else readable):
         return

@@ -362,10 +362,19 @@ def test_enforcement_key_row_cannot_be_edited_by_any_stock_address(desk: Desk, w
 
 @pytest.mark.parametrize(
     "path",
-    ["auth/group/", "keyvault/operator/", "admin/logentry/", "password_change/", "jsi18n/", "autocomplete/", "r/1/1/"],
+    [
+        "auth/group/",
+        "keyvault/operator/",
+        "admin/logentry/",
+        "password_change/",
+        "password_reset/",
+        "jsi18n/",
+        "autocomplete/",
+        "r/1/1/",
+    ],
 )
 def test_enforcement_stock_pages_are_not_offered(desk: Desk, path: str) -> None:
-    """Groups, users, Django's own log and its other pages have no address here."""
+    """Groups, users, Django's own log and its other pages have no address here. Passwords are set on the host."""
     assert browser(desk.admin).get(f"/admin/{path}").status_code == 404
 
 

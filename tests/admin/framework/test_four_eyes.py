@@ -21,9 +21,9 @@ from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import reissue_key, request_rotation
 from tests.admin.desk import Desk, address, browser, dump, hidden, text_of
+from tests.clocks import Clock
 from tests.factories import approve, grant, issue, issue_request, make_operator, now, request_key
 from tests.rotation.campaigning import asked as request_campaign
-from tests.rotation.scene import Clock
 
 pytestmark = pytest.mark.database
 

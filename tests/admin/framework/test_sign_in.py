@@ -24,25 +24,16 @@ from keyvault.services.merchants.operators import disable_operator, reset_passwo
 from keyvault.services.sessions import refusals
 from keyvault.services.sessions.refusals import MAX_PAIRS, sign_in_refusals
 from tests.admin.desk import Desk, browser, dump, text_of
+from tests.clocks import MonotonicClock
 from tests.factories import PASSWORD, grant, make_operator
 
 LOGIN = "/admin/login/"
 WRONG = "something else entirely"
 
 
-class Clock:
-    """Monotonic seconds that a test controls."""
-
-    def __init__(self) -> None:
-        self.seconds = 1_000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 @pytest.fixture
-def clock() -> Iterator[Clock]:
-    clock = Clock()
+def clock() -> Iterator[MonotonicClock]:
+    clock = MonotonicClock()
     with mock.patch.object(attempts().local, "_monotonic", clock):
         yield clock
 
@@ -85,7 +76,7 @@ def flush_refusals() -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- counting
 
 
-def test_sign_in_after_ten_failures_refuses_the_right_password(desk: Desk, clock: Clock) -> None:
+def test_sign_in_after_ten_failures_refuses_the_right_password(desk: Desk, clock: MonotonicClock) -> None:
     """Ten wrong passwords lock a name for 30 minutes, for all addresses."""
     statuses = [sign_in(password=WRONG, address=f"192.0.2.{host}").status_code for host in range(10)]
     assert statuses == [200] * 9 + [429]
@@ -97,7 +88,7 @@ def test_sign_in_after_ten_failures_refuses_the_right_password(desk: Desk, clock
     assert is_in(sign_in(address="198.51.100.9"))
 
 
-def test_sign_in_after_ten_failures_from_an_address_refuses_every_name_there(desk: Desk, clock: Clock) -> None:
+def test_sign_in_after_ten_failures_from_an_address_refuses_every_name_there(desk: Desk, clock: MonotonicClock) -> None:
     """An address that guessed at ten names once each is locked for all names; other addresses are not."""
     for number in range(10):
         sign_in(f"guessed-{number}", WRONG)
@@ -170,7 +161,7 @@ def test_sign_in_success_refunds_its_own_attempt_only(desk: Desk) -> None:
     assert fail(1, username="guessed-again")[0].status_code == 429
 
 
-def test_sign_in_failures_expire_after_thirty_minutes(desk: Desk, clock: Clock) -> None:
+def test_sign_in_failures_expire_after_thirty_minutes(desk: Desk, clock: MonotonicClock) -> None:
     fail(9)
     clock.seconds += SIGN_IN_LOCK_SECONDS
     assert fail(9)[-1].status_code == 200
@@ -323,7 +314,7 @@ def test_sign_in_refusals_of_many_names_and_addresses_are_bounded(desk: Desk) ->
     ]
 
 
-def test_sign_in_lock_is_audited_and_raises_one_alarm(desk: Desk, clock: Clock) -> None:
+def test_sign_in_lock_is_audited_and_raises_one_alarm(desk: Desk, clock: MonotonicClock) -> None:
     """A lock raises one alarm per name in the inbox until an operator has seen it."""
     for _ in range(2):
         for host in range(10):
@@ -434,9 +425,3 @@ def test_sign_in_upgrades_an_older_password_hash(desk: Desk) -> None:
     stored = Operator.objects.get(username="tam").password
     assert stored != older
     assert hashers.check_password(PASSWORD, stored)
-
-
-@pytest.mark.parametrize("path", ["password_change/", "password_reset/"])
-def test_console_offers_no_password_form(desk: Desk, path: str) -> None:
-    """Passwords are set on the host; the console has no other page that accepts one."""
-    assert browser(desk.admin).get(f"/admin/{path}").status_code == 404

@@ -13,10 +13,10 @@ from msgspec import Struct, structs
 from keyvault.access.permissions import Permission as P
 from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.access.roles import Role
+from keyvault.domain.ids import Subject
 from keyvault.domain.keystring import checksum
 from keyvault.hotpath.adapters.stores import DatabaseStore
 from keyvault.hotpath.engine.cached_verdicts import CacheMiss
-from keyvault.hotpath.engine.memory import Subject
 from keyvault.hotpath.engine.ports import EngineVerdict
 from keyvault.hotpath.frontends import asyncio_frontend
 from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend, AsyncStore, KeysCallback

@@ -15,9 +15,10 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import Service
 from keyvault.access.verification import TokenRecord
 from keyvault.domain.environments import Environment
+from keyvault.domain.ids import Subject
 from keyvault.domain.keys import KeyKind, KeyRecord, KeyState
 from keyvault.hotpath.engine.freshness import Freshness
-from keyvault.hotpath.engine.memory import Doorkeeper, Memory, NegativeCache, Subject
+from keyvault.hotpath.engine.memory import Doorkeeper, Memory, NegativeCache
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CAPACITY = 8

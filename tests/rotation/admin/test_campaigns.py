@@ -14,9 +14,9 @@ from rotation.models import Campaign, CampaignState
 from rotation.services.campaigns.campaigns import get_campaign
 from rotation.services.campaigns.runner import tick
 from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
+from tests.clocks import Clock
 from tests.factories import account, issue, make_merchant, now
 from tests.rotation.campaigning import asked, become, oldest
-from tests.rotation.scene import Clock
 
 pytestmark = pytest.mark.database
 

@@ -31,9 +31,9 @@ from rotation.domain.windows import Window
 from rotation.models import Rotation
 from rotation.services.rotations.engine import MAX_ATTEMPTS
 from tests.admin.desk import address, browser, text_of
+from tests.clocks import Clock
 from tests.factories import now, the_operator
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, begun, damage, overlapping, quarantined, wait
 
 pytestmark = pytest.mark.django_db

@@ -10,11 +10,8 @@ from typing import Any
 
 from django.db import connection
 
+from tests.killing import KilledError
 from tests.rotation.machine.backend import MemoryBackend
-
-
-class KilledError(BaseException):
-    """Not caught anywhere, like SIGKILL."""
 
 
 class DisruptedError(Exception):

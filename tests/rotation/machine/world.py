@@ -40,6 +40,7 @@ from rotation.models import Rotation
 from rotation.services.rotations import interventions, requests
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation
+from tests.clocks import Clock
 from tests.factories import the_operator
 from tests.rotation import scene
 from tests.rotation.machine.backend import Fault, MemoryBackend
@@ -83,7 +84,7 @@ class Use:
 class World:
     variant: Variant
     backend: MemoryBackend
-    clock: scene.Clock = field(default_factory=lambda: scene.Clock(START))
+    clock: Clock = field(default_factory=lambda: Clock(START))
     uses: list[Use] = field(default_factory=list)
     logs: list[UsageLog] = field(default_factory=list)
     rotation_ids: list[str] = field(default_factory=list)
@@ -125,7 +126,7 @@ class World:
         """Copy everything for a scene except the rows, which a savepoint keeps."""
         again = replace(
             self,
-            clock=scene.Clock(self.clock.now),
+            clock=Clock(self.clock.now),
             uses=[replace(use) for use in self.uses],
             logs=[],
             rotation_ids=list(self.rotation_ids),

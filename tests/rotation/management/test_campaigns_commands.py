@@ -16,9 +16,10 @@ from rotation.management import campaign_watch
 from rotation.management.campaign_watch import watch_campaign
 from rotation.models import Campaign, CampaignState
 from rotation.services.campaigns.runner import tick
+from tests.clocks import Clock
 from tests.factories import make_operator, now
 from tests.rotation.campaigning import asked, become, fresh, issued
-from tests.rotation.scene import Clock, approver, tam
+from tests.rotation.scene import approver, tam
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 

@@ -16,8 +16,8 @@ from django.test import Client, override_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from keyvault.domain.ids import Subject
 from keyvault.models import Change, Confirmation, Verifier
-from keyvault.models.recording import Subject
 from keyvault.services.change_feed import follower
 from keyvault.services.change_feed.follower import Follower
 from keyvault.services.recording import changes

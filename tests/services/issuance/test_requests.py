@@ -50,6 +50,7 @@ from tests.factories import (
     now,
     request_key,
 )
+from tests.killing import KilledError
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
 from tests.services.racing import race
@@ -472,10 +473,6 @@ def test_issuance_collected_by_eight_concurrent_callers_succeeds_once() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- killed in process
-
-
-class KilledError(BaseException):
-    """Simulates the end of the process: no handler catches it."""
 
 
 def _lease_of(request: IssuanceRequest, at: datetime) -> leases.Lease:

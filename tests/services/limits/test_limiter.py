@@ -16,6 +16,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.services.limits import limiter as limits
 from keyvault.services.limits.limiter import FailedProofs, Limiter, StoreWatch, account_buckets, failed_proofs, limiter
 from keyvault.services.limits.stores import LimitStoreLostError, LocalStore, RedisStore
+from tests.clocks import MonotonicClock
 from tests.servers.redis import find_redis, redis_server
 from tests.servers.throwaway import free_port
 from tests.services.racing import TIMEOUT_SECONDS, start
@@ -28,23 +29,10 @@ ACCOUNT_ONLY = BUCKETS[:1]
 ADDRESS = "192.0.2.1"
 
 
-class Clock:
-    """A clock that tests advance."""
-
-    def __init__(self) -> None:
-        self.seconds = 1_000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-    def nanos(self) -> int:
-        return int(self.seconds * 1_000_000_000)
-
-
 class FlakyStore:
     """A store that can be made unavailable and counts its calls."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: MonotonicClock) -> None:
         self.is_available = True
         self.calls = 0
         self._store = LocalStore(clock.nanos)
@@ -57,23 +45,23 @@ class FlakyStore:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> MonotonicClock:
+    return MonotonicClock()
 
 
 @pytest.fixture
-def store(clock: Clock) -> FlakyStore:
+def store(clock: MonotonicClock) -> FlakyStore:
     return FlakyStore(clock)
 
 
 @pytest.fixture
-def shared(store: FlakyStore, clock: Clock) -> Limiter:
+def shared(store: FlakyStore, clock: MonotonicClock) -> Limiter:
     """A limiter with a fallback share of 25 percent."""
     return Limiter(store, LocalStore(clock.nanos), 25, clock)
 
 
 @pytest.fixture
-def proofs(clock: Clock) -> FailedProofs:
+def proofs(clock: MonotonicClock) -> FailedProofs:
     return FailedProofs(Limiter(LocalStore(clock.nanos), None, 100, clock), clock)
 
 
@@ -155,13 +143,15 @@ def test_limiter_with_its_store_admits_for_an_endpoint_that_refuses_on_loss(shar
     assert shared.spend(BUCKETS, 1, refuse_on_loss=True).allowed
 
 
-def test_limiter_without_store_and_fallback_refuses(store: FlakyStore, clock: Clock) -> None:
+def test_limiter_without_store_and_fallback_refuses(store: FlakyStore, clock: MonotonicClock) -> None:
     store.is_available = False
     with pytest.raises(DependencyUnavailableError):
         Limiter(store, None, 100, clock).spend(BUCKETS, 1)
 
 
-def test_limiter_without_its_store_retries_once_a_second(shared: Limiter, store: FlakyStore, clock: Clock) -> None:
+def test_limiter_without_its_store_retries_once_a_second(
+    shared: Limiter, store: FlakyStore, clock: MonotonicClock
+) -> None:
     """Only one request a second waits for the lost store."""
     store.is_available = False
     for _ in range(10):
@@ -176,7 +166,7 @@ def test_limiter_without_its_store_retries_once_a_second(shared: Limiter, store:
     assert store.calls == 2
 
 
-def test_limiter_probes_a_lost_store_with_one_request(clock: Clock) -> None:
+def test_limiter_probes_a_lost_store_with_one_request(clock: MonotonicClock) -> None:
     """Other requests do not wait for the probe."""
     probing, may_reply = threading.Event(), threading.Event()
 
@@ -200,7 +190,9 @@ def test_limiter_probes_a_lost_store_with_one_request(clock: Clock) -> None:
     assert probe.result(TIMEOUT_SECONDS).binding.limit.count == 40
 
 
-def test_limiter_with_its_store_back_spends_from_it_again(shared: Limiter, store: FlakyStore, clock: Clock) -> None:
+def test_limiter_with_its_store_back_spends_from_it_again(
+    shared: Limiter, store: FlakyStore, clock: MonotonicClock
+) -> None:
     shared.spend(ACCOUNT_ONLY, 15)
     store.is_available = False
     assert drain(shared, ACCOUNT_ONLY) == 10
@@ -211,7 +203,7 @@ def test_limiter_with_its_store_back_spends_from_it_again(shared: Limiter, store
 
 
 def test_limiter_logs_each_loss_and_each_return_once(
-    shared: Limiter, store: FlakyStore, clock: Clock, caplog: pytest.LogCaptureFixture
+    shared: Limiter, store: FlakyStore, clock: MonotonicClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, limits.__name__)
     for is_available in (True, False, False, True, True, False):
@@ -224,7 +216,7 @@ def test_limiter_logs_each_loss_and_each_return_once(
 
 
 def test_limiters_of_one_store_share_the_knowledge_of_its_loss(
-    store: FlakyStore, clock: Clock, caplog: pytest.LogCaptureFixture
+    store: FlakyStore, clock: MonotonicClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All limiters together retry once a second, and the loss is logged once."""
     caplog.set_level(logging.WARNING, limits.__name__)
@@ -240,7 +232,7 @@ def test_limiters_of_one_store_share_the_knowledge_of_its_loss(
     assert caplog.messages == ["limit store lost", "limit store back"]
 
 
-def test_limiter_in_asyncio_without_its_store_behaves_the_same(clock: Clock) -> None:
+def test_limiter_in_asyncio_without_its_store_behaves_the_same(clock: MonotonicClock) -> None:
     """A share of each limit, refusal on loss, one attempt a second, and recovery."""
 
     class AsyncioFlakyStore(FlakyStore):
@@ -282,7 +274,9 @@ def test_limiter_at_a_closed_port_spends_a_share() -> None:
     assert drain(shared, ACCOUNT_ONLY) == 10
 
 
-def test_limiter_with_an_unresponsive_redis_spends_a_share_until_it_replies(redis_url: str, clock: Clock) -> None:
+def test_limiter_with_an_unresponsive_redis_spends_a_share_until_it_replies(
+    redis_url: str, clock: MonotonicClock
+) -> None:
     """Tokens spent before the loss stay spent after it."""
     shared = Limiter(RedisStore(redis_url), LocalStore(), 25, clock)
     with Redis.from_url(redis_url) as client:
@@ -309,7 +303,7 @@ def test_limiter_with_a_stopped_redis_spends_a_share() -> None:
 # --------------------------------------------------------------------------------------------------- failed proofs
 
 
-def test_failed_proofs_of_one_address_are_allowed_a_hundred_times(proofs: FailedProofs, clock: Clock) -> None:
+def test_failed_proofs_of_one_address_are_allowed_a_hundred_times(proofs: FailedProofs, clock: MonotonicClock) -> None:
     """After that, one attempt becomes available every 0.6 s."""
     assert [proofs.note(ADDRESS) for _ in range(100)] == [None] * 100
     assert [proofs.note(ADDRESS) for _ in range(5)] == [1] * 5
@@ -377,7 +371,7 @@ def test_look_ups_of_addresses_over_the_limit_are_serialized_and_all_pass(proofs
     assert entered.is_set()
 
 
-def test_look_ups_of_an_address_after_its_lockout_are_concurrent(proofs: FailedProofs, clock: Clock) -> None:
+def test_look_ups_of_an_address_after_its_lockout_are_concurrent(proofs: FailedProofs, clock: MonotonicClock) -> None:
     for _ in range(101):
         proofs.note(ADDRESS)
     clock.seconds += 1

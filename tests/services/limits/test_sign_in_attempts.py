@@ -10,20 +10,11 @@ from redis import Redis
 from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
 from keyvault.services.limits.limiter import StoreWatch, limiter
 from keyvault.services.limits.sign_in_attempts import AttemptCounter, LocalAttempts, RedisAttempts, attempts
+from tests.clocks import MonotonicClock
 from tests.servers.throwaway import free_port
 from tests.services.racing import TIMEOUT_SECONDS, race
 
 KEY = "kv:sign-in:name:x"
-
-
-class Clock:
-    """A monotonic clock, in seconds, that tests advance."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 @pytest.fixture(params=["local", pytest.param("redis", marks=pytest.mark.redis)])
@@ -59,7 +50,7 @@ def test_attempts_made_concurrently_are_counted_once_each(store: Any) -> None:
 
 
 def test_attempts_in_process_expire_after_the_lock() -> None:
-    clock = Clock()
+    clock = MonotonicClock(0.0)
     store = LocalAttempts(clock)
     for _ in range(SIGN_IN_FAILURES):
         store.take(KEY)

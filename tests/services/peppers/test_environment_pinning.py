@@ -22,6 +22,7 @@ from keyvault.services.secrets.stored_copies import read_public_string
 from keyvault.services.startup.startup_checks import require_ready
 from keyvault.services.usage.recorder import UsageLog
 from rotation.services.rotations.engine import advance_rotation, list_due
+from tests.clocks import Clock
 from tests.factories import (
     account,
     forget_keystore,
@@ -193,7 +194,7 @@ def test_pinned_process_shows_no_key_of_the_other_environment(
 
 def test_pinned_worker_advances_only_its_rotations(served: Environment) -> None:
     """The other environment's rotations get neither a lease nor a recorded failure."""
-    clock = scene.Clock(now())
+    clock = Clock(now())
     rotations = {}
     for environment in Environment:
         key, _ = scene.issue(scene.account(environment=environment), clock())

@@ -41,6 +41,7 @@ from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.secrets.stored_copies import copy_subject
 from keyvault.services.work import leases
 from tests.factories import SANDBOX, account, grant, issue, make_merchant, own_keystore
+from tests.killing import KilledError
 from tests.services.conftest import Scene, make_scene
 from tests.services.rows import dump_tables, last_body, last_ids, written_since
 
@@ -225,9 +226,6 @@ def test_reconcile_of_a_row_that_changed_since_skips_it(scene: Scene, monkeypatc
 def test_reconcile_killed_midway_is_finished_by_the_next_run(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    class KilledError(BaseException):
-        pass
-
     key = revoked_key(scene)
     write_late(key)
     real = LocalKeystore.destroy

@@ -14,9 +14,9 @@ from pytest_django import DjangoCaptureOnCommitCallbacks
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.domain.errors import StateConflictError
+from keyvault.domain.ids import Subject
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Change, Key
-from keyvault.models.recording import Subject
 from keyvault.services.keys import lifecycle
 from keyvault.services.merchants import merchants
 from keyvault.services.recording import changes as feed

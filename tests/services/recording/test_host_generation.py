@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keyvault.domain.ids import Subject
 from keyvault.services.recording import host_generation as subject_under_test
-from keyvault.services.recording.host_generation import SLOTS, HostGeneration, Subject
+from keyvault.services.recording.host_generation import SLOTS, HostGeneration
 from tests.services.racing import TIMEOUT_SECONDS
 
 SPAWN = multiprocessing.get_context("spawn")

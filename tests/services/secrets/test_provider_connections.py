@@ -43,6 +43,7 @@ from keyvault.services.secrets.provider_connections import (
 )
 from keyvault.services.secrets.stored_copies import ForeignWriterError
 from tests.factories import PRODUCTION, SANDBOX, account, grant, make_merchant, now
+from tests.killing import KilledError
 from tests.services.conftest import Scene, make_scene
 from tests.services.racing import race
 from tests.services.rows import dump_tables, events_of, last_body
@@ -99,12 +100,8 @@ def write_foreign_version(connection: ProviderConnection, expected_version: int)
     secret_backend().put(Mount.SANDBOX, path, Plaintext("theirs"), labels, expected_version=expected_version)
 
 
-class Killed(BaseException):
-    """Simulates the end of the process: no handler catches it."""
-
-
 def die(*_: Any, **__: Any) -> None:
-    raise Killed
+    raise KilledError
 
 
 def unavailable(*_: Any, **__: Any) -> None:
@@ -353,7 +350,7 @@ def test_connection_write_killed_midway_is_settled_by_the_worker(
             killed.setattr(provider_connections, point, die)
         else:
             killed.setattr(LocalKeystore, "put", die if point == "put" else after(LocalKeystore.put, die))
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             set_credentials(scene, "new")
     assert list_unsettled(now()) == [], "the writer must have time to finish"
     run_maintenance(later=WRITE_WITHIN)
@@ -383,7 +380,7 @@ def test_connection_write_killed_midway_and_repeated_succeeds(
             killed.setattr(LocalKeystore, "put", after(LocalKeystore.put, die))
         else:
             killed.setattr(LocalKeystore, point, die)
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             set_credentials(scene, "new")
     set_credentials(scene, "new")
     run_maintenance()

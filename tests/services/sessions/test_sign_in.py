@@ -1,7 +1,7 @@
 """Sign-in data with a limited life: refusals in memory, sessions in the database."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from keyvault.services.sessions.refusals import SignInRefusals
 from keyvault.services.sessions.sign_in import forget_expired_sessions
 from keyvault.services.usage.recorder import UsageLog
 from tests.factories import now
+from tests.services.racing import TIMEOUT_SECONDS
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 def refusals() -> Iterator[SignInRefusals]:
     log = SignInRefusals()
     yield log
-    log.forget()
+    log.stop()
 
 
 def written() -> list[dict[str, Any]]:
@@ -68,28 +69,33 @@ def test_sign_in_refusals_not_written_for_lack_of_a_database_are_kept(refusals: 
 def test_sign_in_refusals_pending_at_process_end_are_written(
     refusals: SignInRefusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(UsageLog, "is_reporting", True)
-    monkeypatch.setattr(
-        "keyvault.services.sessions.refusals.connections.close_all", lambda: None
-    )  # the connection holds this test's transaction
     refusals.note(None, None, now(), is_locked=False)
-    assert refusals._timer is not None
-    assert refusals._timer.interval == module.FLUSH_SECONDS
-    refusals.stop()
-    assert [(details["operator"], details["address"]) for details in written()] == [("unknown", "unknown")]
-    assert refusals._timer is None
-
-
-def test_sign_in_refusals_set_one_timer_a_minute(refusals: SignInRefusals, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusals._thread is None, "a process that reports no usage starts no thread"
     monkeypatch.setattr(UsageLog, "is_reporting", True)
-    monkeypatch.setattr("keyvault.services.sessions.refusals.connections.close_all", lambda: None)
+    refusals.note(None, None, now(), is_locked=False)
+    assert refusals._thread is not None
+    refusals.stop()
+    assert [(each["operator"], each["address"], each["count"]) for each in written()] == [("unknown", "unknown", 2)]
+    assert refusals._thread is None
+
+
+def test_sign_in_refusals_are_written_by_one_thread_once_a_minute(
+    refusals: SignInRefusals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[tuple[Callable[[], None], float]] = []
+    monkeypatch.setattr(SignInRefusals, "_repeat", lambda self, work, seconds: rounds.append((work, seconds)))
+    monkeypatch.setattr(UsageLog, "is_reporting", True)
     refusals.note("tam", None, now(), is_locked=False)
-    first = refusals._timer
+    thread = refusals._thread
+    assert thread is not None
+    thread.join(TIMEOUT_SECONDS)
     refusals.note("tam", None, now(), is_locked=False)
-    assert refusals._timer is first is not None
-    first.cancel()
-    first.function()
+    ((work, seconds),) = rounds
+    assert seconds == module.FLUSH_SECONDS
+    work()
     assert [details["count"] for details in written()] == [2]
     refusals.note("tam", None, now(), is_locked=False)
-    assert refusals._timer not in {None, first}
+    assert refusals._thread is thread
+    work()
+    assert [details["count"] for details in written()] == [2, 1]
     refusals.stop()

@@ -5,7 +5,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from random import Random
@@ -26,6 +25,7 @@ from keyvault.services.usage.recorder import (
     note_lost,
     observe,
 )
+from tests.clocks import Clock
 from tests.domain.minting import mint
 from tests.factories import account, issue, make_merchant
 from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
@@ -42,24 +42,9 @@ def observe_at(now: datetime) -> Observation:
     return observe(now)
 
 
-@dataclass
-class Clock:
-    """A clock that tests advance."""
-
-    at: datetime = NOON
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __call__(self) -> datetime:
-        return self.at
-
-    def tick(self, seconds: float) -> datetime:
-        self.at += timedelta(seconds=seconds)
-        return self.at
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(NOON)
 
 
 @pytest.fixture
@@ -356,11 +341,11 @@ def test_usage_reported_across_a_minute_counts_for_its_last_minute(key: Key, log
 @pytest.mark.parametrize("microseconds", [1, 123_457, 499_999, 999_999])
 def test_usage_times_are_kept_to_the_microsecond(key: Key, log: UsageLog, clock: Clock, microseconds: int) -> None:
     """A use at the moment of a watermark must not be found before it."""
-    clock.at = NOON + timedelta(microseconds=microseconds)
+    clock.now = NOON + timedelta(microseconds=microseconds)
     use(log, key)
-    add_reports(log, {seen(key, source="192.0.2.2"): [1, clock.at.timestamp(), clock.at.timestamp()]})
+    add_reports(log, {seen(key, source="192.0.2.2"): [1, clock.now.timestamp(), clock.now.timestamp()]})
     log.flush()
-    assert set(UseBucket.objects.values_list("first_at", "last_at")) == {(clock.at, clock.at)}
+    assert set(UseBucket.objects.values_list("first_at", "last_at")) == {(clock.now, clock.now)}
 
 
 @pytest.mark.parametrize(
@@ -456,7 +441,7 @@ def test_usage_flush_that_fails_keeps_counts_and_watermark(
 @pytest.mark.django_db(transaction=True)
 def test_usage_flush_is_atomic() -> None:
     """Counts and watermark share one transaction."""
-    clock = Clock()
+    clock = Clock(NOON)
     key, log = _reporting_key(clock)
     use(log, key, 3)
     clock.tick(1)
@@ -524,7 +509,7 @@ def test_usage_shreds_used_secrets_after_its_reporter_was_deleted(
 @pytest.mark.django_db(transaction=True)
 def test_usage_report_repeated_while_the_first_is_in_progress_waits_for_it() -> None:
     """After a lost connection the first statement may still run; the repeated one waits and adds nothing."""
-    key, log = _reporting_key(Clock())
+    key, log = _reporting_key(Clock(NOON))
     use(log, key)
     log.flush()
     use(log, key)
@@ -542,7 +527,7 @@ def test_usage_report_repeated_while_the_first_is_in_progress_waits_for_it() -> 
 @pytest.mark.django_db(transaction=True)
 def test_usage_is_written_buckets_before_keys() -> None:
     """PostgreSQL guarantees no order within one statement, and reporters with different lock orders could deadlock."""
-    key, log = _reporting_key(Clock())
+    key, log = _reporting_key(Clock(NOON))
     use(log, key)
     log.flush()
     use(log, key)
@@ -592,7 +577,7 @@ def failing_watermarks() -> Iterator[None]:
 def test_usage_watermark_never_passes_a_flush_that_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two concurrent flushes the first fails: no watermark covers the first one's uses."""
     make_merchant("acme")
-    key, clock = issue(account())[0], Clock()
+    key, clock = issue(account())[0], Clock(NOON)
     log = UsageLog(now=clock)
     UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON)
     use(log, key)
@@ -642,7 +627,7 @@ def test_usage_of_concurrent_reporters_sums_exactly(small_portions: None) -> Non
     sources = [f"192.0.2.{number}" for number in range(6)]
 
     def report(order: int) -> None:
-        log = UsageLog(now=Clock())
+        log = UsageLog(now=Clock(NOON))
         places = [
             (key, source) for key in keys[:: 1 if order % 2 else -1] for source in sources[:: 1 if order % 3 else -1]
         ]
@@ -735,7 +720,7 @@ def test_usage_reporter_with_a_wrong_clock_counts_as_lost(log: UsageLog, clock: 
         log.flush()
         seen = observe_at(engine_at)
         assert (seen.through, seen.lost_at) == (None, engine_at)
-    clock.at = engine_at
+    clock.now = engine_at
     log.flush()
     assert observe_at(engine_at) == Observation(engine_at, None)
 

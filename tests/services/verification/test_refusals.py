@@ -21,6 +21,7 @@ from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification import refusals
 from keyvault.services.verification.judging import Judgement, VerificationRequest, judge_presented
 from keyvault.services.verification.refusals import RefusalLog, find_refusal, forget_old
+from tests.clocks import MonotonicClock
 from tests.domain.minting import mint
 from tests.factories import SANDBOX, issue, now
 from tests.services.conftest import Scene
@@ -47,26 +48,13 @@ def note(log: RefusalLog, judgement: Judgement, request_id: str = "R1", **option
     log.note(judgement, request_id=request_id, **{"at": now(), **fields, **options})
 
 
-class Clock:
-    """A clock that advances by whole periods."""
-
-    def __init__(self) -> None:
-        self._now = 1_000.0
-
-    def __call__(self) -> float:
-        return self._now
-
-    def pass_period(self) -> None:
-        self._now += refusals.FLUSH_SECONDS
+@pytest.fixture
+def clock() -> MonotonicClock:
+    return MonotonicClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def log(db: None, clock: Clock) -> RefusalLog:
+def log(db: None, clock: MonotonicClock) -> RefusalLog:
     return RefusalLog(clock)
 
 
@@ -191,7 +179,7 @@ def test_refusals_of_one_key_are_limited_without_displacing_others(
 
 
 def test_refusals_are_limited_by_time_not_by_writes(
-    log: RefusalLog, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    log: RefusalLog, clock: MonotonicClock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A database that fails or hangs suppresses no refusal."""
     caplog.set_level("INFO", refusals.__name__)
@@ -202,7 +190,7 @@ def test_refusals_are_limited_by_time_not_by_writes(
         if period == 0:
             with pytest.raises(OperationalError):
                 log.flush()
-        clock.pass_period()
+        clock.seconds += refusals.FLUSH_SECONDS
     log.flush()
     assert len(logged_ids(caplog)) == 3 * (most + 1)
     assert stored_ids() == {f"R{period}.{number}" for period in range(3) for number in range(most)}
@@ -224,7 +212,7 @@ def test_refusals_of_one_key_are_limited_per_reason(log: RefusalLog) -> None:
 
 
 def test_refusal_log_lines_are_limited_per_key_and_in_total(
-    log: RefusalLog, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    log: RefusalLog, clock: MonotonicClock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line costs the request path about a tenth of a millisecond."""
     caplog.set_level("INFO", refusals.__name__)
@@ -234,7 +222,7 @@ def test_refusal_log_lines_are_limited_per_key_and_in_total(
         for name, key_holder in (("R", HOLDER), ("O", holder("other"))):
             for number in range(4):
                 note(log, denied(key_holder), f"{name}{period}.{number}")
-        clock.pass_period()
+        clock.seconds += refusals.FLUSH_SECONDS
     expected = [
         [f"R{period}.{number}" for number in range(3)] + [f"O{period}.0", f"O{period}.1"] for period in range(2)
     ]

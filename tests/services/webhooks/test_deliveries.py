@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -35,6 +35,7 @@ from keyvault.services.work import leases
 from keyvault.wire.destinations import Destination
 from keyvault.wire.webhooks import MAX_ATTEMPTS, verify
 from tests.backends.receivers import LOOPBACK, Receiver, receiver
+from tests.clocks import Clock
 from tests.factories import grant, now
 from tests.services.conftest import Scene, make_scene
 from tests.services.racing import TIMEOUT_SECONDS, start
@@ -58,22 +59,10 @@ def endpoint_server() -> Iterator[Receiver]:
         yield found
 
 
-class Clock:
-    """A clock that tests advance, one minute ahead, so that new messages are due."""
-
-    def __init__(self) -> None:
-        self.now = now() + timedelta(seconds=60)
-
-    def __call__(self) -> datetime:
-        return self.now
-
-    def advance(self, by: timedelta) -> None:
-        self.now += by
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    """A clock one minute ahead, so that new messages are due."""
+    return Clock(now() + timedelta(seconds=60))
 
 
 def add(scene: Scene, url: str, account: Account | None = None) -> tuple[WebhookEndpoint, str]:
@@ -143,7 +132,7 @@ def test_message_retried_is_identical_except_for_its_timestamp(
     send_notice(scene)
     endpoint_server.status = 500
     deliver_due(clock)
-    clock.advance(timedelta(seconds=6))
+    clock.now += timedelta(seconds=6)
     endpoint_server.status = 204
     deliver_due(clock)
     first, second = endpoint_server.received
@@ -236,7 +225,7 @@ def test_message_answered_410_disables_the_endpoint_and_alarms(scene: Scene, clo
     assert alarm.payload["is_disabled"] is True
     assert "secret=1" not in json.dumps(alarm.payload)
     assert events()[-1] == "webhook_endpoint.disabled"
-    clock.advance(timedelta(days=1))
+    clock.now += timedelta(days=1)
     send_notice(scene)
     assert deliver_due(clock, replying(200)) == 0
 
@@ -260,7 +249,7 @@ def test_message_given_up_after_about_75_hours_disables_the_endpoint(scene: Scen
     endpoint.refresh_from_db()
     assert endpoint.disabled_why == "The connection was refused."
     assert Notice.objects.filter(kind=NoticeKind.WEBHOOK_FAILED, is_alarm=True).count() == 1
-    clock.advance(timedelta(days=30))
+    clock.now += timedelta(days=30)
     assert deliver_due(clock, refuse_connection) == 0
 
 
@@ -273,10 +262,10 @@ def test_message_that_alone_fails_is_given_up_alone(scene: Scene, clock: Clock) 
     def send(destination: Destination, headers: Mapping[str, str], *args: Any, **options: Any) -> Reply:
         return Reply(500 if headers["webhook-id"] == rejected.notice_id else 200, None)
 
-    clock.advance(SECOND)
+    clock.now += SECOND
     deliver_due(clock, send)
     send_notice(scene)
-    clock.advance(SECOND)
+    clock.now += SECOND
     deliver_due(clock, send)
     for _ in range(MAX_ATTEMPTS - 1):
         began.refresh_from_db()
@@ -294,7 +283,7 @@ def test_test_message_that_fails_is_given_up_immediately_without_an_alarm(scene:
     """Its sender watches the page for the outcome."""
     endpoint, _ = add(scene, "https://acme.example/")
     send_test(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), endpoint)
-    clock.advance(SECOND)
+    clock.now += SECOND
     deliver_due(clock, refuse_connection)
     assert the_delivery().state == DeliveryState.GIVEN_UP
     endpoint.refresh_from_db()
@@ -415,7 +404,7 @@ def test_worker_that_returns_after_its_lease_records_nothing(clock: Clock) -> No
 
     first = start(lambda: deliver_due(clock, slow))
     assert started.wait(TIMEOUT_SECONDS)
-    clock.advance(HOLD + leases.LEASE)
+    clock.now += HOLD + leases.LEASE
     assert deliver_due(clock, replying(200)) == 1
     may_end.set()
     assert first.result(TIMEOUT_SECONDS) == 1
@@ -551,7 +540,7 @@ def test_deliveries_are_deleted_after_their_retention_and_notices_kept(scene: Sc
     send_notice(scene)
     forget_due()
     assert WebhookDelivery.objects.count() == 2
-    clock.advance(KEEP + SECOND)
+    clock.now += KEEP + SECOND
     forget_old_deliveries(clock())
     assert [delivery.state for delivery in WebhookDelivery.objects.all()] == [DeliveryState.DUE]
     assert Notice.objects.count() == 2
@@ -567,7 +556,7 @@ def test_deliveries_are_deleted_a_limited_number_at_a_time_oldest_first(
         send_notice(scene)
         deliver_due(clock, replying(200))
     newest = WebhookDelivery.objects.order_by("-pk")[0]
-    clock.advance(KEEP + SECOND)
+    clock.now += KEEP + SECOND
     forget_old_deliveries(clock())
     assert list(WebhookDelivery.objects.all()) == [newest]
     forget_old_deliveries(clock())

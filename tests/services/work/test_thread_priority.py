@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from keyvault.services.sessions.refusals import SignInRefusals
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification.refusals import RefusalLog
 from keyvault.services.work import background_thread
@@ -61,9 +62,9 @@ def test_background_thread_on_a_host_without_scheduling_calls_continues(
     lower_priority()
 
 
-@pytest.mark.parametrize("log", [UsageLog, RefusalLog])
+@pytest.mark.parametrize("log", [UsageLog, RefusalLog, SignInRefusals])
 def test_background_thread_of_each_log_lowers_its_priority(
-    log: type[UsageLog | RefusalLog], monkeypatch: pytest.MonkeyPatch
+    log: type[UsageLog | RefusalLog | SignInRefusals], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread_names: list[str] = []
     log_instance = log()

@@ -34,9 +34,10 @@ from rotation.services.campaigns.campaigns import (
 )
 from rotation.services.campaigns.reports import describe_campaign
 from rotation.services.campaigns.runner import tick
+from tests.clocks import Clock
 from tests.factories import make_operator
 from tests.rotation.campaigning import approved, asked, details_of, events, issued, on_platform
-from tests.rotation.scene import Clock, account, admin, approver, issue, rotate, tam
+from tests.rotation.scene import account, admin, approver, issue, rotate, tam
 from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

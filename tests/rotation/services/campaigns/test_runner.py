@@ -29,8 +29,10 @@ from rotation.services.campaigns.reports import describe_campaign, list_failed_f
 from rotation.services.campaigns.runner import subject_of, tick
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.requests import begin_rotation
+from tests.clocks import Clock
+from tests.killing import KilledError
 from tests.rotation.campaigning import asked, become, details_of, events, fresh, issued, oldest, on_platform
-from tests.rotation.scene import Clock, account, acknowledge_replacement, admin, issue, rotate, tam
+from tests.rotation.scene import account, acknowledge_replacement, admin, issue, rotate, tam
 from tests.services.racing import held_open, race, start, wait_until_blocked
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -330,15 +332,12 @@ def test_tick_killed_between_start_and_link_starts_once(clock: Clock, monkeypatc
     campaign = asked(clock)
     whole = begin_rotation
 
-    class Killed(BaseException):
-        pass
-
     def killed(*args: Any, **options: Any) -> Rotation:
         whole(*args, **options)
-        raise Killed
+        raise KilledError
 
     monkeypatch.setattr(runner, "begin_rotation", killed)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         ticked(clock)
     assert not Rotation.objects.exists()
     assert not AuditEntry.objects.filter(event="rotation.requested").exists()

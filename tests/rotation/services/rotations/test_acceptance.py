@@ -9,8 +9,8 @@ from rotation.domain.events import RotationState as S
 from rotation.services.rotations import engine
 from rotation.services.rotations.facts import list_unconfirmed
 from rotation.services.rotations.reports import describe
+from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, begun
 from tests.verifiers import confirm, fall_silent, make_verifier
 

@@ -32,9 +32,10 @@ from rotation.domain.plan_fields import Proof
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import abort_rotation, confirm_rotation, request_retirement
 from rotation.services.rotations.reports import get_rotation
+from tests.clocks import Clock
+from tests.killing import KilledError
 from tests.rotation import scene
 from tests.rotation.copies import copy_of, lose_leases, run_maintenance, versions_of
-from tests.rotation.scene import Clock
 from tests.rotation.services.rotations.test_tripwire import KNOWN, attempt, in_quarantine
 from tests.rotation.steps import advance, key_states, overlapping, revoke, wait
 
@@ -335,10 +336,6 @@ def test_public_key_in_quarantine_is_not_shown_with_the_reason(clock: Clock, ver
 
 
 # --- killed, lost, failed -----------------------------------------------------------------------------------
-
-
-class KilledError(BaseException):
-    """Not caught anywhere."""
 
 
 @pytest.mark.parametrize("when", ["before", "after", "commit"])

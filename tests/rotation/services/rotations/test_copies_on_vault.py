@@ -23,9 +23,9 @@ from rotation.models import Rotation
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation
 from tests.backends.vault.installation import InstalledVault
+from tests.clocks import Clock
 from tests.rotation import scene
 from tests.rotation.copies import copy_of, run_maintenance, versions_of
-from tests.rotation.scene import Clock
 from tests.rotation.services.rotations.test_tripwire import KNOWN, attempt, in_quarantine
 from tests.rotation.steps import advance, wait
 

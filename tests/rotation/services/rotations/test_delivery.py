@@ -22,9 +22,9 @@ from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import resume_rotation
 from rotation.services.rotations.reports import describe
+from tests.clocks import Clock
 from tests.factories import make_token
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, begun, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

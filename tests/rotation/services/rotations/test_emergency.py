@@ -26,10 +26,10 @@ from rotation.services.rotations import emergency
 from rotation.services.rotations.emergency import CompromiseResponse, respond_to_compromise, respond_to_leak
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation
+from tests.clocks import Clock
 from tests.domain.minting import mint
 from tests.factories import make_operator, the_operator
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, begun, key_states, overlapping, quarantined
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

@@ -18,8 +18,8 @@ from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, bypass_rotation, reissue_key
+from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, begun, key_states, overlapping, revoke, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

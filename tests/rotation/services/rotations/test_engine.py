@@ -22,8 +22,9 @@ from rotation.models import LedgerEntry
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation, resume_rotation
 from rotation.services.rotations.reports import get_rotation
+from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.scene import Clock, unavailable
+from tests.rotation.scene import unavailable
 from tests.rotation.steps import advance, begun, key_states, overlapping, quarantined, revoke
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

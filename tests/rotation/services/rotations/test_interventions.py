@@ -23,8 +23,9 @@ from rotation.services.rotations import engine
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import reissue_key, request_rotation
+from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.scene import Clock, unavailable
+from tests.rotation.scene import unavailable
 from tests.rotation.steps import advance, begun, key_states, overlapping, quarantined, revoke, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

@@ -13,8 +13,8 @@ from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation
+from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, begun, key_states, revoke
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

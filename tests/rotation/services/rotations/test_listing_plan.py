@@ -5,8 +5,8 @@ import pytest
 from keyvault.services.usage.recorder import UsageLog
 from rotation.models import Rotation
 from rotation.services.rotations.engine import list_due
+from tests.clocks import Clock
 from tests.plans import copy_row, explain
-from tests.rotation.scene import Clock
 from tests.rotation.steps import begun
 from tests.services.rows import disable_triggers
 

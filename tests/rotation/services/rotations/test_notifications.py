@@ -20,9 +20,9 @@ from rotation.services.rotations import engine
 from rotation.services.rotations.interventions import collect_replacement, confirm_rotation
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, reissue_key, request_rotation
+from tests.clocks import Clock
 from tests.factories import make_token, the_operator
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, begun, quarantined, revoke, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

@@ -24,8 +24,8 @@ from rotation.services.rotations.interventions import (
 )
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
+from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, key_states, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

@@ -23,9 +23,10 @@ from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation, acknowledge, collect_replacement
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, reject_rotation, request_rotation
+from tests.clocks import Clock
 from tests.factories import make_operator
 from tests.rotation import scene
-from tests.rotation.scene import Clock, unavailable
+from tests.rotation.scene import unavailable
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 

@@ -20,9 +20,9 @@ from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation, confirm_rotation, extend_rotation
 from rotation.services.rotations.reports import get_rotation
+from tests.clocks import Clock
 from tests.factories import the_operator
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, begun, key_states, overlapping, quarantined, revoke, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

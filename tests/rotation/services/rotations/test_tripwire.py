@@ -11,8 +11,8 @@ from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import AtDeadline, Reinstatement
 from rotation.models import Rotation
+from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, begun, key_states, revoke, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

@@ -14,8 +14,8 @@ from rotation.models import Rotation
 from rotation.services.rotations import engine
 from rotation.services.rotations.engine import MAX_ATTEMPTS, POLL_SECONDS, advance_all_due, list_due
 from rotation.services.rotations.reports import get_rotation, subject_of
+from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import advance, begun, overlapping, quarantined, revoke
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

@@ -16,8 +16,8 @@ from rotation.services.rotations.engine import advance_all_due
 from rotation.services.rotations.interventions import abort_rotation, may_be_confirmed
 from rotation.services.rotations.reports import describe, get_rotation
 from tests.admin.desk import address, browser, text_of
+from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import begun, damage
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

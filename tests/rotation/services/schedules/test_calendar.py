@@ -22,8 +22,8 @@ from rotation.models import Rotation
 from rotation.services.rotations.requests import reject_rotation
 from rotation.services.schedules.calendar import DateState, ScheduledDate, list_next
 from rotation.services.schedules.starting import RETRY_DELAY, begin_due
+from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.services.schedules.test_schedules import NIGHTS, calendar, damage, save
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

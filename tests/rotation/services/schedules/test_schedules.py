@@ -43,9 +43,9 @@ from rotation.services.schedules.schedules import (
     save_schedule,
 )
 from rotation.services.schedules.starting import RETRY_DELAY, begin_due
+from tests.clocks import Clock
 from tests.factories import make_operator
 from tests.rotation import scene
-from tests.rotation.scene import Clock
 from tests.rotation.steps import damage as damage_plan
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

@@ -1,0 +1,5 @@
+"""The simulated end of a process."""
+
+
+class KilledError(BaseException):
+    """Not caught by any handler, like SIGKILL."""
