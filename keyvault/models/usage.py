@@ -66,7 +66,7 @@ class UseBucket(models.Model):
         ]
         indexes = [
             # Columns that never change, so that incrementing a count updates no index (PostgreSQL: while the page has
-            # free space, which migration 0008 reserves).
+            # free space, which the migration reserves).
             models.Index(fields=["key", "outcome", "minute"], name="use_by_minute"),
             models.Index(fields=["key", "outcome", "source"], name="use_by_source"),
             models.Index(fields=["minute"], name="use_by_age"),
