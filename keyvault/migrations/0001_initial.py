@@ -95,7 +95,7 @@ class Migration(migrations.Migration):
                 ('started_at', models.DateTimeField()),
                 ('flushed_through_at', models.DateTimeField()),
                 ('report', models.PositiveBigIntegerField(db_default=0, default=0)),
-                ('peppers', models.JSONField(blank=True, null=True)),
+                ('peppers', models.JSONField()),
                 ('stopped_at', models.DateTimeField(blank=True, null=True)),
                 ('lost_at', models.DateTimeField(blank=True, null=True)),
             ],

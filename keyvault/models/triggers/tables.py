@@ -66,10 +66,8 @@ FROZEN = (
     ),
     Frozen(
         "keyvault_breakglass",
-        ("act_id", "event", "subject", "person"),
+        ("act_id", "event", "subject", "person", "requester_person"),
         "an act under break-glass stays as it was noted",
-        # A migration sets the requester of rows of earlier releases once.
-        refused_if="(NEW.requester_person <> OLD.requester_person AND OLD.requester_person <> '')",
     ),
     Frozen(
         "keyvault_servicetoken",
