@@ -286,7 +286,7 @@ class Migration(migrations.Migration):
             name='IssuanceRequest',
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
-                ('request_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
+                ('issuance_request_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
                 ('kind', models.CharField(choices=[('public', 'public'), ('private', 'private')], max_length=32)),
                 ('label', models.CharField(max_length=100)),
                 ('delivery', models.CharField(choices=[('secret_backend', 'secret backend'), ('show_once', 'show once'), ('sealed', 'sealed')], max_length=32)),
@@ -746,7 +746,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='issuancerequest',
-            index=models.Index(condition=models.Q(('delivery__in', ['sealed', 'show_once']), ('kind', 'private'), ('state', 'issued')), fields=['issued_at', 'request_id'], name='request_uncollected'),
+            index=models.Index(condition=models.Q(('delivery__in', ['sealed', 'show_once']), ('kind', 'private'), ('state', 'issued')), fields=['issued_at', 'issuance_request_id'], name='request_uncollected'),
         ),
         migrations.AddConstraint(
             model_name='issuancerequest',

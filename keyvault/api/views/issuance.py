@@ -150,7 +150,7 @@ def _collect_effect(grant: Grant, request: IssuanceRequest) -> Effect:
 
 
 def _identify(request: IssuanceRequest, key: Key) -> dict[str, Any]:
-    return {"issuance_request_id": request.request_id, "credential_id": key.credential_id, "key_id": key.key_id}
+    return {"issuance_request_id": request.issuance_request_id, "credential_id": key.credential_id, "key_id": key.key_id}
 
 
 def _collected_response(request: IssuanceRequest, handover: Handover) -> StoredResponse:
