@@ -8,8 +8,8 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
-from jsonschema import Draft202012Validator, FormatChecker, ValidationError
-from jsonschema.validators import extend
+from jsonschema import Draft202012Validator, FormatChecker, ValidationError  # type: ignore[import-untyped]  # no stubs
+from jsonschema.validators import extend  # type: ignore[import-untyped]  # no stubs
 from msgspec import UNSET
 
 from keyvault.api.openapi_components import COMPONENTS, Schema
