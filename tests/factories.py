@@ -180,7 +180,7 @@ def issue_request(request: IssuanceRequest, *, at: datetime | None = None) -> Ke
     """Perform the worker's part of an approved request, and refresh `request`."""
     have_peppers()
     moment = at or now()
-    lease = leases.claim(f"issuance:{request.request_id}", moment)
+    lease = leases.claim(f"issuance:{request.issuance_request_id}", moment)
     assert lease is not None, "another worker holds the lease"
     key = requests.issue_approved(request, lease, moment)
     leases.release(lease)

@@ -32,6 +32,7 @@ from keyvault.api.cors import answer_preflight, cors_headers
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.idempotency import answer_once
 from keyvault.api.middleware import raw_url, request_id_of
+from keyvault.api.openapi_components import Schema
 from keyvault.api.parsers import StrictJSONParser
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, Fault, RequestInvalidError
@@ -83,7 +84,7 @@ class EndpointServer:
     serves_denied: Callable[[Judgement], bool] = lambda judgement: False
     status: int = 200
     takes: type[Serializer[Any]] | None = None
-    gives: type[Serializer[Any]] | None = None
+    gives: Schema | None = None
     parameters: Sequence[OpenApiParameter] = ()
     codes: Sequence[ErrorCode] = ()
 

@@ -1,8 +1,8 @@
 """The OpenAPI page, generated from the catalog, the error table and the serializers.
 
 `documented` describes a view's method; its codes determine every status, problem body and header. `finish` adds what
-all operations share. `openapi_unrouted` has the operations without a view method, `openapi_fields` the schemas of our
-own fields.
+all operations share. `openapi_unrouted` has the operations without a view method, `openapi_components` the bodies that
+no serializer parses, `openapi_fields` the schema of our own text field.
 """
 
 from collections import defaultdict
@@ -14,6 +14,7 @@ from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_sche
 from rest_framework import serializers
 
 from keyvault.access.endpoint_description import EXEMPT
+from keyvault.api.openapi_components import COMPONENTS, TEXT, Schema, define
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode as Code
 from keyvault.wire.headers import PREFERENCE_APPLIED
@@ -23,7 +24,7 @@ from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES
 Auth = Sequence[Sequence[str]]
 """Alternative sets of security schemes: a request needs every scheme of one set."""
 
-BodySchema = type[serializers.Serializer[Any]] | type[str] | type[dict[str, Any]] | None
+BodySchema = type[serializers.Serializer[Any]] | type[str] | type[dict[str, Any]] | Schema | None
 Documenter = Callable[[Any], Any]
 
 SECURITY_SCHEMES = {
@@ -102,32 +103,34 @@ PREFER_WAIT = OpenApiParameter(
     description="`wait=5` (RFC 7240): wait up to 5 seconds (maximum 10) for the receipt to be complete.",
 )
 
-_TEXT: Any = {"type": "string"}
-PROBLEM = {
-    "type": "object",
-    "description": "RFC 9457. `check` is the number of the list of checks before a retry; `errors` lists the faults of "
-    "the request; `request_id` is the support id.",
-    "properties": {
-        "type": {"type": "string", "format": "uri"},
-        "title": _TEXT,
-        "status": {"type": "integer"},
-        "code": {"type": "string", "enum": [code.value for code in Code]},
-        "detail": _TEXT,
-        "request_id": _TEXT,
-        "check": {"type": "integer", "minimum": 1, "maximum": 5},
-        "errors": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"pointer": {"type": "string", "format": "json-pointer"}, "detail": _TEXT},
-                "required": ["pointer", "detail"],
-                "additionalProperties": False,
+PROBLEM = define(
+    "Problem",
+    {
+        "type": "object",
+        "description": "RFC 9457. `check` is the number of the list of checks before a retry; `errors` lists the "
+        "faults of the request; `request_id` is the support id.",
+        "properties": {
+            "type": {"type": "string", "format": "uri"},
+            "title": TEXT,
+            "status": {"type": "integer"},
+            "code": {"type": "string", "enum": [code.value for code in Code]},
+            "detail": TEXT,
+            "request_id": TEXT,
+            "check": {"type": "integer", "minimum": 1, "maximum": 5},
+            "errors": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"pointer": {"type": "string", "format": "json-pointer"}, "detail": TEXT},
+                    "required": ["pointer", "detail"],
+                    "additionalProperties": False,
+                },
             },
         },
+        "required": ["type", "title", "status", "code", "detail", "request_id"],
+        "additionalProperties": False,
     },
-    "required": ["type", "title", "status", "code", "detail", "request_id"],
-    "additionalProperties": False,
-}
+)
 
 _SECONDS = {"type": "integer", "minimum": 1}
 HEADERS: dict[str, dict[str, Any]] = {
@@ -140,10 +143,10 @@ HEADERS: dict[str, dict[str, Any]] = {
         "description": "The required authentication scheme.",
         "schema": {"type": "string", "pattern": "^(ApiKey|Bearer) realm="},
     },
-    "Allow": {"description": "The methods of the path.", "schema": _TEXT},
+    "Allow": {"description": "The methods of the path.", "schema": TEXT},
     "Retry-After": {"description": "Seconds to wait before a retry.", "schema": _SECONDS},
-    "RateLimit-Policy": {"description": 'The limits, such as `"account";q=25;w=1`.', "schema": _TEXT},
-    "RateLimit": {"description": 'The remaining quota, such as `"account";r=24;t=1`.', "schema": _TEXT},
+    "RateLimit-Policy": {"description": 'The limits, such as `"account";q=25;w=1`.', "schema": TEXT},
+    "RateLimit": {"description": 'The remaining quota, such as `"account";r=24;t=1`.', "schema": TEXT},
     REPLAYED: {
         "description": "Present when this is the stored response of an earlier attempt.",
         "schema": {"type": "string", "const": "true"},
@@ -183,7 +186,7 @@ def documented(
         summary=summary,
         description=description,
         tags=[tag],
-        request=takes,
+        request={"application/json": takes} if isinstance(takes, dict) else takes,
         responses={
             **{status: OpenApiResponse(body, description="Success.") for status, body in answers.items()},
             **_problems(every, sent_as),
@@ -206,7 +209,7 @@ def _problems(codes: Iterable[Code], sent_as: Callable[[int], int]) -> dict[tupl
     return {
         (status, CONTENT_TYPE): OpenApiResponse(
             {
-                "allOf": [{"$ref": "#/components/schemas/Problem"}],
+                "allOf": [PROBLEM],
                 "properties": {
                     "status": {"enum": sorted({PROBLEM_TYPES[code].status for code in found})},
                     "code": {"enum": [code.value for code in found]},
@@ -232,13 +235,14 @@ def finish(result: dict[str, Any], **_: Any) -> dict[str, Any]:
     _remove_enum_ids(result)
     for schema in components["schemas"].values():
         schema["additionalProperties"] = False  # bodies have listed properties only
-    components["schemas"]["Problem"] = PROBLEM
+    components["schemas"].update(COMPONENTS)
     components["securitySchemes"] = SECURITY_SCHEMES
     components["headers"] = {name: {"required": True, **header} for name, header in HEADERS.items()}
     result["servers"] = [{"url": settings.ORIGIN}]
     for path_item in result["paths"].values():
         for operation in path_item.values():
             _add_headers(operation)
+            _require_body(operation, components["schemas"])
             if "x-authorization" in operation and not is_based_on_origin():
                 operation["servers"] = [
                     {"url": settings.BASE_URLS[Environment(name)], "description": name}
@@ -253,6 +257,14 @@ def _remove_enum_ids(node: Any) -> None:
         node.pop("x-spec-enum-id", None)
     for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         _remove_enum_ids(inner)
+
+
+def _require_body(operation: dict[str, Any], schemas: Mapping[str, Schema]) -> None:
+    """Require a body that has required members; drf-spectacular does so for serializers only."""
+    if (body := operation.get("requestBody")) is not None:
+        (content,) = body["content"].values()
+        if schemas[content["schema"]["$ref"].rpartition("/")[2]].get("required"):
+            body["required"] = True
 
 
 def _add_headers(operation: dict[str, Any]) -> None:

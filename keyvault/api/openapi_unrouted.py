@@ -23,8 +23,7 @@ from keyvault.api.openapi import (
     documented,
     is_based_on_origin,
 )
-from keyvault.api.schemas import DecisionBody, DecisionsBody
-from keyvault.api.serializers import VerifyBatchRequestBody, VerifyRequestBody
+from keyvault.api.schemas import DECISION_BODY, DECISIONS_BODY, VERIFY_BATCH_REQUEST_BODY, VERIFY_REQUEST_BODY
 from keyvault.domain.errors import ErrorCode as Code
 from keyvault.domain.keys import KeyKind
 from keyvault.wire.gateways import AUTH_CODE, AUTH_STATUS, NAMES, Dialect, nginx_status
@@ -157,12 +156,12 @@ def _cors(endpoint: Endpoint, status: int) -> Iterator[OpenApiParameter]:
 
 
 def _verify() -> Iterator[Any]:
-    one = documented("keys_verify", summary="Verify a key.", takes=VerifyRequestBody, answers={200: DecisionBody})
+    one = documented("keys_verify", summary="Verify a key.", takes=VERIFY_REQUEST_BODY, answers={200: DECISION_BODY})
     several = documented(
         "keys_verify_batch",
         summary="Verify up to 100 keys.",
-        takes=VerifyBatchRequestBody,
-        answers={200: DecisionsBody},
+        takes=VERIFY_BATCH_REQUEST_BODY,
+        answers={200: DECISIONS_BODY},
     )
     yield _stand_in("/v1/keys/verify", "POST", one)
     yield _stand_in("/v1/keys/verify-batch", "POST", several)

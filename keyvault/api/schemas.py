@@ -1,11 +1,19 @@
-"""Response bodies of the service plane for the OpenAPI page; a test checks a live server against them."""
+"""Bodies that the OpenAPI page documents and no serializer parses; a test checks a live server against them."""
 
-from typing import Any
-
-from drf_spectacular.utils import extend_schema_field
-from rest_framework import serializers
-
-from keyvault.api.serializers import OneOf
+from keyvault.api.openapi_components import (
+    ANY_OBJECT,
+    FLAG,
+    INSTANT,
+    INTEGER,
+    TEXT,
+    Schema,
+    define,
+    list_of,
+    nullable,
+    obj,
+    one_of,
+    reference,
+)
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.issuance import Delivery, IssuanceState
@@ -13,160 +21,223 @@ from keyvault.domain.keys import KeyKind, KeyState, RetirementReason
 from keyvault.domain.revocation import RevocationReason
 from keyvault.services.change_feed.receipts import VerifierProgress
 
+_COUNT: Schema = {"type": "integer", "minimum": 0}
 
-class HealthBody(serializers.Serializer[Any]):
-    status = serializers.ChoiceField(choices=["ok"])
+HEALTH_BODY = define("HealthBody", obj(status=one_of(["ok"])))
 
+READINESS_BODY = define(
+    "ReadinessBody",
+    obj(
+        "`checks` maps each dependency of a verdict to `ok` or `failing`.",
+        status=one_of(["ready", "not_ready"]),
+        checks={"type": "object", "additionalProperties": one_of(["ok", "failing"])},
+    ),
+)
 
-class ReadinessBody(serializers.Serializer[Any]):
-    """`checks` maps each dependency of a verdict to `ok` or `failing`."""
+# --- keys -------------------------------------------------------------------------------------------------
 
-    status = serializers.ChoiceField(choices=["ready", "not_ready"])
-    checks = serializers.DictField(child=serializers.ChoiceField(choices=["ok", "failing"]))
+KEY_BODY = define(
+    "KeyBody",
+    obj(
+        "A key's state, never its material.",
+        key_id=TEXT,
+        state=one_of(KeyState),
+        kind=one_of(KeyKind),
+        credential_id=TEXT,
+        merchant_id=TEXT,
+        environment=one_of(Environment),
+        created_at=INSTANT,
+        activated_at=nullable(INSTANT),
+        expires_at=nullable(INSTANT),
+        first_used_at=nullable(INSTANT),
+        last_used_at=nullable(INSTANT),
+        retirement=nullable(one_of(RetirementReason)),
+        reason=nullable(one_of(RevocationReason)),
+    ),
+)
 
+_CREDENTIAL_BODY = define(
+    "CredentialBody",
+    obj(
+        credential_id=TEXT,
+        merchant_id=TEXT,
+        environment=one_of(Environment),
+        kind=one_of(KeyKind),
+        label=TEXT,
+        delivery=one_of(Delivery),
+        created_at=INSTANT,
+        keys=list_of(KEY_BODY),
+    ),
+)
 
-class KeyBody(serializers.Serializer[Any]):
-    """A key's state, never its material."""
+CREDENTIALS_BODY = define("CredentialsBody", obj(credentials=list_of(_CREDENTIAL_BODY), next_cursor=nullable(TEXT)))
 
-    key_id = serializers.CharField()
-    state = OneOf(KeyState)
-    kind = OneOf(KeyKind)
-    credential_id = serializers.CharField()
-    merchant_id = serializers.CharField()
-    environment = OneOf(Environment)
-    created_at = serializers.DateTimeField()
-    activated_at = serializers.DateTimeField(allow_null=True)
-    expires_at = serializers.DateTimeField(allow_null=True)
-    first_used_at = serializers.DateTimeField(allow_null=True)
-    last_used_at = serializers.DateTimeField(allow_null=True)
-    retirement = OneOf(RetirementReason, allow_null=True)
-    reason = OneOf(RevocationReason, allow_null=True)
+_VERIFIER_BODY = define(
+    "VerifierBody",
+    obj(
+        "A verifier's progress; times are by the database's clock.\n\n`expired`: it has not reported within its "
+        "maximum staleness. It no longer answers from memory, and receipts do not wait for it.",
+        verifier_id=TEXT,
+        door=TEXT,
+        state=one_of(VerifierProgress),
+        confirmed_at=nullable(INSTANT),
+        seen_at=INSTANT,
+    ),
+)
 
+RECEIPT_BODY = define(
+    "ReceiptBody",
+    obj(
+        "Which verifiers have applied a change. `complete`: none is pending.",
+        sequence=INTEGER,
+        complete=FLAG,
+        changed_at=nullable(INSTANT),
+        verifiers=list_of(_VERIFIER_BODY),
+    ),
+)
 
-class CredentialBody(serializers.Serializer[Any]):
-    credential_id = serializers.CharField()
-    merchant_id = serializers.CharField()
-    environment = OneOf(Environment)
-    kind = OneOf(KeyKind)
-    label = serializers.CharField()  # type: ignore[assignment]  # DRF takes fields off the class
-    delivery = OneOf(Delivery)
-    created_at = serializers.DateTimeField()
-    keys = KeyBody(many=True)
+REVOKED_BODY = define(
+    "RevokedBody",
+    obj(
+        "`receipt` is present when the request has `Prefer: wait`.",
+        key_id=TEXT,
+        state=one_of(KeyState),
+        sequence=INTEGER,
+        optional={"receipt": RECEIPT_BODY},
+    ),
+)
 
-
-class CredentialsBody(serializers.Serializer[Any]):
-    credentials = CredentialBody(many=True)
-    next_cursor = serializers.CharField(allow_null=True)
-
-
-class VerifierBody(serializers.Serializer[Any]):
-    """A verifier's progress; times are by the database's clock.
-
-    `expired`: it has not reported within its maximum staleness. It no longer answers from memory, and receipts do not
-    wait for it.
-    """
-
-    verifier_id = serializers.CharField()
-    door = serializers.CharField()
-    state = OneOf(VerifierProgress)
-    confirmed_at = serializers.DateTimeField(allow_null=True)
-    seen_at = serializers.DateTimeField()
-
-
-class ReceiptBody(serializers.Serializer[Any]):
-    """Which verifiers have applied a change. `complete`: none is pending."""
-
-    sequence = serializers.IntegerField()
-    complete = serializers.BooleanField()
-    changed_at = serializers.DateTimeField(allow_null=True)
-    verifiers = VerifierBody(many=True)
-
-
-class RevokedBody(serializers.Serializer[Any]):
-    """`receipt` is present when the request has `Prefer: wait`."""
-
-    key_id = serializers.CharField()
-    state = OneOf(KeyState)
-    sequence = serializers.IntegerField()
-    receipt = ReceiptBody(required=False)
-
-
-@extend_schema_field({"$ref": "#/components/schemas/Problem"})
-class ProblemField(serializers.DictField):
-    """A problem document, see `api.openapi.PROBLEM`."""
-
-
-class LimitBody(serializers.Serializer[Any]):
-    policy = serializers.ChoiceField(choices=["account", "endpoint"])
-    remaining = serializers.IntegerField(min_value=0)
-    reset_seconds = serializers.IntegerField(min_value=0)
-
-
-class CheckBody(serializers.Serializer[Any]):
-    rule = serializers.CharField()
-    passed = serializers.BooleanField()
+# --- verification -----------------------------------------------------------------------------------------
 
 
-class DecisionBody(serializers.Serializer[Any]):
-    """The response to send to the client.
-
-    Fields that identify the key are present only when its possession is proved, `trace` only in a dry run.
-    """
-
-    allowed = serializers.BooleanField()
-    status = serializers.IntegerField()
-    code = OneOf(ErrorCode, allow_null=True)
-    check = serializers.IntegerField(allow_null=True)
-    headers = serializers.DictField(child=serializers.CharField())
-    problem = ProblemField(required=False)
-    request_id = serializers.CharField()
-    key_id = serializers.CharField(required=False)
-    credential_id = serializers.CharField(required=False)
-    kind = OneOf(KeyKind, required=False)
-    merchant_id = serializers.CharField(required=False)
-    environment = OneOf(Environment, required=False)
-    customer_id = serializers.CharField(required=False, allow_null=True)
-    limit = LimitBody(required=False)
-    trace = CheckBody(many=True, required=False)
+def _text(most: int, least: int = 1) -> Schema:
+    """Return the schema of a text without NUL, with its maximum and minimum length in characters."""
+    return {**TEXT, "pattern": r"^[^\u0000]*$", "maxLength": most, **({"minLength": least} if least else {})}
 
 
-class DecisionsBody(serializers.Serializer[Any]):
-    decisions = DecisionBody(many=True)
+VERIFY_REQUEST_BODY = define(
+    "VerifyRequestBody",
+    {
+        **obj(
+            "A request names its endpoint either by `endpoint` or by `method` and `path`.",
+            key=nullable(TEXT),
+            environment=one_of(Environment),
+            optional={
+                "endpoint": _text(100),
+                "method": {**TEXT, "pattern": "^[A-Z]{1,16}$"},
+                "path": _text(8192),
+                "merchant": nullable(_text(64)),
+                "store": nullable(_text(128)),
+                "customer_token": nullable(TEXT),
+                "client_ip": {**nullable(_text(64)), "anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]},
+                "origin": nullable(_text(500, least=0)),
+                "user_agent": nullable(_text(8192, least=0)),
+                "cost": {"type": "integer", "minimum": 1, "maximum": 1_000_000},
+                "dry_run": FLAG,
+            },
+        ),
+        "oneOf": [
+            {"required": ["endpoint"], "properties": {"method": False, "path": False}},
+            {"required": ["method", "path"], "properties": {"endpoint": False}},
+        ],
+    },
+)
 
+VERIFY_BATCH_REQUEST_BODY = define(
+    "VerifyBatchRequestBody", obj(requests={**list_of(VERIFY_REQUEST_BODY), "minItems": 1, "maxItems": 100})
+)
 
-class IssuanceRequestBody(serializers.Serializer[Any]):
-    issuance_request_id = serializers.CharField()
-    state = OneOf(IssuanceState)
-    merchant_id = serializers.CharField()
-    environment = OneOf(Environment)
-    kind = OneOf(KeyKind)
-    label = serializers.CharField()  # type: ignore[assignment]  # DRF takes fields off the class
-    delivery = OneOf(Delivery)
-    recipient_public_key = serializers.CharField(required=False)
-    created_at = serializers.DateTimeField()
-    expires_at = serializers.DateTimeField()
-    approvals_needed = serializers.IntegerField()
-    credential_id = serializers.CharField(allow_null=True)
-    key_id = serializers.CharField(allow_null=True)
+_LIMIT_BODY = define("LimitBody", obj(policy=one_of(["account", "endpoint"]), remaining=_COUNT, reset_seconds=_COUNT))
 
+_CHECK_BODY = define("CheckBody", obj(rule=TEXT, passed=FLAG))
 
-class SealedBody(serializers.Serializer[Any]):
-    """HPKE (RFC 9180) in base mode, base64url."""
+DECISION_BODY = define(
+    "DecisionBody",
+    obj(
+        "The response to send to the client.\n\nFields that identify the key are present only when its possession is "
+        "proved, `trace` only in a dry run.",
+        allowed=FLAG,
+        status=INTEGER,
+        code=nullable(one_of(ErrorCode)),
+        check=nullable(INTEGER),
+        headers={"type": "object", "additionalProperties": TEXT},
+        request_id=TEXT,
+        optional={
+            "problem": reference("Problem"),
+            "key_id": TEXT,
+            "credential_id": TEXT,
+            "kind": one_of(KeyKind),
+            "merchant_id": TEXT,
+            "environment": one_of(Environment),
+            "customer_id": nullable(TEXT),
+            "limit": _LIMIT_BODY,
+            "trace": list_of(_CHECK_BODY),
+        },
+    ),
+)
 
-    suite = serializers.CharField()
-    enc = serializers.CharField()
-    ciphertext = serializers.CharField()
+DECISIONS_BODY = define("DecisionsBody", obj(decisions=list_of(DECISION_BODY)))
 
+# --- issuance ---------------------------------------------------------------------------------------------
 
-class CollectedBody(serializers.Serializer[Any]):
-    """The key, once: in plain text, or sealed to the recipient's public key.
+ISSUANCE_REQUEST_BODY = define(
+    "IssuanceRequestBody",
+    obj(
+        issuance_request_id=TEXT,
+        state=one_of(IssuanceState),
+        merchant_id=TEXT,
+        environment=one_of(Environment),
+        kind=one_of(KeyKind),
+        label=TEXT,
+        delivery=one_of(Delivery),
+        created_at=INSTANT,
+        expires_at=INSTANT,
+        approvals_needed=INTEGER,
+        credential_id=nullable(TEXT),
+        key_id=nullable(TEXT),
+        optional={"recipient_public_key": TEXT},
+    ),
+)
 
-    When a replay can no longer show it, `key` is null and `secret_available` false.
-    """
+_SEALED_BODY = define(
+    "SealedBody", obj("HPKE (RFC 9180) in base mode, base64url.", suite=TEXT, enc=TEXT, ciphertext=TEXT)
+)
 
-    issuance_request_id = serializers.CharField()
-    credential_id = serializers.CharField()
-    key_id = serializers.CharField()
-    key = serializers.CharField(required=False, allow_null=True)
-    sealed = SealedBody(required=False)
-    secret_available = serializers.BooleanField(required=False)
+COLLECTED_BODY = define(
+    "CollectedBody",
+    obj(
+        "The key, once: in plain text, or sealed to the recipient's public key.\n\nWhen a replay can no longer show "
+        "it, `key` is null and `secret_available` false.",
+        issuance_request_id=TEXT,
+        credential_id=TEXT,
+        key_id=TEXT,
+        optional={"key": nullable(TEXT), "sealed": _SEALED_BODY, "secret_available": FLAG},
+    ),
+)
+
+# --- the integration plane --------------------------------------------------------------------------------
+
+ORDER_BODY = define(
+    "OrderBody",
+    obj(order_token=TEXT, amount_minor=INTEGER, currency=TEXT, customer_id=nullable(TEXT), created_at=INSTANT),
+)
+
+CONFIGURATION_BODY = define(
+    "ConfigurationBody", obj(merchant_id=TEXT, environment=one_of(Environment), configuration=ANY_OBJECT)
+)
+
+CUSTOMER_TOKEN_BODY = define(
+    "CustomerTokenBody",
+    obj(
+        "When a replay can no longer show the token, `token` is null and `secret_available` false.",
+        token_id=TEXT,
+        token=nullable(TEXT),
+        customer_id=TEXT,
+        expires_at=INSTANT,
+        optional={"secret_available": FLAG},
+    ),
+)
+
+CUSTOMER_BODY = define("CustomerBody", obj(customer_id=TEXT, expires_at=INSTANT))
+
+OWN_END_BODY = define("OwnEndBody", obj(key_id=TEXT, state=one_of(KeyState), sequence=INTEGER))

@@ -1,6 +1,5 @@
 """Request bodies and queries. Unknown fields are refused, so that a misspelled one is never silently ignored."""
 
-import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -26,18 +25,6 @@ class StrictSerializer(serializers.Serializer[Any]):
             if unknown:
                 raise serializers.ValidationError({name: ["There is no such field."] for name in unknown})
         return super().to_internal_value(data)
-
-
-class RawText(serializers.Field[Any, Any, Any, Any]):
-    """Unvalidated text, as sent: the verdict reports what is wrong with it."""
-
-    def to_internal_value(self, data: Any) -> str:
-        if not isinstance(data, str):
-            raise serializers.ValidationError("Not a string.")
-        return data
-
-    def to_representation(self, value: Any) -> Any:
-        raise NotImplementedError("raw text is never part of a response")
 
 
 class OneOf(serializers.ChoiceField):
@@ -91,47 +78,6 @@ class StrictText(serializers.CharField):
         if self.pattern is not None and re.fullmatch(self.pattern, data) is None:
             raise serializers.ValidationError("Does not have the required form.")
         return super().to_internal_value(data)
-
-
-class ClientAddress(StrictText):
-    """An IPv4 or IPv6 address in canonical form; an IPv4-mapped address becomes IPv4."""
-
-    def to_internal_value(self, data: Any) -> str:
-        text = super().to_internal_value(data)
-        try:
-            address = ipaddress.ip_address(text)
-        except ValueError:
-            raise serializers.ValidationError("Not an IP address.") from None
-        if "%" in text:
-            raise serializers.ValidationError("A zone index is valid on one machine only.")
-        mapped = getattr(address, "ipv4_mapped", None)
-        return str(mapped or address)
-
-
-class VerifyRequestBody(StrictSerializer):
-    key = RawText(allow_null=True)
-    environment = OneOf(Environment)
-    endpoint = StrictText(required=False, max_length=100)
-    method = StrictText(required=False, pattern="[A-Z]{1,16}")
-    path = StrictText(required=False, max_length=8192)
-    merchant = StrictText(required=False, allow_null=True, max_length=64)
-    store = StrictText(required=False, allow_null=True, max_length=128)
-    customer_token = RawText(required=False, allow_null=True)
-    client_ip = ClientAddress(required=False, allow_null=True, max_length=64)
-    origin = StrictText(required=False, allow_null=True, allow_blank=True, max_length=500)
-    user_agent = StrictText(required=False, allow_null=True, max_length=8192, allow_blank=True)
-    cost = StrictInteger(required=False, min_value=1, max_value=1_000_000)
-    dry_run = StrictBoolean(required=False)
-
-    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        by_name, by_line = "endpoint" in attrs, {"method", "path"} & set(attrs)
-        if by_name == bool(by_line) or (by_line and len(by_line) != 2):
-            raise serializers.ValidationError("Give `endpoint`, or both `method` and `path`.")
-        return attrs
-
-
-class VerifyBatchRequestBody(StrictSerializer):
-    requests = serializers.ListField(child=VerifyRequestBody(), min_length=1, max_length=100)
 
 
 class RevokeRequest(StrictSerializer):

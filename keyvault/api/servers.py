@@ -9,16 +9,9 @@ from keyvault.access.customers import CUSTOMER_ID
 from keyvault.access.decision import Denial
 from keyvault.access.permissions import Permission
 from keyvault.api.integration import Call, EndpointServer, Servers, read_json
-from keyvault.api.integration_serializers import (
-    ConfigurationBody,
-    CustomerBody,
-    CustomerTokenBody,
-    CustomerTokenRequest,
-    OrderBody,
-    OrderRequest,
-    OwnEndBody,
-)
+from keyvault.api.integration_serializers import CustomerTokenRequest, OrderRequest
 from keyvault.api.openapi import in_path
+from keyvault.api.schemas import CONFIGURATION_BODY, CUSTOMER_BODY, CUSTOMER_TOKEN_BODY, ORDER_BODY, OWN_END_BODY
 from keyvault.api.serializers import StrictSerializer
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import ErrorCode, NotFoundError
@@ -133,26 +126,26 @@ def _may_still_revoke(judgement: Judgement) -> bool:
 
 SERVERS: Servers = {
     "orders.retrieve": EndpointServer(
-        answers=_retrieve_order, gives=OrderBody, parameters=(in_path("order_token", "^ord_[0-9A-Za-z]{20}$"),)
+        answers=_retrieve_order, gives=ORDER_BODY, parameters=(in_path("order_token", "^ord_[0-9A-Za-z]{20}$"),)
     ),
-    "orders.create": EndpointServer(prepares=_create_order, status=201, takes=OrderRequest, gives=OrderBody),
-    "client.configuration": EndpointServer(answers=_read_configuration, gives=ConfigurationBody),
+    "orders.create": EndpointServer(prepares=_create_order, status=201, takes=OrderRequest, gives=ORDER_BODY),
+    "client.configuration": EndpointServer(answers=_read_configuration, gives=CONFIGURATION_BODY),
     "customer_tokens.create": EndpointServer(
         prepares=_create_customer_token,
         status=201,
         takes=CustomerTokenRequest,
-        gives=CustomerTokenBody,
+        gives=CUSTOMER_TOKEN_BODY,
         parameters=(in_path("customer_id", CUSTOMER_ID),),
     ),
     "customer_tokens.revoke": EndpointServer(
         answers=_revoke_customer_token, status=204, parameters=(in_path("token_id", "^[0-9A-Za-z]{16}$"),)
     ),
-    "customers.me": EndpointServer(answers=_show_customer, gives=CustomerBody),
+    "customers.me": EndpointServer(answers=_show_customer, gives=CUSTOMER_BODY),
     "credentials.revoke_self": EndpointServer(
         answers=_revoke_self,
         serves_denied=_may_still_revoke,
         status=202,
-        gives=OwnEndBody,
+        gives=OWN_END_BODY,
         codes=[ErrorCode.RATE_LIMITED],
     ),
 }

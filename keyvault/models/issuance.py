@@ -19,7 +19,7 @@ models.CharField.register_lookup(Length)
 class IssuanceRequest(RequestColumns):
     """A request for a credential. Approvers differ from `requester_person`; `requested_via`: the service's token."""
 
-    request_id = models.CharField(primary_key=True, max_length=32)
+    issuance_request_id = models.CharField(primary_key=True, max_length=32)
     account = models.ForeignKey(Account, models.PROTECT, related_name="issuance_requests")
     kind = choice(KeyKind)
     label = models.CharField(max_length=100)
@@ -63,7 +63,7 @@ class IssuanceRequest(RequestColumns):
         indexes = [
             models.Index(fields=["state", "created_at"], name="request_by_state"),
             models.Index(
-                fields=["issued_at", "request_id"],
+                fields=["issued_at", "issuance_request_id"],
                 name="request_uncollected",
                 condition=Q(
                     state="issued", kind="private", delivery__in=sorted(each.value for each in COLLECTED_DELIVERIES)
@@ -72,7 +72,7 @@ class IssuanceRequest(RequestColumns):
         ]
 
     def __str__(self) -> str:
-        return self.request_id
+        return self.issuance_request_id
 
     def alters(self) -> None:
         return None

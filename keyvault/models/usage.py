@@ -66,7 +66,7 @@ class UseBucket(models.Model):
         ]
         indexes = [
             # Columns that never change, so that incrementing a count updates no index (PostgreSQL: while the page has
-            # free space, which migration 0008 reserves).
+            # free space, which the migration reserves).
             models.Index(fields=["key", "outcome", "minute"], name="use_by_minute"),
             models.Index(fields=["key", "outcome", "source"], name="use_by_source"),
             models.Index(fields=["minute"], name="use_by_age"),
@@ -81,14 +81,14 @@ class UsageReporter(models.Model):
 
     A reporter that deregisters flushes first. A lost one may have unreported uses; `lost_at` is when the loss was
     detected. `report`: the number of the last stored report, so that a repeated report adds nothing. `peppers`: the
-    newest loaded version of each served set, which implies the older ones, or 0; None: reported by an older release.
+    newest loaded version of each served set, which implies the older ones, or 0 for none.
     """
 
     reporter_id = models.CharField(primary_key=True, max_length=64)
     started_at = models.DateTimeField()
     flushed_through_at = models.DateTimeField()
     report = models.PositiveBigIntegerField(default=0, db_default=0)
-    peppers = models.JSONField(null=True, blank=True)
+    peppers = models.JSONField()
     stopped_at = at()
     lost_at = at()
 

@@ -58,30 +58,35 @@ _Row = TypeVar("_Row", Key, Credential, ProviderConnection)
 def issue_due() -> int:
     """Issue every approved request that no other worker holds. Return how many it issued."""
     now = datetime.now(UTC)
-    requests = {f"issuance:{request.request_id}": request for request in issuance.list_approved()}
+    requests = {f"issuance:{request.issuance_request_id}": request for request in issuance.list_approved()}
     return sum(issue_one(requests[subject]) for subject in leases.list_due(requests, now))
 
 
 def issue_one(request: IssuanceRequest) -> bool:
     """Issue one request. Return whether this call issued it; a failure is recorded on the lease and retried later."""
     now = datetime.now(UTC)
-    lease = leases.claim(f"issuance:{request.request_id}", now)
+    lease = leases.claim(f"issuance:{request.issuance_request_id}", now)
     if lease is None:
         return False
     try:
-        fresh = issuance.get_request(request.request_id)
+        fresh = issuance.get_request(request.issuance_request_id)
         if fresh is None:
             return False
         issuance.issue_approved(fresh, lease, now)
     except DependencyUnavailableError as error:
         leases.pause(lease, now, error.internal or error.detail)
-        _log.warning("issuance paused", extra={"request_id": request.request_id, "why": error.internal})
+        _log.warning(
+            "issuance paused", extra={"issuance_request_id": request.issuance_request_id, "why": error.internal}
+        )
         return False
     except KeyvaultError as error:
         if isinstance(error, BackendDeniedError):
             stored_copies.report_refusal(_grant(request.account, now), request.account, "issuing", error)
         leases.postpone(lease, now, error.internal or error.detail)
-        _log.warning("issuance will be retried", extra={"request_id": request.request_id, "why": error.internal})
+        _log.warning(
+            "issuance will be retried",
+            extra={"issuance_request_id": request.issuance_request_id, "why": error.internal},
+        )
         return False
     leases.release(lease)
     return True
@@ -123,10 +128,11 @@ class UsedUncollected:
             self.after, self.again_at = None, now + _USED_REPORT_INTERVAL
         for request in issuance.list_used_uncollected(now, self.after):
             _log.warning(
-                "an uncollected key was used", extra={"request_id": request.request_id, "key_id": request.key_id}
+                "an uncollected key was used",
+                extra={"issuance_request_id": request.issuance_request_id, "key_id": request.key_id},
             )
             if request.issued_at is not None:
-                self.after = request.issued_at, request.request_id
+                self.after = request.issued_at, request.issuance_request_id
 
 
 _used_uncollected = UsedUncollected()
@@ -314,7 +320,7 @@ def _forget_path(row: Credential, lease: Lease, now: datetime) -> datetime | Non
 def _discard_withdrawn(now: datetime) -> None:
     """Discard keys of withdrawn requests, under the issuance lease so that no worker is issuing them."""
     for request in issuance.list_withdrawn():
-        lease = leases.claim(f"issuance:{request.request_id}", now, ignore_due_at=True)
+        lease = leases.claim(f"issuance:{request.issuance_request_id}", now, ignore_due_at=True)
         if lease is not None:
             with _isolated():
                 issuance.discard_withdrawn(request, lease, now)

@@ -20,7 +20,7 @@ from keyvault.models import Credential
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.recording.authorization import authorize
 from keyvault.wire.idempotency import IDEMPOTENCY_KEY
-from rotation.api.schemas import RotationBody
+from rotation.api.schemas import ROTATION_BODY
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField, PlanOverrides, find_value_faults
 from rotation.domain.windows import Window
@@ -106,7 +106,7 @@ class RotationsView(ServiceView):
         "rotations_create",
         summary="Request a rotation.",
         takes=RotationRequest,
-        answers={201: RotationBody},
+        answers={201: ROTATION_BODY},
         codes=[ErrorCode.STATE_CONFLICT],
         idempotency_key=MAY_BE_SENT,
     )
@@ -152,7 +152,7 @@ class RotationView(ServiceView):
     @documented(
         "rotations_read",
         summary="Get a rotation's state and what it waits for.",
-        answers={200: RotationBody},
+        answers={200: ROTATION_BODY},
         parameters=[in_path("rotation_id", "^rot_[0-9A-Za-z]{20}$")],
     )
     def get(self, request: Request, rotation_id: str) -> Response:
@@ -168,7 +168,7 @@ class RotationAbortView(ServiceView):
         "rotations_abort",
         summary="End a rotation: cancel it before delivery, roll it back afterwards.",
         takes=AbortRequest,
-        answers={200: RotationBody},
+        answers={200: ROTATION_BODY},
         codes=[ErrorCode.STATE_CONFLICT, ErrorCode.DEPENDENCY_UNAVAILABLE],
         parameters=[in_path("rotation_id", "^rot_[0-9A-Za-z]{20}$")],
     )

@@ -1,9 +1,20 @@
-"""Response bodies of rotations on the service plane, for the OpenAPI document."""
+"""Response bodies of rotations on the service plane, for the OpenAPI page."""
 
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
-from rest_framework import serializers
-
+from keyvault.api.openapi_components import (
+    ANY_OBJECT,
+    FLAG,
+    INSTANT,
+    INTEGER,
+    TEXT,
+    Schema,
+    define,
+    list_of,
+    nullable,
+    obj,
+    one_of,
+)
 from keyvault.domain.environments import Environment
 from keyvault.services.usage.reports import TRACES
 from rotation.domain.events import RotationState
@@ -11,100 +22,98 @@ from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField
 from rotation.domain.policy import Plan
 from rotation.models import EvidenceKind
 
-
-class PlanBody(serializers.Serializer[Any]):
-    """The approved plan."""
-
-    credential_id = serializers.CharField()
-    predecessor_key_id = serializers.CharField()
-    is_dormant = serializers.BooleanField()
-
-    def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
-        return {**super().get_fields(), **{field.name: _plan_field(field) for field in FIELDS.values()}}
-
-
-def _plan_field(field: PlanField) -> serializers.Field[Any, Any, Any, Any]:
-    options: dict[str, Any] = {"help_text": field.help}
-    if type(None) in get_args(_PLAN_TYPES[field.name]):
-        options["allow_null"] = True
-    if field.type in NUMBERS:
-        return serializers.IntegerField(**options)
-    if field.type is FieldType.FLAG:
-        return serializers.BooleanField(**options)
-    if field.type is FieldType.INSTANT:
-        return serializers.DateTimeField(**options)
-    if field.type is FieldType.WINDOW:
-        return serializers.DictField(**options)
-    choices = [choice.value for choice in field.choices]
-    if field.type is FieldType.CHOICE:
-        return serializers.ChoiceField(choices=choices, **options)
-    if field.type is FieldType.CHANNELS:
-        return serializers.ListField(child=serializers.ChoiceField(choices=choices), **options)
-    return serializers.CharField(**options)
-
-
 _PLAN_TYPES = get_type_hints(Plan)
+_SCHEMAS = {FieldType.FLAG: FLAG, FieldType.INSTANT: INSTANT, FieldType.WINDOW: ANY_OBJECT}
 
 
-class EvidenceBody(serializers.Serializer[Any]):
-    evidence_id = serializers.CharField()
-    kind = serializers.ChoiceField(choices=[kind.value for kind in EvidenceKind])
-    seen = serializers.DictField()
-    created_at = serializers.DateTimeField()
+def _plan_field(field: PlanField) -> Schema:
+    choices = one_of(choice.value for choice in field.choices)
+    if field.type is FieldType.CHOICE:
+        schema = choices
+    elif field.type is FieldType.CHANNELS:
+        schema = list_of(choices)
+    else:
+        schema = INTEGER if field.type in NUMBERS else _SCHEMAS.get(field.type, TEXT)
+    if type(None) in get_args(_PLAN_TYPES[field.name]):
+        schema = nullable(schema)
+    return {**schema, "description": field.help}
 
 
-class UserBody(serializers.Serializer[Any]):
-    """One client of a key: source, endpoint and counts. `is_probe`: a test call, which proves nothing."""
+_PLAN_BODY = define(
+    "PlanBody",
+    obj(
+        "The approved plan.",
+        credential_id=TEXT,
+        predecessor_key_id=TEXT,
+        is_dormant=FLAG,
+        **{field.name: _plan_field(field) for field in FIELDS.values()},
+    ),
+)
 
-    source = serializers.CharField()  # type: ignore[assignment]  # DRF takes fields off the class
-    network = serializers.CharField()
-    user_agent = serializers.CharField()
-    endpoint = serializers.CharField()
-    origin = serializers.CharField()
-    outcome = serializers.ChoiceField(choices=[outcome.value for outcome in TRACES])
-    is_probe = serializers.BooleanField()
-    count = serializers.IntegerField()
-    first_at = serializers.DateTimeField()
-    last_at = serializers.DateTimeField()
+_EVIDENCE_BODY = define(
+    "EvidenceBody", obj(evidence_id=TEXT, kind=one_of(EvidenceKind), seen=ANY_OBJECT, created_at=INSTANT)
+)
 
+_USER_BODY = define(
+    "UserBody",
+    obj(
+        "One client of a key: source, endpoint and counts. `is_probe`: a test call, which proves nothing.",
+        source=TEXT,
+        network=TEXT,
+        user_agent=TEXT,
+        endpoint=TEXT,
+        origin=TEXT,
+        outcome=one_of(TRACES),
+        is_probe=FLAG,
+        count=INTEGER,
+        first_at=INSTANT,
+        last_at=INSTANT,
+    ),
+)
 
-class HandoverBody(serializers.Serializer[Any]):
-    """The sealed replacement; only the holder of the recipient's private key can open it (HPKE, RFC 9180)."""
+_HANDOVER_BODY = define(
+    "HandoverBody",
+    obj(
+        "The sealed replacement; only the holder of the recipient's private key can open it (HPKE, RFC 9180).",
+        key_id=TEXT,
+        enc=TEXT,
+        ciphertext=TEXT,
+    ),
+)
 
-    key_id = serializers.CharField()
-    enc = serializers.CharField()
-    ciphertext = serializers.CharField()
-
-
-class RotationBody(serializers.Serializer[Any]):
-    rotation_id = serializers.CharField()
-    state = serializers.ChoiceField(choices=[state.value for state in RotationState])
-    waiting_for = serializers.CharField(allow_null=True)
-    why = serializers.CharField()
-    stalled_from = serializers.ChoiceField(choices=[state.value for state in RotationState], allow_null=True)
-    credential_id = serializers.CharField()
-    merchant_id = serializers.CharField()
-    environment = serializers.ChoiceField(choices=[environment.value for environment in Environment])
-    predecessor_key_id = serializers.CharField()
-    replacement_key_id = serializers.CharField(allow_null=True)
-    plan = PlanBody()
-    plan_digest = serializers.CharField()
-    approvals = serializers.ListField(child=serializers.CharField())
-    approvals_needed = serializers.IntegerField()
-    is_bypass = serializers.BooleanField()
-    campaign_id = serializers.CharField(allow_null=True)
-    created_at = serializers.DateTimeField()
-    deadline = serializers.DateTimeField(allow_null=True)
-    retire_at = serializers.DateTimeField(allow_null=True)
-    accepted_at = serializers.DateTimeField(allow_null=True)
-    delivered_at = serializers.DateTimeField(allow_null=True)
-    acknowledged_at = serializers.DateTimeField(allow_null=True)
-    confirmed_at = serializers.DateTimeField(allow_null=True)
-    used_at = serializers.DateTimeField(allow_null=True)
-    silent_at = serializers.DateTimeField(allow_null=True)
-    quarantined_at = serializers.DateTimeField(allow_null=True)
-    reinstated_at = serializers.DateTimeField(allow_null=True)
-    closed_at = serializers.DateTimeField(allow_null=True)
-    handover = HandoverBody(allow_null=True)
-    evidence = EvidenceBody(many=True)
-    predecessor_users = UserBody(many=True)
+ROTATION_BODY = define(
+    "RotationBody",
+    obj(
+        rotation_id=TEXT,
+        state=one_of(RotationState),
+        waiting_for=nullable(TEXT),
+        why=TEXT,
+        stalled_from=nullable(one_of(RotationState)),
+        credential_id=TEXT,
+        merchant_id=TEXT,
+        environment=one_of(Environment),
+        predecessor_key_id=TEXT,
+        replacement_key_id=nullable(TEXT),
+        plan=_PLAN_BODY,
+        plan_digest=TEXT,
+        approvals=list_of(TEXT),
+        approvals_needed=INTEGER,
+        is_bypass=FLAG,
+        campaign_id=nullable(TEXT),
+        created_at=INSTANT,
+        deadline=nullable(INSTANT),
+        retire_at=nullable(INSTANT),
+        accepted_at=nullable(INSTANT),
+        delivered_at=nullable(INSTANT),
+        acknowledged_at=nullable(INSTANT),
+        confirmed_at=nullable(INSTANT),
+        used_at=nullable(INSTANT),
+        silent_at=nullable(INSTANT),
+        quarantined_at=nullable(INSTANT),
+        reinstated_at=nullable(INSTANT),
+        closed_at=nullable(INSTANT),
+        handover=nullable(_HANDOVER_BODY),
+        evidence=list_of(_EVIDENCE_BODY),
+        predecessor_users=list_of(_USER_BODY),
+    ),
+)

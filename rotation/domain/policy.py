@@ -68,14 +68,10 @@ class Plan:
     def as_json(self) -> dict[str, JsonValue]:
         """Return what is stored and digested.
 
-        Fields added after version 1 are omitted at their default, so plans approved before them keep their digest.
+        A field is omitted at its default, so that plans approved before the field was added keep their digest.
         """
         shown = self.as_shown()
-        omitted = {
-            each.name
-            for each in fields(self)
-            if each.name not in _ALWAYS_STORED and getattr(self, each.name) == each.default
-        }
+        omitted = {each.name for each in fields(self) if getattr(self, each.name) == each.default}
         return {name: value for name, value in shown.items() if name not in omitted}
 
     @classmethod
@@ -86,9 +82,6 @@ class Plan:
     def digest(self) -> str:
         return canonical_digest({"what": "rotation", **self.as_json()})
 
-
-_ALWAYS_STORED = frozenset({"expires_in_days", "predecessor_may_expire"})
-"""Fields of version 1 that have a default."""
 
 APPROVAL_LIFETIME = timedelta(days=7)
 

@@ -103,7 +103,7 @@ def test_issuance_requested_answers_with_the_request(call: Call) -> None:
     request = IssuanceRequest.objects.get()
     assert request.expires_in_days == 30
     assert answer.body == {
-        "issuance_request_id": request.request_id,
+        "issuance_request_id": request.issuance_request_id,
         "state": "approved",
         "merchant_id": "acme",
         "environment": "sandbox",

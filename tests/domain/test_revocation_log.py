@@ -79,8 +79,8 @@ def test_line_with_an_invalid_body_is_damaged_despite_a_correct_checksum(body: b
         parse_line(body + b" " + revocation_log._checksum(body))
 
 
-def test_line_without_an_expiry_is_one_of_an_older_release() -> None:
-    """Guarantee: lines of an older release are read and never expire, so earlier revocations stay in force."""
+def test_line_without_an_expiry_never_expires() -> None:
+    """Guarantee: a revocation whose expiry is unknown stays in force."""
     body = b'{"at":"2026-11-21T12:00:00+00:00","boot":"","id":"a","kind":"customer_token","reason":"","sequence":1,'
     body += b'"state":"","unit":"","what":"ended"}'
     line = parse_line(body + b" " + revocation_log._checksum(body))

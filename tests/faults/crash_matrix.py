@@ -142,7 +142,9 @@ def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
     key, _ = scene.issue(scene.account(MERCHANT), clock())
     rotation = journey.begin(key, clock())
     reporter = UsageLog(now=clock)
-    UsageReporter.objects.create(reporter_id=reporter.reporter_id, started_at=clock(), flushed_through_at=clock())
+    UsageReporter.objects.create(
+        reporter_id=reporter.reporter_id, started_at=clock(), flushed_through_at=clock(), peppers={}
+    )
     status = in_child(lambda: drive(journey, rotation.rotation_id, clock, reporter, bomb))
     killed = os.WIFSIGNALED(status)
     violations = check(journey, rotation.rotation_id, "after the kill")

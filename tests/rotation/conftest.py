@@ -18,5 +18,7 @@ def clock() -> Clock:
 def verifier(clock: Clock, db: None) -> UsageLog:
     """Return a live reporter; `flush` reports all uses up to the clock's time."""
     log = UsageLog(now=clock)
-    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=clock(), flushed_through_at=clock())
+    UsageReporter.objects.create(
+        reporter_id=log.reporter_id, started_at=clock(), flushed_through_at=clock(), peppers={}
+    )
     return log

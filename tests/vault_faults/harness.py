@@ -75,7 +75,9 @@ class VaultHarness:
             )
             stack.enter_context(mock.patch.object(UsageLog, "start"))
             now = self.clock()
-            UsageReporter.objects.create(reporter_id=self.reporter.reporter_id, started_at=now, flushed_through_at=now)
+            UsageReporter.objects.create(
+                reporter_id=self.reporter.reporter_id, started_at=now, flushed_through_at=now, peppers={}
+            )
             self._client, self._token = Client(), make_token(P.KEYS_VERIFY, is_probe=True)[1]
             self.begin_process()
             yield

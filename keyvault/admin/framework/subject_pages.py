@@ -15,7 +15,7 @@ _other_fields: dict[str, str] = {}
 """Page by the id field of an audit entry's details, of other apps."""
 
 _FIELDS = {
-    "request_id": "keyvault_issuancerequest",
+    "issuance_request_id": "keyvault_issuancerequest",
     "token_id": "keyvault_servicetoken",
     "act_id": "keyvault_breakglass",
     "credential_id": "keyvault_credential",

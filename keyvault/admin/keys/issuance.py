@@ -190,9 +190,14 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("request_id", "state_badge", "account", "kind", "label", "requested_by", "created")
+    list_display = ("issuance_request_id", "state_badge", "account", "kind", "label", "requested_by", "created")
     list_filter = ("state", "account__environment", "kind", "delivery")
-    search_fields = ("=request_id", "=key__key_id", "=credential__credential_id", "account__merchant__merchant_id")
+    search_fields = (
+        "=issuance_request_id",
+        "=key__key_id",
+        "=credential__credential_id",
+        "account__merchant__merchant_id",
+    )
     search_help_text = "By request id, key id, credential id or merchant."
     ordering = ("-created_at",)
 

@@ -5,7 +5,7 @@ from rest_framework.response import Response
 
 from keyvault.api.openapi import NO_CREDENTIAL, PUBLIC_CODES, documented
 from keyvault.api.public import PublicView
-from keyvault.api.schemas import HealthBody, ReadinessBody
+from keyvault.api.schemas import HEALTH_BODY, READINESS_BODY
 from keyvault.services.startup.readiness import find_readiness, readiness_body
 
 
@@ -15,7 +15,7 @@ class HealthView(PublicView):
     @documented(
         "healthz",
         summary="Liveness of the process.",
-        answers={200: HealthBody},
+        answers={200: HEALTH_BODY},
         plane=PUBLIC_CODES,
         auth=NO_CREDENTIAL,
         tag="operations",
@@ -34,7 +34,7 @@ class ReadinessView(PublicView):
     @documented(
         "readyz",
         summary="Readiness of the process, with each dependency by name.",
-        answers={200: ReadinessBody, 503: ReadinessBody},
+        answers={200: READINESS_BODY, 503: READINESS_BODY},
         plane=PUBLIC_CODES,
         auth=NO_CREDENTIAL,
         tag="operations",

@@ -12,7 +12,7 @@ from keyvault.api.enforcement import ServiceView
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.idempotency import answer_once
 from keyvault.api.openapi import NEEDED, documented, in_path
-from keyvault.api.schemas import CollectedBody, IssuanceRequestBody
+from keyvault.api.schemas import COLLECTED_BODY, ISSUANCE_REQUEST_BODY
 from keyvault.api.serializers import CollectRequest, CredentialRequest
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
@@ -35,7 +35,7 @@ class IssuanceRequestsView(ServiceView):
         "issuance_requests_create",
         summary="Request a new credential.",
         takes=CredentialRequest,
-        answers={201: IssuanceRequestBody},
+        answers={201: ISSUANCE_REQUEST_BODY},
         idempotency_key=NEEDED,
     )
     def post(self, request: Request) -> Response:
@@ -72,7 +72,7 @@ class IssuanceRequestView(ServiceView):
     @documented(
         "issuance_requests_read",
         summary="Read an issuance request.",
-        answers={200: IssuanceRequestBody},
+        answers={200: ISSUANCE_REQUEST_BODY},
         parameters=[_ISSUANCE_REQUEST_ID],
     )
     def get(self, request: Request, issuance_request_id: str) -> Response:
@@ -88,7 +88,7 @@ class CollectionView(ServiceView):
         "issuance_requests_collect",
         summary="Collect the issued key, once, with the token that requested it.",
         takes=CollectRequest,
-        answers={200: CollectedBody},
+        answers={200: COLLECTED_BODY},
         codes=[ErrorCode.STATE_CONFLICT],
         parameters=[_ISSUANCE_REQUEST_ID],
         idempotency_key=NEEDED,
@@ -150,7 +150,11 @@ def _collect_effect(grant: Grant, request: IssuanceRequest) -> Effect:
 
 
 def _identify(request: IssuanceRequest, key: Key) -> dict[str, Any]:
-    return {"issuance_request_id": request.request_id, "credential_id": key.credential_id, "key_id": key.key_id}
+    return {
+        "issuance_request_id": request.issuance_request_id,
+        "credential_id": key.credential_id,
+        "key_id": key.key_id,
+    }
 
 
 def _collected_response(request: IssuanceRequest, handover: Handover) -> StoredResponse:

@@ -11,7 +11,7 @@ from keyvault.access.rules import Target, operation
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.openapi import PREFER_WAIT, documented, in_path
-from keyvault.api.schemas import CredentialsBody, KeyBody, RevokedBody
+from keyvault.api.schemas import CREDENTIALS_BODY, KEY_BODY, REVOKED_BODY
 from keyvault.api.serializers import CredentialQuery, RevokeRequest, credential_as_json
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
@@ -27,7 +27,7 @@ _KEY_ID = in_path("key_id", "^[0-9A-Za-z]{16}$")
 class KeyView(ServiceView):
     permission = Permission.KEYS_READ
 
-    @documented("keys_read", summary="Read a key's state.", answers={200: KeyBody}, parameters=[_KEY_ID])
+    @documented("keys_read", summary="Read a key's state.", answers={200: KEY_BODY}, parameters=[_KEY_ID])
     def get(self, request: Request, key_id: str) -> Response:
         return Response(describe_key(_visible_key(self, key_id)))
 
@@ -41,7 +41,7 @@ class RevokeView(ServiceView):
         description="The response means that the key is revoked. The receipt lists the verifiers that have confirmed "
         "it so far.",
         takes=RevokeRequest,
-        answers={202: RevokedBody},
+        answers={202: REVOKED_BODY},
         codes=[ErrorCode.STATE_CONFLICT],
         parameters=[_KEY_ID, PREFER_WAIT],
     )
@@ -68,7 +68,7 @@ class CredentialsView(ServiceView):
     @documented(
         "credentials_list",
         summary="List credentials with their keys, paginated.",
-        answers={200: CredentialsBody},
+        answers={200: CREDENTIALS_BODY},
         parameters=[CredentialQuery],
     )
     def get(self, request: Request) -> Response:

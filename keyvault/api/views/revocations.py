@@ -6,7 +6,7 @@ from rest_framework.response import Response
 from keyvault.access.permissions import Permission
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.openapi import documented, in_path
-from keyvault.api.schemas import ReceiptBody
+from keyvault.api.schemas import RECEIPT_BODY
 from keyvault.domain.errors import NotFoundError
 from keyvault.services.change_feed.receipts import describe_receipt, find_account_of, find_receipt
 
@@ -18,7 +18,7 @@ class RevocationView(ServiceView):
         "revocations_read",
         summary="Read which verifiers have confirmed a revocation.",
         description="Also available for any other change. A change of an account outside the token's scope is 404.",
-        answers={200: ReceiptBody},
+        answers={200: RECEIPT_BODY},
         parameters=[in_path("sequence", "^[0-9]{1,19}$")],
     )
     def get(self, request: Request, sequence: str) -> Response:

@@ -48,11 +48,13 @@ class Command(AccountMixin, ApprovalMixin):
         if request.state == IssuanceState.PENDING:
             self._approve(request, options["approved_by"])
         issue_one(request)
-        issued = requests.get_request(request.request_id)
+        issued = requests.get_request(request.issuance_request_id)
         if issued is None or issued.key is None:
-            raise DependencyUnavailableError(f"The key is not issued yet; the worker continues {request.request_id}.")
+            raise DependencyUnavailableError(
+                f"The key is not issued yet; the worker continues {request.issuance_request_id}."
+            )
         answer: dict[str, Any] = {
-            "issuance_request_id": issued.request_id,
+            "issuance_request_id": issued.issuance_request_id,
             "credential_id": issued.key.credential_id,
             "key_id": issued.key.key_id,
         }
@@ -71,7 +73,8 @@ class Command(AccountMixin, ApprovalMixin):
             requests.approve_issuance(grant, request, request.plan_digest)
             if request.state != IssuanceState.APPROVED:
                 raise StateConflictError(
-                    f"{request.request_id} needs {request.approvals_needed} persons; the others approve in the console."
+                    f"{request.issuance_request_id} needs {request.approvals_needed} persons; the others approve in "
+                    "the console."
                 )
         except Exception:
             if request.state == IssuanceState.PENDING and request.approvals_needed == 1:

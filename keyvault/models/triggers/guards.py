@@ -84,7 +84,7 @@ BREAK_GLASS = (
         "keyvault_breakglass",
         "INSERT",
         "NEW.requester_person = '' OR EXISTS (SELECT 1 FROM keyvault_issuancerequest r "
-        "WHERE r.request_id = NEW.subject AND r.requester_person <> NEW.requester_person)",
+        "WHERE r.issuance_request_id = NEW.subject AND r.requester_person <> NEW.requester_person)",
         "a break-glass action names the person who requested its subject",
     ),
     WriteGuard(

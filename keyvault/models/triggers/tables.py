@@ -26,7 +26,7 @@ KEPT = (
     Kept("keyvault_account", (("id",), ("merchant_id", "environment"))),
     Kept("keyvault_credential", (("credential_id",),)),
     Kept("keyvault_key", (("key_id",),)),
-    Kept("keyvault_issuancerequest", (("request_id",),)),
+    Kept("keyvault_issuancerequest", (("issuance_request_id",),)),
     Kept("keyvault_breakglass", (("act_id",),)),
     Kept("keyvault_operator", (("id",), ("username",))),
     Kept("keyvault_servicetoken", (("token_id",),)),
@@ -66,10 +66,8 @@ FROZEN = (
     ),
     Frozen(
         "keyvault_breakglass",
-        ("act_id", "event", "subject", "person"),
+        ("act_id", "event", "subject", "person", "requester_person"),
         "the record of a break-glass action is immutable",
-        # A migration sets the requester of rows of earlier releases once.
-        refused_if="(NEW.requester_person <> OLD.requester_person AND OLD.requester_person <> '')",
     ),
     Frozen(
         "keyvault_servicetoken",
@@ -136,7 +134,7 @@ STATES = (
 FOUR_EYES = (
     FourEyes(
         table="keyvault_issuancerequest",
-        key="request_id",
+        key="issuance_request_id",
         approval="keyvault_issuanceapproval",
         foreign_key="request_id",
         approved="NEW.state IN ('approved', 'issued', 'collected')",

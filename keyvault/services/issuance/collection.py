@@ -46,13 +46,14 @@ def read_handover(grant: Grant, request: IssuanceRequest) -> Handover:
     BackendUnavailableError.
     """
     if not is_requested_by(request, grant.principal):
-        raise NotFoundError(internal=f"{grant.principal.actor} did not request {request.request_id}")
+        raise NotFoundError(internal=f"{grant.principal.actor} did not request {request.issuance_request_id}")
     environment = Environment(request.account.environment)
     require_served(environment)
     key = require_collectable(request, grant.at)
     if request.plan_digest != request.plan().digest():
         raise StateConflictError(
-            "The request differs from the approved plan. Make a new request.", internal=f"{request.request_id} digest"
+            "The request differs from the approved plan. Make a new request.",
+            internal=f"{request.issuance_request_id} digest",
         )
     is_sealed = request.delivery == Delivery.SEALED
     if environment == Environment.PRODUCTION and not is_sealed:
@@ -90,7 +91,7 @@ def record_collection(grant: Grant, request: IssuanceRequest) -> Iterator[None]:
         P.ISSUANCE_COLLECT,
         "issuance.collected",
         account=request.account,
-        request_id=request.request_id,
+        issuance_request_id=request.issuance_request_id,
         key_id=key.key_id,
     ):
         request.compare_and_swap(state=IssuanceState.COLLECTED, collected_at=grant.at)
@@ -117,7 +118,7 @@ def discard_uncollected(grant: Grant, request: IssuanceRequest) -> None:
         P.ISSUANCE_EXECUTE,
         "issuance.burned",
         account=request.account,
-        request_id=request.request_id,
+        issuance_request_id=request.issuance_request_id,
         key_id=key.key_id,
     ):
         request.compare_and_swap(state=IssuanceState.BURNED)

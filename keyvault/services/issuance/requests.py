@@ -88,7 +88,7 @@ def request_issuance(
     _require_valid(plan, principal)
     needed = approvals_needed(environment)
     request = IssuanceRequest(
-        request_id=mint_id("req", secrets.token_bytes),
+        issuance_request_id=mint_id("req", secrets.token_bytes),
         account=account,
         kind=kind,
         label=label,
@@ -132,7 +132,7 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
     if request.plan_digest != request.plan().digest():
         raise StateConflictError(
             "The request was altered after it was made. Reject it and make a new one.",
-            internal=f"{request.request_id} fails its digest",
+            internal=f"{request.issuance_request_id} fails its digest",
         )
     operator = approving_operator(grant, request, plan_digest)
     with recorded(
@@ -189,7 +189,8 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
         raise StateConflictError(f"The request is {request.state}, not approved.")
     if request.plan_digest != request.plan().digest():
         raise StateConflictError(
-            "The request differs from the approved plan. Make a new request.", internal=f"{request.request_id} digest"
+            "The request differs from the approved plan. Make a new request.",
+            internal=f"{request.issuance_request_id} digest",
         )
     refresh_peppers(PEPPER_SET[Environment(request.account.environment)])  # before any transaction
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
@@ -197,11 +198,13 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
     if key is None:
         before = 0 if request.credential is None else newest_version(request.credential)
         key, text = _stage(grant, request, lease)
-        version = store_string(key, text, purpose=request.request_id, after=before)
+        version = store_string(key, text, purpose=request.issuance_request_id, after=before)
     else:
         stored = find_stored(key.credential)
         if stored is None:
-            raise StateConflictError("The key string is missing from the secret backend.", internal=request.request_id)
+            raise StateConflictError(
+                "The key string is missing from the secret backend.", internal=request.issuance_request_id
+            )
         version = stored.version
     with recorded(
         grant,
@@ -224,7 +227,7 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
             key_id=key.key_id,
             credential_id=key.credential_id,
             key_kind=request.kind,
-            issuance_request_id=request.request_id,
+            issuance_request_id=request.issuance_request_id,
         )
     return key
 
@@ -264,7 +267,7 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
             note_break_glass(
                 grant,
                 event="issuance.collected",
-                subject=request.request_id,
+                subject=request.issuance_request_id,
                 requester_person=request.requester_person,
                 why="a production key was shown to a person",
             )
@@ -274,7 +277,7 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
 def describe_request(request: IssuanceRequest) -> dict[str, JsonValue]:
     """Describe a request for the service plane, without secret material."""
     described: dict[str, JsonValue] = {
-        "issuance_request_id": request.request_id,
+        "issuance_request_id": request.issuance_request_id,
         "state": request.state,
         "merchant_id": request.account.merchant_id,
         "environment": request.account.environment,
@@ -314,10 +317,10 @@ def list_used_uncollected(now: datetime, after: tuple[datetime, str] | None = No
     """
     used = _uncollected(now).filter(key__use__isnull=False).exclude(key__state__in=DEAD_STATES)
     if after is not None:
-        issued_at, request_id = after
-        later = Q(issued_at__gt=issued_at) | Q(request_id__gt=request_id)
+        issued_at, issuance_request_id = after
+        later = Q(issued_at__gt=issued_at) | Q(issuance_request_id__gt=issuance_request_id)
         used = used.filter(later, issued_at__gte=issued_at)
-    return list(used.order_by("issued_at", "request_id")[:_LIST_LIMIT])
+    return list(used.order_by("issued_at", "issuance_request_id")[:_LIST_LIMIT])
 
 
 def list_withdrawn() -> list[IssuanceRequest]:
@@ -326,8 +329,8 @@ def list_withdrawn() -> list[IssuanceRequest]:
     return list(withdrawn.distinct()[:_LIST_LIMIT])
 
 
-def get_request(request_id: str) -> IssuanceRequest | None:
-    return _requests().filter(request_id=request_id).first()
+def get_request(issuance_request_id: str) -> IssuanceRequest | None:
+    return _requests().filter(issuance_request_id=issuance_request_id).first()
 
 
 def _requests() -> QuerySet[IssuanceRequest]:
@@ -439,4 +442,4 @@ def _find_delivery_faults(plan: IssuancePlan, principal: OperatorPrincipal | Ser
 
 
 def _audit_details(request: IssuanceRequest) -> dict[str, JsonValue]:
-    return {"request_id": request.request_id}
+    return {"issuance_request_id": request.issuance_request_id}

@@ -27,14 +27,11 @@ def list_staged() -> list[PepperVersion]:
 
 
 def list_lagging(row: PepperVersion) -> list[str]:
-    """Return the ids of live reporters that serve the set and have not loaded the version yet.
-
-    A reporter of an earlier release reports no peppers and counts as one that has not loaded it.
-    """
+    """Return the ids of live reporters that serve the set and have not loaded the version yet."""
     return [
         reporter.reporter_id
         for reporter in live_reporters().order_by("reporter_id")
-        if reporter.peppers is None or reporter.peppers.get(row.pepper_set, row.number) < row.number
+        if reporter.peppers.get(row.pepper_set, row.number) < row.number
     ]
 
 

@@ -15,7 +15,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 
 LABEL = "installation"
-"""Label of a pepper that holds the installation id; peppers of earlier releases have none."""
+"""Label of a pepper that holds the installation id."""
 
 
 def mint_installation_id() -> str:

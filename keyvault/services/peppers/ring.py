@@ -276,19 +276,12 @@ def read_pepper(pepper_set: PepperSet, number: int) -> bytes:
 
 
 def require_own_pepper(pepper_set: PepperSet, number: int) -> None:
-    """Require that this installation wrote that version, or that the backend has none. Raises IntegrityError.
-
-    A pepper of an earlier release has no label; it is accepted if it matches our row's check value.
-    """
+    """Require that this installation wrote that version, or that the backend has none. Raises IntegrityError."""
     try:
         labels = secret_backend().read(Mount.PEPPERS, pepper_set, number).labels
     except BackendMissingError:
         return
-    row = PepperVersion.objects.filter(pepper_set=pepper_set, number=number).first()
-    if LABEL not in labels and row is not None:
-        read_checked(row)
-    else:
-        require_ours(labels, f"{pepper_set} pepper {number}")
+    require_ours(labels, f"{pepper_set} pepper {number}")
 
 
 def read_checked(row: PepperVersion) -> bytes:

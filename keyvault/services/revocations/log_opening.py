@@ -16,7 +16,6 @@ from keyvault.services.peppers.installation import installation_id
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.revocation_log import (
     any_account,
-    append_lines,
     create_revocation_log,
     host_name,
     read_lines,
@@ -49,11 +48,6 @@ def open_revocation_log(now: datetime) -> bool:
         return False
     create_revocation_log(Opened(installation_id(), now))
     return True
-
-
-def adopt_revocation_log(now: datetime) -> None:
-    """Write the installation id to the revocation log of an earlier release. Raises OSError."""
-    append_lines([Opened(installation_id(), now)])
 
 
 def accept_loss(grant: Grant, operator: OperatorPrincipal, reason: str) -> None:

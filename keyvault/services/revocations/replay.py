@@ -41,8 +41,7 @@ class Comparison:
 
     `lost`: revoked in the log and alive in the database, or no longer known as compromised. `unknown`: revoked and
     without a row, so it authenticates nothing. `damaged`: line numbers. `highest`: newest change in the log.
-    `counter`: newest change sequence drawn by the database. `installations`: ids that the log belongs to; a log
-    of an earlier release has none.
+    `counter`: newest change sequence drawn by the database. `installations`: ids that the log belongs to.
     """
 
     highest: int = 0

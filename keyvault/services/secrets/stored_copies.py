@@ -33,7 +33,7 @@ from keyvault.services.work.leases import Lease, hold
 
 _STEPS = frozenset({Permission.ISSUANCE_EXECUTE, Permission.ROTATIONS_ADVANCE, Permission.BACKEND_RECONCILE})
 
-_PURPOSE_LABELS = {"rot": "rotation_id", "req": "request_id"}
+_PURPOSE_LABELS = {"rot": "rotation_id", "req": "issuance_request_id"}
 """Label that names the purpose of a version, by the prefix of the purpose's id."""
 
 

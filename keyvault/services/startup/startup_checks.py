@@ -17,8 +17,8 @@ from keyvault.domain.errors import IntegrityError, KeyvaultError
 from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers.installation import installation_id
 from keyvault.services.peppers.ring import list_served_sets, load_peppers
-from keyvault.services.revocations.log_opening import adopt_revocation_log, open_revocation_log
-from keyvault.services.revocations.replay import compare_revocation_log
+from keyvault.services.revocations.log_opening import open_revocation_log
+from keyvault.services.revocations.replay import Comparison, compare_revocation_log
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def require_current() -> None:
         raise ImproperlyConfigured(f"the revocation log {path} cannot be read: {error.strerror}") from error
     if found.damaged:
         raise ImproperlyConfigured(f"the revocation log {path} is damaged: {format_log_damage(found.damaged)}")
-    _require_own(found.installations)
+    _require_own(found)
     if found.lost:
         raise ImproperlyConfigured(
             f"the database is behind the revocation log {path}: {len(found.lost)} revoked items are valid again, "
@@ -140,16 +140,19 @@ def require_current() -> None:
             f"the database is behind the revocation log {path}: its newest change is {found.counter}, the "
             f"log's is {found.highest}; run: manage.py replay_revocations"
         )
-    if found.lines and not found.installations:
-        _append(adopt_revocation_log)
 
 
-def _require_own(installations: set[str]) -> None:
-    """Raise ImproperlyConfigured if the revocation log is lost or belongs to another installation."""
+def _require_own(found: Comparison) -> None:
+    """Raise ImproperlyConfigured if the revocation log is lost or not known to belong to this installation."""
     if not _append(open_revocation_log):
         raise ImproperlyConfigured(format_log_loss())
     ours = installation_id()
-    if theirs := sorted(installations - {ours}):
+    if found.lines and not found.installations:
+        raise ImproperlyConfigured(
+            f"the revocation log {settings.REVOCATION_LOG} does not name its installation: restore it from its own "
+            "backup, or copy the log of another host"
+        )
+    if theirs := sorted(found.installations - {ours}):
         raise ImproperlyConfigured(
             f"the revocation log {settings.REVOCATION_LOG} belongs to installation {theirs[0]}, this database to "
             f"{ours}: set KEYVAULT_REVOCATION_LOG (or KEYVAULT_DATA_DIR) to this installation's own"

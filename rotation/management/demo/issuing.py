@@ -29,16 +29,18 @@ def issue_under_four_eyes(context: DemoContext) -> Issued:
     report = context.report
     report.section("Two people, one key")
     request = people.ask_for_key("tam")
-    report.step(f"tam requests a private sandbox key for {MERCHANT}: {request.request_id} is {request.state}")
+    report.step(f"tam requests a private sandbox key for {MERCHANT}: {request.issuance_request_id} is {request.state}")
     _must_be_refused(context, "tam approves it himself", lambda: people.approve("tam", request))
     own = people.ask_for_key("admin")
     _must_be_refused(context, "admin, who may approve, approves her own request", lambda: people.approve("admin", own))
     people.withdraw("admin", own)
     people.approve("approver", request)
     report.step(f"approver approves exactly this request (digest {request.plan_digest[:12]}…), without seeing a key")
-    issued = context.until("the worker to issue the key", lambda: _issued(request.request_id), seconds=ISSUE_SECONDS)
+    issued = context.until(
+        "the worker to issue the key", lambda: _issued(request.issuance_request_id), seconds=ISSUE_SECONDS
+    )
     if issued.key is None:
-        raise DemoError(f"{issued.request_id} is issued and names no key.")
+        raise DemoError(f"{issued.issuance_request_id} is issued and names no key.")
     report.step(f"the worker issues it: key {issued.key.key_id} of credential {issued.key.credential_id}")
     text = people.collect("tam", issued)
     context.secrets.append(text)
@@ -79,16 +81,16 @@ def _must_be_refused(context: DemoContext, what: str, act: Callable[[], object])
     context.report.step(f"{what}: refused. {refusal}")
 
 
-def _issued(request_id: str) -> IssuanceRequest | None:
-    request = get_request(request_id)
+def _issued(issuance_request_id: str) -> IssuanceRequest | None:
+    request = get_request(issuance_request_id)
     return request if request is not None and request.state == IssuanceState.ISSUED else None
 
 
 def _reload(request: IssuanceRequest) -> IssuanceRequest:
     """Reload the request."""
-    fresh = get_request(request.request_id)
+    fresh = get_request(request.issuance_request_id)
     if fresh is None:
-        raise DemoError(f"{request.request_id} is gone.")
+        raise DemoError(f"{request.issuance_request_id} is gone.")
     return fresh
 
 

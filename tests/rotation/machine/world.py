@@ -357,7 +357,9 @@ class World:
 
     def start_verifier(self) -> None:
         log = UsageLog(now=self.clock)
-        UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=self.now, flushed_through_at=self.now)
+        UsageReporter.objects.create(
+            reporter_id=log.reporter_id, started_at=self.now, flushed_through_at=self.now, peppers={}
+        )
         self.logs.append(log)
 
     def lose_verifier(self, verifier: int) -> None:

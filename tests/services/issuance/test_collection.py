@@ -409,7 +409,7 @@ def test_discard_of_a_used_key_is_refused_and_logged_once(
     with pytest.raises(StateConflictError, match="in use"):
         discard(request)
     warnings = [record for record in caplog.records if record.getMessage() == "an uncollected key was used"]
-    assert [(each.levelname, each.__dict__["request_id"], each.__dict__["key_id"]) for each in warnings] == [
+    assert [(each.levelname, each.__dict__["issuance_request_id"], each.__dict__["key_id"]) for each in warnings] == [
         ("WARNING", request.pk, request.key.pk)
     ]
     with pytest.raises(StateConflictError, match="not collected in time"):
@@ -430,11 +430,13 @@ def test_discard_with_more_used_keys_than_one_sweep_logs_each(
     def sweep() -> list[str]:
         caplog.clear()
         maintenance.discard_due()
-        return [each.__dict__["request_id"] for each in caplog.records if "uncollected" in each.getMessage()]
+        return [each.__dict__["issuance_request_id"] for each in caplog.records if "uncollected" in each.getMessage()]
 
     sweeps = [sweep() for _ in range(4)]
     assert [len(each) for each in sweeps] == [2, 2, 1, 0]
-    assert {request_id for each in sweeps for request_id in each} == {request.pk for request in requests}
+    assert {issuance_request_id for each in sweeps for issuance_request_id in each} == {
+        request.pk for request in requests
+    }
     late = request_and_issue(requester.service, scene.sandbox, at=now() - COLLECT_WITHIN)
     assert late.key is not None
     use(late.key)

@@ -61,7 +61,7 @@ def test_notice_of_an_issued_key_names_it_and_contains_no_secret(scene: Scene) -
         "key_id": key.key_id,
         "credential_id": key.credential_id,
         "key_kind": "private",
-        "issuance_request_id": key.requests.get().request_id,
+        "issuance_request_id": key.requests.get().issuance_request_id,
     }
     assert text.reveal() not in str(vars(notice))
 

@@ -65,7 +65,7 @@ def reload_key(key: Key) -> Key:
 
 
 def events_about(request: IssuanceRequest) -> list[str]:
-    about = f'"request_id":"{request.pk}"'.encode()
+    about = f'"issuance_request_id":"{request.pk}"'.encode()
     entries = AuditEntry.objects.filter(event__startswith="issuance.").order_by("id")
     return [entry.event for entry in entries if about in bytes(entry.body)]
 

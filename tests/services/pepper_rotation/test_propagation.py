@@ -113,13 +113,12 @@ def test_pepper_status_names_lagging_processes(scene: Scene, capsys: pytest.Capt
     [
         ({"peppers": {"sandbox": 1, "service": 1}}, True),
         ({"peppers": {"sandbox": 0}}, True),
-        ({"peppers": None}, True),
         ({"peppers": {"sandbox": 2}}, False),
         ({"peppers": {"production": 1, "service": 1}}, False),
         ({"peppers": {"sandbox": 1}, "stopped_at": now()}, False),
         ({"peppers": {"sandbox": 1}, "lost_at": now()}, False),
     ],
-    ids=["behind", "not loaded", "earlier release", "loaded", "other environment", "stopped", "lost"],
+    ids=["behind", "not loaded", "loaded", "other environment", "stopped", "lost"],
 )
 def test_new_pepper_waits_for_live_processes_of_its_environment(
     scene: Scene, columns: dict[str, object], waits: bool

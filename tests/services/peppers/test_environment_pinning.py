@@ -173,7 +173,7 @@ def test_pinned_process_shows_no_key_of_the_other_environment(
     tam = the_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     place = account("acme", OTHER[served])
     key, text = issue(place, kind=kind, delivery=Delivery.SHOW_ONCE)
-    request = get_request(IssuanceRequest.objects.get(key=key).request_id)
+    request = get_request(IssuanceRequest.objects.get(key=key).issuance_request_id)
     assert request is not None
     read: list[str] = []
     real = LocalKeystore.read

@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -18,7 +19,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Installation, PepperVersion
 from keyvault.services.peppers import ring
 from keyvault.services.peppers.installation import ensure_installation, installation_id
-from keyvault.services.peppers.ring import ensure_peppers, load_peppers, put_pepper
+from keyvault.services.peppers.ring import ensure_peppers, put_pepper
 from keyvault.services.secrets.backend import secret_backend
 from tests.factories import forget_keystore, have_peppers, now, own_keystore
 from tests.services.peppering import destroy, retire, rotate, skip_propagation
@@ -133,24 +134,19 @@ def test_pepper_of_another_installation_is_not_destroyed() -> None:
     assert secret_backend().versions(Mount.PEPPERS, SANDBOX)[0] == StoredVersion(1, VersionState.LIVE)
 
 
-def test_pepper_without_an_owner_that_matches_our_row_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release before installation ids wrote it; it is loaded, rotated, retired and destroyed as any other."""
-    put = {each: base64.b64encode(bytes([number] * 32)).decode() for number, each in enumerate(PepperSet)}
-    ensure_installation(now())
-    for pepper_set, text in put.items():
-        secret_backend().put(Mount.PEPPERS, pepper_set, Plaintext(text), {}, expected_version=0)
-    with monkeypatch.context() as before:
-        before.setattr(ring, "require_own_pepper", lambda *_: None)
-        ensure_peppers(now())
-    disable_triggers()
-    Installation.objects.all()._raw_delete("default")
-    load_peppers.cache_clear()
-    ensure_peppers(now())
-    assert Installation.objects.exists()
-    assert status()[0] == 0
+def test_pepper_without_an_owner_is_not_destroyed() -> None:
+    """Another program may have written it, even though its value matches our row."""
+    have_peppers()
     rotate()
     retire(SANDBOX, 1)
-    assert destroy(SANDBOX, 1).destroyed_at is not None
+    stored = secret_backend().read(Mount.PEPPERS, SANDBOX, 1)
+    unlabeled = replace(stored, labels={})
+    with (
+        mock.patch.object(type(secret_backend()), "read", return_value=unlabeled),
+        pytest.raises(IntegrityError, match="belongs to another installation"),
+    ):
+        destroy(SANDBOX, 1)
+    assert secret_backend().versions(Mount.PEPPERS, SANDBOX)[0] == StoredVersion(1, VersionState.LIVE)
 
 
 def test_pepper_without_an_owner_and_without_a_row_is_refused() -> None:

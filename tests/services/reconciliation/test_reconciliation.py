@@ -56,7 +56,12 @@ def scene(db: None, tmp_path: Path) -> Iterator[Scene]:
 
 
 def labels_of(key: Key, **other: str) -> dict[str, str]:
-    labels = {"key_id": key.key_id, "credential_id": key.credential_id, "environment": "sandbox", "request_id": "req_1"}
+    labels = {
+        "key_id": key.key_id,
+        "credential_id": key.credential_id,
+        "environment": "sandbox",
+        "issuance_request_id": "req_1",
+    }
     return {**labels, **other}
 
 

@@ -181,18 +181,14 @@ def test_start_with_the_log_of_another_installation_is_refused(scene: Scene, pat
     assert path.read_bytes() == before
 
 
-def test_start_with_a_log_without_installation_adopts_it(scene: Scene, path: Path) -> None:
-    """An upgrade needs no action, unless the database is behind the log."""
+def test_start_with_a_log_without_installation_is_refused(scene: Scene, path: Path) -> None:
+    """It may be another installation's, or its beginning was lost."""
     issue(scene.sandbox)
-    path.write_bytes(line_bytes(CaughtUp(read_counter() + 1)))
-    with pytest.raises(ImproperlyConfigured, match="behind"):
+    before = line_bytes(CaughtUp(1))
+    path.write_bytes(before)
+    with pytest.raises(ImproperlyConfigured, match="does not name its installation"):
         require_current()
-    assert len(parsed_lines()) == 1
-    path.write_bytes(line_bytes(CaughtUp(1)))
-    require_current()
-    assert [replace(line, at=OPENED.at) for line in parsed_lines()[1:]] == [OPENED]
-    require_current()
-    assert len(parsed_lines()) == 2
+    assert path.read_bytes() == before
 
 
 def test_start_of_a_new_host_with_a_copied_log_succeeds(scene: Scene, path: Path) -> None:

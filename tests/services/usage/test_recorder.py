@@ -57,7 +57,9 @@ def key(db: None) -> Key:
 def log(clock: Clock) -> UsageLog:
     """A reporter without its thread; the test flushes."""
     log = UsageLog(now=clock)
-    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=clock(), flushed_through_at=clock())
+    UsageReporter.objects.create(
+        reporter_id=log.reporter_id, started_at=clock(), flushed_through_at=clock(), peppers={}
+    )
     return log
 
 
@@ -550,7 +552,7 @@ def test_usage_is_written_buckets_before_keys() -> None:
 def _reporting_key(clock: Clock) -> tuple[Key, UsageLog]:
     make_merchant("acme")
     key, log = issue(account())[0], UsageLog(now=clock)
-    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON)
+    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON, peppers={})
     return key, log
 
 
@@ -579,7 +581,7 @@ def test_usage_watermark_never_passes_a_flush_that_may_fail(monkeypatch: pytest.
     make_merchant("acme")
     key, clock = issue(account())[0], Clock(NOON)
     log = UsageLog(now=clock)
-    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON)
+    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON, peppers={})
     use(log, key)
     clock.tick(1)
     writing, may_fail = threading.Event(), threading.Event()
@@ -673,7 +675,7 @@ def test_usage_silence_ends_at_the_slowest_live_reporter(clock: Clock) -> None:
     """Silence is observed: a reporter that lags holds the observation back for all."""
     fast, slow = UsageLog(now=clock), UsageLog(now=clock)
     for log in (fast, slow):
-        UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON)
+        UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON, peppers={})
     clock.tick(3)
     fast.flush()
     assert observe_at(clock()).through == NOON
@@ -689,7 +691,7 @@ def test_usage_without_reporters_is_no_silence() -> None:
 def test_usage_reporter_without_deregistration_is_lost_and_delays_no_longer(log: UsageLog, clock: Clock) -> None:
     """It may have lost uses, so the time at which it was missed is recorded."""
     other = UsageLog(now=clock)
-    UsageReporter.objects.create(reporter_id=other.reporter_id, started_at=NOON, flushed_through_at=NOON)
+    UsageReporter.objects.create(reporter_id=other.reporter_id, started_at=NOON, flushed_through_at=NOON, peppers={})
     clock.tick(LOST_AFTER.total_seconds())
     other.flush()
     assert observe_at(clock()).lost_at is None, "the reporter is late, but not lost yet"
@@ -868,7 +870,7 @@ def test_usage_reporters_that_stopped_are_deleted_except_the_last_lost() -> None
     """Deleting the last lost reporter would undo the restart of a silence."""
 
     def reporter(name: str, **end: datetime) -> None:
-        UsageReporter.objects.create(reporter_id=name, started_at=NOON, flushed_through_at=NOON, **end)
+        UsageReporter.objects.create(reporter_id=name, started_at=NOON, flushed_through_at=NOON, **end, peppers={})
 
     week = timedelta(days=7)
     reporter("live")

@@ -142,7 +142,7 @@ def test_silence_that_no_verifier_reports_is_none(clock: Clock, verifier: UsageL
 def test_silence_restarts_when_a_verifier_is_lost(clock: Clock, verifier: UsageLog) -> None:
     """A lost verifier may have lost uses, so the quiet period restarts when the loss is noticed."""
     rotation = overlapping(clock, verifier, quiet_seconds=20)
-    UsageReporter.objects.create(reporter_id="another", started_at=clock(), flushed_through_at=clock())
+    UsageReporter.objects.create(reporter_id="another", started_at=clock(), flushed_through_at=clock(), peppers={})
     clock.tick(15)
     verifier.flush()
     assert advance(rotation, clock).state == S.OVERLAP  # the other verifier is marked lost here
