@@ -482,6 +482,22 @@ class Migration(migrations.Migration):
             ],
         ),
         migrations.CreateModel(
+            name='KeySource',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('name', models.CharField(max_length=110)),
+                ('first_minute', models.PositiveIntegerField(null=True)),
+                ('last_minute', models.PositiveIntegerField(null=True)),
+                ('longest_gap_minutes', models.PositiveIntegerField(default=0)),
+                ('last_at', models.DateTimeField(blank=True, null=True)),
+                ('denied_at', models.DateTimeField(blank=True, null=True)),
+                ('key', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='sources', to='keyvault.key')),
+            ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('key', 'name'), name='key_source_unique')],
+            },
+        ),
+        migrations.CreateModel(
             name='Confirmation',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),

@@ -6,7 +6,7 @@ update adds an entry to every index of the table.
 
 from django.db import migrations
 
-COUNTED = ("keyvault_keyuse", "keyvault_usebucket")
+COUNTED = ("keyvault_keyuse", "keyvault_keysource", "keyvault_usebucket")
 FILL_FACTOR = 45
 """Percentage of a page that new rows may fill."""
 

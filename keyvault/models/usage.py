@@ -2,6 +2,7 @@
 
 from django.db import models
 
+from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models.columns import at, choice, choices_check
 from keyvault.models.keys import Key
 
@@ -74,6 +75,29 @@ class UseBucket(models.Model):
 
     def __str__(self) -> str:
         return f"{self.key_id} {self.minute:%H:%M} {self.source}: {self.count}"
+
+
+class KeySource(models.Model):
+    """What is kept of a private key's use by one source, for as long as its last minute is kept.
+
+    `last_at` and the minutes, counted from the epoch, are of allowed calls only. `longest_gap_minutes`: the longest gap
+    between two consecutive minutes of them, a running maximum. `denied_at`: the last call that was denied for a reason
+    other than the key.
+    """
+
+    key = models.ForeignKey(Key, models.PROTECT, related_name="sources", db_index=False)
+    name = models.CharField(max_length=MAX_NAME_LENGTH)
+    first_minute = models.PositiveIntegerField(null=True)
+    last_minute = models.PositiveIntegerField(null=True)
+    longest_gap_minutes = models.PositiveIntegerField(default=0)
+    last_at = at()
+    denied_at = at()
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["key", "name"], name="key_source_unique")]
+
+    def __str__(self) -> str:
+        return f"{self.key_id} {self.name}"
 
 
 class UsageReporter(models.Model):

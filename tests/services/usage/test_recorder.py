@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from django.db import DatabaseError, OperationalError, connection, transaction
 
+from keyvault.domain.keys import KeyKind
 from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage import recorder
@@ -26,6 +27,7 @@ from keyvault.services.usage.recorder import (
     note_lost,
     observe,
 )
+from keyvault.services.usage.reports import find_sources
 from tests.domain.minting import mint
 from tests.factories import account, issue, make_merchant
 from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
@@ -224,6 +226,101 @@ def test_usage_longest_gap_is_between_minutes_of_allowed_use(key: Key, log: Usag
         clock.tick(3600)
     log.flush()
     assert longest_gap_seconds(key.key_id) == 600
+
+
+# -------------------------------------------------------------------------------------------------- sources
+
+
+def test_usage_longest_gap_is_kept_for_each_source(key: Key, log: UsageLog, clock: Clock) -> None:
+    """Each source has a longest gap of its own, in whatever reports its uses arrive."""
+    for day in range(4):
+        use(log, key)
+        if day in {0, 3}:
+            use(log, key, source="198.51.100.7", user_agent="month-end/3")
+        if day < 2:
+            log.flush()
+        clock.tick(86_400)
+    log.flush()
+    found = find_sources(key.key_id)
+    assert {name: use.longest_gap_seconds for name, use in found.items()} == {
+        "192.0.2.0/24 curl": 86_400,
+        "198.51.100.0/24 month-end": 3 * 86_400,
+    }
+    daily = found["192.0.2.0/24 curl"]
+    assert (daily.first_at, daily.last_at, daily.denied_at) == (NOON, NOON + timedelta(days=3), None)
+
+
+def test_usage_longest_gap_of_a_source_counts_allowed_uses_only(key: Key, log: UsageLog, clock: Clock) -> None:
+    """A client that is denied every minute says nothing about one that is allowed once a month."""
+    use(log, key)
+    for minutes in (3, 10, 1):
+        clock.tick(minutes * 60)
+        use(log, key)
+        log.flush()
+    last_at = clock()
+    for outcome in UseOutcome:
+        clock.tick(3600)
+        if outcome is not UseOutcome.ALLOWED:
+            use(log, key, outcome=outcome)
+            log.flush()
+    (only,) = find_sources(key.key_id).values()
+    assert (only.longest_gap_seconds, only.last_at) == (600, last_at)
+    assert only.seen_at == only.denied_at
+    assert only.denied_at is not None
+    assert only.denied_at > last_at
+
+
+def test_usage_of_a_source_in_one_minute_has_no_gap(key: Key, log: UsageLog, clock: Clock) -> None:
+    """It says nothing about when the source comes again."""
+    clock.tick(10)
+    use(log, key, 100)
+    log.flush()
+    clock.tick(40)
+    use(log, key)
+    log.flush()
+    use(log, key, source="203.0.113.9", outcome=UseOutcome.DENIED)
+    log.flush()
+    denied, once = find_sources(key.key_id).values()
+    assert (once.name, once.longest_gap_seconds) == ("192.0.2.0/24 curl", None)
+    assert (denied.last_at, denied.longest_gap_seconds) == (None, 0)
+
+
+def test_usage_of_a_source_reported_out_of_order_keeps_its_longest_gap(key: Key, clock: Clock) -> None:
+    early, late = UsageLog(now=clock), UsageLog(now=clock)
+    use(early, key)
+    clock.tick(600)
+    use(late, key)
+    late.flush()
+    early.flush()
+    clock.tick(300)
+    use(late, key)
+    late.flush()
+    (only,) = find_sources(key.key_id).values()
+    assert (only.first_at, only.last_at) == (NOON, clock())
+    assert only.longest_gap_seconds == 300, "the report that came late closed no gap"
+
+
+def test_usage_of_a_public_key_keeps_no_sources(key: Key, log: UsageLog) -> None:
+    """Its sources are shoppers, and silence does not retire it."""
+    public, _ = issue(account(), kind=KeyKind.PUBLIC)
+    use(log, public)
+    use(log, key)
+    log.flush()
+    assert (len(find_sources(public.key_id)), len(find_sources(key.key_id))) == (0, 1)
+
+
+def test_usage_of_a_source_is_forgotten_with_its_last_minute(key: Key, log: UsageLog, clock: Clock) -> None:
+    use(log, key)
+    use(log, key, source="198.51.100.7")
+    clock.tick(3600)
+    use(log, key)
+    log.flush()
+    recorder.forget_old(NOON + KEPT_FOR)
+    assert len(find_sources(key.key_id)) == 2
+    recorder.forget_old(NOON + KEPT_FOR + SECOND)
+    assert list(find_sources(key.key_id)) == ["192.0.2.0/24 curl"]
+    recorder.forget_old(clock() + KEPT_FOR + SECOND)
+    assert not find_sources(key.key_id)
 
 
 # ------------------------------------------------------------------------------------- counts of verifiers
