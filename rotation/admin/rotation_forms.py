@@ -7,6 +7,7 @@ from django import forms
 from keyvault.admin.framework.actions import Cleaned, ReasonForm, RowChoice, VersionedForm
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.domain.keys import KeyState
+from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential
 from rotation.admin.plan_fields import PlanForm, UtcField, form_field, overrides_in, section_groups
 from rotation.domain.plan_fields import FIELDS, PlanOverrides
@@ -70,6 +71,20 @@ class ExtendForm(VersionedForm):
 class ConfirmForm(ReasonForm):
     why = forms.CharField(
         label="Who confirmed it, and how",
+        max_length=300,
+        widget=forms.Textarea(attrs={"rows": 3}),
+        help_text="Recorded as evidence with your name.",
+    )
+
+
+class WaiveForm(ReasonForm):
+    source = forms.CharField(
+        label="Source",
+        max_length=MAX_NAME_LENGTH,
+        help_text="By its name in the list of sources that the rotation waits for.",
+    )
+    why = forms.CharField(
+        label="Why it may be refused",
         max_length=300,
         widget=forms.Textarea(attrs={"rows": 3}),
         help_text="Recorded as evidence with your name.",

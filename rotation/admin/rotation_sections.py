@@ -1,7 +1,7 @@
 """Sections of the page of a rotation: plan, status, runbook, users and evidence."""
 
 import json
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -33,6 +33,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, Condition, DeliveryChannel, Proof
 from rotation.domain.policy import PLAN_UNREADABLE, Plan
 from rotation.domain.runbook import REMEDY_LABELS, Advice, Remedy
+from rotation.domain.silence import AwaitedSource
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import predecessor_ended_at, stage_of
@@ -312,6 +313,22 @@ def retirements_table(row: Rotation) -> Table:
         ],
         empty="No dates yet. Retirement dates requested for the old key appear here.",
     )
+
+
+def awaited_table(awaited: Sequence[AwaitedSource]) -> Table:
+    """Return the sources that the rotation waits for, and until when."""
+    return Table(
+        "Sources that the rotation waits for",
+        ["source", "last use (UTC)", "until (UTC)"],
+        [
+            [mono(source.name), short_moment(source.used_at), short_moment(source.until, missing=_NO_END)]
+            for source in awaited[:_MAX_AWAITED]
+        ],
+    )
+
+
+_MAX_AWAITED = 50
+_NO_END = "seen once: it must use the other key, or be waived"
 
 
 def users_tables(row: Rotation) -> Iterator[Table]:

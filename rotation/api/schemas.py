@@ -76,10 +76,19 @@ class HandoverBody(serializers.Serializer[Any]):
     ciphertext = serializers.CharField()
 
 
+class AwaitedSourceBody(serializers.Serializer[Any]):
+    """A source that the rotation waits for. `until` null: it was seen once, and must use the other key or be waived."""
+
+    source = serializers.CharField()  # type: ignore[assignment]  # DRF takes fields off the class
+    last_used_at = serializers.DateTimeField()
+    until = serializers.DateTimeField(allow_null=True)
+
+
 class RotationBody(serializers.Serializer[Any]):
     rotation_id = serializers.CharField()
     state = serializers.ChoiceField(choices=[state.value for state in RotationState])
     waiting_for = serializers.CharField(allow_null=True)
+    waiting_sources = AwaitedSourceBody(many=True)
     why = serializers.CharField()
     stalled_from = serializers.ChoiceField(choices=[state.value for state in RotationState], allow_null=True)
     credential_id = serializers.CharField()

@@ -18,6 +18,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from rotation.domain.events import OUTCOMES, STAYS, Event, RotationState, Stays
 from rotation.domain.plan_fields import AtDeadline, Proof, Reinstatement
 from rotation.domain.policy import Plan
+from rotation.domain.silence import AwaitedSource, SourceFacts, list_awaited, show_time
 
 S = RotationState
 
@@ -81,6 +82,7 @@ class Facts:
     `has_left`: the merchant is offboarded, and its credentials get no more keys.
     `stalled_from`: for a stalled rotation, the state it stalled in.
     `lost_at`: when a verifier was last marked lost with uses that it may not have reported.
+    `sources`: the sources of a private key that is being retired: of the predecessor, in a roll-back the replacement.
     `is_accepted`: every verifier accepts the replacement; `unconfirmed`: the verifiers that have yet to confirm it.
     `is_delivered`: the replacement is where the merchant reads it.
     `is_notified`: every notification is delivered that the plan requires before delivery counts.
@@ -115,6 +117,7 @@ class Facts:
     written_back_at: datetime | None = None
     observed_through: datetime | None = None
     lost_at: datetime | None = None
+    sources: tuple[SourceFacts, ...] = ()
 
     @property
     def is_dormant(self) -> bool:
@@ -342,10 +345,11 @@ def _when_overlapping(facts: Facts, now: datetime) -> Wait | Move:
         return _until_retired(facts, now)
     assert facts.replacement is not None  # noqa: S101  staged long before
     signs = (facts.replacement.last_used_at, facts.acknowledged_at, facts.confirmed_at)
+    last_at = _without_waived(facts, facts.predecessor.last_used_at)
     return (
-        _is_carried(signs, facts.predecessor.last_used_at, "the replacement to be used after the predecessor was")
-        or _silence(facts, facts.predecessor.last_used_at, facts.plan.quiet_seconds, "the predecessor")
-        or Move(S.QUARANTINE, "the predecessor was silent for the quiet period")
+        _is_carried(signs, last_at, "the replacement to be used after the predecessor was")
+        or _silence_of_sources(facts, last_at, "the predecessor")
+        or Move(S.QUARANTINE, "every source of the predecessor has moved, is silent, or is waived")
     )
 
 
@@ -380,15 +384,16 @@ def _when_rolling_back(facts: Facts, now: datetime) -> Wait | RotationAction | M
     if facts.written_back_at is None:
         return RotationAction("the secret backend to hold the predecessor again")
     if facts.quarantined_at is None:
-        last_at = max(filter(None, (replacement.last_used_at, facts.acknowledged_at)), default=None)
+        used_at = _without_waived(facts, replacement.last_used_at)
+        last_at = max(filter(None, (used_at, facts.acknowledged_at)), default=None)
         # A replacement that was never used leaves no client to switch back.
         what = "the predecessor to be used after the replacement was"
         signs = (facts.predecessor.last_used_at, facts.confirmed_at)
         waits = None if last_at is None else _is_carried(signs, last_at, what)
         return (
             waits
-            or _silence(facts, last_at, facts.plan.quiet_seconds, "the replacement")
-            or Move(S.ROLLING_BACK, "the replacement was silent for the quiet period; its quarantine begins")
+            or _silence_of_sources(facts, last_at, "the replacement")
+            or Move(S.ROLLING_BACK, "every source of the replacement has left it; its quarantine begins")
         )
     return _silence(facts, replacement.tried_at, facts.plan.quarantine_seconds, "the replacement") or Move(
         S.ROLLED_BACK, "the predecessor is in use again, and the replacement is revoked"
@@ -405,14 +410,48 @@ def _is_carried(signs: tuple[datetime | None, ...], left_at: datetime | None, wh
     return Wait(what) if not seen or (left_at is not None and max(seen) < left_at) else None
 
 
+def _without_waived(facts: Facts, last_at: datetime | None) -> datetime | None:
+    """Return the last use of the key that is being retired, without those of waived sources."""
+    if not any(source.is_waived for source in facts.sources):
+        return last_at
+    return max((source.used_at for source in facts.sources if not source.is_waived), default=None)
+
+
+def list_awaited_sources(facts: Facts) -> list[AwaitedSource]:
+    """List the sources whose silence the rotation awaits; none unless it retires a key by silence."""
+    if facts.stage not in {S.OVERLAP, S.ROLLING_BACK} or facts.quarantined_at is not None:
+        return []
+    return list_awaited(facts.sources, facts.plan.quiet_seconds, facts.lost_at, facts.observed_through)
+
+
+def _silence_of_sources(facts: Facts, last_at: datetime | None, whose: str) -> Wait | None:
+    """Wait until no source needs the key, and at least for the quiet period.
+
+    Counted only as far as every live verifier has reported. A use that no source explains counts as one by any.
+    """
+    if facts.observed_through is None:
+        return Wait("a verifier that reports uses")
+    is_explained = any(last_at is not None and source.used_at >= last_at for source in facts.sources)
+    signs = [facts.entered_at, None if is_explained else last_at, None if facts.sources else facts.lost_at]
+    silent_at = max(at for at in signs if at is not None) + timedelta(seconds=facts.plan.quiet_seconds)
+    awaited = list_awaited_sources(facts)
+    if not awaited and silent_at <= facts.observed_through:
+        return None
+    ends = [silent_at, *(source.until for source in awaited if source.until is not None)]
+    until = max((end for end in ends if end > facts.observed_through), default=None)
+    if not awaited:
+        return Wait(f"silence of {whose} until {show_time(silent_at)}", until)
+    return Wait(f"silence of {whose}{_named(tuple(source.describe() for source in awaited))}", until)
+
+
 def _silence(facts: Facts, last_at: datetime | None, period_seconds: int, whose: str) -> Wait | None:
-    """Wait until the key is silent, counted from its last use and only as far as every live verifier has reported."""
+    """Wait until a quarantined key is untried, counted only as far as every live verifier has reported."""
     signs = [at for at in (facts.entered_at, last_at, facts.lost_at) if at is not None]
     silent_at = max(signs) + timedelta(seconds=period_seconds)
     if facts.observed_through is None:
         return Wait("a verifier that reports uses")
     if facts.observed_through < silent_at:
-        return Wait(f"silence of {whose} until {silent_at:%Y-%m-%d %H:%M:%S} UTC", silent_at)
+        return Wait(f"silence of {whose} until {show_time(silent_at)}", silent_at)
     return None
 
 

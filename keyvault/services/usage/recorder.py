@@ -519,20 +519,6 @@ def live_reporters() -> QuerySet[UsageReporter]:
     return UsageReporter.objects.filter(stopped_at__isnull=True, lost_at__isnull=True)
 
 
-def longest_gap_seconds(key_id: str) -> int:
-    """Return the longest gap between two minutes of allowed use, in seconds; 0 without use.
-
-    Denied uses do not count: a client that is denied every minute says nothing about one that is allowed once a month.
-    """
-    minutes = UseBucket.objects.filter(key_id=key_id, outcome=UseOutcome.ALLOWED).order_by("minute")
-    longest, before = 0, None
-    for minute in minutes.values_list("minute", flat=True).distinct().iterator():
-        if before is not None:
-            longest = max(longest, int((minute - before).total_seconds()))
-        before = minute
-    return longest
-
-
 def forget_old(now: datetime) -> None:
     """Delete buckets older than 400 days, some thousands at a time, sources without any, and reporters gone for 7 days.
 

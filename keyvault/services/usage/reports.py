@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from django.db.models import Count, Exists, Max, Min, OuterRef, QuerySet, Sum
 
 from keyvault.domain.canonical import JsonValue
-from keyvault.domain.sources import network_of
+from keyvault.domain.sources import name_source, network_of
 from keyvault.models import Key, KeySource, KeyUse, UseBucket
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 
@@ -250,9 +250,16 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
     return [UseAttempt(row["source"], row["total"], row["last"], row["is_known"]) for row in rows]
 
 
-def find_attempts(key_id: str, since: datetime) -> UseAttempts:
-    """Return what a tripwire needs about the time since suspension, independent of the number of sources."""
+def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -> UseAttempts:
+    """Return what a tripwire needs about the time since suspension, independent of the number of sources.
+
+    `without`: names of sources whose attempts do not count.
+    """
     attempts = _attempts_since(key_id, since)
+    if without:
+        clients = attempts.values_list("source", "user_agent").distinct()
+        for caller, user_agent in [client for client in clients if name_source(*client) in without]:
+            attempts = attempts.exclude(source=caller, user_agent=user_agent)
     last_at = attempts.aggregate(at=Max("last_at"))["at"]
     if last_at is None:
         return UseAttempts()

@@ -6,7 +6,7 @@ from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictErro
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Credential, Key, KeyUse, WebhookEndpoint
-from keyvault.services.usage.recorder import longest_gap_seconds
+from keyvault.services.usage.reports import find_sources
 from rotation.domain.plan_fields import (
     FIELDS,
     DeliveryChannel,
@@ -16,7 +16,8 @@ from rotation.domain.plan_fields import (
     find_value_faults,
     with_defaults,
 )
-from rotation.domain.policy import Plan, default_quiet_seconds, find_faults
+from rotation.domain.policy import Plan, default_deadline_seconds, find_faults
+from rotation.services.rotations.facts import find_gap
 
 
 def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetime) -> Plan:
@@ -70,13 +71,11 @@ def _build_plan(credential: Credential, predecessor: Key, overrides: PlanOverrid
     values["reason"] = clean_text(overrides.reason, FIELDS["reason"].most)
     values["not_before"] = not_before = overrides.not_before or now
     values["proof"] = overrides.proof or (Proof.CONFIRMATION if is_public else Proof.TRAFFIC)
-    if overrides.quiet_seconds is None:
-        values["quiet_seconds"] = default_quiet_seconds(environment, longest_gap_seconds(predecessor.key_id))
+    sources = find_sources(predecessor.key_id).values()
     if overrides.deadline is None and not is_public:
-        # A key used once a month has a quiet period of two months; its rotation's deadline is later by as much.
-        longer = max(0, values["quiet_seconds"] - default_of("quiet_seconds", environment))
-        longest_seconds = default_of("deadline", environment) + longer
-        values["deadline"] = _latest(predecessor, overrides, not_before, longest_seconds)
+        gaps = [find_gap(source, environment, None) or 0 for source in sources]
+        seconds = default_deadline_seconds(environment, values["quiet_seconds"], max(gaps, default=0))
+        values["deadline"] = _latest(predecessor, overrides, not_before, seconds)
     return Plan(
         credential_id=credential.credential_id,
         predecessor_key_id=predecessor.key_id,

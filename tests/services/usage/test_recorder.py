@@ -23,7 +23,6 @@ from keyvault.services.usage.recorder import (
     LOST_AFTER,
     Observation,
     UsageLog,
-    longest_gap_seconds,
     note_lost,
     observe,
 )
@@ -212,20 +211,6 @@ def test_usage_with_overlong_fields_is_truncated(key: Key, log: UsageLog) -> Non
     use(log, key, source="s" * 500, user_agent="u" * 500, endpoint="e" * 500, origin="o" * 500)
     log.flush()
     assert count_of(key) == 1
-
-
-def test_usage_longest_gap_is_between_minutes_of_allowed_use(key: Key, log: UsageLog, clock: Clock) -> None:
-    assert longest_gap_seconds(key.key_id) == 0
-    use(log, key)
-    for minutes in (3, 10, 1):
-        clock.tick(minutes * 60)
-        use(log, key)
-    for outcome in UseOutcome:
-        clock.tick(60)
-        use(log, key, outcome=outcome)
-        clock.tick(3600)
-    log.flush()
-    assert longest_gap_seconds(key.key_id) == 600
 
 
 # -------------------------------------------------------------------------------------------------- sources
