@@ -330,7 +330,8 @@ class PlanOverrides:
         metadata=_plan(
             FieldType.SECONDS,
             label="Soak time",
-            help="Minimum age of the first authentication that counts.",
+            help="Minimum age of the first authentication that counts; they must lie in as many distinct minutes, up "
+            "to 10.",
             unit="seconds",
             most=LONGEST_SECONDS,
             defaults=_each(0, 600),

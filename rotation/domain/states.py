@@ -52,7 +52,8 @@ CLOSED = frozenset(state for state, ways in TRANSITIONS.items() if not ways)
 class KeyFacts:
     """Facts about one of the two keys.
 
-    `count`, `sources`, `first_used_at`: real traffic, which counts as proof. `last_used_at`: the last use of any kind.
+    `count`, `sources`, `minutes`, `first_used_at`: real traffic, which counts as proof; `minutes`: the distinct minutes
+    that it was seen in. `last_used_at`: the last use of any kind.
     `tried_at`: the last attempt to use the key since it was quarantined. `tried_by_known_at`: the last such attempt
     from a source that had used the key before.
     """
@@ -61,6 +62,7 @@ class KeyFacts:
     is_expired: bool = False
     count: int = 0
     sources: int = 0
+    minutes: int = 0
     first_used_at: datetime | None = None
     last_used_at: datetime | None = None
     tried_at: datetime | None = None
@@ -327,14 +329,27 @@ def _missing_proof(facts: Facts, now: datetime) -> Wait | None:
     return traffic
 
 
+_MAX_PROOF_MINUTES = 10
+
+
+def proof_minutes(soak_seconds: int) -> int:
+    """Return the number of distinct minutes in which the replacement must be used: those of the soak time, up to ten.
+
+    One burst that is long ago does not show that the replacement is in use.
+    """
+    return max(1, min(soak_seconds // 60, _MAX_PROOF_MINUTES))
+
+
 def _missing_traffic(facts: Facts, now: datetime) -> Wait | None:
     plan, replacement = facts.plan, facts.replacement
     assert replacement is not None  # noqa: S101  staged long before
-    if replacement.count < plan.proof_count or replacement.sources < plan.proof_sources:
+    minutes = proof_minutes(plan.soak_seconds)
+    is_enough = replacement.count >= plan.proof_count and replacement.sources >= plan.proof_sources
+    if not is_enough or replacement.minutes < minutes:
         else_ = ", or an acknowledgement, or an operator's confirmation" if facts.is_dormant else ""
         return Wait(
             f"traffic on the replacement: {replacement.count} of {plan.proof_count} authentications, "
-            f"{replacement.sources} of {plan.proof_sources} sources{else_}"
+            f"{replacement.sources} of {plan.proof_sources} sources, {replacement.minutes} of {minutes} minutes{else_}"
         )
     soaked_at = (replacement.first_used_at or now) + timedelta(seconds=plan.soak_seconds)
     return Wait("the replacement to be in use for its soak time", soaked_at) if now < soaked_at else None

@@ -12,6 +12,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.ids import mint_id
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.sources import name_source
 from keyvault.models import Key, Material, MerchantStatus, UseBucket
 from keyvault.models.usage import UseOutcome
 from keyvault.services.change_feed import receipts
@@ -163,10 +164,14 @@ def _is_past(key: Key, now: datetime) -> bool:
 
 def _traffic(key: Key) -> dict[str, Any]:
     buckets = UseBucket.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), key=key, outcome=UseOutcome.ALLOWED)
-    seen = buckets.aggregate(
-        count=Sum("count"), sources=Count("source", distinct=True, filter=~Q(source="")), first=Min("first_at")
-    )
-    return {"count": seen["count"] or 0, "sources": seen["sources"], "first_used_at": seen["first"]}
+    seen = buckets.aggregate(count=Sum("count"), minutes=Count("minute", distinct=True), first=Min("first_at"))
+    clients = buckets.exclude(source="").values_list("source", "user_agent").distinct()
+    return {
+        "count": seen["count"] or 0,
+        "sources": len({name_source(*client) for client in clients.iterator()}),
+        "minutes": seen["minutes"],
+        "first_used_at": seen["first"],
+    }
 
 
 def note_evidence(rotation: Rotation, kind: EvidenceKind, seen: dict[str, JsonValue], now: datetime) -> None:
@@ -188,6 +193,8 @@ def proof_seen(rotation: Rotation, facts: Facts) -> dict[str, JsonValue]:
     if replacement is not None:
         seen |= {
             "authentications": replacement.count,
+            "sources": replacement.sources,
+            "minutes": replacement.minutes,
             "first_used_at": _text(replacement.first_used_at),
             "by_source": list_users(rotation.replacement_id or "", outcomes=(UseOutcome.ALLOWED,)),
         }

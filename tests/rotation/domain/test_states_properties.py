@@ -23,6 +23,7 @@ key_facts = st.builds(
     is_expired=st.sampled_from([False, False, False, True]),
     count=st.sampled_from([0, 4, 5, 10**6]),
     sources=st.sampled_from([0, 1, 2]),
+    minutes=st.sampled_from([0, 1, 10]),
     first_used_at=st.none() | moments,
     last_used_at=st.none() | moments,
     tried_at=st.none() | moments,
