@@ -71,6 +71,7 @@ class Migration(migrations.Migration):
                 ('flushed_through_at', models.DateTimeField()),
                 ('report', models.PositiveBigIntegerField(db_default=0, default=0)),
                 ('peppers', models.JSONField(blank=True, null=True)),
+                ('environment', models.CharField(blank=True, max_length=10)),
                 ('stopped_at', models.DateTimeField(blank=True, null=True)),
                 ('lost_at', models.DateTimeField(blank=True, null=True)),
             ],

@@ -106,6 +106,7 @@ class UsageReporter(models.Model):
     A reporter that deregisters flushes first. A lost one may have unreported uses; `lost_at` is when the loss was
     detected. `report`: the number of the last stored report, so that a repeated report adds nothing. `peppers`: the
     newest loaded version of each served set, which implies the older ones, and 0 for none. None: an older release.
+    `environment`: the only one whose keys it verifies; blank: it verifies those of every environment.
     """
 
     reporter_id = models.CharField(primary_key=True, max_length=64)
@@ -113,6 +114,7 @@ class UsageReporter(models.Model):
     flushed_through_at = models.DateTimeField()
     report = models.PositiveBigIntegerField(default=0, db_default=0)
     peppers = models.JSONField(null=True, blank=True)
+    environment = models.CharField(max_length=10, blank=True)
     stopped_at = at()
     lost_at = at()
 

@@ -2,7 +2,7 @@
 
 Silence is observed, not assumed. Each process that verifies keys is a reporter. It writes its counts together with a
 watermark: the time up to which the counts are complete. A reporter that exits without deregistering is marked lost, and
-some uses may be lost with it. Any wait for silence restarts from that moment.
+some uses may be lost with it. Any wait for silence in the environments that it served restarts from that moment.
 
 A reporter uses its own host's clock, and the engine judges it by the engine's clock. Clocks must agree within
 LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check.
@@ -22,9 +22,11 @@ from time import sleep
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import msgspec
+from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Max, Min, Q, QuerySet
 
+from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import MAX_REDACTED_LENGTH, MAX_STORED_LENGTH, clean_text
 from keyvault.domain.sources import name_source
 from keyvault.models import KeySource, UsageReporter, UseBucket
@@ -149,6 +151,7 @@ class UsageLog(BackgroundThread):
             flushed_through_at=now,
             report=self._reports,
             peppers=load_peppers.newest_versions(),
+            environment=settings.ENVIRONMENTS[0] if len(settings.ENVIRONMENTS) == 1 else "",
         )
 
     @property
@@ -487,7 +490,10 @@ the part before it.
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The time up to which every live reporter has reported (None: no live reporter), and when one was last lost."""
+    """The time up to which every live reporter has reported (None: no live reporter), and when one was last lost.
+
+    Reporters that verify no keys of the environment in question do not count.
+    """
 
     through: datetime | None
     lost_at: datetime | None
@@ -506,12 +512,12 @@ def note_lost(now: datetime) -> None:
         _log.warning("usage reporters are lost, or their clocks differ", extra={"count": count})
 
 
-def observe(now: datetime | None = None) -> Observation:
+def observe(now: datetime, environment: Environment) -> Observation:
     """Return the observation. Reads only. It never extends past `now`, whatever a reporter's clock shows."""
-    through = live_reporters().aggregate(through=Min("flushed_through_at"))["through"]
-    if through is not None and now is not None:
-        through = min(through, now)
-    return Observation(through, UsageReporter.objects.aggregate(at=Max("lost_at"))["at"])
+    serves = Q(environment__in=("", environment))
+    through = live_reporters().filter(serves).aggregate(through=Min("flushed_through_at"))["through"]
+    lost_at = UsageReporter.objects.filter(serves).aggregate(at=Max("lost_at"))["at"]
+    return Observation(None if through is None else min(through, now), lost_at)
 
 
 def live_reporters() -> QuerySet[UsageReporter]:
@@ -531,10 +537,11 @@ def forget_old(now: datetime) -> None:
     UseBucket.objects.filter(pk__in=[pk for pk, _ in found]).delete()
     is_silent = ~Q(last_at__gte=oldest) & ~Q(denied_at__gte=oldest)
     KeySource.objects.filter(is_silent, key__in={key_id for _, key_id in found}).delete()
-    long_ago, last_lost_at = now - _GONE_KEPT_FOR, observe().lost_at
+    long_ago = now - _GONE_KEPT_FOR
     UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
-    if last_lost_at is not None:
-        UsageReporter.objects.filter(lost_at__lt=min(long_ago, last_lost_at)).delete()
+    lost = UsageReporter.objects.filter(lost_at__isnull=False)
+    for environment, last_at in lost.values_list("environment").annotate(at=Max("lost_at")):
+        lost.filter(environment=environment, lost_at__lt=min(long_ago, last_at)).delete()
 
 
 usage_log = UsageLog()

@@ -32,7 +32,7 @@ ACKNOWLEDGEMENT = "credentials.acknowledge"
 
 def gather_facts(rotation: Rotation, now: datetime) -> Facts:
     """Gather the input of `next_step`. Read-only."""
-    observation = observe(now)
+    observation = observe(now, rotation.credential.environment)
     plan, replacement = rotation.approved_plan, rotation.replacement
     unconfirmed = [] if replacement is None else list_unconfirmed(replacement)
     is_notified, notification_failed = _find_notification(rotation)

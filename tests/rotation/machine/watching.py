@@ -261,7 +261,7 @@ class Watcher:
 
         Return whether all have moved; then a lost verifier does not matter.
         """
-        through = observe().through
+        through = observe(LATEST, self.world.variant.environment).through
         waived = self._waived(rotation)
         used: dict[str, dict[str, list[datetime]]] = {rotation.predecessor_id: {}, rotation.replacement_id or "": {}}
         for use in self.world.uses:
@@ -315,7 +315,7 @@ class Watcher:
 
         `sources`: of attempts; only those since the start count.
         """
-        seen = observe()
+        seen = observe(LATEST, self.world.variant.environment)
         self.require(seen.through is not None, "4: silence without an observation")
         assert seen.through is not None
         self.require(began_at + period <= seen.through, "4: not a whole period was observed")
@@ -397,7 +397,7 @@ class Watcher:
         )
 
 
-EARLIEST = datetime.min.replace(tzinfo=UTC)
+EARLIEST, LATEST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
 
 def _is_good(row: KeyRow | None, now: datetime) -> bool:

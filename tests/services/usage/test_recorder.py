@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from django.db import DatabaseError, OperationalError, connection, transaction
 
+from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import UseOutcome
@@ -40,7 +41,7 @@ SECOND = timedelta(seconds=1)
 def observe_at(now: datetime) -> Observation:
     """Observe as an engine run does."""
     note_lost(now)
-    return observe(now)
+    return observe(now, Environment.SANDBOX)
 
 
 @dataclass
@@ -977,7 +978,48 @@ def test_usage_reporters_that_stopped_are_deleted_except_the_last_lost() -> None
     reporter("lost last", lost_at=NOON)
     recorder.forget_old(NOON + week + SECOND)
     assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"live", "stopped lately", "lost last"}
-    assert observe(NOON).lost_at == NOON
+    assert observe(NOON, Environment.SANDBOX).lost_at == NOON
+
+
+def test_usage_reporters_of_each_environment_keep_their_last_lost(clock: Clock) -> None:
+    """The last loss of one environment says nothing about the other."""
+    losses = {"sandbox": (1, 2), "production": (3, 4), "": (5, 6)}
+    for environment, days in losses.items():
+        for day in days:
+            name, at = f"{environment} {day}", NOON + timedelta(days=day)
+            row = {"started_at": NOON, "flushed_through_at": NOON, "lost_at": at, "environment": environment}
+            UsageReporter.objects.create(reporter_id=name, **row)
+    recorder.forget_old(NOON + timedelta(days=30))
+    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"sandbox 2", "production 4", " 6"}
+
+
+@pytest.mark.parametrize(
+    ("served", "is_lost"),
+    [(("sandbox", "production"), (True, True)), (("sandbox",), (True, False)), (("production",), (False, True))],
+)
+def test_usage_reporter_that_is_lost_restarts_silence_only_where_it_served(
+    clock: Clock, settings: Any, db: None, served: tuple[str, ...], is_lost: tuple[bool, bool]
+) -> None:
+    """A process that never loads production's peppers cannot have lost a use of production's keys."""
+    settings.ENVIRONMENTS = served
+    log = UsageLog(now=clock)
+    log._register(clock())
+    at = clock.tick(LOST_AFTER.total_seconds() + 1)
+    note_lost(at)
+    found = [observe(at, environment).lost_at for environment in (Environment.SANDBOX, Environment.PRODUCTION)]
+    assert found == [at if lost else None for lost in is_lost]
+
+
+@pytest.mark.parametrize("served", ["", "production"])
+def test_usage_silence_ends_at_the_slowest_reporter_of_its_environment(clock: Clock, served: str) -> None:
+    for name, environment, seconds in (("slow", "sandbox", 1), ("fast", served, 3)):
+        through = NOON + timedelta(seconds=seconds)
+        UsageReporter.objects.create(
+            reporter_id=name, started_at=NOON, flushed_through_at=through, environment=environment
+        )
+    at = clock.tick(5)
+    assert observe(at, Environment.SANDBOX).through == NOON + SECOND
+    assert observe(at, Environment.PRODUCTION).through == NOON + 3 * SECOND
 
 
 @pytest.mark.django_db(transaction=True)
