@@ -68,6 +68,7 @@ def plan_facts(row: Rotation) -> FactTable:
         ("Key to replace", key_or_nothing(row.predecessor)),
         *((FIELDS[name].label, value) for name, value in shown.items()),
         ("Old key unused at request", _format_dormancy(plan, unmet)),
+        ("Sources that cannot be silent by the deadline", _format_late_sources(plan)),
         ("Digest of the plan (SHA-256)", mono(plan.digest())),
         ("Requested by", requester_name(row.requester, row.requested_via)),
     ]
@@ -93,6 +94,17 @@ def has_lost_old_key(row: Rotation) -> bool:
     """
     ended_at = predecessor_ended_at(row, datetime.now(UTC))
     return ended_at is not None and row.quarantined_at is None and (row.closed_at is None or ended_at <= row.closed_at)
+
+
+def _format_late_sources(plan: Plan) -> SafeString | str:
+    """Name each source with a deadline that would fit."""
+    if not plan.late_sources:
+        return "none"
+    lines = (
+        (mono(name), _NO_END if fitting is None else f"a deadline of {fitting[:16].replace('T', ' ')} UTC fits")
+        for name, fitting in plan.late_sources.items()
+    )
+    return format_html_join(format_html("<br>"), "{}: {}", lines)
 
 
 def _format_dormancy(plan: Plan, unmet: Container[Condition]) -> str:

@@ -18,6 +18,12 @@ class PlanBody(serializers.Serializer[Any]):
     credential_id = serializers.CharField()
     predecessor_key_id = serializers.CharField()
     is_dormant = serializers.BooleanField()
+    late_sources = serializers.DictField(
+        child=serializers.DateTimeField(allow_null=True),
+        allow_null=True,
+        help_text="The sources that cannot be silent by the deadline, each with a deadline that would fit; null: seen "
+        "once, so it must use the replacement or be waived.",
+    )
 
     def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
         return {**super().get_fields(), **{field.name: _plan_field(field) for field in FIELDS.values()}}

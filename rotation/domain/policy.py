@@ -39,7 +39,8 @@ class Plan:
     Proof by traffic: `proof_count` authentications from `proof_sources` distinct sources, the first of them at least
     `soak_seconds` ago. `is_dormant`: the predecessor had no traffic, so an acknowledgement or an operator's
     confirmation suffices, whatever `proof` says. `deadline` None: for a public key's rotation only. `retire_at`: the
-    approved date on which a public predecessor is taken out of service. Times are aware UTC.
+    approved date on which a public predecessor is taken out of service. `late_sources`: the sources that cannot be
+    silent by the deadline, each with a deadline that would fit; None: no deadline does. Times are aware UTC.
     """
 
     credential_id: str
@@ -61,6 +62,7 @@ class Plan:
     channels: tuple[DeliveryChannel, ...] = (DeliveryChannel.SECRET_BACKEND,)
     window: Window | None = None
     retire_at: datetime | None = None
+    late_sources: Mapping[str, str | None] | None = None
 
     def as_shown(self) -> dict[str, JsonValue]:
         """Return every field as a JSON value."""

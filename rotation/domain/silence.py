@@ -45,6 +45,26 @@ class SourceFacts:
         return since + timedelta(seconds=max(quiet_seconds, GAPS * self.gap_seconds))
 
 
+_SLACK = timedelta(days=1)
+"""Time for approval and delivery that a proposed deadline leaves."""
+
+
+def find_fitting_deadline(
+    used_at: datetime, gap_seconds: int | None, quiet_seconds: int, begins_at: datetime, deadline: datetime
+) -> datetime | None:
+    """Return a deadline by which a source that never moves is silent; `deadline` if it is late enough; None: none is.
+
+    The source may use the key until the replacement is delivered, soon after `begins_at`.
+    """
+    if gap_seconds is None:
+        return None
+    is_open_since = (begins_at - used_at).total_seconds()
+    silent_at = begins_at + timedelta(
+        seconds=max(quiet_seconds, GAPS * gap_seconds, is_open_since if gap_seconds else 0)
+    )
+    return deadline if silent_at <= deadline else silent_at + _SLACK
+
+
 @dataclass(frozen=True, slots=True)
 class AwaitedSource:
     """A source that a rotation waits for. `until`: the end of its silence; None: it must move or be waived."""

@@ -1,7 +1,10 @@
 """Build and validate a plan from a request's overrides and the environment's defaults."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.keys import KeyKind, KeyState
@@ -14,9 +17,11 @@ from rotation.domain.plan_fields import (
     Proof,
     default_of,
     find_value_faults,
+    has_excess,
     with_defaults,
 )
 from rotation.domain.policy import Plan, default_deadline_seconds, find_faults
+from rotation.domain.silence import find_fitting_deadline
 from rotation.services.rotations.facts import find_gap
 
 
@@ -31,6 +36,7 @@ def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetim
         raise RequestInvalidError(_REFUSED, faults)
     predecessor = find_predecessor(credential)
     plan = _build_plan(credential, predecessor, overrides, now)
+    plan = replace(plan, late_sources=dict(_late_sources(plan, credential.environment, now)) or None)
     kind = KeyKind(credential.kind)
     faults = list(find_faults(plan, credential.environment, kind, predecessor.expires_at, now))
     faults += _channel_faults(plan, credential)
@@ -82,6 +88,27 @@ def _build_plan(credential: Credential, predecessor: Key, overrides: PlanOverrid
         is_dormant=not is_public and not KeyUse.objects.filter(key=predecessor).exists(),
         **values,
     )
+
+
+_MAX_LISTED = 50
+"""Maximum sources that a plan lists, the latest first."""
+
+
+def _late_sources(plan: Plan, environment: Environment, now: datetime) -> Iterator[tuple[str, str | None]]:
+    """Yield the sources whose silence cannot be complete by the deadline, each with a deadline that would fit."""
+    begins_at = max(now, plan.not_before)
+    if plan.deadline is None or has_excess(plan):
+        return
+    if plan.window is not None:
+        begins_at = plan.window.next_opening(begins_at) or begins_at
+    begins_at += timedelta(seconds=plan.soak_seconds)
+    found = 0
+    for source in find_sources(plan.predecessor_key_id).values():
+        gap_seconds = find_gap(source, environment, None)
+        fitting = find_fitting_deadline(source.seen_at, gap_seconds, plan.quiet_seconds, begins_at, plan.deadline)
+        if fitting != plan.deadline and found < _MAX_LISTED:
+            found += 1
+            yield source.name, None if fitting is None else fitting.isoformat()
 
 
 def _latest(predecessor: Key, overrides: PlanOverrides, not_before: datetime, seconds: int) -> datetime:

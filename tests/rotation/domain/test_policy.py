@@ -75,9 +75,10 @@ OTHERWISE: dict[str, list[object]] = {
     "channels": [(), (DeliveryChannel.WEBHOOK,), (DeliveryChannel.SECRET_BACKEND, DeliveryChannel.WEBHOOK)],
     "window": [Window(), NIGHTLY, replace(NIGHTLY, blackouts=(XMAS,)), replace(NIGHTLY, blackouts=(XMAS, XMAS))],
     "retire_at": [NOW, NOW + timedelta(days=1)],
+    "late_sources": [{"192.0.2.0/24 job": None}, {"192.0.2.0/24 job": DEADLINE.isoformat()}],
 }
 
-NEWER = ["is_dormant", "at_deadline", "reinstatement", "channels", "window", "retire_at"]
+NEWER = ["is_dormant", "at_deadline", "reinstatement", "channels", "window", "retire_at", "late_sources"]
 """Fields added after plans had been approved and stored without them."""
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)

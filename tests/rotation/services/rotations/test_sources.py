@@ -1,7 +1,8 @@
 """Silence by source: a client that calls every day must not hide one that calls once a month."""
 
+import dataclasses
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -9,16 +10,18 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER, OperatorPrincipal
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
-from keyvault.models import AuditEntry
+from keyvault.models import AuditEntry, UsageReporter
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import get_key
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides
+from rotation.domain.policy import Plan
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import waive_source
+from rotation.services.rotations.planning import plan_rotation
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.rotation import scene
@@ -196,6 +199,82 @@ def test_source_seen_once_is_awaited_until_the_deadline(fleet: Fleet) -> None:
     rotation = fleet.live(46, job_every=1000)
     assert rotation is not None
     assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
+
+
+# --- the plan -----------------------------------------------------------------------------------------------
+
+
+def late_sources(rotation: Rotation) -> object:
+    return rotation.approved_plan.late_sources
+
+
+def test_plan_lists_the_sources_that_cannot_be_silent_by_the_deadline(fleet: Fleet) -> None:
+    """The approver sees them before a key is made, with a deadline that would fit, under the digest."""
+    fleet.live(91)
+    now = fleet.clock()
+    early = now + timedelta(days=20)
+    plan = plan_rotation(fleet.credential, PlanOverrides(deadline=early), now)
+    fitting = now + timedelta(seconds=600, days=61)
+    assert plan.late_sources == {JOB: fitting.isoformat()}
+    assert plan.digest() != dataclasses.replace(plan, late_sources=None).digest()
+    assert plan_rotation(fleet.credential, PlanOverrides(deadline=fitting), now).late_sources is None
+    rotation = fleet.begin(deadline=early)
+    shown = describe(rotation, now)["plan"]
+    assert isinstance(shown, dict)
+    assert shown["late_sources"] == plan.late_sources
+    assert Plan.from_json(rotation.plan).digest() == rotation.plan_digest
+
+
+def test_plan_with_the_fitting_deadline_completes(fleet: Fleet) -> None:
+    fleet.live(91)
+    now = fleet.clock()
+    late = plan_rotation(fleet.credential, PlanOverrides(deadline=now + timedelta(days=20)), now).late_sources
+    assert late is not None
+    fleet.begin(deadline=datetime.fromisoformat(late[JOB] or ""))
+    fleet.switch_shop()
+    rotation = fleet.live(62, job_every=1000)
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
+
+
+def test_plan_with_the_default_deadline_fits_the_longest_gap(fleet: Fleet) -> None:
+    fleet.live(91)
+    assert late_sources(fleet.begin()) is None
+
+
+def test_plan_lists_a_source_seen_once_without_a_deadline(fleet: Fleet) -> None:
+    """No deadline fits it: it must be seen on the replacement, or be waived."""
+    fleet.live(10, job_every=1000)
+    assert late_sources(fleet.begin()) == {JOB: None}
+
+
+def test_plan_lists_a_source_that_has_long_been_gone(fleet: Fleet) -> None:
+    fleet.live(2, job_every=1)
+    fleet.live(60, job_every=1000)
+    listed = late_sources(fleet.begin())
+    assert isinstance(listed, dict)
+    assert list(listed) == [JOB]
+
+
+def test_plan_of_the_sandbox_measures_by_no_gaps(clock: Clock, verifier: UsageLog) -> None:
+    key, _ = scene.issue(scene.account(), clock())
+    scene.use(verifier, key.key_id)
+    assert plan_rotation(key.credential, PlanOverrides(), clock()).late_sources is None
+
+
+def test_rotation_completes_although_a_verifier_is_lost_every_week(fleet: Fleet) -> None:
+    """Its sources have moved, so a lost use of the old key is none of theirs."""
+    fleet.live(20, job_every=1)
+    fleet.begin()
+    fleet.switch_shop()
+    fleet.job_key = fleet.new
+    for week in range(2):
+        row = {"started_at": fleet.clock(), "flushed_through_at": fleet.clock()}
+        UsageReporter.objects.create(reporter_id=f"lost {week}", **row)
+        rotation = fleet.live(5, job_every=1)
+        assert UsageReporter.objects.filter(lost_at__isnull=False).count() == week + 1
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
 
 # --- what it says, and what an operator can do --------------------------------------------------------------
