@@ -12,7 +12,7 @@ from django.db import migrations, models
 ROLES = ("key_administrator", "technical_account_manager", "approver", "auditor", "incident_responder")
 """The groups of the console, one for each role of `keyvault.access.roles`."""
 
-COUNTED = ("keyvault_keyuse", "keyvault_usebucket")
+COUNTED = ("keyvault_keyuse", "keyvault_keysource", "keyvault_usebucket")
 """Tables whose counts are updated every second, in rows of thousands of keys.
 
 PostgreSQL writes a changed row anew and leaves the indexes alone while the page has room for it. In a full page each
@@ -96,6 +96,7 @@ class Migration(migrations.Migration):
                 ('flushed_through_at', models.DateTimeField()),
                 ('report', models.PositiveBigIntegerField(db_default=0, default=0)),
                 ('peppers', models.JSONField()),
+                ('environment', models.CharField(blank=True, max_length=10)),
                 ('stopped_at', models.DateTimeField(blank=True, null=True)),
                 ('lost_at', models.DateTimeField(blank=True, null=True)),
             ],
@@ -505,6 +506,22 @@ class Migration(migrations.Migration):
                 ('last_at', models.DateTimeField()),
                 ('key', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='use_buckets', to='keyvault.key')),
             ],
+        ),
+        migrations.CreateModel(
+            name='KeySource',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('name', models.CharField(max_length=110)),
+                ('first_minute', models.PositiveIntegerField(null=True)),
+                ('last_minute', models.PositiveIntegerField(null=True)),
+                ('longest_gap_minutes', models.PositiveIntegerField(default=0)),
+                ('last_at', models.DateTimeField(blank=True, null=True)),
+                ('denied_at', models.DateTimeField(blank=True, null=True)),
+                ('key', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='sources', to='keyvault.key')),
+            ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('key', 'name'), name='key_source_unique')],
+            },
         ),
         migrations.CreateModel(
             name='Confirmation',

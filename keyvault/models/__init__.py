@@ -14,7 +14,7 @@ from keyvault.models.orders import Order
 from keyvault.models.peppers import Installation, PepperVersion
 from keyvault.models.refusals import Refusal
 from keyvault.models.tokens import ServiceToken
-from keyvault.models.usage import KeyUse, UsageReporter, UseBucket
+from keyvault.models.usage import KeySource, KeyUse, UsageReporter, UseBucket
 from keyvault.models.verifiers import Confirmation, Verifier
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "IssuanceApproval",
     "IssuanceRequest",
     "Key",
+    "KeySource",
     "KeyUse",
     "LimitOverride",
     "Material",

@@ -2,6 +2,7 @@
 
 from django.db import models
 
+from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models.columns import at, choice, choices_check
 from keyvault.models.keys import Key
 
@@ -76,12 +77,36 @@ class UseBucket(models.Model):
         return f"{self.key_id} {self.minute:%H:%M} {self.source}: {self.count}"
 
 
+class KeySource(models.Model):
+    """What is kept of a private key's use by one source, for as long as its last minute is kept.
+
+    `last_at` and the minutes, counted from the epoch, are of allowed calls only. `longest_gap_minutes`: the longest gap
+    between two consecutive minutes of them, a running maximum. `denied_at`: the last call that was denied for a reason
+    other than the key.
+    """
+
+    key = models.ForeignKey(Key, models.PROTECT, related_name="sources", db_index=False)
+    name = models.CharField(max_length=MAX_NAME_LENGTH)
+    first_minute = models.PositiveIntegerField(null=True)
+    last_minute = models.PositiveIntegerField(null=True)
+    longest_gap_minutes = models.PositiveIntegerField(default=0)
+    last_at = at()
+    denied_at = at()
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["key", "name"], name="key_source_unique")]
+
+    def __str__(self) -> str:
+        return f"{self.key_id} {self.name}"
+
+
 class UsageReporter(models.Model):
     """A verifying process. The tables above contain all its uses up to `flushed_through_at`.
 
     A reporter that deregisters flushes first. A lost one may have unreported uses; `lost_at` is when the loss was
     detected. `report`: the number of the last stored report, so that a repeated report adds nothing. `peppers`: the
     newest loaded version of each served set, which implies the older ones, or 0 for none.
+    `environment`: the only one whose keys it verifies; blank: it verifies those of every environment.
     """
 
     reporter_id = models.CharField(primary_key=True, max_length=64)
@@ -89,6 +114,7 @@ class UsageReporter(models.Model):
     flushed_through_at = models.DateTimeField()
     report = models.PositiveBigIntegerField(default=0, db_default=0)
     peppers = models.JSONField()
+    environment = models.CharField(max_length=10, blank=True)
     stopped_at = at()
     lost_at = at()
 

@@ -329,7 +329,7 @@ def _left_out(row: Campaign) -> str:
 
 
 def _plan(row: Campaign) -> Iterable[tuple[str, Any]]:
-    """Yield the chosen values and the defaults; the longest gap differs per credential, so it is not computed here."""
+    """Yield the chosen values and the defaults."""
     overrides, environment = PlanOverrides.from_json(row.overrides), Environment(row.environment)
     for name, field in FIELDS.items():
         if name != "reason" and (field.is_shared or name in row.overrides):

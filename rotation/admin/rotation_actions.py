@@ -26,6 +26,7 @@ from rotation.admin.rotation_forms import (
     ExtendForm,
     RetireForm,
     RotationForm,
+    WaiveForm,
     overrides_from,
 )
 from rotation.domain.events import OUTCOMES, Event, RotationState
@@ -39,11 +40,13 @@ from rotation.services.rotations.interventions import (
     extend_rotation,
     may_be_aborted,
     may_be_confirmed,
+    may_waive,
     predecessor_ended_at,
     request_retirement,
     resume_rotation,
     rolls_back,
     stage_of,
+    waive_source,
 )
 from rotation.services.rotations.requests import (
     approve_rotation,
@@ -95,6 +98,11 @@ def _retire(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     if retirement.approved_at is not None:
         return ActionResult(f"The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
     return ActionResult("Date requested. It applies once a second person has approved it.")
+
+
+def _waive(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
+    waive_source(grant, rotation, cleaned["source"], cleaned["why"])
+    return ActionResult(f"Waived under your name: {cleaned['source']}. The rotation no longer waits for it.")
 
 
 def _collect(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
@@ -255,6 +263,17 @@ ROW_ACTIONS = (
         form=ConfirmForm,
         is_available=may_be_confirmed,
         tone=Tone.GOOD,
+    ),
+    RowAction(
+        "waive",
+        REMEDY_LABELS[Remedy.WAIVE],
+        P.ROTATIONS_WRITE,
+        _waive,
+        "The rotation no longer waits for the silence of this source. If the source calls with the key that is being "
+        "retired after that, it is refused.",
+        form=WaiveForm,
+        is_available=may_waive,
+        tone=Tone.DANGER,
     ),
     RowAction(
         "retire",

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from django import forms
+
 from keyvault.admin.framework.actions import Cleaned, ReasonForm, RowChoice, VersionedForm, reason_field
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.domain.keys import KeyState
+from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential
 from rotation.admin.plan_fields import PlanForm, UtcField, form_field, overrides_in, section_groups
 from rotation.domain.plan_fields import FIELDS, PlanOverrides
@@ -62,6 +65,15 @@ class ExtendForm(VersionedForm):
 
 class ConfirmForm(ReasonForm):
     why = reason_field("Who confirmed it, and how", help_text="Recorded as evidence with your name.")
+
+
+class WaiveForm(ReasonForm):
+    source = forms.CharField(
+        label="Source",
+        max_length=MAX_NAME_LENGTH,
+        help_text="By its name in the list of sources that the rotation waits for.",
+    )
+    why = reason_field("Why it may be refused", help_text="Recorded as evidence with your name.")
 
 
 class RetireForm(VersionedForm):

@@ -1,7 +1,7 @@
 """Sections of the page of a rotation: plan, status, runbook, users and evidence."""
 
 import json
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -33,6 +33,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, Condition, DeliveryChannel, Proof
 from rotation.domain.policy import PLAN_UNREADABLE, Plan
 from rotation.domain.runbook import REMEDY_LABELS, Advice, Remedy
+from rotation.domain.silence import AwaitedSource
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import predecessor_ended_at, stage_of
@@ -67,6 +68,7 @@ def plan_facts(row: Rotation) -> FactTable:
         ("Key to replace", key_or_nothing(row.predecessor)),
         *((FIELDS[name].label, value) for name, value in shown.items()),
         ("Old key unused at request", _format_dormancy(plan, unmet)),
+        ("Sources that cannot be silent by the deadline", _format_late_sources(plan)),
         ("Digest of the plan (SHA-256)", mono(plan.digest())),
         ("Requested by", requester_name(row.requester, row.requested_via)),
     ]
@@ -92,6 +94,17 @@ def has_lost_old_key(row: Rotation) -> bool:
     """
     ended_at = predecessor_ended_at(row, datetime.now(UTC))
     return ended_at is not None and row.quarantined_at is None and (row.closed_at is None or ended_at <= row.closed_at)
+
+
+def _format_late_sources(plan: Plan) -> SafeString | str:
+    """Name each source with a deadline that would fit."""
+    if not plan.late_sources:
+        return "none"
+    lines = (
+        (mono(name), _NO_END if fitting is None else f"a deadline of {fitting[:16].replace('T', ' ')} UTC fits")
+        for name, fitting in plan.late_sources.items()
+    )
+    return format_html_join(format_html("<br>"), "{}: {}", lines)
 
 
 def _format_dormancy(plan: Plan, unmet: Container[Condition]) -> str:
@@ -312,6 +325,22 @@ def retirements_table(row: Rotation) -> Table:
         ],
         empty="No dates yet. Retirement dates requested for the old key appear here.",
     )
+
+
+def awaited_table(awaited: Sequence[AwaitedSource]) -> Table:
+    """Return the sources that the rotation waits for, and until when."""
+    return Table(
+        "Sources that the rotation waits for",
+        ["source", "last use (UTC)", "until (UTC)"],
+        [
+            [mono(source.name), short_moment(source.used_at), short_moment(source.until, missing=_NO_END)]
+            for source in awaited[:_MAX_AWAITED]
+        ],
+    )
+
+
+_MAX_AWAITED = 50
+_NO_END = "seen once: it must use the other key, or be waived"
 
 
 def users_tables(row: Rotation) -> Iterator[Table]:

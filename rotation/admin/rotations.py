@@ -35,6 +35,7 @@ from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
 from rotation.admin.rotation_actions import REQUEST, ROW_ACTIONS, has_old_key, may_be_collected
 from rotation.admin.rotation_sections import (
+    awaited_table,
     evidence_table,
     find_failure,
     key_or_nothing,
@@ -52,7 +53,7 @@ from rotation.domain.runbook import Case, find_stall, find_wait, fit_advice
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import may_collect
-from rotation.services.rotations.reports import describe, subject_of
+from rotation.services.rotations.reports import find_waits, subject_of
 from rotation.services.rotations.requests import is_undecided
 
 S = RotationState
@@ -153,7 +154,8 @@ class RotationAdmin(ConsoleModelAdmin):
     # --- one rotation -------------------------------------------------------------------------------------
 
     def detail(self, request: HttpRequest, row: Any) -> Detail:
-        waiting_for = str(describe(row, datetime.now(UTC))["waiting_for"] or "")
+        found, awaited = find_waits(row, datetime.now(UTC))
+        waiting_for = found or ""
         is_public = row.credential.kind == KeyKind.PUBLIC
         return Detail(
             title=self.name_of(row),
@@ -165,6 +167,7 @@ class RotationAdmin(ConsoleModelAdmin):
                 *self._runbook(request, row, waiting_for),
                 status_facts(row),
                 *([retirements_table(row)] if is_public else []),
+                *([awaited_table(awaited)] if awaited else []),
                 *users_tables(row),
                 plan_facts(row),
                 approvals_table(row),

@@ -46,6 +46,11 @@ _PLAN_BODY = define(
         credential_id=TEXT,
         predecessor_key_id=TEXT,
         is_dormant=FLAG,
+        late_sources={
+            **nullable({"type": "object", "additionalProperties": nullable(INSTANT)}),
+            "description": "Sources that cannot be silent by the deadline, each with a deadline that would fit. Null: "
+            "seen once, so it must use the replacement or be waived.",
+        },
         **{field.name: _plan_field(field) for field in FIELDS.values()},
     ),
 )
@@ -81,12 +86,23 @@ _HANDOVER_BODY = define(
     ),
 )
 
+_AWAITED_SOURCE_BODY = define(
+    "AwaitedSourceBody",
+    obj(
+        "A source that the rotation waits for. `until` null: seen once, so it must use the other key or be waived.",
+        source=TEXT,
+        last_used_at=INSTANT,
+        until=nullable(INSTANT),
+    ),
+)
+
 ROTATION_BODY = define(
     "RotationBody",
     obj(
         rotation_id=TEXT,
         state=one_of(RotationState),
         waiting_for=nullable(TEXT),
+        waiting_sources=list_of(_AWAITED_SOURCE_BODY),
         why=TEXT,
         stalled_from=nullable(one_of(RotationState)),
         credential_id=TEXT,

@@ -315,7 +315,8 @@ class PlanOverrides:
         metadata=_plan(
             FieldType.COUNT,
             label="Sources",
-            help="Distinct sources of these authentications. A source is a client address, else a calling token.",
+            help="Distinct sources of these authentications. A source is a client's network (/24, /64), else a calling "
+            "token, with the product that its user agent names.",
             unit="sources",
             least=_each(1, 1),
             most=10_000,
@@ -330,7 +331,8 @@ class PlanOverrides:
         metadata=_plan(
             FieldType.SECONDS,
             label="Soak time",
-            help="Minimum age of the first authentication that counts.",
+            help="Minimum age of the first authentication that counts; they must lie in as many distinct minutes, up "
+            "to 10.",
             unit="seconds",
             most=LONGEST_SECONDS,
             defaults=_each(0, 600),
@@ -349,7 +351,7 @@ class PlanOverrides:
             least=_each(1, 3_600),
             most=LONGEST_SECONDS,
             defaults=_each(3_600, 7 * 86_400),
-            production_rule=", or twice the longest gap observed, if that is longer",
+            production_rule=", or twice the longest gap of each source, if that is longer",
             section=PlanSection.RETIRING,
             is_shared=True,
             needs=_OLD_PRIVATE,

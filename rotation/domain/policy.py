@@ -22,6 +22,7 @@ from rotation.domain.plan_fields import (
     read_json,
     to_json,
 )
+from rotation.domain.silence import GAPS
 from rotation.domain.windows import Window
 
 PLAN_UNREADABLE = "The plan cannot be read by this release"
@@ -38,7 +39,8 @@ class Plan:
     Proof by traffic: `proof_count` authentications from `proof_sources` distinct sources, the first of them at least
     `soak_seconds` ago. `is_dormant`: the predecessor had no traffic, so an acknowledgement or an operator's
     confirmation suffices, whatever `proof` says. `deadline` None: for a public key's rotation only. `retire_at`: the
-    approved date on which a public predecessor is taken out of service. Times are aware UTC.
+    approved date on which a public predecessor is taken out of service. `late_sources`: the sources that cannot be
+    silent by the deadline, each with a deadline that would fit; None: no deadline does. Times are aware UTC.
     """
 
     credential_id: str
@@ -60,6 +62,7 @@ class Plan:
     channels: tuple[DeliveryChannel, ...] = (DeliveryChannel.SECRET_BACKEND,)
     window: Window | None = None
     retire_at: datetime | None = None
+    late_sources: Mapping[str, str | None] | None = None
 
     def as_shown(self) -> dict[str, JsonValue]:
         """Return every field as a JSON value."""
@@ -104,14 +107,13 @@ def due_reminder(begun_at: datetime, deadline: datetime, reminded_percent: int, 
     return max((percent for percent in REMINDERS if reminded_percent < percent <= passed), default=None)
 
 
-def default_quiet_seconds(environment: Environment, longest_gap_seconds: int) -> int:
-    """Return the default quiet period, in seconds.
+def default_deadline_seconds(environment: Environment, quiet_seconds: int, longest_gap_seconds: int) -> int:
+    """Return the distance of the default deadline from the start, in seconds.
 
-    In production it is at least twice the longest gap seen on the predecessor, or a weekly job would count as silent.
+    A source that calls once a month is silent after two months, so the deadline is later by as much.
     """
-    quiet = default_of("quiet_seconds", environment)
-    wanted = max(quiet, 2 * longest_gap_seconds) if environment is Environment.PRODUCTION else quiet
-    return min(wanted, LONGEST_SECONDS)
+    longest = max(quiet_seconds, min(GAPS * longest_gap_seconds, LONGEST_SECONDS))
+    return default_of("deadline", environment) + max(0, longest - default_of("quiet_seconds", environment))
 
 
 def find_faults(

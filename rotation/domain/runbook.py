@@ -27,6 +27,7 @@ class Remedy(StrEnum):
     ABORT = "abort"
     ROLL_BACK = "roll-back"
     CONFIRM = "confirm"
+    WAIVE = "waive"
     RETIRE = "retire"
     COLLECT = "collect"
     PREDECESSOR = "predecessor"
@@ -46,6 +47,7 @@ REMEDY_LABELS = {
     R.ABORT: "Abort",
     R.ROLL_BACK: "Roll back",
     R.CONFIRM: "Confirm for the merchant",
+    R.WAIVE: "Waive a source",
     R.RETIRE: "Set retirement date",
     R.COLLECT: "Collect replacement",
     R.PREDECESSOR: "Old key",
@@ -429,14 +431,20 @@ WAITS = (
     RunbookEntry(
         "A key is still in use, or its silence is not proved yet",
         ("silence of ",),
-        "Each use of the key that is being retired restarts the period of silence. Only time for which every verifier "
-        "has reported its uses counts.",
+        "The rotation waits for each source of the key that is being retired. A source is finished once it uses the "
+        "other key, or has been silent for the quiet period and, in production, for twice its own longest gap. Each "
+        "use restarts its time. Only time for which every verifier has reported its uses counts.",
         (
             (
-                "Check below which clients still use it: source, network, user agent, endpoint, last seen. These have "
-                "not switched."
+                "Check below which sources it waits for, and which clients still use the key: source, network, user "
+                "agent, endpoint, last seen. These have not switched."
             ),
             Only(PRIVATE, "Until the quarantine begins both keys verify. Extend the deadline if they need longer."),
+            Only(
+                PRIVATE,
+                "A source that will not use the key again, or was seen only once, can be waived by name; if it calls "
+                "with the key after that, it is refused.",
+            ),
             Only(
                 PRIVATE,
                 "During the quarantine, attempts by a known source reinstate the old key once, if the plan says so; "
@@ -447,7 +455,7 @@ WAITS = (
                 "No traffic makes a public key valid again after its retirement date: clients must switch.",
             ),
         ),
-        (R.EXTEND, R.ROLL_BACK),
+        (R.EXTEND, R.WAIVE, R.ROLL_BACK),
     ),
     RunbookEntry(
         "The key that stays was not used last",

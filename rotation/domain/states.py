@@ -19,6 +19,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from rotation.domain.events import OUTCOMES, STAYS, Event, RotationState, Stays
 from rotation.domain.plan_fields import AtDeadline, Proof, Reinstatement
 from rotation.domain.policy import Plan
+from rotation.domain.silence import AwaitedSource, SourceFacts, list_awaited, show_time
 
 S = RotationState
 
@@ -52,7 +53,8 @@ CLOSED = frozenset(state for state, targets in TRANSITIONS.items() if not target
 class KeyFacts:
     """Facts about one of the two keys.
 
-    `count`, `sources`, `first_used_at`: real traffic, which counts as proof. `last_used_at`: the last use of any kind.
+    `count`, `sources`, `minutes`, `first_used_at`: real traffic, which counts as proof; `minutes`: the distinct minutes
+    that it was seen in. `last_used_at`: the last use of any kind.
     `tried_at`: the last attempt to use the key since it was quarantined. `tried_by_known_at`: the last such attempt
     from a source that had used the key before.
     """
@@ -61,6 +63,7 @@ class KeyFacts:
     is_expired: bool = False
     count: int = 0
     sources: int = 0
+    minutes: int = 0
     first_used_at: datetime | None = None
     last_used_at: datetime | None = None
     tried_at: datetime | None = None
@@ -82,6 +85,7 @@ class Facts:
     `has_left`: the merchant is offboarded, and its credentials get no more keys.
     `stalled_from`: for a stalled rotation, the state it stalled in.
     `lost_at`: when a verifier was last marked lost with uses that it may not have reported.
+    `sources`: the sources of a private key that is being retired: of the predecessor, in a roll-back the replacement.
     `is_accepted`: every verifier accepts the replacement; `unconfirmed`: the verifiers that have yet to confirm it.
     `is_delivered`: the replacement is where the merchant reads it.
     `is_notified`: every notification is delivered that the plan requires before delivery counts.
@@ -116,6 +120,7 @@ class Facts:
     written_back_at: datetime | None = None
     observed_through: datetime | None = None
     lost_at: datetime | None = None
+    sources: tuple[SourceFacts, ...] = ()
 
     @property
     def is_dormant(self) -> bool:
@@ -325,14 +330,27 @@ def _missing_proof(facts: Facts, now: datetime) -> Wait | None:
     return traffic
 
 
+_MAX_PROOF_MINUTES = 10
+
+
+def proof_minutes(soak_seconds: int) -> int:
+    """Return the number of distinct minutes in which the replacement must be used: those of the soak time, up to ten.
+
+    One burst that is long ago does not show that the replacement is in use.
+    """
+    return max(1, min(soak_seconds // 60, _MAX_PROOF_MINUTES))
+
+
 def _missing_traffic(facts: Facts, now: datetime) -> Wait | None:
     plan, replacement = facts.plan, facts.replacement
     assert replacement is not None  # noqa: S101  staged long before
-    if replacement.count < plan.proof_count or replacement.sources < plan.proof_sources:
+    minutes = proof_minutes(plan.soak_seconds)
+    is_enough = replacement.count >= plan.proof_count and replacement.sources >= plan.proof_sources
+    if not is_enough or replacement.minutes < minutes:
         else_ = ", or an acknowledgement, or an operator's confirmation" if facts.is_dormant else ""
         return Wait(
             f"traffic on the replacement: {replacement.count} of {plan.proof_count} authentications, "
-            f"{replacement.sources} of {plan.proof_sources} sources{else_}"
+            f"{replacement.sources} of {plan.proof_sources} sources, {replacement.minutes} of {minutes} minutes{else_}"
         )
     soaked_at = (replacement.first_used_at or now) + timedelta(seconds=plan.soak_seconds)
     return Wait("the replacement to be in use for its soak time", soaked_at) if now < soaked_at else None
@@ -343,10 +361,11 @@ def _when_overlapping(facts: Facts, now: datetime) -> Wait | Move:
         return _until_retired(facts, now)
     assert facts.replacement is not None  # noqa: S101  staged long before
     signs = (facts.replacement.last_used_at, facts.acknowledged_at, facts.confirmed_at)
+    last_at = _without_waived(facts, facts.predecessor.last_used_at)
     return (
-        _missing_use(signs, facts.predecessor.last_used_at, "the replacement to be used after the predecessor was")
-        or _missing_silence(facts, facts.predecessor.last_used_at, facts.plan.quiet_seconds, "the predecessor")
-        or Move(S.QUARANTINE, "the predecessor was silent for the quiet period")
+        _missing_use(signs, last_at, "the replacement to be used after the predecessor was")
+        or _silence_of_sources(facts, last_at, "the predecessor")
+        or Move(S.QUARANTINE, "every source of the predecessor has moved, is silent, or is waived")
     )
 
 
@@ -381,15 +400,16 @@ def _when_rolling_back(facts: Facts, now: datetime) -> Wait | RotationAction | M
     if facts.written_back_at is None:
         return RotationAction("the secret backend to hold the predecessor again")
     if facts.quarantined_at is None:
-        last_at = max(filter(None, (replacement.last_used_at, facts.acknowledged_at)), default=None)
+        used_at = _without_waived(facts, replacement.last_used_at)
+        last_at = max(filter(None, (used_at, facts.acknowledged_at)), default=None)
         # A replacement that was never used leaves no client to switch back.
         what = "the predecessor to be used after the replacement was"
         signs = (facts.predecessor.last_used_at, facts.confirmed_at)
         waits = None if last_at is None else _missing_use(signs, last_at, what)
         return (
             waits
-            or _missing_silence(facts, last_at, facts.plan.quiet_seconds, "the replacement")
-            or Move(S.ROLLING_BACK, "the replacement was silent for the quiet period; its quarantine begins")
+            or _silence_of_sources(facts, last_at, "the replacement")
+            or Move(S.ROLLING_BACK, "every source of the replacement has left it; its quarantine begins")
         )
     return _missing_silence(facts, replacement.tried_at, facts.plan.quarantine_seconds, "the replacement") or Move(
         S.ROLLED_BACK, "the predecessor is in use again, and the replacement is revoked"
@@ -406,14 +426,48 @@ def _missing_use(signs: tuple[datetime | None, ...], left_at: datetime | None, w
     return Wait(what) if not seen or (left_at is not None and max(seen) < left_at) else None
 
 
+def _without_waived(facts: Facts, last_at: datetime | None) -> datetime | None:
+    """Return the last use of the key that is being retired, without those of waived sources."""
+    if not any(source.is_waived for source in facts.sources):
+        return last_at
+    return max((source.used_at for source in facts.sources if not source.is_waived), default=None)
+
+
+def list_awaited_sources(facts: Facts) -> list[AwaitedSource]:
+    """List the sources whose silence the rotation awaits; none unless it retires a key by silence."""
+    if facts.stage not in {S.OVERLAP, S.ROLLING_BACK} or facts.quarantined_at is not None:
+        return []
+    return list_awaited(facts.sources, facts.plan.quiet_seconds, facts.lost_at, facts.observed_through)
+
+
+def _silence_of_sources(facts: Facts, last_at: datetime | None, whose: str) -> Wait | None:
+    """Wait until no source needs the key, and at least for the quiet period.
+
+    Counted only as far as every live verifier has reported. A use that no source explains counts as one by any.
+    """
+    if facts.observed_through is None:
+        return Wait("a verifier that reports uses")
+    is_explained = any(last_at is not None and source.used_at >= last_at for source in facts.sources)
+    signs = [facts.entered_at, None if is_explained else last_at, None if facts.sources else facts.lost_at]
+    silent_at = max(at for at in signs if at is not None) + timedelta(seconds=facts.plan.quiet_seconds)
+    awaited = list_awaited_sources(facts)
+    if not awaited and silent_at <= facts.observed_through:
+        return None
+    ends = [silent_at, *(source.until for source in awaited if source.until is not None)]
+    until = max((end for end in ends if end > facts.observed_through), default=None)
+    if not awaited:
+        return Wait(f"silence of {whose} until {show_time(silent_at)}", until)
+    return Wait(f"silence of {whose}{_named(tuple(source.describe() for source in awaited))}", until)
+
+
 def _missing_silence(facts: Facts, last_at: datetime | None, period_seconds: int, whose: str) -> Wait | None:
-    """Wait until the key is silent, counted from its last use and only as far as every live verifier has reported."""
+    """Wait until a quarantined key is untried, counted only as far as every live verifier has reported."""
     signs = [at for at in (facts.entered_at, last_at, facts.lost_at) if at is not None]
     silent_at = max(signs) + timedelta(seconds=period_seconds)
     if facts.observed_through is None:
         return Wait("a verifier that reports uses")
     if facts.observed_through < silent_at:
-        return Wait(f"silence of {whose} until {silent_at:%Y-%m-%d %H:%M:%S} UTC", silent_at)
+        return Wait(f"silence of {whose} until {show_time(silent_at)}", silent_at)
     return None
 
 

@@ -138,7 +138,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('evidence_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
-                ('kind', models.CharField(choices=[('accepted', 'accepted'), ('delivered', 'delivered'), ('used', 'used'), ('silent', 'silent'), ('untried', 'untried'), ('tried', 'tried'), ('confirmed', 'confirmed'), ('waived', 'waived'), ('written_back', 'written back')], max_length=32)),
+                ('kind', models.CharField(choices=[('accepted', 'accepted'), ('delivered', 'delivered'), ('used', 'used'), ('silent', 'silent'), ('untried', 'untried'), ('tried', 'tried'), ('confirmed', 'confirmed'), ('waived', 'waived'), ('source_waived', 'source waived'), ('written_back', 'written back')], max_length=32)),
                 ('seen', models.JSONField()),
                 ('created_at', models.DateTimeField()),
                 ('rotation', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='evidence', to='rotation.rotation')),
@@ -218,7 +218,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='evidence',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['accepted', 'delivered', 'used', 'silent', 'untried', 'tried', 'confirmed', 'waived', 'written_back'])), name='evidence_kind'),
+            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['accepted', 'delivered', 'used', 'silent', 'untried', 'tried', 'confirmed', 'waived', 'source_waived', 'written_back'])), name='evidence_kind'),
         ),
         migrations.AddIndex(
             model_name='campaignmember',

@@ -16,6 +16,7 @@ class EvidenceKind(models.TextChoices):
     TRIED = "tried"
     CONFIRMED = "confirmed"
     WAIVED = "waived"
+    SOURCE_WAIVED = "source_waived"
     WRITTEN_BACK = "written_back"
 
 

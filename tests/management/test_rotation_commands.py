@@ -6,7 +6,9 @@ import pytest
 from django.core.management import CommandError
 
 from keyvault.models import BreakGlass, Operator
+from keyvault.services.usage.recorder import UsageLog
 from rotation.services.rotations.engine import advance_rotation
+from tests.rotation import scene
 
 from .test_commands import issue, run
 
@@ -86,6 +88,20 @@ def test_dormant_credential_is_confirmed_with_a_reason(seeded: Any) -> None:
     run("confirm_rotation", rotation_id, "--by", "tam", "--reason", "Ada of Acme, by telephone")
     advance_rotation(rotation_id)
     assert run("show_rotation", rotation_id)["confirmed_at"] is not None
+
+
+def test_source_is_waived_with_a_reason(seeded: Any) -> None:
+    rotation_id = requested("--proof", "ack")
+    options = ("--source", "192.0.2.0/24 test", "--by", "tam", "--reason")
+    with pytest.raises(CommandError, match="a source of the key"):
+        run("waive_source", rotation_id, *options, "it has ended")
+    scene.use(UsageLog(), run("show_rotation", rotation_id)["predecessor_key_id"])
+    with pytest.raises(CommandError, match="reason"):
+        run("waive_source", rotation_id, *options, " ")
+    run("waive_source", rotation_id, *options, "it has ended")
+    evidence = run("show_rotation", rotation_id)["evidence"]
+    waivers = [each["seen"] for each in evidence if each["kind"] == "source_waived"]
+    assert waivers == [{"source": "192.0.2.0/24 test", "by": "operator:tam", "why": "it has ended"}]
 
 
 def test_retirement_date_is_set_for_public_keys_only(seeded: Any) -> None:

@@ -123,6 +123,7 @@ ONCE: dict[str, str] = {
     "audit_checkpoint_unique": "keyvault_auditcheckpoint",
     "issuance_approval_once": "keyvault_issuanceapproval",
     "use_bucket_unique": "keyvault_usebucket",
+    "key_source_unique": "keyvault_keysource",
     "limit_of_pair_unique": "keyvault_limitoverride",
     "limit_of_endpoint_unique": "keyvault_limitoverride",
     "idempotent_request_once": "keyvault_idempotentrequest",

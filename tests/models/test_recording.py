@@ -227,6 +227,7 @@ def test_models_every_table_is_recorded_or_listed_as_exempt() -> None:
         "AuditCheckpoint": "signs the log; an entry for each would be a change to sign again",
         "Change": "the feed itself",
         "KeyUse": "counts, no part of a verdict",
+        "KeySource": "what is kept of a source's uses",
         "UseBucket": "counts",
         "UsageReporter": "who counts",
         "Verifier": "a process that decides from memory, and its position in the feed",

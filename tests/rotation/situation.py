@@ -96,5 +96,7 @@ def plan(**changes: Any) -> Plan:
 
 
 def used(count: int, sources: int, first: datetime | None, last: datetime | None = None) -> KeyFacts:
-    """Return a good key that `sources` used `count` times between these times."""
-    return KeyFacts(K.ACTIVE, count=count, sources=sources, first_used_at=first, last_used_at=last or first)
+    """Return a good key that `sources` used `count` times, in every minute between these times."""
+    return KeyFacts(
+        K.ACTIVE, count=count, sources=sources, minutes=count, first_used_at=first, last_used_at=last or first
+    )

@@ -2,7 +2,8 @@
 
 A key counts as silent only for times that every reporter covers. Each process that verifies keys is a reporter. It
 writes its counts together with a watermark: the time up to which the counts are complete. A reporter that exits without
-deregistering is marked lost, and some uses may be lost with it. Any wait for silence restarts from that moment.
+deregistering is marked lost, and some uses may be lost with it. Any wait for silence in the environments that it served
+restarts from that moment.
 
 A reporter uses its own host's clock, and the engine compares it with the engine's clock. Clocks must agree within
 LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check,
@@ -22,12 +23,15 @@ from time import sleep
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import msgspec
+from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Max, Min, Q, QuerySet
 
+from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import MAX_REDACTED_LENGTH, MAX_STORED_LENGTH, clean_text
-from keyvault.models import UsageReporter, UseBucket
-from keyvault.models.usage import EXPOSURES, UseOutcome
+from keyvault.domain.sources import name_source
+from keyvault.models import KeySource, UsageReporter, UseBucket
+from keyvault.models.usage import EXPOSURES, SIGNS_OF_LIFE, UseOutcome
 from keyvault.services.idempotency import shred_used
 from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.peppers.ring import load_peppers
@@ -148,6 +152,7 @@ class UsageLog(BackgroundThread):
             flushed_through_at=now,
             report=self._reports,
             peppers=load_peppers.newest_versions(),
+            environment=settings.ENVIRONMENTS[0] if len(settings.ENVIRONMENTS) == 1 else "",
         )
 
     @property
@@ -287,13 +292,13 @@ def _write(report: _Report) -> bool:
     Additions commute, so late and early reporters agree. A report that was already written adds nothing.
 
     To prevent deadlocks, each reporter locks its own row first and then the others in one fixed order: all buckets
-    before all keys.
+    before all sources, and these before all keys.
     """
     stopped_at = report.through if report.is_final else None
     peppers = load_peppers.newest_versions()
     rows = chain.from_iterable(report.counted)
     if connection.vendor == "postgresql":
-        pieces = [_encode(portion) for portion in _in_portions(rows)]
+        pieces = [_encode([(*row, name_source(row[2], row[3])) for row in portion]) for portion in _in_portions(rows)]
         (reply,) = execute(
             _REPORT.encode(),
             [
@@ -327,9 +332,21 @@ def _add_to_rows(rows: Sequence[Uses]) -> None:
             [(*row[:7], _at(row[7]), _at(row[8]), _at(row[8] // 60 * 60)) for row in rows],
         )
         cursor.executemany(
+            _ADD_TO_SOURCE.replace(_ROWS, _SOURCE_ROW),
+            [_source_row(row) for row in sorted(rows, key=lambda row: row[8]) if row[5] in SIGNS_OF_LIFE],
+        )
+        cursor.executemany(
             _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 4)})"),
             [(row[0], row[6], _at(row[7]), _at(row[8])) for row in rows if row[5] == _ALLOWED],
         )
+
+
+def _source_row(row: Uses) -> tuple[Any, ...]:
+    """Return the values of `_SOURCE_ROW`: one minute of one source."""
+    is_allowed = row[5] == _ALLOWED
+    minute, at = int(row[8] // 60), _at(row[8])
+    times = (minute, minute, at, None) if is_allowed else (None, None, None, at)
+    return (row[0], name_source(row[2], row[3]), *times, row[0])
 
 
 def _at(seconds: float) -> str | None:
@@ -355,6 +372,29 @@ _ADD_TO_BUCKET = """
         first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
         last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
 """
+_ADD_TO_SOURCE = """
+    INSERT INTO keyvault_keysource AS was
+        (key_id, name, first_minute, last_minute, last_at, denied_at, longest_gap_minutes)
+    <rows>
+    ON CONFLICT (key_id, name) DO UPDATE SET
+        first_minute = CASE
+            WHEN was.first_minute IS NULL OR excluded.first_minute < was.first_minute THEN excluded.first_minute
+            ELSE was.first_minute END,
+        last_minute = CASE
+            WHEN was.last_minute IS NULL OR excluded.last_minute > was.last_minute THEN excluded.last_minute
+            ELSE was.last_minute END,
+        last_at = CASE
+            WHEN was.last_at IS NULL OR excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END,
+        denied_at = CASE
+            WHEN was.denied_at IS NULL OR excluded.denied_at > was.denied_at THEN excluded.denied_at
+            ELSE was.denied_at END,
+        longest_gap_minutes = CASE
+            WHEN excluded.first_minute - was.last_minute > was.longest_gap_minutes
+                AND excluded.first_minute - was.last_minute > excluded.longest_gap_minutes
+                THEN excluded.first_minute - was.last_minute
+            WHEN excluded.longest_gap_minutes > was.longest_gap_minutes THEN excluded.longest_gap_minutes
+            ELSE was.longest_gap_minutes END
+"""
 _ADD_TO_KEY = """
     INSERT INTO keyvault_keyuse AS was (key_id, count, first_at, last_at) <rows>
     ON CONFLICT (key_id) DO UPDATE SET
@@ -368,13 +408,42 @@ Django needs several statements per row. Each reporter does this every second fo
 have no time left for other writers.
 """
 
+_IS_PRIVATE = """EXISTS (
+    SELECT 1 FROM keyvault_key k JOIN keyvault_credential c ON c.credential_id = k.credential_id
+    WHERE k.key_id = <key_id> AND c.kind = 'private')"""
+"""Shoppers are the sources of a public key. Silence does not retire it, so they are not kept."""
+
+_SOURCE_ROW = f"SELECT {', '.join(['%s'] * 6)}, 0 WHERE {_IS_PRIVATE.replace('<key_id>', '%s')}"
+
 _BUCKETS = """
     SELECT key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute FROM used
     ORDER BY key_id, minute, source, user_agent, endpoint, origin, outcome
 """
+_SOURCES = """
+    SELECT
+        key_id, name, min(number), max(number), max(allowed_at), max(denied_at), coalesce(max(gap), 0)
+    FROM (
+        SELECT
+            key_id, name, number, allowed_at, denied_at,
+            number - lag(number) OVER (PARTITION BY key_id, name ORDER BY number) AS gap
+        FROM (
+            SELECT
+                key_id, name,
+                CASE WHEN outcome = 'allowed' THEN (extract(epoch FROM minute) / 60)::int END AS number,
+                max(last_at) FILTER (WHERE outcome = 'allowed') AS allowed_at,
+                max(last_at) FILTER (WHERE outcome = 'denied') AS denied_at
+            FROM used
+            WHERE outcome IN ('allowed', 'denied')
+            GROUP BY key_id, name, number
+        ) AS minutes
+    ) AS gaps
+    WHERE <is_private> AND (SELECT count(*) FROM buckets) >= 0
+    GROUP BY key_id, name
+    ORDER BY key_id, name
+""".replace("<is_private>", _IS_PRIVATE.replace("<key_id>", "gaps.key_id"))
 _KEYS = """
     SELECT key_id, sum(count), min(first_at), max(last_at) FROM used
-    WHERE outcome = 'allowed' AND (SELECT count(*) FROM buckets) >= 0
+    WHERE outcome = 'allowed' AND (SELECT count(*) FROM sources) >= 0
     GROUP BY key_id
     ORDER BY key_id
 """
@@ -390,15 +459,17 @@ _REPORT = """
             (use ->> 3) COLLATE "C" AS user_agent,
             (use ->> 4) COLLATE "C" AS origin,
             (use ->> 5) COLLATE "C" AS outcome,
+            (use ->> 9) COLLATE "C" AS name,
             sum((use ->> 6)::bigint) AS count,
             to_timestamp(min((use ->> 7)::float8)) AS first_at,
             to_timestamp(max((use ->> 8)::float8)) AS last_at,
             to_timestamp(floor((use ->> 8)::float8 / 60) * 60) AS minute
         FROM jsonb_array_elements($6::jsonb) AS piece, jsonb_array_elements(piece) AS use
         WHERE NOT EXISTS (SELECT FROM reporter WHERE report >= $2::bigint)
-        GROUP BY key_id, minute, source, user_agent, endpoint, origin, outcome
+        GROUP BY key_id, minute, source, user_agent, endpoint, origin, outcome, name
     ),
     buckets AS (<buckets> RETURNING 1),
+    sources AS (<sources> RETURNING 1),
     keys AS (<keys> RETURNING 1)
     UPDATE keyvault_usagereporter
     SET report = $2::bigint, flushed_through_at = $3::timestamptz, stopped_at = $4::timestamptz, peppers = $5::jsonb,
@@ -407,6 +478,7 @@ _REPORT = """
     RETURNING 1
 """
 _REPORT = _REPORT.replace("<buckets>", _ADD_TO_BUCKET.replace(_ROWS, _BUCKETS))
+_REPORT = _REPORT.replace("<sources>", _ADD_TO_SOURCE.replace(_ROWS, _SOURCES))
 _REPORT = _REPORT.replace("<keys>", _ADD_TO_KEY.replace(_ROWS, _KEYS))
 """The whole report in one statement, because each statement costs a round trip and interpreter time.
 
@@ -420,7 +492,10 @@ the part before it.
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The time up to which every live reporter has reported (None: no live reporter), and when one was last lost."""
+    """The time up to which every live reporter has reported (None: no live reporter), and when one was last lost.
+
+    Reporters that verify no keys of the environment in question do not count.
+    """
 
     through: datetime | None
     lost_at: datetime | None
@@ -439,12 +514,12 @@ def note_lost(now: datetime) -> None:
         _log.warning("usage reporters are lost, or their clocks differ", extra={"count": count})
 
 
-def observe(now: datetime | None = None) -> Observation:
+def observe(now: datetime, environment: Environment) -> Observation:
     """Return the observation. Reads only. It never extends past `now`, whatever a reporter's clock shows."""
-    through = live_reporters().aggregate(through=Min("flushed_through_at"))["through"]
-    if through is not None and now is not None:
-        through = min(through, now)
-    return Observation(through, UsageReporter.objects.aggregate(at=Max("lost_at"))["at"])
+    serves = Q(environment__in=("", environment))
+    through = live_reporters().filter(serves).aggregate(through=Min("flushed_through_at"))["through"]
+    lost_at = UsageReporter.objects.filter(serves).aggregate(at=Max("lost_at"))["at"]
+    return Observation(None if through is None else min(through, now), lost_at)
 
 
 def live_reporters() -> QuerySet[UsageReporter]:
@@ -452,34 +527,23 @@ def live_reporters() -> QuerySet[UsageReporter]:
     return UsageReporter.objects.filter(stopped_at__isnull=True, lost_at__isnull=True)
 
 
-def longest_gap_seconds(key_id: str) -> int:
-    """Return the longest gap between two minutes of allowed use, in seconds; 0 without use.
-
-    Denied uses do not count: a client that is denied every minute says nothing about one that is allowed once a month.
-    """
-    minutes = UseBucket.objects.filter(key_id=key_id, outcome=UseOutcome.ALLOWED).order_by("minute")
-    longest, before = 0, None
-    for minute in minutes.values_list("minute", flat=True).distinct().iterator():
-        if before is not None:
-            longest = max(longest, int((minute - before).total_seconds()))
-        before = minute
-    return longest
-
-
 def forget_old(now: datetime) -> None:
-    """Delete buckets older than 400 days, some thousands at a time, and reporters gone for 7 days.
+    """Delete buckets older than 400 days, some thousands at a time, sources without any, and reporters gone for 7 days.
 
     Kept permanently: a key's total with its first and last use, suspected exposures, and when a reporter was last lost,
     because that restarts a silence. Evidence stores its own copy of what it relies on.
     """
-    old = (
-        UseBucket.objects.filter(minute__lt=now - KEPT_FOR).exclude(outcome__in=EXPOSURES).values_list("pk", flat=True)
-    )
-    UseBucket.objects.filter(pk__in=list(old[:_MAX_DELETED])).delete()
-    long_ago, last_lost_at = now - _GONE_KEPT_FOR, observe().lost_at
+    oldest = now - KEPT_FOR
+    old = UseBucket.objects.filter(minute__lt=oldest).exclude(outcome__in=EXPOSURES).values_list("pk", "key_id")
+    found = list(old[:_MAX_DELETED])
+    UseBucket.objects.filter(pk__in=[pk for pk, _ in found]).delete()
+    is_silent = ~Q(last_at__gte=oldest) & ~Q(denied_at__gte=oldest)
+    KeySource.objects.filter(is_silent, key__in={key_id for _, key_id in found}).delete()
+    long_ago = now - _GONE_KEPT_FOR
     UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
-    if last_lost_at is not None:
-        UsageReporter.objects.filter(lost_at__lt=min(long_ago, last_lost_at)).delete()
+    lost = UsageReporter.objects.filter(lost_at__isnull=False)
+    for environment, last_at in lost.values_list("environment").annotate(at=Max("lost_at")):
+        lost.filter(environment=environment, lost_at__lt=min(long_ago, last_at)).delete()
 
 
 usage_log = UsageLog()

@@ -2,20 +2,17 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from datetime import datetime
-from ipaddress import ip_address, ip_network
+from datetime import UTC, datetime
 
 from django.db.models import Count, Exists, Max, Min, OuterRef, QuerySet, Sum
 
 from keyvault.domain.canonical import JsonValue
-from keyvault.models import Key, KeyUse, UseBucket
+from keyvault.domain.sources import name_source, network_of
+from keyvault.models import Key, KeySource, KeyUse, UseBucket
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 
 TRACES = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED)
 """Outcomes that show who holds a key. Suspected exposures are reported separately."""
-
-_NETWORK_BITS = {4: 24, 6: 48}
-"""Prefix length of one site's network by IP version, in bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +75,27 @@ class VersionUse:
     count: int
     first_at: datetime
     last_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class SourceUse:
+    """Use of a private key by one source.
+
+    `first_at`: when its first minute of allowed use began; `last_at`: its last allowed use; None: it had none.
+    `denied_at`: the last time when it was denied. `longest_gap_seconds`: between two uses; None: it used the key in one
+    minute only, so no gap is known.
+    """
+
+    name: str
+    first_at: datetime | None
+    last_at: datetime | None
+    denied_at: datetime | None
+    longest_gap_seconds: int | None
+
+    @property
+    def seen_at(self) -> datetime:
+        """The last sign of life."""
+        return max(at for at in (self.last_at, self.denied_at) if at is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +197,22 @@ def _merge(one: NetworkUse, other: NetworkUse) -> NetworkUse:
     )
 
 
+def find_sources(key_id: str) -> dict[str, SourceUse]:
+    """Return every source of a private key by its name, the latest first."""
+    columns = ("name", "first_minute", "last_minute", "last_at", "denied_at", "longest_gap_minutes")
+    found = [
+        SourceUse(
+            name,
+            None if first is None else datetime.fromtimestamp(first * 60, UTC),
+            last_at,
+            denied_at,
+            None if first is not None and first == last else gap * 60,
+        )
+        for name, first, last, last_at, denied_at, gap in KeySource.objects.filter(key=key_id).values_list(*columns)
+    ]
+    return {use.name: use for use in sorted(found, key=lambda use: (use.seen_at, use.name), reverse=True)}
+
+
 def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
     """Return the shop and app versions that use a public key, the latest first."""
     rows = (
@@ -216,9 +250,16 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
     return [UseAttempt(row["source"], row["total"], row["last"], row["is_known"]) for row in rows]
 
 
-def find_attempts(key_id: str, since: datetime) -> UseAttempts:
-    """Return the latest attempts since a key was suspended, for its tripwire. Cheap however many sources there are."""
+def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -> UseAttempts:
+    """Return the latest attempts since a key was suspended, for its tripwire. Cheap however many sources there are.
+
+    `without`: names of sources whose attempts do not count.
+    """
     attempts = _attempts_since(key_id, since)
+    if without:
+        clients = attempts.values_list("source", "user_agent").distinct()
+        for caller, user_agent in [client for client in clients if name_source(*client) in without]:
+            attempts = attempts.exclude(source=caller, user_agent=user_agent)
     last_at = attempts.aggregate(at=Max("last_at"))["at"]
     if last_at is None:
         return UseAttempts()
@@ -233,17 +274,6 @@ def _attempts_since(key_id: str, since: datetime) -> QuerySet[UseBucket]:
 def _is_known(key_id: str, before: datetime) -> Exists:
     """Match buckets whose source really used the key before this time."""
     return Exists(_buckets(key_id, SIGNS_OF_LIFE).filter(source=OuterRef("source"), first_at__lt=before))
-
-
-def network_of(source: str) -> str:
-    """Return the /24 of an IPv4 address or the /48 of an IPv6 address; return any other source unchanged."""
-    try:
-        address = ip_address(source)
-    except ValueError:
-        return source
-    mapped = address.ipv4_mapped if address.version == 6 else None
-    address = mapped or address
-    return str(ip_network((int(address), _NETWORK_BITS[address.version]), strict=False))
 
 
 def _buckets(key_id: str, outcomes: Iterable[UseOutcome]) -> QuerySet[UseBucket]:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
@@ -15,7 +15,7 @@ from keyvault.domain.errors import Fault, KeyvaultError, RequestInvalidError, St
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Credential, KeyUse, MerchantStatus
 from rotation.domain.pacing import MAX_MEMBERS
-from rotation.domain.plan_fields import PlanOverrides, default_of
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.planning import plan_rotation
@@ -115,13 +115,7 @@ def select_credentials(selection: Selection, overrides: PlanOverrides, now: date
 
 
 def _find_refusal(credential: Credential, overrides: PlanOverrides, now: datetime) -> KeyvaultError | None:
-    """Return why the plan cannot be met for this credential and all like it; None: it can.
-
-    The quiet period is the environment's default here. The longest gap of each key is computed only at the
-    credential's turn, since that reads every minute of the key's use.
-    """
-    if overrides.quiet_seconds is None:
-        overrides = replace(overrides, quiet_seconds=default_of("quiet_seconds", credential.environment))
+    """Return why the plan cannot be met for this credential and all like it; None: it can."""
     try:
         plan_rotation(credential, overrides, now)
     except (RequestInvalidError, StateConflictError) as error:

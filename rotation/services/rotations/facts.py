@@ -1,24 +1,28 @@
 """The facts of a rotation: gathered for `states.next_step`, and recorded as evidence once proved."""
 
 import secrets
+from collections.abc import Collection, Iterator
 from datetime import datetime
 from typing import Any
 
 from django.db.models import Count, Min, Q, Sum
 
 from keyvault.domain.canonical import JsonValue
+from keyvault.domain.environments import Environment
 from keyvault.domain.ids import mint_id
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.sources import name_source
 from keyvault.models import Key, Material, MerchantStatus, UseBucket
 from keyvault.models.usage import UseOutcome
 from keyvault.services.change_feed import receipts
 from keyvault.services.keys.lifecycle import last_sequence
 from keyvault.services.usage.recorder import observe
-from keyvault.services.usage.reports import find_attempts, find_last, list_users
+from keyvault.services.usage.reports import SourceUse, find_attempts, find_last, find_sources, list_users
 from keyvault.services.webhooks.deliveries import find_delivery_report
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import DeliveryChannel
+from rotation.domain.silence import SourceFacts
 from rotation.domain.states import Facts, KeyFacts
 from rotation.models import Evidence, EvidenceKind, Rotation
 
@@ -28,7 +32,7 @@ ACKNOWLEDGEMENT = "credentials.acknowledge"
 
 def gather_facts(rotation: Rotation, now: datetime) -> Facts:
     """Gather the input of `next_step`. Read-only."""
-    observation = observe(now)
+    observation = observe(now, rotation.credential.environment)
     plan, replacement = rotation.approved_plan, rotation.replacement
     unconfirmed = [] if replacement is None else list_unconfirmed(replacement)
     is_notified, notification_failed = _find_notification(rotation)
@@ -37,15 +41,16 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
     is_proving = RotationState.AWAITING_PROOF in {rotation.state, rotation.stalled_from}
     is_ignored = rotation.credential.kind == KeyKind.PUBLIC and not rolls_back
     since = None if is_ignored else rotation.quarantined_at
+    waived = list_waived(rotation) if since is not None else set()
     return Facts(
         state=rotation.current_state,
         plan=plan,
         entered_at=rotation.entered_at,
-        predecessor=_key_facts(rotation.predecessor, now, None if rolls_back else since),
+        predecessor=_key_facts(rotation.predecessor, now, None if rolls_back else since, waived),
         kind=KeyKind(rotation.credential.kind),
         replacement=None
         if replacement is None
-        else _key_facts(replacement, now, since if rolls_back else None, proves=is_proving),
+        else _key_facts(replacement, now, since if rolls_back else None, waived, proves=is_proving),
         deadline=rotation.deadline_at,
         retire_at=rotation.retire_at,
         stalled_from=None if rotation.stalled_from is None else RotationState(rotation.stalled_from),
@@ -66,7 +71,50 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         written_back_at=rotation.written_back_at,
         observed_through=observation.through,
         lost_at=observation.lost_at,
+        sources=tuple(_gather_sources(rotation, rolls_back=rolls_back)),
     )
+
+
+_BY_SILENCE = frozenset({RotationState.OVERLAP, RotationState.ROLLING_BACK})
+
+
+def _gather_sources(rotation: Rotation, *, rolls_back: bool) -> Iterator[SourceFacts]:
+    """Yield the sources of the key that is being retired, while it is retired by silence; the latest first."""
+    keys = (rotation.predecessor, rotation.replacement)
+    staying, retiring = keys if rolls_back else reversed(keys)
+    if staying is None or retiring is None or not _BY_SILENCE & {rotation.state, rotation.stalled_from}:
+        return
+    waived = list_waived(rotation)
+    moved, delivered_at = find_sources(staying.key_id), rotation.delivered_at
+    if rolls_back:
+        delivered_at = rotation.written_back_at
+    for use in find_sources(retiring.key_id).values():
+        yield SourceFacts(
+            use.name,
+            used_at=use.seen_at,
+            moved_at=moved[use.name].last_at if use.name in moved else None,
+            gap_seconds=find_gap(use, rotation.credential.environment, delivered_at),
+            is_waived=use.name in waived,
+        )
+
+
+def list_waived(rotation: Rotation) -> set[str]:
+    """List the names of the sources that operators have waived."""
+    waivers = rotation.evidence.filter(kind=EvidenceKind.SOURCE_WAIVED)
+    return {seen["source"] for seen in waivers.values_list("seen", flat=True)}
+
+
+def find_gap(use: SourceUse, environment: Environment, delivered_at: datetime | None) -> int | None:
+    """Return the gap that a source's silence is measured by, in seconds; None: it was seen only once.
+
+    The gap that is open when the other key is delivered counts, as long as it is then. The sandbox measures by no gaps.
+    """
+    if environment is not Environment.PRODUCTION or use.last_at is None:
+        return 0
+    if use.longest_gap_seconds is None:
+        return None
+    is_open = 0 if delivered_at is None else int((delivered_at - use.last_at).total_seconds())
+    return max(use.longest_gap_seconds, is_open)
 
 
 def list_unconfirmed(key: Key) -> list[str]:
@@ -89,12 +137,15 @@ def _find_notification(rotation: Rotation) -> tuple[bool, bool]:
     return found.delivered_at is not None, found.has_failed
 
 
-def _key_facts(key: Key, now: datetime, tried_since: datetime | None, *, proves: bool = False) -> KeyFacts:
+def _key_facts(
+    key: Key, now: datetime, tried_since: datetime | None, waived: Collection[str] = (), *, proves: bool = False
+) -> KeyFacts:
     """Gather the facts of one key.
 
-    `tried_since`: when the rotation suspended it. `proves`: whether its traffic counts as proof.
+    `tried_since`: when the rotation suspended it. `waived`: sources whose attempts are expected. `proves`: whether its
+    traffic counts as proof.
     """
-    attempts = None if tried_since is None else find_attempts(key.key_id, tried_since)
+    attempts = None if tried_since is None else find_attempts(key.key_id, tried_since, waived)
     return KeyFacts(
         state=KeyState(key.state),
         # A key that was revoked by hand did not expire, even if its expiry has passed since.
@@ -113,10 +164,14 @@ def _is_past(key: Key, now: datetime) -> bool:
 
 def _traffic(key: Key) -> dict[str, Any]:
     buckets = UseBucket.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), key=key, outcome=UseOutcome.ALLOWED)
-    seen = buckets.aggregate(
-        count=Sum("count"), sources=Count("source", distinct=True, filter=~Q(source="")), first=Min("first_at")
-    )
-    return {"count": seen["count"] or 0, "sources": seen["sources"], "first_used_at": seen["first"]}
+    seen = buckets.aggregate(count=Sum("count"), minutes=Count("minute", distinct=True), first=Min("first_at"))
+    clients = buckets.exclude(source="").values_list("source", "user_agent").distinct()
+    return {
+        "count": seen["count"] or 0,
+        "sources": len({name_source(*client) for client in clients.iterator()}),
+        "minutes": seen["minutes"],
+        "first_used_at": seen["first"],
+    }
 
 
 def note_evidence(rotation: Rotation, kind: EvidenceKind, seen: dict[str, JsonValue], now: datetime) -> None:
@@ -138,6 +193,8 @@ def proof_seen(rotation: Rotation, facts: Facts) -> dict[str, JsonValue]:
     if replacement is not None:
         seen |= {
             "authentications": replacement.count,
+            "sources": replacement.sources,
+            "minutes": replacement.minutes,
             "first_used_at": _text(replacement.first_used_at),
             "by_source": list_users(rotation.replacement_id or "", outcomes=(UseOutcome.ALLOWED,)),
         }
@@ -155,6 +212,24 @@ def silence_seen(
         "last_seen_at": _text(last_at),
         "observed_through": _text(facts.observed_through),
     }
+
+
+_MAX_CITED = 200
+"""Maximum sources that evidence of silence names, the latest first."""
+
+
+def sources_seen(facts: Facts) -> list[JsonValue]:
+    """Describe each source of a key that was observed to be silent: why it no longer needs the key."""
+    return [
+        {
+            "source": source.name,
+            "last_used_at": _text(source.used_at),
+            "moved_at": _text(source.moved_at),
+            "longest_gap_seconds": source.gap_seconds,
+            "is_waived": source.is_waived,
+        }
+        for source in facts.sources[:_MAX_CITED]
+    ]
 
 
 def _text(at: datetime | None) -> str | None:

@@ -21,14 +21,14 @@ from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.stored_copies import find_stored, read_string
-from keyvault.services.usage.reports import find_last
+from keyvault.services.usage.reports import find_last, find_sources
 from keyvault.services.work.leases import Lease, claim, hold, release, wake
 from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.plan_fields import Proof, default_of
 from rotation.domain.policy import find_far_faults
 from rotation.domain.states import CLOSED
 from rotation.models import EvidenceKind, Retirement, Rotation
-from rotation.services.rotations.facts import note_evidence
+from rotation.services.rotations.facts import list_waived, note_evidence
 from rotation.services.rotations.reports import about, get_rotation, subject_of
 from rotation.services.rotations.requests import announce_end
 from rotation.services.rotations.side_effects import announce_replacement, has_unsettled_delivery
@@ -248,6 +248,48 @@ def may_be_confirmed(rotation: Rotation) -> bool:
         is_overtaken = rotation.confirmed_at is None or (used_at is not None and used_at > rotation.confirmed_at)
         return rotation.written_back_at is not None and is_overtaken
     return needs_confirmation and rotation.confirmed_at is None and stage_of(rotation) is S.AWAITING_PROOF
+
+
+def waive_source(grant: Grant, rotation: Rotation, source: str, why: str) -> Rotation:
+    """Waive a source of the key that is being retired: the rotation no longer waits for it, and it may be refused.
+
+    Raises RequestInvalidError without a reason, or for a source that did not use the key; StateConflictError when the
+    source is waived already, or the rotation does not retire a private key by silence.
+    """
+    if not isinstance(grant.principal, OperatorPrincipal):
+        raise TypeError("only operators waive a source")
+    if not may_waive(rotation):
+        raise StateConflictError("The rotation does not wait for the silence of sources.")
+    faults = [] if (fault := find_reason_fault(why)) is None else [Fault("/why", fault)]
+    retiring = rotation.replacement if stage_of(rotation) is S.ROLLING_BACK else rotation.predecessor
+    if retiring is None or source not in find_sources(retiring.key_id):
+        faults.append(Fault("/source", "a source of the key that is being retired, by its name on the rotation's page"))
+    if faults:
+        raise RequestInvalidError("The source cannot be waived.", faults)
+    if source in list_waived(rotation):
+        raise StateConflictError("The source is waived already.")
+    seen = {"source": source, "by": grant.principal.actor, "why": clean_text(why, 300)}
+    with recorded(
+        grant,
+        P.ROTATIONS_WRITE,
+        "rotation.source_waived",
+        account=rotation.credential.account,
+        **about(rotation),
+        source=source,
+        why=clean_text(why, 300),
+    ):
+        note_evidence(rotation, EvidenceKind.SOURCE_WAIVED, dict(seen), grant.at)
+    wake(subject_of(rotation.rotation_id))
+    return rotation
+
+
+_WAIVING = frozenset({S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.ROLLING_BACK})
+
+
+def may_waive(rotation: Rotation) -> bool:
+    """Whether the silence of sources decides when the rotation retires a key."""
+    is_private = rotation.credential.kind == KeyKind.PRIVATE
+    return is_private and stage_of(rotation) in _WAIVING and rotation.quarantined_at is None
 
 
 def request_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Retirement:

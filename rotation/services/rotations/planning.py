@@ -1,12 +1,15 @@
 """Build and validate a plan from a request's overrides and the environment's defaults."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Credential, Key, KeyUse, WebhookEndpoint
-from keyvault.services.usage.recorder import longest_gap_seconds
+from keyvault.services.usage.reports import find_sources
 from rotation.domain.plan_fields import (
     FIELDS,
     DeliveryChannel,
@@ -14,9 +17,12 @@ from rotation.domain.plan_fields import (
     Proof,
     default_of,
     find_value_faults,
+    has_excess,
     with_defaults,
 )
-from rotation.domain.policy import Plan, default_quiet_seconds, find_faults
+from rotation.domain.policy import Plan, default_deadline_seconds, find_faults
+from rotation.domain.silence import find_fitting_deadline
+from rotation.services.rotations.facts import find_gap
 
 
 def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetime) -> Plan:
@@ -30,6 +36,7 @@ def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetim
         raise RequestInvalidError(_REFUSED, faults)
     predecessor = find_predecessor(credential)
     plan = _build_plan(credential, predecessor, overrides, now)
+    plan = replace(plan, late_sources=dict(_late_sources(plan, credential.environment, now)) or None)
     kind = KeyKind(credential.kind)
     faults = list(find_faults(plan, credential.environment, kind, predecessor.expires_at, now))
     faults += _channel_faults(plan, credential)
@@ -70,19 +77,38 @@ def _build_plan(credential: Credential, predecessor: Key, overrides: PlanOverrid
     values["reason"] = clean_text(overrides.reason, FIELDS["reason"].most)
     values["not_before"] = not_before = overrides.not_before or now
     values["proof"] = overrides.proof or (Proof.CONFIRMATION if is_public else Proof.TRAFFIC)
-    if overrides.quiet_seconds is None:
-        values["quiet_seconds"] = default_quiet_seconds(environment, longest_gap_seconds(predecessor.key_id))
+    sources = find_sources(predecessor.key_id).values()
     if overrides.deadline is None and not is_public:
-        # A key used once a month has a quiet period of two months; its rotation's deadline is later by as much.
-        longer = max(0, values["quiet_seconds"] - default_of("quiet_seconds", environment))
-        longest_seconds = default_of("deadline", environment) + longer
-        values["deadline"] = _latest(predecessor, overrides, not_before, longest_seconds)
+        gaps = [find_gap(source, environment, None) or 0 for source in sources]
+        seconds = default_deadline_seconds(environment, values["quiet_seconds"], max(gaps, default=0))
+        values["deadline"] = _latest(predecessor, overrides, not_before, seconds)
     return Plan(
         credential_id=credential.credential_id,
         predecessor_key_id=predecessor.key_id,
         is_dormant=not is_public and not KeyUse.objects.filter(key=predecessor).exists(),
         **values,
     )
+
+
+_MAX_LISTED = 50
+"""Maximum sources that a plan lists, the latest first."""
+
+
+def _late_sources(plan: Plan, environment: Environment, now: datetime) -> Iterator[tuple[str, str | None]]:
+    """Yield the sources whose silence cannot be complete by the deadline, each with a deadline that would fit."""
+    begins_at = max(now, plan.not_before)
+    if plan.deadline is None or has_excess(plan):
+        return
+    if plan.window is not None:
+        begins_at = plan.window.next_opening(begins_at) or begins_at
+    begins_at += timedelta(seconds=plan.soak_seconds)
+    found = 0
+    for source in find_sources(plan.predecessor_key_id).values():
+        gap_seconds = find_gap(source, environment, None)
+        fitting = find_fitting_deadline(source.seen_at, gap_seconds, plan.quiet_seconds, begins_at, plan.deadline)
+        if fitting != plan.deadline and found < _MAX_LISTED:
+            found += 1
+            yield source.name, None if fitting is None else fitting.isoformat()
 
 
 def _latest(predecessor: Key, overrides: PlanOverrides, not_before: datetime, seconds: int) -> datetime:

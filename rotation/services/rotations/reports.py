@@ -8,7 +8,8 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import NotFoundError
 from keyvault.services.usage.reports import list_users
 from rotation.domain.events import RotationState
-from rotation.domain.states import CLOSED, Move, next_step
+from rotation.domain.silence import AwaitedSource
+from rotation.domain.states import CLOSED, Move, list_awaited_sources, next_step
 from rotation.models import Rotation
 from rotation.services.rotations.facts import gather_facts
 
@@ -18,10 +19,15 @@ S = RotationState
 def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
     """Describe the rotation for the API, the console and the command line, without any secret."""
     plan = rotation.readable_plan
+    waiting_for, awaited = find_waits(rotation, now)
     return {
         "rotation_id": rotation.rotation_id,
         "state": rotation.state,
-        "waiting_for": _waiting_for(rotation, now),
+        "waiting_for": waiting_for,
+        "waiting_sources": [
+            {"source": source.name, "last_used_at": _text(source.used_at), "until": _text(source.until)}
+            for source in awaited[:_MAX_SHOWN]
+        ],
         "why": rotation.why,
         "stalled_from": rotation.stalled_from,
         "credential_id": rotation.credential_id,
@@ -61,13 +67,19 @@ def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
     }
 
 
-def _waiting_for(rotation: Rotation, now: datetime) -> str | None:
+_MAX_SHOWN = 50
+"""Maximum sources shown, the latest first."""
+
+
+def find_waits(rotation: Rotation, now: datetime) -> tuple[str | None, list[AwaitedSource]]:
+    """Return what the rotation waits for, and the sources whose silence it awaits, also while it is stalled."""
     if rotation.current_state in CLOSED:
-        return None
+        return None, []
     if rotation.readable_plan is None:
-        return "a release that can read its plan"
-    step = next_step(gather_facts(rotation, now), now)
-    return "its next turn" if isinstance(step, Move) else step.waiting_for
+        return "a release that can read its plan", []
+    facts = gather_facts(rotation, now)
+    step = next_step(facts, now)
+    return "its next turn" if isinstance(step, Move) else step.waiting_for, list_awaited_sources(facts)
 
 
 def get_rotation(rotation_id: str) -> Rotation:

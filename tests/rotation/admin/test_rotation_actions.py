@@ -13,6 +13,7 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, BreakGlass, Key, Notice
 from keyvault.services.approvals.break_glass import review_break_glass
 from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.usage.recorder import UsageLog
 from rotation.admin.rotation_actions import ROW_ACTIONS
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides, Proof
@@ -22,6 +23,7 @@ from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation, bypass_rotation, reissue_key, request_rotation
 from tests.admin.desk import SHAPED, Desk, address, browser, hidden, set_up_desk, text_of
 from tests.factories import grant, issue, now
+from tests.rotation import scene
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -71,7 +73,14 @@ WAITING = {"approve": asked, "reject": asked, "bypass": asked, "abort": asked}
 """Actions on a newly requested rotation; the others apply to a delivered one."""
 
 FAR = f"{now() + timedelta(days=400):%Y-%m-%dT%H:%M}"
-FIELDS = {"why": "because", "reason": "because", "deadline": FAR, "retire_at": FAR, "key_id": "A" * 16}
+FIELDS = {
+    "why": "because",
+    "source": "192.0.2.0/24 shop",
+    "reason": "because",
+    "deadline": FAR,
+    "retire_at": FAR,
+    "key_id": "A" * 16,
+}
 
 
 def fitting(desk: Desk, act: str) -> Rotation:
@@ -223,6 +232,18 @@ def test_confirmation_records_its_source_and_proves_a_public_key(desk: Desk) -> 
     assert "Confirmed by an operator" in shown
     assert "Ada of Acme, by telephone" in shown
     assert "an operator&#x27;s confirmation" not in text_of(client.get("/admin/")).split("No items:")[0]
+
+
+def test_source_is_waived_by_name_and_with_a_reason(desk: Desk) -> None:
+    row = delivered(desk)
+    scene.use(UsageLog(), row.predecessor_id, source="192.0.2.7")
+    client = browser(desk.tam)
+    assert send(row, "waive", client, source="192.0.2.0/24 test", why="").status_code == 400
+    answer = send(row, "waive", client, source="192.0.2.7", why="it has ended")
+    assert "a source of the key that is being retired" in text_of(answer)
+    assert send(row, "waive", client, source="192.0.2.0/24 test", why="it has ended, says Ada").status_code == 302
+    assert "it has ended, says Ada" in text_of(client.get(page(row)))
+    assert browser(desk.auditor).get(page(row, "waive")).status_code == 403
 
 
 def test_confirmation_of_a_rotation_proved_by_traffic_is_not_offered(desk: Desk) -> None:

@@ -26,7 +26,7 @@ from rotation.domain.policy import (
     APPROVAL_LIFETIME,
     REMINDERS,
     Plan,
-    default_quiet_seconds,
+    default_deadline_seconds,
     due_reminder,
     find_far_faults,
     find_faults,
@@ -75,6 +75,7 @@ OTHERWISE: dict[str, list[object]] = {
     "channels": [(), (DeliveryChannel.WEBHOOK,), (DeliveryChannel.SECRET_BACKEND, DeliveryChannel.WEBHOOK)],
     "window": [Window(), NIGHTLY, replace(NIGHTLY, blackouts=(XMAS,)), replace(NIGHTLY, blackouts=(XMAS, XMAS))],
     "retire_at": [NOW, NOW + timedelta(days=1)],
+    "late_sources": [{"192.0.2.0/24 job": None}, {"192.0.2.0/24 job": DEADLINE.isoformat()}],
 }
 
 OPTIONAL = [field.name for field in fields(Plan) if field.default is not MISSING]
@@ -153,11 +154,12 @@ def test_defaults_of_production_are_never_laxer_than_those_of_the_sandbox() -> N
     assert timedelta(days=1) <= APPROVAL_LIFETIME <= timedelta(days=30)
 
 
-@given(st.integers(0, 400 * DAY))
-def test_default_quiet_in_production_is_at_least_twice_the_longest_gap(gap: int) -> None:
-    """A job that runs weekly is not mistaken for silence."""
-    assert default_quiet_seconds(PRODUCTION, gap) == min(max(7 * DAY, 2 * gap), LONGEST_SECONDS)
-    assert default_quiet_seconds(SANDBOX, gap) == HOUR
+@given(st.integers(0, 400 * DAY), st.integers(HOUR, 90 * DAY))
+def test_default_deadline_leaves_time_for_twice_the_longest_gap(gap: int, quiet: int) -> None:
+    """A job that runs monthly can become silent before it."""
+    silence = max(quiet, min(2 * gap, LONGEST_SECONDS))
+    assert default_deadline_seconds(PRODUCTION, quiet, gap) == 45 * DAY + max(0, silence - 7 * DAY)
+    assert default_deadline_seconds(SANDBOX, HOUR, 0) == 7 * DAY
 
 
 # --- faults -----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from keyvault.domain.keys import DEAD_STATES, KeyKind
 from rotation.domain.events import Event
 from rotation.domain.plan_fields import AtDeadline, Proof, Reinstatement
+from rotation.domain.silence import SourceFacts
 from rotation.domain.states import CLOSED, TRANSITIONS, Facts, KeyFacts, Move, RotationAction, Wait, next_step
 from tests.rotation.situation import DAY, NOW, PLAN, QUARANTINE, QUIET, SECOND, STALLING, K, S, facts, plan
 
@@ -22,11 +23,20 @@ key_facts = st.builds(
     is_expired=st.sampled_from([False, False, False, True]),
     count=st.sampled_from([0, 4, 5, 10**6]),
     sources=st.sampled_from([0, 1, 2]),
+    minutes=st.sampled_from([0, 1, 10]),
     first_used_at=st.none() | moments,
     last_used_at=st.none() | moments,
     tried_at=st.none() | moments,
     tried_by_known_at=st.none() | moments,
     material_destroyed=st.booleans(),
+)
+any_source = st.builds(
+    SourceFacts,
+    name=st.just("192.0.2.0/24 shop"),
+    used_at=moments,
+    moved_at=st.none() | moments,
+    gap_seconds=st.sampled_from([0, 3_600, None]),
+    is_waived=st.booleans(),
 )
 any_plan = st.builds(
     plan,
@@ -62,6 +72,7 @@ KNOWN = {
     "written_back_at": st.none() | moments,
     "observed_through": st.none() | moments,
     "lost_at": st.none() | moments,
+    "sources": st.lists(any_source, max_size=2).map(tuple),
 }
 any_facts = st.builds(
     lambda state, stalled_from, **known: Facts(
@@ -125,7 +136,13 @@ def test_step_revokes_only_after_observed_silence(known: Facts, now: datetime) -
     if period is not None:
         assert known.observed_through is not None
         assert known.entered_at + period <= known.observed_through
-        assert known.lost_at is None or known.lost_at + period <= known.observed_through
+        moved = bool(known.sources) and all(source.has_moved or source.is_waived for source in known.sources)
+        is_explained = period is QUIET and moved
+        assert known.lost_at is None or known.lost_at + period <= known.observed_through or is_explained
+        if period is QUIET:
+            for source in known.sources:
+                assert source.is_waived or source.used_at + period <= known.observed_through
+                assert source.is_waived or source.has_moved or source.gap_seconds is not None
 
 
 @many

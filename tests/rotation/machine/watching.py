@@ -2,12 +2,16 @@
 
 import json
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from keyvault.backends.base import Mount, VersionState
+from keyvault.domain.environments import Environment
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
+from keyvault.domain.sources import network_of
 from keyvault.models import AuditEntry, Key, Material, WorkLease
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import observe
@@ -15,6 +19,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import AtDeadline
 from rotation.domain.states import CLOSED, TRANSITIONS
 from rotation.models import LedgerEntry, LedgerState, Rotation
+from rotation.services.rotations.facts import list_waived
 from rotation.services.rotations.reports import subject_of
 
 if TYPE_CHECKING:
@@ -241,7 +246,42 @@ class Watcher:
             self.require(plan.at_deadline is AtDeadline.REVOKE, "4: a deadline took a key away")
             return
         period = timedelta(seconds=plan.quiet_seconds)
-        self._check_quiet(rotation.predecessor_id, {UseOutcome.ALLOWED}, period, began_at=rotation.used_at)
+        has_all_moved = self._check_sources(rotation)
+        self._check_quiet(
+            rotation.predecessor_id,
+            {UseOutcome.ALLOWED},
+            period,
+            began_at=rotation.used_at,
+            waived=self._waived(rotation),
+            ignores_losses=has_all_moved,
+        )
+
+    def _check_sources(self, rotation: Rotation) -> bool:
+        """4: each network was seen on the replacement or, in production, silent for two of its gaps.
+
+        Return whether all have moved; then a lost verifier does not matter.
+        """
+        through = observe(LATEST, self.world.variant.environment).through
+        waived = self._waived(rotation)
+        used: dict[str, dict[str, list[datetime]]] = {rotation.predecessor_id: {}, rotation.replacement_id or "": {}}
+        for use in self.world.uses:
+            is_seen = use.outcome is UseOutcome.ALLOWED and use.is_reported
+            if use.key_id in used and is_seen and network_of(use.source) not in waived:
+                used[use.key_id].setdefault(network_of(use.source), []).append(use.at)
+        old, new = used.values()
+        moved = {network: max(times) <= max(new.get(network, [EARLIEST])) for network, times in old.items()}
+        for network in [network for network, has_moved in moved.items() if not has_moved]:
+            minutes = sorted({at.replace(second=0, microsecond=0) for at in old[network]})
+            gaps = [after - before for before, after in pairwise(minutes)]
+            if self.world.variant.environment is Environment.PRODUCTION:
+                self.require(bool(gaps), "4: a source that was seen once neither moved nor was waived")
+                is_silent = through is not None and max(old[network]) + 2 * max(gaps) <= through
+                self.require(is_silent, "4: a source was not silent for two of its gaps")
+        return bool(moved) and all(moved.values())
+
+    def _waived(self, rotation: Rotation) -> set[str]:
+        """The networks of the sources that operators have waived."""
+        return {name.split()[0] for name in list_waived(rotation)}
 
     def _check_untried(self, details: dict[str, Any]) -> None:
         rotation = Rotation.objects.get(pk=details["rotation_id"])
@@ -256,6 +296,7 @@ class Watcher:
             use.source
             for use in self.world.uses
             if use.outcome is UseOutcome.ALLOWED and use.at < since and use.is_reported
+            if network_of(use.source) not in self._waived(rotation)
         }
         self._check_quiet(rotation.predecessor_id, {UseOutcome.REFUSED}, period, began_at=since, sources=known)
 
@@ -267,19 +308,22 @@ class Watcher:
         *,
         began_at: datetime,
         sources: set[str] | None = None,
+        waived: Collection[str] = (),
+        ignores_losses: bool = False,
     ) -> None:
         """Every reported use and the start are a whole period older than the observation.
 
         `sources`: of attempts; only those since the start count.
         """
-        seen = observe()
+        seen = observe(LATEST, self.world.variant.environment)
         self.require(seen.through is not None, "4: silence without an observation")
         assert seen.through is not None
         self.require(began_at + period <= seen.through, "4: not a whole period was observed")
-        is_past = seen.lost_at is None or seen.lost_at + period <= seen.through
+        is_past = ignores_losses or seen.lost_at is None or seen.lost_at + period <= seen.through
         self.require(is_past, "4: a lost verifier was passed over")
         for use in self.world.uses:
-            counts = use.key_id == key_id and use.outcome in outcomes and use.is_reported
+            is_reported = use.is_reported and network_of(use.source) not in waived
+            counts = use.key_id == key_id and use.outcome in outcomes and is_reported
             if counts and (sources is None or (use.source in sources and use.at >= began_at)):
                 self.require(use.at + period <= seen.through, f"4: used at {use.at}, observed to {seen.through}")
 
@@ -351,6 +395,9 @@ class Watcher:
         self.require(
             is_read or not good, "eventually: the merchant reads a key that is not good, and there is a good one"
         )
+
+
+EARLIEST, LATEST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
 
 def _is_good(row: KeyRow | None, now: datetime) -> bool:

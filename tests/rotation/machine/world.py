@@ -39,7 +39,7 @@ from rotation.domain.states import CLOSED, Wait
 from rotation.models import Rotation
 from rotation.services.rotations import interventions, requests
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.reports import get_rotation
+from rotation.services.rotations.reports import find_waits, get_rotation
 from tests.clocks import Clock
 from tests.factories import the_operator
 from tests.rotation import scene
@@ -49,7 +49,7 @@ from tests.rotation.machine.watching import Watcher
 
 S = RotationState
 START = datetime(2026, 11, 21, 12, tzinfo=UTC)
-KNOWN, UNKNOWN = ("192.0.2.1", "192.0.2.2"), "203.0.113.66"
+KNOWN, UNKNOWN = ("192.0.2.1", "198.51.100.2"), "203.0.113.66"
 """Source addresses of the merchant's machines, and of an attacker who found a key."""
 
 PERIOD = timedelta(seconds=601)
@@ -274,6 +274,13 @@ class World:
         until = max(self.now, rotation.deadline_at or self.now) + timedelta(days=days)
         interventions.extend_rotation(self.grant("tam", P.ROTATIONS_WRITE), rotation, until)
 
+    def waive(self) -> None:
+        """Waive every source that the latest rotation waits for."""
+        rotation = self.rotation
+        for awaited in find_waits(rotation, self.now)[1]:
+            grant = self.grant("tam", P.ROTATIONS_WRITE)
+            interventions.waive_source(grant, self.rotation, awaited.name, "it has ended, says their CTO")
+
     def confirm(self) -> None:
         interventions.confirm_rotation(self.grant("tam", P.ROTATIONS_WRITE), self.rotation, "their CTO, by phone")
 
@@ -447,6 +454,7 @@ class World:
                 self.people_do(self.retire)
                 self.pass_quietly(PERIOD.total_seconds())
             case S.ROLLING_BACK:
+                self.people_do(self.waive)
                 self.use(0, KNOWN[0], 0)
                 self.clock.tick(PERIOD.total_seconds() / 2)
                 self.use(0, KNOWN[0], 0)
@@ -454,6 +462,7 @@ class World:
                 self.clock.tick(PERIOD.total_seconds() / 2)
                 self.flush()
             case _:
+                self.people_do(self.waive)
                 self.pass_quietly(PERIOD.total_seconds())
 
 
@@ -471,6 +480,7 @@ PEOPLE: dict[str, Callable[[World], object]] = {
     "extend": World.extend,
     "acknowledge": World.acknowledge,
     "confirm": World.confirm,
+    "waive": World.waive,
     "approve": World.approve,
     "ask again": World.ask,
     "reissue": World.reissue,

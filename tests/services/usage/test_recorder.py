@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from django.db import DatabaseError, OperationalError, connection, transaction
 
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
 from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage import recorder
@@ -21,10 +23,10 @@ from keyvault.services.usage.recorder import (
     LOST_AFTER,
     Observation,
     UsageLog,
-    longest_gap_seconds,
     note_lost,
     observe,
 )
+from keyvault.services.usage.reports import find_sources
 from tests.clocks import Clock
 from tests.domain.minting import mint
 from tests.factories import account, issue, make_merchant
@@ -39,7 +41,7 @@ SECOND = timedelta(seconds=1)
 def observe_at(now: datetime) -> Observation:
     """Observe as an engine run does."""
     note_lost(now)
-    return observe(now)
+    return observe(now, Environment.SANDBOX)
 
 
 @pytest.fixture
@@ -199,18 +201,99 @@ def test_usage_with_overlong_fields_is_truncated(key: Key, log: UsageLog) -> Non
     assert count_of(key) == 1
 
 
-def test_usage_longest_gap_is_between_minutes_of_allowed_use(key: Key, log: UsageLog, clock: Clock) -> None:
-    assert longest_gap_seconds(key.key_id) == 0
+# -------------------------------------------------------------------------------------------------- sources
+
+
+def test_usage_longest_gap_is_kept_for_each_source(key: Key, log: UsageLog, clock: Clock) -> None:
+    """Each source has a longest gap of its own, in whatever reports its uses arrive."""
+    for day in range(4):
+        use(log, key)
+        if day in {0, 3}:
+            use(log, key, source="198.51.100.7", user_agent="month-end/3")
+        if day < 2:
+            log.flush()
+        clock.tick(86_400)
+    log.flush()
+    found = find_sources(key.key_id)
+    assert {name: use.longest_gap_seconds for name, use in found.items()} == {
+        "192.0.2.0/24 curl": 86_400,
+        "198.51.100.0/24 month-end": 3 * 86_400,
+    }
+    daily = found["192.0.2.0/24 curl"]
+    assert (daily.first_at, daily.last_at, daily.denied_at) == (NOON, NOON + timedelta(days=3), None)
+
+
+def test_usage_longest_gap_of_a_source_counts_allowed_uses_only(key: Key, log: UsageLog, clock: Clock) -> None:
+    """A client that is denied every minute says nothing about one that is allowed once a month."""
     use(log, key)
     for minutes in (3, 10, 1):
         clock.tick(minutes * 60)
         use(log, key)
+        log.flush()
+    last_at = clock()
     for outcome in UseOutcome:
-        clock.tick(60)
-        use(log, key, outcome=outcome)
         clock.tick(3600)
+        if outcome is not UseOutcome.ALLOWED:
+            use(log, key, outcome=outcome)
+            log.flush()
+    (only,) = find_sources(key.key_id).values()
+    assert (only.longest_gap_seconds, only.last_at) == (600, last_at)
+    assert only.seen_at == only.denied_at
+    assert only.denied_at is not None
+    assert only.denied_at > last_at
+
+
+def test_usage_of_a_source_in_one_minute_has_no_gap(key: Key, log: UsageLog, clock: Clock) -> None:
+    """It says nothing about when the source comes again."""
+    clock.tick(10)
+    use(log, key, 100)
     log.flush()
-    assert longest_gap_seconds(key.key_id) == 600
+    clock.tick(40)
+    use(log, key)
+    log.flush()
+    use(log, key, source="203.0.113.9", outcome=UseOutcome.DENIED)
+    log.flush()
+    denied, once = find_sources(key.key_id).values()
+    assert (once.name, once.longest_gap_seconds) == ("192.0.2.0/24 curl", None)
+    assert (denied.last_at, denied.longest_gap_seconds) == (None, 0)
+
+
+def test_usage_of_a_source_reported_out_of_order_keeps_its_longest_gap(key: Key, clock: Clock) -> None:
+    early, late = UsageLog(now=clock), UsageLog(now=clock)
+    use(early, key)
+    clock.tick(600)
+    use(late, key)
+    late.flush()
+    early.flush()
+    clock.tick(300)
+    use(late, key)
+    late.flush()
+    (only,) = find_sources(key.key_id).values()
+    assert (only.first_at, only.last_at) == (NOON, clock())
+    assert only.longest_gap_seconds == 300, "the report that came late closed no gap"
+
+
+def test_usage_of_a_public_key_keeps_no_sources(key: Key, log: UsageLog) -> None:
+    """Its sources are shoppers, and silence does not retire it."""
+    public, _ = issue(account(), kind=KeyKind.PUBLIC)
+    use(log, public)
+    use(log, key)
+    log.flush()
+    assert (len(find_sources(public.key_id)), len(find_sources(key.key_id))) == (0, 1)
+
+
+def test_usage_of_a_source_is_forgotten_with_its_last_minute(key: Key, log: UsageLog, clock: Clock) -> None:
+    use(log, key)
+    use(log, key, source="198.51.100.7")
+    clock.tick(3600)
+    use(log, key)
+    log.flush()
+    recorder.forget_old(NOON + KEPT_FOR)
+    assert len(find_sources(key.key_id)) == 2
+    recorder.forget_old(NOON + KEPT_FOR + SECOND)
+    assert list(find_sources(key.key_id)) == ["192.0.2.0/24 curl"]
+    recorder.forget_old(clock() + KEPT_FOR + SECOND)
+    assert not find_sources(key.key_id)
 
 
 # ------------------------------------------------------------------------------------- counts of verifiers
@@ -882,7 +965,48 @@ def test_usage_reporters_that_stopped_are_deleted_except_the_last_lost() -> None
     reporter("lost last", lost_at=NOON)
     recorder.forget_old(NOON + week + SECOND)
     assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"live", "stopped lately", "lost last"}
-    assert observe(NOON).lost_at == NOON
+    assert observe(NOON, Environment.SANDBOX).lost_at == NOON
+
+
+def test_usage_reporters_of_each_environment_keep_their_last_lost(clock: Clock) -> None:
+    """The last loss of one environment says nothing about the other."""
+    losses = {"sandbox": (1, 2), "production": (3, 4), "": (5, 6)}
+    for environment, days in losses.items():
+        for day in days:
+            name, at = f"{environment} {day}", NOON + timedelta(days=day)
+            row = {"started_at": NOON, "flushed_through_at": NOON, "lost_at": at, "environment": environment}
+            UsageReporter.objects.create(reporter_id=name, **row, peppers={})
+    recorder.forget_old(NOON + timedelta(days=30))
+    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"sandbox 2", "production 4", " 6"}
+
+
+@pytest.mark.parametrize(
+    ("served", "is_lost"),
+    [(("sandbox", "production"), (True, True)), (("sandbox",), (True, False)), (("production",), (False, True))],
+)
+def test_usage_reporter_that_is_lost_restarts_silence_only_where_it_served(
+    clock: Clock, settings: Any, db: None, served: tuple[str, ...], is_lost: tuple[bool, bool]
+) -> None:
+    """A process that never loads production's peppers cannot have lost a use of production's keys."""
+    settings.ENVIRONMENTS = served
+    log = UsageLog(now=clock)
+    log._register(clock())
+    at = clock.tick(LOST_AFTER.total_seconds() + 1)
+    note_lost(at)
+    found = [observe(at, environment).lost_at for environment in (Environment.SANDBOX, Environment.PRODUCTION)]
+    assert found == [at if lost else None for lost in is_lost]
+
+
+@pytest.mark.parametrize("served", ["", "production"])
+def test_usage_silence_ends_at_the_slowest_reporter_of_its_environment(clock: Clock, served: str) -> None:
+    for name, environment, seconds in (("slow", "sandbox", 1), ("fast", served, 3)):
+        through = NOON + timedelta(seconds=seconds)
+        UsageReporter.objects.create(
+            reporter_id=name, started_at=NOON, flushed_through_at=through, environment=environment, peppers={}
+        )
+    at = clock.tick(5)
+    assert observe(at, Environment.SANDBOX).through == NOON + SECOND
+    assert observe(at, Environment.PRODUCTION).through == NOON + 3 * SECOND
 
 
 @pytest.mark.django_db(transaction=True)

@@ -3,11 +3,8 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
-from ipaddress import IPv4Address, IPv6Address
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from keyvault.models import Key
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
@@ -23,7 +20,6 @@ from keyvault.services.usage.reports import (
     list_networks,
     list_users,
     list_versions,
-    network_of,
 )
 from tests.factories import account, issue, make_merchant
 
@@ -55,40 +51,6 @@ def use(
     for _ in range(times):
         log.note(key.key_id, source=source, user_agent=user_agent, endpoint=endpoint, origin=origin, outcome=outcome)
     log.flush()
-
-
-# ------------------------------------------------------------------------------------------------------- networks
-
-
-@given(st.ip_addresses(v=4), st.integers(0, 255))
-def test_network_of_an_ipv4_address_is_its_24_bits(address: IPv4Address, last: int) -> None:
-    other = IPv4Address(int(address) & ~0xFF | last)
-    assert network_of(str(address)) == network_of(str(other))
-    assert network_of(str(address)).endswith(".0/24")
-
-
-@given(st.ip_addresses(v=6, network="2000::/3"), st.integers(0, 2**80 - 1))
-def test_network_of_an_ipv6_address_is_its_48_bits(address: IPv6Address, rest: int) -> None:
-    other = IPv6Address(int(address) >> 80 << 80 | rest)
-    assert network_of(str(address)) == network_of(str(other))
-    assert network_of(str(address)).endswith("/48")
-
-
-@pytest.mark.parametrize(
-    ("source", "network"),
-    [
-        ("192.0.2.77", "192.0.2.0/24"),
-        ("::ffff:192.0.2.77", "192.0.2.0/24"),
-        ("2001:db8:1:2::3", "2001:db8:1::/48"),
-        ("::1", "::/48"),
-        ("token:abc", "token:abc"),
-        ("unknown", "unknown"),
-        ("", ""),
-    ],
-)
-def test_network_of_a_source(source: str, network: str) -> None:
-    """A calling token or an unknown source is a separate network."""
-    assert network_of(source) == network
 
 
 # ---------------------------------------------------------------------------------------------------------- users
@@ -161,7 +123,7 @@ def test_networks_group_the_sources_that_use_the_key(key: Key) -> None:
     first, second = list_networks(key.key_id)
     assert (first.network, first.sources, first.count) == ("192.0.2.0/24", 2, 3)
     assert (first.first_at, first.last_at) == (NOON, NOON + HOUR)
-    assert second.network == "2001:db8::/48"
+    assert second.network == "2001:db8::/64"
     assert list_networks(key.key_id, limit=1) == [first]
 
 

@@ -82,10 +82,12 @@ def test_rotation_by_traffic_waits_for_count_and_sources(clock: Clock, verifier:
     scene.use(verifier, new, 5, source="192.0.2.1")
     assert advance(rotation, clock, 3).state == S.AWAITING_PROOF
     scene.use(verifier, new, 1, source="192.0.2.2")
+    assert advance(rotation, clock, 3).state == S.AWAITING_PROOF, "another address of the same source"
+    scene.use(verifier, new, 1, source="198.51.100.2")
     assert advance(rotation, clock, 3).state == S.OVERLAP
     used = rotation.evidence.get(kind="used")
-    assert used.seen["authentications"] == 6
-    assert {user["source"] for user in used.seen["by_source"]} == {"192.0.2.1", "192.0.2.2"}
+    assert (used.seen["authentications"], used.seen["sources"], used.seen["minutes"]) == (7, 2, 1)
+    assert {user["source"] for user in used.seen["by_source"]} == {"192.0.2.1", "192.0.2.2", "198.51.100.2"}
 
 
 def test_rotation_by_traffic_waits_for_the_soak_time(clock: Clock, verifier: UsageLog) -> None:
@@ -93,6 +95,16 @@ def test_rotation_by_traffic_waits_for_the_soak_time(clock: Clock, verifier: Usa
     scene.use(verifier, rotation.replacement_id or "")
     assert advance(rotation, clock, 30).state == S.AWAITING_PROOF
     assert advance(rotation, clock, 31).state == S.OVERLAP
+
+
+def test_rotation_by_traffic_waits_for_distinct_minutes(clock: Clock, verifier: UsageLog) -> None:
+    """A burst at the first start of a client, which then fell back to the old key, is no proof."""
+    rotation = advance(begun(clock, proof=Proof.TRAFFIC, proof_count=2, proof_sources=1, soak_seconds=180), clock)
+    scene.use(verifier, rotation.replacement_id or "", 100)
+    assert advance(rotation, clock, 7 * 3600).state == S.AWAITING_PROOF
+    for expected in (S.AWAITING_PROOF, S.OVERLAP):
+        scene.use(verifier, rotation.replacement_id or "")
+        assert advance(rotation, clock, 60).state == expected
 
 
 def test_rotation_advanced_by_two_workers_changes_once(clock: Clock, verifier: UsageLog) -> None:

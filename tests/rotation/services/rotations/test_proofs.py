@@ -1,5 +1,6 @@
 """Proof that a replacement is in use: by acknowledgement, traffic, both, or an operator's confirmation."""
 
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
@@ -133,6 +134,29 @@ def test_proof_soak_counts_from_the_first_use() -> None:
     assert outcome_of(step(S.AWAITING_PROOF, plan=TRAFFIC, replacement=busy)) == "to overlap"
     late = used(10**6, 50, SOAKED + SECOND, NOW)
     assert outcome_of(step(S.AWAITING_PROOF, plan=TRAFFIC, replacement=late)) == "wait"
+
+
+@pytest.mark.parametrize(
+    ("soak_seconds", "minutes", "expected"),
+    [
+        (0, 0, "wait"),
+        (0, 1, "to overlap"),
+        (59, 1, "to overlap"),
+        (120, 1, "wait"),
+        (120, 2, "to overlap"),
+        (600, 9, "wait"),
+        (600, 10, "to overlap"),
+        (86_400, 10, "to overlap"),
+    ],
+)
+def test_proof_by_traffic_is_in_as_many_minutes_as_the_soak_has(soak_seconds: int, minutes: int, expected: str) -> None:
+    """One burst, however long ago, does not show that the replacement is in use."""
+    burst = replace(used(10**6, 50, NOW - DAY), minutes=minutes)
+    asked = plan(proof=Proof.TRAFFIC, soak_seconds=soak_seconds)
+    found = step(S.AWAITING_PROOF, plan=asked, replacement=burst)
+    assert outcome_of(found) == expected
+    if isinstance(found, Wait):
+        assert f"{minutes} of {max(1, min(soak_seconds // 60, 10))} minutes" in found.waiting_for
 
 
 def test_proof_ignores_the_predecessors_traffic() -> None:

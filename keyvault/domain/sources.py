@@ -1,0 +1,36 @@
+"""The source of a request: the network that it comes from, or the calling token, and the product of its user agent."""
+
+import re
+from functools import lru_cache
+from ipaddress import ip_address, ip_network
+
+_NETWORK_BITS = {4: 24, 6: 64}
+"""Prefix length of one site's network by IP version, in bits."""
+
+_PRODUCT = re.compile(r"[^\s/(;,]{0,40}")
+"""The first product of a user agent, without its version: releases of a client are one source."""
+
+MAX_NAME_LENGTH = 110
+"""Maximum length of a source's name, in characters: an address or token of 64, a space and a product of 40."""
+
+OTHERS = "others"
+"""The source of uses whose clients were too many to keep apart."""
+
+
+@lru_cache(maxsize=65_536)
+def network_of(caller: str) -> str:
+    """Return the /24 of an IPv4 address or the /64 of an IPv6 address; return any other caller unchanged."""
+    try:
+        address = ip_address(caller)
+    except ValueError:
+        return caller
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    address = mapped or address
+    return str(ip_network((int(address), _NETWORK_BITS[address.version]), strict=False))
+
+
+@lru_cache(maxsize=65_536)
+def name_source(caller: str, user_agent: str) -> str:
+    """Return the name of the source. `caller`: the client's address, else the calling token."""
+    product = _PRODUCT.match(user_agent.lstrip())
+    return f"{network_of(caller)} {product.group() if product else ''}".strip() or OTHERS

@@ -1,0 +1,163 @@
+"""Silence of a key by source: each has moved, has been silent by its own habit, or is waived."""
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rotation.domain.silence import SourceFacts, list_awaited
+from rotation.domain.states import KeyFacts, Move, RotationAction, Wait, list_awaited_sources
+from tests.rotation.situation import DAY, ENTERED, NOW, QUIET, SECOND, K, S, facts, outcome_of, step, used
+
+DAILY = SourceFacts("192.0.2.0/24 shop", used_at=NOW - QUIET, moved_at=NOW)
+JOB = SourceFacts("203.0.113.0/24 month-end", used_at=NOW - DAY, gap_seconds=86_400)
+ONCE = SourceFacts("198.51.100.0/24 curl", used_at=NOW - 90 * DAY, gap_seconds=None)
+CARRIES = used(1, 1, NOW)
+
+
+def overlap(*sources: SourceFacts, **changes: object) -> str:
+    return outcome_of(_step(*sources, **changes))
+
+
+def _step(*sources: SourceFacts, **changes: object) -> Wait | Move | RotationAction:
+    last_at = max((source.used_at for source in sources), default=None)
+    known = {
+        "observed_through": NOW,
+        "deadline": NOW + 9 * DAY,
+        "predecessor": KeyFacts(K.ACTIVE, last_used_at=last_at),
+    }
+    return step(S.OVERLAP, replacement=CARRIES, sources=sources, **{**known, **changes})
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (DAILY, "to quarantine"),
+        (replace(DAILY, used_at=NOW - QUIET + SECOND), "wait"),
+        (replace(DAILY, moved_at=DAILY.used_at), "to quarantine"),
+        (replace(DAILY, gap_seconds=86_400), "to quarantine"),
+        (replace(DAILY, gap_seconds=None), "to quarantine"),
+        (replace(DAILY, gap_seconds=86_400, moved_at=DAILY.used_at - SECOND), "wait"),
+        (JOB, "wait"),
+        (replace(JOB, used_at=NOW - 2 * DAY + SECOND), "wait"),
+        (replace(JOB, used_at=NOW - 2 * DAY), "to quarantine"),
+        (replace(JOB, gap_seconds=0), "to quarantine"),
+        (replace(JOB, is_waived=True), "to quarantine"),
+        (ONCE, "wait"),
+        (replace(ONCE, is_waived=True), "to quarantine"),
+        (replace(ONCE, moved_at=NOW - DAY), "to quarantine"),
+    ],
+    ids=[
+        "moved",
+        "moved, and used the old key since",
+        "moved at the same time",
+        "moved: its gap no longer matters",
+        "moved: seen once before",
+        "used the old key last",
+        "silent for one gap",
+        "silent for two gaps, but a second",
+        "silent for two gaps",
+        "no gap: silent for the quiet period",
+        "waived",
+        "seen once, 90 days ago",
+        "seen once, waived",
+        "seen once, moved",
+    ],
+)
+def test_source_is_finished_when_it_moved_or_was_silent_by_its_habit_or_is_waived(
+    source: SourceFacts, expected: str
+) -> None:
+    assert overlap(source) == expected
+    assert overlap(DAILY, source) == expected, "another source changes nothing"
+
+
+def test_source_waived_delays_nothing_by_its_uses() -> None:
+    """It is known that it will be refused."""
+    assert overlap(DAILY, replace(JOB, used_at=NOW, is_waived=True)) == "to quarantine"
+    assert overlap(DAILY, replace(JOB, used_at=NOW)) == "wait"
+
+
+def test_use_without_a_known_source_counts_as_one() -> None:
+    assert overlap(DAILY, predecessor=KeyFacts(K.ACTIVE, last_used_at=NOW - SECOND)) == "wait"
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ((), "wait"),
+        ((DAILY,), "to quarantine"),
+        ((DAILY, replace(JOB, gap_seconds=0)), "wait"),
+        ((DAILY, replace(JOB, gap_seconds=0, is_waived=True)), "to quarantine"),
+    ],
+    ids=["unknown sources", "all have moved", "one has not", "that one is waived"],
+)
+def test_lost_verifier_restarts_the_silence_of_sources_that_have_not_moved(
+    sources: tuple[SourceFacts, ...], expected: str
+) -> None:
+    """A use that was lost with it can be by any source, but one that has moved has the other key."""
+    assert overlap(*sources, lost_at=NOW - QUIET + SECOND) == expected
+    assert overlap(*sources, lost_at=NOW - QUIET) == "to quarantine"
+
+
+def test_overlap_lasts_for_the_quiet_period_whatever_the_sources() -> None:
+    assert overlap(DAILY, entered_at=NOW - QUIET + SECOND) == "wait"
+    assert overlap(DAILY, entered_at=NOW - QUIET) == "to quarantine"
+
+
+def test_overlap_names_the_sources_that_it_waits_for_and_until_when() -> None:
+    found = _step(DAILY, JOB, ONCE)
+    assert isinstance(found, Wait)
+    assert found.waiting_for == (
+        "silence of the predecessor: 203.0.113.0/24 month-end until 2026-11-22 12:00:00 UTC, "
+        "198.51.100.0/24 curl, seen once, to use the other key or to be waived"
+    )
+    assert found.until == NOW + DAY
+    known = facts(S.OVERLAP, sources=(DAILY, JOB, ONCE), observed_through=NOW)
+    assert [(source.name, source.until) for source in list_awaited_sources(known)] == [
+        (JOB.name, NOW + DAY),
+        (ONCE.name, None),
+    ]
+
+
+@pytest.mark.parametrize("days", [0, 9, 99])
+def test_deadline_stalls_and_never_retires_while_a_source_is_awaited(days: int) -> None:
+    for source in (JOB, ONCE):
+        assert overlap(source, deadline=NOW - days * DAY) == "to stalled"
+
+
+def test_roll_back_waits_for_the_sources_of_the_replacement() -> None:
+    known = {"predecessor": CARRIES, "written_back_at": ENTERED, "observed_through": NOW, "deadline": NOW + DAY}
+    replacement = KeyFacts(K.ACTIVE, last_used_at=JOB.used_at)
+    for source, expected in ((JOB, "wait"), (replace(JOB, moved_at=NOW), "to rolling_back")):
+        found = step(S.ROLLING_BACK, replacement=replacement, sources=(source,), **known)
+        assert outcome_of(found) == expected
+
+
+moments = st.integers(-(10**6), 0).map(lambda seconds: NOW + timedelta(seconds=seconds))
+any_source = st.builds(
+    SourceFacts,
+    name=st.sampled_from("abc"),
+    used_at=moments,
+    moved_at=st.none() | moments,
+    gap_seconds=st.none() | st.integers(0, 10**6),
+    is_waived=st.booleans(),
+)
+
+
+@given(st.lists(any_source, max_size=4).map(tuple), st.none() | moments, st.none() | moments)
+def test_source_that_is_not_awaited_has_moved_or_was_silent_or_is_waived(
+    sources: tuple[SourceFacts, ...], lost_at: datetime | None, through: datetime | None
+) -> None:
+    finished = [each for each in sources if not list_awaited((each,), 600, lost_at, through)]
+    for each in finished:
+        if not each.is_waived and not each.has_moved:
+            is_silent = (
+                each.gap_seconds is not None
+                and through is not None
+                and each.used_at + timedelta(seconds=2 * each.gap_seconds) <= through
+                and each.used_at + QUIET <= through
+            )
+            assert is_silent
+    assert len(list_awaited(sources, 600, lost_at, through)) == len(sources) - len(finished)

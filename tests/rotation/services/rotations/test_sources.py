@@ -1,0 +1,388 @@
+"""Silence by source: a client that calls every day must not hide one that calls once a month."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER, OperatorPrincipal
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import RequestInvalidError, StateConflictError
+from keyvault.models import AuditEntry, UsageReporter
+from keyvault.models.usage import UseOutcome
+from keyvault.services.keys.lifecycle import get_key
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.domain.plan_fields import PlanOverrides
+from rotation.domain.policy import Plan
+from rotation.models import Rotation
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import waive_source
+from rotation.services.rotations.planning import plan_rotation
+from rotation.services.rotations.reports import describe, get_rotation
+from rotation.services.rotations.requests import approve_rotation, request_rotation
+from tests.clocks import Clock
+from tests.rotation import scene
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+DAY = 86_400
+SHOP, MONTH_END = ("192.0.2.1", "198.51.100.1"), "203.0.113.7"
+"""Addresses of the shop's two sites, which call every day, and of the job that calls every 30 days."""
+
+JOB = "203.0.113.0/24 month-end"
+
+
+@dataclass
+class Fleet:
+    """A production key with daily clients and a monthly one, on the test's clock."""
+
+    clock: Clock
+    verifier: UsageLog
+    old: str = ""
+    new: str = ""
+    day: int = 0
+    rotation_id: str = ""
+    shop_key: str = ""
+    job_key: str = ""
+    refused: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        key, _ = scene.issue(scene.account(environment=Environment.PRODUCTION), self.clock())
+        self.credential = key.credential
+        self.old = self.shop_key = self.job_key = key.key_id
+
+    def call(self, key_id: str, source: str, user_agent: str, count: int = 1) -> None:
+        key = get_key(key_id)
+        assert key is not None
+        if key.state != "active":
+            self.refused.append(f"day {self.day}: {user_agent}")
+        outcome = UseOutcome.ALLOWED if key.state == "active" else UseOutcome.REFUSED
+        for _ in range(count):
+            self.verifier.note(key_id, source=source, user_agent=user_agent, endpoint="orders.create", outcome=outcome)
+
+    def live(self, days: int, job_every: int = 30) -> Rotation | None:
+        """Let days pass: each begins with the calls of that day, and the engine takes a turn after them."""
+        for _ in range(days):
+            for source in SHOP:
+                self.call(self.shop_key, source, "shop/1.2")
+            if self.day % job_every == 0:
+                self.call(self.job_key, MONTH_END, "month-end/3")
+            self.turn()
+            self.day += 1
+            self.clock.tick(DAY)
+        self.turn()
+        return get_rotation(self.rotation_id) if self.rotation_id else None
+
+    def turn(self) -> None:
+        self.verifier.flush()
+        if self.rotation_id:
+            advance_rotation(self.rotation_id, self.clock)
+
+    def begin(self, **wish: object) -> Rotation:
+        """Request the rotation, have it approved, and deliver the replacement."""
+        place, now = self.credential.account, self.clock()
+        overrides = PlanOverrides(**wish)  # type: ignore[arg-type]  # the test's own values
+        rotation = request_rotation(
+            authorize(scene.tam(), P.ROTATIONS_WRITE, place, now=now), self.credential, overrides
+        )
+        self.rotation_id = rotation.rotation_id
+        grant = authorize(
+            scene.approver(), P.ROTATIONS_APPROVE, place, now=now, requester_person=rotation.requester_person
+        )
+        approve_rotation(grant, rotation, rotation.plan_digest)
+        self.turn()
+        rotation = get_rotation(self.rotation_id)
+        assert rotation.state == S.AWAITING_PROOF
+        self.new = rotation.replacement_id or ""
+        return rotation
+
+    def switch_shop(self) -> Rotation:
+        """Move the daily clients to the replacement, with traffic that proves it."""
+        self.shop_key = self.new
+        for _ in range(20):
+            for source in SHOP:
+                self.call(self.new, source, "shop/1.2", 5)
+            self.clock.tick(60)
+            self.turn()
+        rotation = get_rotation(self.rotation_id)
+        assert rotation.state == S.OVERLAP
+        return rotation
+
+    def waive(
+        self, source: str, why: str = "the job has ended, says Ada of Acme", who: OperatorPrincipal | None = None
+    ) -> None:
+        grant = authorize(who or scene.tam(), P.ROTATIONS_WRITE, self.credential.account, now=self.clock())
+        waive_source(grant, get_rotation(self.rotation_id), source, why)
+
+
+@pytest.fixture
+def fleet(clock: Clock, verifier: UsageLog) -> Fleet:
+    return Fleet(clock, verifier)
+
+
+def test_silence_of_a_daily_client_does_not_hide_a_monthly_one(fleet: Fleet) -> None:
+    """With the defaults of production, the month-end job still finds its key 30 days after its last call."""
+    fleet.live(91)
+    fleet.begin()
+    fleet.switch_shop()
+    rotation = fleet.live(30)
+    assert fleet.refused == []
+    assert rotation is not None
+    assert rotation.state == S.OVERLAP
+
+
+def test_silence_of_a_monthly_client_ends_after_two_of_its_gaps(fleet: Fleet) -> None:
+    """A job that has stopped delays the rotation by its own habit, which the default deadline leaves time for."""
+    fleet.live(91)
+    fleet.begin()
+    fleet.switch_shop()
+    rotation = fleet.live(58, job_every=1000)
+    assert rotation is not None
+    assert rotation.state == S.OVERLAP
+    rotation = fleet.live(3, job_every=1000)
+    assert rotation is not None
+    assert rotation.state == S.COMPLETED
+    silent = rotation.evidence.get(kind="silent").seen
+    assert {each["source"]: each["longest_gap_seconds"] for each in silent["sources"]} == {
+        "203.0.113.0/24 month-end": 30 * DAY,
+        "198.51.100.0/24 shop": DAY,
+        "192.0.2.0/24 shop": DAY,
+    }
+
+
+def test_silence_of_a_monthly_client_that_never_moves_stalls_at_the_deadline(fleet: Fleet) -> None:
+    """It is never refused: the deadline keeps both keys."""
+    fleet.live(91)
+    fleet.begin()
+    fleet.switch_shop()
+    rotation = fleet.live(150)
+    assert fleet.refused == []
+    assert rotation is not None
+    assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
+
+
+def test_silence_of_a_monthly_client_that_moved_is_the_quiet_period(fleet: Fleet) -> None:
+    fleet.live(91)
+    fleet.begin()
+    fleet.switch_shop()
+    fleet.job_key = fleet.new
+    fleet.live(30)
+    rotation = fleet.live(2)
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
+
+
+def test_gap_that_is_open_at_delivery_counts_as_long_as_it_is_then(fleet: Fleet) -> None:
+    """A daily job that stopped 20 days before has a gap of 20 days, which does not grow while the rotation waits."""
+    fleet.live(10, job_every=1)
+    fleet.live(20, job_every=1000)
+    fleet.begin()
+    fleet.switch_shop()
+    rotation = fleet.live(19, job_every=1000)
+    assert rotation is not None
+    assert rotation.state == S.OVERLAP
+    rotation = fleet.live(4, job_every=1000)
+    assert rotation is not None
+    assert rotation.state == S.COMPLETED
+
+
+def test_source_seen_once_is_awaited_until_the_deadline(fleet: Fleet) -> None:
+    """One call says nothing about the next one."""
+    fleet.live(1)
+    fleet.live(20, job_every=1000)
+    fleet.begin()
+    fleet.switch_shop()
+    rotation = fleet.live(46, job_every=1000)
+    assert rotation is not None
+    assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
+
+
+# --- the plan -----------------------------------------------------------------------------------------------
+
+
+def late_sources(rotation: Rotation) -> object:
+    return rotation.approved_plan.late_sources
+
+
+def test_plan_lists_the_sources_that_cannot_be_silent_by_the_deadline(fleet: Fleet) -> None:
+    """The approver sees them before a key is made, with a deadline that would fit, under the digest."""
+    fleet.live(91)
+    now = fleet.clock()
+    early = now + timedelta(days=20)
+    plan = plan_rotation(fleet.credential, PlanOverrides(deadline=early), now)
+    fitting = now + timedelta(seconds=600, days=61)
+    assert plan.late_sources == {JOB: fitting.isoformat()}
+    assert plan.digest() != dataclasses.replace(plan, late_sources=None).digest()
+    assert plan_rotation(fleet.credential, PlanOverrides(deadline=fitting), now).late_sources is None
+    rotation = fleet.begin(deadline=early)
+    shown = describe(rotation, now)["plan"]
+    assert isinstance(shown, dict)
+    assert shown["late_sources"] == plan.late_sources
+    assert Plan.from_json(rotation.plan).digest() == rotation.plan_digest
+
+
+def test_plan_with_the_fitting_deadline_completes(fleet: Fleet) -> None:
+    fleet.live(91)
+    now = fleet.clock()
+    late = plan_rotation(fleet.credential, PlanOverrides(deadline=now + timedelta(days=20)), now).late_sources
+    assert late is not None
+    fleet.begin(deadline=datetime.fromisoformat(late[JOB] or ""))
+    fleet.switch_shop()
+    rotation = fleet.live(62, job_every=1000)
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
+
+
+def test_plan_with_the_default_deadline_fits_the_longest_gap(fleet: Fleet) -> None:
+    fleet.live(91)
+    assert late_sources(fleet.begin()) is None
+
+
+def test_plan_lists_a_source_seen_once_without_a_deadline(fleet: Fleet) -> None:
+    """No deadline fits it: it must be seen on the replacement, or be waived."""
+    fleet.live(10, job_every=1000)
+    assert late_sources(fleet.begin()) == {JOB: None}
+
+
+def test_plan_lists_a_source_that_has_long_been_gone(fleet: Fleet) -> None:
+    fleet.live(2, job_every=1)
+    fleet.live(60, job_every=1000)
+    listed = late_sources(fleet.begin())
+    assert isinstance(listed, dict)
+    assert list(listed) == [JOB]
+
+
+def test_plan_of_the_sandbox_measures_by_no_gaps(clock: Clock, verifier: UsageLog) -> None:
+    key, _ = scene.issue(scene.account(), clock())
+    scene.use(verifier, key.key_id)
+    assert plan_rotation(key.credential, PlanOverrides(), clock()).late_sources is None
+
+
+def test_rotation_completes_although_a_verifier_is_lost_every_week(fleet: Fleet) -> None:
+    """Its sources have moved, so a lost use of the old key is none of theirs."""
+    fleet.live(20, job_every=1)
+    fleet.begin()
+    fleet.switch_shop()
+    fleet.job_key = fleet.new
+    for week in range(2):
+        row = {"started_at": fleet.clock(), "flushed_through_at": fleet.clock(), "peppers": {}}
+        UsageReporter.objects.create(reporter_id=f"lost {week}", **row)
+        rotation = fleet.live(5, job_every=1)
+        assert UsageReporter.objects.filter(lost_at__isnull=False).count() == week + 1
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
+
+
+# --- what it says, and what an operator can do --------------------------------------------------------------
+
+
+def test_rotation_says_which_sources_it_waits_for_and_until_when(fleet: Fleet) -> None:
+    """Also while it is stalled at its deadline."""
+    fleet.live(91)
+    fleet.begin()
+    fleet.switch_shop()
+    fleet.live(1)
+    described = describe(get_rotation(fleet.rotation_id), fleet.clock())
+    last_at = fleet.clock.now.replace(minute=0) - timedelta(days=2)
+    expected = [
+        {
+            "source": JOB,
+            "last_used_at": last_at.isoformat(),
+            "until": (last_at + timedelta(days=60)).isoformat(),
+        }
+    ]
+    awaited = described["waiting_sources"]
+    assert isinstance(awaited, list)
+    assert [each for each in awaited if each["source"] == JOB] == expected
+    assert f"{JOB} until {last_at + timedelta(days=60):%Y-%m-%d}" in str(described["waiting_for"])
+    rotation = fleet.live(150)
+    assert rotation is not None
+    assert rotation.state == S.STALLED
+    awaited = describe(rotation, fleet.clock())["waiting_sources"]
+    assert isinstance(awaited, list)
+    assert [each["source"] for each in awaited] == [JOB]
+
+
+def test_source_that_is_waived_is_no_longer_waited_for(fleet: Fleet) -> None:
+    """The waiver names the operator, in the audit log and in the evidence that the revocation cites."""
+    fleet.live(91)
+    fleet.begin()
+    fleet.switch_shop()
+    fleet.waive(JOB)
+    rotation = fleet.live(10, job_every=1)
+    assert rotation is not None
+    assert rotation.state == S.COMPLETED
+    assert any("month-end" in refused for refused in fleet.refused), "its attempts neither reinstate nor delay"
+    waiver = rotation.evidence.get(kind="source_waived")
+    assert waiver.seen == {"source": JOB, "by": "operator:tam", "why": "the job has ended, says Ada of Acme"}
+    entry = AuditEntry.objects.get(event="rotation.source_waived")
+    assert entry.actor == "operator:tam"
+    assert waiver.evidence_id.encode() in bytes(AuditEntry.objects.get(event="key.revoked").body)
+    assert {each["source"] for each in rotation.evidence.get(kind="silent").seen["sources"] if each["is_waived"]} == {
+        JOB
+    }
+
+
+def test_source_that_is_not_waived_reinstates_the_key_beside_a_waived_one(fleet: Fleet) -> None:
+    """A waiver covers its own source only."""
+    fleet.live(10, job_every=1)
+    fleet.begin()
+    fleet.switch_shop()
+    fleet.waive(JOB)
+    while get_rotation(fleet.rotation_id).state == S.OVERLAP:
+        fleet.live(1, job_every=1)
+    assert get_rotation(fleet.rotation_id).state == S.QUARANTINE
+    fleet.shop_key = fleet.old
+    rotation = fleet.live(1, job_every=1)
+    assert rotation is not None
+    assert (rotation.state, rotation.reinstated_at is not None) == (S.OVERLAP, True)
+
+
+@pytest.mark.parametrize(
+    ("source", "why", "error"),
+    [
+        ("203.0.113.0/24 month-end", " ", "reason"),
+        ("203.0.113.0/24 other", "it has ended", "a source of the key"),
+        ("203.0.113.7", "it has ended", "a source of the key"),
+    ],
+)
+def test_waiver_without_a_reason_or_of_an_unknown_source_is_refused(
+    fleet: Fleet, source: str, why: str, error: str
+) -> None:
+    fleet.live(31)
+    fleet.begin()
+    with pytest.raises(RequestInvalidError) as refused:
+        fleet.waive(source, why)
+    assert error in refused.value.faults[0].detail
+    assert not AuditEntry.objects.filter(event="rotation.source_waived").exists()
+
+
+def test_waiver_is_given_once_and_by_an_operator(fleet: Fleet) -> None:
+    fleet.live(31)
+    rotation = fleet.begin()
+    fleet.waive(JOB)
+    with pytest.raises(StateConflictError, match="already"):
+        fleet.waive(JOB)
+    service = authorize(WORKER, P.ROTATIONS_ADVANCE, fleet.credential.account, now=fleet.clock())
+    with pytest.raises(TypeError):
+        waive_source(service, rotation, JOB, "it has ended")
+
+
+def test_waiver_whose_audit_entry_cannot_be_written_does_not_happen(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.live(31)
+    rotation = fleet.begin()
+
+    def refuse(**_: object) -> None:
+        raise StateConflictError("no audit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("keyvault.services.recording.transaction.append_entry", refuse)
+        with pytest.raises(StateConflictError, match="no audit"):
+            fleet.waive(JOB)
+    assert not rotation.evidence.filter(kind="source_waived").exists()
