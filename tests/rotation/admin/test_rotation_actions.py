@@ -246,6 +246,20 @@ def test_source_is_waived_by_name_and_with_a_reason(desk: Desk) -> None:
     assert browser(desk.auditor).get(page(row, "waive")).status_code == 403
 
 
+def test_page_lists_the_sources_that_the_rotation_waits_for(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    allowed = grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox)
+    row = request_rotation(allowed, key.credential, PlanOverrides(proof=Proof.ACK))
+    advance_rotation(row.pk)
+    scene.use(UsageLog(), row.predecessor_id, source="192.0.2.7")
+    assert "Sources that the rotation waits for" not in text_of(browser(desk.tam).get(page(row)))
+    scene.acknowledge_replacement(row.pk, now())
+    advance_rotation(row.pk)
+    assert get_rotation(row.pk).state == S.OVERLAP
+    listed = text_of(browser(desk.tam).get(page(row))).partition("Sources that the rotation waits for")[2]
+    assert "192.0.2.0/24 test" in listed.partition("Users of")[0]
+
+
 def test_confirmation_of_a_rotation_proved_by_traffic_is_not_offered(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     allowed = grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox)
