@@ -23,8 +23,8 @@ from .environment import DATABASE, DATABASES, POSTGRES_URL, ROOT, TALLY, chosen_
 from .servers.postgres import postgres_server
 from .servers.throwaway import FailedServerError, MissingServerError
 
-WORKERS = ("-n", "2", "--dist", "worksteal")
-"""Before the caller's options, so that `-n0` among them wins."""
+WORKERS = ("-n", "3", "--dist", "worksteal")
+"""One more than the cores of CI, because tests wait for servers and processes. The caller's `-n0` wins."""
 
 WITHOUT_LONG = ("-m", "not long")
 """For a run without paths: a file or folder that is named runs whole. `-m` among the caller's options wins."""
