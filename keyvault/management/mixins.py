@@ -86,6 +86,9 @@ class ApprovalMixin(JsonCommand):
         super().add_options(parser)
 
     def requester(self, options: Mapping[str, Any]) -> OperatorPrincipal:
+        """Return the requester. Raises NotFoundError, also for an unknown approver, before anything is requested."""
+        if options["approved_by"]:
+            self.operator(options["approved_by"])
         return self.operator(options["requested_by"])
 
     def approver(self, options: Mapping[str, Any]) -> OperatorPrincipal:

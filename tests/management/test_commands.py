@@ -174,6 +174,14 @@ def test_collect_key_by_request_is_for_its_requester_once(seeded: Any) -> None:
         run(*arguments, "tam")
 
 
+def test_issue_key_with_an_unknown_approver_is_refused_where_none_is_needed(seeded: Any) -> None:
+    """A mistyped name is an error before anything is requested."""
+    requests_before = IssuanceRequest.objects.count()
+    with pytest.raises(CommandError, match="nosuch"):
+        issue("sandbox", "--approved-by", "nosuch")
+    assert IssuanceRequest.objects.count() == requests_before
+
+
 def test_create_service_token_reveals_only_when_asked(seeded: Any) -> None:
     arguments = ("create_service_token", "gateway", "--environment", "all", "--permission", "keys:verify")
     assert "token" not in run(*arguments)

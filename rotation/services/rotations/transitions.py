@@ -117,8 +117,9 @@ def _enter(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Change
 
 
 def _stop(grant: Grant, rotation: Rotation, to: RotationState) -> Changes:
-    """Stop with both keys usable: undo a quarantine that cannot continue; silence is then awaited again."""
-    changes = _lift(grant, rotation)
+    """Stop; undo a quarantine that cannot continue, so that both keys are usable and silence is awaited again."""
+    # A quarantine that ended in the revocation was not undone: the closed rotation keeps its time.
+    changes = {} if rotation.state == S.REVOKING else _lift(grant, rotation)
     if to is S.STALLED:
         changes["stalled_from"] = S.OVERLAP if rotation.state == S.QUARANTINE else rotation.state
     return changes

@@ -1,5 +1,7 @@
 """The engine's path through a rotation, step by step, on a clock that tests control."""
 
+from datetime import timedelta
+
 import pytest
 
 from keyvault.access.permissions import Permission as P
@@ -57,6 +59,7 @@ def test_rotation_by_acknowledgement_deploys_before_it_revokes(clock: Clock, ver
     verifier.flush()
     rotation = advance(rotation, clock)
     assert rotation.state == S.COMPLETED
+    assert rotation.quarantined_at == clock() - timedelta(seconds=6)
     assert key_states(rotation) == ("deactivated", "active")
     assert rotation.predecessor.reason == RevocationReason.SUPERSEDED
     assert rotation.predecessor.material == Material.DESTROYED
