@@ -150,6 +150,7 @@ MATRIX: dict[str, frozenset[P]] = {
     "rotation_rotation_bypass": frozenset({P.ROTATIONS_BYPASS}),
     "rotation_rotation_extend": frozenset({P.ROTATIONS_WRITE}),
     "rotation_rotation_confirm": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_rotation_waive": frozenset({P.ROTATIONS_WRITE}),
     "rotation_rotation_retire": frozenset({P.ROTATIONS_WRITE}),
     "rotation_rotation_roll-back": frozenset({P.ROTATIONS_WRITE}),
     "rotation_retirement_changelist": frozenset({P.ROTATIONS_READ}),
