@@ -86,6 +86,7 @@ def test_sweep_takes_every_due_turn_until_its_time_is_over(
     with monkeypatch.context() as hurry:
         hurry.setattr(engine, "SWEEP_SECONDS", -1.0)
         assert advance_all_due(clock) == 2
+    monkeypatch.setattr(engine, "SWEEP_SECONDS", 600.0)
     assert advance_all_due(clock) == 3
     assert all(get_rotation(each.rotation_id).state == "awaiting_proof" for each in rotations)
     assert advance_all_due(clock) == 0
