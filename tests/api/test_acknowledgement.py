@@ -20,7 +20,7 @@ from tests.rotation import scene
 
 from .conftest import Call
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 URL = "/sandbox/credentials/acknowledge"
 JSON = "application/json"

@@ -14,7 +14,7 @@ from tests.factories import PRODUCTION, SANDBOX, account, issue, make_operator
 
 from .integration import ORDER, ORDERS, Ask, change_account, expect, issue_token, pointers, private, public
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 # ------------------------------------------------------------------------------------------------------ orders
 

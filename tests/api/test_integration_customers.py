@@ -9,7 +9,7 @@ from tests.factories import PRODUCTION, now
 
 from .integration import Ask, change_account, expect, issue_token, pointers, private
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def test_customer_token_issued_names_its_customer_and_expires_in_15_minutes(ask: Ask) -> None:

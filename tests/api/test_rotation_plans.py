@@ -17,7 +17,7 @@ from tests.rotation import scene
 
 from .conftest import Call
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 WINDOW = {"time_zone": "Europe/Berlin", "weekdays": [0, 1, 2], "opens": "09:00", "closes": "17:00"}
 

@@ -11,8 +11,6 @@ from keyvault.models import AuditEntry, CatalogEndpoint
 from keyvault.services.catalog.catalog import find_endpoint
 from tests.admin.desk import Desk, address, browser, hidden, make_endpoint, text_of
 
-pytestmark = pytest.mark.database
-
 FIELDS = {
     "name": "refunds.create",
     "method": "POST",

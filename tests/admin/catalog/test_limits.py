@@ -10,8 +10,6 @@ from keyvault.services.limits.overrides import account_limit_in_force, endpoint_
 from tests.admin.desk import Desk, address, browser, text_of
 from tests.factories import SANDBOX, account
 
-pytestmark = pytest.mark.database
-
 FIELDS = {"environment": "sandbox", "merchant": "acme", "endpoint": "", "requests": "7", "in_seconds": "60"}
 
 

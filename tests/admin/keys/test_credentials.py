@@ -12,8 +12,6 @@ from keyvault.services.keys.records import find_key_record
 from tests.admin.desk import Desk, address, browser, hidden, text_of
 from tests.factories import issue, now
 
-pytestmark = pytest.mark.database
-
 
 def post_restrict(desk: Desk, key: Key, **fields: str) -> Any:
     client = browser(desk.admin)

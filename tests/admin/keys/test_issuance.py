@@ -26,8 +26,6 @@ from tests.factories import (
     request_key,
 )
 
-pytestmark = pytest.mark.database
-
 S = IssuanceState
 
 

@@ -18,8 +18,6 @@ from tests.clocks import Clock
 from tests.factories import account, issue, make_merchant, now
 from tests.rotation.campaigning import asked, become, oldest
 
-pytestmark = pytest.mark.database
-
 C = CampaignState
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 

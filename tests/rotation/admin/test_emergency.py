@@ -19,7 +19,7 @@ from tests.rotation.services.rotations.test_emergency_races import revoke
 
 __all__ = ["desk"]
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 ON = {"replace": "on"}
 

@@ -17,8 +17,6 @@ from rotation.services.rotations.requests import request_rotation
 from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
 from tests.factories import grant, issue, now
 
-pytestmark = pytest.mark.database
-
 
 @pytest.fixture
 def desk(db: None) -> Desk:

@@ -22,8 +22,6 @@ from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
 from tests.factories import SANDBOX, grant, issue, now
 from tests.rotation.scene import use
 
-pytestmark = pytest.mark.database
-
 UNTOUCHED = {"at_deadline": "stall", "reinstatement": "once", "time_zone": "UTC", "reason": "yearly"}
 """The form data when only the required fields were filled in."""
 

@@ -20,8 +20,6 @@ from rotation.services.rotations.requests import approve_rotation, request_rotat
 from tests.admin.desk import SHAPED, Desk, address, browser, dump, hidden, set_up_desk, text_of
 from tests.factories import grant, issue, now
 
-pytestmark = pytest.mark.database
-
 UNTOUCHED = {"at_deadline": "stall", "reinstatement": "once", "time_zone": "UTC"}
 """The form data when only the required fields were filled in."""
 

@@ -17,8 +17,6 @@ from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_o
 from tests.factories import issue
 from tests.rotation.services.schedules.test_schedules import UNREADABLE, calendar, damage, save
 
-pytestmark = pytest.mark.database
-
 DAY = timedelta(days=1)
 NEW, LIST = "rotation_rotationschedule_save", "rotation_rotationschedule_changelist"
 TERMS: dict[str, Any] = {"cryptoperiod_days": 90, "jitter_days": 0, "lead_days": 0, "environment": "sandbox"}
