@@ -22,7 +22,7 @@ demo: ready-to-run ## show the lifecycle of a key, live, in a temporary data fol
 run: ready-to-run ## run the service in the foreground with demo data (PORT=8000)
 	@exec $(BIN)/python manage.py run --port '$(PORT)'
 
-check: ready-to-test ## run ruff, the import contracts, mypy and the tests of the pure packages; under a minute
+check: ready-to-test ## run ruff, the import contracts, mypy and the tests of the pure packages
 	$(BIN)/ruff check --quiet $(CODE)
 	$(BIN)/ruff format --check --quiet $(CODE)
 	$(BIN)/lint-imports --no-logo
