@@ -78,7 +78,7 @@ class UseBucket(models.Model):
 
 
 class KeySource(models.Model):
-    """What is kept of a private key's use by one source, for as long as its last minute is kept.
+    """Use of a private key by one source, kept as long as its last minute row.
 
     `last_at` and the minutes, counted from the epoch, are of allowed calls only. `longest_gap_minutes`: the longest gap
     between two consecutive minutes of them, a running maximum. `denied_at`: the last call that was denied for a reason
