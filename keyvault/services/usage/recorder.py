@@ -1,9 +1,9 @@
 """Record who used which key and when: counted in memory on the request path, written shortly after by a thread.
 
 A key counts as silent only for times that every reporter covers. Each process that verifies keys is a reporter. It
-writes its counts together with a watermark: the time up to which the counts are complete. What a killed reporter had not
-written is in a file, from which another process of its host writes it. Without that file the reporter is marked lost,
-and any wait for silence in the environments that it served restarts from that moment.
+writes its counts together with a watermark: the time up to which the counts are complete. What a killed reporter had
+not written is in a file, from which another process of its host writes it. Without that file the reporter is marked
+lost, and any wait for silence in the environments that it served restarts from that moment.
 
 A reporter uses its own host's clock, and the engine compares it with the engine's clock. Clocks must agree within
 LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check,
