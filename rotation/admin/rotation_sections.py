@@ -340,7 +340,7 @@ def awaited_table(awaited: Sequence[AwaitedSource]) -> Table:
 
 
 _MAX_AWAITED = 50
-_NO_END = "seen once: it must use the other key, or be waived"
+_NO_END = "seen within 24 hours only: it must use the other key, or be waived"
 
 
 def users_tables(row: Rotation) -> Iterator[Table]:

@@ -16,8 +16,8 @@ class SourceFacts:
     """One source of the key that is being retired.
 
     `used_at`: its last use of that key, allowed or denied. `moved_at`: its last allowed use of the key that stays.
-    `gap_seconds`: its longest gap between two uses; 0: the plan's quiet period suffices; None: it was seen only once,
-    so its silence says nothing.
+    `gap_seconds`: its longest gap between two uses; 0: the plan's quiet period suffices; None: it was seen only once
+    (`keyvault.domain.sources.OCCASION`), so its silence says nothing.
     """
 
     name: str
@@ -75,7 +75,7 @@ class AwaitedSource:
 
     def describe(self) -> str:
         if self.until is None:
-            return f"{self.name}, seen once, to use the other key or to be waived"
+            return f"{self.name}, seen only once, to use the other key or to be waived"
         return f"{self.name} until {show_time(self.until)}"
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from django.db.models import Count, Exists, Max, Min, OuterRef, QuerySet, Sum
 
 from keyvault.domain.canonical import JsonValue
-from keyvault.domain.sources import name_source, network_of
+from keyvault.domain.sources import OCCASION, name_source, network_of
 from keyvault.models import Key, KeySource, KeyUse, UseBucket
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 
@@ -82,8 +82,8 @@ class SourceUse:
     """Use of a private key by one source.
 
     `first_at`: when its first minute of allowed use began; `last_at`: its last allowed use; None: it had none.
-    `denied_at`: the last time when it was denied. `longest_gap_seconds`: between two uses; None: it used the key in one
-    minute only, so no gap is known.
+    `denied_at`: the last time when it was denied. `longest_gap_seconds`: between two uses; None: it was seen only
+    once, so that no gap is known.
     """
 
     name: str
@@ -206,11 +206,17 @@ def find_sources(key_id: str) -> dict[str, SourceUse]:
             None if first is None else datetime.fromtimestamp(first * 60, UTC),
             last_at,
             denied_at,
-            None if first is not None and first == last else gap * 60,
+            None if _was_seen_once(first, last) else gap * 60,
         )
         for name, first, last, last_at, denied_at, gap in KeySource.objects.filter(key=key_id).values_list(*columns)
     ]
     return {use.name: use for use in sorted(found, key=lambda use: (use.seen_at, use.name), reverse=True)}
+
+
+def _was_seen_once(first_minute: int | None, last_minute: int | None) -> bool:
+    if first_minute is None or last_minute is None:
+        return False
+    return timedelta(minutes=last_minute - first_minute) <= OCCASION
 
 
 def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:

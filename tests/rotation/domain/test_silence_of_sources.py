@@ -111,7 +111,7 @@ def test_overlap_names_the_sources_that_it_waits_for_and_until_when() -> None:
     assert isinstance(found, Wait)
     assert found.waiting_for == (
         "silence of the predecessor: 203.0.113.0/24 month-end until 2026-11-22 12:00:00 UTC, "
-        "198.51.100.0/24 curl, seen once, to use the other key or to be waived"
+        "198.51.100.0/24 curl, seen only once, to use the other key or to be waived"
     )
     assert found.until == NOW + DAY
     known = facts(S.OVERLAP, sources=(DAILY, JOB, ONCE), observed_through=NOW)

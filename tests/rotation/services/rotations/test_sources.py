@@ -190,6 +190,41 @@ def test_gap_that_is_open_at_delivery_counts_as_long_as_it_is_then(fleet: Fleet)
     assert rotation.state == S.COMPLETED
 
 
+def test_monthly_job_that_ran_once_shortly_before_the_delivery_finds_its_key_a_month_later(fleet: Fleet) -> None:
+    """The minutes of its one run, and of a second attempt on that day, are no habit."""
+    fleet.day = 1
+    fleet.live(29, job_every=1000)
+    for seconds in (60, 60, DAY - 120):
+        fleet.call(fleet.old, MONTH_END, "month-end/3")
+        fleet.turn()
+        fleet.clock.tick(seconds)
+    fleet.call(fleet.old, MONTH_END, "month-end/3")
+    rotation = fleet.begin()
+    assert late_sources(rotation) == {JOB: None}
+    fleet.switch_shop()
+    fleet.day = 1
+    rotation = fleet.live(30)
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.OVERLAP, [])
+    fleet.call(fleet.old, MONTH_END, "month-end/3")
+    assert fleet.refused == []
+
+
+def test_client_in_use_for_more_than_a_day_was_seen_more_than_once(fleet: Fleet) -> None:
+    """A client that called for hours on end has a habit: once it stops, it is silent after the quiet period."""
+    fleet.day = 1
+    fleet.live(3, job_every=1000)
+    for _ in range(26):
+        fleet.call(fleet.old, MONTH_END, "worker/3")
+        fleet.turn()
+        fleet.clock.tick(3600)
+    assert late_sources(fleet.begin()) is None
+    fleet.switch_shop()
+    rotation = fleet.live(10, job_every=1000)
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
+
+
 def test_source_seen_once_is_awaited_until_the_deadline(fleet: Fleet) -> None:
     """One call says nothing about the next one."""
     fleet.live(1)
