@@ -15,7 +15,10 @@ MAX_NAME_LENGTH = 110
 """Maximum length of a source's name, in characters: an address or token of 64, a space and a product of 40."""
 
 OTHERS = "others"
-"""The source of uses whose clients were too many to keep apart."""
+"""The source of uses whose clients were too many to keep apart.
+
+It can hide a client that calls rarely, so nothing that it does shows that it has moved or stopped.
+"""
 
 OCCASION = timedelta(days=1)
 """A source whose uses all lie within this time was seen only once, however often it called.

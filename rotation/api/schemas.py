@@ -89,8 +89,8 @@ _HANDOVER_BODY = define(
 _AWAITED_SOURCE_BODY = define(
     "AwaitedSourceBody",
     obj(
-        "A source that the rotation waits for. `until` null: seen only within 24 hours, so it must use the other key or "
-        "be waived.",
+        "A source that the rotation waits for. `until` null: seen only within 24 hours, so it must use the other key, "
+        "or be waived; `others`, the clients that were too many to keep apart, must be waived.",
         source=TEXT,
         last_used_at=INSTANT,
         until=nullable(INSTANT),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keyvault.domain.sources import OTHERS
 from rotation.domain.silence import SourceFacts, list_awaited
 from rotation.domain.states import KeyFacts, Move, RotationAction, Wait, list_awaited_sources
 from tests.rotation.situation import DAY, ENTERED, NOW, QUIET, SECOND, K, S, facts, outcome_of, step, used
@@ -77,6 +78,17 @@ def test_source_waived_delays_nothing_by_its_uses() -> None:
     """It is known that it will be refused."""
     assert overlap(DAILY, replace(JOB, used_at=NOW, is_waived=True)) == "to quarantine"
     assert overlap(DAILY, replace(JOB, used_at=NOW)) == "wait"
+
+
+@pytest.mark.parametrize("moved_at", [None, NOW])
+def test_clients_that_were_not_kept_apart_have_neither_moved_nor_stopped(moved_at: datetime | None) -> None:
+    """One of them may be a job that calls once a month."""
+    others = SourceFacts(OTHERS, used_at=NOW - 90 * DAY, moved_at=moved_at, gap_seconds=None)
+    assert overlap(DAILY, others) == "wait"
+    assert overlap(DAILY, replace(others, is_waived=True)) == "to quarantine"
+    found = _step(DAILY, others)
+    assert isinstance(found, Wait)
+    assert "others, clients too many to keep apart, to be waived" in found.waiting_for
 
 
 def test_use_without_a_known_source_counts_as_one() -> None:

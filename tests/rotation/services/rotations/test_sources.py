@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -14,12 +14,15 @@ from keyvault.models import AuditEntry, UsageReporter
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import get_key
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage import recorder, reports
 from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.usage.reports import SourceUse
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.policy import Plan
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.facts import find_gap
 from rotation.services.rotations.interventions import waive_source
 from rotation.services.rotations.planning import plan_rotation
 from rotation.services.rotations.reports import describe, get_rotation
@@ -234,6 +237,56 @@ def test_source_seen_once_is_awaited_until_the_deadline(fleet: Fleet) -> None:
     rotation = fleet.live(46, job_every=1000)
     assert rotation is not None
     assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
+
+
+def test_clients_that_were_not_kept_apart_must_be_waived(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of clients hides a rare one, on the old key and on the replacement."""
+    fleet.live(3)
+    with monkeypatch.context() as flooded:
+        flooded.setattr(recorder, "_MAX_BUCKETS", 1)
+        fleet.live(1, job_every=1)
+    fleet.begin()
+    fleet.switch_shop()
+    fleet.job_key = fleet.new
+    with monkeypatch.context() as flooded:
+        flooded.setattr(recorder, "_MAX_BUCKETS", 1)
+        fleet.live(1, job_every=1)
+    fleet.live(14, job_every=1)
+    assert get_rotation(fleet.rotation_id).state == S.OVERLAP
+    described = describe(get_rotation(fleet.rotation_id), fleet.clock())
+    assert "others, clients too many to keep apart, to be waived" in str(described["waiting_for"])
+    fleet.waive("others")
+    rotation = fleet.live(10, job_every=1)
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
+
+
+@pytest.mark.parametrize("environment", Environment)
+def test_clients_that_were_not_kept_apart_have_no_gap_in_any_environment(environment: Environment) -> None:
+    at = datetime(2026, 11, 21, tzinfo=UTC)
+    others = SourceUse("others", first_at=at, last_at=at, denied_at=None, longest_gap_seconds=60)
+    assert find_gap(others, environment, at) is None
+
+
+def test_sources_of_a_key_beyond_the_bound_must_be_waived_together(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn reads a bounded number of sources, and takes none that it has not read as silent."""
+    fleet.live(3, job_every=1)
+    fleet.begin()
+    fleet.switch_shop()
+    fleet.job_key = fleet.new
+    monkeypatch.setattr(reports, "MAX_SOURCES", 2)
+    rotation = fleet.live(14, job_every=1)
+    assert rotation is not None
+    assert rotation.state == S.OVERLAP
+    awaited = describe(rotation, fleet.clock())["waiting_sources"]
+    assert isinstance(awaited, list)
+    assert [(each["source"], each["until"]) for each in awaited] == [("others", None)]
+    fleet.waive("others")
+    rotation = fleet.live(10, job_every=1)
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
 
 # --- the plan -----------------------------------------------------------------------------------------------
