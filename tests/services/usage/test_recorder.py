@@ -226,8 +226,8 @@ def test_usage_longest_gap_is_kept_for_each_source(key: Key, log: UsageLog, cloc
 def test_usage_longest_gap_of_a_source_counts_allowed_uses_only(key: Key, log: UsageLog, clock: Clock) -> None:
     """A client that is denied every minute says nothing about one that is allowed once a month."""
     use(log, key)
-    for minutes in (3, 10, 1):
-        clock.tick(minutes * 60)
+    for hours in (3, 20, 2):
+        clock.tick(hours * 3600)
         use(log, key)
         log.flush()
     last_at = clock()
@@ -237,40 +237,41 @@ def test_usage_longest_gap_of_a_source_counts_allowed_uses_only(key: Key, log: U
             use(log, key, outcome=outcome)
             log.flush()
     (only,) = find_sources(key.key_id).values()
-    assert (only.longest_gap_seconds, only.last_at) == (600, last_at)
+    assert (only.longest_gap_seconds, only.last_at) == (72_000, last_at)
     assert only.seen_at == only.denied_at
     assert only.denied_at is not None
     assert only.denied_at > last_at
 
 
-def test_usage_of_a_source_in_one_minute_has_no_gap(key: Key, log: UsageLog, clock: Clock) -> None:
-    """It says nothing about when the source comes again."""
-    clock.tick(10)
-    use(log, key, 100)
-    log.flush()
-    clock.tick(40)
-    use(log, key)
-    log.flush()
+def test_usage_of_a_source_within_a_day_has_no_gap(key: Key, log: UsageLog, clock: Clock) -> None:
+    """It says nothing about when the source comes again. A minute later the source has been seen on two days."""
+    for seconds in (120, 86_280, 60):
+        use(log, key, 100)
+        log.flush()
+        clock.tick(seconds)
     use(log, key, source="203.0.113.9", outcome=UseOutcome.DENIED)
     log.flush()
     denied, once = find_sources(key.key_id).values()
     assert (once.name, once.longest_gap_seconds) == ("192.0.2.0/24 curl", None)
     assert (denied.last_at, denied.longest_gap_seconds) == (None, 0)
+    use(log, key)
+    log.flush()
+    assert find_sources(key.key_id)[once.name].longest_gap_seconds == 86_280
 
 
 def test_usage_of_a_source_reported_out_of_order_keeps_its_longest_gap(key: Key, clock: Clock) -> None:
     early, late = UsageLog(now=clock), UsageLog(now=clock)
     use(early, key)
-    clock.tick(600)
+    clock.tick(60_000)
     use(late, key)
     late.flush()
     early.flush()
-    clock.tick(300)
+    clock.tick(30_000)
     use(late, key)
     late.flush()
     (only,) = find_sources(key.key_id).values()
     assert (only.first_at, only.last_at) == (NOON, clock())
-    assert only.longest_gap_seconds == 300, "the report that came late closed no gap"
+    assert only.longest_gap_seconds == 30_000, "the report that came late closed no gap"
 
 
 def test_usage_of_a_public_key_keeps_no_sources(key: Key, log: UsageLog) -> None:
