@@ -836,6 +836,26 @@ class Migration(migrations.Migration):
             constraint=models.UniqueConstraint(fields=('account', 'url'), name='webhook_endpoint_unique'),
         ),
         migrations.AddIndex(
+            model_name='customertoken',
+            index=models.Index(fields=['expires_at'], name='customer_token_expiring'),
+        ),
+        migrations.AddIndex(
+            model_name='notice',
+            index=models.Index(condition=models.Q(('is_alarm', False), ('seen_at__isnull', False), _connector='OR'), fields=['created_at'], name='notice_settled'),
+        ),
+        migrations.AddIndex(
+            model_name='refusal',
+            index=models.Index(condition=models.Q(('key_id', '')), fields=['at'], name='refusal_unproved'),
+        ),
+        migrations.AddIndex(
+            model_name='worklease',
+            index=models.Index(condition=models.Q(('due_at__isnull', False)), fields=['due_at'], name='work_lease_due'),
+        ),
+        migrations.AddIndex(
+            model_name='worklease',
+            index=models.Index(condition=models.Q(('due_at__isnull', True)), fields=['until'], name='work_lease_held'),
+        ),
+        migrations.AddIndex(
             model_name='webhookdelivery',
             index=models.Index(fields=['endpoint', '-id'], name='webhook_delivery_newest'),
         ),

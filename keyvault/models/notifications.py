@@ -9,6 +9,9 @@ from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.merchants import Account, WebhookEndpoint
 from keyvault.models.recording import RecordedModel
 
+SETTLED_NOTICE = Q(is_alarm=False) | Q(seen_at__isnull=False)
+"""Notices that need no operator's attention any more."""
+
 
 class Notice(RecordedModel):
     """One event in a credential's lifecycle; `payload` has ids and times, never material.
@@ -39,6 +42,7 @@ class Notice(RecordedModel):
             models.Index(fields=["account", "-created_at"], name="notice_by_account"),
             models.Index(fields=["subject", "kind"], name="notice_by_subject"),
             models.Index(fields=["created_at"], name="notice_unseen", condition=Q(is_alarm=True, seen_at__isnull=True)),
+            models.Index(fields=["created_at"], name="notice_settled", condition=SETTLED_NOTICE),
         ]
 
     def __str__(self) -> str:

@@ -152,7 +152,7 @@ def open_breaker_for(failures: int) -> timedelta | None:
     """
     if failures < FAILURES_TO_OPEN:
         return None
-    return min(_FIRST_OPEN * 2 ** min(failures - FAILURES_TO_OPEN, 10), _LONGEST_OPEN)
+    return min(_FIRST_OPEN * (1 << min(failures - FAILURES_TO_OPEN, 10)), _LONGEST_OPEN)
 
 
 def _read_retry_after(text: str, now: datetime) -> timedelta:

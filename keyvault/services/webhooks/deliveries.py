@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Min, QuerySet
+from django.db.models import Exists, Min, OuterRef, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -32,12 +32,14 @@ from keyvault.domain.errors import KeyvaultError, StateConflictError
 from keyvault.domain.networks import IPNetwork
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import DeliveryState, MerchantStatus, Notice, WebhookBreaker, WebhookDelivery, WebhookEndpoint
+from keyvault.models.notifications import SETTLED_NOTICE
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce, message_of
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import utc_now
 from keyvault.services.webhooks.endpoints import breaker_of, host_of, signing_secrets, write_disabled
 from keyvault.services.work import leases
+from keyvault.services.work.deletion import delete_batch
 from keyvault.wire.destinations import Destination, parse_url
 from keyvault.wire.webhooks import (
     DeliveryAssessment,
@@ -60,10 +62,6 @@ BEGIN_SECONDS = 4.0
 """Time in which a round starts attempts, in seconds. The longest attempt after that still ends within the lease."""
 HOLD = timedelta(seconds=30)
 """Exclusive time of a started attempt. Longer than an attempt can take."""
-KEEP = timedelta(days=30)
-"""Retention of settled deliveries, from the time of the notice."""
-_MAX_DELETED = 5_000
-"""Maximum deliveries deleted in one run."""
 
 _LEASE = "webhooks"
 _P = Permission.WEBHOOKS_DELIVER
@@ -103,7 +101,7 @@ class DeliveryReport:
 def find_delivery_report(kind: NoticeKind, subject: str) -> DeliveryReport:
     """Report the delivery of a subject's notices of one kind. One delivery to one endpoint is enough.
 
-    The report is available for as long as deliveries are kept, which is KEEP after the notice.
+    The report is available for as long as deliveries are kept.
     """
     notices = Notice.objects.filter(kind=kind, subject=subject)
     deliveries = WebhookDelivery.objects.filter(notice__in=notices)
@@ -119,10 +117,15 @@ def find_delivery_report(kind: NoticeKind, subject: str) -> DeliveryReport:
 
 
 def forget_old_deliveries(now: datetime) -> None:
-    """Delete old deliveries that were delivered or given up, some thousands at a time. The notices stay."""
-    old = WebhookDelivery.objects.filter(notice__created_at__lt=now - KEEP).exclude(state=DeliveryState.DUE)
-    deleted = old.order_by("pk").values_list("pk", flat=True)[:_MAX_DELETED]
-    WebhookDelivery.objects.filter(pk__in=list(deleted)).delete()
+    """Delete a batch of deliveries that were delivered or given up long after their last attempt was due."""
+    settled = WebhookDelivery.objects.exclude(state=DeliveryState.DUE)
+    delete_batch(settled.filter(due_at__lt=now - timedelta(days=settings.DELIVERY_DAYS)).order_by("due_at"))
+
+
+def forget_old_notices(now: datetime) -> None:
+    """Delete a batch of old notices, apart from alarms that nobody has seen and notices with deliveries."""
+    old = Notice.objects.filter(SETTLED_NOTICE, created_at__lt=now - timedelta(days=settings.NOTICE_DAYS))
+    delete_batch(old.filter(~Exists(WebhookDelivery.objects.filter(notice=OuterRef("pk")))).order_by("created_at"))
 
 
 # --- one round -------------------------------------------------------------------------------------------------
