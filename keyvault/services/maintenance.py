@@ -29,7 +29,7 @@ from keyvault.services.revocations import log_backfill
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.sessions import sign_in
-from keyvault.services.usage import recorder
+from keyvault.services.usage import retention
 from keyvault.services.verification import refusals
 from keyvault.services.webhooks import deliveries, endpoints
 from keyvault.services.work import leases
@@ -145,7 +145,8 @@ def forget_due() -> None:
     idempotency.forget_expired(now)
     refusals.forget_old(now)
     deliveries.forget_old_deliveries(now)
-    recorder.forget_old(now)
+    retention.roll_up(now)
+    retention.forget_old(now)
     follower.forget_old(now)
     sign_in.forget_expired_sessions(now)
 
