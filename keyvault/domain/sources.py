@@ -40,8 +40,13 @@ def network_of(caller: str) -> str:
     return str(ip_network((int(address), _NETWORK_BITS[address.version]), strict=False))
 
 
+def product_of(user_agent: str) -> str:
+    """Return the first product of a user agent, without its version; empty if it names none."""
+    product = _PRODUCT.match(user_agent.lstrip())
+    return product.group() if product else ""
+
+
 @lru_cache(maxsize=65_536)
 def name_source(caller: str, user_agent: str) -> str:
     """Return the name of the source. `caller`: the client's address, else the calling token."""
-    product = _PRODUCT.match(user_agent.lstrip())
-    return f"{network_of(caller)} {product.group() if product else ''}".strip() or OTHERS
+    return f"{network_of(caller)} {product_of(user_agent)}".strip() or OTHERS

@@ -326,6 +326,9 @@ class Migration(migrations.Migration):
                 ('first_at', models.DateTimeField()),
                 ('last_at', models.DateTimeField()),
                 ('count', models.PositiveBigIntegerField(default=0)),
+                ('minutes', models.PositiveIntegerField(default=0)),
+                ('first_minute', models.PositiveIntegerField(null=True)),
+                ('last_minute', models.PositiveIntegerField(null=True)),
             ],
         ),
         migrations.AddField(
@@ -495,6 +498,7 @@ class Migration(migrations.Migration):
             name='UseBucket',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('span', models.PositiveSmallIntegerField(choices=[(1, 'Minute'), (60, 'Hour'), (1440, 'Day')], default=1)),
                 ('minute', models.DateTimeField()),
                 ('source', models.CharField(max_length=64)),
                 ('user_agent', models.CharField(blank=True, max_length=120)),
@@ -809,19 +813,15 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='usebucket',
-            index=models.Index(fields=['key', 'outcome', 'minute'], name='use_by_minute'),
-        ),
-        migrations.AddIndex(
-            model_name='usebucket',
             index=models.Index(fields=['key', 'outcome', 'source'], name='use_by_source'),
         ),
         migrations.AddIndex(
             model_name='usebucket',
-            index=models.Index(fields=['minute'], name='use_by_age'),
+            index=models.Index(fields=['outcome', 'span', 'minute'], name='use_by_age'),
         ),
         migrations.AddConstraint(
             model_name='usebucket',
-            constraint=models.UniqueConstraint(fields=('key', 'minute', 'source', 'user_agent', 'endpoint', 'origin', 'outcome'), name='use_bucket_unique'),
+            constraint=models.UniqueConstraint(fields=('key', 'outcome', 'span', 'minute', 'source', 'user_agent', 'endpoint', 'origin'), name='use_bucket_unique'),
         ),
         migrations.AddConstraint(
             model_name='usebucket',

@@ -28,11 +28,12 @@ from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Max, Min, Q, QuerySet
 
+from keyvault.access.catalog import ACKNOWLEDGEMENT
 from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import MAX_REDACTED_LENGTH, MAX_STORED_LENGTH, clean_text
 from keyvault.domain.sources import name_source
-from keyvault.models import KeySource, UsageReporter, UseBucket
-from keyvault.models.usage import EXPOSURES, SIGNS_OF_LIFE, UseOutcome
+from keyvault.models import UsageReporter
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
 from keyvault.services.idempotency import shred_used
 from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.peppers.ring import load_peppers
@@ -47,15 +48,6 @@ FLUSH_SECONDS = 1.0
 
 LOST_AFTER = timedelta(seconds=10)
 """Maximum difference between a live reporter's watermark and now, late or early. It reports every FLUSH_SECONDS."""
-
-KEPT_FOR = timedelta(days=400)
-"""Retention of use per minute. More than a year, so that a yearly use and the gap between two of them stay known."""
-
-_GONE_KEPT_FOR = timedelta(days=7)
-"""Retention of reporters that deregistered or were lost."""
-
-_MAX_DELETED = 5_000
-"""Maximum buckets deleted in one run."""
 
 _MAX_BUCKETS = 20_000
 """Maximum buckets in memory with a source each. Further uses are counted without source, user agent and origin."""
@@ -385,18 +377,39 @@ def _write(report: _Report) -> bool:
 
 def _add_to_rows(rows: Sequence[Uses]) -> None:
     with connection.cursor() as cursor:
-        cursor.executemany(
-            _ADD_TO_BUCKET.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 10)})"),
-            [(*row[:7], _at(row[7]), _at(row[8]), _at(row[8] // 60 * 60)) for row in rows],
+        _add_to_buckets(
+            cursor, [(*row[:7], _at(row[7]), _at(row[8]), _at(row[8] // 60 * 60)) for row in rows], UseSpan.MINUTE
         )
         cursor.executemany(
             _ADD_TO_SOURCE.replace(_ROWS, _SOURCE_ROW),
             [_source_row(row) for row in sorted(rows, key=lambda row: row[8]) if row[5] in SIGNS_OF_LIFE],
         )
         cursor.executemany(
-            _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 4)})"),
-            [(row[0], row[6], _at(row[7]), _at(row[8])) for row in rows if row[5] == _ALLOWED],
+            _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 7)})"),
+            [_key_row(row) for row in sorted(rows, key=lambda row: row[8]) if row[5] == _ALLOWED],
         )
+
+
+def add_to_buckets(rows: Sequence[Sequence[Any]], span: UseSpan) -> None:
+    """Add counts to buckets of one span. Call it in a transaction.
+
+    The items of a row are those of Uses, but times are datetimes; the last item is when the bucket begins.
+    """
+    adapt = connection.ops.adapt_datetimefield_value
+    with connection.cursor() as cursor:
+        _add_to_buckets(cursor, [(*row[:7], *map(adapt, row[7:])) for row in rows], span)
+
+
+def _add_to_buckets(cursor: Any, rows: Sequence[Sequence[Any]], span: UseSpan) -> None:
+    values = f"VALUES ({', '.join(['%s'] * 10)}, {span:d})"
+    cursor.executemany(_ADD_TO_BUCKET.replace(_ROWS, values), rows)
+
+
+def _key_row(row: Uses) -> tuple[Any, ...]:
+    """Return the values of `_ADD_TO_KEY`: one minute of a key."""
+    minute = int(row[8] // 60)
+    minutes = (0, None, None) if row[1] == ACKNOWLEDGEMENT else (1, minute, minute)
+    return (row[0], row[6], _at(row[7]), _at(row[8]), *minutes)
 
 
 def _source_row(row: Uses) -> tuple[Any, ...]:
@@ -423,9 +436,9 @@ _encode: Final = msgspec.json.Encoder().encode
 _ROWS = "<rows>"
 _ADD_TO_BUCKET = """
     INSERT INTO keyvault_usebucket AS was
-        (key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute)
+        (key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute, span)
     <rows>
-    ON CONFLICT (key_id, minute, source, user_agent, endpoint, origin, outcome) DO UPDATE SET
+    ON CONFLICT (key_id, outcome, span, minute, source, user_agent, endpoint, origin) DO UPDATE SET
         count = was.count + excluded.count,
         first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
         last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
@@ -454,9 +467,19 @@ _ADD_TO_SOURCE = """
             ELSE was.longest_gap_minutes END
 """
 _ADD_TO_KEY = """
-    INSERT INTO keyvault_keyuse AS was (key_id, count, first_at, last_at) <rows>
+    INSERT INTO keyvault_keyuse AS was (key_id, count, first_at, last_at, minutes, first_minute, last_minute) <rows>
     ON CONFLICT (key_id) DO UPDATE SET
         count = was.count + excluded.count,
+        minutes = was.minutes + CASE
+            WHEN was.last_minute IS NULL OR excluded.first_minute > was.last_minute THEN excluded.minutes
+            WHEN excluded.last_minute > was.last_minute THEN 1
+            ELSE 0 END,
+        first_minute = CASE
+            WHEN was.first_minute IS NULL OR excluded.first_minute < was.first_minute THEN excluded.first_minute
+            ELSE was.first_minute END,
+        last_minute = CASE
+            WHEN was.last_minute IS NULL OR excluded.last_minute > was.last_minute THEN excluded.last_minute
+            ELSE was.last_minute END,
         first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
         last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
 """
@@ -474,7 +497,7 @@ _IS_PRIVATE = """EXISTS (
 _SOURCE_ROW = f"SELECT {', '.join(['%s'] * 6)}, 0 WHERE {_IS_PRIVATE.replace('<key_id>', '%s')}"
 
 _BUCKETS = """
-    SELECT key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute FROM used
+    SELECT key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute, 1 FROM used
     ORDER BY key_id, minute, source, user_agent, endpoint, origin, outcome
 """
 _SOURCES = """
@@ -500,11 +523,19 @@ _SOURCES = """
     ORDER BY key_id, name
 """.replace("<is_private>", _IS_PRIVATE.replace("<key_id>", "gaps.key_id"))
 _KEYS = """
-    SELECT key_id, sum(count), min(first_at), max(last_at) FROM used
-    WHERE outcome = 'allowed' AND (SELECT count(*) FROM sources) >= 0
+    SELECT
+        key_id, sum(count), min(first_at), max(last_at),
+        count(DISTINCT number), min(number), max(number)
+    FROM (
+        SELECT
+            *, CASE WHEN endpoint <> '<acknowledgement>' THEN (extract(epoch FROM minute) / 60)::int END AS number
+        FROM used
+        WHERE outcome = 'allowed'
+    ) AS allowed
+    WHERE (SELECT count(*) FROM sources) >= 0
     GROUP BY key_id
     ORDER BY key_id
-"""
+""".replace("<acknowledgement>", ACKNOWLEDGEMENT)
 _REPORT = """
     WITH reporter AS MATERIALIZED (
         SELECT report FROM keyvault_usagereporter WHERE reporter_id = $1 FOR UPDATE
@@ -583,25 +614,6 @@ def observe(now: datetime, environment: Environment) -> Observation:
 def live_reporters() -> QuerySet[UsageReporter]:
     """Select reporters that have neither deregistered nor been marked lost."""
     return UsageReporter.objects.filter(stopped_at__isnull=True, lost_at__isnull=True)
-
-
-def forget_old(now: datetime) -> None:
-    """Delete buckets older than 400 days, some thousands at a time, sources without any, and reporters gone for 7 days.
-
-    Kept permanently: a key's total with its first and last use, suspected exposures, and when a reporter was last lost,
-    because that restarts a silence. Evidence stores its own copy of what it relies on.
-    """
-    oldest = now - KEPT_FOR
-    old = UseBucket.objects.filter(minute__lt=oldest).exclude(outcome__in=EXPOSURES).values_list("pk", "key_id")
-    found = list(old[:_MAX_DELETED])
-    UseBucket.objects.filter(pk__in=[pk for pk, _ in found]).delete()
-    is_silent = ~Q(last_at__gte=oldest) & ~Q(denied_at__gte=oldest)
-    KeySource.objects.filter(is_silent, key__in={key_id for _, key_id in found}).delete()
-    long_ago = now - _GONE_KEPT_FOR
-    UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
-    lost = UsageReporter.objects.filter(lost_at__isnull=False)
-    for environment, last_at in lost.values_list("environment").annotate(at=Max("lost_at")):
-        lost.filter(environment=environment, lost_at__lt=min(long_ago, last_at)).delete()
 
 
 usage_log = UsageLog()

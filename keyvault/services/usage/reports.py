@@ -3,13 +3,14 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import product
 
-from django.db.models import Count, Exists, Max, Min, OuterRef, QuerySet, Sum
+from django.db.models import Count, Exists, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.sources import OCCASION, OTHERS, name_source, network_of
 from keyvault.models import Key, KeySource, KeyUse, UseBucket
-from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
 
 TRACES = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED)
 """Outcomes that show who holds a key. Suspected exposures are reported separately."""
@@ -254,13 +255,13 @@ def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
 
 
 def find_last(key_id: str, outcomes: Iterable[UseOutcome] = SIGNS_OF_LIFE) -> datetime | None:
-    """Return when the key was last seen with one of these outcomes. The latest minute holds the latest time."""
-    found = [
-        _buckets(key_id, (outcome,)).filter(minute=minute).aggregate(at=Max("last_at"))["at"]
-        for outcome in outcomes
-        if (minute := _buckets(key_id, (outcome,)).aggregate(at=Max("minute"))["at"]) is not None
-    ]
-    return max(found, default=None)
+    """Return when the key was last seen with one of these outcomes. The latest bucket of a span has its latest time."""
+    found = []
+    for outcome, span in product(outcomes, UseSpan):
+        buckets = _buckets(key_id, (outcome,)).filter(span=span)
+        latest = buckets.order_by("-minute").values("minute")[:1]
+        found.append(buckets.filter(minute=Subquery(latest)).aggregate(at=Max("last_at"))["at"])
+    return max(filter(None, found), default=None)
 
 
 def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
@@ -292,13 +293,22 @@ def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -
 
 
 def _attempts_since(key_id: str, since: datetime) -> QuerySet[UseBucket]:
-    whole_minute = since.replace(second=0, microsecond=0)
-    return _buckets(key_id, (UseOutcome.REFUSED,)).filter(minute__gte=whole_minute, last_at__gte=since)
+    # A bucket that has rolled up begins up to a day before its uses.
+    day = since.replace(hour=0, minute=0, second=0, microsecond=0)
+    return _buckets(key_id, (UseOutcome.REFUSED,)).filter(minute__gte=day, last_at__gte=since)
 
 
-def _is_known(key_id: str, before: datetime) -> Exists:
-    """Match buckets whose source really used the key before this time."""
-    return Exists(_buckets(key_id, SIGNS_OF_LIFE).filter(source=OuterRef("source"), first_at__lt=before))
+def _is_known(key_id: str, before: datetime) -> Q:
+    """Match attempts since this time by a source that really used the key before it.
+
+    Uses that are old enough have only the network of their source, which is compared for _MAX_CLIENTS sources.
+    """
+    used = _buckets(key_id, SIGNS_OF_LIFE).filter(first_at__lt=before)
+    tried = _attempts_since(key_id, before).order_by("source").values_list("source", flat=True).distinct()
+    networks = {source: network_of(source) for source in tried[:_MAX_CLIENTS]}
+    known = set(used.filter(source__in=set(networks.values())).values_list("source", flat=True).distinct())
+    in_known = [source for source, network in networks.items() if network in known]
+    return Q(Exists(used.filter(source=OuterRef("source")))) | Q(source__in=in_known)
 
 
 def _buckets(key_id: str, outcomes: Iterable[UseOutcome]) -> QuerySet[UseBucket]:

@@ -5,15 +5,16 @@ from collections.abc import Collection, Iterator
 from datetime import datetime
 from typing import Any
 
-from django.db.models import Count, Min, Q, Sum
+from django.db.models import Min, Q, Sum
 
+from keyvault.access.catalog import ACKNOWLEDGEMENT
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.ids import mint_id
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.sources import OTHERS, name_source
-from keyvault.models import Key, Material, MerchantStatus, UseBucket
+from keyvault.models import Key, KeyUse, Material, MerchantStatus, UseBucket
 from keyvault.models.usage import UseOutcome
 from keyvault.services.change_feed import receipts
 from keyvault.services.keys.lifecycle import last_sequence
@@ -32,9 +33,6 @@ from rotation.domain.plan_fields import DeliveryChannel
 from rotation.domain.silence import SourceFacts
 from rotation.domain.states import Facts, KeyFacts
 from rotation.models import Evidence, EvidenceKind, Rotation
-
-ACKNOWLEDGEMENT = "credentials.acknowledge"
-"""Endpoint whose calls count as use of a key, but not as proof by traffic."""
 
 
 def gather_facts(rotation: Rotation, now: datetime) -> Facts:
@@ -174,12 +172,12 @@ def _is_past(key: Key, now: datetime) -> bool:
 
 def _traffic(key: Key) -> dict[str, Any]:
     buckets = UseBucket.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), key=key, outcome=UseOutcome.ALLOWED)
-    seen = buckets.aggregate(count=Sum("count"), minutes=Count("minute", distinct=True), first=Min("first_at"))
+    seen = buckets.aggregate(count=Sum("count"), first=Min("first_at"))
     clients = buckets.exclude(source="").values_list("source", "user_agent").distinct()
     return {
         "count": seen["count"] or 0,
         "sources": len({name_source(*client) for client in clients.iterator()}),
-        "minutes": seen["minutes"],
+        "minutes": KeyUse.objects.filter(key=key).values_list("minutes", flat=True).first() or 0,
         "first_used_at": seen["first"],
     }
 

@@ -19,7 +19,6 @@ from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage import recorder
 from keyvault.services.usage.recorder import (
-    KEPT_FOR,
     LOST_AFTER,
     Observation,
     UsageLog,
@@ -281,20 +280,6 @@ def test_usage_of_a_public_key_keeps_no_sources(key: Key, log: UsageLog) -> None
     use(log, key)
     log.flush()
     assert (len(find_sources(public.key_id)), len(find_sources(key.key_id))) == (0, 1)
-
-
-def test_usage_of_a_source_is_forgotten_with_its_last_minute(key: Key, log: UsageLog, clock: Clock) -> None:
-    use(log, key)
-    use(log, key, source="198.51.100.7")
-    clock.tick(3600)
-    use(log, key)
-    log.flush()
-    recorder.forget_old(NOON + KEPT_FOR)
-    assert len(find_sources(key.key_id)) == 2
-    recorder.forget_old(NOON + KEPT_FOR + SECOND)
-    assert list(find_sources(key.key_id)) == ["192.0.2.0/24 curl"]
-    recorder.forget_old(clock() + KEPT_FOR + SECOND)
-    assert not find_sources(key.key_id)
 
 
 # ------------------------------------------------------------------------------------- counts of verifiers
@@ -932,68 +917,7 @@ def test_usage_pending_at_a_fork_is_written_by_the_parent(key: Key, log: UsageLo
     assert count_of(key) == 0, "the child must not write the parent's counts"
 
 
-# ----------------------------------------------------------------------------------------------------- retention
-
-
-def test_usage_older_than_its_retention_is_deleted_except_totals_and_exposures(
-    key: Key, log: UsageLog, clock: Clock
-) -> None:
-    """Minutes are deleted after 400 days; a key's total, its first use and every suspected exposure are kept."""
-    for outcome in UseOutcome:
-        use(log, key, outcome=outcome)
-    clock.tick(3600)
-    use(log, key)
-    log.flush()
-    recorder.forget_old(NOON + KEPT_FOR)
-    assert UseBucket.objects.count() == len(UseOutcome) + 1
-    recorder.forget_old(NOON + KEPT_FOR + SECOND)
-    pending = UseBucket.objects.order_by("outcome").values_list("outcome", flat=True)
-    assert list(pending) == ["allowed", "exposed_in_browser", "exposed_in_url"]
-    total = KeyUse.objects.get()
-    assert (total.count, total.first_at) == (2, NOON)
-
-
-def test_usage_that_is_old_is_deleted_in_batches(key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_MAX_DELETED", 2)
-    for number in range(3):
-        use(log, key, source=f"192.0.2.{number}")
-    log.flush()
-    long_after = NOON + 2 * KEPT_FOR
-    recorder.forget_old(long_after)
-    assert UseBucket.objects.count() == 1
-    recorder.forget_old(long_after)
-    assert UseBucket.objects.count() == 0
-
-
-def test_usage_reporters_that_stopped_are_deleted_except_the_last_lost() -> None:
-    """Deleting the last lost reporter would undo the restart of a silence."""
-
-    def reporter(name: str, **end: datetime) -> None:
-        UsageReporter.objects.create(reporter_id=name, started_at=NOON, flushed_through_at=NOON, **end, peppers={})
-
-    week = timedelta(days=7)
-    reporter("live")
-    reporter("stopped", stopped_at=NOON)
-    reporter("stopped lately", stopped_at=NOON + week)
-    recorder.forget_old(NOON + week + SECOND)
-    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"live", "stopped lately"}
-    reporter("lost first", lost_at=NOON - SECOND)
-    reporter("lost last", lost_at=NOON)
-    recorder.forget_old(NOON + week + SECOND)
-    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"live", "stopped lately", "lost last"}
-    assert observe(NOON, Environment.SANDBOX).lost_at == NOON
-
-
-def test_usage_reporters_of_each_environment_keep_their_last_lost(clock: Clock) -> None:
-    """The last loss of one environment says nothing about the other."""
-    losses = {"sandbox": (1, 2), "production": (3, 4), "": (5, 6)}
-    for environment, days in losses.items():
-        for day in days:
-            name, at = f"{environment} {day}", NOON + timedelta(days=day)
-            row = {"started_at": NOON, "flushed_through_at": NOON, "lost_at": at, "environment": environment}
-            UsageReporter.objects.create(reporter_id=name, **row, peppers={})
-    recorder.forget_old(NOON + timedelta(days=30))
-    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"sandbox 2", "production 4", " 6"}
+# ------------------------------------------------------------------------------------------------ environments
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_attempts_of_many_sources_take_a_fixed_number_of_queries(
     """Every shopper tries a retired public key."""
     for number in range(60):
         use(key, f"192.0.2.{number}", outcome=REFUSED, at=NOON + HOUR)
-    with django_assert_num_queries(2):
+    with django_assert_num_queries(4):
         find_attempts(key.key_id, NOON)
     assert len(list_attempts(key.key_id, NOON)) == 50
 

@@ -14,7 +14,7 @@ from keyvault.models import AuditEntry, UsageReporter
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import get_key
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.usage import recorder, reports
+from keyvault.services.usage import recorder, reports, retention
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.usage.reports import SourceUse
 from rotation.domain.events import RotationState as S
@@ -202,8 +202,7 @@ def test_monthly_job_that_ran_once_shortly_before_the_delivery_finds_its_key_a_m
         fleet.turn()
         fleet.clock.tick(seconds)
     fleet.call(fleet.old, MONTH_END, "month-end/3")
-    rotation = fleet.begin()
-    assert late_sources(rotation) == {JOB: None}
+    assert late_sources(fleet.begin()) == {JOB: None}
     fleet.switch_shop()
     fleet.day = 1
     rotation = fleet.live(30)
@@ -287,6 +286,23 @@ def test_sources_of_a_key_beyond_the_bound_must_be_waived_together(
     rotation = fleet.live(10, job_every=1)
     assert rotation is not None
     assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
+
+
+def test_proof_by_traffic_counts_the_minutes_that_have_rolled_up(fleet: Fleet) -> None:
+    """A merchant that deploys slowly proves the replacement over days, of which only hours are kept."""
+    fleet.live(2)
+    fleet.begin()
+    fleet.shop_key = fleet.new
+    for days in (3, 0):
+        for _ in range(5):
+            for source in SHOP:
+                fleet.call(fleet.new, source, "shop/1.2", 10)
+            fleet.clock.tick(60)
+            fleet.turn()
+        moved = retention.roll_up(fleet.clock.tick(days * DAY))
+        assert bool(moved) == bool(days)
+    fleet.turn()
+    assert get_rotation(fleet.rotation_id).state == S.OVERLAP
 
 
 # --- the plan -----------------------------------------------------------------------------------------------
