@@ -17,8 +17,7 @@ from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
 from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection
-from keyvault.services import idempotency, offboarding
-from keyvault.services.change_feed import follower
+from keyvault.services import idempotency, offboarding, retention
 from keyvault.services.issuance import collection
 from keyvault.services.issuance import requests as issuance
 from keyvault.services.keys import lifecycle
@@ -28,10 +27,8 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.revocations import log_backfill
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
-from keyvault.services.sessions import sign_in
-from keyvault.services.usage import recorder
-from keyvault.services.verification import refusals
-from keyvault.services.webhooks import deliveries, endpoints
+from keyvault.services.usage.retention import roll_up
+from keyvault.services.webhooks import endpoints
 from keyvault.services.work import leases
 from keyvault.services.work.leases import Lease
 
@@ -139,15 +136,15 @@ _used_uncollected = UsedUncollected()
 
 
 def forget_due() -> None:
-    """Delete expired data: sealed secrets, stored replies, refusals, deliveries, usage, confirmations, sessions."""
+    """Shred sealed secrets, roll usage up, and delete expired rows. A failure of one does not stop the others."""
     now = datetime.now(UTC)
-    idempotency.shred_due(now)
-    idempotency.forget_expired(now)
-    refusals.forget_old(now)
-    deliveries.forget_old_deliveries(now)
-    recorder.forget_old(now)
-    follower.forget_old(now)
-    sign_in.forget_expired_sessions(now)
+    try:
+        idempotency.shred_due(now)
+    finally:
+        try:
+            roll_up(now)
+        finally:
+            retention.forget_expired_rows(now)
 
 
 def backfill_revocation_log() -> None:

@@ -16,6 +16,7 @@ from keyvault.api.openapi import MAY_BE_SENT, documented, in_path
 from keyvault.api.serializers import OneOf, StrictBoolean, StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError
+from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.recording.authorization import authorize
@@ -75,6 +76,8 @@ def _request_field(field: PlanField) -> serializers.Field[Any, Any, Any, Any]:
         return OneOf(field.choices, **options)
     if field.type is FieldType.CHANNELS:
         return serializers.ListField(child=OneOf(field.choices), min_length=1, max_length=len(field.choices), **options)
+    if field.type is FieldType.NAMES:
+        return serializers.ListField(child=StrictText(max_length=MAX_NAME_LENGTH), **options)
     return WindowRequest(required=False)
 
 
@@ -88,6 +91,8 @@ def _read(field: PlanField, value: Any) -> Any:
         return field.read_choice(value)
     if field.type is FieldType.CHANNELS:
         return tuple(dict.fromkeys(map(field.read_choice, value)))
+    if field.type is FieldType.NAMES:
+        return tuple(value)
     return _read_window(value) if field.type is FieldType.WINDOW else value
 
 

@@ -14,12 +14,16 @@ from django.db.models import F, Q
 
 from keyvault.domain.errors import StateConflictError
 from keyvault.models import WorkLease
+from keyvault.services.work.deletion import delete_batch
 
 LEASE = timedelta(seconds=15)
 """Lifetime of a lease. Longer than the timeout of a secret backend call, which is a few seconds.
 
 A call that still takes longer fails in `hold` when its worker records the outcome.
 """
+
+KEPT_FOR = timedelta(days=7)
+"""Retention of the row of work that no worker claims any more."""
 
 _FIRST_BACKOFF_SECONDS = 1
 _MAX_BACKOFF_SECONDS = 60
@@ -69,7 +73,10 @@ def renew(lease: Lease, now: datetime) -> None:
 
 
 def release(lease: Lease, *, due_at: datetime | None = None) -> None:
-    """Release the work after a success; it is due again at `due_at` (None: now)."""
+    """Release the work after a success; it is due again at `due_at` (None: now, which needs no row)."""
+    if due_at is None:
+        WorkLease.objects.filter(subject=lease.subject, token=lease.token).delete()
+        return
     WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(
         token="",
         until=None,
@@ -132,6 +139,14 @@ def list_failed(prefix: str) -> Iterator[Sequence[WorkLease]]:
 def forget(subject: str) -> None:
     """Delete the lease row of finished work."""
     WorkLease.objects.filter(subject=subject).delete()
+
+
+def forget_abandoned(now: datetime) -> None:
+    """Delete a batch of rows of work that no worker has claimed for a week; the work itself may still start."""
+    long_ago = now - KEPT_FOR
+    is_free = Q(until__isnull=True) | Q(until__lt=now)
+    delete_batch(WorkLease.objects.filter(is_free, due_at__lt=long_ago).order_by("due_at"))
+    delete_batch(WorkLease.objects.filter(due_at__isnull=True, until__lt=long_ago).order_by("until"))
 
 
 def list_due(subjects: Iterable[str], now: datetime) -> list[str]:

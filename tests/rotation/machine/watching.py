@@ -274,7 +274,8 @@ class Watcher:
             minutes = sorted({at.replace(second=0, microsecond=0) for at in old[network]})
             gaps = [after - before for before, after in pairwise(minutes)]
             if self.world.variant.environment is Environment.PRODUCTION:
-                self.require(bool(gaps), "4: a source that was seen once neither moved nor was waived")
+                has_habit = minutes[-1] - minutes[0] > timedelta(days=1)
+                self.require(has_habit, "4: a source that was seen only once neither moved nor was waived")
                 is_silent = through is not None and max(old[network]) + 2 * max(gaps) <= through
                 self.require(is_silent, "4: a source was not silent for two of its gaps")
         return bool(moved) and all(moved.values())
