@@ -96,12 +96,13 @@ def require_passing(copy: Path, guards: Sequence[Guard], url: str) -> None:
 def find_noticing_test(copy: Path, guard: Guard, url: str) -> str | None:
     """Return the first test that fails without the guard; None: the guard survives."""
     path = copy / guard.file
-    path.write_text(guard.mutate(path.read_text()))
+    # Moved, so that it keeps its time, by which Python knows that its compiled form is current.
+    original = path.rename(path.with_name(f"{path.name}.unchanged"))
+    path.write_text(guard.mutate(original.read_text()))
     try:
         failed = run_tests(copy, [guard.test], guard.database, url, is_mutated=True)["FAILED"]
     finally:
-        # With its old time, by which Python knows that the compiled file is current.
-        shutil.copy2(ROOT / guard.file, path)
+        original.replace(path)
     return failed[0] if failed else None
 
 

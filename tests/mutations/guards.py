@@ -183,9 +183,17 @@ GUARDS = (
         "tripwire-known-source",
         "keyvault/services/usage/reports.py",
         'filter(source=OuterRef("source"), first_at__lt=before)',
-        'filter(source=OuterRef("source"))',
-        "Only a source that used the key before its quarantine reinstates it.",
+        "filter(first_at__lt=before)",
+        "Only a source that used the key itself reinstates it.",
         f"{_TRIPWIRE_TESTS}::test_attempt_from_an_unknown_source_raises_an_alarm_and_delays_nothing",
+    ),
+    Guard(
+        "tripwire-source-seen-before",
+        "keyvault/services/usage/reports.py",
+        'filter(source=OuterRef("source"), first_at__lt=before)',
+        'filter(source=OuterRef("source"))',
+        "A source is known only by a use before the quarantine.",
+        "tests/services/usage/test_reports.py::test_source_is_known_after_an_earlier_use",
     ),
     Guard(
         "tripwire-proved-key",
@@ -210,7 +218,7 @@ GUARDS = (
         "return LedgerEntry.objects.create(",
         "return LedgerEntry(",
         "A ledger row precedes each side effect.",
-        f"{_ENGINE_TESTS}::test_rotation_ended_between_write_and_record_leaves_no_dead_key_readable",
+        "tests/rotation/services/rotations/test_late_writes.py::test_rotation_aborted_during_a_write_makes_that_write_fail",
     ),
     Guard(
         "replacement-sealed-to-its-recipient",
@@ -313,14 +321,6 @@ GUARDS = (
         f"{_DECISION_TESTS}::test_decide_bearer_never_replaces_the_key",
     ),
     Guard(
-        "key-required-beside-a-bearer",
-        _VERIFICATION,
-        "if presented is None:\n        return Denial(Code.CREDENTIAL_MISSING",
-        'if presented == "":\n        return Denial(Code.CREDENTIAL_MISSING',
-        "A request without a key is denied as such.",
-        f"{_VERIFICATION_TESTS}::test_read_key_absent_is_missing",
-    ),
-    Guard(
         "customer-token-of-the-account",
         "keyvault/access/customers.py",
         "(record.environment, record.merchant_id) != (holder.environment, holder.merchant_id)",
@@ -342,7 +342,7 @@ GUARDS = (
         "self._evict(subjects)\n            self._generation_words",
         "self._generation_words",
         "Once a revocation has returned, no process of its host answers with the old record.",
-        "tests/hotpath/test_denied_again.py::test_denied_key_is_judged_again_after_a_change_on_its_host",
+        f"{_MEMORY_TESTS}::test_engine_key_revoked_on_its_host_is_refused_at_the_next_request",
     ),
     Guard(
         "host-notified-after-the-commit",
