@@ -120,9 +120,16 @@ class Migration(migrations.Migration):
                 ('token', models.CharField(blank=True, max_length=32)),
                 ('until', models.DateTimeField(blank=True, null=True)),
                 ('due_at', models.DateTimeField(blank=True, null=True)),
+                ('queue', models.CharField(blank=True, max_length=40)),
+                ('is_urgent', models.BooleanField(default=False)),
+                ('is_dispatched', models.BooleanField(default=False)),
+                ('wakes', models.PositiveIntegerField(default=0)),
                 ('attempts', models.PositiveIntegerField(default=0)),
                 ('last_error', models.CharField(blank=True, max_length=300)),
             ],
+            options={
+                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='worklease_due')],
+            },
         ),
         migrations.CreateModel(
             name='Operator',

@@ -17,6 +17,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from django.conf import settings
+from django.db import transaction
 from django.db.models import Min, Q, QuerySet
 
 from keyvault.access.decision import Grant
@@ -29,6 +30,7 @@ from keyvault.domain.notifications import NoticeKind
 from keyvault.models import DeliveryState, MerchantStatus, Notice, WebhookDelivery, WebhookEndpoint
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce, message_of
+from keyvault.services.recording.signals import notice_settled
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import utc_now
 from keyvault.services.webhooks.endpoints import host_of, signing_secrets, write_disabled
@@ -208,7 +210,9 @@ def _store_outcome(delivery: WebhookDelivery, attempt: Future[Reply], now: datet
 def _settle(delivery: WebhookDelivery, assessment: DeliveryAssessment, now: datetime) -> None:
     outcome = {"last_status": delivery.last_status, "last_error": delivery.last_error}
     if assessment.verdict is DeliveryOutcome.DELIVERED:
-        _current_attempt(delivery).update(**outcome, state=DeliveryState.DELIVERED, delivered_at=now)
+        with transaction.atomic():
+            _current_attempt(delivery).update(**outcome, state=DeliveryState.DELIVERED, delivered_at=now)
+            notice_settled.send(None, notice=delivery.notice, now=now)
         return
     if assessment.verdict is DeliveryOutcome.GONE:
         _give_up(delivery, now, is_disabled=True)
@@ -247,6 +251,7 @@ def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> 
             why=why,
             is_disabled=is_disabled,
         )
+        notice_settled.send(None, notice=delivery.notice, now=now)
 
 
 def _has_delivered_since(delivery: WebhookDelivery) -> bool:
