@@ -120,9 +120,16 @@ class Migration(migrations.Migration):
                 ('token', models.CharField(blank=True, max_length=32)),
                 ('until', models.DateTimeField(blank=True, null=True)),
                 ('due_at', models.DateTimeField(blank=True, null=True)),
+                ('queue', models.CharField(blank=True, max_length=40)),
+                ('is_urgent', models.BooleanField(default=False)),
+                ('is_dispatched', models.BooleanField(default=False)),
+                ('wakes', models.PositiveIntegerField(default=0)),
                 ('attempts', models.PositiveIntegerField(default=0)),
                 ('last_error', models.CharField(blank=True, max_length=300)),
             ],
+            options={
+                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due')],
+            },
         ),
         migrations.CreateModel(
             name='Operator',
@@ -849,11 +856,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='worklease',
-            index=models.Index(condition=models.Q(('due_at__isnull', False)), fields=['due_at'], name='work_lease_due'),
+            index=models.Index(condition=models.Q(('due_at__isnull', False), ('queue', '')), fields=['due_at'], name='work_lease_abandoned'),
         ),
         migrations.AddIndex(
             model_name='worklease',
-            index=models.Index(condition=models.Q(('due_at__isnull', True)), fields=['until'], name='work_lease_held'),
+            index=models.Index(condition=models.Q(('due_at__isnull', True), ('queue', '')), fields=['until'], name='work_lease_held'),
         ),
         migrations.AddIndex(
             model_name='webhookdelivery',

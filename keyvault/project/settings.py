@@ -245,7 +245,7 @@ CELERY_BEAT_SCHEDULE = {
     "issue-approved": {"task": "keyvault.tasks.issue_approved", "schedule": 2.0},
     "run-maintenance": {"task": "keyvault.tasks.run_maintenance", "schedule": 5.0},
     "deliver-webhooks": {"task": "keyvault.tasks.deliver_webhooks", "schedule": 2.0},
-    "advance-due-rotations": {"task": "rotation.tasks.advance_due", "schedule": 1.0},
+    "dispatch-due-rotations": {"task": "rotation.tasks.dispatch_due", "schedule": 1.0},
     "advance-campaigns": {"task": "rotation.tasks.advance_campaigns", "schedule": 5.0},
     "begin-scheduled-rotations": {"task": "rotation.tasks.begin_scheduled", "schedule": 30.0},
     "watch-backend": {"task": "keyvault.tasks.watch_backend", "schedule": 15.0},

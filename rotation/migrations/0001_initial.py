@@ -264,10 +264,6 @@ class Migration(migrations.Migration):
             model_name='rotation',
             index=models.Index(fields=['state'], name='rotation_by_state'),
         ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(condition=models.Q(('state__in', ['cancelled', 'completed', 'expired', 'rejected', 'rolled_back']), _negated=True), fields=['rotation_id'], name='rotation_open'),
-        ),
         migrations.AddConstraint(
             model_name='rotation',
             constraint=models.CheckConstraint(condition=models.Q(('state__in', ['requested', 'awaiting_approval', 'scheduled', 'emergency', 'staged', 'publishing', 'awaiting_proof', 'overlap', 'quarantine', 'revoking', 'rolling_back', 'completed', 'rolled_back', 'rejected', 'expired', 'cancelled', 'stalled'])), name='rotation_state'),

@@ -38,6 +38,7 @@ from keyvault.services.idempotency import shred_used
 from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.postgres.raw_queries import execute
+from keyvault.services.recording.signals import keys_refused
 from keyvault.services.usage.unreported_uses import Entry, Mark, UnreportedUses, list_dead
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
 
@@ -227,6 +228,8 @@ class UsageLog(BackgroundThread):
         if report is None:
             return
         is_known = _write(report)
+        if refused := {row[0] for rows in report.counted for row in rows if row[5] == _REFUSED}:
+            keys_refused.send(None, key_ids=refused, now=report.through)
         self._unconfirmed = None
         if self._file is not None and report.mark is not None:
             self._file.confirm()
@@ -426,6 +429,7 @@ def _at(seconds: float) -> str | None:
 
 
 _ALLOWED: Final = UseOutcome.ALLOWED.value
+_REFUSED: Final = UseOutcome.REFUSED.value
 """A plain string: looking up an enum member is too slow for thousands of rows."""
 
 _PORTION_SIZE: Final = 250

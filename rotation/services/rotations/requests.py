@@ -22,7 +22,7 @@ from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.work.leases import wake
+from keyvault.services.work.leases import forget
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.policy import APPROVAL_LIFETIME, Plan
@@ -31,6 +31,7 @@ from rotation.models.triggers import ONE_OPEN_ROTATION
 from rotation.services.rotations.facts import note_evidence
 from rotation.services.rotations.planning import find_predecessor, plan_reissue, plan_rotation
 from rotation.services.rotations.reports import about, subject_of
+from rotation.services.rotations.turns import enqueue_turn, wake_rotation
 
 S = RotationState
 
@@ -150,6 +151,7 @@ def _store_request(
             if rotation.state in {S.SCHEDULED, S.EMERGENCY}:
                 _announce_plan(grant, rotation)
                 _note_waivers(grant, rotation)
+            enqueue_turn(rotation, grant.at)
     except DatabaseIntegrityError as error:
         # Matched by text, since the open rotation may have closed by now: the trigger's message or the index's name.
         if any(text in str(error) for text in (ONE_OPEN_ROTATION, "rotation_one_open")):
@@ -231,7 +233,7 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
             rotation.compare_and_swap(state=S.SCHEDULED, entered_at=grant.at)
             _announce_plan(grant, rotation)
             _note_waivers(grant, rotation)
-    wake(subject_of(rotation.rotation_id))
+        wake_rotation(rotation, grant.at)
     return rotation
 
 
@@ -262,7 +264,7 @@ def bypass_rotation(grant: Grant, rotation: Rotation, plan_digest: str, reason: 
             _announce_plan(grant, rotation)
             _note_waivers(grant, rotation)
         announce(grant, NoticeKind.ROTATION_BYPASSED, account, rotation.rotation_id, **about(rotation))
-    wake(subject_of(rotation.rotation_id))
+        wake_rotation(rotation, grant.at)
     return rotation
 
 
@@ -280,6 +282,7 @@ def reject_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
         rotation.compare_and_swap(state=S.REJECTED, entered_at=grant.at, closed_at=grant.at, why=clean_text(why, 300))
         if was_planned:
             announce_end(grant, rotation)
+        forget(subject_of(rotation.rotation_id))
     return rotation
 
 
