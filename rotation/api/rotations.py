@@ -8,6 +8,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from keyvault.access.catalog import ACKNOWLEDGEMENT
 from keyvault.access.permissions import Permission
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.idempotency import answer_once
@@ -25,7 +26,6 @@ from rotation.api.schemas import ROTATION_BODY
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField, PlanOverrides, find_value_faults
 from rotation.domain.windows import Window
-from rotation.services.rotations.facts import ACKNOWLEDGEMENT
 from rotation.services.rotations.interventions import abort_rotation, acknowledge
 from rotation.services.rotations.reports import describe, find_introduction, get_rotation
 from rotation.services.rotations.requests import request_rotation

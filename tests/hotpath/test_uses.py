@@ -102,16 +102,16 @@ def test_uses_of_the_fast_path_are_kept_for_a_successor_once_per_report(
     counted: list[bool] = []
 
     def note(*entry: Any) -> None:
-        counted.append(primed.engine._uses[entry[:6]][:6] == [*entry[:6]])
+        counted.append(made.engine._uses[entry[:6]][:6] == [*entry[:6]])
 
-    primed = prime(note_new_use=note)
-    usage.add_source(lambda: uses_of(primed.engine))
+    made = prime(note_new_use=note)
+    usage.add_source(lambda: uses_of(made.engine))
     for _ in range(3):
         for address in ("192.0.2.1", "192.0.2.2"):
-            primed.ask(token, question(keys[KeyKind.PRIVATE][1], client_ip=address))
+            made.ask(token, question(keys[KeyKind.PRIVATE][1], client_ip=address))
     before = len(counted)
     usage.flush()
-    primed.ask(token, question(keys[KeyKind.PRIVATE][1], client_ip="192.0.2.1"))
+    made.ask(token, question(keys[KeyKind.PRIVATE][1], client_ip="192.0.2.1"))
     assert (before, len(counted), all(counted)) == (2, 3, True)
 
 

@@ -117,7 +117,7 @@ def _next_due(wait: Wait, rotation: Rotation, facts: Facts, now: datetime) -> da
         waited = (now - max(rotation.entered_at, wait.until or rotation.entered_at)).total_seconds()
         due_at = now + timedelta(seconds=min(max(waited / _POLL_DIVISOR, shortest), longest))
     keys = (rotation.predecessor, rotation.replacement)
-    ends = [facts.deadline, *(key.expires_at for key in keys if key is not None)]
+    ends: list[datetime | None] = [facts.deadline, *(key.expires_at for key in keys if key is not None)]
     return min([due_at, *(end for end in ends if end is not None and end > now)])
 
 
