@@ -1,10 +1,14 @@
 """One row of each kind that the database rules protect."""
 
+import copy
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
+from django.db import transaction
+from pytest_django import DjangoDbBlocker
 
 from keyvault.access import principals
 from keyvault.access.permissions import Permission
@@ -86,8 +90,23 @@ class World:
     order: Order
 
 
+@pytest.fixture(scope="module")
+def world_of_module(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[World]:
+    """Make the rows once for all tests of a module, and roll them back after it."""
+    around = transaction.atomic()
+    around._from_testcase = True  # As in Django's TestCase: a durable block counts as the outermost one.
+    with django_db_blocker.unblock(), around:
+        yield make_world()
+        transaction.set_rollback(True)
+
+
 @pytest.fixture
-def world(db: None) -> World:
+def world(world_of_module: World, db: None) -> World:
+    """Return the rows of the module as they are in the database, whatever an earlier test did to its own copies."""
+    return copy.deepcopy(world_of_module)
+
+
+def make_world() -> World:
     """Create a merchant in both environments with keys, requests, rotations, a token, uses and a break-glass act."""
     tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     tam_too = make_operator("tam-too", Role.KEY_ADMINISTRATOR, person=tam.person)
