@@ -10,8 +10,8 @@ class RotationConfig(AppConfig):
     def ready(self) -> None:
         from keyvault.models.triggers import register_rules, restore_triggers
         from rotation.models.triggers import RULES
-        from rotation.services.schedules.marking import connect_signals
+        from rotation.services.schedules import marking
 
         register_rules(self.label, RULES)
-        connect_signals()
+        marking.connect_signals()
         post_migrate.connect(restore_triggers, sender=self, dispatch_uid="rotation.triggers")

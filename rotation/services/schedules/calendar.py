@@ -10,7 +10,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
 from rotation.domain.events import RotationState
 from rotation.services.rotations.planning import plan_rotation
-from rotation.services.schedules.candidates import Candidate, list_candidates, overrides_for
+from rotation.services.schedules.candidates import Candidate, find_candidates, list_candidates, overrides_for
 from rotation.services.schedules.starting import format_failure
 
 MAX_DRY_RUNS = 200
@@ -80,6 +80,15 @@ def list_next(
             found.append(date)
     first = datetime.min.replace(tzinfo=now.tzinfo)
     return sorted(found, key=lambda date: (date.begins_at or first, date.credential_id))
+
+
+def find_next(credential_id: str, now: datetime) -> ScheduledDate | None:
+    """Find the next date of one credential; None: no schedule applies."""
+    candidate = find_candidates([credential_id]).get(credential_id)
+    if candidate is None:
+        return None
+    date = _next_date(candidate, now)
+    return _try_out(candidate, date, now) if date.state is DateState.OVERDUE else date
 
 
 def _next_date(candidate: Candidate, now: datetime) -> ScheduledDate:
