@@ -30,7 +30,7 @@ def calendar_notes(dates: list[ScheduledDate], days: int, merchant: str | None) 
     period = LOOKAHEAD_DAYS[days]
     yield f"Scheduled rotations{whose} within {period}. All times are UTC."
     if len(dates) > _MAX_LINES:
-        yield f"First {_MAX_LINES} of {len(dates)}. Choose an environment or fewer days to see fewer rotations."
+        yield f"First {_MAX_LINES} rotations. Choose an environment or a merchant to see others."
 
 
 def month_tables(dates: list[ScheduledDate]) -> Iterable[Table]:

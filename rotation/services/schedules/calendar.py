@@ -1,6 +1,5 @@
 """The next dates of scheduled rotations, computed as a dry run that writes nothing."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -65,10 +64,10 @@ def list_next(
 ) -> list[ScheduledDate]:
     """List the next date of each scheduled credential, earliest first; those without a date come before all others.
 
-    `until`: later beginnings are left out. There is one date per credential, since the following one depends on when
-    that rotation is completed.
+    `until`: later beginnings are left out. A large environment is not listed completely, see `list_candidates`.
+    There is one date per credential, since the following one depends on when that rotation is completed.
     """
-    environments: Iterable[str] = [environment] if environment else [each.value for each in Environment]
+    environments = [environment] if environment else [each.value for each in Environment]
     dry_runs = MAX_DRY_RUNS
     found = []
     for candidate in list_candidates(environments, merchant):

@@ -235,16 +235,6 @@ def list_all(environments: Iterable[str]) -> list[RotationSchedule]:
 _OF_ENVIRONMENT = Q(account__isnull=True, credential__isnull=True)
 
 
-def scheduled_in(environments: Iterable[str]) -> Q:
-    """Return the condition that an enabled schedule applies to a credential of these environments."""
-    enabled = RotationSchedule.objects.filter(is_enabled=True, environment__in=list(environments))
-    return (
-        Q(account__environment__in=enabled.filter(_OF_ENVIRONMENT).values("environment"))
-        | Q(account__in=enabled.filter(account__isnull=False).values("account"))
-        | Q(pk__in=enabled.filter(credential__isnull=False).values("credential"))
-    )
-
-
 def list_applicable(credentials: Iterable[Credential]) -> list[RotationSchedule]:
     """List the enabled schedules of these credentials, of their accounts and of their environments."""
     ids, accounts, environments = set(), set(), set()
