@@ -86,7 +86,8 @@ def _fit(window: Window | None, due_at: datetime, ends_at: datetime, earliest_at
 
 def delay_after(refusals: int) -> timedelta:
     """Return the time until a request that was refused so often in a row is tried again: a minute up to a day."""
-    return min(_FIRST_DELAY * 2 ** min(refusals - 1, _DOUBLINGS), _DAY)
+    doublings: int = min(refusals - 1, _DOUBLINGS)
+    return min(_FIRST_DELAY * float(2**doublings), _DAY)
 
 
 def find_term_faults(terms: Terms, now: datetime) -> Iterator[Fault]:

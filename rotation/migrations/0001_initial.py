@@ -264,10 +264,6 @@ class Migration(migrations.Migration):
             model_name='rotation',
             index=models.Index(fields=['state'], name='rotation_by_state'),
         ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(condition=models.Q(('state__in', ['cancelled', 'completed', 'expired', 'rejected', 'rolled_back']), _negated=True), fields=['rotation_id'], name='rotation_open'),
-        ),
         migrations.AddConstraint(
             model_name='rotation',
             constraint=models.CheckConstraint(condition=models.Q(('state__in', ['requested', 'awaiting_approval', 'scheduled', 'emergency', 'staged', 'publishing', 'awaiting_proof', 'overlap', 'quarantine', 'revoking', 'rolling_back', 'completed', 'rolled_back', 'rejected', 'expired', 'cancelled', 'stalled'])), name='rotation_state'),
@@ -307,7 +303,7 @@ class Migration(migrations.Migration):
                 ('revision', models.PositiveIntegerField(default=0)),
             ],
             options={
-                'indexes': [models.Index(condition=models.Q(('ask_at__isnull', False)), fields=['environment', 'ask_at', 'credential'], name='scheduled_by_ask_at')],
+                'indexes': [models.Index(fields=['environment', 'ask_at', 'credential'], name='scheduled_by_ask_at')],
             },
         ),
         migrations.CreateModel(
@@ -317,6 +313,16 @@ class Migration(migrations.Migration):
                 ('environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
                 ('after', models.CharField(blank=True, max_length=32)),
                 ('account', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='+', to='keyvault.account')),
+            ],
+        ),
+        migrations.CreateModel(
+            name='ScheduleApproval',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('version', models.PositiveIntegerField(default=1, editable=False)),
+                ('person', models.CharField(max_length=32)),
+                ('plan_digest', models.CharField(max_length=64)),
+                ('created_at', models.DateTimeField()),
             ],
         ),
         migrations.CreateModel(
@@ -334,21 +340,27 @@ class Migration(migrations.Migration):
                 ('approval_expires_at', models.DateTimeField()),
                 ('expires_at', models.DateTimeField()),
                 ('closed_at', models.DateTimeField(blank=True, null=True)),
-                ('requester', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
-                ('schedule', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='standing_approvals', to='rotation.rotationschedule')),
             ],
         ),
-        migrations.CreateModel(
-            name='ScheduleApproval',
-            fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('version', models.PositiveIntegerField(default=1, editable=False)),
-                ('person', models.CharField(max_length=32)),
-                ('plan_digest', models.CharField(max_length=64)),
-                ('created_at', models.DateTimeField()),
-                ('approver', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
-                ('standing', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='approvals', to='rotation.standingapproval')),
-            ],
+        migrations.AddField(
+            model_name='scheduleapproval',
+            name='approver',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL),
+        ),
+        migrations.AddField(
+            model_name='standingapproval',
+            name='requester',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL),
+        ),
+        migrations.AddField(
+            model_name='standingapproval',
+            name='schedule',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='standing_approvals', to='rotation.rotationschedule'),
+        ),
+        migrations.AddField(
+            model_name='scheduleapproval',
+            name='standing',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='approvals', to='rotation.standingapproval'),
         ),
         migrations.AddField(
             model_name='rotation',

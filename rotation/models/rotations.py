@@ -100,14 +100,7 @@ class Rotation(RequestColumns):
                 | Q(waived_at__isnull=False),
             ),
         ]
-        indexes = [
-            models.Index(fields=["state"], name="rotation_by_state"),
-            models.Index(
-                fields=["rotation_id"],
-                name="rotation_open",
-                condition=~Q(state__in=sorted(state.value for state in CLOSED)),
-            ),
-        ]
+        indexes = [models.Index(fields=["state"], name="rotation_by_state")]
 
     def __str__(self) -> str:
         return self.rotation_id

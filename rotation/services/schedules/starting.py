@@ -111,7 +111,8 @@ def _compute_dates(rows: list[ScheduledCredential], now: datetime, max_claims: i
     unreadable = {each.order.schedule.pk: each.order for each in candidates.values() if each.order.fault}
     for order in unreadable.values():
         _note_fault(order.schedule, order.fault, now)
-    claims, written = [], []
+    claims: list[Claim] = []
+    written = []
     for row in rows:
         candidate, before = candidates.get(row.pk), (row.ask_at, row.refusals, row.why)
         ask_at = None if candidate is None else candidate.ask_at
