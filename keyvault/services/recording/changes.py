@@ -219,6 +219,11 @@ class Position:
     `is_placed`: a first batch was applied. `floor`: every change up to this sequence is applied, except those that
     `_older_holders` may still commit: transactions whose rows may be below it. When one of them ends, the follower
     drops its whole cache.
+
+    The feed went back when an applied row is missing; the newest one is always checked. A sequence proves nothing: a
+    rolled-back transaction may have drawn the last one, and after a crash PostgreSQL draws it again. The follower then
+    drops its whole cache and starts from what is drawn now. What it has reported is never drawn again, because the
+    report's own commit makes the earlier draws durable.
     """
 
     confirmed: int = 0
@@ -235,18 +240,22 @@ class Position:
         Raises FeedRewoundError.
         """
         is_truncated = len(batch.rows) > MAX_ROWS
-        if batch.drawn < self.confirmed or not (is_truncated or self._applied <= set(batch.rows)):
+        if not (is_truncated or self._applied <= set(batch.rows)):
             raise FeedRewoundError(f"the feed ends at {batch.drawn}, and was followed to {self.confirmed}")
-        if not self.is_placed or is_truncated or self._older_holders - batch.holders:
+        if not self.is_placed or is_truncated or self._older_holders - batch.holders or batch.drawn < self.confirmed:
             return None
         return list(dict.fromkeys(row.subject for row in batch.rows if row not in self._applied))
 
     def advance(self, batch: ChangeBatch) -> bool:
         """Record that the batch is applied; return whether the confirmed sequence moved."""
+        is_truncated = len(batch.rows) > MAX_ROWS
+        newest = batch.rows[-1].sequence if batch.rows and not is_truncated else batch.drawn + 1
+        if batch.drawn < self.confirmed:
+            self.confirmed, self.floor, self.is_placed, self._pending_holders = 0, 0, False, None
         self._older_holders &= batch.holders
-        if not self.is_placed or len(batch.rows) > MAX_ROWS:
+        if not self.is_placed or is_truncated:
             self.is_placed, self._applied, self._older_holders = True, set(), batch.holders
-            self.floor = max(self.floor, batch.drawn - _OVERLAP)
+            self.floor = max(self.floor, min(batch.drawn - _OVERLAP, newest - 1))
         self._applied |= {row for row in batch.rows if row.sequence > self.floor}
         before = self.confirmed
         if self._pending_holders is not None:
@@ -257,6 +266,6 @@ class Position:
             self._candidate, self._pending_holders = batch.drawn, batch.holders
             if not batch.holders:
                 self.confirmed, self._pending_holders = batch.drawn, None
-        self.floor = max(self.floor, self.confirmed - _OVERLAP)
+        self.floor = max(self.floor, min(self.confirmed - _OVERLAP, newest - 1))
         self._applied = {row for row in self._applied if row.sequence > self.floor}
         return self.confirmed > before
