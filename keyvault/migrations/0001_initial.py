@@ -120,9 +120,16 @@ class Migration(migrations.Migration):
                 ('token', models.CharField(blank=True, max_length=32)),
                 ('until', models.DateTimeField(blank=True, null=True)),
                 ('due_at', models.DateTimeField(blank=True, null=True)),
+                ('queue', models.CharField(blank=True, max_length=40)),
+                ('is_urgent', models.BooleanField(default=False)),
+                ('is_dispatched', models.BooleanField(default=False)),
+                ('wakes', models.PositiveIntegerField(default=0)),
                 ('attempts', models.PositiveIntegerField(default=0)),
                 ('last_error', models.CharField(blank=True, max_length=300)),
             ],
+            options={
+                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due')],
+            },
         ),
         migrations.CreateModel(
             name='Operator',
@@ -556,13 +563,23 @@ class Migration(migrations.Migration):
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
                 ('state', models.CharField(choices=[('due', 'due'), ('delivered', 'delivered'), ('given_up', 'given up')], default='due', max_length=32)),
+                ('is_urgent', models.BooleanField(default=False)),
                 ('attempts', models.PositiveSmallIntegerField(default=0)),
                 ('due_at', models.DateTimeField()),
+                ('give_up_at', models.DateTimeField()),
                 ('delivered_at', models.DateTimeField(blank=True, null=True)),
                 ('last_status', models.PositiveSmallIntegerField(blank=True, null=True)),
                 ('last_error', models.CharField(blank=True, max_length=300)),
                 ('notice', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='deliveries', to='keyvault.notice')),
-                ('endpoint', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='deliveries', to='keyvault.webhookendpoint')),
+                ('endpoint', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='deliveries', to='keyvault.webhookendpoint')),
+            ],
+        ),
+        migrations.CreateModel(
+            name='WebhookBreaker',
+            fields=[
+                ('endpoint', models.OneToOneField(on_delete=django.db.models.deletion.PROTECT, primary_key=True, related_name='breaker', serialize=False, to='keyvault.webhookendpoint')),
+                ('failures', models.PositiveIntegerField()),
+                ('open_until', models.DateTimeField(blank=True, null=True)),
             ],
         ),
         migrations.AddConstraint(
@@ -826,8 +843,36 @@ class Migration(migrations.Migration):
             constraint=models.UniqueConstraint(fields=('account', 'url'), name='webhook_endpoint_unique'),
         ),
         migrations.AddIndex(
+            model_name='customertoken',
+            index=models.Index(fields=['expires_at'], name='customer_token_expiring'),
+        ),
+        migrations.AddIndex(
+            model_name='notice',
+            index=models.Index(condition=models.Q(('is_alarm', False), ('seen_at__isnull', False), _connector='OR'), fields=['created_at'], name='notice_settled'),
+        ),
+        migrations.AddIndex(
+            model_name='refusal',
+            index=models.Index(condition=models.Q(('key_id', '')), fields=['at'], name='refusal_unproved'),
+        ),
+        migrations.AddIndex(
+            model_name='worklease',
+            index=models.Index(condition=models.Q(('due_at__isnull', False), ('queue', '')), fields=['due_at'], name='work_lease_abandoned'),
+        ),
+        migrations.AddIndex(
+            model_name='worklease',
+            index=models.Index(condition=models.Q(('due_at__isnull', True), ('queue', '')), fields=['until'], name='work_lease_held'),
+        ),
+        migrations.AddIndex(
             model_name='webhookdelivery',
-            index=models.Index(condition=models.Q(('state', 'due')), fields=['due_at'], name='webhook_delivery_due'),
+            index=models.Index(fields=['endpoint', '-id'], name='webhook_delivery_newest'),
+        ),
+        migrations.AddIndex(
+            model_name='webhookdelivery',
+            index=models.Index(condition=models.Q(('state', 'due')), fields=['is_urgent', 'endpoint', 'due_at', 'id'], name='webhook_delivery_due'),
+        ),
+        migrations.AddIndex(
+            model_name='webhookdelivery',
+            index=models.Index(condition=models.Q(('state', 'due'), _negated=True), fields=['due_at'], name='webhook_delivery_settled'),
         ),
         migrations.AddConstraint(
             model_name='webhookdelivery',

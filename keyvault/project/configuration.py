@@ -319,6 +319,30 @@ SETTINGS: tuple[Setting, ...] = (
         "Unset: public addresses only, over https. `SSL_CERT_FILE` adds a CA of your own.",
         _networks,
     ),
+    Setting(
+        "KEYVAULT_REFUSAL_DAYS",
+        "30",
+        "Retention of refused requests with a proved key, in days. Those without one are kept for a day.",
+        _count(1),
+    ),
+    Setting(
+        "KEYVAULT_CUSTOMER_TOKEN_DAYS",
+        "30",
+        "Retention of customer tokens after their expiry, in days.",
+        _count(1),
+    ),
+    Setting(
+        "KEYVAULT_DELIVERY_DAYS",
+        "30",
+        "Retention of webhook deliveries after their last attempt, in days; at least 8.",
+        _count(8),
+    ),
+    Setting(
+        "KEYVAULT_NOTICE_DAYS",
+        "400",
+        "Retention of notices in the console, in days; at least 30. Alarms that nobody has seen are kept.",
+        _count(30),
+    ),
     Setting("KEYVAULT_KEY_PREFIX", "kv", "First field of every key string.", _key_prefix),
     Setting(
         "KEYVAULT_SANDBOX_APPROVALS",

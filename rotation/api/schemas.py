@@ -32,6 +32,8 @@ def _plan_field(field: PlanField) -> Schema:
         schema = choices
     elif field.type is FieldType.CHANNELS:
         schema = list_of(choices)
+    elif field.type is FieldType.NAMES:
+        schema = list_of(TEXT)
     else:
         schema = INTEGER if field.type in NUMBERS else _SCHEMAS.get(field.type, TEXT)
     if type(None) in get_args(_PLAN_TYPES[field.name]):

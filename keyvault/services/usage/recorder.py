@@ -1,9 +1,9 @@
 """Record who used which key and when: counted in memory on the request path, written shortly after by a thread.
 
 A key counts as silent only for times that every reporter covers. Each process that verifies keys is a reporter. It
-writes its counts together with a watermark: the time up to which the counts are complete. A reporter that exits without
-deregistering is marked lost, and some uses may be lost with it. Any wait for silence in the environments that it served
-restarts from that moment.
+writes its counts together with a watermark: the time up to which the counts are complete. What a killed reporter had
+not written is in a file, from which another process of its host writes it. Without that file the reporter is marked
+lost, and any wait for silence in the environments that it served restarts from that moment.
 
 A reporter uses its own host's clock, and the engine compares it with the engine's clock. Clocks must agree within
 LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check,
@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import chain, islice
+from pathlib import Path
 from time import sleep
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
@@ -37,6 +38,8 @@ from keyvault.services.idempotency import shred_used
 from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.postgres.raw_queries import execute
+from keyvault.services.recording.signals import keys_refused
+from keyvault.services.usage.unreported_uses import Entry, Mark, UnreportedUses, list_dead
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
 
 _log = logging.getLogger(__name__)
@@ -96,6 +99,8 @@ class UsageLog(BackgroundThread):
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
     _reports: int = 0
+    _file: UnreportedUses | None = None
+    """What another process reports if this one is killed; None before the start, or if it cannot be written."""
     _unconfirmed: "_Report | None" = None
     """The last report, if its write failed or its outcome is unknown."""
 
@@ -119,6 +124,13 @@ class UsageLog(BackgroundThread):
         with self._lock:
             at = self.now().timestamp()
             _add(self._counts, (key_id, endpoint, source, user_agent, origin, outcome.value, 1, at, at))
+        self.protect(key_id, endpoint, source, user_agent, origin, outcome.value, at)
+
+    def protect(self, *entry: *Entry) -> None:
+        """Keep a use for a successor, after the first count of its bucket. Takes microseconds and never raises."""
+        file = self._file
+        if file is not None:
+            file.note(*entry)
 
     def note_secret_use(self, token_id: str) -> None:
         """Note that a customer token was accepted: its holder has it, so the stored reply with it may be shredded."""
@@ -136,6 +148,14 @@ class UsageLog(BackgroundThread):
     def _prepare(self) -> None:
         with self._lock:
             self._register(self.now())
+        self._file = self._open_file()
+
+    def _open_file(self) -> UnreportedUses | None:
+        try:
+            return UnreportedUses(_folder(), self.reporter_id)
+        except OSError:
+            _log.exception("unreported uses cannot be kept in a file; if this process is killed, silence restarts")
+            return None
 
     def _register(self, now: datetime) -> None:
         UsageReporter.objects.create(
@@ -153,10 +173,19 @@ class UsageLog(BackgroundThread):
         return self._thread is not None
 
     def _finish(self) -> None:
-        self.flush(is_final=True)
+        file, is_reported = self._file, False
+        try:
+            self.flush(is_final=True)
+            is_reported = True
+        finally:
+            self._file = None
+            if file is not None:
+                file.close(is_reported=is_reported)
 
     def forget(self) -> None:
         """Reset in a forked child, which is a reporter of its own. The parent writes its own pending counts."""
+        if self._file is not None:
+            self._file.forget()
         self.__init__(self.now, _sources=self._sources)  # type: ignore[misc]  # a dataclass's own, with its fields
 
     def flush(self, *, is_final: bool = False) -> None:
@@ -170,14 +199,17 @@ class UsageLog(BackgroundThread):
             try:
                 self._send_unconfirmed()
             except Exception:
-                self._keep(report.counted, report.used)
+                self._keep(report)
                 raise
             self._reports += 1
             self._unconfirmed = report._replace(number=self._reports)
+            if self._file is not None and report.mark is not None:
+                self._file.send(self._reports, report.mark)
             self._send_unconfirmed()
 
     def _take(self, is_final: bool) -> "_Report":
         """Take everything that is pending."""
+        mark = None if self._file is None else self._file.mark()
         with self._lock:
             through = self.now()
             noted, self._counts = self._counts, {}
@@ -187,16 +219,20 @@ class UsageLog(BackgroundThread):
             for take in self._sources:
                 counted.append(take())  # noqa: PERF401  earlier sources' counts are kept when a later source raises
         except Exception:
-            self._keep(counted, used)
+            self._keep(_Report(self.reporter_id, 0, through, is_final, counted, used, mark))
             raise
-        return _Report(self.reporter_id, 0, through, is_final, counted, used)
+        return _Report(self.reporter_id, 0, through, is_final, counted, used, mark)
 
     def _send_unconfirmed(self) -> None:
         report = self._unconfirmed
         if report is None:
             return
         is_known = _write(report)
+        if refused := {row[0] for rows in report.counted for row in rows if row[5] == _REFUSED}:
+            keys_refused.send(None, key_ids=refused, now=report.through)
         self._unconfirmed = None
+        if self._file is not None and report.mark is not None:
+            self._file.confirm()
         # Separate from the report: evidence never waits for it, and a secret it misses is shredded when it expires.
         if report.used or any(map(len, report.counted)):
             shred_used(chain(report.used, (row[0] for rows in report.counted for row in rows if row[5] == _ALLOWED)))
@@ -204,23 +240,27 @@ class UsageLog(BackgroundThread):
             # The host slept for so long that this reporter's row was deleted.
             self._register(report.through)
 
-    def _keep(self, counted: Iterable[Collection[Uses]], used: set[str]) -> None:
+    def _keep(self, report: "_Report") -> None:
         """Put counts back for the next flush. The lock, which the request path needs, covers only the newest counts."""
         kept: dict[Use, Uses] = {}
-        for portion in _in_portions(chain.from_iterable(counted)):
+        for portion in _in_portions(chain.from_iterable(report.counted)):
             for row in portion:
                 _add(kept, row)
         with self._lock:
             late, self._counts = self._counts, kept
             for row in late.values():
                 _add(kept, row)
-            self._secrets_used |= used
+            self._secrets_used |= report.used
+        if self._file is not None and report.mark is not None:
+            self._file.keep(report.mark)
 
     def _loop(self) -> None:
         self._repeat(self._work, FLUSH_SECONDS)
 
     def _work(self) -> None:
         self._try_flush()
+        with log_failure(_log, "uses of a killed process could not be reported; the next round repeats it"):
+            report_dead(self.now())
         self._maintain_peppers()
 
     def _try_flush(self) -> None:
@@ -267,7 +307,7 @@ def _add(counts: dict[Use, Uses], row: Uses) -> None:
 class _Report(NamedTuple):
     """One report: its counts, the watermark `through`, and whether the reporter deregisters with it (`is_final`).
 
-    `used`: ids of customer tokens whose secrets were used.
+    `used`: ids of customer tokens whose secrets were used. `mark`: what it covers of the file of unreported uses.
     """
 
     reporter_id: str
@@ -276,6 +316,27 @@ class _Report(NamedTuple):
     is_final: bool
     counted: Sequence[Collection[Uses]]
     used: set[str]
+    mark: Mark | None = None
+
+
+def _folder() -> Path:
+    return Path(settings.DATA_DIR) / "uses"
+
+
+def report_dead(now: datetime) -> None:
+    """Report what killed processes of this host had counted and not reported, as their last reports.
+
+    Each use in a file counts once. A file that may lack uses is deleted: its reporter is then marked lost.
+    """
+    for file in list_dead(_folder()):
+        row = UsageReporter.objects.filter(pk=file.reporter_id, stopped_at__isnull=True).first()
+        entries = None if row is None else file.read(row.report)
+        if row is not None and entries is not None:
+            uses = [(*entry[:6], 1, entry[6], entry[6]) for entry in entries]
+            number = max(row.report, file.last_number) + 1
+            _write(_Report(file.reporter_id, number, now, is_final=True, counted=[uses], used=set()))
+            _log.warning("reported the uses of a killed process", extra={"count": len(uses)})
+        file.delete()
 
 
 def _write(report: _Report) -> bool:
@@ -368,6 +429,7 @@ def _at(seconds: float) -> str | None:
 
 
 _ALLOWED: Final = UseOutcome.ALLOWED.value
+_REFUSED: Final = UseOutcome.REFUSED.value
 """A plain string: looking up an enum member is too slow for thousands of rows."""
 
 _PORTION_SIZE: Final = 250

@@ -17,12 +17,10 @@ from keyvault.domain.sources import network_of, product_of
 from keyvault.models import KeySource, UsageReporter, UseBucket
 from keyvault.models.usage import EXPOSURES, UseOutcome, UseSpan
 from keyvault.services.usage.recorder import add_to_buckets
+from keyvault.services.work.deletion import MAX_DELETED
 
 _GONE_KEPT_FOR = timedelta(days=7)
 """Retention of reporters that deregistered or were lost."""
-
-_MAX_DELETED = 5_000
-"""Maximum buckets deleted in one run."""
 
 _MAX_ROLLED_UP = 5_000
 """Maximum buckets that one batch moves."""
@@ -118,7 +116,7 @@ def forget_old(now: datetime) -> None:
             old = UseBucket.objects.filter(
                 outcome=outcome, span__in=UseSpan, minute__lt=oldest, last_at__lt=oldest
             ).values_list("pk", "key_id")
-            found += old[: _MAX_DELETED - len(found)]
+            found += old[: MAX_DELETED - len(found)]
     UseBucket.objects.filter(pk__in=[pk for pk, _ in found]).delete()
     is_silent = ~Q(last_at__gte=oldest) & ~Q(denied_at__gte=oldest)
     KeySource.objects.filter(is_silent, key__in={key_id for _, key_id in found}).delete()

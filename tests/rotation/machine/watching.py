@@ -343,11 +343,13 @@ class Watcher:
     def require_predecessor_reinstated(self) -> None:
         """After a whole turn no predecessor stays in quarantine beside a replacement that is not good.
 
-        This holds whatever the backend does, but not while a dead worker still holds the lease.
+        This holds whatever the backend does, but not while a dead worker holds the lease or a failure's pause lasts.
         """
         row = self.rotations[self.world.rotation_ids[-1]]
         lease = WorkLease.objects.filter(subject=subject_of(self.world.rotation_ids[-1])).first()
-        if row.state in CLOSED or row.state is S.ROLLING_BACK or (lease is not None and lease.token):
+        if row.state in CLOSED or row.state is S.ROLLING_BACK or lease is None or lease.token:
+            return
+        if lease.last_error and lease.due_at is not None and lease.due_at > self.world.now:
             return
         is_kept = row.quarantined_at is not None and self.state_of(row.key_ids[0]) is K.SUSPENDED
         self.require(

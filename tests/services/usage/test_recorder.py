@@ -690,6 +690,21 @@ def fail_and_wait(future: Any, may_fail: threading.Event) -> None:
     future.result(TIMEOUT_SECONDS)
 
 
+def test_usage_noted_while_a_report_is_taken_is_newer_than_its_watermark(key: Key, log: UsageLog, clock: Clock) -> None:
+    """Guarantee: no watermark covers a use that its report lacks, or a key in use would count as silent."""
+
+    def take() -> list[Any]:
+        clock.tick(1)
+        use(log, key)
+        return []
+
+    log.add_source(take)
+    log.flush()
+    assert (count_of(key), watermark(log)) == (0, NOON)
+    log.flush()
+    assert (count_of(key), watermark(log)) == (1, NOON + SECOND)
+
+
 @pytest.mark.django_db(transaction=True)
 def test_usage_of_concurrent_reporters_sums_exactly(small_portions: None) -> None:
     """Processes that count the same keys concurrently lose nothing and do not deadlock."""

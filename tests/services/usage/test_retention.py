@@ -247,7 +247,7 @@ def test_usage_older_than_its_retention_is_deleted_except_totals_and_exposures(
 
 
 def test_usage_that_is_old_is_deleted_in_batches(key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "_MAX_DELETED", 2)
+    monkeypatch.setattr(retention, "MAX_DELETED", 2)
     for number in range(3):
         use(log, key, source=f"192.0.2.{number}")
     log.flush()

@@ -20,7 +20,7 @@ from keyvault.services.usage.reports import SourceUse
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.policy import Plan
-from rotation.models import Rotation
+from rotation.models import EvidenceKind, Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.facts import find_gap
 from rotation.services.rotations.interventions import waive_source
@@ -358,6 +358,34 @@ def test_plan_lists_a_source_that_has_long_been_gone(fleet: Fleet) -> None:
     listed = late_sources(fleet.begin())
     assert isinstance(listed, dict)
     assert list(listed) == [JOB]
+
+
+def test_plan_with_a_waived_source_awaits_the_others_only(fleet: Fleet) -> None:
+    """The waiver is part of the digest, and evidence in the name of the operator who approved it."""
+    fleet.live(91)
+    now = fleet.clock()
+    early = now + timedelta(days=20)
+    plan = plan_rotation(fleet.credential, PlanOverrides(deadline=early, waived_sources=(JOB,)), now)
+    assert plan.late_sources is None
+    assert plan.digest() != dataclasses.replace(plan, waived_sources=()).digest()
+    rotation = fleet.begin(deadline=early, waived_sources=(JOB,))
+    [waiver] = rotation.evidence.filter(kind=EvidenceKind.SOURCE_WAIVED)
+    assert waiver.seen["source"] == JOB
+    assert waiver.seen["by"] == "operator:approver"
+    fleet.switch_shop()
+    ended = fleet.live(12, job_every=1000)
+    assert ended is not None
+    assert ended.state == S.COMPLETED
+
+
+def test_plan_with_a_waived_source_has_an_earlier_default_deadline(fleet: Fleet) -> None:
+    fleet.live(91)
+    now = fleet.clock()
+    awaiting = plan_rotation(fleet.credential, PlanOverrides(), now).deadline
+    waiving = plan_rotation(fleet.credential, PlanOverrides(waived_sources=(JOB,)), now).deadline
+    assert awaiting is not None
+    assert waiving is not None
+    assert waiving < awaiting
 
 
 def test_plan_of_the_sandbox_measures_by_no_gaps(clock: Clock, verifier: UsageLog) -> None:
