@@ -120,9 +120,16 @@ class Migration(migrations.Migration):
                 ('token', models.CharField(blank=True, max_length=32)),
                 ('until', models.DateTimeField(blank=True, null=True)),
                 ('due_at', models.DateTimeField(blank=True, null=True)),
+                ('queue', models.CharField(blank=True, max_length=40)),
+                ('is_urgent', models.BooleanField(default=False)),
+                ('is_dispatched', models.BooleanField(default=False)),
+                ('wakes', models.PositiveIntegerField(default=0)),
                 ('attempts', models.PositiveIntegerField(default=0)),
                 ('last_error', models.CharField(blank=True, max_length=300)),
             ],
+            options={
+                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due')],
+            },
         ),
         migrations.CreateModel(
             name='Operator',
@@ -326,6 +333,9 @@ class Migration(migrations.Migration):
                 ('first_at', models.DateTimeField()),
                 ('last_at', models.DateTimeField()),
                 ('count', models.PositiveBigIntegerField(default=0)),
+                ('minutes', models.PositiveIntegerField(default=0)),
+                ('first_minute', models.PositiveIntegerField(null=True)),
+                ('last_minute', models.PositiveIntegerField(null=True)),
             ],
         ),
         migrations.AddField(
@@ -495,6 +505,7 @@ class Migration(migrations.Migration):
             name='UseBucket',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('span', models.PositiveSmallIntegerField(choices=[(1, 'Minute'), (60, 'Hour'), (1440, 'Day')], default=1)),
                 ('minute', models.DateTimeField()),
                 ('source', models.CharField(max_length=64)),
                 ('user_agent', models.CharField(blank=True, max_length=120)),
@@ -809,19 +820,15 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='usebucket',
-            index=models.Index(fields=['key', 'outcome', 'minute'], name='use_by_minute'),
-        ),
-        migrations.AddIndex(
-            model_name='usebucket',
             index=models.Index(fields=['key', 'outcome', 'source'], name='use_by_source'),
         ),
         migrations.AddIndex(
             model_name='usebucket',
-            index=models.Index(fields=['minute'], name='use_by_age'),
+            index=models.Index(fields=['outcome', 'span', 'minute'], name='use_by_age'),
         ),
         migrations.AddConstraint(
             model_name='usebucket',
-            constraint=models.UniqueConstraint(fields=('key', 'minute', 'source', 'user_agent', 'endpoint', 'origin', 'outcome'), name='use_bucket_unique'),
+            constraint=models.UniqueConstraint(fields=('key', 'outcome', 'span', 'minute', 'source', 'user_agent', 'endpoint', 'origin'), name='use_bucket_unique'),
         ),
         migrations.AddConstraint(
             model_name='usebucket',
@@ -849,11 +856,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='worklease',
-            index=models.Index(condition=models.Q(('due_at__isnull', False)), fields=['due_at'], name='work_lease_due'),
+            index=models.Index(condition=models.Q(('due_at__isnull', False), ('queue', '')), fields=['due_at'], name='work_lease_abandoned'),
         ),
         migrations.AddIndex(
             model_name='worklease',
-            index=models.Index(condition=models.Q(('due_at__isnull', True)), fields=['until'], name='work_lease_held'),
+            index=models.Index(condition=models.Q(('due_at__isnull', True), ('queue', '')), fields=['until'], name='work_lease_held'),
         ),
         migrations.AddIndex(
             model_name='webhookdelivery',

@@ -41,6 +41,13 @@ def _count(minimum: int) -> Callable[[str], int]:
     return read
 
 
+def _days_of_use(text: str) -> int:
+    """Return the retention of evidence. A use that comes back once a year must not be forgotten in between."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) < 366:
+        raise ValueError("days, 366 or more")
+    return int(text)
+
+
 def _choice(*choices: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in choices:
@@ -284,6 +291,26 @@ SETTINGS: tuple[Setting, ...] = (
         "KEYVAULT_REVOCATION_LOG",
         "revocation_log",
         "File of the revocation log, outside the database and not restored with it. Relative to the data folder.",
+    ),
+    Setting(
+        "KEYVAULT_USAGE_MINUTE_DAYS",
+        "2",
+        "Days for which use of a key is kept by minute, 1 or more. After that it is kept by hour.",
+        _count(1),
+    ),
+    Setting(
+        "KEYVAULT_USAGE_HOUR_DAYS",
+        "35",
+        "Days for which use of a key is kept by hour, and with addresses and user agents, 1 or more. After that it is "
+        "kept by day, network and product.",
+        _count(1),
+    ),
+    Setting(
+        "KEYVAULT_USAGE_DAYS",
+        "400",
+        "Days for which use of a key is kept at all, 366 or more: silence is judged by the longest gap between two "
+        "uses. The key's total is kept permanently.",
+        _days_of_use,
     ),
     Setting(
         "KEYVAULT_WEBHOOK_NETWORKS",

@@ -30,6 +30,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.revocations import log_backfill
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.usage.retention import roll_up
 from keyvault.services.webhooks import endpoints
 from keyvault.services.work import leases
 from keyvault.services.work.leases import Lease
@@ -162,12 +163,15 @@ _turns = MaintenanceTurns()
 
 
 def forget_due() -> None:
-    """Shred sealed secrets and delete expired rows."""
+    """Shred sealed secrets, roll usage up, and delete expired rows. A failure of one does not stop the others."""
     now = datetime.now(UTC)
     try:
         idempotency.shred_due(now)
     finally:
-        retention.forget_expired_rows(now)
+        try:
+            roll_up(now)
+        finally:
+            retention.forget_expired_rows(now)
 
 
 def backfill_revocation_log() -> None:

@@ -51,7 +51,7 @@ from keyvault.services import idempotency
 from keyvault.services.change_feed import follower
 from keyvault.services.sessions import sign_in
 from keyvault.services.tokens import customer_tokens
-from keyvault.services.usage import recorder
+from keyvault.services.usage import retention as usage
 from keyvault.services.verification import refusals
 from keyvault.services.webhooks import deliveries
 from keyvault.services.work import leases
@@ -108,7 +108,12 @@ RULES = (
         "KEYVAULT_CUSTOMER_TOKEN_DAYS",
         customer_tokens.forget_expired_tokens,
     ),
-    RetentionRule(UseBucket, _days(recorder.KEPT_FOR), forget=recorder.forget_old),
+    RetentionRule(
+        UseBucket,
+        "{days} days; as minutes for `KEYVAULT_USAGE_MINUTE_DAYS`, then as hours for `KEYVAULT_USAGE_HOUR_DAYS`",
+        "KEYVAULT_USAGE_DAYS",
+        usage.forget_old,
+    ),
     RetentionRule(KeySource, "with the last minute in which the source was seen"),
     RetentionRule(UsageReporter, "7 days after the process ended; the last loss of each environment permanently"),
     RetentionRule(Confirmation, _days(follower.CONFIRMATIONS_KEPT_FOR), forget=follower.forget_old),

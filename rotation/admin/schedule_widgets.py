@@ -1,7 +1,6 @@
 """Formatting of schedules, and the calendar of scheduled rotations with a table per month."""
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
@@ -82,7 +81,7 @@ def _state_link(date: ScheduledDate) -> SafeString:
 def state_of(row: RotationSchedule) -> str:
     if not row.is_enabled:
         return "disabled"
-    return "stalled" if find_unreadable(row, datetime.now(UTC)) else "enabled"
+    return "stalled" if find_unreadable(row) else "enabled"
 
 
 def format_scope(row: RotationSchedule) -> str:

@@ -192,7 +192,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             ),
             ("In the name of", self.author_name(row)),
         ]
-        fault = find_unreadable(row, datetime.now(UTC))
+        fault = find_unreadable(row)
         return FactTable("Schedule", [*rows, *([("Stalled", fault)] if fault else [])])
 
     def detail(self, request: HttpRequest, row: RotationSchedule) -> Detail:

@@ -264,10 +264,6 @@ class Migration(migrations.Migration):
             model_name='rotation',
             index=models.Index(fields=['state'], name='rotation_by_state'),
         ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(condition=models.Q(('state__in', ['cancelled', 'completed', 'expired', 'rejected', 'rolled_back']), _negated=True), fields=['rotation_id'], name='rotation_open'),
-        ),
         migrations.AddConstraint(
             model_name='rotation',
             constraint=models.CheckConstraint(condition=models.Q(('state__in', ['requested', 'awaiting_approval', 'scheduled', 'emergency', 'staged', 'publishing', 'awaiting_proof', 'overlap', 'quarantine', 'revoking', 'rolling_back', 'completed', 'rolled_back', 'rejected', 'expired', 'cancelled', 'stalled'])), name='rotation_state'),
@@ -287,5 +283,36 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name='rotation',
             constraint=models.CheckConstraint(condition=models.Q(models.Q(('state__in', ['quarantine', 'revoking']), _negated=True), ('silent_at__isnull', False), ('waived_at__isnull', False), _connector='OR'), name='rotation_silent'),
+        ),
+        migrations.CreateModel(
+            name='ScheduleCheck',
+            fields=[
+                ('schedule', models.OneToOneField(on_delete=django.db.models.deletion.CASCADE, primary_key=True, related_name='+', serialize=False, to='rotation.rotationschedule')),
+                ('check_at', models.DateTimeField(db_index=True)),
+                ('fault', models.CharField(blank=True, max_length=300)),
+            ],
+        ),
+        migrations.CreateModel(
+            name='ScheduledCredential',
+            fields=[
+                ('credential', models.OneToOneField(on_delete=django.db.models.deletion.PROTECT, primary_key=True, related_name='+', serialize=False, to='keyvault.credential')),
+                ('environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
+                ('ask_at', models.DateTimeField(blank=True, null=True)),
+                ('refusals', models.PositiveSmallIntegerField(default=0)),
+                ('why', models.CharField(blank=True, max_length=300)),
+                ('revision', models.PositiveIntegerField(default=0)),
+            ],
+            options={
+                'indexes': [models.Index(condition=models.Q(('ask_at__isnull', False)), fields=['environment', 'ask_at', 'credential'], name='scheduled_by_ask_at')],
+            },
+        ),
+        migrations.CreateModel(
+            name='ScheduleSweep',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
+                ('after', models.CharField(blank=True, max_length=32)),
+                ('account', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='+', to='keyvault.account')),
+            ],
         ),
     ]

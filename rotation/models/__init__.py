@@ -5,7 +5,13 @@ from rotation.models.evidence import Evidence, EvidenceKind
 from rotation.models.ledger import LedgerEntry, LedgerState
 from rotation.models.retirements import Retirement
 from rotation.models.rotations import Rotation, RotationApproval, explain_unreadable
-from rotation.models.schedules import BlackoutCalendar, RotationSchedule
+from rotation.models.schedules import (
+    BlackoutCalendar,
+    RotationSchedule,
+    ScheduleCheck,
+    ScheduledCredential,
+    ScheduleSweep,
+)
 
 __all__ = [
     "BlackoutCalendar",
@@ -21,5 +27,8 @@ __all__ = [
     "Rotation",
     "RotationApproval",
     "RotationSchedule",
+    "ScheduleCheck",
+    "ScheduleSweep",
+    "ScheduledCredential",
     "explain_unreadable",
 ]

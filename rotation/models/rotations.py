@@ -1,5 +1,8 @@
 """Rotations with their approvals."""
 
+from datetime import datetime
+from typing import Any, Self
+
 from django.conf import settings
 from django.db import models
 from django.db.models import F, Q
@@ -12,7 +15,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.policy import PLAN_UNREADABLE, Plan, UnreadablePlanError
 from rotation.domain.states import CLOSED
 from rotation.models.campaigns import Campaign
-from rotation.models.schedules import RotationSchedule
+from rotation.models.schedules import RotationSchedule, ScheduledCredential
 
 
 def explain_unreadable(error: Exception) -> str:
@@ -92,20 +95,29 @@ class Rotation(RequestColumns):
                 | Q(waived_at__isnull=False),
             ),
         ]
-        indexes = [
-            models.Index(fields=["state"], name="rotation_by_state"),
-            models.Index(
-                fields=["rotation_id"],
-                name="rotation_open",
-                condition=~Q(state__in=sorted(state.value for state in CLOSED)),
-            ),
-        ]
+        indexes = [models.Index(fields=["state"], name="rotation_by_state")]
 
     def __str__(self) -> str:
         return self.rotation_id
 
     def alters(self) -> None:
         return None
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        super().save(*args, **kwargs)
+        if self.schedule_id is None:  # A worker that begins a scheduled rotation writes its date itself.
+            self._expire_date(self.created_at)
+
+    def compare_and_swap(self, **changes: Any) -> Self:
+        super().compare_and_swap(**changes)
+        if changes.get("closed_at") is not None:
+            self._expire_date(changes["closed_at"])
+        return self
+
+    def _expire_date(self, now: datetime) -> None:
+        """Have the date of the credential's next rotation computed again: none is requested beside an open one."""
+        rows = ScheduledCredential.objects.filter(credential=self.credential_id)
+        rows.update(ask_at=now, refusals=0, revision=F("revision") + 1)
 
     @property
     def current_state(self) -> RotationState:

@@ -12,6 +12,9 @@ from rotation.models import (
     Rotation,
     RotationApproval,
     RotationSchedule,
+    ScheduleCheck,
+    ScheduledCredential,
+    ScheduleSweep,
 )
 
 RULES = (
@@ -21,4 +24,7 @@ RULES = (
     ),
     *(RetentionRule(table, "with its rotation") for table in (Evidence, LedgerEntry)),
     *(RetentionRule(table, "permanently: configuration") for table in (RotationSchedule, BlackoutCalendar)),
+    RetentionRule(ScheduledCredential, "with its credential"),
+    RetentionRule(ScheduleSweep, "until the dates are computed"),
+    RetentionRule(ScheduleCheck, "with its schedule"),
 )

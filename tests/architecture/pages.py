@@ -112,6 +112,8 @@ def plan_fields_table() -> str:
             accepted = each.describe_bounds()
         elif each.type is FieldType.TEXT:
             accepted = f"at most {each.most} {each.unit}"
+        elif each.type is FieldType.NAMES:
+            accepted = f"at most {each.most} {each.unit}, by name"
         elif each.type is FieldType.INSTANT:
             accepted = f"a time in the next {FARTHEST.days} days"
         else:

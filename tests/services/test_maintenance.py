@@ -92,7 +92,7 @@ def test_maintenance_of_a_request_denied_by_the_backend_alarms_once_and_issues_i
         refusing.setattr(requests, "store_string", refuse)
         for _ in range(3):
             assert not maintenance.issue_one(request)
-            leases.wake(f"issuance:{request.pk}")
+            leases.forget(f"issuance:{request.pk}")
     alarms = Notice.objects.filter(kind=NoticeKind.BACKEND_DENIED)
     assert [(notice.subject, notice.is_alarm) for notice in alarms] == [("sandbox", True)]
     assert maintenance.issue_one(request)

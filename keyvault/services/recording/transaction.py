@@ -36,6 +36,7 @@ from keyvault.models.recording import collect_subjects
 from keyvault.services.recording.audit_chain import append_entry, choose_slot
 from keyvault.services.recording.changes import announce_changes
 from keyvault.services.recording.revocation_log import append_ended
+from keyvault.services.recording.signals import accounts_changed, keys_changed
 
 
 @dataclass(slots=True)
@@ -113,6 +114,15 @@ def _rolled_back_together(unit: _Unit) -> Iterator[None]:
 
 
 def _commit(unit: _Unit, subjects: dict[Subject, bool], now: datetime) -> None:
+    if key_ids := [identity for kind, identity in subjects if kind == "key"]:
+        rule = unit.records[0].grant.rule
+        permission = rule.permission if isinstance(rule, OperationRule) else None
+        keys_changed.send(None, key_ids=key_ids, permission=permission, now=now)
+    merchants, accounts = (
+        [identity for kind, identity in subjects if kind == name] for name in ("merchant", "account")
+    )
+    if merchants or accounts:
+        accounts_changed.send(None, merchants=merchants, accounts=accounts, now=now)
     sequence = announce_changes(subjects, now)
     slots: dict[str, str] = {}
     for record in sorted(unit.records, key=lambda record: (record.is_customer_token, record.chain)):

@@ -35,6 +35,7 @@ from keyvault.models import DeliveryState, MerchantStatus, Notice, WebhookBreake
 from keyvault.models.notifications import SETTLED_NOTICE
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce, message_of
+from keyvault.services.recording.signals import notice_settled
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import utc_now
 from keyvault.services.webhooks.endpoints import breaker_of, host_of, signing_secrets, write_disabled
@@ -295,6 +296,7 @@ def _settle(delivery: WebhookDelivery, assessment: DeliveryAssessment, now: date
     outcome = {"last_status": delivery.last_status, "last_error": delivery.last_error}
     if assessment.verdict is DeliveryOutcome.DELIVERED:
         _write(delivery, **outcome, state=DeliveryState.DELIVERED, delivered_at=now)
+        notice_settled.send(None, notice=delivery.notice, now=now)
         return
     if assessment.verdict is DeliveryOutcome.GONE:
         _give_up(delivery, now, is_disabled=True)
@@ -336,6 +338,7 @@ def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> 
             why=why,
             is_disabled=is_disabled,
         )
+        notice_settled.send(None, notice=delivery.notice, now=now)
 
 
 def _has_delivered_since(delivery: WebhookDelivery) -> bool:

@@ -22,14 +22,16 @@ from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.work.leases import wake
+from keyvault.services.work.leases import forget
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.policy import APPROVAL_LIFETIME, Plan
-from rotation.models import Campaign, Rotation, RotationApproval, RotationSchedule
+from rotation.models import Campaign, EvidenceKind, Rotation, RotationApproval, RotationSchedule
 from rotation.models.triggers import ONE_OPEN_ROTATION
+from rotation.services.rotations.facts import note_evidence
 from rotation.services.rotations.planning import find_predecessor, plan_reissue, plan_rotation
 from rotation.services.rotations.reports import about, subject_of
+from rotation.services.rotations.turns import enqueue_turn, wake_rotation
 
 S = RotationState
 
@@ -148,6 +150,8 @@ def _store_request(
                 _approve_with_campaign(grant, rotation, requester.campaign)
             if rotation.state in {S.SCHEDULED, S.EMERGENCY}:
                 _announce_plan(grant, rotation)
+                _note_waivers(grant, rotation)
+            enqueue_turn(rotation, grant.at)
     except DatabaseIntegrityError as error:
         # Matched by text, since the open rotation may have closed by now: the trigger's message or the index's name.
         if any(text in str(error) for text in (ONE_OPEN_ROTATION, "rotation_one_open")):
@@ -169,6 +173,14 @@ def _approve_with_campaign(grant: Grant, rotation: Rotation, campaign: Campaign)
     if rotation.approvals.count() < rotation.approvals_needed:
         raise StateConflictError("The campaign needs more approvals.", internal=campaign.campaign_id)
     rotation.compare_and_swap(state=S.SCHEDULED)
+
+
+def _note_waivers(grant: Grant, rotation: Rotation) -> None:
+    """Record the plan's waivers as evidence, in the name of the operator whose decision made the plan effective."""
+    plan = rotation.approved_plan
+    for name in plan.waived_sources:
+        seen = {"source": name, "by": grant.principal.actor, "why": f"waived in the plan: {plan.reason}"[:300]}
+        note_evidence(rotation, EvidenceKind.SOURCE_WAIVED, dict(seen), grant.at)
 
 
 def _announce_plan(grant: Grant, rotation: Rotation) -> None:
@@ -220,7 +232,8 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
         if is_enough and rotation.state == S.AWAITING_APPROVAL:
             rotation.compare_and_swap(state=S.SCHEDULED, entered_at=grant.at)
             _announce_plan(grant, rotation)
-    wake(subject_of(rotation.rotation_id))
+            _note_waivers(grant, rotation)
+        wake_rotation(rotation, grant.at)
     return rotation
 
 
@@ -249,8 +262,9 @@ def bypass_rotation(grant: Grant, rotation: Rotation, plan_digest: str, reason: 
         if rotation.state == S.AWAITING_APPROVAL:
             rotation.compare_and_swap(state=S.SCHEDULED, entered_at=grant.at)
             _announce_plan(grant, rotation)
+            _note_waivers(grant, rotation)
         announce(grant, NoticeKind.ROTATION_BYPASSED, account, rotation.rotation_id, **about(rotation))
-    wake(subject_of(rotation.rotation_id))
+        wake_rotation(rotation, grant.at)
     return rotation
 
 
@@ -268,6 +282,7 @@ def reject_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
         rotation.compare_and_swap(state=S.REJECTED, entered_at=grant.at, closed_at=grant.at, why=clean_text(why, 300))
         if was_planned:
             announce_end(grant, rotation)
+        forget(subject_of(rotation.rotation_id))
     return rotation
 
 

@@ -60,8 +60,8 @@ def report_blocked(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> 
         return
     payload: dict[str, JsonValue] = {**about(rotation), "state": rotation.state, "why": why[:300]}
     with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.blocked", account=account, **payload):
-        leases.hold(lease)
         announce(grant, kind, account, subject, **payload)
+        leases.hold(lease)
 
 
 def _transit(grant: Grant, rotation: Rotation, step: Move, lease: Lease, enter: Callable[[], Changes]) -> None:
@@ -82,12 +82,16 @@ def _transit(grant: Grant, rotation: Rotation, step: Move, lease: Lease, enter: 
         why=step.why,
         happened=happened,
     ):
-        leases.hold(lease)
         changes = enter()
         if step.to in CLOSED:
             changes["closed_at"] = grant.at
         rotation.compare_and_swap(**{"state": step.to, "entered_at": grant.at, "why": step.why, **changes})
         _announce(grant, rotation, was, step)
+        # Last: a transaction of a person locks a key first, and then this row to wake the rotation.
+        if step.to in CLOSED:
+            leases.finish(lease)
+        else:
+            leases.hold(lease)
     _log.info(
         "rotation moved",
         extra={"rotation_id": rotation.rotation_id, "was": was.value, "to": step.to, "why": step.why},
@@ -196,8 +200,8 @@ def lift_quarantine(grant: Grant, rotation: Rotation, lease: Lease) -> None:
         return
     account = rotation.credential.account
     with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.quarantine_lifted", account=account, **about(rotation)):
-        leases.hold(lease)
         rotation.compare_and_swap(**_lift(grant, rotation))
+        leases.hold(lease)
 
 
 def _lift(grant: Grant, rotation: Rotation) -> Changes:
@@ -284,10 +288,10 @@ def send_due_notices(grant: Grant, rotation: Rotation, facts: Facts, lease: Leas
         return
     account, kinds = rotation.credential.account, [kind.value for kind, _ in notices]
     with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.told", account=account, **about(rotation), kinds=list(kinds)):
-        leases.hold(lease)
         rotation.compare_and_swap(**changes)
         for kind, payload in notices:
             announce(grant, kind, account, rotation.rotation_id, **about(rotation), **payload)
+        leases.hold(lease)
 
 
 _Notices = list[tuple[NoticeKind, dict[str, JsonValue]]]

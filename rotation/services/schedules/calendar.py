@@ -10,7 +10,8 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
 from rotation.domain.events import RotationState
 from rotation.services.rotations.planning import plan_rotation
-from rotation.services.schedules.starting import Candidate, format_failure, list_candidates, overrides_for
+from rotation.services.schedules.candidates import Candidate, list_candidates, overrides_for
+from rotation.services.schedules.starting import format_failure
 
 MAX_DRY_RUNS = 200
 """Maximum number of overdue credentials whose plan is validated to find the obstacle."""
@@ -70,7 +71,7 @@ def list_next(
     environments: Iterable[str] = [environment] if environment else [each.value for each in Environment]
     dry_runs = MAX_DRY_RUNS
     found = []
-    for candidate in list_candidates(now, environments, merchant):
+    for candidate in list_candidates(environments, merchant):
         date = _next_date(candidate, now)
         if date.state is DateState.OVERDUE and dry_runs:
             dry_runs -= 1

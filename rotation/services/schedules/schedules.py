@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import IntegrityError
+from django.db.models import Q
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -23,8 +24,9 @@ from keyvault.services.recording.transaction import recorded
 from rotation.domain.cryptoperiods import Terms, find_term_faults
 from rotation.domain.plan_fields import FIELDS, PlanOverrides, Proof, default_of, with_defaults
 from rotation.domain.policy import Plan, find_faults
-from rotation.domain.windows import LOOK_AHEAD, Blackout, Window, read_blackouts
-from rotation.models import BlackoutCalendar, RotationSchedule, explain_unreadable
+from rotation.domain.windows import Window, coming_blackouts, read_blackouts
+from rotation.models import BlackoutCalendar, RotationSchedule, ScheduleCheck, explain_unreadable
+from rotation.services.schedules.marking import mark_scope
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 _UNREADABLE = "The schedule cannot be read by this release"
@@ -87,15 +89,17 @@ def save_schedule(
         ):
             _lock_calendar(draft.calendar)
             if row is not None:
-                return row.compare_and_swap(**columns)
-            row = RotationSchedule(
-                environment=scope.environment,
-                account=scope.account,
-                credential=scope.credential,
-                created_at=grant.at,
-                **columns,
-            )
-            row.save()
+                row.compare_and_swap(**columns)
+            else:
+                row = RotationSchedule(
+                    environment=scope.environment,
+                    account=scope.account,
+                    credential=scope.credential,
+                    created_at=grant.at,
+                    **columns,
+                )
+                row.save()
+            _note_change(grant, row)
     except IntegrityError as error:
         raise StateConflictError("The schedule was changed concurrently. Reload it.") from error
     return row
@@ -107,6 +111,7 @@ def disable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
         raise StateConflictError("The schedule is disabled already.")
     with recorded(grant, P.SCHEDULES_WRITE, "schedule.disabled", account=place_of(schedule), **_about(schedule)):
         schedule.compare_and_swap(is_enabled=False)
+        _note_change(grant, schedule)
 
 
 def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
@@ -119,6 +124,13 @@ def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
     with recorded(grant, P.SCHEDULES_WRITE, "schedule.enabled", account=place_of(schedule), **_about(schedule)):
         _lock_calendar(schedule.calendar)
         schedule.compare_and_swap(is_enabled=True, **_author(grant))
+        _note_change(grant, schedule)
+
+
+def _note_change(grant: Grant, schedule: RotationSchedule) -> None:
+    """Have workers check the schedule and compute the dates of its credentials, in the transaction of its change."""
+    ScheduleCheck.objects.update_or_create(schedule=schedule, defaults={"check_at": grant.at, "fault": ""})
+    mark_scope(schedule.environment, schedule.account, schedule.credential, grant.at)
 
 
 def save_calendar(
@@ -147,7 +159,10 @@ def save_calendar(
                 row.save()
             else:
                 row.compare_and_swap(periods=stored)
-            _require_kept(_using(row), grant.at)
+            using = _using(row)
+            _require_kept(using, grant.at)
+            for schedule in using:
+                mark_scope(schedule.environment, schedule.account, schedule.credential, grant.at)
     except IntegrityError as error:
         raise StateConflictError("The calendar was changed concurrently. Reload it.") from error
     return row
@@ -160,8 +175,28 @@ def find_schedule(scope: Scope) -> RotationSchedule | None:
     return found
 
 
-def list_enabled(environments: Iterable[str]) -> list[RotationSchedule]:
-    return list(_rows().filter(is_enabled=True, environment__in=list(environments)))
+_OF_ENVIRONMENT = Q(account__isnull=True, credential__isnull=True)
+
+
+def scheduled_in(environments: Iterable[str]) -> Q:
+    """Return the condition that an enabled schedule applies to a credential of these environments."""
+    enabled = RotationSchedule.objects.filter(is_enabled=True, environment__in=list(environments))
+    return (
+        Q(account__environment__in=enabled.filter(_OF_ENVIRONMENT).values("environment"))
+        | Q(account__in=enabled.filter(account__isnull=False).values("account"))
+        | Q(pk__in=enabled.filter(credential__isnull=False).values("credential"))
+    )
+
+
+def list_applicable(credentials: Iterable[Credential]) -> list[RotationSchedule]:
+    """List the enabled schedules of these credentials, of their accounts and of their environments."""
+    ids, accounts, environments = set(), set(), set()
+    for credential in credentials:
+        ids.add(credential.pk)
+        accounts.add(credential.account_id)
+        environments.add(credential.account.environment)
+    scope = Q(credential__in=ids) | Q(account__in=accounts) | (_OF_ENVIRONMENT & Q(environment__in=environments))
+    return list(_rows().filter(scope, is_enabled=True))
 
 
 def place_of(schedule: RotationSchedule) -> Account | None:
@@ -197,36 +232,30 @@ def find_draft(schedule: RotationSchedule) -> ScheduleDraft | None:
         return None
 
 
-def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, PlanOverrides]:
+def read_schedule(schedule: RotationSchedule) -> tuple[Terms, PlanOverrides]:
     """Return the schedule's current terms and plan overrides. Raises UnreadableScheduleError."""
     draft = draft_of(schedule)
     try:
-        return terms_of(draft, now), draft.overrides
+        return terms_of(draft), draft.overrides
     except RequestInvalidError as error:
         why = f"{_UNREADABLE}: calendar {schedule.calendar}, {explain_unreadable(error)}."
         raise UnreadableScheduleError(why) from error
 
 
-def find_unreadable(schedule: RotationSchedule, now: datetime) -> str:
+def find_unreadable(schedule: RotationSchedule) -> str:
     """Return why this release cannot read the schedule; empty where it can."""
     try:
-        read_schedule(schedule, now)
+        read_schedule(schedule)
     except UnreadableScheduleError as error:
         return error.detail
     return ""
 
 
-def terms_of(draft: ScheduleDraft, now: datetime) -> Terms:
-    """Return the window with the calendar's current blackouts, except those that are over."""
+def terms_of(draft: ScheduleDraft) -> Terms:
+    """Return the terms, whose window has the calendar's current blackouts."""
     window = draft.window
-    if draft.calendar is not None:
-        blackouts = tuple(
-            Blackout(each.begins_at, each.ends_at, each.why)
-            for each in read_blackouts(draft.calendar.periods)
-            if each.ends_at > now and each.begins_at < now + LOOK_AHEAD
-        )
-        if blackouts:
-            window = replace(window or Window(), blackouts=blackouts)
+    if draft.calendar is not None and (blackouts := read_blackouts(draft.calendar.periods)):
+        window = replace(window or Window(), blackouts=blackouts)
     return Terms(draft.cryptoperiod_days, draft.jitter_days, draft.lead_days, window)
 
 
@@ -279,7 +308,7 @@ def _scope_faults(scope: Scope) -> Iterable[Fault]:
 def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime) -> Iterable[Fault]:
     if draft.window is not None and draft.window.blackouts:
         yield Fault("/window/blackouts", "no blackouts here; use a calendar")
-    terms = terms_of(draft, now)
+    terms = terms_of(draft)
     faults = list(find_term_faults(terms, now))
     yield from faults
     overrides = draft.overrides
@@ -297,7 +326,7 @@ def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime)
             "/overrides/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation"
         )
     if not faults:
-        plan = _sample_plan(environment, overrides, terms.window, now)
+        plan = _sample_plan(environment, overrides, coming_blackouts(terms.window, now), now)
         for fault in find_faults(plan, environment, KeyKind.PRIVATE, None, now):
             yield Fault(f"/overrides{fault.pointer}", fault.detail)
 

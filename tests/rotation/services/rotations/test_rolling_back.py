@@ -6,6 +6,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.access.roles import Role
 from keyvault.backends.local import LocalKeystore
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import KeyState
 from keyvault.domain.revocation import RevocationReason
