@@ -77,14 +77,20 @@ def _wake(turns: Sequence[Turn], now: datetime) -> None:
         _dispatch_on_commit(turns)
 
 
-def dispatch_due(clock: Callable[[], datetime] = utc_now, dispatch: Dispatch | None = None) -> int:
-    """Dispatch the due rotations of the environments that this process serves, urgent ones first; return how many.
+def dispatch_due(
+    clock: Callable[[], datetime] = utc_now,
+    dispatch: Dispatch | None = None,
+    environments: Sequence[str] | None = None,
+) -> int:
+    """Dispatch due rotations, urgent ones first; return how many.
 
-    The cost depends on the number of due rotations, not on that of open ones.
+    The cost depends on the number of due rotations, not on that of open ones. `environments`: those to dispatch among
+    the ones that this process serves; None: all of these.
     """
+    served = [each for each in settings.ENVIRONMENTS if environments is None or each in environments]
     send, dispatched = dispatch or dispatcher.require_sender(), 0
     for is_urgent in (True, False):
-        for environment in settings.ENVIRONMENTS:
+        for environment in served:
             for subject in leases.take_due(_queue_of(environment), clock(), MAX_DISPATCHED, is_urgent=is_urgent):
                 send(Turn(subject.removeprefix(subject_of("")), environment, is_urgent))
                 dispatched += 1
