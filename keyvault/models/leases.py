@@ -1,6 +1,7 @@
 """Leases on work items, stored apart from the items' own rows."""
 
 from django.db import models
+from django.db.models import Q
 
 from keyvault.models.columns import at
 
@@ -9,7 +10,8 @@ class WorkLease(models.Model):
     """The lease of one work item. `token` is a fencing token: each claim replaces it.
 
     `queue`: the queue that dispatches the work when it is due; empty for work that its own table lists.
-    `is_dispatched`: whether the queue dispatched the work since the last claim. `wakes`: number of wake-ups ever.
+    `due_since`: since when dispatched work waits for a worker; None: it was not dispatched since the last claim.
+    `wakes`: number of wake-ups ever.
     """
 
     subject = models.CharField(primary_key=True, max_length=80)
@@ -18,13 +20,16 @@ class WorkLease(models.Model):
     due_at = at()
     queue = models.CharField(max_length=40, blank=True)
     is_urgent = models.BooleanField(default=False)
-    is_dispatched = models.BooleanField(default=False)
+    due_since = at()
     wakes = models.PositiveIntegerField(default=0)
     attempts = models.PositiveIntegerField(default=0)
     last_error = models.CharField(max_length=300, blank=True)
 
     class Meta:
-        indexes = [models.Index(fields=["queue", "is_urgent", "due_at"], name="worklease_due")]
+        indexes = [
+            models.Index(fields=["queue", "is_urgent", "due_at"], name="worklease_due"),
+            models.Index(fields=["queue", "due_since"], name="worklease_waiting", condition=Q(due_since__isnull=False)),
+        ]
 
     def __str__(self) -> str:
         return self.subject

@@ -29,13 +29,15 @@ def _check_startup(**_: Any) -> None:
 
 @beat_init.connect
 def _check_beat(**_: Any) -> None:
-    """Exit where beat must not run. The connection is closed, since beat reads nothing else."""
+    """Exit where beat must not run. The connection is closed, since this thread reads nothing else."""
     from django.db import connection
 
+    from keyvault.services.startup.processes import process_watch
     from keyvault.services.startup.startup_checks import start_or_exit
 
     start_or_exit("beat", needs_peppers=False)
     connection.close()
+    process_watch.report_as("beat")
 
 
 @worker_init.connect
@@ -45,6 +47,13 @@ def _send_turns(**_: Any) -> None:
     from rotation.tasks import send_turn
 
     dispatcher.send = send_turn
+
+
+@worker_ready.connect
+def _report_worker(sender: Any, **_: Any) -> None:
+    from keyvault.services.startup.processes import process_watch
+
+    process_watch.report_as("worker", sender.hostname)
 
 
 @worker_ready.connect

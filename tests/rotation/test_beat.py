@@ -42,10 +42,10 @@ def tick_all(*beats: Scheduler) -> list[str]:
     sent = []
     for beat in beats:
         for entry in beat.schedule.values():
-            entry.last_run_at -= timedelta(hours=1)
+            entry.last_run_at = datetime.now(UTC) - timedelta(hours=1)
         for _ in ENTRIES:
             beat.tick()
-        sent += [entry.task for entry in beat.schedule.values() if entry.total_run_count]
+        sent += [str(entry.task) for entry in beat.schedule.values() if entry.total_run_count]
     return sent
 
 

@@ -109,7 +109,7 @@ def advance_rotation(
 def _next_due(wait: Wait, rotation: Rotation, facts: Facts, now: datetime) -> datetime:
     """Return when the waiting rotation is due again without an event."""
     if wait.until is not None and wait.until > now:
-        due_at = wait.until
+        due_at: datetime = wait.until
         if rotation.current_state in _CHECKED_WITHIN:
             due_at = min(due_at, now + _CHECKED_WITHIN[rotation.current_state])
     else:
@@ -117,7 +117,7 @@ def _next_due(wait: Wait, rotation: Rotation, facts: Facts, now: datetime) -> da
         waited = (now - max(rotation.entered_at, wait.until or rotation.entered_at)).total_seconds()
         due_at = now + timedelta(seconds=min(max(waited / _POLL_DIVISOR, shortest), longest))
     keys = (rotation.predecessor, rotation.replacement)
-    ends = [facts.deadline, *(key.expires_at for key in keys if key is not None)]
+    ends: list[datetime | None] = [facts.deadline, *(key.expires_at for key in keys if key is not None)]
     return min([due_at, *(end for end in ends if end is not None and end > now)])
 
 

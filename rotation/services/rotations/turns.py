@@ -23,6 +23,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Notice
 from keyvault.services.recording.signals import keys_changed, keys_refused, notice_settled
+from keyvault.services.startup.processes import process_watch
 from keyvault.services.usage.recorder import utc_now
 from keyvault.services.work import leases
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork
@@ -161,10 +162,11 @@ def _dispatch_on_commit(turns: Sequence[Turn]) -> None:
 
 
 def connect_signals() -> None:
-    """Subscribe to the events in keyvault that may change what a rotation does next."""
+    """Subscribe to the events in keyvault that may change what a rotation does next, and have the queue measured."""
     keys_changed.connect(_wake_for_changed, dispatch_uid="rotation.keys_changed")
     keys_refused.connect(_wake_for_refused, dispatch_uid="rotation.keys_refused")
     notice_settled.connect(_wake_for_notice, dispatch_uid="rotation.notice_settled")
+    process_watch.queues = tuple(map(_queue_of, settings.ENVIRONMENTS))
 
 
 def _wake_for_changed(key_ids: Collection[str], permission: Permission | None, now: datetime, **_: Any) -> None:
