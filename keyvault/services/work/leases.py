@@ -12,7 +12,7 @@ To prevent deadlocks, a transaction locks these rows last, after keys and rotati
 """
 
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -39,8 +39,6 @@ REDISPATCH = timedelta(seconds=30)
 _FIRST_BACKOFF_SECONDS = 1
 _MAX_BACKOFF_SECONDS = 60
 _PAUSE_SECONDS = 5
-_FAILED_BATCH = 500
-"""Maximum rows of failed work read in one query."""
 
 _MAX_COUNTED = 10_000
 """Maximum rows of a queue that are counted."""
@@ -158,27 +156,6 @@ def _reschedule(lease: Lease, due_at: datetime, error: str, **changes: int) -> N
 
 def _jitter() -> float:
     return 1 + secrets.randbelow(250) / 1000
-
-
-def record_failure(subject: str, now: datetime, error: str) -> None:
-    """Record a failure of work that needs no lease; consecutive failures back off. See `list_failed`."""
-    lease = claim(subject, now, ignore_due_at=True)
-    if lease is not None:
-        postpone(lease, now, error)
-
-
-def list_failed(prefix: str) -> Iterator[Sequence[WorkLease]]:
-    """Yield work whose subject has this prefix and whose last attempt failed, in batches ordered by subject.
-
-    A batch's rows may be deleted before the next one is read.
-    """
-    failed = WorkLease.objects.filter(~Q(last_error=""), subject__startswith=prefix).order_by("subject")
-    batch = failed[:_FAILED_BATCH]
-    while rows := list(batch):
-        yield rows
-        if len(rows) < _FAILED_BATCH:
-            return
-        batch = failed.filter(subject__gt=rows[-1].subject)[:_FAILED_BATCH]
 
 
 def finish(lease: Lease) -> None:

@@ -25,7 +25,7 @@ from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules import starting
 from rotation.services.schedules.candidates import find_candidates
-from rotation.services.schedules.schedules import disable_schedule, enable_schedule
+from rotation.services.schedules.schedules import disable_schedule, enable_schedule, place_of
 from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock
 from tests.plans import copy_row, explain
@@ -259,13 +259,13 @@ class Fleet:
         scope: Any = self.random.choice([SANDBOX, PRODUCTION, self.random.choice(self.accounts), credential])
         days = self.random.choice([20, 30, 90])
         window: Window | None = self.random.choice([None, NIGHTS])
-        terms = {"cryptoperiod_days": days, "jitter_days": self.random.choice([0, 9]), "window": window}
+        terms: dict[str, Any] = {"cryptoperiod_days": days, "jitter_days": self.random.choice([0, 9]), "window": window}
         terms |= {"lead_days": self.random.choice([0, 3]), "calendar": BlackoutCalendar.objects.first()}
         save(scope, self.clock(), **terms)
 
     def toggle(self) -> None:
         row = self.random.choice([*RotationSchedule.objects.select_related("account", "credential", "calendar")])
-        grant = authorize(scene.admin(), P.SCHEDULES_WRITE, starting.place_of(row), now=self.clock())
+        grant = authorize(scene.admin(), P.SCHEDULES_WRITE, place_of(row), now=self.clock())
         (disable_schedule if row.is_enabled else enable_schedule)(grant, row)
 
     def freeze(self) -> None:
@@ -282,7 +282,8 @@ class Fleet:
 
     def _key(self, *states: KeyState) -> Key:
         rows = Key.objects.filter(state__in=states).select_related("credential__account__merchant")
-        return self.random.choice(list(rows))
+        key: Key = self.random.choice(list(rows))
+        return key
 
     def _grant(self, permission: P, key: Key) -> Any:
         return authorize(scene.admin(), permission, key.credential.account, now=self.clock())
