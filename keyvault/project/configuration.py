@@ -343,6 +343,13 @@ SETTINGS: tuple[Setting, ...] = (
         "Retention of notices in the console, in days; at least 30. Alarms that nobody has seen are kept.",
         _count(30),
     ),
+    Setting(
+        "KEYVAULT_CHANGE_DAYS",
+        "400",
+        "Retention of the change feed and its receipts, in days; at least 30. A new revocation log is filled from the "
+        "feed, so it does not protect a backup that is older.",
+        _count(30),
+    ),
     Setting("KEYVAULT_KEY_PREFIX", "kv", "First field of every key string.", _key_prefix),
     Setting(
         "KEYVAULT_SANDBOX_APPROVALS",
