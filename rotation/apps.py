@@ -1,4 +1,4 @@
-"""Django application: registers the rules of its tables, and restores the database triggers after `migrate`."""
+"""Django application: registers its tables' rules, restores triggers after `migrate`, and subscribes to events."""
 
 from django.apps import AppConfig
 from django.db.models.signals import post_migrate
@@ -10,6 +10,10 @@ class RotationConfig(AppConfig):
     def ready(self) -> None:
         from keyvault.models.triggers import register_rules, restore_triggers
         from rotation.models.triggers import RULES
+        from rotation.services.rotations import turns
+        from rotation.services.schedules import marking
 
         register_rules(self.label, RULES)
+        turns.connect_signals()
+        marking.connect_signals()
         post_migrate.connect(restore_triggers, sender=self, dispatch_uid="rotation.triggers")

@@ -5,14 +5,25 @@ from datetime import UTC, datetime
 from celery import shared_task
 
 from rotation.services.campaigns.runner import tick
-from rotation.services.rotations.engine import advance_all_due
+from rotation.services.rotations import engine, turns
+from rotation.services.rotations.turns import Turn
 from rotation.services.schedules.starting import begin_due
 
 
-@shared_task(name="rotation.tasks.advance_due", expires=5)
-def advance_due() -> None:
-    """Advance due rotations in this task; one message per rotation would delay all other tasks in the queue."""
-    advance_all_due()
+@shared_task(name="rotation.tasks.dispatch_due")
+def dispatch_due() -> None:
+    """Send one message per due rotation."""
+    turns.dispatch_due(dispatch=send_turn)
+
+
+@shared_task(name="rotation.tasks.advance_rotation")
+def advance_rotation(rotation_id: str) -> None:
+    engine.advance_rotation(rotation_id, is_dispatched=True)
+
+
+def send_turn(turn: Turn) -> None:
+    """Send the message of one turn. Raises what the broker's client raises, after one attempt."""
+    advance_rotation.apply_async((turn.rotation_id,), retry=False)
 
 
 @shared_task(name="rotation.tasks.begin_scheduled", expires=30)

@@ -1,6 +1,10 @@
 """Query plans of PostgreSQL, with costs that make table scans and sorts the last choice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from django.db import connection
 from django.db.models import AutoField, Model
@@ -38,3 +42,93 @@ def explain(act: Callable[[], object]) -> list[str]:
             cursor.execute("EXPLAIN " + query["sql"])  # the query that the application has just made
             plans.append("\n".join(line for (line,) in cursor.fetchall()))
         return plans
+
+
+# --- plans on large tables --------------------------------------------------------------------------------------
+
+LARGE = 100_000
+"""Estimated number of rows from which a table counts as large."""
+
+MOST_READ = 5_000
+"""Maximum number of rows that a query of a large table may return or sort, by the planner's estimate."""
+
+MOST_COST = 500.0
+"""Maximum cost of a filtered scan in the planner's units: some ten thousands of rows that are in memory."""
+
+
+def multiply_statistics(factor: int) -> None:
+    """Let the planner believe that each table has `factor` times its rows, until the transaction ends.
+
+    The planner takes the number of pages from the file and the number of rows on a page from pg_class. A number of
+    distinct values that grows with the table becomes a share of the rows.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "UPDATE pg_statistic SET stadistinct = -stadistinct / reltuples FROM pg_class"
+            " WHERE pg_class.oid = starelid AND relnamespace = 'public'::regnamespace AND stadistinct > 20"
+        )
+        cursor.execute(
+            "UPDATE pg_class SET reltuples = reltuples * %s"
+            " WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'i')",
+            [factor],
+        )
+
+
+def read_sizes() -> dict[str, float]:
+    """Return the number of rows of each table and index, as the planner believes."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT relname, reltuples FROM pg_class WHERE relnamespace = 'public'::regnamespace")
+        return dict(cursor.fetchall())
+
+
+@dataclass
+class SlowQueries:
+    """Queries whose plan reads or sorts a large table: what each step does and the SQL, by who makes them."""
+
+    sizes: Mapping[str, float] = field(default_factory=read_sizes)
+    count: int = 0
+    found: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    _is_explaining: bool = False
+
+    @contextmanager
+    def watch(self, name: str) -> Iterator[None]:
+        """Explain each query of this block before it is executed."""
+        with connection.execute_wrapper(partial(self._explain, name)):
+            yield
+
+    def _explain(self, name: str, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
+        if not self._is_explaining and sql.lstrip().startswith(("SELECT", "UPDATE", "DELETE", "INSERT", "WITH")):
+            self._is_explaining = True
+            try:
+                with connection.cursor() as cursor:
+                    cursor.execute(f"EXPLAIN (FORMAT JSON) {sql}", params)
+                    plan = cursor.fetchone()[0][0]["Plan"]
+            finally:
+                self._is_explaining = False
+            self.count += 1
+            for fault in list_plan_faults(plan, self.sizes):
+                self.found.setdefault(name, []).append((fault, f"{sql} {params}"))
+        return execute(sql, params, many, context)
+
+
+def list_plan_faults(plan: Mapping[str, Any], sizes: Mapping[str, float], *, is_limited: bool = False) -> Iterator[str]:
+    """Yield the steps whose cost grows with a large table."""
+    kind, table, rows = plan["Node Type"], plan.get("Relation Name", ""), plan["Plan Rows"]
+    is_limited = is_limited or kind == "Limit"
+    if sizes.get(table, 0) >= LARGE:
+        if kind == "Seq Scan":
+            yield f"reads all of {table}"
+        elif kind in {"Index Scan", "Index Only Scan"} and "Index Cond" not in plan:
+            if sizes[plan["Index Name"]] > MOST_READ and ("Filter" in plan or not is_limited):
+                yield f"reads all of {plan['Index Name']}"
+        elif rows > MOST_READ and not is_limited:
+            yield f"reads {rows} rows of {table}"
+        elif "Filter" in plan and plan["Total Cost"] > MOST_COST:
+            # A limit ends it early only if many rows pass the filter.
+            yield f"reads much of {table} to find {rows} rows"
+    if kind in {"Sort", "Incremental Sort"} and rows > MOST_READ:
+        yield f"sorts {rows} rows"
+    # These read all their rows, whatever the limit above them.
+    passes_limit = kind not in {"Sort", "Aggregate", "Hash", "WindowAgg"}
+    for part in plan.get("Plans", ()):
+        yield from list_plan_faults(part, sizes, is_limited=is_limited and passes_limit)

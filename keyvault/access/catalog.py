@@ -189,6 +189,9 @@ def is_plain_segment(segment: str) -> bool:
 
 _PRIVATE, _PUBLIC = frozenset({KeyKind.PRIVATE}), frozenset({KeyKind.PUBLIC})
 
+ACKNOWLEDGEMENT = "credentials.acknowledge"
+"""Endpoint whose calls are use of a key, but prove nothing of a rotation by traffic."""
+
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "orders.retrieve",
@@ -238,7 +241,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Retrieves the customer that the Bearer token identifies.",
     ),
     Endpoint(
-        "credentials.acknowledge",
+        ACKNOWLEDGEMENT,
         "POST",
         "/credentials/acknowledge",
         _PRIVATE,

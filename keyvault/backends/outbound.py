@@ -26,12 +26,16 @@ from keyvault.wire.destinations import Destination, may_connect
 
 CONNECT_SECONDS = 2.0
 OVERALL_SECONDS = 10.0
+MAX_RESOLVERS = 32
+"""Maximum threads that resolve a name at the same time, those that nobody waits for any more included."""
 MAX_BODY_BYTES = 65_536
 """Maximum size of a reply with its headers, in bytes; the rest is not read."""
 _DRAIN_SECONDS = 1.0
 """Maximum time to read the body after the status, in seconds. An unread body would break the server's connection."""
 
 _USER_AGENT = "Keyvault-Webhooks/1"
+
+_resolvers = threading.BoundedSemaphore(MAX_RESOLVERS)
 
 Address = tuple[Any, ...]
 Resolve = Callable[[str, int], Sequence[Address]]
@@ -111,9 +115,17 @@ def _resolve_in_time(destination: Destination, resolve: Resolve, deadline: Reque
             found.append(resolve(destination.host, destination.port))
         except (OSError, UnicodeError) as error:
             faults.append(OSError(f"the name cannot be resolved: {error}"))
+        finally:
+            _resolvers.release()
 
+    if not _resolvers.acquire(timeout=deadline.left(CONNECT_SECONDS)):
+        raise TimeoutError("every resolver thread is busy")
     thread = threading.Thread(target=resolve_host, name="webhook-resolver", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        _resolvers.release()
+        raise
     thread.join(deadline.left(CONNECT_SECONDS))
     if faults:
         raise faults[0]

@@ -30,6 +30,7 @@ class NoticeKind(StrEnum):
     OPERATOR_LOCKED = "operator.locked"
     ADDRESS_LOCKED = "address.locked"
     REVOCATION_LOG_LOSS_ACCEPTED = "journal.loss_accepted"
+    CLOCK_DIFFERS = "clock.differs"
 
 
 ALARMS = frozenset(
@@ -49,11 +50,12 @@ ALARMS = frozenset(
         NoticeKind.OPERATOR_LOCKED,
         NoticeKind.ADDRESS_LOCKED,
         NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED,
+        NoticeKind.CLOCK_DIFFERS,
     }
 )
 """Events that require an operator's attention."""
 
-WITHOUT_ACCOUNT = frozenset({NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED})
+WITHOUT_ACCOUNT = frozenset({NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED, NoticeKind.CLOCK_DIFFERS})
 """Events of the installation, which belong to no merchant's account."""
 
 INTERNAL = frozenset(

@@ -1,6 +1,7 @@
 """The source of a request: the network that it comes from, or the calling token, and the product of its user agent."""
 
 import re
+from datetime import timedelta
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
 
@@ -14,7 +15,17 @@ MAX_NAME_LENGTH = 110
 """Maximum length of a source's name, in characters: an address or token of 64, a space and a product of 40."""
 
 OTHERS = "others"
-"""The source of uses whose clients were too many to keep apart."""
+"""The source of uses whose clients were too many to keep apart.
+
+It can hide a client that calls rarely, so nothing that it does shows that it has moved or stopped.
+"""
+
+OCCASION = timedelta(days=1)
+"""A source whose uses all lie within this time was seen only once, however often it called.
+
+The minutes of one run of a job say nothing about when it runs again. A source that is in use for longer, such as a
+client that calls every day or all day, was seen more than once: its longest gap between two uses is its habit.
+"""
 
 
 @lru_cache(maxsize=65_536)
@@ -29,8 +40,13 @@ def network_of(caller: str) -> str:
     return str(ip_network((int(address), _NETWORK_BITS[address.version]), strict=False))
 
 
+def product_of(user_agent: str) -> str:
+    """Return the first product of a user agent, without its version; empty if it names none."""
+    product = _PRODUCT.match(user_agent.lstrip())
+    return product.group() if product else ""
+
+
 @lru_cache(maxsize=65_536)
 def name_source(caller: str, user_agent: str) -> str:
     """Return the name of the source. `caller`: the client's address, else the calling token."""
-    product = _PRODUCT.match(user_agent.lstrip())
-    return f"{network_of(caller)} {product.group() if product else ''}".strip() or OTHERS
+    return f"{network_of(caller)} {product_of(user_agent)}".strip() or OTHERS

@@ -120,9 +120,16 @@ class Migration(migrations.Migration):
                 ('token', models.CharField(blank=True, max_length=32)),
                 ('until', models.DateTimeField(blank=True, null=True)),
                 ('due_at', models.DateTimeField(blank=True, null=True)),
+                ('queue', models.CharField(blank=True, max_length=40)),
+                ('is_urgent', models.BooleanField(default=False)),
+                ('is_dispatched', models.BooleanField(default=False)),
+                ('wakes', models.PositiveIntegerField(default=0)),
                 ('attempts', models.PositiveIntegerField(default=0)),
                 ('last_error', models.CharField(blank=True, max_length=300)),
             ],
+            options={
+                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due')],
+            },
         ),
         migrations.CreateModel(
             name='Operator',
@@ -326,6 +333,9 @@ class Migration(migrations.Migration):
                 ('first_at', models.DateTimeField()),
                 ('last_at', models.DateTimeField()),
                 ('count', models.PositiveBigIntegerField(default=0)),
+                ('minutes', models.PositiveIntegerField(default=0)),
+                ('first_minute', models.PositiveIntegerField(null=True)),
+                ('last_minute', models.PositiveIntegerField(null=True)),
             ],
         ),
         migrations.AddField(
@@ -389,7 +399,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('notice_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
-                ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted')], max_length=32)),
+                ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted'), ('clock.differs', 'clock.differs')], max_length=32)),
                 ('subject', models.CharField(max_length=64)),
                 ('payload', models.JSONField()),
                 ('is_alarm', models.BooleanField(default=False)),
@@ -495,6 +505,7 @@ class Migration(migrations.Migration):
             name='UseBucket',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('span', models.PositiveSmallIntegerField(choices=[(1, 'Minute'), (60, 'Hour'), (1440, 'Day')], default=1)),
                 ('minute', models.DateTimeField()),
                 ('source', models.CharField(max_length=64)),
                 ('user_agent', models.CharField(blank=True, max_length=120)),
@@ -552,13 +563,23 @@ class Migration(migrations.Migration):
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
                 ('state', models.CharField(choices=[('due', 'due'), ('delivered', 'delivered'), ('given_up', 'given up')], default='due', max_length=32)),
+                ('is_urgent', models.BooleanField(default=False)),
                 ('attempts', models.PositiveSmallIntegerField(default=0)),
                 ('due_at', models.DateTimeField()),
+                ('give_up_at', models.DateTimeField()),
                 ('delivered_at', models.DateTimeField(blank=True, null=True)),
                 ('last_status', models.PositiveSmallIntegerField(blank=True, null=True)),
                 ('last_error', models.CharField(blank=True, max_length=300)),
                 ('notice', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='deliveries', to='keyvault.notice')),
-                ('endpoint', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='deliveries', to='keyvault.webhookendpoint')),
+                ('endpoint', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='deliveries', to='keyvault.webhookendpoint')),
+            ],
+        ),
+        migrations.CreateModel(
+            name='WebhookBreaker',
+            fields=[
+                ('endpoint', models.OneToOneField(on_delete=django.db.models.deletion.PROTECT, primary_key=True, related_name='breaker', serialize=False, to='keyvault.webhookendpoint')),
+                ('failures', models.PositiveIntegerField()),
+                ('open_until', models.DateTimeField(blank=True, null=True)),
             ],
         ),
         migrations.AddConstraint(
@@ -723,11 +744,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='notice',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted'])), name='notice_kind'),
+            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted', 'clock.differs'])), name='notice_kind'),
         ),
         migrations.AddConstraint(
             model_name='notice',
-            constraint=models.CheckConstraint(condition=models.Q(('account__isnull', False), ('kind__in', ['address.locked', 'operator.locked']), _connector='OR'), name='notice_of_an_account'),
+            constraint=models.CheckConstraint(condition=models.Q(('account__isnull', False), ('kind__in', ['address.locked', 'clock.differs', 'operator.locked']), _connector='OR'), name='notice_of_an_account'),
         ),
         migrations.AddConstraint(
             model_name='order',
@@ -799,19 +820,15 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='usebucket',
-            index=models.Index(fields=['key', 'outcome', 'minute'], name='use_by_minute'),
-        ),
-        migrations.AddIndex(
-            model_name='usebucket',
             index=models.Index(fields=['key', 'outcome', 'source'], name='use_by_source'),
         ),
         migrations.AddIndex(
             model_name='usebucket',
-            index=models.Index(fields=['minute'], name='use_by_age'),
+            index=models.Index(fields=['outcome', 'span', 'minute'], name='use_by_age'),
         ),
         migrations.AddConstraint(
             model_name='usebucket',
-            constraint=models.UniqueConstraint(fields=('key', 'minute', 'source', 'user_agent', 'endpoint', 'origin', 'outcome'), name='use_bucket_unique'),
+            constraint=models.UniqueConstraint(fields=('key', 'outcome', 'span', 'minute', 'source', 'user_agent', 'endpoint', 'origin'), name='use_bucket_unique'),
         ),
         migrations.AddConstraint(
             model_name='usebucket',
@@ -826,8 +843,36 @@ class Migration(migrations.Migration):
             constraint=models.UniqueConstraint(fields=('account', 'url'), name='webhook_endpoint_unique'),
         ),
         migrations.AddIndex(
+            model_name='customertoken',
+            index=models.Index(fields=['expires_at'], name='customer_token_expiring'),
+        ),
+        migrations.AddIndex(
+            model_name='notice',
+            index=models.Index(condition=models.Q(('is_alarm', False), ('seen_at__isnull', False), _connector='OR'), fields=['created_at'], name='notice_settled'),
+        ),
+        migrations.AddIndex(
+            model_name='refusal',
+            index=models.Index(condition=models.Q(('key_id', '')), fields=['at'], name='refusal_unproved'),
+        ),
+        migrations.AddIndex(
+            model_name='worklease',
+            index=models.Index(condition=models.Q(('due_at__isnull', False), ('queue', '')), fields=['due_at'], name='work_lease_abandoned'),
+        ),
+        migrations.AddIndex(
+            model_name='worklease',
+            index=models.Index(condition=models.Q(('due_at__isnull', True), ('queue', '')), fields=['until'], name='work_lease_held'),
+        ),
+        migrations.AddIndex(
             model_name='webhookdelivery',
-            index=models.Index(condition=models.Q(('state', 'due')), fields=['due_at'], name='webhook_delivery_due'),
+            index=models.Index(fields=['endpoint', '-id'], name='webhook_delivery_newest'),
+        ),
+        migrations.AddIndex(
+            model_name='webhookdelivery',
+            index=models.Index(condition=models.Q(('state', 'due')), fields=['is_urgent', 'endpoint', 'due_at', 'id'], name='webhook_delivery_due'),
+        ),
+        migrations.AddIndex(
+            model_name='webhookdelivery',
+            index=models.Index(condition=models.Q(('state', 'due'), _negated=True), fields=['due_at'], name='webhook_delivery_settled'),
         ),
         migrations.AddConstraint(
             model_name='webhookdelivery',

@@ -8,7 +8,7 @@ from keyvault.models.issuance import IssuanceApproval, IssuanceRequest
 from keyvault.models.keys import Credential, Key, Material
 from keyvault.models.leases import WorkLease
 from keyvault.models.merchants import Account, Merchant, MerchantStatus, ProviderConnection, WebhookEndpoint
-from keyvault.models.notifications import DeliveryState, Notice, WebhookDelivery
+from keyvault.models.notifications import DeliveryState, Notice, WebhookBreaker, WebhookDelivery
 from keyvault.models.operators import Operator
 from keyvault.models.orders import Order
 from keyvault.models.peppers import Installation, PepperVersion
@@ -50,6 +50,7 @@ __all__ = [
     "UsageReporter",
     "UseBucket",
     "Verifier",
+    "WebhookBreaker",
     "WebhookDelivery",
     "WebhookEndpoint",
     "WorkLease",

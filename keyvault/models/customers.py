@@ -24,6 +24,8 @@ class CustomerToken(TokenColumns):
             models.CheckConstraint(name="customer_token_expires_later", condition=Q(expires_at__gt=F("created_at"))),
         ]
 
+        indexes = [models.Index(fields=["expires_at"], name="customer_token_expiring")]
+
     def __str__(self) -> str:
         return self.token_id
 

@@ -9,6 +9,9 @@ from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.merchants import Account, WebhookEndpoint
 from keyvault.models.recording import RecordedModel
 
+SETTLED_NOTICE = Q(is_alarm=False) | Q(seen_at__isnull=False)
+"""Notices that need no operator's attention any more."""
+
 
 class Notice(RecordedModel):
     """One event in a credential's lifecycle; `payload` has ids and times, never material.
@@ -39,6 +42,7 @@ class Notice(RecordedModel):
             models.Index(fields=["account", "-created_at"], name="notice_by_account"),
             models.Index(fields=["subject", "kind"], name="notice_by_subject"),
             models.Index(fields=["created_at"], name="notice_unseen", condition=Q(is_alarm=True, seen_at__isnull=True)),
+            models.Index(fields=["created_at"], name="notice_settled", condition=SETTLED_NOTICE),
         ]
 
     def __str__(self) -> str:
@@ -55,13 +59,19 @@ class DeliveryState(models.TextChoices):
 
 
 class WebhookDelivery(models.Model):
-    """The delivery of a notice to one endpoint, retried with growing pauses for about 75 hours."""
+    """The delivery of a notice to one endpoint, retried with growing pauses until `give_up_at`.
+
+    `is_urgent`: it is sent before the others. `give_up_at`: an attempt that fails after this time is the last one.
+    """
 
     notice = models.ForeignKey(Notice, models.PROTECT, related_name="deliveries")
-    endpoint = models.ForeignKey(WebhookEndpoint, models.PROTECT, related_name="deliveries")
+    # The index `webhook_delivery_newest` begins with the endpoint.
+    endpoint = models.ForeignKey(WebhookEndpoint, models.PROTECT, related_name="deliveries", db_index=False)
     state = choice(DeliveryState, default=DeliveryState.DUE)
+    is_urgent = models.BooleanField(default=False)
     attempts = models.PositiveSmallIntegerField(default=0)
     due_at = models.DateTimeField()
+    give_up_at = models.DateTimeField()
     delivered_at = at()
     last_status = models.PositiveSmallIntegerField(null=True, blank=True)
     last_error = models.CharField(max_length=300, blank=True)
@@ -71,7 +81,29 @@ class WebhookDelivery(models.Model):
             models.UniqueConstraint(fields=["notice", "endpoint"], name="webhook_delivery_once"),
             choices_check("webhook_delivery_state", "state", DeliveryState),
         ]
-        indexes = [models.Index(fields=["due_at"], name="webhook_delivery_due", condition=Q(state="due"))]
+        indexes = [
+            models.Index(fields=["endpoint", "-id"], name="webhook_delivery_newest"),
+            models.Index(
+                fields=["is_urgent", "endpoint", "due_at", "id"],
+                name="webhook_delivery_due",
+                condition=Q(state="due"),
+            ),
+            models.Index(fields=["due_at"], name="webhook_delivery_settled", condition=~Q(state="due")),
+        ]
 
     def __str__(self) -> str:
         return f"{self.notice_id} to {self.endpoint_id}: {self.state}"
+
+
+class WebhookBreaker(models.Model):
+    """The circuit breaker of an endpoint whose last attempt got no reply; deleted with the next reply.
+
+    `failures`: consecutive attempts without a reply. `open_until`: no attempt is made before; None: closed.
+    """
+
+    endpoint = models.OneToOneField(WebhookEndpoint, models.PROTECT, primary_key=True, related_name="breaker")
+    failures = models.PositiveIntegerField()
+    open_until = at()
+
+    def __str__(self) -> str:
+        return f"{self.endpoint_id}: {self.failures} attempts without a reply"

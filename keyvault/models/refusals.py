@@ -27,6 +27,7 @@ class Refusal(models.Model):
 
     class Meta:
         constraints = [choices_check("refusal_environment", "environment", Environment)]
+        indexes = [models.Index(fields=["at"], name="refusal_unproved", condition=models.Q(key_id=""))]
 
     def __str__(self) -> str:
         return f"{self.request_id}: {self.code}"

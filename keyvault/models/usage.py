@@ -27,13 +27,28 @@ SIGNS_OF_LIFE = (UseOutcome.ALLOWED, UseOutcome.DENIED)
 EXPOSURES = (UseOutcome.EXPOSED_IN_URL, UseOutcome.EXPOSED_IN_BROWSER)
 
 
+class UseSpan(models.IntegerChoices):
+    """The length of a bucket in minutes. Buckets roll up from one to the next."""
+
+    MINUTE = 1
+    HOUR = 60
+    DAY = 1_440
+
+
 class KeyUse(models.Model):
-    """The total of a key's allowed verifications, without dry runs and test calls."""
+    """The total of a key's allowed verifications, without dry runs and test calls.
+
+    `minutes`: the number of distinct minutes of them, without acknowledgements, and the first and the last of these,
+    counted from the epoch. A report that comes late may count too few of them, never too many.
+    """
 
     key = models.OneToOneField(Key, models.PROTECT, primary_key=True, related_name="use")
     first_at = models.DateTimeField()
     last_at = models.DateTimeField()
     count = models.PositiveBigIntegerField(default=0)
+    minutes = models.PositiveIntegerField(default=0)
+    first_minute = models.PositiveIntegerField(null=True)
+    last_minute = models.PositiveIntegerField(null=True)
 
     def __str__(self) -> str:
         return f"{self.key_id}: {self.count}"
@@ -42,11 +57,15 @@ class KeyUse(models.Model):
 class UseBucket(models.Model):
     """Uses by minute, source, user agent, endpoint and, for a public key, the page's origin.
 
+    A minute becomes part of an hour after some days, and that later part of a day: `span`, which begins at `minute`. In
+    a day, `source` is a network (or token) and `user_agent` the name of a product.
+
     Other outcomes are counted, too: denials for reasons other than the key, attempts with a suspended key, our own test
     calls (`probed`), and suspected exposures (a proved key in a URL, or a private key from a browser).
     """
 
     key = models.ForeignKey(Key, models.PROTECT, related_name="use_buckets", db_index=False)
+    span = models.PositiveSmallIntegerField(choices=UseSpan, default=UseSpan.MINUTE)
     minute = models.DateTimeField()
     source = models.CharField(max_length=64)
     user_agent = models.CharField(max_length=120, blank=True)
@@ -60,7 +79,7 @@ class UseBucket(models.Model):
     class Meta:
         constraints = [
             models.UniqueConstraint(
-                fields=["key", "minute", "source", "user_agent", "endpoint", "origin", "outcome"],
+                fields=["key", "outcome", "span", "minute", "source", "user_agent", "endpoint", "origin"],
                 name="use_bucket_unique",
             ),
             choices_check("use_outcome", "outcome", UseOutcome),
@@ -68,9 +87,8 @@ class UseBucket(models.Model):
         indexes = [
             # Columns that never change, so that incrementing a count updates no index (PostgreSQL: while the page has
             # free space, which the migration reserves).
-            models.Index(fields=["key", "outcome", "minute"], name="use_by_minute"),
             models.Index(fields=["key", "outcome", "source"], name="use_by_source"),
-            models.Index(fields=["minute"], name="use_by_age"),
+            models.Index(fields=["outcome", "span", "minute"], name="use_by_age"),
         ]
 
     def __str__(self) -> str:
@@ -78,7 +96,7 @@ class UseBucket(models.Model):
 
 
 class KeySource(models.Model):
-    """Use of a private key by one source, kept as long as its last minute row.
+    """Use of a private key by one source, kept as long as its last bucket.
 
     `last_at` and the minutes, counted from the epoch, are of allowed calls only. `longest_gap_minutes`: the longest gap
     between two consecutive minutes of them, a running maximum. `denied_at`: the last call that was denied for a reason

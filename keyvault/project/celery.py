@@ -22,3 +22,12 @@ def _check_startup(**_: Any) -> None:
     from keyvault.services.startup.startup_checks import start_or_exit
 
     start_or_exit("worker")  # Celery ignores other exceptions of a signal handler
+
+
+@worker_init.connect
+def _send_turns(**_: Any) -> None:
+    """Let this process dispatch the rotations that its own changes make due."""
+    from rotation.services.rotations.turns import dispatcher
+    from rotation.tasks import send_turn
+
+    dispatcher.send = send_turn

@@ -41,6 +41,13 @@ def _count(minimum: int) -> Callable[[str], int]:
     return read
 
 
+def _days_of_use(text: str) -> int:
+    """Return the retention of evidence. A use that comes back once a year must not be forgotten in between."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) < 366:
+        raise ValueError("days, 366 or more")
+    return int(text)
+
+
 def _choice(*choices: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in choices:
@@ -286,11 +293,55 @@ SETTINGS: tuple[Setting, ...] = (
         "File of the revocation log, outside the database and not restored with it. Relative to the data folder.",
     ),
     Setting(
+        "KEYVAULT_USAGE_MINUTE_DAYS",
+        "2",
+        "Days for which use of a key is kept by minute, 1 or more. After that it is kept by hour.",
+        _count(1),
+    ),
+    Setting(
+        "KEYVAULT_USAGE_HOUR_DAYS",
+        "35",
+        "Days for which use of a key is kept by hour, and with addresses and user agents, 1 or more. After that it is "
+        "kept by day, network and product.",
+        _count(1),
+    ),
+    Setting(
+        "KEYVAULT_USAGE_DAYS",
+        "400",
+        "Days for which use of a key is kept at all, 366 or more: silence is judged by the longest gap between two "
+        "uses. The key's total is kept permanently.",
+        _days_of_use,
+    ),
+    Setting(
         "KEYVAULT_WEBHOOK_NETWORKS",
         "",
         "Your own networks that webhooks may be sent to, also over plain http, separated by commas: `10.1.0.0/16`. "
         "Unset: public addresses only, over https. `SSL_CERT_FILE` adds a CA of your own.",
         _networks,
+    ),
+    Setting(
+        "KEYVAULT_REFUSAL_DAYS",
+        "30",
+        "Retention of refused requests with a proved key, in days. Those without one are kept for a day.",
+        _count(1),
+    ),
+    Setting(
+        "KEYVAULT_CUSTOMER_TOKEN_DAYS",
+        "30",
+        "Retention of customer tokens after their expiry, in days.",
+        _count(1),
+    ),
+    Setting(
+        "KEYVAULT_DELIVERY_DAYS",
+        "30",
+        "Retention of webhook deliveries after their last attempt, in days; at least 8.",
+        _count(8),
+    ),
+    Setting(
+        "KEYVAULT_NOTICE_DAYS",
+        "400",
+        "Retention of notices in the console, in days; at least 30. Alarms that nobody has seen are kept.",
+        _count(30),
     ),
     Setting("KEYVAULT_KEY_PREFIX", "kv", "First field of every key string.", _key_prefix),
     Setting(

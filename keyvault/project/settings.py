@@ -37,8 +37,15 @@ LIMIT_FALLBACK_PERCENT: int = _values["KEYVAULT_LIMIT_FALLBACK_PERCENT"]
 IS_STRICT_LIMITS: bool = _values["KEYVAULT_LIMIT_MODE"] == "strict"
 MAX_STALENESS_SECONDS: float = _values["KEYVAULT_MAX_STALENESS"]
 VERIFIER_KEYS: int = _values["KEYVAULT_VERIFIER_KEYS"]
+USAGE_MINUTE_DAYS: int = _values["KEYVAULT_USAGE_MINUTE_DAYS"]
+USAGE_HOUR_DAYS: int = _values["KEYVAULT_USAGE_HOUR_DAYS"]
+USAGE_DAYS: int = _values["KEYVAULT_USAGE_DAYS"]
 REVOCATION_LOG = DATA_DIR / _values["KEYVAULT_REVOCATION_LOG"]
 WEBHOOK_NETWORKS: tuple[IPNetwork, ...] = _values["KEYVAULT_WEBHOOK_NETWORKS"]
+REFUSAL_DAYS: int = _values["KEYVAULT_REFUSAL_DAYS"]
+CUSTOMER_TOKEN_DAYS: int = _values["KEYVAULT_CUSTOMER_TOKEN_DAYS"]
+DELIVERY_DAYS: int = _values["KEYVAULT_DELIVERY_DAYS"]
+NOTICE_DAYS: int = _values["KEYVAULT_NOTICE_DAYS"]
 IS_VAULT: bool = _values["KEYVAULT_BACKEND"] == "vault"
 MASTER_KEY: str = _values["KEYVAULT_MASTER_KEY"]
 VAULT_ADDRESS: str = _values["VAULT_ADDR"]
@@ -238,7 +245,7 @@ CELERY_BEAT_SCHEDULE = {
     "issue-approved": {"task": "keyvault.tasks.issue_approved", "schedule": 2.0},
     "run-maintenance": {"task": "keyvault.tasks.run_maintenance", "schedule": 5.0},
     "deliver-webhooks": {"task": "keyvault.tasks.deliver_webhooks", "schedule": 2.0},
-    "advance-due-rotations": {"task": "rotation.tasks.advance_due", "schedule": 1.0},
+    "dispatch-due-rotations": {"task": "rotation.tasks.dispatch_due", "schedule": 1.0},
     "advance-campaigns": {"task": "rotation.tasks.advance_campaigns", "schedule": 5.0},
     "begin-scheduled-rotations": {"task": "rotation.tasks.begin_scheduled", "schedule": 30.0},
     "watch-backend": {"task": "keyvault.tasks.watch_backend", "schedule": 15.0},

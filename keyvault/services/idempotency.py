@@ -26,12 +26,10 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.sealing import seal, unseal
 from keyvault.models.idempotency import IdempotentRequest
 from keyvault.services.peppers.ring import load_peppers
+from keyvault.services.work.deletion import delete_batch
 
 _SHRED_BATCH = 500
 """Maximum ids in one query."""
-
-_MAX_DELETED = 5_000
-"""Maximum replies deleted in one run."""
 
 HOLD_SECONDS = 15
 """Time for which an attempt holds its key, in seconds."""
@@ -245,6 +243,5 @@ def _shred(rows: QuerySet[IdempotentRequest]) -> None:
 
 
 def forget_expired(now: datetime) -> None:
-    """Delete replies whose retention is over, some thousands at a time, oldest first."""
-    expired = IdempotentRequest.objects.filter(expires_at__lte=now).order_by("expires_at").values_list("pk", flat=True)
-    IdempotentRequest.objects.filter(pk__in=list(expired[:_MAX_DELETED])).delete()
+    """Delete a batch of replies whose retention is over, oldest first."""
+    delete_batch(IdempotentRequest.objects.filter(expires_at__lte=now).order_by("expires_at"))

@@ -2,13 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from django.conf import settings
+from django.db import connection
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -16,29 +19,29 @@ from keyvault.access.principals import WORKER
 from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
-from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection
-from keyvault.services import idempotency, offboarding
-from keyvault.services.change_feed import follower
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Account, Credential, IssuanceRequest, Key, Notice, ProviderConnection
+from keyvault.services import idempotency, offboarding, retention
 from keyvault.services.issuance import collection
 from keyvault.services.issuance import requests as issuance
 from keyvault.services.keys import lifecycle
 from keyvault.services.pepper_rotation import propagation
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.revocation_log import host_name
+from keyvault.services.recording.transaction import recorded
 from keyvault.services.revocations import log_backfill
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
-from keyvault.services.sessions import sign_in
-from keyvault.services.usage import recorder
-from keyvault.services.verification import refusals
-from keyvault.services.webhooks import deliveries, endpoints
+from keyvault.services.usage.retention import roll_up
+from keyvault.services.webhooks import endpoints
 from keyvault.services.work import leases
+from keyvault.services.work.clock import ClockDiffersError, require_true_clock
 from keyvault.services.work.leases import Lease
+from keyvault.services.work.row_turns import RowTurns
 
 _log = logging.getLogger(__name__)
-
-_STEP_LIMIT = 100
-"""Maximum rows of one kind and environment in one run."""
 
 _MAX_UNANSWERED = 3
 """Consecutive calls without a reply after which the backend counts as unavailable and the run ends."""
@@ -57,9 +60,9 @@ _Row = TypeVar("_Row", Key, Credential, ProviderConnection)
 
 def issue_due() -> int:
     """Issue every approved request that no other worker holds. Return how many it issued."""
-    now = datetime.now(UTC)
-    requests = {f"issuance:{request.issuance_request_id}": request for request in issuance.list_approved()}
-    return sum(issue_one(requests[subject]) for subject in leases.list_due(requests, now))
+    batch = _turns.approved.visit(issuance.list_approved)
+    requests = {f"issuance:{request.issuance_request_id}": request for request in batch}
+    return sum(issue_one(requests[subject]) for subject in leases.list_due(requests, datetime.now(UTC)))
 
 
 def issue_one(request: IssuanceRequest) -> bool:
@@ -88,6 +91,9 @@ def issue_one(request: IssuanceRequest) -> bool:
             extra={"issuance_request_id": request.issuance_request_id, "why": error.internal},
         )
         return False
+    except Exception as error:  # noqa: BLE001  isolated and logged, whatever it is
+        _postpone_unexpected(lease, now, error)
+        return False
     leases.release(lease)
     return True
 
@@ -95,10 +101,12 @@ def issue_one(request: IssuanceRequest) -> bool:
 def expire_due() -> None:
     """Record expiries that have passed: of unapproved requests and of keys."""
     now = datetime.now(UTC)
-    for request in issuance.list_overdue(now):
+    if not _has_true_clock(now):
+        return
+    for request in _turns.overdue.visit(partial(issuance.list_overdue, now)):
         with _isolated():
             issuance.expire_issuance(_grant(request.account, now), request)
-    for key in lifecycle.list_expired(now):
+    for key in _turns.expired.visit(partial(lifecycle.list_expired, now)):
         with _isolated():
             lifecycle.expire_key(_grant(key.credential.account, now), key)
 
@@ -106,7 +114,9 @@ def expire_due() -> None:
 def discard_due() -> None:
     """Discard keys that were not collected in time. A key in use stays active and is reported for an operator."""
     now = datetime.now(UTC)
-    for request in issuance.list_uncollected(now):
+    if not _has_true_clock(now):
+        return
+    for request in _turns.uncollected.visit(partial(issuance.list_uncollected, now)):
         with _isolated():
             collection.discard_uncollected(_grant(request.account, now), request)
     _used_uncollected.report(now)
@@ -138,16 +148,41 @@ class UsedUncollected:
 _used_uncollected = UsedUncollected()
 
 
+def _by_environment() -> "defaultdict[Environment, RowTurns[Any]]":
+    return defaultdict(RowTurns)
+
+
+@dataclass(slots=True)
+class MaintenanceTurns:
+    """The place of each step in its due rows, in this process."""
+
+    approved: RowTurns[IssuanceRequest] = field(default_factory=RowTurns)
+    overdue: RowTurns[IssuanceRequest] = field(default_factory=RowTurns)
+    withdrawn: RowTurns[IssuanceRequest] = field(default_factory=RowTurns)
+    uncollected: RowTurns[IssuanceRequest] = field(default_factory=RowTurns)
+    expired: RowTurns[Key] = field(default_factory=RowTurns)
+    to_destroy: defaultdict[Environment, RowTurns[Key]] = field(default_factory=_by_environment)
+    unsettled: defaultdict[Environment, RowTurns[Key]] = field(default_factory=_by_environment)
+    paths: defaultdict[Environment, RowTurns[Credential]] = field(default_factory=_by_environment)
+    connections: RowTurns[ProviderConnection] = field(default_factory=RowTurns)
+    removed_connections: RowTurns[ProviderConnection] = field(default_factory=RowTurns)
+
+
+_turns = MaintenanceTurns()
+
+
 def forget_due() -> None:
-    """Delete expired data: sealed secrets, stored replies, refusals, deliveries, usage, confirmations, sessions."""
+    """Shred sealed secrets, roll usage up, and delete expired rows. A failure of one does not stop the others."""
     now = datetime.now(UTC)
-    idempotency.shred_due(now)
-    idempotency.forget_expired(now)
-    refusals.forget_old(now)
-    deliveries.forget_old_deliveries(now)
-    recorder.forget_old(now)
-    follower.forget_old(now)
-    sign_in.forget_expired_sessions(now)
+    if not _has_true_clock(now):
+        return
+    try:
+        idempotency.shred_due(now)
+    finally:
+        try:
+            roll_up(now)
+        finally:
+            retention.forget_expired_rows(now)
 
 
 def backfill_revocation_log() -> None:
@@ -158,19 +193,17 @@ def backfill_revocation_log() -> None:
 def destroy_due() -> None:
     """Destroy the backend's copies of keys that are dead, were handed over, or were never delivered."""
     _discard_withdrawn(datetime.now(UTC))
-    due = stored_copies.list_to_destroy()
     for environment in map(Environment, settings.ENVIRONMENTS):
-        if own := [key for key in due if key.credential.environment is environment]:
+        if stored_copies.list_to_destroy(environment):
+            due = _turns.to_destroy[environment].visit(partial(stored_copies.list_to_destroy, environment))
             with _exclusive(environment) as may_continue:
-                _destroy(own, may_continue)
+                _destroy(due, may_continue)
 
 
-def _destroy(due: Sequence[Key], may_continue: Callable[[], bool]) -> None:
+def _destroy(due: Iterator[Key], may_continue: Callable[[], bool]) -> None:
     """Destroy copies until the backend denies access or leaves several calls in a row unanswered."""
     unanswered = 0
-    for key in due:
-        if unanswered >= _MAX_UNANSWERED or not may_continue():
-            return
+    while unanswered < _MAX_UNANSWERED and may_continue() and (key := next(due, None)) is not None:
         now, account = datetime.now(UTC), key.credential.account
         with _isolated():
             try:
@@ -213,21 +246,24 @@ def settle_due() -> None:
     An unavailable backend delays only its own environment, and no rotation.
     """
     for environment in map(Environment, settings.ENVIRONMENTS):
-        rows = {stored_copies.copy_subject(key): key for key in stored_copies.list_unsettled(environment)}
-        _step_through(environment, rows, _settle)
+        batch = _turns.unsettled[environment].visit(partial(stored_copies.list_unsettled, environment))
+        _step_through(environment, {stored_copies.copy_subject(key): key for key in batch}, _settle)
 
 
 def forget_paths_due() -> None:
     """Remove the backend paths of offboarded merchants' credentials once they are empty."""
     for environment in map(Environment, settings.ENVIRONMENTS):
-        rows = {offboarding.path_subject(row): row for row in offboarding.list_to_forget(environment)}
-        _step_through(environment, rows, _forget_path)
+        batch = _turns.paths[environment].visit(partial(offboarding.list_to_forget, environment))
+        _step_through(environment, {offboarding.path_subject(row): row for row in batch}, _forget_path)
 
 
 def settle_connections_due() -> None:
     """Bring providers' credentials in the backend in line with their rows, and erase those of removed connections."""
     now = datetime.now(UTC)
-    rows = [*provider_connections.list_unsettled(now), *provider_connections.list_to_forget(now)]
+    rows = [
+        *_turns.connections.visit(partial(provider_connections.list_unsettled, now)),
+        *_turns.removed_connections.visit(partial(provider_connections.list_to_forget, now)),
+    ]
     for environment in map(Environment, settings.ENVIRONMENTS):
         own = {f"connection:{row.pk}": row for row in rows if row.account.environment == environment}
         _step_through(environment, own, _settle_connection)
@@ -267,7 +303,7 @@ def _step_through(
     if not rows:
         return
     with _exclusive(environment) as may_continue:
-        for subject in leases.list_due(rows, datetime.now(UTC))[:_STEP_LIMIT]:
+        for subject in leases.list_due(rows, datetime.now(UTC)):
             if not may_continue() or not _run_step(subject, rows[subject], step):
                 return
 
@@ -291,6 +327,8 @@ def _run_step(subject: str, row: _Row, step: Callable[[_Row, Lease, datetime], d
             account = row.credential.account if isinstance(row, Key) else row.account
             stored_copies.report_refusal(_grant(account, now), account, "the maintenance of stored copies", error)
             return False
+    except Exception as error:  # noqa: BLE001  isolated and logged, whatever it is
+        _postpone_unexpected(lease, now, error)
     else:
         leases.release(lease, due_at=due_at)
     return True
@@ -319,12 +357,32 @@ def _forget_path(row: Credential, lease: Lease, now: datetime) -> datetime | Non
 
 def _discard_withdrawn(now: datetime) -> None:
     """Discard keys of withdrawn requests, under the issuance lease so that no worker is issuing them."""
-    for request in issuance.list_withdrawn():
+    for request in _turns.withdrawn.visit(issuance.list_withdrawn):
         lease = leases.claim(f"issuance:{request.issuance_request_id}", now, ignore_due_at=True)
         if lease is not None:
             with _isolated():
                 issuance.discard_withdrawn(request, lease, now)
             leases.release(lease)
+
+
+def _has_true_clock(now: datetime) -> bool:
+    """Whether this host's clock may decide about acts that cannot be undone. If not, raise one alarm for the host."""
+    try:
+        require_true_clock()
+    except ClockDiffersError as error:
+        _log.error("irreversible acts are refused: the clock is wrong", extra={"why": error.internal})
+        _alarm_clock(error, now)
+        return False
+    return True
+
+
+def _alarm_clock(error: ClockDiffersError, now: datetime) -> None:
+    host, seconds = host_name(), round(error.difference.total_seconds())
+    if Notice.objects.filter(kind=NoticeKind.CLOCK_DIFFERS, subject=host, seen_at__isnull=True).exists():
+        return
+    grant = authorize(WORKER, Permission.ISSUANCE_EXECUTE, now=now)
+    with recorded(grant, Permission.ISSUANCE_EXECUTE, "clock.differed", host=host, seconds_ahead=seconds):
+        announce(grant, NoticeKind.CLOCK_DIFFERS, None, host, host=host, seconds_ahead=seconds)
 
 
 def _grant(account: Account, now: datetime) -> Grant:
@@ -340,3 +398,19 @@ def _isolated() -> Iterator[None]:
         _log.info("skipped: another worker changed the row", extra={"why": error.internal})
     except KeyvaultError as error:
         _log.warning("postponed", extra={"why": error.internal or error.detail})
+    except Exception as error:  # noqa: BLE001  isolated and logged, whatever it is
+        _require_database(error)
+        _log.exception("postponed: a row cannot be processed")
+
+
+def _postpone_unexpected(lease: Lease, now: datetime, error: Exception) -> None:
+    """Postpone a row that cannot be processed, for example because the database refuses it."""
+    _require_database(error)
+    leases.postpone(lease, now, type(error).__name__)
+    _log.exception("postponed: a row cannot be processed", extra={"subject": lease.subject})
+
+
+def _require_database(error: Exception) -> None:
+    """Raise the error if the connection is lost: every other row would fail in the same way."""
+    if not connection.is_usable():
+        raise error

@@ -44,6 +44,7 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import MOUNT, secret_backend
 from keyvault.services.secrets.provider_connections import list_connections, remove_connection
 from keyvault.services.webhooks.endpoints import host_of
+from keyvault.services.work.row_turns import batch_after
 
 _BATCH = 200
 """Rows read in one query, and customer tokens revoked in one transaction."""
@@ -153,12 +154,12 @@ def count_assets(merchant: Merchant, now: datetime) -> MerchantAssets:
 # --- paths in the secret backend ----------------------------------------------------------------------------
 
 
-def list_to_forget(environment: Environment) -> list[Credential]:
-    """Return credentials of offboarded merchants whose copies are destroyed but whose path still exists."""
+def list_to_forget(environment: Environment, after: Credential | None = None) -> list[Credential]:
+    """Return a batch of credentials of offboarded merchants whose copies are destroyed but whose path still exists."""
     left = Credential.objects.select_related("account__merchant").filter(
         account__environment=environment, account__merchant__status=MerchantStatus.OFFBOARDED, forgotten_at__isnull=True
     )
-    return list(left.exclude(Exists(_unfinished(OuterRef("pk")))).order_by("created_at")[:500])
+    return batch_after(left.exclude(Exists(_unfinished(OuterRef("pk")))), "created_at", after)
 
 
 def may_be_forgotten(credential: Credential) -> bool:

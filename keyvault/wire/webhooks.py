@@ -32,6 +32,14 @@ _PAUSES = tuple(
 """Delay after each attempt except the last; 75 hours and 35 minutes in total, as the standard proposes."""
 MAX_ATTEMPTS = len(_PAUSES) + 1
 _JITTER = 0.1
+GIVE_UP_AFTER = timedelta(hours=84)
+"""Age from which a failed attempt is the last one, although fewer than MAX_ATTEMPTS were made.
+
+Longer than all pauses together. It applies while an endpoint does not reply and its messages wait for each other.
+"""
+FAILURES_TO_OPEN = 3
+"""Consecutive attempts without a reply that open the breaker of an endpoint."""
+_FIRST_OPEN, _LONGEST_OPEN = timedelta(minutes=1), timedelta(minutes=10)
 
 
 class SecretInvalidError(ValueError):
@@ -135,6 +143,16 @@ def next_attempt(attempts: int, random: Callable[[], float]) -> timedelta | None
     if attempts >= MAX_ATTEMPTS:
         return None
     return _PAUSES[max(attempts, 1) - 1] * (1 - _JITTER + 2 * _JITTER * random())
+
+
+def open_breaker_for(failures: int) -> timedelta | None:
+    """Return how long no attempt is made after this many consecutive ones without a reply; None: the breaker is closed.
+
+    The pause doubles from one minute to ten. The attempt after it decides again (half-open).
+    """
+    if failures < FAILURES_TO_OPEN:
+        return None
+    return min(_FIRST_OPEN * (1 << min(failures - FAILURES_TO_OPEN, 10)), _LONGEST_OPEN)
 
 
 def _read_retry_after(text: str, now: datetime) -> timedelta:

@@ -76,6 +76,15 @@ class ClockField(forms.CharField):
         return minutes
 
 
+class LinesField(forms.CharField):
+    """Names, one per line. The cleaned value is a tuple."""
+
+    widget = forms.Textarea(attrs={"rows": 3})
+
+    def clean(self, value: Any) -> Any:
+        return tuple(filter(None, map(str.strip, super().clean(value).splitlines())))
+
+
 # --- form fields --------------------------------------------------------------------------------------------
 
 
@@ -85,6 +94,8 @@ def form_field(field: PlanField, *, without: Container[Any] = ()) -> forms.Field
     if field.type is FieldType.TEXT:
         widget = forms.Textarea(attrs={"rows": 3, "maxlength": field.most})
         return forms.CharField(label=label, help_text=help_text, widget=widget)
+    if field.type is FieldType.NAMES:
+        return LinesField(required=False, label=label, help_text=f"{field.help} One per line. Empty: {field.omitted}.")
     if field.type is FieldType.SECONDS:
         return PeriodField(required=False, label=label, help_text=help_text)
     if field.type in NUMBERS:
@@ -254,6 +265,8 @@ def show_value(field: PlanField, value: Any) -> Any:
         return "; ".join(field.choices[channel] for channel in value)
     if field.type is FieldType.WINDOW:
         return format_window(value)
+    if field.type is FieldType.NAMES:
+        return "; ".join(value) or field.omitted
     return value or NOTHING
 
 

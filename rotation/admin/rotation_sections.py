@@ -33,7 +33,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, Condition, DeliveryChannel, Proof
 from rotation.domain.policy import PLAN_UNREADABLE, Plan
 from rotation.domain.runbook import REMEDY_LABELS, Advice, Remedy
-from rotation.domain.silence import AwaitedSource
+from rotation.domain.silence import AwaitedSource, describe_need
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import predecessor_ended_at, stage_of
@@ -101,7 +101,9 @@ def _format_late_sources(plan: Plan) -> SafeString | str:
     if not plan.late_sources:
         return "none"
     lines = (
-        (mono(name), _NO_END if fitting is None else f"a deadline of {fitting[:16].replace('T', ' ')} UTC fits")
+        (mono(name), describe_need(name))
+        if fitting is None
+        else (mono(name), f"a deadline of {fitting[:16].replace('T', ' ')} UTC fits")
         for name, fitting in plan.late_sources.items()
     )
     return format_html_join(format_html("<br>"), "{}: {}", lines)
@@ -167,6 +169,9 @@ def _events(row: Rotation) -> Iterator[tuple[str, Any]]:
             yield label, moment(at)
     if row.schedule is not None:
         yield "Requested by the schedule", str(row.schedule)
+    if row.standing_approval_id is not None:
+        standing_url = reverse("admin:rotation_standingapproval_change", args=[row.standing_approval_id])
+        yield "Under the standing approval", link(standing_url, mono(row.standing_approval_id))
     if row.campaign is not None:
         yield "Part of the campaign", link(reverse("admin:rotation_campaign_change", args=[row.campaign]), row.campaign)
 
@@ -333,14 +338,17 @@ def awaited_table(awaited: Sequence[AwaitedSource]) -> Table:
         "Sources that the rotation waits for",
         ["source", "last use (UTC)", "until (UTC)"],
         [
-            [mono(source.name), short_moment(source.used_at), short_moment(source.until, missing=_NO_END)]
+            [
+                mono(source.name),
+                short_moment(source.used_at),
+                short_moment(source.until, missing=describe_need(source.name)),
+            ]
             for source in awaited[:_MAX_AWAITED]
         ],
     )
 
 
 _MAX_AWAITED = 50
-_NO_END = "seen once: it must use the other key, or be waived"
 
 
 def users_tables(row: Rotation) -> Iterator[Table]:

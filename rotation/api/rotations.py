@@ -8,6 +8,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from keyvault.access.catalog import ACKNOWLEDGEMENT
 from keyvault.access.permissions import Permission
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.idempotency import answer_once
@@ -16,6 +17,7 @@ from keyvault.api.openapi import MAY_BE_SENT, documented, in_path
 from keyvault.api.serializers import OneOf, StrictBoolean, StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError
+from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.recording.authorization import authorize
@@ -24,7 +26,6 @@ from rotation.api.schemas import ROTATION_BODY
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField, PlanOverrides, find_value_faults
 from rotation.domain.windows import Window
-from rotation.services.rotations.facts import ACKNOWLEDGEMENT
 from rotation.services.rotations.interventions import abort_rotation, acknowledge
 from rotation.services.rotations.reports import describe, find_introduction, get_rotation
 from rotation.services.rotations.requests import request_rotation
@@ -75,6 +76,8 @@ def _request_field(field: PlanField) -> serializers.Field[Any, Any, Any, Any]:
         return OneOf(field.choices, **options)
     if field.type is FieldType.CHANNELS:
         return serializers.ListField(child=OneOf(field.choices), min_length=1, max_length=len(field.choices), **options)
+    if field.type is FieldType.NAMES:
+        return serializers.ListField(child=StrictText(max_length=MAX_NAME_LENGTH), **options)
     return WindowRequest(required=False)
 
 
@@ -88,6 +91,8 @@ def _read(field: PlanField, value: Any) -> Any:
         return field.read_choice(value)
     if field.type is FieldType.CHANNELS:
         return tuple(dict.fromkeys(map(field.read_choice, value)))
+    if field.type is FieldType.NAMES:
+        return tuple(value)
     return _read_window(value) if field.type is FieldType.WINDOW else value
 
 

@@ -32,6 +32,8 @@ def _plan_field(field: PlanField) -> Schema:
         schema = choices
     elif field.type is FieldType.CHANNELS:
         schema = list_of(choices)
+    elif field.type is FieldType.NAMES:
+        schema = list_of(TEXT)
     else:
         schema = INTEGER if field.type in NUMBERS else _SCHEMAS.get(field.type, TEXT)
     if type(None) in get_args(_PLAN_TYPES[field.name]):
@@ -49,7 +51,7 @@ _PLAN_BODY = define(
         late_sources={
             **nullable({"type": "object", "additionalProperties": nullable(INSTANT)}),
             "description": "Sources that cannot be silent by the deadline, each with a deadline that would fit. Null: "
-            "seen once, so it must use the replacement or be waived.",
+            "seen only within 24 hours, so it must use the replacement or be waived.",
         },
         **{field.name: _plan_field(field) for field in FIELDS.values()},
     ),
@@ -89,7 +91,8 @@ _HANDOVER_BODY = define(
 _AWAITED_SOURCE_BODY = define(
     "AwaitedSourceBody",
     obj(
-        "A source that the rotation waits for. `until` null: seen once, so it must use the other key or be waived.",
+        "A source that the rotation waits for. `until` null: seen only within 24 hours, so it must use the other key, "
+        "or be waived; `others`, the clients that were too many to keep apart, must be waived.",
         source=TEXT,
         last_used_at=INSTANT,
         until=nullable(INSTANT),

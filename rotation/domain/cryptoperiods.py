@@ -10,6 +10,9 @@ from rotation.domain.windows import LOOK_AHEAD, Window
 
 MAX_DAYS = 3_650
 _DAY = timedelta(days=1)
+_FIRST_DELAY = timedelta(minutes=1)
+_DOUBLINGS = 11
+"""Number of refusals after which the delay no longer doubles: it exceeds a day by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,12 @@ def _fit(window: Window | None, due_at: datetime, ends_at: datetime, earliest_at
             return opening
         at -= _DAY
     return first
+
+
+def delay_after(refusals: int) -> timedelta:
+    """Return the time until a request that was refused so often in a row is tried again: a minute up to a day."""
+    doublings: int = min(refusals - 1, _DOUBLINGS)
+    return min(_FIRST_DELAY * float(2**doublings), _DAY)
 
 
 def find_term_faults(terms: Terms, now: datetime) -> Iterator[Fault]:

@@ -48,7 +48,7 @@ class DeliveryChannel(StrEnum):
 
 
 class FieldType(StrEnum):
-    """Type of a plan's field. Numbers are whole; the value of `channels` is a tuple of DeliveryChannel."""
+    """Type of a plan's field. Numbers are whole; the value of NAMES or CHANNELS is a tuple."""
 
     TEXT = "text"
     COUNT = "count"
@@ -57,6 +57,7 @@ class FieldType(StrEnum):
     FLAG = "flag"
     CHOICE = "choice"
     CHANNELS = "channels"
+    NAMES = "names"
     INSTANT = "instant"
     WINDOW = "window"
 
@@ -96,7 +97,7 @@ class PlanField:
     Args:
         label: the name on forms and pages.
         help: what the value means, as one sentence.
-        unit: the unit of a number, or of a text's length.
+        unit: the unit of a number, or of what a text or a list of names is measured in.
         least: the minimum in each environment, in `unit`. `most`: the maximum.
         defaults: the value of an omitted number, or for the deadline its distance from the start, in seconds.
         omitted: what an omitted value means; `{}` is replaced by the defaults.
@@ -161,6 +162,8 @@ class PlanField:
             return f"{_quote(value)} is out of range. Use {self.describe_bounds(environment)}{where}."
         if self.type is FieldType.TEXT and len(value) > self.most:
             return f"The text has {len(value)} {self.unit}. Use at most {self.most}."
+        if self.type is FieldType.NAMES and (len(value) > self.most or len(set(value)) < len(value)):
+            return f"{len(value)} {self.unit} are given. Use at most {self.most}, each once."
         if self.type is FieldType.INSTANT:
             return find_far_fault(value, now)
         if self.type is FieldType.CHANNELS and DeliveryChannel.SECRET_BACKEND not in value:
@@ -173,6 +176,8 @@ class PlanField:
             return self.read_choice(value)
         if self.type is FieldType.CHANNELS:
             return tuple(map(self.read_choice, value))
+        if self.type is FieldType.NAMES:
+            return tuple(map(str, value))
         if self.type is FieldType.INSTANT:
             return None if value is None else datetime.fromisoformat(str(value))
         if self.type is FieldType.WINDOW:
@@ -354,6 +359,19 @@ class PlanOverrides:
             production_rule=", or twice the longest gap of each source, if that is longer",
             section=PlanSection.RETIRING,
             is_shared=True,
+            needs=_OLD_PRIVATE,
+        ),
+    )
+    waived_sources: tuple[str, ...] = field(
+        default=(),
+        metadata=_plan(
+            FieldType.NAMES,
+            label="Waived sources",
+            help="Sources of the old key that the rotation does not wait for; they may be refused.",
+            unit="sources",
+            most=50,
+            omitted="none",
+            section=PlanSection.RETIRING,
             needs=_OLD_PRIVATE,
         ),
     )

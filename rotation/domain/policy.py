@@ -63,6 +63,7 @@ class Plan:
     window: Window | None = None
     retire_at: datetime | None = None
     late_sources: Mapping[str, str | None] | None = None
+    waived_sources: tuple[str, ...] = ()
 
     def as_shown(self) -> dict[str, JsonValue]:
         """Return every field as a JSON value."""
@@ -162,6 +163,8 @@ def _kind_faults(plan: Plan, kind: KeyKind, now: datetime) -> Iterator[Fault]:
             yield Fault("/deadline", "a public key's rotation has no deadline; set retire_at once the date is known")
         if plan.retire_at is not None and plan.retire_at <= now:
             yield Fault("/retire_at", "later than now")
+        if plan.waived_sources:
+            yield Fault("/waived_sources", "for private keys only; a public one is retired on its date")
         return
     if plan.deadline is None:
         yield Fault("/deadline", "a time; only a public key's rotation has no deadline")

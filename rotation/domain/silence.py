@@ -7,6 +7,8 @@ retired was seen on the key that stays, or has been silent for long enough by it
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from keyvault.domain.sources import OTHERS
+
 GAPS = 2
 """Number of its longest gaps for which a source must be silent."""
 
@@ -16,8 +18,8 @@ class SourceFacts:
     """One source of the key that is being retired.
 
     `used_at`: its last use of that key, allowed or denied. `moved_at`: its last allowed use of the key that stays.
-    `gap_seconds`: its longest gap between two uses; 0: the plan's quiet period suffices; None: it was seen only once,
-    so its silence says nothing.
+    `gap_seconds`: its longest gap between two uses; 0: the plan's quiet period suffices; None: it was seen only once
+    (`keyvault.domain.sources.OCCASION`), or stands for clients that were not kept apart, so its silence says nothing.
     """
 
     name: str
@@ -28,8 +30,8 @@ class SourceFacts:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the key that stays is the one that it used last."""
-        return self.moved_at is not None and self.moved_at >= self.used_at
+        """Whether the key that stays is the one that it used last. OTHERS never moves: some of its clients may not."""
+        return self.name != OTHERS and self.moved_at is not None and self.moved_at >= self.used_at
 
     def find_end(self, quiet_seconds: int, lost_at: datetime | None) -> datetime | None:
         """Return when its silence is long enough; None: never, so it must move or be waived.
@@ -75,8 +77,15 @@ class AwaitedSource:
 
     def describe(self) -> str:
         if self.until is None:
-            return f"{self.name}, seen once, to use the other key or to be waived"
+            return f"{self.name}, {describe_need(self.name)}"
         return f"{self.name} until {show_time(self.until)}"
+
+
+def describe_need(name: str) -> str:
+    """Describe what must happen to a source whose silence never ends."""
+    if name == OTHERS:
+        return "clients too many to keep apart, to be waived"
+    return "seen only once, to use the other key or to be waived"
 
 
 def list_awaited(

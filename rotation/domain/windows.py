@@ -6,7 +6,7 @@ repeats opens twice.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
 
@@ -136,6 +136,14 @@ class Window:
             else:
                 changed = middle
         return changed
+
+
+def coming_blackouts(window: Window | None, now: datetime) -> Window | None:
+    """Return the window with those of its blackouts that are not over and that an opening's search can reach."""
+    if window is None:
+        return None
+    coming = tuple(each for each in window.blackouts if each.ends_at > now and each.begins_at < now + LOOK_AHEAD)
+    return replace(window, blackouts=coming) if coming or window.weekdays else None
 
 
 def read_blackouts(values: object, pointer: str = "") -> tuple[Blackout, ...]:

@@ -30,6 +30,8 @@ def add_plan_options(parser: CommandParser, plan_fields: Iterable[PlanField] = t
             parser.add_argument(
                 option, metavar="TIME", help=f"{_help(field)} The time is in ISO 8601, UTC without an offset."
             )
+        elif field.type is FieldType.NAMES:
+            parser.add_argument(option, action="append", metavar="NAME", help=f"{_help(field)} Repeat it for each.")
         elif field.type is FieldType.TEXT:
             parser.add_argument(option, default="", metavar="TEXT", help=_help(field))
 
@@ -57,6 +59,8 @@ def read_overrides(
 def _read(field: PlanField, value: Any) -> Any:
     if field.type is FieldType.INSTANT:
         return read_time(field.name, value)
+    if field.type is FieldType.NAMES:
+        return tuple(value)
     return field.read_choice(value) if field.type is FieldType.CHOICE else value
 
 

@@ -264,10 +264,6 @@ class Migration(migrations.Migration):
             model_name='rotation',
             index=models.Index(fields=['state'], name='rotation_by_state'),
         ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(condition=models.Q(('state__in', ['cancelled', 'completed', 'expired', 'rejected', 'rolled_back']), _negated=True), fields=['rotation_id'], name='rotation_open'),
-        ),
         migrations.AddConstraint(
             model_name='rotation',
             constraint=models.CheckConstraint(condition=models.Q(('state__in', ['requested', 'awaiting_approval', 'scheduled', 'emergency', 'staged', 'publishing', 'awaiting_proof', 'overlap', 'quarantine', 'revoking', 'rolling_back', 'completed', 'rolled_back', 'rejected', 'expired', 'cancelled', 'stalled'])), name='rotation_state'),
@@ -287,5 +283,100 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name='rotation',
             constraint=models.CheckConstraint(condition=models.Q(models.Q(('state__in', ['quarantine', 'revoking']), _negated=True), ('silent_at__isnull', False), ('waived_at__isnull', False), _connector='OR'), name='rotation_silent'),
+        ),
+        migrations.CreateModel(
+            name='ScheduleCheck',
+            fields=[
+                ('schedule', models.OneToOneField(on_delete=django.db.models.deletion.CASCADE, primary_key=True, related_name='+', serialize=False, to='rotation.rotationschedule')),
+                ('check_at', models.DateTimeField(db_index=True)),
+                ('fault', models.CharField(blank=True, max_length=300)),
+            ],
+        ),
+        migrations.CreateModel(
+            name='ScheduledCredential',
+            fields=[
+                ('credential', models.OneToOneField(on_delete=django.db.models.deletion.PROTECT, primary_key=True, related_name='+', serialize=False, to='keyvault.credential')),
+                ('environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
+                ('ask_at', models.DateTimeField(blank=True, null=True)),
+                ('refusals', models.PositiveSmallIntegerField(default=0)),
+                ('why', models.CharField(blank=True, max_length=300)),
+                ('revision', models.PositiveIntegerField(default=0)),
+            ],
+            options={
+                'indexes': [models.Index(fields=['environment', 'ask_at', 'credential'], name='scheduled_by_ask_at')],
+            },
+        ),
+        migrations.CreateModel(
+            name='ScheduleSweep',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
+                ('after', models.CharField(blank=True, max_length=32)),
+                ('account', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='+', to='keyvault.account')),
+            ],
+        ),
+        migrations.CreateModel(
+            name='ScheduleApproval',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('version', models.PositiveIntegerField(default=1, editable=False)),
+                ('person', models.CharField(max_length=32)),
+                ('plan_digest', models.CharField(max_length=64)),
+                ('created_at', models.DateTimeField()),
+            ],
+        ),
+        migrations.CreateModel(
+            name='StandingApproval',
+            fields=[
+                ('version', models.PositiveIntegerField(default=1, editable=False)),
+                ('plan_digest', models.CharField(max_length=64)),
+                ('approvals_needed', models.PositiveSmallIntegerField()),
+                ('requester_person', models.CharField(max_length=32)),
+                ('created_at', models.DateTimeField()),
+                ('approval_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
+                ('state', models.CharField(choices=[('awaiting_approval', 'awaiting approval'), ('approved', 'approved'), ('rejected', 'rejected'), ('withdrawn', 'withdrawn'), ('void', 'void')], max_length=32)),
+                ('why', models.CharField(blank=True, max_length=300)),
+                ('terms', models.JSONField()),
+                ('approval_expires_at', models.DateTimeField()),
+                ('expires_at', models.DateTimeField()),
+                ('closed_at', models.DateTimeField(blank=True, null=True)),
+            ],
+        ),
+        migrations.AddField(
+            model_name='scheduleapproval',
+            name='approver',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL),
+        ),
+        migrations.AddField(
+            model_name='standingapproval',
+            name='requester',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL),
+        ),
+        migrations.AddField(
+            model_name='standingapproval',
+            name='schedule',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='standing_approvals', to='rotation.rotationschedule'),
+        ),
+        migrations.AddField(
+            model_name='scheduleapproval',
+            name='standing',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='approvals', to='rotation.standingapproval'),
+        ),
+        migrations.AddField(
+            model_name='rotation',
+            name='standing_approval',
+            field=models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='rotation.standingapproval'),
+        ),
+        migrations.AddConstraint(
+            model_name='standingapproval',
+            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'approved', 'rejected', 'withdrawn', 'void'])), name='standing_approval_state'),
+        ),
+        migrations.AddConstraint(
+            model_name='standingapproval',
+            constraint=models.UniqueConstraint(condition=models.Q(('state__in', ('awaiting_approval', 'approved'))), fields=('schedule', 'state'), name='standing_approval_one'),
+        ),
+        migrations.AddConstraint(
+            model_name='scheduleapproval',
+            constraint=models.UniqueConstraint(fields=('standing', 'person'), name='schedule_approval_once'),
         ),
     ]

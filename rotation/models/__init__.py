@@ -5,7 +5,14 @@ from rotation.models.evidence import Evidence, EvidenceKind
 from rotation.models.ledger import LedgerEntry, LedgerState
 from rotation.models.retirements import Retirement
 from rotation.models.rotations import Rotation, RotationApproval, explain_unreadable
-from rotation.models.schedules import BlackoutCalendar, RotationSchedule
+from rotation.models.schedules import (
+    BlackoutCalendar,
+    RotationSchedule,
+    ScheduleCheck,
+    ScheduledCredential,
+    ScheduleSweep,
+)
+from rotation.models.standing_approvals import ScheduleApproval, StandingApproval, StandingApprovalState
 
 __all__ = [
     "BlackoutCalendar",
@@ -21,5 +28,11 @@ __all__ = [
     "Rotation",
     "RotationApproval",
     "RotationSchedule",
+    "ScheduleApproval",
+    "ScheduleCheck",
+    "ScheduleSweep",
+    "ScheduledCredential",
+    "StandingApproval",
+    "StandingApprovalState",
     "explain_unreadable",
 ]

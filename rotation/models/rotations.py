@@ -1,5 +1,8 @@
 """Rotations with their approvals."""
 
+from datetime import datetime
+from typing import Any, Self
+
 from django.conf import settings
 from django.db import models
 from django.db.models import F, Q
@@ -12,7 +15,8 @@ from rotation.domain.events import RotationState
 from rotation.domain.policy import PLAN_UNREADABLE, Plan, UnreadablePlanError
 from rotation.domain.states import CLOSED
 from rotation.models.campaigns import Campaign
-from rotation.models.schedules import RotationSchedule
+from rotation.models.schedules import RotationSchedule, ScheduledCredential
+from rotation.models.standing_approvals import StandingApproval
 
 
 def explain_unreadable(error: Exception) -> str:
@@ -30,6 +34,7 @@ class Rotation(RequestColumns):
     rotation suspended the key that is being retired. `waived_at`: when the predecessor went into quarantine on an
     approved date, its silence unproved. `bypassed_at`: when the approval was bypassed; the break-glass act stays listed
     until reviewed. `handover`: for a sealed credential, the replacement's string sealed to the recipient's key.
+    `standing_approval`: the schedule's approval that covers this rotation.
     `reminded_percent`, `alarmed_at`: the last reminder to the merchant and the last alarm to the operators.
     """
 
@@ -67,6 +72,9 @@ class Rotation(RequestColumns):
     reminded_percent = models.PositiveSmallIntegerField(default=0)
     handover = models.JSONField(null=True, blank=True)
     schedule = models.ForeignKey(RotationSchedule, models.PROTECT, null=True, blank=True, related_name="rotations")
+    standing_approval = models.ForeignKey(
+        StandingApproval, models.PROTECT, null=True, blank=True, related_name="rotations"
+    )
     campaign = models.ForeignKey(Campaign, models.PROTECT, null=True, blank=True, related_name="rotations")
 
     class Meta:
@@ -92,20 +100,29 @@ class Rotation(RequestColumns):
                 | Q(waived_at__isnull=False),
             ),
         ]
-        indexes = [
-            models.Index(fields=["state"], name="rotation_by_state"),
-            models.Index(
-                fields=["rotation_id"],
-                name="rotation_open",
-                condition=~Q(state__in=sorted(state.value for state in CLOSED)),
-            ),
-        ]
+        indexes = [models.Index(fields=["state"], name="rotation_by_state")]
 
     def __str__(self) -> str:
         return self.rotation_id
 
     def alters(self) -> None:
         return None
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        super().save(*args, **kwargs)
+        if self.schedule_id is None:  # A worker that begins a scheduled rotation writes its date itself.
+            self._expire_date(self.created_at)
+
+    def compare_and_swap(self, **changes: Any) -> Self:
+        super().compare_and_swap(**changes)
+        if changes.get("closed_at") is not None:
+            self._expire_date(changes["closed_at"])
+        return self
+
+    def _expire_date(self, now: datetime) -> None:
+        """Have the date of the credential's next rotation computed again: none is requested beside an open one."""
+        rows = ScheduledCredential.objects.filter(credential=self.credential_id)
+        rows.update(ask_at=now, refusals=0, revision=F("revision") + 1)
 
     @property
     def current_state(self) -> RotationState:

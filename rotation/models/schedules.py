@@ -1,11 +1,11 @@
-"""Schedules, which begin rotations, and the calendars of periods in which none begins."""
+"""Schedules, which begin rotations, calendars of periods in which none begins, and when each credential is due."""
 
 from django.conf import settings
 from django.db import models
 from django.db.models import F, Q
 
 from keyvault.domain.environments import Environment
-from keyvault.models.columns import choice, choices_check, created_at
+from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.keys import Credential
 from keyvault.models.merchants import Account
 from keyvault.models.recording import RecordedModel
@@ -77,3 +77,54 @@ class RotationSchedule(RecordedModel):
 
     def alters(self) -> None:
         return None
+
+
+class ScheduledCredential(models.Model):
+    """When a worker requests the next rotation of a private credential. No verdict reads it, so it is not recorded.
+
+    `ask_at`: when the rotation is requested, or an earlier time at which a worker computes that; None: no schedule
+    applies, a person must act, or the open rotation must end. `refusals`, `why`: the number of consecutive refused
+    requests, and the latest refusal. `revision`: incremented by each write, so that a worker overwrites only what it
+    has read.
+    """
+
+    credential = models.OneToOneField(Credential, models.PROTECT, primary_key=True, related_name="+")
+    environment = choice(Environment)
+    ask_at = at()
+    refusals = models.PositiveSmallIntegerField(default=0)
+    why = models.CharField(max_length=300, blank=True)
+    revision = models.PositiveIntegerField(default=0)
+
+    class Meta:
+        indexes = [models.Index(fields=["environment", "ask_at", "credential"], name="scheduled_by_ask_at")]
+
+    def __str__(self) -> str:
+        return f"{self.credential_id} at {self.ask_at}"
+
+
+class ScheduleSweep(models.Model):
+    """A pending computation of `ask_at` for all private credentials of an account, or of an environment.
+
+    Workers do it in batches. `after`: the last credential that is done; empty: none.
+    """
+
+    environment = choice(Environment)
+    account = models.ForeignKey(Account, models.PROTECT, null=True, blank=True, related_name="+")
+    after = models.CharField(max_length=32, blank=True)
+
+    def __str__(self) -> str:
+        return f"{self.account or self.environment} after {self.after or 'none'}"
+
+
+class ScheduleCheck(models.Model):
+    """When a worker next verifies that this release can read an enabled schedule.
+
+    `fault`: why the last check could not; an alarm was raised for it.
+    """
+
+    schedule = models.OneToOneField(RotationSchedule, models.CASCADE, primary_key=True, related_name="+")
+    check_at = models.DateTimeField(db_index=True)
+    fault = models.CharField(max_length=300, blank=True)
+
+    def __str__(self) -> str:
+        return f"{self.schedule_id}: {self.fault or 'readable'}"

@@ -1,17 +1,22 @@
 """Generated documentation: the errors page, and the tables between markers in other pages."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 
+import django
+from django.apps import apps
 from prometheus_client import Counter, Gauge
 
 from keyvault.backends import meters
-from keyvault.project.configuration import settings_table
+from keyvault.project.configuration import SETTINGS, settings_table
 from keyvault.wire.problems import problems_page
 from rotation.domain.events import OPEN, OUTCOMES, Event, RotationState, Stays
 from rotation.domain.plan_fields import FARTHEST, FIELDS, NUMBERS, FieldType
 from rotation.domain.runbook import runbook_markdown
 from tests.environment import ROOT
+from tests.environment import SETTINGS as SETTINGS_MODULE
 
 ERRORS = ROOT / "docs" / "errors.md"
 
@@ -44,6 +49,7 @@ def parts() -> list[Part]:
     return [
         Part(docs / "settings.md", "settings", settings_table()),
         Part(docs / "metrics.md", "metrics", metrics_table()),
+        Part(docs / "retention.md", "retention", retention_table()),
         Part(rotation, "events", events_table()),
         Part(rotation, "plan_fields", plan_fields_table()),
         Part(rotation, "runbook", runbook_markdown().rstrip("\n")),
@@ -52,6 +58,26 @@ def parts() -> list[Part]:
 
 def errors_page() -> str:
     return f"{problems_page()}\n"
+
+
+def retention_table() -> str:
+    """Write a row for each table. This needs Django's models, which `python -m tests.architecture.test_docs` lacks."""
+    if not apps.ready:
+        os.environ |= {"DJANGO_SETTINGS_MODULE": SETTINGS_MODULE, "KEYVAULT_DATA_DIR": mkdtemp()}
+        django.setup()
+    from keyvault.services import retention as keyvault_retention
+    from rotation.services import retention as rotation_retention
+
+    defaults = {setting.name: setting.unset for setting in SETTINGS}
+    rows = [
+        [
+            f"`{rule.table._meta.db_table}`",
+            rule.kept.format(days=defaults.get(rule.setting)),
+            f"`{rule.setting}`" if rule.setting else "-",
+        ]
+        for rule in (*keyvault_retention.RULES, *rotation_retention.RULES)
+    ]
+    return _table(["table", "kept", "setting"], rows)
 
 
 def metrics_table() -> str:
@@ -86,6 +112,8 @@ def plan_fields_table() -> str:
             accepted = each.describe_bounds()
         elif each.type is FieldType.TEXT:
             accepted = f"at most {each.most} {each.unit}"
+        elif each.type is FieldType.NAMES:
+            accepted = f"at most {each.most} {each.unit}, by name"
         elif each.type is FieldType.INSTANT:
             accepted = f"a time in the next {FARTHEST.days} days"
         else:

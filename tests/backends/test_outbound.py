@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from keyvault.backends import outbound
 from keyvault.backends.outbound import Address, OutboundError, Reply, post
 from keyvault.wire.destinations import Destination
 
@@ -290,6 +291,30 @@ def test_post_while_the_resolver_hangs_times_out() -> None:
             post(to(443, scheme="https"), {}, BODY, resolve=resolver, within_seconds=_SHORT_SECONDS)
     finally:
         over.set()
+
+
+def test_post_while_every_resolver_hangs_starts_no_further_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resolver's threads outlive the attempt, so their number is limited."""
+    monkeypatch.setattr(outbound, "_resolvers", threading.BoundedSemaphore(2))
+    over, hanging = threading.Event(), []
+
+    def resolver(host: str, port: int) -> list[Address]:
+        hanging.append(threading.current_thread())
+        over.wait()
+        return []
+
+    try:
+        for _ in range(3):
+            with pytest.raises(OutboundError, match="timed out"):
+                post(to(443, scheme="https"), {}, BODY, resolve=resolver, within_seconds=_SHORT_SECONDS)
+        assert len(hanging) == 2
+    finally:
+        over.set()
+    for thread in hanging:
+        thread.join()
+    with pytest.raises(OutboundError, match="timed out"):
+        post(to(443, scheme="https"), {}, BODY, resolve=resolver, within_seconds=_SHORT_SECONDS)
+    assert len(hanging) == 3
 
 
 @pytest.mark.parametrize("begin", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "])

@@ -220,7 +220,7 @@ def find_odd_copies(rotation: Rotation) -> list[str]:
 
 
 def destroy_what_is_due() -> None:
-    for key in list_to_destroy():
+    for key in list_to_destroy(Environment.SANDBOX):
         destroy_string(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=datetime.now(UTC)), key)
 
 

@@ -25,7 +25,18 @@ from rotation.models import LedgerEntry
 NOWHERE = "nowhere"
 
 _WRITE = re.compile(r"(INSERT|UPDATE|DELETE)\b(?: OR \w+)?(?: INTO| FROM)? \"?(?:keyvault_|rotation_)?(\w+)")
-_LEASE_ACTS = ("claim", "release", "postpone", "pause", "wake")
+_LEASE_ACTS = {
+    "claim": "claim",
+    "claim_early": "claim",
+    "claim_dispatched": "claim",
+    "renew": "renew",
+    "release": "release",
+    "release_queued": "release",
+    "postpone": "postpone",
+    "pause": "pause",
+    "wake": "wake",
+}
+"""The functions that change a lease, and the names of their crash points."""
 
 
 class _Thread(threading.local):
@@ -111,8 +122,8 @@ class Bomb:
         atomic.__exit__ = left
 
     def _plant_statements(self) -> None:
-        for act in _LEASE_ACTS:
-            self._plant_lease_act(act)
+        for function, act in _LEASE_ACTS.items():
+            self._plant_lease_act(function, act)
 
         def watch(connection: Any, **_: Any) -> None:
             if self._around_statement not in connection.execute_wrappers:
@@ -123,8 +134,8 @@ class Bomb:
         connection_created.connect(watch)
         watch(connections["default"])
 
-    def _plant_lease_act(self, act: str) -> None:
-        thread, call = self._thread, getattr(leases, act)
+    def _plant_lease_act(self, function: str, act: str) -> None:
+        thread, call = self._thread, getattr(leases, function)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             thread.act = act
@@ -135,7 +146,7 @@ class Bomb:
             finally:
                 thread.act = ""
 
-        setattr(leases, act, wrapped)
+        setattr(leases, function, wrapped)
 
     def _around_statement(self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
         written = _WRITE.match(sql)

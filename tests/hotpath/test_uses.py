@@ -95,6 +95,26 @@ def test_uses_without_an_address_are_the_token_s(
     assert set(UseBucket.objects.values_list("source", "count")) == {(f"token:{row.token_id}", 4)}
 
 
+def test_uses_of_the_fast_path_are_kept_for_a_successor_once_per_report(
+    keys: dict[KeyKind, tuple[Key, str]], token: str, usage: UsageLog
+) -> None:
+    """Each bucket is kept after it was counted, so that no report can take it in between."""
+    counted: list[bool] = []
+
+    def note(*entry: Any) -> None:
+        counted.append(made.engine._uses[entry[:6]][:6] == [*entry[:6]])
+
+    made = prime(note_new_use=note)
+    usage.add_source(lambda: uses_of(made.engine))
+    for _ in range(3):
+        for address in ("192.0.2.1", "192.0.2.2"):
+            made.ask(token, question(keys[KeyKind.PRIVATE][1], client_ip=address))
+    before = len(counted)
+    usage.flush()
+    made.ask(token, question(keys[KeyKind.PRIVATE][1], client_ip="192.0.2.1"))
+    assert (before, len(counted), all(counted)) == (2, 3, True)
+
+
 def test_uses_of_a_probe_are_not_counted(keys: dict[KeyKind, tuple[Key, str]], primed: Primed, usage: UsageLog) -> None:
     """A probe is no use of a key, from the cache and from the database."""
     _, probe = make_token(P.KEYS_VERIFY, is_probe=True)

@@ -7,7 +7,7 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from keyvault.access.roles import Role
-from keyvault.models import WebhookEndpoint
+from keyvault.models import WebhookBreaker, WebhookEndpoint
 from keyvault.services.webhooks.endpoints import signing_secrets
 from tests.factories import have_peppers, make_merchant, make_operator, now
 
@@ -58,5 +58,14 @@ def test_list_webhooks_shows_the_endpoints_of_the_account() -> None:
     output_of("add_webhook", *PLACE, "--url", URL, "--by", "tam")
     (listed,) = json.loads(output_of("list_webhooks", *PLACE, "--json"))["endpoints"]
     assert (listed["url"], listed["disabled_at"], listed["due"]) == (URL, None, 0)
+    assert (listed["attempts_without_reply"], listed["paused_until"]) == (0, None)
     production = json.loads(output_of("list_webhooks", "--merchant", "acme", "--environment", "production", "--json"))
     assert production == {"endpoints": []}
+
+
+def test_list_webhooks_shows_an_endpoint_paused_by_its_breaker() -> None:
+    output_of("add_webhook", *PLACE, "--url", URL, "--by", "tam")
+    WebhookBreaker.objects.create(endpoint=WebhookEndpoint.objects.get(), failures=4, open_until=now())
+    (listed,) = json.loads(output_of("list_webhooks", *PLACE, "--json"))["endpoints"]
+    assert listed["attempts_without_reply"] == 4
+    assert listed["paused_until"] is not None

@@ -2,18 +2,19 @@
 
 from typing import Any
 
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Key
+from keyvault.models import Key, WorkLease
 from keyvault.services.keys.lifecycle import get_key, revoke_key
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.reports import get_rotation
+from rotation.services.rotations.reports import get_rotation, subject_of
+from rotation.services.rotations.turns import dispatch_due
 from tests.clocks import Clock
 from tests.services.rows import disable_triggers
 
@@ -32,6 +33,17 @@ def advance(rotation: Rotation, clock: Clock, seconds: float = 0) -> Rotation:
     clock.tick(seconds)
     advance_rotation(rotation.rotation_id, clock)
     return get_rotation(rotation.rotation_id)
+
+
+def list_due(clock: Clock) -> list[str]:
+    """List the rotations that a tick would dispatch now, the longest due first."""
+    rows = WorkLease.objects.filter(~Q(queue=""), due_at__lte=clock()).order_by("due_at", "subject")
+    return [row.subject.removeprefix(subject_of("")) for row in rows]
+
+
+def run_due(clock: Clock) -> int:
+    """Run one tick, and each message that it sends; return how many."""
+    return dispatch_due(clock, lambda turn: advance_rotation(turn.rotation_id, clock, is_dispatched=True))
 
 
 def key_states(rotation: Rotation) -> tuple[str, str | None]:

@@ -141,6 +141,7 @@ def test_watching_finds_a_predecessor_that_is_kept_in_quarantine() -> None:
         world.people_do(lambda: world.revoke(1))
         with mock.patch.object(engine, "lift_quarantine"):
             act(world)
+        world.clock.tick(60)  # past the pause after the outage
         with pytest.raises(ViolationError, match="1: the predecessor is kept"):
             world.watcher.require_predecessor_reinstated()
         act(world)

@@ -53,7 +53,7 @@ def test_plan_field_has_a_label_a_help_sentence_and_bounds(name: str) -> None:
     field = FIELDS[name]
     assert field.label
     assert field.help.endswith(".")
-    assert bool(field.unit) == (field.type in NUMBERS | {FieldType.TEXT})
+    assert bool(field.unit) == (field.type in NUMBERS | {FieldType.TEXT, FieldType.NAMES})
     assert bool(field.choices) == (field.type in {FieldType.CHOICE, FieldType.CHANNELS})
     for environment in Environment if field.type in NUMBERS else ():
         assert field.least[environment] <= field.defaults.get(environment, field.most) <= field.most
@@ -94,10 +94,8 @@ def by_rest(credential_id: str, values: dict[str, Any]) -> str:
 
 
 def by_console(credential_id: str, values: dict[str, Any]) -> str:
-    """As a browser sends it: a period as text, a time to the minute."""
-    sent = {
-        name: f"{value:%Y-%m-%dT%H:%M}" if isinstance(value, datetime) else str(value) for name, value in values.items()
-    }
+    """As a browser sends it: a period as text, a time to the minute, a list in lines."""
+    sent = {name: _as_typed(value) for name, value in values.items()}
     untouched = {"at_deadline": "stall", "reinstatement": "once", "time_zone": "UTC", "reason": "yearly"}
     answer = browser(tam()).post(
         address("rotation_rotation_request"), {**untouched, "credential_id": credential_id, **sent}
@@ -109,8 +107,18 @@ def by_console(credential_id: str, values: dict[str, Any]) -> str:
     return html.unescape("; ".join(re.findall(r"<li>(.*?)</li>", " ".join(listed), re.DOTALL)))
 
 
+def _as_typed(value: Any) -> str:
+    if isinstance(value, list):
+        return "\r\n".join(value)
+    return f"{value:%Y-%m-%dT%H:%M}" if isinstance(value, datetime) else str(value)
+
+
 def by_command(credential_id: str, values: dict[str, Any]) -> str:
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    words = [
+        f"--{name.replace('_', '-')}={each}"
+        for name, value in values.items()
+        for each in (value if isinstance(value, list) else [value])
+    ]
     tam()
     try:
         call_command("rotate_key", f"--credential={credential_id}", "--requested-by=tam", "--json", *words)
@@ -200,6 +208,8 @@ def test_plan_field_past_its_bounds_is_refused_with_the_same_sentence_at_every_e
             SANDBOX,
             "2999-01-01T00:00:00+00:00 is too far away. Use a time in the next 732 days.",
         ),
+        ("waived_sources", ("a", "a"), SANDBOX, "2 sources are given. Use at most 50, each once."),
+        ("waived_sources", tuple(map(str, range(51))), SANDBOX, "51 sources are given. Use at most 50, each once."),
         ("channels", (), SANDBOX, "secret_backend is missing. Add it: the merchant reads the replacement there."),
     ],
 )
@@ -207,6 +217,15 @@ def test_plan_field_out_of_bounds_says_what_was_wrong_and_what_is_accepted(
     name: str, value: Any, environment: Environment, sentence: str
 ) -> None:
     assert FIELDS[name].find_fault(value, environment, datetime(2026, 11, 21, tzinfo=UTC)) == sentence
+
+
+@pytest.mark.database
+@pytest.mark.django_db
+@pytest.mark.parametrize("request_by", REQUESTS)
+def test_plan_with_a_waived_source_that_never_used_the_key_is_refused_at_every_entry_point(request_by: Request) -> None:
+    said = request_by(fresh_credential("waived_sources"), {"waived_sources": ["192.0.2.0/24 curl"]})
+    assert "'192.0.2.0/24 curl' has not used the old key. Use the name of a source that did, or omit it." in said
+    assert not Rotation.objects.exists()
 
 
 @pytest.mark.database

@@ -69,19 +69,22 @@ def held_open(write: Callable[[], Any]) -> Iterator[None]:
         future.result(TIMEOUT_SECONDS)
 
 
-def wait_until_blocked(future: "Future[Any]", connections: int = 1) -> None:
-    """Wait until this many connections of this database wait for a lock. Fails if the call ends first."""
+def wait_until_blocked(future: "Future[Any]", connections: int = 1, *, seconds: float = 0) -> None:
+    """Wait until this many connections of this database have waited so long for a lock. Fails if the call ends."""
     pause = threading.Event()
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while _count_blocked() < connections:
+    while _count_blocked(seconds) < connections:
         assert not future.done(), "the call ended without waiting for a lock"
         assert time.monotonic() < deadline, "no connection waits for a lock"
         pause.wait(0.01)
 
 
-def _count_blocked() -> int:
+def _count_blocked(seconds: float) -> int:
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            "SELECT count(DISTINCT locks.pid) FROM pg_locks AS locks JOIN pg_stat_activity USING (pid)"
+            " WHERE datname = current_database() AND NOT granted"
+            " AND clock_timestamp() - coalesce(waitstart, clock_timestamp()) >= make_interval(secs => %s)",
+            [seconds],
         )
         return int(cursor.fetchone()[0])

@@ -149,7 +149,7 @@ def test_idempotency_deletes_a_limited_number_of_expired_responses_oldest_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A backlog is worked off in short steps."""
-    monkeypatch.setattr("keyvault.services.idempotency._MAX_DELETED", 2)
+    monkeypatch.setattr("keyvault.services.work.deletion.MAX_DELETED", 2)
     for hours in (1, 3, 2, 0):
         send(NOON - timedelta(hours=hours), key=f"k-{hours}")
     left = []

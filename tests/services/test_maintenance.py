@@ -1,10 +1,15 @@
 """Maintenance: work that is due is found in the rows, done one by one, and safe to repeat."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from django.db import OperationalError, connection, transaction
+from django.db.models import Model
 from django.test import override_settings
 
 from keyvault.access.permissions import Permission as P
@@ -16,15 +21,14 @@ from keyvault.domain.issuance import COLLECT_WITHIN, REQUEST_LIFETIME, Delivery
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import IssuanceRequest, Key, Material, Notice
+from keyvault.models import IssuanceRequest, Key, Material, Notice, ProviderConnection
 from keyvault.models.idempotency import IdempotentRequest
-from keyvault.services import idempotency, maintenance
-from keyvault.services.issuance import requests
+from keyvault.services import idempotency, maintenance, offboarding
+from keyvault.services.issuance import collection, requests
 from keyvault.services.keys import lifecycle
-from keyvault.services.secrets import stored_copies
+from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
-from keyvault.services.verification import refusals
-from keyvault.services.work import leases
+from keyvault.services.work import clock, leases, row_turns
 from keyvault.tasks import issue_approved, run_maintenance, watch_backend
 from tests.factories import PRODUCTION, SANDBOX, account, approve, grant, issue, issue_request, now, request_key
 from tests.services.conftest import Scene, make_scene
@@ -88,7 +92,7 @@ def test_maintenance_of_a_request_denied_by_the_backend_alarms_once_and_issues_i
         refusing.setattr(requests, "store_string", refuse)
         for _ in range(3):
             assert not maintenance.issue_one(request)
-            leases.wake(f"issuance:{request.pk}")
+            leases.forget(f"issuance:{request.pk}")
     alarms = Notice.objects.filter(kind=NoticeKind.BACKEND_DENIED)
     assert [(notice.subject, notice.is_alarm) for notice in alarms] == [("sandbox", True)]
     assert maintenance.issue_one(request)
@@ -189,8 +193,8 @@ def test_maintenance_of_a_row_changed_concurrently_continues(scene: Scene, monke
         issue(scene.sandbox, expires_in_days=1, at=LONG_AGO)
     real = lifecycle.list_expired
 
-    def list_then_change(at: datetime) -> list[Key]:
-        found = real(at)
+    def list_then_change(at: datetime, after: Key | None = None) -> list[Key]:
+        found = real(at, after)
         other = lifecycle.get_key(found[0].key_id)
         assert other is not None
         lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), other)
@@ -246,20 +250,131 @@ def test_maintenance_in_a_pinned_process_covers_its_environment_only(scene: Scen
     assert sorted(others_keys.values_list("state", "material")) == [("active", "held"), ("deactivated", "destroy_due")]
 
 
-def test_maintenance_shreds_expired_secrets_and_deletes_old_responses(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maintenance_shreds_expired_secrets_and_deletes_old_responses(scene: Scene) -> None:
     key, text = issue(scene.sandbox)
     request: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}
     response = idempotency.StoredResponse(201, {"key": None}, "key", Plaintext(text.reveal()), key.key_id)
     at = now() - idempotency.SEALED_FOR
     idempotency.run_once(**request, now=at, prepare=lambda: lambda: response)
     idempotency.run_once(**request | {"key": "older"}, now=now() - idempotency.KEEP, prepare=lambda: lambda: response)
-    forgotten: list[datetime] = []
-    monkeypatch.setattr(refusals, "forget_old", forgotten.append)
     run_maintenance()
     assert IdempotentRequest.objects.get().sealed is None
-    assert len(forgotten) == 1
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """One step of maintenance: the function that lists its rows and the one that processes a row."""
+
+    run: Callable[[], object]
+    module: ModuleType
+    lists: str
+    acts: str
+    rows: str = "key"
+
+
+ROW_STEPS = (
+    RowStep(maintenance.issue_due, requests, "list_approved", "issue_approved", "request"),
+    RowStep(maintenance.expire_due, requests, "list_overdue", "expire_issuance", "request"),
+    RowStep(maintenance.expire_due, lifecycle, "list_expired", "expire_key"),
+    RowStep(maintenance.discard_due, requests, "list_uncollected", "discard_uncollected", "request"),
+    RowStep(maintenance.destroy_due, requests, "list_withdrawn", "discard_withdrawn", "request"),
+    RowStep(maintenance.destroy_due, stored_copies, "list_to_destroy", "destroy_string"),
+    RowStep(maintenance.settle_due, stored_copies, "list_unsettled", "settle_string"),
+    RowStep(maintenance.forget_paths_due, offboarding, "list_to_forget", "forget_path", "credential"),
+    RowStep(
+        maintenance.settle_connections_due, provider_connections, "list_unsettled", "settle_connection", "connection"
+    ),
+    RowStep(
+        maintenance.settle_connections_due, provider_connections, "list_to_forget", "settle_connection", "connection"
+    ),
+)
+
+
+@pytest.mark.parametrize("step", ROW_STEPS, ids=lambda step: f"{step.lists}-{step.acts}")
+def test_maintenance_reaches_every_row_behind_one_that_the_database_refuses(
+    step: RowStep, scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a batch of one row, the row that always fails neither ends the step nor keeps its place."""
+    rows = list(_rows_of(step.rows, scene))
+    reached = []
+
+    def list_rows(*arguments: Any) -> list[Any]:
+        after = arguments[-1] if arguments and isinstance(arguments[-1], Model) else None
+        own = rows if after is None else rows[rows.index(after) + 1 :]
+        return [row for row in own if row.pk not in reached][:1]
+
+    def process(*arguments: Any) -> None:
+        (row,) = (argument for argument in arguments if argument in rows)
+        if row == rows[0]:
+            with transaction.atomic(), connection.cursor() as cursor:
+                cursor.execute("INSERT INTO keyvault_worklease (subject) VALUES (NULL)")
+        reached.append(row.pk)
+
+    monkeypatch.setattr(row_turns, "BATCH", 1)
+    monkeypatch.setattr(maintenance, "_turns", maintenance.MaintenanceTurns())
+    monkeypatch.setattr(step.module, step.lists, list_rows)
+    acts = collection if step.acts == "discard_uncollected" else step.module
+    monkeypatch.setattr(acts, step.acts, process)
+    with override_settings(ENVIRONMENTS=("sandbox",)):
+        for _ in range(4):
+            step.run()
+    assert reached == [row.pk for row in rows[1:]]
+    assert "a row cannot be processed" in caplog.text
+
+
+def _rows_of(kind: str, scene: Scene) -> Iterator[Model]:
+    for number in range(1, 4):
+        if kind == "connection":
+            yield ProviderConnection(pk=number, account=scene.sandbox)
+        elif kind == "request":
+            yield request_key(scene.sandbox)
+        else:
+            key, _ = issue(scene.sandbox)
+            yield key if kind == "key" else key.credential
+
+
+def test_maintenance_without_a_database_ends_its_step(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are not tried one after another while the connection is lost."""
+    tried = []
+
+    def fail(*arguments: Any) -> None:
+        tried.append(arguments)
+        raise OperationalError("the connection is lost")
+
+    for _ in range(2):
+        issue(scene.sandbox, expires_in_days=1, at=LONG_AGO)
+    monkeypatch.setattr(lifecycle, "expire_key", fail)
+    with monkeypatch.context() as lost:
+        lost.setattr(maintenance, "connection", SimpleNamespace(is_usable=lambda: False))
+        with pytest.raises(OperationalError, match="lost"):
+            maintenance.expire_due()
+    assert len(tried) == 1
+
+
+@pytest.mark.postgres
+def test_maintenance_with_a_wrong_clock_does_nothing_irreversible_and_alarms_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither an expiry nor a discarded key nor a deletion depends on a clock that differs from the database's."""
+    key, _ = issue(scene.sandbox, expires_in_days=1, at=LONG_AGO)
+    uncollected = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE, at=now() - COLLECT_WITHIN)
+    issue_request(uncollected, at=now() - COLLECT_WITHIN)
+    IdempotentRequest.objects.create(
+        holder="h", endpoint="e", key_digest=b"k", body_digest=b"b", held_until=LONG_AGO, created_at=LONG_AGO,
+        expires_at=LONG_AGO,
+    )  # fmt: skip
+    with monkeypatch.context() as wrong:
+        wrong.setattr(clock, "host_time", lambda: datetime.now(UTC) + timedelta(seconds=30))
+        for _ in range(2):
+            run_maintenance()
+    assert Key.objects.get(pk=key.pk).state == "active"
+    assert IssuanceRequest.objects.get(pk=uncollected.pk).state == "issued"
+    assert IdempotentRequest.objects.exists()
+    (alarm,) = Notice.objects.filter(kind=NoticeKind.CLOCK_DIFFERS)
+    assert (alarm.is_alarm, alarm.account, alarm.payload["seconds_ahead"]) == (True, None, 30)
+    run_maintenance()
+    assert Key.objects.get(pk=key.pk).state == "deactivated"
+    assert not IdempotentRequest.objects.exists()
 
 
 STEPS = ["expire_due", "discard_due", "destroy_due", "forget_due"]

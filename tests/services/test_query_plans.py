@@ -1,11 +1,27 @@
 """Queries of workers and repeated requests use an index that returns exactly the rows asked for."""
 
+from collections.abc import Callable
+from datetime import datetime
+
 import pytest
 
-from keyvault.models import Change
+from keyvault.access.permissions import Permission
+from keyvault.access.roles import Role
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Change, Notice, WebhookDelivery
+from keyvault.services import idempotency
 from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
-from tests.factories import account, issue, make_merchant, now
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.sessions import sign_in
+from keyvault.services.tokens import customer_tokens
+from keyvault.services.verification import refusals
+from keyvault.services.webhooks import deliveries
+from keyvault.services.webhooks.deliveries import EndpointTurns
+from keyvault.services.webhooks.endpoints import add_endpoint
+from keyvault.services.work import leases
+from tests.factories import account, grant, have_peppers, issue, make_merchant, make_operator, now
 from tests.plans import copy_row, explain
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
@@ -38,3 +54,44 @@ def test_list_used_uncollected_after_a_request_skips_the_earlier_ones() -> None:
     assert "request_uncollected" in plan
     assert "Index Cond: ((issued_at" in plan
     assert "Sort" not in plan
+
+
+@pytest.mark.parametrize(
+    ("forget", "indexes"),
+    [
+        (idempotency.forget_expired, ["idempotent_request_expiring"]),
+        (refusals.forget_old, ["refusal_unproved", "keyvault_refusal_at"]),
+        (deliveries.forget_old_deliveries, ["webhook_delivery_settled"]),
+        (deliveries.forget_old_notices, ["notice_settled"]),
+        (customer_tokens.forget_expired_tokens, ["customer_token_expiring"]),
+        (sign_in.forget_expired_sessions, ["django_session_expire_date"]),
+        (leases.forget_abandoned, ["work_lease_due", "work_lease_held"]),
+    ],
+    ids=lambda each: each.__name__ if callable(each) else "",
+)
+def test_retention_reads_only_expired_rows(forget: Callable[[datetime], object], indexes: list[str]) -> None:
+    """The cost of a deletion does not grow with the rows that are kept."""
+    plans = explain(lambda: forget(now()))
+    assert len(plans) == len(indexes)
+    for plan, index in zip(plans, indexes, strict=True):
+        assert index in plan
+        assert "Index Cond" in plan
+        assert "Sort" not in plan
+
+
+def test_webhook_turns_read_one_message_of_each_endpoint() -> None:
+    """The backlog of one endpoint costs the next one nothing."""
+    have_peppers()
+    tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    allowed = grant(tam, Permission.WEBHOOKS_WRITE, account())
+    add_endpoint(allowed, account(), "https://acme.example/")
+    with recorded(allowed, Permission.WEBHOOKS_WRITE, "webhook_endpoint.tested", account=account()):
+        notices = [announce(allowed, NoticeKind.KEY_ISSUED, account(), f"{number}") for number in range(2)]
+    WebhookDelivery.objects.filter(notice=notices[1]).delete()
+    copy_row(Notice, notice_id="'ntc_' || n")
+    copy_row(WebhookDelivery, notice="'ntc_' || n")
+    first, second = explain(lambda: list(EndpointTurns(is_urgent=False).visit()))[:2]
+    for plan in (first, second):
+        assert "webhook_delivery_due" in plan
+        assert "Seq Scan" not in plan
+        assert "Index Cond: ((is_urgent = false) AND (endpoint_id >" in plan

@@ -21,11 +21,10 @@ from keyvault.services.keys.lifecycle import get_key
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.secrets.stored_copies import copy_subject
 from rotation.domain.events import RotationState
-from rotation.services.rotations.engine import advance_all_due
 from rotation.services.rotations.interventions import abort_rotation, resume_rotation
 from rotation.services.rotations.reports import get_rotation, subject_of
 from tests.rotation import scene
-from tests.rotation.steps import revoke
+from tests.rotation.steps import revoke, run_due
 
 from .harness import VaultHarness
 from .proxy import NO_FAULT, Injection
@@ -149,7 +148,7 @@ class Journey:
 
     def _beat(self) -> None:
         self.harness.reporter.flush()
-        advance_all_due(self.harness.clock)
+        run_due(self.harness.clock)
         maintenance.destroy_due()
         maintenance.settle_due()
 

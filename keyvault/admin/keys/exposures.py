@@ -26,7 +26,7 @@ def exposure_tables(key: Key) -> Iterable[Table]:
     if found:
         yield Table(
             "Suspected exposures",
-            ["type", "source", "user agent", "endpoint", "uses in that minute", "last seen (UTC)"],
+            ["type", "source", "user agent", "endpoint", "uses", "last seen (UTC)"],
             [
                 [
                     badge(use.outcome),

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
-from django.db.models import Model, Q
+from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
@@ -51,6 +51,7 @@ from keyvault.services.webhooks.endpoints import (
     DEFAULT_OVERLAP_HOURS,
     MAX_OVERLAP_HOURS,
     add_endpoint,
+    breaker_of,
     disable_endpoint,
     enable_endpoint,
     host_of,
@@ -102,7 +103,21 @@ def _is_enabled(endpoint: WebhookEndpoint) -> bool:
 
 
 def _state(endpoint: WebhookEndpoint) -> str:
-    return "enabled" if _is_enabled(endpoint) else "disabled"
+    if not _is_enabled(endpoint):
+        return "disabled"
+    return "paused" if _paused_until(endpoint) is not None else "enabled"
+
+
+def _paused_until(endpoint: WebhookEndpoint) -> datetime | None:
+    """Return until when the endpoint's breaker is open, None if it is closed."""
+    breaker = breaker_of(endpoint)
+    until = None if breaker is None else breaker.open_until
+    return until if until is not None and until > datetime.now(UTC) else None
+
+
+def _by_state() -> dict[str, Q]:
+    is_enabled, is_paused = Q(disabled_at__isnull=True), Q(breaker__open_until__gt=datetime.now(UTC))
+    return {"enabled": is_enabled & ~is_paused, "paused": is_enabled & is_paused, "disabled": ~is_enabled}
 
 
 class WebhookEndpointAdmin(AccountRowAdmin):
@@ -165,7 +180,7 @@ class WebhookEndpointAdmin(AccountRowAdmin):
 
     list_display = ("url", "merchant", "environment_badge", "state_badge", "created")
     list_filter = (
-        state_filter({"enabled": Q(disabled_at__isnull=True), "disabled": Q(disabled_at__isnull=False)}),
+        state_filter(_by_state),
         "account__environment",
     )
     search_fields = ("url", "account__merchant__merchant_id")
@@ -173,6 +188,9 @@ class WebhookEndpointAdmin(AccountRowAdmin):
 
     state_badge = badge_column("state", _state, ordering="disabled_at")
     created = moment_column("created (UTC)", "created_at")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("breaker")
 
     def name_of(self, row: WebhookEndpoint) -> str:
         return host_of(row)
@@ -191,6 +209,10 @@ class WebhookEndpointAdmin(AccountRowAdmin):
         life: list[tuple[str, Any]] = [("Created", moment(row.created_at))]
         if _is_in_overlap(row):
             life.append(("Previous secret signs until", moment(row.previous_until)))
+        if (breaker := breaker_of(row)) is not None:
+            life.append(("Attempts without a reply", f"{breaker.failures} since the last reply"))
+        if (paused_until := _paused_until(row)) is not None:
+            life.append(("Next attempt", moment(paused_until)))
         if row.disabled_at is not None:
             life += [("Disabled", moment(row.disabled_at)), ("Reason", row.disabled_why)]
         return Detail(
@@ -206,7 +228,7 @@ class WebhookEndpointAdmin(AccountRowAdmin):
         if may(request, P.WEBHOOKS_WRITE, row):
             url = reverse("admin:keyvault_webhookendpoint_add") + account_query(row)
             links.append(Link("Add webhook endpoint", url))
-        endpoints = row.webhook_endpoints.order_by("created_at")
+        endpoints = row.webhook_endpoints.select_related("breaker").order_by("created_at")
         table = Table(
             "Webhook endpoints",
             ["URL", "state", "created (UTC)"],

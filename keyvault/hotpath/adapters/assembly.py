@@ -79,6 +79,7 @@ def make_engine(
         note_key_proof=_note_key_proof,
         note_token_proof=_note_token_proof,
         note_verdict=_note_verdict,
+        note_new_use=usage_log.protect,
         outcome=lambda is_probe: (UseOutcome.PROBED if is_probe else UseOutcome.ALLOWED).value,
     )
     return Engine(ports, Freshness(settings.MAX_STALENESS_SECONDS), settings.VERIFIER_KEYS)

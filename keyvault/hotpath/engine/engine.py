@@ -98,6 +98,7 @@ class Engine:
         self._denied = self.memory.denied
         self._monotonic = ports.monotonic
         self._wall = ports.wall
+        self._note_new_use = ports.note_new_use
         self._key_prefix = f"{ports.brand}_"
         self._next_id = _request_ids(ports.random_bytes).__next__
         self.verify_known = self._make_verify_known()
@@ -421,6 +422,7 @@ class Engine:
             tally = uses.get(use)
         if tally is None:
             tally = uses[use] = [*use, 0, wall, wall]
+            self._note_new_use(*use, wall)
         return tally
 
     def _open_tally(self, cached: CachedGrant, wall: float) -> None:

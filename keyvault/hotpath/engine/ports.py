@@ -74,5 +74,6 @@ class Ports:
     note_key_proof: Callable[[KeyRecord, KeyString, Peppers], None]
     note_token_proof: Callable[[TokenRecord, KeyString, Peppers], None]
     note_verdict: Callable[[EngineVerdict], None]
+    note_new_use: Callable[[str, str, str, str, str, str, float], None]
     outcome: Callable[[bool], str]
     """Outcome under which a use is counted, by whether the caller is a probe."""

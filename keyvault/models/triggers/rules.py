@@ -49,7 +49,7 @@ class AppendOnly:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The rows are never deleted.
+    """The rows are never deleted, except those for which the SQL condition `expired` holds, of which OLD is the row.
 
     SQLite's REPLACE deletes rows that equal the new one in a set of `unique` columns, so such an insert is refused. The
     table's `Frozen` rule refuses updates of these columns: UPDATE OR REPLACE would delete the other row, too.
@@ -57,10 +57,13 @@ class Kept:
 
     table: str
     unique: UniqueSets
+    expired: str = ""
 
     def guards(self) -> Iterator[WriteGuard]:
         short = short_name(self.table)
-        yield WriteGuard(f"{short}_no_delete", self.table, "DELETE", "1 = 1", f"{short} rows are never deleted")
+        refused_if = f"NOT ({self.expired})" if self.expired else "1 = 1"
+        message = f"{short} rows are {'not deleted before they expire' if self.expired else 'never deleted'}"
+        yield WriteGuard(f"{short}_no_delete", self.table, "DELETE", refused_if, message)
         yield _no_replace(self.table, self.unique, f"{short} rows are never replaced")
 
 

@@ -29,6 +29,7 @@ from keyvault.services.postgres.raw_queries import execute, wait_for_notice
 from keyvault.services.recording.changes import CHANNEL, FeedRewoundError, Position, generation, poll_feed
 from keyvault.services.usage.recorder import usage_log
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork
+from keyvault.services.work.deletion import delete_batch
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +46,8 @@ _WATCH_SECONDS = 0.5
 _NEVER = float("-inf")
 """Monotonic time of a confirmation that withdraws all earlier ones."""
 
-_CONFIRMATIONS_KEPT_FOR = timedelta(days=30)
-_GONE_KEPT_FOR = timedelta(days=7)
-_MAX_DELETED = 5_000
+CONFIRMATIONS_KEPT_FOR = timedelta(days=30)
+GONE_KEPT_FOR = timedelta(days=7)
 
 
 @dataclass(eq=False)
@@ -332,6 +332,5 @@ def is_feed_followed() -> bool | None:
 
 def forget_old(now: datetime) -> None:
     """Delete confirmations older than 30 days, some thousands at a time, and verifiers gone for 7 days."""
-    old = Confirmation.objects.filter(at__lt=now - _CONFIRMATIONS_KEPT_FOR).order_by("at")
-    Confirmation.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:_MAX_DELETED])).delete()
-    Verifier.objects.filter(seen_at__lt=now - _GONE_KEPT_FOR).delete()
+    delete_batch(Confirmation.objects.filter(at__lt=now - CONFIRMATIONS_KEPT_FOR).order_by("at"))
+    Verifier.objects.filter(seen_at__lt=now - GONE_KEPT_FOR).delete()

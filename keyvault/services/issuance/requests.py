@@ -50,8 +50,8 @@ from keyvault.services.secrets.stored_copies import (
     store_string,
 )
 from keyvault.services.work.leases import Lease, hold
+from keyvault.services.work.row_turns import BATCH, batch_after
 
-_LIST_LIMIT = 100
 """Maximum rows that one listing returns."""
 
 
@@ -295,24 +295,24 @@ def describe_request(request: IssuanceRequest) -> dict[str, JsonValue]:
     return described
 
 
-def list_approved() -> list[IssuanceRequest]:
-    return list(_served().filter(state=IssuanceState.APPROVED).order_by("created_at")[:_LIST_LIMIT])
+def list_approved(after: IssuanceRequest | None = None) -> list[IssuanceRequest]:
+    return batch_after(_served().filter(state=IssuanceState.APPROVED), "created_at", after)
 
 
-def list_overdue(now: datetime) -> list[IssuanceRequest]:
-    return list(_served().filter(state=IssuanceState.PENDING, expires_at__lte=now)[:_LIST_LIMIT])
+def list_overdue(now: datetime, after: IssuanceRequest | None = None) -> list[IssuanceRequest]:
+    return batch_after(_served().filter(state=IssuanceState.PENDING, expires_at__lte=now), "created_at", after)
 
 
-def list_uncollected(now: datetime) -> list[IssuanceRequest]:
+def list_uncollected(now: datetime, after: IssuanceRequest | None = None) -> list[IssuanceRequest]:
     """Return requests whose keys are to be discarded (`is_uncollected`): unused keys and dead ones."""
     unused = Q(key__use__isnull=True) | Q(key__state__in=DEAD_STATES)
-    return list(_uncollected(now).filter(unused).order_by("issued_at")[:_LIST_LIMIT])
+    return batch_after(_uncollected(now).filter(unused), "issued_at", after)
 
 
 def list_used_uncollected(now: datetime, after: tuple[datetime, str] | None = None) -> list[IssuanceRequest]:
     """Return requests whose uncollected keys are in use, with or without authorization.
 
-    The list is in order of issue and has at most _LIST_LIMIT rows. `after`: exclusive start, as the `issued_at` and id
+    The list is in order of issue and has at most BATCH rows. `after`: exclusive start, as the `issued_at` and id
     of the last row already seen.
     """
     used = _uncollected(now).filter(key__use__isnull=False).exclude(key__state__in=DEAD_STATES)
@@ -320,13 +320,13 @@ def list_used_uncollected(now: datetime, after: tuple[datetime, str] | None = No
         issued_at, issuance_request_id = after
         later = Q(issued_at__gt=issued_at) | Q(issuance_request_id__gt=issuance_request_id)
         used = used.filter(later, issued_at__gte=issued_at)
-    return list(used.order_by("issued_at", "issuance_request_id")[:_LIST_LIMIT])
+    return list(used.order_by("issued_at", "issuance_request_id")[:BATCH])
 
 
-def list_withdrawn() -> list[IssuanceRequest]:
+def list_withdrawn(after: IssuanceRequest | None = None) -> list[IssuanceRequest]:
     """Return withdrawn requests that still have a staged key."""
     withdrawn = _served().filter(state=IssuanceState.WITHDRAWN, credential__keys__state=KeyState.PRE_ACTIVATION)
-    return list(withdrawn.distinct()[:_LIST_LIMIT])
+    return batch_after(withdrawn.distinct(), "created_at", after)
 
 
 def get_request(issuance_request_id: str) -> IssuanceRequest | None:

@@ -28,6 +28,7 @@ from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.recording.changes import notify_host
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import Record, recorded
+from keyvault.services.work.row_turns import batch_after
 
 _ENGINE = frozenset({P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE})
 _MAX_STALENESS = timedelta(minutes=1)
@@ -280,11 +281,11 @@ def expire_key(grant: Grant, key: Key) -> None:
     )
 
 
-def list_expired(now: datetime) -> list[Key]:
-    """Return up to 100 keys to expire in the served environments, the longest expired first."""
+def list_expired(now: datetime, after: Key | None = None) -> list[Key]:
+    """Return a batch of keys to expire in the served environments, the longest expired first."""
     living = _keys().filter(state__in=[KeyState.ACTIVE, KeyState.SUSPENDED], expires_at__lte=now)
     served = living.filter(credential__account__environment__in=settings.ENVIRONMENTS)
-    return list(served.order_by("expires_at")[:100])
+    return batch_after(served, "expires_at", after)
 
 
 def get_key(key_id: str) -> Key | None:

@@ -260,19 +260,20 @@ def _require_unused(row: PepperVersion, now: datetime) -> None:
 def _block_writers() -> None:
     """Block writers inside the transaction, so that the count sees every digest and no new one is written.
 
-    The timeout is shorter than PostgreSQL's deadlock check, so this transaction is the one that fails. SQLite has one
-    writer at a time.
+    The first lock does not block writers. It waits longer than PostgreSQL's deadlock check, which cancels an autovacuum
+    that holds a table, and keeps the next one away. The timeout of the second is shorter than that check, so this
+    transaction is the one that fails. SQLite has one writer at a time.
     """
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
-            cursor.execute("SET LOCAL lock_timeout = '500ms'")
-            cursor.execute(_LOCK)
+            for timeout, mode in (("5s", "SHARE UPDATE EXCLUSIVE"), ("500ms", "SHARE ROW EXCLUSIVE")):
+                cursor.execute(f"SET LOCAL lock_timeout = '{timeout}'")
+                cursor.execute(f"LOCK TABLE {_WITH_DIGESTS} IN {mode} MODE")
             cursor.execute("SET LOCAL lock_timeout = DEFAULT")
 
 
-_LOCK = (
-    "LOCK TABLE keyvault_key, keyvault_servicetoken, keyvault_customertoken, keyvault_webhookendpoint, "
-    "keyvault_idempotentrequest IN SHARE ROW EXCLUSIVE MODE"
+_WITH_DIGESTS = (
+    "keyvault_key, keyvault_servicetoken, keyvault_customertoken, keyvault_webhookendpoint, keyvault_idempotentrequest"
 )
 
 

@@ -9,6 +9,7 @@ from keyvault.domain.canonical import JsonValue, canonical_bytes
 from keyvault.domain.ids import mint_id
 from keyvault.domain.notifications import ALARMS, INTERNAL, NoticeKind
 from keyvault.models import Account, Notice, WebhookDelivery, WebhookEndpoint
+from keyvault.wire.webhooks import GIVE_UP_AFTER
 
 
 def announce(
@@ -30,14 +31,14 @@ def announce(
     if account is None or kind in INTERNAL:
         return notice
     for endpoint in WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True):
-        WebhookDelivery.objects.create(notice=notice, endpoint=endpoint, due_at=grant.at)
+        _queue_delivery(grant, notice, endpoint, is_urgent=notice.is_alarm)
     return notice
 
 
 def announce_to(grant: Grant, endpoint: WebhookEndpoint, kind: NoticeKind, subject: str, /) -> Notice:
-    """Write a notice and its delivery to one webhook endpoint."""
+    """Write a notice and its delivery to one webhook endpoint, before the endpoint's other messages."""
     notice = _write_notice(grant, kind, endpoint.account, subject, {}, kind in ALARMS)
-    WebhookDelivery.objects.create(notice=notice, endpoint=endpoint, due_at=grant.at)
+    _queue_delivery(grant, notice, endpoint, is_urgent=True)
     return notice
 
 
@@ -50,6 +51,16 @@ def message_of(notice: Notice) -> bytes:
     data = {**notice.payload, "account": account_ids, "subject": notice.subject}
     timestamp = notice.created_at.astimezone(UTC).isoformat().replace("+00:00", "Z")
     return canonical_bytes({"type": notice.kind, "timestamp": timestamp, "data": data})
+
+
+def _queue_delivery(grant: Grant, notice: Notice, endpoint: WebhookEndpoint, *, is_urgent: bool) -> None:
+    WebhookDelivery.objects.create(
+        notice=notice,
+        endpoint=endpoint,
+        is_urgent=is_urgent,
+        due_at=grant.at,
+        give_up_at=grant.at + GIVE_UP_AFTER,
+    )
 
 
 def _write_notice(

@@ -39,6 +39,7 @@ from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import MOUNT, find_backend_location, secret_backend
 from keyvault.services.secrets.stored_copies import ForeignWriterError, require_served
+from keyvault.services.work.row_turns import batch_after
 
 WRITE_WITHIN = timedelta(seconds=60)
 """Maximum duration of a write, with a margin. Afterwards the worker checks its result."""
@@ -136,19 +137,19 @@ def forget_connection(grant: Grant, connection: ProviderConnection) -> None:
         connection.compare_and_swap(forgotten_at=grant.at)
 
 
-def list_unsettled(now: datetime) -> list[ProviderConnection]:
-    """Return up to 100 connections to settle, in the environments that this process serves."""
-    return list(_served().filter(removed_at__isnull=True, settle_due_at__lte=now).order_by("settle_due_at")[:100])
+def list_unsettled(now: datetime, after: ProviderConnection | None = None) -> list[ProviderConnection]:
+    """Return a batch of connections to settle, in the environments that this process serves."""
+    return batch_after(_served().filter(removed_at__isnull=True, settle_due_at__lte=now), "settle_due_at", after)
 
 
-def list_to_forget(now: datetime) -> list[ProviderConnection]:
-    """Return up to 100 removed connections to erase, in the environments that this process serves.
+def list_to_forget(now: datetime, after: ProviderConnection | None = None) -> list[ProviderConnection]:
+    """Return a batch of removed connections to erase, in the environments that this process serves.
 
     Excludes a connection with a write under way.
     """
     quiet = Q(settle_due_at__isnull=True) | Q(settle_due_at__lte=now)
     due = _served().filter(quiet, removed_at__isnull=False, forgotten_at__isnull=True)
-    return list(due.order_by("removed_at")[:100])
+    return batch_after(due, "removed_at", after)
 
 
 def list_connections(account: Account) -> QuerySet[ProviderConnection]:

@@ -30,6 +30,7 @@ from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import MOUNT, secret_backend
 from keyvault.services.work.leases import Lease, hold
+from keyvault.services.work.row_turns import batch_after
 
 _STEPS = frozenset({Permission.ISSUANCE_EXECUTE, Permission.ROTATIONS_ADVANCE, Permission.BACKEND_RECONCILE})
 
@@ -257,18 +258,14 @@ def report_refusal(grant: Grant, account: Account, what: str, error: BackendDeni
         announce(grant, NoticeKind.BACKEND_DENIED, account, account.environment, what=what, why=error.detail)
 
 
-def list_to_destroy() -> list[Key]:
-    """Return the keys whose copies are due for destruction, up to 100 for each served environment.
-
-    The limit per environment keeps an unavailable backend from delaying the others.
-    """
-    served = map(Environment, settings.ENVIRONMENTS)
-    return [key for environment in served for key in _list_due(environment, Material.DESTROY_DUE)[:100]]
+def list_to_destroy(environment: Environment, after: Key | None = None) -> list[Key]:
+    """Return a batch of keys whose copies are due for destruction."""
+    return batch_after(_due(environment, Material.DESTROY_DUE), "created_at", after)
 
 
-def list_unsettled(environment: Environment) -> list[Key]:
-    """Return up to 500 keys whose copies are due for `settle_string`."""
-    return list(_list_due(environment, Material.DELETE_DUE, Material.RESTORE_DUE)[:500])
+def list_unsettled(environment: Environment, after: Key | None = None) -> list[Key]:
+    """Return a batch of keys whose copies are due for `settle_string`."""
+    return batch_after(_due(environment, Material.DELETE_DUE, Material.RESTORE_DUE), "created_at", after)
 
 
 def copy_subject(key: Key) -> str:
@@ -276,7 +273,7 @@ def copy_subject(key: Key) -> str:
     return f"copy:{key.key_id}"
 
 
-def _list_due(environment: Environment, *due: Material) -> QuerySet[Key]:
+def _due(environment: Environment, *due: Material) -> QuerySet[Key]:
     keys = Key.objects.select_related("credential__account__merchant").filter(material__in=due)
     rows: QuerySet[Key] = keys.filter(credential__account__environment=environment)
-    return rows.order_by("created_at")
+    return rows

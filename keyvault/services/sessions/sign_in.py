@@ -29,13 +29,13 @@ from keyvault.services.recording.authorization import authorize, operator_princi
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.refusals import sign_in_refusals
+from keyvault.services.work.deletion import delete_batch
 
 DEVICE_LIFETIME = timedelta(days=90)
 """Lifetime of a device cookie after the device's last sign-in."""
 
 _DEVICE_SALT = "keyvault.services.sessions.sign_in.device"
 _NAME_SALT = "keyvault.services.sessions.sign_in.name"
-_MAX_DELETED = 5_000
 
 
 class SignInRefusedError(PermissionMissingError):
@@ -107,10 +107,8 @@ def sign_out(grant: Grant) -> None:
 
 
 def forget_expired_sessions(now: datetime) -> int:
-    """Delete expired sessions, some thousands at a time. Return how many."""
-    rows = Session.objects.filter(expire_date__lt=now).order_by("expire_date").values_list("pk", flat=True)
-    deleted, _ = Session.objects.filter(pk__in=list(rows[:_MAX_DELETED])).delete()
-    return deleted
+    """Delete a batch of expired sessions. Return how many."""
+    return delete_batch(Session.objects.filter(expire_date__lt=now).order_by("expire_date"))
 
 
 # --------------------------------------------------------------------------------------------------- counting

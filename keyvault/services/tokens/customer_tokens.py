@@ -1,7 +1,7 @@
 """Customer access tokens: a merchant's private key issues one for a customer; they are hashed like keys."""
 
 import secrets
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db import transaction
@@ -18,6 +18,7 @@ from keyvault.models import Account, CustomerToken, Key
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.recording.changes import notify_host
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.work.deletion import delete_batch
 
 DEFAULT_SECONDS = 900
 """Default lifetime of a token, in seconds, or the account's bound if that is shorter."""
@@ -65,6 +66,12 @@ def issue_customer_token(
     ):
         token.save()
     return token, minted.text
+
+
+def forget_expired_tokens(now: datetime) -> None:
+    """Delete a batch of tokens that expired long ago. Their audit entries stay."""
+    expired = CustomerToken.objects.filter(expires_at__lt=now - timedelta(days=settings.CUSTOMER_TOKEN_DAYS))
+    delete_batch(expired.order_by("expires_at"))
 
 
 def revoke_customer_token(grant: Grant, account: Account, token_id: str) -> None:

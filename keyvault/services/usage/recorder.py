@@ -1,9 +1,9 @@
 """Record who used which key and when: counted in memory on the request path, written shortly after by a thread.
 
 A key counts as silent only for times that every reporter covers. Each process that verifies keys is a reporter. It
-writes its counts together with a watermark: the time up to which the counts are complete. A reporter that exits without
-deregistering is marked lost, and some uses may be lost with it. Any wait for silence in the environments that it served
-restarts from that moment.
+writes its counts together with a watermark: the time up to which the counts are complete. What a killed reporter had
+not written is in a file, from which another process of its host writes it. Without that file the reporter is marked
+lost, and any wait for silence in the environments that it served restarts from that moment.
 
 A reporter uses its own host's clock, and the engine compares it with the engine's clock. Clocks must agree within
 LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check,
@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import chain, islice
+from pathlib import Path
 from time import sleep
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
@@ -27,15 +28,18 @@ from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Max, Min, Q, QuerySet
 
+from keyvault.access.catalog import ACKNOWLEDGEMENT
 from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import MAX_REDACTED_LENGTH, MAX_STORED_LENGTH, clean_text
 from keyvault.domain.sources import name_source
-from keyvault.models import KeySource, UsageReporter, UseBucket
-from keyvault.models.usage import EXPOSURES, SIGNS_OF_LIFE, UseOutcome
+from keyvault.models import UsageReporter
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
 from keyvault.services.idempotency import shred_used
 from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.postgres.raw_queries import execute
+from keyvault.services.recording.signals import keys_refused
+from keyvault.services.usage.unreported_uses import Entry, Mark, UnreportedUses, list_dead
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
 
 _log = logging.getLogger(__name__)
@@ -45,15 +49,6 @@ FLUSH_SECONDS = 1.0
 
 LOST_AFTER = timedelta(seconds=10)
 """Maximum difference between a live reporter's watermark and now, late or early. It reports every FLUSH_SECONDS."""
-
-KEPT_FOR = timedelta(days=400)
-"""Retention of use per minute. More than a year, so that a yearly use and the gap between two of them stay known."""
-
-_GONE_KEPT_FOR = timedelta(days=7)
-"""Retention of reporters that deregistered or were lost."""
-
-_MAX_DELETED = 5_000
-"""Maximum buckets deleted in one run."""
 
 _MAX_BUCKETS = 20_000
 """Maximum buckets in memory with a source each. Further uses are counted without source, user agent and origin."""
@@ -104,6 +99,8 @@ class UsageLog(BackgroundThread):
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
     _reports: int = 0
+    _file: UnreportedUses | None = None
+    """What another process reports if this one is killed; None before the start, or if it cannot be written."""
     _unconfirmed: "_Report | None" = None
     """The last report, if its write failed or its outcome is unknown."""
 
@@ -127,6 +124,13 @@ class UsageLog(BackgroundThread):
         with self._lock:
             at = self.now().timestamp()
             _add(self._counts, (key_id, endpoint, source, user_agent, origin, outcome.value, 1, at, at))
+        self.protect(key_id, endpoint, source, user_agent, origin, outcome.value, at)
+
+    def protect(self, *entry: *Entry) -> None:
+        """Keep a use for a successor, after the first count of its bucket. Takes microseconds and never raises."""
+        file = self._file
+        if file is not None:
+            file.note(*entry)
 
     def note_secret_use(self, token_id: str) -> None:
         """Note that a customer token was accepted: its holder has it, so the stored reply with it may be shredded."""
@@ -144,6 +148,14 @@ class UsageLog(BackgroundThread):
     def _prepare(self) -> None:
         with self._lock:
             self._register(self.now())
+        self._file = self._open_file()
+
+    def _open_file(self) -> UnreportedUses | None:
+        try:
+            return UnreportedUses(_folder(), self.reporter_id)
+        except OSError:
+            _log.exception("unreported uses cannot be kept in a file; if this process is killed, silence restarts")
+            return None
 
     def _register(self, now: datetime) -> None:
         UsageReporter.objects.create(
@@ -161,10 +173,19 @@ class UsageLog(BackgroundThread):
         return self._thread is not None
 
     def _finish(self) -> None:
-        self.flush(is_final=True)
+        file, is_reported = self._file, False
+        try:
+            self.flush(is_final=True)
+            is_reported = True
+        finally:
+            self._file = None
+            if file is not None:
+                file.close(is_reported=is_reported)
 
     def forget(self) -> None:
         """Reset in a forked child, which is a reporter of its own. The parent writes its own pending counts."""
+        if self._file is not None:
+            self._file.forget()
         self.__init__(self.now, _sources=self._sources)  # type: ignore[misc]  # a dataclass's own, with its fields
 
     def flush(self, *, is_final: bool = False) -> None:
@@ -178,14 +199,17 @@ class UsageLog(BackgroundThread):
             try:
                 self._send_unconfirmed()
             except Exception:
-                self._keep(report.counted, report.used)
+                self._keep(report)
                 raise
             self._reports += 1
             self._unconfirmed = report._replace(number=self._reports)
+            if self._file is not None and report.mark is not None:
+                self._file.send(self._reports, report.mark)
             self._send_unconfirmed()
 
     def _take(self, is_final: bool) -> "_Report":
         """Take everything that is pending."""
+        mark = None if self._file is None else self._file.mark()
         with self._lock:
             through = self.now()
             noted, self._counts = self._counts, {}
@@ -195,16 +219,20 @@ class UsageLog(BackgroundThread):
             for take in self._sources:
                 counted.append(take())  # noqa: PERF401  earlier sources' counts are kept when a later source raises
         except Exception:
-            self._keep(counted, used)
+            self._keep(_Report(self.reporter_id, 0, through, is_final, counted, used, mark))
             raise
-        return _Report(self.reporter_id, 0, through, is_final, counted, used)
+        return _Report(self.reporter_id, 0, through, is_final, counted, used, mark)
 
     def _send_unconfirmed(self) -> None:
         report = self._unconfirmed
         if report is None:
             return
         is_known = _write(report)
+        if refused := {row[0] for rows in report.counted for row in rows if row[5] == _REFUSED}:
+            keys_refused.send(None, key_ids=refused, now=report.through)
         self._unconfirmed = None
+        if self._file is not None and report.mark is not None:
+            self._file.confirm()
         # Separate from the report: evidence never waits for it, and a secret it misses is shredded when it expires.
         if report.used or any(map(len, report.counted)):
             shred_used(chain(report.used, (row[0] for rows in report.counted for row in rows if row[5] == _ALLOWED)))
@@ -212,23 +240,27 @@ class UsageLog(BackgroundThread):
             # The host slept for so long that this reporter's row was deleted.
             self._register(report.through)
 
-    def _keep(self, counted: Iterable[Collection[Uses]], used: set[str]) -> None:
+    def _keep(self, report: "_Report") -> None:
         """Put counts back for the next flush. The lock, which the request path needs, covers only the newest counts."""
         kept: dict[Use, Uses] = {}
-        for portion in _in_portions(chain.from_iterable(counted)):
+        for portion in _in_portions(chain.from_iterable(report.counted)):
             for row in portion:
                 _add(kept, row)
         with self._lock:
             late, self._counts = self._counts, kept
             for row in late.values():
                 _add(kept, row)
-            self._secrets_used |= used
+            self._secrets_used |= report.used
+        if self._file is not None and report.mark is not None:
+            self._file.keep(report.mark)
 
     def _loop(self) -> None:
         self._repeat(self._work, FLUSH_SECONDS)
 
     def _work(self) -> None:
         self._try_flush()
+        with log_failure(_log, "uses of a killed process could not be reported; the next round repeats it"):
+            report_dead(self.now())
         self._maintain_peppers()
 
     def _try_flush(self) -> None:
@@ -275,7 +307,7 @@ def _add(counts: dict[Use, Uses], row: Uses) -> None:
 class _Report(NamedTuple):
     """One report: its counts, the watermark `through`, and whether the reporter deregisters with it (`is_final`).
 
-    `used`: ids of customer tokens whose secrets were used.
+    `used`: ids of customer tokens whose secrets were used. `mark`: what it covers of the file of unreported uses.
     """
 
     reporter_id: str
@@ -284,6 +316,27 @@ class _Report(NamedTuple):
     is_final: bool
     counted: Sequence[Collection[Uses]]
     used: set[str]
+    mark: Mark | None = None
+
+
+def _folder() -> Path:
+    return Path(settings.DATA_DIR) / "uses"
+
+
+def report_dead(now: datetime) -> None:
+    """Report what killed processes of this host had counted and not reported, as their last reports.
+
+    Each use in a file counts once. A file that may lack uses is deleted: its reporter is then marked lost.
+    """
+    for file in list_dead(_folder()):
+        row = UsageReporter.objects.filter(pk=file.reporter_id, stopped_at__isnull=True).first()
+        entries = None if row is None else file.read(row.report)
+        if row is not None and entries is not None:
+            uses = [(*entry[:6], 1, entry[6], entry[6]) for entry in entries]
+            number = max(row.report, file.last_number) + 1
+            _write(_Report(file.reporter_id, number, now, is_final=True, counted=[uses], used=set()))
+            _log.warning("reported the uses of a killed process", extra={"count": len(uses)})
+        file.delete()
 
 
 def _write(report: _Report) -> bool:
@@ -327,18 +380,39 @@ def _write(report: _Report) -> bool:
 
 def _add_to_rows(rows: Sequence[Uses]) -> None:
     with connection.cursor() as cursor:
-        cursor.executemany(
-            _ADD_TO_BUCKET.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 10)})"),
-            [(*row[:7], _at(row[7]), _at(row[8]), _at(row[8] // 60 * 60)) for row in rows],
+        _add_to_buckets(
+            cursor, [(*row[:7], _at(row[7]), _at(row[8]), _at(row[8] // 60 * 60)) for row in rows], UseSpan.MINUTE
         )
         cursor.executemany(
             _ADD_TO_SOURCE.replace(_ROWS, _SOURCE_ROW),
             [_source_row(row) for row in sorted(rows, key=lambda row: row[8]) if row[5] in SIGNS_OF_LIFE],
         )
         cursor.executemany(
-            _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 4)})"),
-            [(row[0], row[6], _at(row[7]), _at(row[8])) for row in rows if row[5] == _ALLOWED],
+            _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 7)})"),
+            [_key_row(row) for row in sorted(rows, key=lambda row: row[8]) if row[5] == _ALLOWED],
         )
+
+
+def add_to_buckets(rows: Sequence[Sequence[Any]], span: UseSpan) -> None:
+    """Add counts to buckets of one span. Call it in a transaction.
+
+    The items of a row are those of Uses, but times are datetimes; the last item is when the bucket begins.
+    """
+    adapt = connection.ops.adapt_datetimefield_value
+    with connection.cursor() as cursor:
+        _add_to_buckets(cursor, [(*row[:7], *map(adapt, row[7:])) for row in rows], span)
+
+
+def _add_to_buckets(cursor: Any, rows: Sequence[Sequence[Any]], span: UseSpan) -> None:
+    values = f"VALUES ({', '.join(['%s'] * 10)}, {span:d})"
+    cursor.executemany(_ADD_TO_BUCKET.replace(_ROWS, values), rows)
+
+
+def _key_row(row: Uses) -> tuple[Any, ...]:
+    """Return the values of `_ADD_TO_KEY`: one minute of a key."""
+    minute = int(row[8] // 60)
+    minutes = (0, None, None) if row[1] == ACKNOWLEDGEMENT else (1, minute, minute)
+    return (row[0], row[6], _at(row[7]), _at(row[8]), *minutes)
 
 
 def _source_row(row: Uses) -> tuple[Any, ...]:
@@ -355,6 +429,7 @@ def _at(seconds: float) -> str | None:
 
 
 _ALLOWED: Final = UseOutcome.ALLOWED.value
+_REFUSED: Final = UseOutcome.REFUSED.value
 """A plain string: looking up an enum member is too slow for thousands of rows."""
 
 _PORTION_SIZE: Final = 250
@@ -365,9 +440,9 @@ _encode: Final = msgspec.json.Encoder().encode
 _ROWS = "<rows>"
 _ADD_TO_BUCKET = """
     INSERT INTO keyvault_usebucket AS was
-        (key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute)
+        (key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute, span)
     <rows>
-    ON CONFLICT (key_id, minute, source, user_agent, endpoint, origin, outcome) DO UPDATE SET
+    ON CONFLICT (key_id, outcome, span, minute, source, user_agent, endpoint, origin) DO UPDATE SET
         count = was.count + excluded.count,
         first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
         last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
@@ -396,9 +471,19 @@ _ADD_TO_SOURCE = """
             ELSE was.longest_gap_minutes END
 """
 _ADD_TO_KEY = """
-    INSERT INTO keyvault_keyuse AS was (key_id, count, first_at, last_at) <rows>
+    INSERT INTO keyvault_keyuse AS was (key_id, count, first_at, last_at, minutes, first_minute, last_minute) <rows>
     ON CONFLICT (key_id) DO UPDATE SET
         count = was.count + excluded.count,
+        minutes = was.minutes + CASE
+            WHEN was.last_minute IS NULL OR excluded.first_minute > was.last_minute THEN excluded.minutes
+            WHEN excluded.last_minute > was.last_minute THEN 1
+            ELSE 0 END,
+        first_minute = CASE
+            WHEN was.first_minute IS NULL OR excluded.first_minute < was.first_minute THEN excluded.first_minute
+            ELSE was.first_minute END,
+        last_minute = CASE
+            WHEN was.last_minute IS NULL OR excluded.last_minute > was.last_minute THEN excluded.last_minute
+            ELSE was.last_minute END,
         first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
         last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
 """
@@ -416,7 +501,7 @@ _IS_PRIVATE = """EXISTS (
 _SOURCE_ROW = f"SELECT {', '.join(['%s'] * 6)}, 0 WHERE {_IS_PRIVATE.replace('<key_id>', '%s')}"
 
 _BUCKETS = """
-    SELECT key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute FROM used
+    SELECT key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute, 1 FROM used
     ORDER BY key_id, minute, source, user_agent, endpoint, origin, outcome
 """
 _SOURCES = """
@@ -442,11 +527,19 @@ _SOURCES = """
     ORDER BY key_id, name
 """.replace("<is_private>", _IS_PRIVATE.replace("<key_id>", "gaps.key_id"))
 _KEYS = """
-    SELECT key_id, sum(count), min(first_at), max(last_at) FROM used
-    WHERE outcome = 'allowed' AND (SELECT count(*) FROM sources) >= 0
+    SELECT
+        key_id, sum(count), min(first_at), max(last_at),
+        count(DISTINCT number), min(number), max(number)
+    FROM (
+        SELECT
+            *, CASE WHEN endpoint <> '<acknowledgement>' THEN (extract(epoch FROM minute) / 60)::int END AS number
+        FROM used
+        WHERE outcome = 'allowed'
+    ) AS allowed
+    WHERE (SELECT count(*) FROM sources) >= 0
     GROUP BY key_id
     ORDER BY key_id
-"""
+""".replace("<acknowledgement>", ACKNOWLEDGEMENT)
 _REPORT = """
     WITH reporter AS MATERIALIZED (
         SELECT report FROM keyvault_usagereporter WHERE reporter_id = $1 FOR UPDATE
@@ -525,25 +618,6 @@ def observe(now: datetime, environment: Environment) -> Observation:
 def live_reporters() -> QuerySet[UsageReporter]:
     """Select reporters that have neither deregistered nor been marked lost."""
     return UsageReporter.objects.filter(stopped_at__isnull=True, lost_at__isnull=True)
-
-
-def forget_old(now: datetime) -> None:
-    """Delete buckets older than 400 days, some thousands at a time, sources without any, and reporters gone for 7 days.
-
-    Kept permanently: a key's total with its first and last use, suspected exposures, and when a reporter was last lost,
-    because that restarts a silence. Evidence stores its own copy of what it relies on.
-    """
-    oldest = now - KEPT_FOR
-    old = UseBucket.objects.filter(minute__lt=oldest).exclude(outcome__in=EXPOSURES).values_list("pk", "key_id")
-    found = list(old[:_MAX_DELETED])
-    UseBucket.objects.filter(pk__in=[pk for pk, _ in found]).delete()
-    is_silent = ~Q(last_at__gte=oldest) & ~Q(denied_at__gte=oldest)
-    KeySource.objects.filter(is_silent, key__in={key_id for _, key_id in found}).delete()
-    long_ago = now - _GONE_KEPT_FOR
-    UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
-    lost = UsageReporter.objects.filter(lost_at__isnull=False)
-    for environment, last_at in lost.values_list("environment").annotate(at=Max("lost_at")):
-        lost.filter(environment=environment, lost_at__lt=min(long_ago, last_at)).delete()
 
 
 usage_log = UsageLog()

@@ -2,14 +2,15 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from itertools import product
 
-from django.db.models import Count, Exists, Max, Min, OuterRef, QuerySet, Sum
+from django.db.models import Count, Exists, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum
 
 from keyvault.domain.canonical import JsonValue
-from keyvault.domain.sources import name_source, network_of
+from keyvault.domain.sources import OCCASION, OTHERS, name_source, network_of
 from keyvault.models import Key, KeySource, KeyUse, UseBucket
-from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
 
 TRACES = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED)
 """Outcomes that show who holds a key. Suspected exposures are reported separately."""
@@ -82,8 +83,8 @@ class SourceUse:
     """Use of a private key by one source.
 
     `first_at`: when its first minute of allowed use began; `last_at`: its last allowed use; None: it had none.
-    `denied_at`: the last time when it was denied. `longest_gap_seconds`: between two uses; None: it used the key in one
-    minute only, so no gap is known.
+    `denied_at`: the last time when it was denied. `longest_gap_seconds`: between two uses; None: it was seen only
+    once, so that no gap is known.
     """
 
     name: str
@@ -197,20 +198,44 @@ def _merge(one: NetworkUse, other: NetworkUse) -> NetworkUse:
     )
 
 
+MAX_SOURCES = 1_000
+"""Maximum sources of a key that are told apart. The others are one source, which no rotation takes as silent."""
+
+_MAX_CLIENTS = 500
+"""Maximum clients of waived sources whose attempts are told apart."""
+
+
 def find_sources(key_id: str) -> dict[str, SourceUse]:
-    """Return every source of a private key by its name, the latest first."""
+    """Return the sources of a private key by their names, the latest first. Beyond MAX_SOURCES they are OTHERS."""
     columns = ("name", "first_minute", "last_minute", "last_at", "denied_at", "longest_gap_minutes")
+    rows = list(KeySource.objects.filter(key=key_id).order_by("name").values_list(*columns)[: MAX_SOURCES + 1])
     found = [
         SourceUse(
             name,
             None if first is None else datetime.fromtimestamp(first * 60, UTC),
             last_at,
             denied_at,
-            None if first is not None and first == last else gap * 60,
+            None if _was_seen_once(first, last) else gap * 60,
         )
-        for name, first, last, last_at, denied_at, gap in KeySource.objects.filter(key=key_id).values_list(*columns)
+        for name, first, last, last_at, denied_at, gap in rows[:MAX_SOURCES]
     ]
+    if len(rows) > MAX_SOURCES:
+        last_at = find_last(key_id)
+        found = [use for use in found if use.name != OTHERS]
+        found.append(SourceUse(OTHERS, first_at=None, last_at=last_at, denied_at=last_at, longest_gap_seconds=None))
     return {use.name: use for use in sorted(found, key=lambda use: (use.seen_at, use.name), reverse=True)}
+
+
+def find_last_of_sources(key_id: str, names: Collection[str]) -> dict[str, datetime]:
+    """Return the last allowed use of a private key by each of these sources that has used it."""
+    rows = KeySource.objects.filter(key=key_id, name__in=names, last_at__isnull=False)
+    return dict(rows.values_list("name", "last_at"))
+
+
+def _was_seen_once(first_minute: int | None, last_minute: int | None) -> bool:
+    if first_minute is None or last_minute is None:
+        return False
+    return timedelta(minutes=last_minute - first_minute) <= OCCASION
 
 
 def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
@@ -230,13 +255,13 @@ def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
 
 
 def find_last(key_id: str, outcomes: Iterable[UseOutcome] = SIGNS_OF_LIFE) -> datetime | None:
-    """Return when the key was last seen with one of these outcomes. The latest minute holds the latest time."""
-    found = [
-        _buckets(key_id, (outcome,)).filter(minute=minute).aggregate(at=Max("last_at"))["at"]
-        for outcome in outcomes
-        if (minute := _buckets(key_id, (outcome,)).aggregate(at=Max("minute"))["at"]) is not None
-    ]
-    return max(found, default=None)
+    """Return when the key was last seen with one of these outcomes. The latest bucket of a span has its latest time."""
+    found = []
+    for outcome, span in product(outcomes, UseSpan):
+        buckets = _buckets(key_id, (outcome,)).filter(span=span)
+        latest = buckets.order_by("-minute").values("minute")[:1]
+        found.append(buckets.filter(minute=Subquery(latest)).aggregate(at=Max("last_at"))["at"])
+    return max(filter(None, found), default=None)
 
 
 def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
@@ -253,11 +278,12 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
 def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -> UseAttempts:
     """Return the latest attempts since a key was suspended, for its tripwire. Cheap however many sources there are.
 
-    `without`: names of sources whose attempts do not count.
+    `without`: names of sources whose attempts do not count. Those of more than _MAX_CLIENTS clients count again.
     """
     attempts = _attempts_since(key_id, since)
     if without:
-        clients = attempts.values_list("source", "user_agent").distinct()
+        clients = attempts.order_by("source", "user_agent").values_list("source", "user_agent").distinct()
+        clients = clients[:_MAX_CLIENTS]
         for caller, user_agent in [client for client in clients if name_source(*client) in without]:
             attempts = attempts.exclude(source=caller, user_agent=user_agent)
     last_at = attempts.aggregate(at=Max("last_at"))["at"]
@@ -267,13 +293,22 @@ def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -
 
 
 def _attempts_since(key_id: str, since: datetime) -> QuerySet[UseBucket]:
-    whole_minute = since.replace(second=0, microsecond=0)
-    return _buckets(key_id, (UseOutcome.REFUSED,)).filter(minute__gte=whole_minute, last_at__gte=since)
+    # A bucket that has rolled up begins up to a day before its uses.
+    day = since.replace(hour=0, minute=0, second=0, microsecond=0)
+    return _buckets(key_id, (UseOutcome.REFUSED,)).filter(minute__gte=day, last_at__gte=since)
 
 
-def _is_known(key_id: str, before: datetime) -> Exists:
-    """Match buckets whose source really used the key before this time."""
-    return Exists(_buckets(key_id, SIGNS_OF_LIFE).filter(source=OuterRef("source"), first_at__lt=before))
+def _is_known(key_id: str, before: datetime) -> Q:
+    """Match attempts since this time by a source that really used the key before it.
+
+    Uses that are old enough have only the network of their source, which is compared for _MAX_CLIENTS sources.
+    """
+    used = _buckets(key_id, SIGNS_OF_LIFE).filter(first_at__lt=before)
+    tried = _attempts_since(key_id, before).order_by("source").values_list("source", flat=True).distinct()
+    networks = {source: network_of(source) for source in tried[:_MAX_CLIENTS]}
+    known = set(used.filter(source__in=set(networks.values())).values_list("source", flat=True).distinct())
+    in_known = [source for source, network in networks.items() if network in known]
+    return Q(Exists(used.filter(source=OuterRef("source")))) | Q(source__in=in_known)
 
 
 def _buckets(key_id: str, outcomes: Iterable[UseOutcome]) -> QuerySet[UseBucket]:

@@ -13,8 +13,8 @@ from datetime import datetime, timedelta
 from time import monotonic, sleep
 from typing import ClassVar
 
+from django.conf import settings
 from django.db import InterfaceError, OperationalError
-from django.db.models import Q
 
 from keyvault.access.decision import Check, Denial
 from keyvault.domain.environments import Environment
@@ -23,17 +23,15 @@ from keyvault.models import Refusal
 from keyvault.services.usage.recorder import usage_log
 from keyvault.services.verification.judging import Judgement
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
+from keyvault.services.work.deletion import delete_batch
 
 _log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5
 """Interval between two flushes, and the period of the limits below, in seconds."""
 
-KEPT_FOR = timedelta(days=30)
-"""Retention of a refusal with a proved key."""
-
 UNPROVED_KEPT_FOR = timedelta(days=1)
-"""Retention of a refusal without one."""
+"""Retention of a refusal without a proved key."""
 
 _MAX_PENDING = 2_000
 """Maximum unwritten refusals in memory."""
@@ -54,8 +52,6 @@ These limits do not depend on the database or on the thread that writes to it.
 _WRITE_BATCH = 100
 _PAUSE_SECONDS = 0.001
 """Rows between two pauses, and the pause in seconds. The pause releases the interpreter to pending verdicts."""
-
-_MAX_DELETED = 5_000
 
 
 @dataclass(slots=True)
@@ -227,14 +223,10 @@ def find_refusal(request_id: str) -> Refusal | None:
 
 
 def forget_old(now: datetime) -> int:
-    """Delete refusals older than 30 days, or older than 1 day without proof, because anyone can cause those.
-
-    Deletes some thousands at a time. Returns how many.
-    """
-    rows = Refusal.objects.filter(Q(at__lt=now - KEPT_FOR) | Q(at__lt=now - UNPROVED_KEPT_FOR, key_id=""))
-    old = rows.order_by("at").values_list("pk", flat=True)[:_MAX_DELETED]
-    deleted, _ = Refusal.objects.filter(pk__in=list(old)).delete()
-    return deleted
+    """Delete old refusals, those without a proved key after a day, because anyone can cause them. Return how many."""
+    rows = Refusal.objects.order_by("at")
+    unproved = delete_batch(rows.filter(at__lt=now - UNPROVED_KEPT_FOR, key_id=""))
+    return unproved + delete_batch(rows.filter(at__lt=now - timedelta(days=settings.REFUSAL_DAYS)))
 
 
 refusal_log = RefusalLog()

@@ -3,6 +3,10 @@
 Messages are sent outside any transaction. One worker at a time runs a round. It sends to several endpoints
 concurrently, one message at a time for each, so that a slow endpoint delays only itself.
 
+The worker visits the endpoints with pending messages in turn, first for urgent messages and then for the others, so
+that no backlog delays another account. An account holds at most MAX_PER_ACCOUNT attempts. An endpoint that repeatedly
+does not reply is paused by its breaker; a paused message is not counted as attempted.
+
 An attempt is counted before it is made, and its outcome is stored under that count. If a worker dies in between, the
 message is due again after HOLD. A worker that returns late stores nothing.
 """
@@ -10,42 +14,55 @@ message is due again after HOLD. A worker that returns late stores nothing.
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 from django.conf import settings
-from django.db.models import Min, Q, QuerySet
+from django.db import transaction
+from django.db.models import Exists, Min, OuterRef, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
-from keyvault.backends.outbound import Reply, post
+from keyvault.backends.outbound import OutboundError, Reply, post
 from keyvault.domain.errors import KeyvaultError, StateConflictError
 from keyvault.domain.networks import IPNetwork
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import DeliveryState, MerchantStatus, Notice, WebhookDelivery, WebhookEndpoint
+from keyvault.models import DeliveryState, MerchantStatus, Notice, WebhookBreaker, WebhookDelivery, WebhookEndpoint
+from keyvault.models.notifications import SETTLED_NOTICE
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce, message_of
+from keyvault.services.recording.signals import notice_settled
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import utc_now
-from keyvault.services.webhooks.endpoints import host_of, signing_secrets, write_disabled
+from keyvault.services.webhooks.endpoints import breaker_of, host_of, signing_secrets, write_disabled
 from keyvault.services.work import leases
+from keyvault.services.work.deletion import delete_batch
 from keyvault.wire.destinations import Destination, parse_url
-from keyvault.wire.webhooks import DeliveryAssessment, DeliveryOutcome, judge_response, next_attempt, sign
+from keyvault.wire.webhooks import (
+    DeliveryAssessment,
+    DeliveryOutcome,
+    judge_response,
+    next_attempt,
+    open_breaker_for,
+    sign,
+)
 
 MAX_CONCURRENT = 16
 """Maximum attempts under way at the same time, each to a different endpoint."""
+MAX_PER_ACCOUNT = 4
+"""Maximum attempts of one account under way at the same time."""
+MAX_WITHOUT_REPLY = 8
+"""Maximum attempts under way to endpoints whose last attempt got no reply."""
+MAX_VISITS = 200
+"""Maximum endpoints visited in one search for due messages. The next search continues with the endpoint after it."""
 BEGIN_SECONDS = 4.0
 """Time in which a round starts attempts, in seconds. The longest attempt after that still ends within the lease."""
 HOLD = timedelta(seconds=30)
 """Exclusive time of a started attempt. Longer than an attempt can take."""
-KEEP = timedelta(days=30)
-"""Retention of settled deliveries, from the time of the notice."""
-_MAX_DELETED = 5_000
-"""Maximum deliveries deleted in one run."""
 
 _LEASE = "webhooks"
 _P = Permission.WEBHOOKS_DELIVER
@@ -85,7 +102,7 @@ class DeliveryReport:
 def find_delivery_report(kind: NoticeKind, subject: str) -> DeliveryReport:
     """Report the delivery of a subject's notices of one kind. One delivery to one endpoint is enough.
 
-    The report is available for as long as deliveries are kept, which is KEEP after the notice.
+    The report is available for as long as deliveries are kept.
     """
     notices = Notice.objects.filter(kind=kind, subject=subject)
     deliveries = WebhookDelivery.objects.filter(notice__in=notices)
@@ -101,10 +118,15 @@ def find_delivery_report(kind: NoticeKind, subject: str) -> DeliveryReport:
 
 
 def forget_old_deliveries(now: datetime) -> None:
-    """Delete old deliveries that were delivered or given up, some thousands at a time. The notices stay."""
-    old = WebhookDelivery.objects.filter(notice__created_at__lt=now - KEEP).exclude(state=DeliveryState.DUE)
-    deleted = old.order_by("pk").values_list("pk", flat=True)[:_MAX_DELETED]
-    WebhookDelivery.objects.filter(pk__in=list(deleted)).delete()
+    """Delete a batch of deliveries that were delivered or given up long after their last attempt was due."""
+    settled = WebhookDelivery.objects.exclude(state=DeliveryState.DUE)
+    delete_batch(settled.filter(due_at__lt=now - timedelta(days=settings.DELIVERY_DAYS)).order_by("due_at"))
+
+
+def forget_old_notices(now: datetime) -> None:
+    """Delete a batch of old notices, apart from alarms that nobody has seen and notices with deliveries."""
+    old = Notice.objects.filter(SETTLED_NOTICE, created_at__lt=now - timedelta(days=settings.NOTICE_DAYS))
+    delete_batch(old.filter(~Exists(WebhookDelivery.objects.filter(notice=OuterRef("pk")))).order_by("created_at"))
 
 
 # --- one round -------------------------------------------------------------------------------------------------
@@ -128,8 +150,7 @@ def _attempt_all(pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: 
     under_way: dict[Future[Reply], WebhookDelivery] = {}
     while True:
         if time.monotonic() < stop_at:
-            busy = [delivery.endpoint_id for delivery in under_way.values()]
-            for delivery in _next_due(clock(), busy, MAX_CONCURRENT - len(under_way)):
+            for delivery in _next_due(clock(), list(under_way.values())):
                 if _begin(delivery, clock()):
                     begun += 1
                     under_way[pool.submit(_prepared(delivery, clock(), send))] = delivery
@@ -139,22 +160,73 @@ def _attempt_all(pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: 
             _store_outcome(under_way.pop(future), future, clock())
 
 
-def _next_due(now: datetime, busy: Sequence[int], limit: int) -> list[WebhookDelivery]:
-    """Return one delivery for each endpoint: first attempts before retries, then the longest waiting.
+@dataclass(slots=True)
+class EndpointTurns:
+    """Take the endpoints with pending messages in turn. `after`: the endpoint visited last, kept between rounds."""
+
+    is_urgent: bool
+    after: int = 0
+
+    def visit(self) -> Iterator[WebhookDelivery]:
+        """Yield the next message of each endpoint, due or not, once around from the endpoint visited last.
+
+        Each step is one index lookup, whatever the number of messages that wait.
+        """
+        pending = (
+            WebhookDelivery.objects.filter(state=DeliveryState.DUE, is_urgent=self.is_urgent)
+            .select_related("notice__account", "endpoint__account__merchant", "endpoint__breaker")
+            .order_by("endpoint_id", "due_at", "pk")
+        )
+        first, has_wrapped = self.after, False
+        for _ in range(MAX_VISITS):
+            delivery = pending.filter(endpoint_id__gt=self.after).first()
+            if delivery is None and not has_wrapped:
+                self.after, has_wrapped = 0, True
+                delivery = pending.first()
+            if delivery is None or (has_wrapped and delivery.endpoint_id > first):
+                return
+            self.after = delivery.endpoint_id
+            yield delivery
+
+
+_turns = (EndpointTurns(is_urgent=True), EndpointTurns(is_urgent=False))
+
+
+def _next_due(now: datetime, under_way: Sequence[WebhookDelivery]) -> list[WebhookDelivery]:
+    """Return the messages to send now beside those under way, at most one for each endpoint."""
+    chosen = list(under_way)
+    for turns in _turns:
+        visits = turns.visit()
+        while len(chosen) < MAX_CONCURRENT and (delivery := next(visits, None)) is not None:
+            if _is_due(delivery, now) and _has_room(delivery, chosen):
+                chosen.append(delivery)
+    return chosen[len(under_way) :]
+
+
+def _is_due(delivery: WebhookDelivery, now: datetime) -> bool:
+    """Whether this process may send the message now.
 
     Endpoints of an offboarded merchant still receive earlier notices, including those about the end of its access.
     """
-    accepts = Q(endpoint__disabled_at__isnull=True) | Q(endpoint__account__merchant__status=MerchantStatus.OFFBOARDED)
-    due = WebhookDelivery.objects.filter(
-        accepts,
-        state=DeliveryState.DUE,
-        due_at__lte=now,
-        endpoint__account__environment__in=settings.ENVIRONMENTS,
-    ).exclude(endpoint__in=busy)
-    endpoints = due.values("endpoint").annotate(fewest=Min("attempts"), since=Min("due_at")).order_by("fewest", "since")
-    rows = due.select_related("notice__account", "endpoint__account").order_by("due_at", "pk")
-    found = (rows.filter(endpoint=each["endpoint"]).first() for each in endpoints[:limit])
-    return [delivery for delivery in found if delivery is not None]
+    endpoint, breaker = delivery.endpoint, breaker_of(delivery.endpoint)
+    is_offboarded = endpoint.account.merchant.status == MerchantStatus.OFFBOARDED
+    return (
+        delivery.due_at <= now
+        and (breaker is None or breaker.open_until is None or breaker.open_until <= now)
+        and (endpoint.disabled_at is None or is_offboarded)
+        and endpoint.account.environment in settings.ENVIRONMENTS
+    )
+
+
+def _has_room(delivery: WebhookDelivery, chosen: Sequence[WebhookDelivery]) -> bool:
+    """Whether the endpoint is free and both its account and the endpoints without a reply are below their shares."""
+    of_account = [each for each in chosen if each.endpoint.account_id == delivery.endpoint.account_id]
+    without_reply = [each for each in chosen if breaker_of(each.endpoint) is not None]
+    return (
+        all(each.endpoint_id != delivery.endpoint_id for each in of_account)
+        and len(of_account) < MAX_PER_ACCOUNT
+        and (breaker_of(delivery.endpoint) is None or len(without_reply) < MAX_WITHOUT_REPLY)
+    )
 
 
 def _begin(delivery: WebhookDelivery, now: datetime) -> bool:
@@ -200,28 +272,49 @@ def _store_outcome(delivery: WebhookDelivery, attempt: Future[Reply], now: datet
         internal = error.internal if isinstance(error, KeyvaultError) else repr(error)
         _log.info("a webhook delivery got no reply", extra={"notice": delivery.notice_id, "why": internal})
     try:
-        _settle(delivery, assessment, now)
+        with transaction.atomic():
+            _settle(delivery, assessment, now)
+            _set_breaker(delivery.endpoint, now, has_replied=not isinstance(error, OutboundError))
     except KeyvaultError as fault:
         _log.warning("the outcome of a webhook delivery was not stored", extra={"why": fault.internal or fault.detail})
 
 
+def _set_breaker(endpoint: WebhookEndpoint, now: datetime, *, has_replied: bool) -> None:
+    """Count an attempt without a reply, or close the breaker. One attempt per endpoint is under way at a time."""
+    breaker = breaker_of(endpoint)
+    if not has_replied:
+        failures = 1 if breaker is None else breaker.failures + 1
+        pause = open_breaker_for(failures)
+        until = None if pause is None else now + pause
+        WebhookBreaker.objects.update_or_create(endpoint=endpoint, defaults={"failures": failures, "open_until": until})
+    elif breaker is not None:
+        WebhookBreaker.objects.filter(endpoint=endpoint).delete()
+
+
 def _settle(delivery: WebhookDelivery, assessment: DeliveryAssessment, now: datetime) -> None:
+    """Write the outcome. Raises StateConflictError when the attempt is not the latest any more."""
     outcome = {"last_status": delivery.last_status, "last_error": delivery.last_error}
     if assessment.verdict is DeliveryOutcome.DELIVERED:
-        _current_attempt(delivery).update(**outcome, state=DeliveryState.DELIVERED, delivered_at=now)
+        _write(delivery, **outcome, state=DeliveryState.DELIVERED, delivered_at=now)
+        notice_settled.send(None, notice=delivery.notice, now=now)
         return
     if assessment.verdict is DeliveryOutcome.GONE:
         _give_up(delivery, now, is_disabled=True)
         return
     # A test reports its first outcome and is never retried.
     is_test = delivery.notice.kind == NoticeKind.WEBHOOK_TEST
-    pause = None if is_test else next_attempt(delivery.attempts, random.random)
+    pause = None if is_test or now >= delivery.give_up_at else next_attempt(delivery.attempts, random.random)
     if is_test:
-        _current_attempt(delivery).update(**outcome, state=DeliveryState.GIVEN_UP)
+        _write(delivery, **outcome, state=DeliveryState.GIVEN_UP)
     elif pause is None:
         _give_up(delivery, now, is_disabled=not _has_delivered_since(delivery))
     else:
-        _current_attempt(delivery).update(**outcome, due_at=now + max(pause, assessment.wait))
+        _write(delivery, **outcome, due_at=now + max(pause, assessment.wait))
+
+
+def _write(delivery: WebhookDelivery, **outcome: Any) -> None:
+    if _current_attempt(delivery).update(**outcome) != 1:
+        raise StateConflictError("Another worker settled this delivery first.", internal=f"delivery {delivery.pk}")
 
 
 def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> None:
@@ -232,9 +325,7 @@ def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> 
     with recorded(
         grant, _P, event, account=endpoint.account, endpoint=endpoint.pk, host=host, message=message, why=why
     ):
-        settled = {"state": DeliveryState.GIVEN_UP, "last_status": delivery.last_status, "last_error": why}
-        if _current_attempt(delivery).update(**settled) != 1:
-            raise StateConflictError("Another worker settled this delivery first.", internal=f"delivery {delivery.pk}")
+        _write(delivery, state=DeliveryState.GIVEN_UP, last_status=delivery.last_status, last_error=why)
         if is_disabled and endpoint.disabled_at is None:
             write_disabled(endpoint, why, now)
         announce(
@@ -247,6 +338,7 @@ def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> 
             why=why,
             is_disabled=is_disabled,
         )
+        notice_settled.send(None, notice=delivery.notice, now=now)
 
 
 def _has_delivered_since(delivery: WebhookDelivery) -> bool:

@@ -5,13 +5,13 @@ and neither can a process that does not serve the environment.
 """
 
 import secrets
-from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.conf import settings
 from django.db import IntegrityError
+from django.db.models import Count
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -23,13 +23,13 @@ from keyvault.domain.keystring import SHAPED
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.sealing import seal, sealed_with, unseal
-from keyvault.models import Account, DeliveryState, Notice, WebhookDelivery, WebhookEndpoint
+from keyvault.models import Account, DeliveryState, Notice, WebhookBreaker, WebhookDelivery, WebhookEndpoint
 from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.peppers.ring import load_peppers, refresh_peppers
 from keyvault.services.recording.notifications import announce_to
 from keyvault.services.recording.transaction import recorded
 from keyvault.wire.destinations import Destination, parse_url
-from keyvault.wire.webhooks import mint_secret
+from keyvault.wire.webhooks import GIVE_UP_AFTER, mint_secret
 
 MAX_ENDPOINTS = 5
 """Maximum enabled endpoints of one account."""
@@ -123,16 +123,21 @@ def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:
         require_not_offboarded(endpoint.account)
         _require_room(endpoint.account)
         endpoint.compare_and_swap(disabled_at=None, disabled_why="")
+        WebhookBreaker.objects.filter(endpoint=endpoint).delete()
         return WebhookDelivery.objects.filter(
             endpoint=endpoint, state=DeliveryState.GIVEN_UP, notice__created_at__gt=grant.at - CATCH_UP
-        ).update(state=DeliveryState.DUE, attempts=0, due_at=grant.at)
+        ).update(state=DeliveryState.DUE, attempts=0, due_at=grant.at, give_up_at=grant.at + GIVE_UP_AFTER)
 
 
 def send_test(grant: Grant, endpoint: WebhookEndpoint) -> Notice:
-    """Send a test message by the normal route. Raises StateConflictError if the endpoint is disabled."""
+    """Send a test message by the normal route, also while the breaker is open.
+
+    Raises StateConflictError if the endpoint is disabled.
+    """
     if endpoint.disabled_at is not None:
         raise StateConflictError("The endpoint is disabled. Enable it before sending a test.")
     with recorded(grant, _P, "webhook_endpoint.tested", account=endpoint.account, **_audit_details(endpoint)):
+        WebhookBreaker.objects.filter(endpoint=endpoint).update(open_until=None)
         return announce_to(grant, endpoint, NoticeKind.WEBHOOK_TEST, str(endpoint.pk))
 
 
@@ -166,19 +171,28 @@ def sealed_versions(endpoint: WebhookEndpoint) -> set[int]:
 
 
 def list_endpoints(account: Account) -> Iterable[WebhookEndpoint]:
-    return WebhookEndpoint.objects.filter(account=account).order_by("created_at", "pk")
+    rows = WebhookEndpoint.objects.filter(account=account).select_related("breaker")
+    return rows.order_by("created_at", "pk")
+
+
+def breaker_of(endpoint: WebhookEndpoint) -> WebhookBreaker | None:
+    """Return the breaker of an endpoint whose last attempt got no reply."""
+    return getattr(endpoint, "breaker", None)
 
 
 def describe_endpoint(endpoint: WebhookEndpoint) -> dict[str, Any]:
     """Describe an endpoint, without its secret."""
-    counts = Counter(WebhookDelivery.objects.filter(endpoint=endpoint).values_list("state", flat=True))
+    by_state = WebhookDelivery.objects.filter(endpoint=endpoint).values_list("state").annotate(Count("pk"))
+    counts, breaker = dict(by_state), breaker_of(endpoint)
     return {
         "endpoint": endpoint.pk,
         "url": endpoint.url,
         "created_at": endpoint.created_at,
         "disabled_at": endpoint.disabled_at,
         "disabled_why": endpoint.disabled_why,
-        **{state.value: counts[state] for state in DeliveryState},
+        "attempts_without_reply": 0 if breaker is None else breaker.failures,
+        "paused_until": None if breaker is None else breaker.open_until,
+        **{state.value: counts.get(state, 0) for state in DeliveryState},
     }
 
 

@@ -2,24 +2,38 @@
 
 A lease is an exclusive claim with an expiry. Its token is a fencing token: `hold`, in the transaction that records the
 outcome, rejects a worker whose lease another worker has taken over.
+
+Work in a queue is dispatched when it is due: `take_due` selects it and `claim_dispatched` begins it. The row is
+authoritative, not the message: a lost message is sent again after REDISPATCH, and a repeated one claims nothing. A
+claimed row is due when its lease expires, so that a dead worker's work is found. `wake` makes the work due now; a
+wake-up while the work is claimed makes it due when it is released.
+
+To prevent deadlocks, a transaction locks these rows last, after keys and rotations.
 """
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from django.db import IntegrityError, transaction
-from django.db.models import F, Q
+from django.db import IntegrityError, connection, transaction
+from django.db.models import Case, F, Q, QuerySet, Value, When
 
 from keyvault.domain.errors import StateConflictError
 from keyvault.models import WorkLease
+from keyvault.services.work.deletion import delete_batch
 
 LEASE = timedelta(seconds=15)
 """Lifetime of a lease. Longer than the timeout of a secret backend call, which is a few seconds.
 
 A call that still takes longer fails in `hold` when its worker records the outcome.
 """
+
+KEPT_FOR = timedelta(days=7)
+"""Retention of the row of work that no worker claims any more."""
+
+REDISPATCH = timedelta(seconds=30)
+"""Time after which dispatched work is due again, in case its message was lost."""
 
 _FIRST_BACKOFF_SECONDS = 1
 _MAX_BACKOFF_SECONDS = 60
@@ -30,9 +44,12 @@ _FAILED_BATCH = 500
 
 @dataclass(frozen=True, slots=True)
 class Lease:
+    """A claim. `wakes`: the row's wake-ups when it was claimed; later ones came while it was held."""
+
     subject: str
     token: str
     attempts: int
+    wakes: int = 0
 
 
 def claim(subject: str, now: datetime, *, ignore_due_at: bool = False) -> Lease | None:
@@ -40,43 +57,80 @@ def claim(subject: str, now: datetime, *, ignore_due_at: bool = False) -> Lease 
 
     `ignore_due_at`: claim the work even before it is due, because a caller waits for the result.
     """
+    due = Q() if ignore_due_at else Q(due_at__isnull=True) | Q(due_at__lte=now)
+    lease = _claim(subject, now, due)
+    if lease is not None:
+        return lease
     token = secrets.token_hex(16)
-    free = Q(until__isnull=True) | Q(until__lte=now)
-    due = Q(due_at__isnull=True) | Q(due_at__lte=now)
-    rows = WorkLease.objects.filter(free, subject=subject)
-    if not ignore_due_at:
-        rows = rows.filter(due)
-    if rows.update(token=token, until=now + LEASE, attempts=F("attempts") + 1) == 1:
-        return Lease(subject, token, WorkLease.objects.values_list("attempts", flat=True).get(subject=subject))
     try:
         with transaction.atomic():
-            WorkLease.objects.create(subject=subject, token=token, until=now + LEASE, attempts=1)
+            WorkLease.objects.create(subject=subject, token=token, until=now + LEASE, due_at=now + LEASE, attempts=1)
     except IntegrityError:
         return None
     return Lease(subject, token, 1)
 
 
+def claim_dispatched(subject: str, now: datetime) -> Lease | None:
+    """Claim work in a queue because of a message; None when an earlier message already did, or it is held."""
+    return _claim(subject, now, Q(is_dispatched=True))
+
+
+def claim_early(subject: str, now: datetime) -> Lease | None:
+    """Claim work in a queue even before it is due, except for its pause after a failure."""
+    return _claim(subject, now, Q(last_error="") | Q(due_at__lte=now) | Q(is_dispatched=True))
+
+
+def _claim(subject: str, now: datetime, condition: Q) -> Lease | None:
+    token = secrets.token_hex(16)
+    free = Q(until__isnull=True) | Q(until__lte=now)
+    claimed = WorkLease.objects.filter(free, condition, subject=subject).update(
+        token=token, until=now + LEASE, due_at=now + LEASE, attempts=F("attempts") + 1, is_dispatched=False
+    )
+    if claimed != 1:
+        return None
+    # A wake-up between the two statements needs no further turn: the worker has not read anything yet.
+    attempts, wakes = WorkLease.objects.values_list("attempts", "wakes").get(subject=subject)
+    return Lease(subject, token, attempts, wakes)
+
+
 def hold(lease: Lease) -> None:
     """Lock the lease's row inside the transaction of the outcome. Raises StateConflictError when it is lost."""
-    if WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(last_error="") != 1:
+    if _own(lease).update(last_error="") != 1:
         raise StateConflictError("Another worker took this over.", internal=f"{lease.subject}: the lease is lost")
 
 
 def renew(lease: Lease, now: datetime) -> None:
     """Extend the lease from now, between many small steps. Raises StateConflictError when it is lost."""
-    if WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(until=now + LEASE) != 1:
+    if _own(lease).update(until=now + LEASE, due_at=now + LEASE) != 1:
         raise StateConflictError("Another worker took this over.", internal=f"{lease.subject}: the lease is lost")
 
 
 def release(lease: Lease, *, due_at: datetime | None = None) -> None:
-    """Release the work after a success; it is due again at `due_at` (None: now)."""
-    WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(
+    """Release the work after a success; it is due again at `due_at` (None: now, which needs no row).
+
+    For work in a queue, `release_queued`.
+    """
+    if due_at is None:
+        _own(lease).delete()
+    else:
+        _own(lease).update(token="", until=None, due_at=due_at, attempts=0, last_error="")
+
+
+def release_queued(lease: Lease, now: datetime, due_at: datetime) -> None:
+    """Release work in a queue after a success; it is due at `due_at`, or now if it was woken while it was claimed."""
+    is_unwoken = Q(wakes=lease.wakes)
+    _own(lease).update(
         token="",
         until=None,
-        due_at=due_at,
+        due_at=Case(When(is_unwoken, then=Value(due_at)), default=Value(min(now, due_at))),
+        is_urgent=Case(When(is_unwoken, then=Value(False)), default=F("is_urgent")),
         attempts=0,
         last_error="",
     )
+
+
+def _own(lease: Lease) -> QuerySet[WorkLease]:
+    return WorkLease.objects.filter(subject=lease.subject, token=lease.token)
 
 
 def postpone(lease: Lease, now: datetime, error: str) -> None:
@@ -95,13 +149,7 @@ def pause(lease: Lease, now: datetime, error: str, *, seconds: int = 0) -> None:
 
 
 def _reschedule(lease: Lease, due_at: datetime, error: str, **changes: int) -> None:
-    WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(
-        token="",
-        until=None,
-        due_at=due_at,
-        last_error=error[:300],
-        **changes,
-    )
+    _own(lease).update(token="", until=None, due_at=due_at, last_error=error[:300], **changes)
 
 
 def _jitter() -> float:
@@ -129,9 +177,26 @@ def list_failed(prefix: str) -> Iterator[Sequence[WorkLease]]:
         batch = failed.filter(subject__gt=rows[-1].subject)[:_FAILED_BATCH]
 
 
+def finish(lease: Lease) -> None:
+    """Delete the row inside the transaction that finishes the work. Raises StateConflictError when it is lost."""
+    hold(lease)
+    forget(lease.subject)
+
+
 def forget(subject: str) -> None:
     """Delete the lease row of finished work."""
     WorkLease.objects.filter(subject=subject).delete()
+
+
+def forget_abandoned(now: datetime) -> None:
+    """Delete a batch of rows of work that no worker has claimed for a week; the work itself may still start.
+
+    Rows of work in a queue stay: nothing else lists that work.
+    """
+    long_ago, rows = now - KEPT_FOR, WorkLease.objects.filter(queue="")
+    is_free = Q(until__isnull=True) | Q(until__lt=now)
+    delete_batch(rows.filter(is_free, due_at__lt=long_ago).order_by("due_at"))
+    delete_batch(rows.filter(due_at__isnull=True, until__lt=long_ago).order_by("until"))
 
 
 def list_due(subjects: Iterable[str], now: datetime) -> list[str]:
@@ -142,6 +207,56 @@ def list_due(subjects: Iterable[str], now: datetime) -> list[str]:
     return [subject for subject in wanted if subject not in taken]
 
 
-def wake(subject: str) -> None:
-    """Make waiting work due now."""
-    WorkLease.objects.filter(subject=subject).update(due_at=None)
+# --- queues -------------------------------------------------------------------------------------------------
+
+
+def enqueue(subject: str, queue: str, due_at: datetime, *, is_urgent: bool = False) -> None:
+    """Put new work into a queue, inside the transaction that makes the work."""
+    WorkLease.objects.create(subject=subject, queue=queue, due_at=due_at, is_urgent=is_urgent)
+
+
+def wake(subjects: Collection[str], now: datetime, *, is_urgent: bool = False) -> None:
+    """Make work in a queue due now, in the transaction of the event; after a failure, once its pause is over.
+
+    A wake-up for work that is claimed takes effect when it is released.
+    """
+    is_paused = ~Q(last_error="") & Q(until__isnull=True)
+    with transaction.atomic(savepoint=False):
+        if len(subjects) > 1:
+            # Locked in order, so that two transactions with several rows each do not deadlock.
+            list(WorkLease.objects.filter(subject__in=subjects).order_by("subject").select_for_update())
+        WorkLease.objects.filter(subject__in=subjects).update(
+            wakes=F("wakes") + 1,
+            due_at=Case(When(is_paused, then=F("due_at")), default=Value(now)),
+            is_dispatched=Case(When(is_paused, then=F("is_dispatched")), default=Value(True)),
+            is_urgent=Value(True) if is_urgent else F("is_urgent"),
+        )
+
+
+def take_due(queue: str, now: datetime, limit: int, *, is_urgent: bool) -> list[str]:
+    """Take up to `limit` due subjects of a queue for dispatch, the longest due first.
+
+    The statement that selects them makes them due again after REDISPATCH. Concurrent callers take different ones.
+    """
+    due = WorkLease.objects.filter(queue=queue, is_urgent=is_urgent, due_at__lte=now)
+    if not due.exists():
+        return []  # On SQLite the statement below would take the write lock.
+    is_postgres = connection.vendor == "postgresql"
+    adapt = connection.ops.adapt_datetimefield_value
+    with connection.cursor() as cursor:
+        cursor.execute(
+            _TAKE_DUE.format(skip_locked="FOR UPDATE SKIP LOCKED" if is_postgres else ""),
+            [queue, is_urgent, adapt(now), limit, adapt(now + REDISPATCH), True],
+        )
+        return [subject for (subject,) in cursor.fetchall()]
+
+
+_TAKE_DUE = """
+    WITH due AS (
+        SELECT subject FROM keyvault_worklease WHERE queue = %s AND is_urgent = %s AND due_at <= %s
+        ORDER BY due_at LIMIT %s {skip_locked}
+    )
+    UPDATE keyvault_worklease SET due_at = %s, is_dispatched = %s WHERE subject IN (SELECT subject FROM due)
+    RETURNING subject
+"""
+"""One statement, so that no lock outlives a stopped client. Django's `update` returns no rows."""

@@ -24,13 +24,12 @@ from keyvault.domain.keystring import parse_keystring
 from keyvault.models import Credential, Key
 from keyvault.services.keys.lifecycle import get_key, last_sequence, report_compromise, usable_keys
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.work.leases import wake
 from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import stage_of
-from rotation.services.rotations.reports import subject_of
 from rotation.services.rotations.requests import reissue_key
+from rotation.services.rotations.turns import wake_rotation
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +150,7 @@ def _request_replacement(
     open_rotation = find_open_rotation(credential)
     usable = set(usable_keys(credential.credential_id, now).values_list("pk", flat=True))
     if open_rotation is not None:
-        wake(subject_of(open_rotation.rotation_id))
+        wake_rotation(open_rotation, now)
         if continues_as_emergency(open_rotation) or open_rotation.replacement_id in usable:
             return open_rotation.rotation_id, ""
     if usable:

@@ -5,29 +5,34 @@ from collections.abc import Collection, Iterator
 from datetime import datetime
 from typing import Any
 
-from django.db.models import Count, Min, Q, Sum
+from django.db.models import Min, Q, Sum
 
+from keyvault.access.catalog import ACKNOWLEDGEMENT
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.ids import mint_id
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.domain.notifications import NoticeKind
-from keyvault.domain.sources import name_source
-from keyvault.models import Key, Material, MerchantStatus, UseBucket
+from keyvault.domain.sources import OTHERS, name_source
+from keyvault.models import Key, KeyUse, Material, MerchantStatus, UseBucket
 from keyvault.models.usage import UseOutcome
 from keyvault.services.change_feed import receipts
 from keyvault.services.keys.lifecycle import last_sequence
 from keyvault.services.usage.recorder import observe
-from keyvault.services.usage.reports import SourceUse, find_attempts, find_last, find_sources, list_users
+from keyvault.services.usage.reports import (
+    SourceUse,
+    find_attempts,
+    find_last,
+    find_last_of_sources,
+    find_sources,
+    list_users,
+)
 from keyvault.services.webhooks.deliveries import find_delivery_report
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import DeliveryChannel
 from rotation.domain.silence import SourceFacts
 from rotation.domain.states import Facts, KeyFacts
 from rotation.models import Evidence, EvidenceKind, Rotation
-
-ACKNOWLEDGEMENT = "credentials.acknowledge"
-"""Endpoint whose calls count as use of a key, but not as proof by traffic."""
 
 
 def gather_facts(rotation: Rotation, now: datetime) -> Facts:
@@ -85,14 +90,14 @@ def _gather_sources(rotation: Rotation, *, rolls_back: bool) -> Iterator[SourceF
     if staying is None or retiring is None or not _BY_SILENCE & {rotation.state, rotation.stalled_from}:
         return
     waived = list_waived(rotation)
-    moved, delivered_at = find_sources(staying.key_id), rotation.delivered_at
-    if rolls_back:
-        delivered_at = rotation.written_back_at
-    for use in find_sources(retiring.key_id).values():
+    sources = find_sources(retiring.key_id)
+    moved = find_last_of_sources(staying.key_id, sources)
+    delivered_at = rotation.written_back_at if rolls_back else rotation.delivered_at
+    for use in sources.values():
         yield SourceFacts(
             use.name,
             used_at=use.seen_at,
-            moved_at=moved[use.name].last_at if use.name in moved else None,
+            moved_at=moved.get(use.name),
             gap_seconds=find_gap(use, rotation.credential.environment, delivered_at),
             is_waived=use.name in waived,
         )
@@ -108,7 +113,10 @@ def find_gap(use: SourceUse, environment: Environment, delivered_at: datetime | 
     """Return the gap that a source's silence is measured by, in seconds; None: it was seen only once.
 
     The gap that is open when the other key is delivered counts, as long as it is then. The sandbox measures by no gaps.
+    Of clients that were not kept apart none is known.
     """
+    if use.name == OTHERS:
+        return None
     if environment is not Environment.PRODUCTION or use.last_at is None:
         return 0
     if use.longest_gap_seconds is None:
@@ -164,12 +172,12 @@ def _is_past(key: Key, now: datetime) -> bool:
 
 def _traffic(key: Key) -> dict[str, Any]:
     buckets = UseBucket.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), key=key, outcome=UseOutcome.ALLOWED)
-    seen = buckets.aggregate(count=Sum("count"), minutes=Count("minute", distinct=True), first=Min("first_at"))
+    seen = buckets.aggregate(count=Sum("count"), first=Min("first_at"))
     clients = buckets.exclude(source="").values_list("source", "user_agent").distinct()
     return {
         "count": seen["count"] or 0,
         "sources": len({name_source(*client) for client in clients.iterator()}),
-        "minutes": seen["minutes"],
+        "minutes": KeyUse.objects.filter(key=key).values_list("minutes", flat=True).first() or 0,
         "first_used_at": seen["first"],
     }
 

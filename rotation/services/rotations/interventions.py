@@ -22,7 +22,7 @@ from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.stored_copies import find_stored, read_string
 from keyvault.services.usage.reports import find_last, find_sources
-from keyvault.services.work.leases import Lease, claim, hold, release, wake
+from keyvault.services.work.leases import Lease, claim, finish, hold, release_queued
 from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.plan_fields import Proof, default_of
 from rotation.domain.policy import find_far_faults
@@ -32,6 +32,7 @@ from rotation.services.rotations.facts import list_waived, note_evidence
 from rotation.services.rotations.reports import about, get_rotation, subject_of
 from rotation.services.rotations.requests import announce_end
 from rotation.services.rotations.side_effects import announce_replacement, has_unsettled_delivery
+from rotation.services.rotations.turns import wake_rotation
 
 S = RotationState
 
@@ -57,7 +58,8 @@ def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
         else:
             _cancel(grant, rotation, lease, why)
     finally:
-        release(lease)
+        # A canceled rotation's row is deleted.
+        release_queued(lease, grant.at, grant.at)
     return rotation
 
 
@@ -111,14 +113,14 @@ def _cancel(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
         **about(rotation),
         why=clean_text(why, 300),
     ):
-        hold(lease)
-        # Keys are locked before the rotation, as in the engine.
+        # Keys are locked before the rotation, and its lease last, as in the engine.
         if rotation.replacement is not None:
             discard_key(grant, rotation.replacement)
         was_planned = rotation.state != S.AWAITING_APPROVAL
         rotation.compare_and_swap(state=S.CANCELLED, entered_at=grant.at, closed_at=grant.at, why=clean_text(why, 300))
         if was_planned:
             announce_end(grant, rotation)
+        finish(lease)
 
 
 def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
@@ -135,7 +137,6 @@ def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None
         was=rotation.state,
         why=clean_text(why, 300),
     ):
-        hold(lease)
         if rotation.quarantined_at is not None and predecessor.state == KeyState.SUSPENDED:
             resume_key(grant, predecessor)
         rotation.compare_and_swap(
@@ -148,6 +149,7 @@ def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None
             deadline_at=None if rotation.deadline_at is None else now + _roll_back_time(rotation),
             why=clean_text(why, 300),
         )
+        hold(lease)
 
 
 def _roll_back_time(rotation: Rotation) -> timedelta:
@@ -168,7 +170,7 @@ def resume_rotation(grant: Grant, rotation: Rotation) -> Rotation:
         raise StateConflictError("The deadline has passed. Extend it to resume the rotation.")
     with recorded(grant, P.ROTATIONS_WRITE, "rotation.resumed", account=rotation.credential.account, **about(rotation)):
         _resume(grant, rotation)
-    wake(subject_of(rotation.rotation_id))
+        wake_rotation(rotation, grant.at)
     return rotation
 
 
@@ -204,7 +206,7 @@ def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rot
         rotation.compare_and_swap(deadline_at=deadline, reminded_percent=0)
         if was_late and rotation.state == S.STALLED and rotation.stalled_from is not None:
             _resume(grant, rotation)
-    wake(subject_of(rotation.rotation_id))
+        wake_rotation(rotation, grant.at)
     return rotation
 
 
@@ -232,7 +234,7 @@ def confirm_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
         staying = rotation.predecessor_id if rotation.state == S.ROLLING_BACK else rotation.replacement_id
         seen = {"key_id": staying, "by": grant.principal.actor, "why": clean_text(why, 300)}
         note_evidence(rotation, EvidenceKind.CONFIRMED, dict(seen), grant.at)
-    wake(subject_of(rotation.rotation_id))
+        wake_rotation(rotation, grant.at)
     return rotation
 
 
@@ -279,7 +281,7 @@ def waive_source(grant: Grant, rotation: Rotation, source: str, why: str) -> Rot
         why=clean_text(why, 300),
     ):
         note_evidence(rotation, EvidenceKind.SOURCE_WAIVED, dict(seen), grant.at)
-    wake(subject_of(rotation.rotation_id))
+        wake_rotation(rotation, grant.at)
     return rotation
 
 
@@ -329,7 +331,7 @@ def request_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) ->
         if not approvals_needed(rotation.credential.environment):
             retirement.compare_and_swap(approved_at=grant.at)
             rotation.compare_and_swap(retire_at=retire_at)
-    wake(subject_of(rotation.rotation_id))
+        wake_rotation(rotation, grant.at)
     return retirement
 
 
@@ -371,7 +373,7 @@ def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
             approver=operator_row(operator), approver_person=operator.person, approved_at=grant.at
         )
         rotation.compare_and_swap(retire_at=retirement.retire_at)
-    wake(subject_of(rotation.rotation_id))
+        wake_rotation(rotation, grant.at)
     return retirement
 
 
@@ -394,7 +396,7 @@ def acknowledge(grant: Grant, rotation: Rotation) -> None:
         key_id=holder.key_id,
     ):
         rotation.compare_and_swap(acknowledged_at=grant.at)
-    wake(subject_of(rotation.rotation_id))
+        wake_rotation(rotation, grant.at)
 
 
 def may_collect(rotation: Rotation, person: str) -> bool:

@@ -8,6 +8,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential, Key, KeyUse, WebhookEndpoint
 from keyvault.services.usage.reports import find_sources
 from rotation.domain.plan_fields import (
@@ -39,7 +40,7 @@ def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetim
     plan = replace(plan, late_sources=dict(_late_sources(plan, credential.environment, now)) or None)
     kind = KeyKind(credential.kind)
     faults = list(find_faults(plan, credential.environment, kind, predecessor.expires_at, now))
-    faults += _channel_faults(plan, credential)
+    faults += [*_channel_faults(plan, credential), *_waiver_faults(plan)]
     if faults:
         raise RequestInvalidError(_REFUSED, faults)
     return plan
@@ -77,7 +78,7 @@ def _build_plan(credential: Credential, predecessor: Key, overrides: PlanOverrid
     values["reason"] = clean_text(overrides.reason, FIELDS["reason"].most)
     values["not_before"] = not_before = overrides.not_before or now
     values["proof"] = overrides.proof or (Proof.CONFIRMATION if is_public else Proof.TRAFFIC)
-    sources = find_sources(predecessor.key_id).values()
+    sources = [each for each in find_sources(predecessor.key_id).values() if each.name not in overrides.waived_sources]
     if overrides.deadline is None and not is_public:
         gaps = [find_gap(source, environment, None) or 0 for source in sources]
         seconds = default_deadline_seconds(environment, values["quiet_seconds"], max(gaps, default=0))
@@ -104,6 +105,8 @@ def _late_sources(plan: Plan, environment: Environment, now: datetime) -> Iterat
     begins_at += timedelta(seconds=plan.soak_seconds)
     found = 0
     for source in find_sources(plan.predecessor_key_id).values():
+        if source.name in plan.waived_sources:
+            continue
         gap_seconds = find_gap(source, environment, None)
         fitting = find_fitting_deadline(source.seen_at, gap_seconds, plan.quiet_seconds, begins_at, plan.deadline)
         if fitting != plan.deadline and found < _MAX_LISTED:
@@ -116,6 +119,14 @@ def _latest(predecessor: Key, overrides: PlanOverrides, not_before: datetime, se
     if predecessor.expires_at is not None and not overrides.predecessor_may_expire:
         latest = min(latest, predecessor.expires_at)
     return latest
+
+
+def _waiver_faults(plan: Plan) -> list[Fault]:
+    """Check that each waived source has used the key."""
+    used = find_sources(plan.predecessor_key_id) if plan.waived_sources else {}
+    unknown = [name for name in plan.waived_sources if name not in used]
+    detail = "{!r} has not used the old key. Use the name of a source that did, or omit it."
+    return [Fault("/waived_sources", detail.format(clean_text(name, MAX_NAME_LENGTH))) for name in unknown]
 
 
 def _channel_faults(plan: Plan, credential: Credential) -> list[Fault]:

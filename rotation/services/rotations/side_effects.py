@@ -91,13 +91,13 @@ class Effects:
         refresh_peppers(PEPPER_SET[rotation.credential.environment])  # before the transaction needs them
         account = rotation.credential.account
         with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.staged", account=account, **about(rotation)):
-            leases.hold(self.lease)
             if rotation.replacement is not None:
                 discard_key(grant, rotation.replacement)
             key, text = stage_key(grant, rotation.credential, expires_in_days=rotation.approved_plan.expires_in_days)
             # Active before delivery: the merchant may use it immediately.
             activate_key(grant, key)
             rotation.compare_and_swap(state=S.STAGED, replacement=key, entered_at=grant.at, accepted_at=None)
+            leases.hold(self.lease)
         self._held = _HeldKey(key.key_id, text, newest)
 
     def _newest_version(self, rotation: Rotation) -> int | None:
@@ -136,13 +136,13 @@ class Effects:
             return
         account = rotation.credential.account
         with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.delivered", account=account, **about(rotation)):
-            leases.hold(self.lease)
             if version is not None and version != key.backend_version:
                 note_stored(grant, key, version)
             rotation.compare_and_swap(delivered_at=grant.at, handover=handover or rotation.handover)
             seen: dict[str, JsonValue] = {"key_id": key.key_id, "backend_version": version}
             note_evidence(rotation, EvidenceKind.DELIVERED, seen, grant.at)
             announce_replacement(grant, rotation)
+            leases.hold(self.lease)
         self._finish(entry, f"stored as version {version}" if version is not None else "sealed to its recipient")
 
     def _deploy(self, rotation: Rotation, key: Key, held: _HeldKey | None) -> int | None:
@@ -224,7 +224,6 @@ class Effects:
     def _note_written_back(self, grant: Grant, rotation: Rotation) -> None:
         account = rotation.credential.account
         with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.written_back", account=account, **about(rotation)):
-            leases.hold(self.lease)
             rotation.compare_and_swap(written_back_at=grant.at, entered_at=grant.at)
             seen: dict[str, JsonValue] = {
                 "key_id": rotation.predecessor_id,
@@ -241,12 +240,13 @@ class Effects:
                 replacement_key_id=rotation.replacement_id,
                 is_in_backend=is_in_backend(rotation.predecessor),
             )
+            leases.hold(self.lease)
 
     def _note(self, grant: Grant, rotation: Rotation, key: Key, version: int) -> None:
         account = rotation.credential.account
         with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.version_noted", account=account, **about(rotation)):
-            leases.hold(self.lease)
             note_stored(grant, key, version)
+            leases.hold(self.lease)
 
     # --- the ledger -----------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.reports import list_attempts
 from keyvault.services.work import leases
+from keyvault.services.work.clock import require_true_clock
 from keyvault.services.work.leases import Lease
 from rotation.domain.events import RotationState
 from rotation.domain.policy import due_reminder
@@ -60,8 +61,8 @@ def report_blocked(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> 
         return
     payload: dict[str, JsonValue] = {**about(rotation), "state": rotation.state, "why": why[:300]}
     with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.blocked", account=account, **payload):
-        leases.hold(lease)
         announce(grant, kind, account, subject, **payload)
+        leases.hold(lease)
 
 
 def _transit(grant: Grant, rotation: Rotation, step: Move, lease: Lease, enter: Callable[[], Changes]) -> None:
@@ -82,12 +83,16 @@ def _transit(grant: Grant, rotation: Rotation, step: Move, lease: Lease, enter: 
         why=step.why,
         happened=happened,
     ):
-        leases.hold(lease)
         changes = enter()
         if step.to in CLOSED:
             changes["closed_at"] = grant.at
         rotation.compare_and_swap(**{"state": step.to, "entered_at": grant.at, "why": step.why, **changes})
         _announce(grant, rotation, was, step)
+        # Last: a transaction of a person locks a key first, and then this row to wake the rotation.
+        if step.to in CLOSED:
+            leases.finish(lease)
+        else:
+            leases.hold(lease)
     _log.info(
         "rotation moved",
         extra={"rotation_id": rotation.rotation_id, "was": was.value, "to": step.to, "why": step.why},
@@ -161,6 +166,7 @@ def _revoke(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
     seen = silence_seen(rotation.predecessor_id, facts, facts.plan.quarantine_seconds, facts.predecessor.tried_at)
     seen["attempts"] = _attempts(rotation)
     note_evidence(rotation, EvidenceKind.UNTRIED if not seen["attempts"] else EvidenceKind.TRIED, seen, grant.at)
+    require_true_clock()
     cited = list(rotation.evidence.order_by("created_at").values_list("evidence_id", flat=True))
     revoke_key(grant, rotation.predecessor, RevocationReason.SUPERSEDED, evidence=cited)
     return {}
@@ -185,6 +191,7 @@ def _end_replacement(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
     _require_living(rotation.predecessor, rotation, grant.at)
     seen = silence_seen(key.key_id, facts, facts.plan.quarantine_seconds, facts.replacement.tried_at)
     note_evidence(rotation, EvidenceKind.UNTRIED, seen, grant.at)
+    require_true_clock()
     cited = list(rotation.evidence.order_by("created_at").values_list("evidence_id", flat=True))
     revoke_key(grant, key, RevocationReason.SUPERSEDED, evidence=cited)
     return {}
@@ -196,8 +203,8 @@ def lift_quarantine(grant: Grant, rotation: Rotation, lease: Lease) -> None:
         return
     account = rotation.credential.account
     with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.quarantine_lifted", account=account, **about(rotation)):
-        leases.hold(lease)
         rotation.compare_and_swap(**_lift(grant, rotation))
+        leases.hold(lease)
 
 
 def _lift(grant: Grant, rotation: Rotation) -> Changes:
@@ -284,10 +291,10 @@ def send_due_notices(grant: Grant, rotation: Rotation, facts: Facts, lease: Leas
         return
     account, kinds = rotation.credential.account, [kind.value for kind, _ in notices]
     with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.told", account=account, **about(rotation), kinds=list(kinds)):
-        leases.hold(lease)
         rotation.compare_and_swap(**changes)
         for kind, payload in notices:
             announce(grant, kind, account, rotation.rotation_id, **about(rotation), **payload)
+        leases.hold(lease)
 
 
 _Notices = list[tuple[NoticeKind, dict[str, JsonValue]]]

@@ -7,24 +7,35 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import IntegrityError
+from django.db.models import Q
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import find_text_fault
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Credential
 from keyvault.services.approvals.four_eyes import lock_row
+from keyvault.services.merchants.merchants import find_account
 from keyvault.services.merchants.operators import operator_row
-from keyvault.services.recording.transaction import recorded
+from keyvault.services.recording.transaction import Record, recorded
 from rotation.domain.cryptoperiods import Terms, find_term_faults
 from rotation.domain.plan_fields import FIELDS, PlanOverrides, Proof, default_of, with_defaults
 from rotation.domain.policy import Plan, find_faults
-from rotation.domain.windows import LOOK_AHEAD, Blackout, Window, read_blackouts
-from rotation.models import BlackoutCalendar, RotationSchedule, explain_unreadable
+from rotation.domain.windows import Window, coming_blackouts, read_blackouts
+from rotation.models import (
+    BlackoutCalendar,
+    RotationSchedule,
+    ScheduleCheck,
+    StandingApproval,
+    StandingApprovalState,
+    explain_unreadable,
+)
+from rotation.models.standing_approvals import LIVE
+from rotation.services.schedules.marking import mark_scope
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 _UNREADABLE = "The schedule cannot be read by this release"
@@ -84,18 +95,20 @@ def save_schedule(
     try:
         with recorded(
             grant, P.SCHEDULES_WRITE, "schedule.saved", account=scope.place, scope=str(scope), **_audit_details(draft)
-        ):
+        ) as record:
             _lock_calendar(draft.calendar)
             if row is not None:
-                return row.compare_and_swap(**columns)
-            row = RotationSchedule(
-                environment=scope.environment,
-                account=scope.account,
-                credential=scope.credential,
-                created_at=grant.at,
-                **columns,
-            )
-            row.save()
+                row.compare_and_swap(**columns)
+            else:
+                row = RotationSchedule(
+                    environment=scope.environment,
+                    account=scope.account,
+                    credential=scope.credential,
+                    created_at=grant.at,
+                    **columns,
+                )
+                row.save()
+            _note_change(grant, row, record)
     except IntegrityError as error:
         raise StateConflictError("The schedule was changed concurrently. Reload it.") from error
     return row
@@ -105,8 +118,11 @@ def disable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
     """Disable the schedule: the next wider one applies, and open rotations continue."""
     if not schedule.is_enabled:
         raise StateConflictError("The schedule is disabled already.")
-    with recorded(grant, P.SCHEDULES_WRITE, "schedule.disabled", account=place_of(schedule), **_about(schedule)):
+    with recorded(
+        grant, P.SCHEDULES_WRITE, "schedule.disabled", account=place_of(schedule), **_about(schedule)
+    ) as record:
         schedule.compare_and_swap(is_enabled=False)
+        _note_change(grant, schedule, record)
 
 
 def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
@@ -116,9 +132,30 @@ def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
     faults = list(_draft_faults(Environment(schedule.environment), draft_of(schedule), grant.at))
     if faults:
         raise RequestInvalidError("The schedule can no longer be met. Change and save it.", faults)
-    with recorded(grant, P.SCHEDULES_WRITE, "schedule.enabled", account=place_of(schedule), **_about(schedule)):
+    with recorded(
+        grant, P.SCHEDULES_WRITE, "schedule.enabled", account=place_of(schedule), **_about(schedule)
+    ) as record:
         _lock_calendar(schedule.calendar)
         schedule.compare_and_swap(is_enabled=True, **_author(grant))
+        _note_change(grant, schedule, record)
+
+
+def _note_change(grant: Grant, schedule: RotationSchedule, record: Record) -> None:
+    """Have workers check the schedule and compute the dates of its credentials, in the transaction of its change."""
+    _void_approvals(grant, [schedule], record, "the schedule was changed")
+    ScheduleCheck.objects.update_or_create(schedule=schedule, defaults={"check_at": grant.at, "fault": ""})
+    mark_scope(schedule.environment, schedule.account, schedule.credential, grant.at)
+
+
+def _void_approvals(grant: Grant, schedules: list[RotationSchedule], record: Record, why: str) -> None:
+    """Void the standing approvals of these schedules, in the transaction of the change that they do not cover."""
+    rows = StandingApproval.objects.filter(schedule__in=schedules, state__in=LIVE).order_by("pk")
+    voided: list[JsonValue] = []
+    for row in rows:
+        row.compare_and_swap(state=StandingApprovalState.VOID, why=why, closed_at=grant.at)
+        voided.append(row.pk)
+    if voided:
+        record.details["voided_standing_approvals"] = voided
 
 
 def save_calendar(
@@ -141,13 +178,17 @@ def save_calendar(
         raise StateConflictError(f"A calendar {name} exists already. Change that one.")
     stored: list[JsonValue] = [each.as_json() for each in blackouts]
     try:
-        with recorded(grant, P.SCHEDULES_WRITE, "calendar.saved", name=name, periods=stored):
+        with recorded(grant, P.SCHEDULES_WRITE, "calendar.saved", name=name, periods=stored) as record:
             if row is None:
                 row = BlackoutCalendar(name=name, periods=stored, created_at=grant.at)
                 row.save()
             else:
                 row.compare_and_swap(periods=stored)
-            _require_kept(_using(row), grant.at)
+            using = _using(row)
+            _require_kept(using, grant.at)
+            _void_approvals(grant, using, record, f"the calendar {name} was changed")
+            for schedule in using:
+                mark_scope(schedule.environment, schedule.account, schedule.credential, grant.at)
     except IntegrityError as error:
         raise StateConflictError("The calendar was changed concurrently. Reload it.") from error
     return row
@@ -160,8 +201,49 @@ def find_schedule(scope: Scope) -> RotationSchedule | None:
     return found
 
 
-def list_enabled(environments: Iterable[str]) -> list[RotationSchedule]:
-    return list(_rows().filter(is_enabled=True, environment__in=list(environments)))
+def find_scope(environment: Environment, merchant: str | None, credential_id: str | None) -> Scope:
+    """Find the scope that these ids name.
+
+    Raises NotFoundError for an unknown account, RequestInvalidError for an unknown credential.
+    """
+    account = find_account(merchant, environment) if merchant else None
+    if not credential_id:
+        return Scope(environment, account)
+    rows = Credential.objects.select_related("account__merchant").filter(pk=credential_id)
+    if account is not None:
+        rows = rows.filter(account=account)
+    credential = rows.first()
+    if credential is None:
+        whose = "" if account is None else f" of {account}"
+        raise RequestInvalidError("Credential not found.", [Fault("/credential", f"not the id of a credential{whose}")])
+    return Scope(environment, credential=credential)
+
+
+def get_calendar(name: str) -> BlackoutCalendar:
+    """Get the calendar. Raises NotFoundError."""
+    row: BlackoutCalendar | None = BlackoutCalendar.objects.filter(name=name).first()
+    if row is None:
+        raise NotFoundError(f"There is no blackout calendar {name}.")
+    return row
+
+
+def list_all(environments: Iterable[str]) -> list[RotationSchedule]:
+    """List the schedules of these environments, disabled ones included."""
+    return list(_rows().filter(environment__in=list(environments)))
+
+
+_OF_ENVIRONMENT = Q(account__isnull=True, credential__isnull=True)
+
+
+def list_applicable(credentials: Iterable[Credential]) -> list[RotationSchedule]:
+    """List the enabled schedules of these credentials, of their accounts and of their environments."""
+    ids, accounts, environments = set(), set(), set()
+    for credential in credentials:
+        ids.add(credential.pk)
+        accounts.add(credential.account_id)
+        environments.add(credential.account.environment)
+    scope = Q(credential__in=ids) | Q(account__in=accounts) | (_OF_ENVIRONMENT & Q(environment__in=environments))
+    return list(_rows().filter(scope, is_enabled=True))
 
 
 def place_of(schedule: RotationSchedule) -> Account | None:
@@ -197,36 +279,30 @@ def find_draft(schedule: RotationSchedule) -> ScheduleDraft | None:
         return None
 
 
-def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, PlanOverrides]:
+def read_schedule(schedule: RotationSchedule) -> tuple[Terms, PlanOverrides]:
     """Return the schedule's current terms and plan overrides. Raises UnreadableScheduleError."""
     draft = draft_of(schedule)
     try:
-        return terms_of(draft, now), draft.overrides
+        return terms_of(draft), draft.overrides
     except RequestInvalidError as error:
         why = f"{_UNREADABLE}: calendar {schedule.calendar}, {explain_unreadable(error)}."
         raise UnreadableScheduleError(why) from error
 
 
-def find_unreadable(schedule: RotationSchedule, now: datetime) -> str:
+def find_unreadable(schedule: RotationSchedule) -> str:
     """Return why this release cannot read the schedule; empty where it can."""
     try:
-        read_schedule(schedule, now)
+        read_schedule(schedule)
     except UnreadableScheduleError as error:
         return error.detail
     return ""
 
 
-def terms_of(draft: ScheduleDraft, now: datetime) -> Terms:
-    """Return the window with the calendar's current blackouts, except those that are over."""
+def terms_of(draft: ScheduleDraft) -> Terms:
+    """Return the terms, whose window has the calendar's current blackouts."""
     window = draft.window
-    if draft.calendar is not None:
-        blackouts = tuple(
-            Blackout(each.begins_at, each.ends_at, each.why)
-            for each in read_blackouts(draft.calendar.periods)
-            if each.ends_at > now and each.begins_at < now + LOOK_AHEAD
-        )
-        if blackouts:
-            window = replace(window or Window(), blackouts=blackouts)
+    if draft.calendar is not None and (blackouts := read_blackouts(draft.calendar.periods)):
+        window = replace(window or Window(), blackouts=blackouts)
     return Terms(draft.cryptoperiod_days, draft.jitter_days, draft.lead_days, window)
 
 
@@ -279,7 +355,7 @@ def _scope_faults(scope: Scope) -> Iterable[Fault]:
 def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime) -> Iterable[Fault]:
     if draft.window is not None and draft.window.blackouts:
         yield Fault("/window/blackouts", "no blackouts here; use a calendar")
-    terms = terms_of(draft, now)
+    terms = terms_of(draft)
     faults = list(find_term_faults(terms, now))
     yield from faults
     overrides = draft.overrides
@@ -297,7 +373,7 @@ def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime)
             "/overrides/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation"
         )
     if not faults:
-        plan = _sample_plan(environment, overrides, terms.window, now)
+        plan = _sample_plan(environment, overrides, coming_blackouts(terms.window, now), now)
         for fault in find_faults(plan, environment, KeyKind.PRIVATE, None, now):
             yield Fault(f"/overrides{fault.pointer}", fault.detail)
 

@@ -2,13 +2,14 @@
 
 import html
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.backends.outbound import OutboundError, Reply
-from keyvault.models import WebhookDelivery, WebhookEndpoint
+from keyvault.models import WebhookBreaker, WebhookDelivery, WebhookEndpoint
 from keyvault.services.webhooks.deliveries import deliver_due
 from keyvault.services.webhooks.endpoints import add_endpoint, send_test, signing_secrets
 from tests.admin.desk import Desk, address, browser, dump, text_of
@@ -133,6 +134,22 @@ def test_test_message_outcome_is_shown_on_the_page(desk: Desk) -> None:
     assert "The connection was refused." in text
     assert "given up" in text
     assert "1 of 10" in text
+
+
+def test_endpoint_paused_by_its_breaker_is_shown_and_listed(desk: Desk) -> None:
+    endpoint = make(desk)
+    client = browser(desk.auditor)
+    until = now() + timedelta(minutes=5)
+    WebhookBreaker.objects.create(endpoint=endpoint, failures=7, open_until=until)
+    text = text_of(client.get(address("keyvault_webhookendpoint_change", endpoint.pk)))
+    assert "badge-paused" in text
+    assert "7 since the last reply" in text
+    assert f"{until:%Y-%m-%d %H:%M:%S}" in text
+    listed = {
+        state: URL in text_of(client.get(address("keyvault_webhookendpoint_changelist"), {"state": state}))
+        for state in ("enabled", "paused", "disabled")
+    }
+    assert listed == {"enabled": False, "paused": True, "disabled": False}
 
 
 def test_deliveries_show_their_next_attempt(desk: Desk) -> None:

@@ -247,6 +247,32 @@ class Unreadable(Still):
         return self.words[0], []
 
 
+class Revoking(Still):
+    """The generation counter of a host on which one key is revoked."""
+
+    def __init__(self, key_id: str) -> None:
+        super().__init__()
+        self.key_id = key_id
+
+    def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]:
+        return self.words[0], [("key", self.key_id)]
+
+
+def test_engine_key_revoked_on_its_host_is_refused_at_the_next_request(stage: Stage) -> None:
+    """Guarantee: once a revocation has returned, its host grants nothing by the old record."""
+    clock, host = Clock(), Revoking(stage.key.key_id)
+    primed = prime(may_remember=False, monotonic=clock.monotonic, wall=clock.wall, generation=host)
+    remember(primed, clock, stage)
+    revoke(stage.key)
+    assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED, (
+        "the answer must come from the cache for this test to prove anything"
+    )
+    host.words[0] = 1
+    assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_revoked")
+    (found,) = json.loads(primed.ask(stage.token, {"requests": [stage.asked]}, BATCH).body)["decisions"]
+    assert found["code"] == "key_revoked"
+
+
 def test_engine_judges_deadlines_at_each_request(stage: Stage) -> None:
     """Guarantee: a cached key is denied from the moment of its expiry, without any change of its record."""
     key, text = issue(account(), label="short-lived", expires_in_days=1)

@@ -76,6 +76,7 @@ OTHERWISE: dict[str, list[object]] = {
     "window": [Window(), NIGHTLY, replace(NIGHTLY, blackouts=(XMAS,)), replace(NIGHTLY, blackouts=(XMAS, XMAS))],
     "retire_at": [NOW, NOW + timedelta(days=1)],
     "late_sources": [{"192.0.2.0/24 job": None}, {"192.0.2.0/24 job": DEADLINE.isoformat()}],
+    "waived_sources": [("192.0.2.0/24 job",), ("192.0.2.0/24 job", "192.0.2.0/24 shop")],
 }
 
 OPTIONAL = [field.name for field in fields(Plan) if field.default is not MISSING]
@@ -104,6 +105,7 @@ plans = st.builds(
     channels=st.sampled_from([(), *({(each,) for each in DeliveryChannel}), tuple(DeliveryChannel)]),
     window=st.sampled_from([None, Window(), NIGHTLY, replace(NIGHTLY, blackouts=(XMAS,))]),
     retire_at=st.none() | times,
+    waived_sources=st.lists(texts, max_size=3).map(tuple),
 )
 
 

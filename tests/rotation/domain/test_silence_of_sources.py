@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keyvault.domain.sources import OTHERS
 from rotation.domain.silence import SourceFacts, list_awaited
 from rotation.domain.states import KeyFacts, Move, RotationAction, Wait, list_awaited_sources
 from tests.rotation.situation import DAY, ENTERED, NOW, QUIET, SECOND, K, S, facts, outcome_of, step, used
@@ -79,6 +80,17 @@ def test_source_waived_delays_nothing_by_its_uses() -> None:
     assert overlap(DAILY, replace(JOB, used_at=NOW)) == "wait"
 
 
+@pytest.mark.parametrize("moved_at", [None, NOW])
+def test_clients_that_were_not_kept_apart_have_neither_moved_nor_stopped(moved_at: datetime | None) -> None:
+    """One of them may be a job that calls once a month."""
+    others = SourceFacts(OTHERS, used_at=NOW - 90 * DAY, moved_at=moved_at, gap_seconds=None)
+    assert overlap(DAILY, others) == "wait"
+    assert overlap(DAILY, replace(others, is_waived=True)) == "to quarantine"
+    found = _step(DAILY, others)
+    assert isinstance(found, Wait)
+    assert "others, clients too many to keep apart, to be waived" in found.waiting_for
+
+
 def test_use_without_a_known_source_counts_as_one() -> None:
     assert overlap(DAILY, predecessor=KeyFacts(K.ACTIVE, last_used_at=NOW - SECOND)) == "wait"
 
@@ -111,7 +123,7 @@ def test_overlap_names_the_sources_that_it_waits_for_and_until_when() -> None:
     assert isinstance(found, Wait)
     assert found.waiting_for == (
         "silence of the predecessor: 203.0.113.0/24 month-end until 2026-11-22 12:00:00 UTC, "
-        "198.51.100.0/24 curl, seen once, to use the other key or to be waived"
+        "198.51.100.0/24 curl, seen only once, to use the other key or to be waived"
     )
     assert found.until == NOW + DAY
     known = facts(S.OVERLAP, sources=(DAILY, JOB, ONCE), observed_through=NOW)

@@ -274,7 +274,8 @@ class Watcher:
             minutes = sorted({at.replace(second=0, microsecond=0) for at in old[network]})
             gaps = [after - before for before, after in pairwise(minutes)]
             if self.world.variant.environment is Environment.PRODUCTION:
-                self.require(bool(gaps), "4: a source that was seen once neither moved nor was waived")
+                has_habit = minutes[-1] - minutes[0] > timedelta(days=1)
+                self.require(has_habit, "4: a source that was seen only once neither moved nor was waived")
                 is_silent = through is not None and max(old[network]) + 2 * max(gaps) <= through
                 self.require(is_silent, "4: a source was not silent for two of its gaps")
         return bool(moved) and all(moved.values())
@@ -342,11 +343,13 @@ class Watcher:
     def require_predecessor_reinstated(self) -> None:
         """After a whole turn no predecessor stays in quarantine beside a replacement that is not good.
 
-        This holds whatever the backend does, but not while a dead worker still holds the lease.
+        This holds whatever the backend does, but not while a dead worker holds the lease or a failure's pause lasts.
         """
         row = self.rotations[self.world.rotation_ids[-1]]
         lease = WorkLease.objects.filter(subject=subject_of(self.world.rotation_ids[-1])).first()
-        if row.state in CLOSED or row.state is S.ROLLING_BACK or (lease is not None and lease.token):
+        if row.state in CLOSED or row.state is S.ROLLING_BACK or lease is None or lease.token:
+            return
+        if lease.last_error and lease.due_at is not None and lease.due_at > self.world.now:
             return
         is_kept = row.quarantined_at is not None and self.state_of(row.key_ids[0]) is K.SUSPENDED
         self.require(

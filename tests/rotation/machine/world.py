@@ -202,7 +202,7 @@ class World:
         for key in lifecycle.list_expired(self.now):
             with suppress(KeyvaultError):
                 lifecycle.expire_key(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=self.now), key)
-        for key in list_to_destroy():
+        for key in list_to_destroy(self.variant.environment):
             with suppress(KeyvaultError):
                 destroy_string(self._maintenance_grant(), key)
         for key in list_unsettled(self.variant.environment):

@@ -222,10 +222,42 @@ def test_position_when_a_row_disappears_raises_feed_rewound() -> None:
     for poll in (ChangeBatch(0, frozenset(), []), ChangeBatch(2, frozenset(), [row(1, 1), row(2, 2)])):
         position.find_new(poll)
         position.advance(poll)
+    for drawn in (1, 40):
+        with pytest.raises(FeedRewoundError):
+            position.find_new(ChangeBatch(drawn, frozenset(), [row(1, 1)]))
+
+
+def test_position_checks_the_newest_row_however_many_sequences_were_rolled_back_since() -> None:
+    """A restored backup without it is noticed, although no row is among the latest sequences."""
+    position = Position()
+    for drawn in (1, 1_000, 2_000):
+        poll = ChangeBatch(drawn, frozenset(), [row(1, 1)])
+        assert position.find_new(poll) == (None if drawn == 1 else [])
+        position.advance(poll)
+        assert position.floor == 0
     with pytest.raises(FeedRewoundError):
-        position.find_new(ChangeBatch(40, frozenset(), [row(1, 1)]))
-    with pytest.raises(FeedRewoundError):
-        position.find_new(ChangeBatch(1, frozenset(), [row(1, 1), row(2, 2)]))
+        position.find_new(ChangeBatch(2_000, frozenset(), []))
+
+
+def test_position_after_a_crash_that_took_back_rolled_back_sequences_starts_again() -> None:
+    """Nothing that was committed is missing. A sequence that is drawn again is applied and confirmed as any other."""
+    position = Position()
+    for poll in (ChangeBatch(1, frozenset(), [row(1, 1)]), ChangeBatch(200, frozenset(), [row(1, 1)])):
+        position.find_new(poll)
+        position.advance(poll)
+    assert position.confirmed == 200
+    open_after = ChangeBatch(34, frozenset({"a writer"}), [row(1, 1)])
+    assert position.find_new(open_after) is None
+    assert not position.advance(open_after)
+    assert position.confirmed == 0, "the writer may have drawn any of them"
+    committed = ChangeBatch(35, frozenset(), [row(1, 1), row(34, "again"), row(35, "next")])
+    assert position.find_new(committed) is None, "the writer may have committed rows that no poll returns"
+    assert position.advance(committed)
+    assert position.confirmed == 35
+    last = ChangeBatch(36, frozenset(), [*committed.rows, row(36, 3)])
+    assert position.find_new(last) == [key(3)]
+    position.advance(last)
+    assert position.confirmed == 36
 
 
 @pytest.mark.parametrize("drawn_again", [row(2, "another"), row(2, 2, "later")])

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from django.db import IntegrityError as DatabaseIntegrityError
-from django.db import transaction
+from django.db import connection, transaction
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +41,7 @@ from tests.factories import grant, issue, make_token, now, own_keystore
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import by_admin, verdict
 from tests.services.peppering import destroy, rehash, retire, rotate, skip_propagation
-from tests.services.racing import held_open, race
+from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
 from tests.services.rows import last_body, last_ids, written_since
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -470,6 +470,26 @@ def test_race_of_retirement_with_issuance_leaves_no_key_without_its_pepper() -> 
         else:
             assert keys == 0
             assert {type(outcome) for outcome in inserts} == {DatabaseIntegrityError}
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_race_of_retirement_with_vacuum_waits_without_blocking_writers() -> None:
+    """PostgreSQL cancels an autovacuum that blocks a lock only after a second; a vacuum is no reason to fail."""
+    busy = make_scene()
+    credential = issue(busy.sandbox)[0].credential
+    pending_rehashes.forget()
+    number, newest = rotate().number, rotate().number
+    with held_open(partial(_lock_like_vacuum, "keyvault_key")):
+        retirement = start(partial(retire_pepper, grant(HOST, P.PEPPERS_WRITE), SANDBOX, number))
+        wait_until_blocked(retirement, seconds=0.7)
+        _insert_key(credential, newest)
+    assert retirement.result(TIMEOUT_SECONDS).retired_at is not None
+
+
+def _lock_like_vacuum(table: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(f"LOCK TABLE {table} IN SHARE UPDATE EXCLUSIVE MODE")
 
 
 def _insert_key(credential: Credential, number: int) -> None:

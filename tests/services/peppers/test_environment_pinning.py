@@ -21,7 +21,8 @@ from keyvault.services.peppers.ring import ensure_peppers, list_served_sets, loa
 from keyvault.services.secrets.stored_copies import read_public_string
 from keyvault.services.startup.startup_checks import require_ready
 from keyvault.services.usage.recorder import UsageLog
-from rotation.services.rotations.engine import advance_rotation, list_due
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.reports import subject_of
 from tests.clocks import Clock
 from tests.factories import (
     account,
@@ -37,6 +38,7 @@ from tests.factories import (
     the_operator,
 )
 from tests.rotation import scene
+from tests.rotation.steps import list_due, run_due
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -200,10 +202,12 @@ def test_pinned_worker_advances_only_its_rotations(served: Environment) -> None:
         key, _ = scene.issue(scene.account(environment=environment), clock())
         overrides = {"quiet_seconds": 3_600, "quarantine_seconds": 600} if environment == "production" else {}
         rotations[environment] = scene.rotate(key.credential, clock(), **overrides).rotation_id
-    assert set(list_due(clock())) == set(rotations.values())
+    assert set(list_due(clock)) == set(rotations.values())
     with override_settings(ENVIRONMENTS=(served.value,)):
-        assert list_due(clock()) == [rotations[served]]
+        assert run_due(clock) == 1
+        other = WorkLease.objects.get(subject=subject_of(rotations[OTHER[served]]))
+        assert (other.due_at, other.attempts, other.last_error) == (clock(), 0, "")
         assert advance_rotation(rotations[OTHER[served]], clock) is None
-        assert not WorkLease.objects.filter(subject__startswith="rotation:").exists()
         assert advance_rotation(rotations[served], clock) is not None
+    assert list_due(clock) == [rotations[OTHER[served]]]
     assert advance_rotation(rotations[OTHER[served]], clock) is not None

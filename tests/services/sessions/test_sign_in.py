@@ -47,7 +47,7 @@ def test_maintenance_deletes_expired_sessions_only() -> None:
 
 def test_maintenance_deletes_a_limited_number_of_sessions_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backlog is worked off in short steps."""
-    monkeypatch.setattr("keyvault.services.sessions.sign_in._MAX_DELETED", 2)
+    monkeypatch.setattr("keyvault.services.work.deletion.MAX_DELETED", 2)
     for name, days in (("a", 1), ("b", 3), ("c", 2)):
         make_session(name, timedelta(days=-days))
     assert forget_expired_sessions(now()) == 2

@@ -19,7 +19,6 @@ from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage import recorder
 from keyvault.services.usage.recorder import (
-    KEPT_FOR,
     LOST_AFTER,
     Observation,
     UsageLog,
@@ -226,8 +225,8 @@ def test_usage_longest_gap_is_kept_for_each_source(key: Key, log: UsageLog, cloc
 def test_usage_longest_gap_of_a_source_counts_allowed_uses_only(key: Key, log: UsageLog, clock: Clock) -> None:
     """A client that is denied every minute says nothing about one that is allowed once a month."""
     use(log, key)
-    for minutes in (3, 10, 1):
-        clock.tick(minutes * 60)
+    for hours in (3, 20, 2):
+        clock.tick(hours * 3600)
         use(log, key)
         log.flush()
     last_at = clock()
@@ -237,40 +236,41 @@ def test_usage_longest_gap_of_a_source_counts_allowed_uses_only(key: Key, log: U
             use(log, key, outcome=outcome)
             log.flush()
     (only,) = find_sources(key.key_id).values()
-    assert (only.longest_gap_seconds, only.last_at) == (600, last_at)
+    assert (only.longest_gap_seconds, only.last_at) == (72_000, last_at)
     assert only.seen_at == only.denied_at
     assert only.denied_at is not None
     assert only.denied_at > last_at
 
 
-def test_usage_of_a_source_in_one_minute_has_no_gap(key: Key, log: UsageLog, clock: Clock) -> None:
-    """It says nothing about when the source comes again."""
-    clock.tick(10)
-    use(log, key, 100)
-    log.flush()
-    clock.tick(40)
-    use(log, key)
-    log.flush()
+def test_usage_of_a_source_within_a_day_has_no_gap(key: Key, log: UsageLog, clock: Clock) -> None:
+    """It says nothing about when the source comes again. A minute later the source has been seen on two days."""
+    for seconds in (120, 86_280, 60):
+        use(log, key, 100)
+        log.flush()
+        clock.tick(seconds)
     use(log, key, source="203.0.113.9", outcome=UseOutcome.DENIED)
     log.flush()
     denied, once = find_sources(key.key_id).values()
     assert (once.name, once.longest_gap_seconds) == ("192.0.2.0/24 curl", None)
     assert (denied.last_at, denied.longest_gap_seconds) == (None, 0)
+    use(log, key)
+    log.flush()
+    assert find_sources(key.key_id)[once.name].longest_gap_seconds == 86_280
 
 
 def test_usage_of_a_source_reported_out_of_order_keeps_its_longest_gap(key: Key, clock: Clock) -> None:
     early, late = UsageLog(now=clock), UsageLog(now=clock)
     use(early, key)
-    clock.tick(600)
+    clock.tick(60_000)
     use(late, key)
     late.flush()
     early.flush()
-    clock.tick(300)
+    clock.tick(30_000)
     use(late, key)
     late.flush()
     (only,) = find_sources(key.key_id).values()
     assert (only.first_at, only.last_at) == (NOON, clock())
-    assert only.longest_gap_seconds == 300, "the report that came late closed no gap"
+    assert only.longest_gap_seconds == 30_000, "the report that came late closed no gap"
 
 
 def test_usage_of_a_public_key_keeps_no_sources(key: Key, log: UsageLog) -> None:
@@ -280,20 +280,6 @@ def test_usage_of_a_public_key_keeps_no_sources(key: Key, log: UsageLog) -> None
     use(log, key)
     log.flush()
     assert (len(find_sources(public.key_id)), len(find_sources(key.key_id))) == (0, 1)
-
-
-def test_usage_of_a_source_is_forgotten_with_its_last_minute(key: Key, log: UsageLog, clock: Clock) -> None:
-    use(log, key)
-    use(log, key, source="198.51.100.7")
-    clock.tick(3600)
-    use(log, key)
-    log.flush()
-    recorder.forget_old(NOON + KEPT_FOR)
-    assert len(find_sources(key.key_id)) == 2
-    recorder.forget_old(NOON + KEPT_FOR + SECOND)
-    assert list(find_sources(key.key_id)) == ["192.0.2.0/24 curl"]
-    recorder.forget_old(clock() + KEPT_FOR + SECOND)
-    assert not find_sources(key.key_id)
 
 
 # ------------------------------------------------------------------------------------- counts of verifiers
@@ -704,6 +690,21 @@ def fail_and_wait(future: Any, may_fail: threading.Event) -> None:
     future.result(TIMEOUT_SECONDS)
 
 
+def test_usage_noted_while_a_report_is_taken_is_newer_than_its_watermark(key: Key, log: UsageLog, clock: Clock) -> None:
+    """Guarantee: no watermark covers a use that its report lacks, or a key in use would count as silent."""
+
+    def take() -> list[Any]:
+        clock.tick(1)
+        use(log, key)
+        return []
+
+    log.add_source(take)
+    log.flush()
+    assert (count_of(key), watermark(log)) == (0, NOON)
+    log.flush()
+    assert (count_of(key), watermark(log)) == (1, NOON + SECOND)
+
+
 @pytest.mark.django_db(transaction=True)
 def test_usage_of_concurrent_reporters_sums_exactly(small_portions: None) -> None:
     """Processes that count the same keys concurrently lose nothing and do not deadlock."""
@@ -916,68 +917,7 @@ def test_usage_pending_at_a_fork_is_written_by_the_parent(key: Key, log: UsageLo
     assert count_of(key) == 0, "the child must not write the parent's counts"
 
 
-# ----------------------------------------------------------------------------------------------------- retention
-
-
-def test_usage_older_than_its_retention_is_deleted_except_totals_and_exposures(
-    key: Key, log: UsageLog, clock: Clock
-) -> None:
-    """Minutes are deleted after 400 days; a key's total, its first use and every suspected exposure are kept."""
-    for outcome in UseOutcome:
-        use(log, key, outcome=outcome)
-    clock.tick(3600)
-    use(log, key)
-    log.flush()
-    recorder.forget_old(NOON + KEPT_FOR)
-    assert UseBucket.objects.count() == len(UseOutcome) + 1
-    recorder.forget_old(NOON + KEPT_FOR + SECOND)
-    pending = UseBucket.objects.order_by("outcome").values_list("outcome", flat=True)
-    assert list(pending) == ["allowed", "exposed_in_browser", "exposed_in_url"]
-    total = KeyUse.objects.get()
-    assert (total.count, total.first_at) == (2, NOON)
-
-
-def test_usage_that_is_old_is_deleted_in_batches(key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_MAX_DELETED", 2)
-    for number in range(3):
-        use(log, key, source=f"192.0.2.{number}")
-    log.flush()
-    long_after = NOON + 2 * KEPT_FOR
-    recorder.forget_old(long_after)
-    assert UseBucket.objects.count() == 1
-    recorder.forget_old(long_after)
-    assert UseBucket.objects.count() == 0
-
-
-def test_usage_reporters_that_stopped_are_deleted_except_the_last_lost() -> None:
-    """Deleting the last lost reporter would undo the restart of a silence."""
-
-    def reporter(name: str, **end: datetime) -> None:
-        UsageReporter.objects.create(reporter_id=name, started_at=NOON, flushed_through_at=NOON, **end, peppers={})
-
-    week = timedelta(days=7)
-    reporter("live")
-    reporter("stopped", stopped_at=NOON)
-    reporter("stopped lately", stopped_at=NOON + week)
-    recorder.forget_old(NOON + week + SECOND)
-    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"live", "stopped lately"}
-    reporter("lost first", lost_at=NOON - SECOND)
-    reporter("lost last", lost_at=NOON)
-    recorder.forget_old(NOON + week + SECOND)
-    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"live", "stopped lately", "lost last"}
-    assert observe(NOON, Environment.SANDBOX).lost_at == NOON
-
-
-def test_usage_reporters_of_each_environment_keep_their_last_lost(clock: Clock) -> None:
-    """The last loss of one environment says nothing about the other."""
-    losses = {"sandbox": (1, 2), "production": (3, 4), "": (5, 6)}
-    for environment, days in losses.items():
-        for day in days:
-            name, at = f"{environment} {day}", NOON + timedelta(days=day)
-            row = {"started_at": NOON, "flushed_through_at": NOON, "lost_at": at, "environment": environment}
-            UsageReporter.objects.create(reporter_id=name, **row, peppers={})
-    recorder.forget_old(NOON + timedelta(days=30))
-    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"sandbox 2", "production 4", " 6"}
+# ------------------------------------------------------------------------------------------------ environments
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from keyvault.models import Key
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
+from keyvault.services.usage import reports
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.usage.reports import (
     TRACES,
@@ -229,6 +230,16 @@ def test_attempts_of_many_sources_take_a_fixed_number_of_queries(
     """Every shopper tries a retired public key."""
     for number in range(60):
         use(key, f"192.0.2.{number}", outcome=REFUSED, at=NOON + HOUR)
-    with django_assert_num_queries(2):
+    with django_assert_num_queries(4):
         find_attempts(key.key_id, NOON)
     assert len(list_attempts(key.key_id, NOON)) == 50
+
+
+def test_attempts_of_waived_clients_beyond_the_bound_count(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tripwire ignores no client that it has not read."""
+    for number in range(3):
+        use(key, f"192.0.2.{number}", at=NOON + number * HOUR, outcome=REFUSED)
+    waived = ["192.0.2.0/24 shop"]
+    assert find_attempts(key.key_id, NOON, waived) == UseAttempts()
+    monkeypatch.setattr(reports, "_MAX_CLIENTS", 2)
+    assert find_attempts(key.key_id, NOON, waived).last_at == NOON + 2 * HOUR

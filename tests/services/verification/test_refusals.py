@@ -21,6 +21,7 @@ from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification import refusals
 from keyvault.services.verification.judging import Judgement, VerificationRequest, judge_presented
 from keyvault.services.verification.refusals import RefusalLog, find_refusal, forget_old
+from keyvault.services.work import deletion
 from tests.clocks import MonotonicClock
 from tests.domain.minting import mint
 from tests.factories import SANDBOX, issue, now
@@ -341,8 +342,8 @@ def test_refusals_older_than_their_retention_are_deleted_in_batches() -> None:
         keep(f"old{number}", today - timedelta(days=31 + number))
     keep("unproved", today - timedelta(days=2), key_id="")
     keep("new", today - timedelta(days=29))
-    with mock.patch.object(refusals, "_MAX_DELETED", 3):
-        assert [forget_old(today), forget_old(today), forget_old(today)] == [3, 2, 0]
+    with mock.patch.object(deletion, "MAX_DELETED", 3):
+        assert [forget_old(today), forget_old(today), forget_old(today)] == [4, 1, 0]
     assert Refusal.objects.get().request_id == "new"
 
 

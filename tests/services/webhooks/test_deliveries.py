@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,26 +18,46 @@ from django.test import override_settings
 from keyvault.access.permissions import Permission as P
 from keyvault.backends.outbound import OutboundError, Reply
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Account, AuditEntry, DeliveryState, Notice, WebhookDelivery, WebhookEndpoint, WorkLease
+from keyvault.models import (
+    Account,
+    AuditEntry,
+    DeliveryState,
+    Notice,
+    WebhookBreaker,
+    WebhookDelivery,
+    WebhookEndpoint,
+    WorkLease,
+)
 from keyvault.services.maintenance import forget_due
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.webhooks import deliveries
 from keyvault.services.webhooks.deliveries import (
     HOLD,
-    KEEP,
+    MAX_CONCURRENT,
+    MAX_PER_ACCOUNT,
+    MAX_WITHOUT_REPLY,
+    EndpointTurns,
     Send,
+    _next_due,
     deliver_due,
     find_delivery_report,
     forget_old_deliveries,
 )
-from keyvault.services.webhooks.endpoints import add_endpoint, disable_endpoint, rotate_secret, send_test
+from keyvault.services.webhooks.endpoints import (
+    add_endpoint,
+    disable_endpoint,
+    enable_endpoint,
+    rotate_secret,
+    send_test,
+)
 from keyvault.services.work import leases
 from keyvault.wire.destinations import Destination
-from keyvault.wire.webhooks import MAX_ATTEMPTS, verify
+from keyvault.wire.webhooks import FAILURES_TO_OPEN, GIVE_UP_AFTER, MAX_ATTEMPTS, verify
 from tests.backends.receivers import LOOPBACK, Receiver, receiver
 from tests.clocks import Clock
-from tests.factories import grant, now
+from tests.factories import account, grant, make_merchant, now
 from tests.services.conftest import Scene, make_scene
 from tests.services.racing import TIMEOUT_SECONDS, start
 
@@ -348,6 +369,158 @@ def test_endpoint_that_hangs_delays_only_itself(endpoint_server: Receiver) -> No
     assert sorted(sent) == sorted(notice.notice_id for notice in notices)
 
 
+def hang(destination: Destination, *args: Any, **options: Any) -> Reply:
+    raise OutboundError("The request timed out.")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_alarm_is_sent_before_the_backlog_of_other_accounts(clock: Clock) -> None:
+    """Hanging endpoints of other merchants do not delay the notice that a key is compromised."""
+    scene = make_scene()
+    for number in range(MAX_CONCURRENT):
+        make_merchant(f"other{number}")
+        add(scene, f"https://other{number}.example/", account(f"other{number}"))
+        for _ in range(2):
+            send_notice(scene, account=account(f"other{number}"))
+    add(scene, "https://acme.example/")
+    alarm = send_notice(scene, NoticeKind.KEY_COMPROMISED)
+    arrived = threading.Event()
+
+    def send(destination: Destination, headers: Mapping[str, str], *args: Any, **options: Any) -> Reply:
+        if headers["webhook-id"] == alarm.notice_id:
+            arrived.set()
+            return Reply(200, None)
+        assert arrived.wait(TIMEOUT_SECONDS), "every slot is occupied by the backlog"
+        raise OutboundError("The request timed out.")
+
+    deliver_due(clock, send)
+    assert WebhookDelivery.objects.get(notice=alarm).state == DeliveryState.DELIVERED
+
+
+def test_alarm_is_sent_before_earlier_messages_of_its_account(scene: Scene, clock: Clock) -> None:
+    add(scene, "https://acme.example/")
+    earlier = send_notice(scene)
+    alarm = send_notice(scene, NoticeKind.KEY_COMPROMISED)
+    sent = []
+
+    def send(destination: Destination, headers: Mapping[str, str], *args: Any, **options: Any) -> Reply:
+        sent.append(headers["webhook-id"])
+        return Reply(200, None)
+
+    assert deliver_due(clock, send) == 2
+    assert sent == [alarm.notice_id, earlier.notice_id]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_account_holds_at_most_its_share_of_the_attempts(clock: Clock) -> None:
+    scene = make_scene()
+    make_merchant("other")
+    for number in range(MAX_PER_ACCOUNT + 1):
+        add(scene, f"https://acme.example/{number}")
+    add(scene, "https://other.example/", account("other"))
+    send_notice(scene)
+    send_notice(scene, account=account("other"))
+    over, at_once = threading.Event(), []
+
+    def send(destination: Destination, *args: Any, **options: Any) -> Reply:
+        if destination.host == "other.example":
+            begun = WebhookDelivery.objects.filter(endpoint__account=scene.sandbox, attempts=1)
+            at_once.append(start(begun.count).result(TIMEOUT_SECONDS))
+            over.set()
+        assert over.wait(TIMEOUT_SECONDS)
+        return Reply(200, None)
+
+    assert deliver_due(clock, send) == MAX_PER_ACCOUNT + 2
+    assert at_once[0] <= MAX_PER_ACCOUNT
+
+
+def test_endpoint_without_a_reply_is_paused_and_probed(scene: Scene, clock: Clock) -> None:
+    """The breaker opens after a few attempts, and one attempt decides again. Waiting messages are not counted."""
+    endpoint, _ = add(scene, "https://hangs.example/")
+    for _ in range(9):
+        send_notice(scene)
+    assert deliver_due(clock, hang) == FAILURES_TO_OPEN
+    breaker = WebhookBreaker.objects.get(endpoint=endpoint)
+    assert (breaker.failures, breaker.open_until) == (FAILURES_TO_OPEN, clock() + timedelta(minutes=1))
+    clock.now += timedelta(seconds=59)
+    assert deliver_due(clock, replying(200)) == 0
+    clock.now += SECOND
+    assert deliver_due(clock, hang) == 1
+    breaker.refresh_from_db()
+    assert breaker.open_until == clock() + timedelta(minutes=2)
+    assert WebhookDelivery.objects.filter(attempts=0, state=DeliveryState.DUE).count() >= 9 - FAILURES_TO_OPEN - 1
+    clock.now += timedelta(minutes=2)
+    deliver_due(clock, replying(500))
+    assert not WebhookBreaker.objects.exists()
+    clock.now += timedelta(minutes=10)
+    deliver_due(clock, replying(200))
+    assert set(WebhookDelivery.objects.values_list("state", flat=True)) == {DeliveryState.DELIVERED}
+
+
+def test_endpoints_without_a_reply_leave_room_for_others(scene: Scene, clock: Clock) -> None:
+    """However many endpoints hang, they hold a part of the attempts under way."""
+    for number in range(MAX_WITHOUT_REPLY + 1):
+        make_merchant(f"other{number}")
+        endpoint, _ = add(scene, f"https://other{number}.example/", account(f"other{number}"))
+        WebhookBreaker.objects.create(endpoint=endpoint, failures=1)
+        send_notice(scene, account=account(f"other{number}"))
+    add(scene, "https://acme.example/")
+    send_notice(scene)
+    chosen = _next_due(clock(), [])
+    assert len(chosen) == MAX_WITHOUT_REPLY + 1
+    assert scene.sandbox.pk in {delivery.endpoint.account_id for delivery in chosen}
+
+
+def test_endpoints_are_visited_in_turn_across_searches(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search is bounded, and the next one continues where it stopped."""
+    endpoints = [add(scene, f"https://acme.example/{number}")[0].pk for number in range(3)]
+    send_notice(scene)
+    turns = EndpointTurns(is_urgent=False)
+    monkeypatch.setattr(deliveries, "MAX_VISITS", 2)
+    searches = [[delivery.endpoint_id for delivery in turns.visit()] for _ in range(3)]
+    one, two, three = endpoints
+    assert searches == [[one, two], [three, one], [two, three]]
+
+
+def test_message_delayed_by_its_endpoint_is_given_up_at_its_time_only(scene: Scene, clock: Clock) -> None:
+    """Messages that waited behind an open breaker are not retried forever, and none is given up earlier."""
+    endpoint, _ = add(scene, "https://hangs.example/")
+    send_notice(scene)
+    delivery = the_delivery()
+    clock.now = delivery.give_up_at - SECOND
+    assert deliver_due(clock, hang) == 1
+    assert the_delivery().state == DeliveryState.DUE
+    clock.now = the_delivery().due_at
+    assert deliver_due(clock, hang) == 1
+    endpoint.refresh_from_db()
+    assert (the_delivery().state, endpoint.disabled_at) == (DeliveryState.GIVEN_UP, clock())
+    assert delivery.give_up_at == delivery.notice.created_at + GIVE_UP_AFTER
+
+
+def test_endpoint_enabled_again_retries_its_messages_from_the_beginning(scene: Scene, clock: Clock) -> None:
+    endpoint, _ = add(scene, "https://hangs.example/")
+    send_notice(scene)
+    clock.now = the_delivery().give_up_at
+    deliver_due(clock, hang)
+    endpoint.refresh_from_db()
+    allowed = replace(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), at=clock())
+    assert enable_endpoint(allowed, endpoint) == 1
+    assert not WebhookBreaker.objects.exists()
+    assert deliver_due(clock, hang) == 1
+    assert (the_delivery().state, the_delivery().attempts) == (DeliveryState.DUE, 1)
+
+
+def test_test_message_is_sent_while_the_breaker_is_open(scene: Scene, clock: Clock) -> None:
+    """An operator who repaired the endpoint does not wait for the next probe."""
+    endpoint, _ = add(scene, "https://acme.example/")
+    for _ in range(FAILURES_TO_OPEN):
+        send_notice(scene)
+    deliver_due(clock, hang)
+    test = send_test(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), endpoint)
+    deliver_due(clock, replying(200))
+    assert WebhookDelivery.objects.get(notice=test).state == DeliveryState.DELIVERED
+
+
 @pytest.mark.django_db(transaction=True)
 def test_endpoint_gets_one_message_at_a_time_in_order() -> None:
     scene = make_scene()
@@ -540,7 +713,7 @@ def test_deliveries_are_deleted_after_their_retention_and_notices_kept(scene: Sc
     send_notice(scene)
     forget_due()
     assert WebhookDelivery.objects.count() == 2
-    clock.now += KEEP + SECOND
+    clock.now += timedelta(days=30, seconds=31)
     forget_old_deliveries(clock())
     assert [delivery.state for delivery in WebhookDelivery.objects.all()] == [DeliveryState.DUE]
     assert Notice.objects.count() == 2
@@ -550,13 +723,14 @@ def test_deliveries_are_deleted_a_limited_number_at_a_time_oldest_first(
     scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backlog is worked off in short steps."""
-    monkeypatch.setattr("keyvault.services.webhooks.deliveries._MAX_DELETED", 2)
+    monkeypatch.setattr("keyvault.services.work.deletion.MAX_DELETED", 2)
     add(scene, "https://one.example/")
     for _ in range(3):
         send_notice(scene)
         deliver_due(clock, replying(200))
+        clock.now += SECOND
     newest = WebhookDelivery.objects.order_by("-pk")[0]
-    clock.now += KEEP + SECOND
+    clock.now += timedelta(days=31)
     forget_old_deliveries(clock())
     assert list(WebhookDelivery.objects.all()) == [newest]
     forget_old_deliveries(clock())
@@ -565,4 +739,4 @@ def test_deliveries_are_deleted_a_limited_number_at_a_time_oldest_first(
 
 def test_delivery_run_releases_its_lease(scene: Scene) -> None:
     deliver_due(send=refuse_connection)
-    assert WorkLease.objects.get(subject="webhooks").until is None
+    assert not WorkLease.objects.exists()

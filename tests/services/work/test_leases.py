@@ -9,7 +9,18 @@ from django.db import transaction
 from keyvault.domain.errors import StateConflictError
 from keyvault.models import WorkLease
 from keyvault.services.work import leases
-from keyvault.services.work.leases import LEASE, Lease, claim, hold, list_due, postpone, release, wake
+from keyvault.services.work.leases import (
+    LEASE,
+    Lease,
+    claim,
+    finish,
+    hold,
+    list_due,
+    postpone,
+    release,
+    release_queued,
+    wake,
+)
 from tests.factories import now
 from tests.services.racing import race
 
@@ -116,21 +127,38 @@ def test_lease_postponed_keeps_its_error_until_released(at: datetime) -> None:
     postpone(claim_lease("work", at), at, "x" * 500)
     assert WorkLease.objects.get(subject="work").last_error == "x" * 300
     release(claim_lease("work", at + LEASE))
-    assert WorkLease.objects.get(subject="work").last_error == ""
+    assert not WorkLease.objects.exists()
 
 
 def test_lease_woken_is_due_immediately(at: datetime) -> None:
     release(claim_lease("work", at), due_at=at + LEASE)
-    wake("work")
+    wake(["work"], at)
     assert claim("work", at) is not None
 
 
-def test_lease_woken_while_held_stays_held(at: datetime) -> None:
-    """A wake-up is only a hint."""
+def test_lease_woken_while_held_stays_held_and_is_due_once_released(at: datetime) -> None:
     lease = claim_lease("work", at)
-    wake("work")
+    wake(["work"], at)
     assert claim("work", at) is None
     hold(lease)
+    release_queued(lease, at, at + LEASE)
+    assert claim("work", at) is not None
+
+
+def test_lease_woken_after_a_failure_waits_for_its_pause(at: datetime) -> None:
+    postpone(claim_lease("work", at), at, "it failed")
+    wake(["work"], at)
+    assert claim("work", at) is None
+    assert claim("work", at + 2 * SECOND) is not None
+
+
+def test_finished_work_is_deleted_only_by_its_holder(at: datetime) -> None:
+    lost = claim_lease("work", at)
+    kept = claim_lease("work", at + LEASE)
+    with pytest.raises(StateConflictError), transaction.atomic():
+        finish(lost)
+    finish(kept)
+    assert not WorkLease.objects.exists()
 
 
 def test_lease_due_lists_available_subjects_in_the_given_order(at: datetime) -> None:
@@ -150,7 +178,7 @@ def test_lease_claimed_by_eight_workers_concurrently_goes_to_one(is_known: bool)
     for number in range(5):
         subject = f"work {number}"
         if is_known:
-            release(claim_lease(subject, at))
+            release(claim_lease(subject, at), due_at=at)
         outcomes = race(*[partial(claim, subject, at)] * 8)
         assert [type(outcome) for outcome in outcomes if outcome is not None] == [Lease]
         assert WorkLease.objects.get(subject=subject).attempts == 1

@@ -258,6 +258,21 @@ def test_pause_starts_no_more_until_resumed(clock: Clock) -> None:
     assert begun(campaign) == 2
 
 
+@pytest.mark.parametrize("end", [S.COMPLETED, S.STALLED])
+def test_pause_lasts_until_resumed_whatever_its_rotations_do(clock: Clock, end: S) -> None:
+    """A paused campaign neither completes nor halts, and its worker has nothing to retry."""
+    issued(clock, 1)
+    campaign = asked(clock)
+    ticked(clock)
+    pause_campaign(may_write(clock), fresh(campaign), "a sale begins")
+    become(campaign.rotations.get(), end, clock)
+    ticked(clock)
+    assert fresh(campaign).state == C.PAUSED
+    resume_campaign(may_write(clock), fresh(campaign), "")
+    ticked(clock)
+    assert fresh(campaign).state == (C.COMPLETED if end is S.COMPLETED else C.HALTED)
+
+
 def test_cancel_starts_no_more_and_keeps_running_rotations(clock: Clock) -> None:
     issued(clock, 4)
     campaign = asked(clock, pace=Pace(per_minute=12, concurrency=10))
@@ -365,6 +380,21 @@ def test_tick_overtaken_halfway_starts_nothing(clock: Clock, monkeypatch: pytest
     monkeypatch.setattr(runner, "is_unaltered", overtaken)
     ticked(clock)
     assert begun(campaign) == 0
+
+
+def test_tick_overtaken_by_a_pause_skips_nobody(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that does not qualify now may qualify again when the campaign is resumed."""
+    (key,) = issued(clock, 1)
+    campaign = asked(clock)
+    revoke_key(authorize(admin(), P.KEYS_REVOKE, key.credential.account, now=clock()), key, RevocationReason.SUPERSEDED)
+
+    def overtaken(row: Campaign) -> bool:
+        pause_campaign(may_write(clock), fresh(campaign), "stop")
+        return True
+
+    monkeypatch.setattr(runner, "is_unaltered", overtaken)
+    ticked(clock)
+    assert (fresh(campaign).state, campaign.members.get().outcome) == (C.PAUSED, "")
 
 
 def test_tick_that_fails_for_one_campaign_continues_with_the_next(

@@ -3,7 +3,7 @@
 import pytest
 
 from keyvault.access.permissions import Permission as P
-from keyvault.backends.base import BackendUnavailableError
+from keyvault.backends.base import BackendConflictError, BackendUnavailableError
 from keyvault.backends.local import LocalKeystore
 from keyvault.models import Key, Material
 from keyvault.services.recording.authorization import authorize
@@ -11,6 +11,7 @@ from keyvault.services.secrets.stored_copies import find_stored, read_string
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
+from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation
 from tests.clocks import Clock
@@ -91,3 +92,26 @@ def test_rotation_after_a_late_write_continues_with_another_key(
     rotation = settled(rotation, clock, discarded)
     assert rotation.state == S.AWAITING_PROOF
     assert stored_key(rotation) == rotation.replacement_id
+
+
+def test_rotation_aborted_during_a_write_makes_that_write_fail(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: a ledger row precedes the write. So an abort knows of it, and writes the predecessor before it."""
+    rotation, put, late = begun(clock), LocalKeystore.put, []
+
+    def stop(self: LocalKeystore, *args: object, **kwargs: object) -> int:
+        late.append(lambda: put(self, *args, **kwargs))  # type: ignore[arg-type]  # forwarded arguments
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as suspension:
+        suspension.setattr(LocalKeystore, "put", stop)
+        with pytest.raises(KeyboardInterrupt):
+            advance_rotation(rotation.rotation_id, clock)
+    clock.tick(60)
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    abort_rotation(grant, get_rotation(rotation.rotation_id), "not today")
+    rotation = advance(rotation, clock, 3)
+    with pytest.raises(BackendConflictError):
+        late[0]()
+    assert stored_key(rotation) == rotation.predecessor_id

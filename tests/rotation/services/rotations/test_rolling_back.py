@@ -6,6 +6,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.access.roles import Role
 from keyvault.backends.local import LocalKeystore
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import KeyState
 from keyvault.domain.revocation import RevocationReason
@@ -189,7 +190,7 @@ def test_replacement_destroyed_before_the_turn_leaves_the_predecessor_readable(
     place, responder = rotation.credential.account, the_operator("responder", Role.INCIDENT_RESPONDER)
     assert rotation.replacement is not None
     report_compromise(authorize(responder, P.KEYS_REPORT_COMPROMISE, place, now=clock()), rotation.replacement, why="x")
-    for key in list_to_destroy():
+    for key in list_to_destroy(Environment.SANDBOX):
         destroy_string(authorize(WORKER, P.ISSUANCE_EXECUTE, place, now=clock()), key)
     rotation = advance(rotation, clock, 3)
     assert (rotation.state, key_states(rotation)) == (S.CANCELLED, ("active", "compromised"))

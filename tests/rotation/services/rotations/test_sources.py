@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -14,12 +14,15 @@ from keyvault.models import AuditEntry, UsageReporter
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import get_key
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage import recorder, reports, retention
 from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.usage.reports import SourceUse
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.policy import Plan
-from rotation.models import Rotation
+from rotation.models import EvidenceKind, Rotation
 from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.facts import find_gap
 from rotation.services.rotations.interventions import waive_source
 from rotation.services.rotations.planning import plan_rotation
 from rotation.services.rotations.reports import describe, get_rotation
@@ -190,6 +193,40 @@ def test_gap_that_is_open_at_delivery_counts_as_long_as_it_is_then(fleet: Fleet)
     assert rotation.state == S.COMPLETED
 
 
+def test_monthly_job_that_ran_once_shortly_before_the_delivery_finds_its_key_a_month_later(fleet: Fleet) -> None:
+    """The minutes of its one run, and of a second attempt on that day, are no habit."""
+    fleet.day = 1
+    fleet.live(29, job_every=1000)
+    for seconds in (60, 60, DAY - 120):
+        fleet.call(fleet.old, MONTH_END, "month-end/3")
+        fleet.turn()
+        fleet.clock.tick(seconds)
+    fleet.call(fleet.old, MONTH_END, "month-end/3")
+    assert late_sources(fleet.begin()) == {JOB: None}
+    fleet.switch_shop()
+    fleet.day = 1
+    rotation = fleet.live(30)
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.OVERLAP, [])
+    fleet.call(fleet.old, MONTH_END, "month-end/3")
+    assert fleet.refused == []
+
+
+def test_client_in_use_for_more_than_a_day_was_seen_more_than_once(fleet: Fleet) -> None:
+    """A client that called for hours on end has a habit: once it stops, it is silent after the quiet period."""
+    fleet.day = 1
+    fleet.live(3, job_every=1000)
+    for _ in range(26):
+        fleet.call(fleet.old, MONTH_END, "worker/3")
+        fleet.turn()
+        fleet.clock.tick(3600)
+    assert late_sources(fleet.begin()) is None
+    fleet.switch_shop()
+    rotation = fleet.live(10, job_every=1000)
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
+
+
 def test_source_seen_once_is_awaited_until_the_deadline(fleet: Fleet) -> None:
     """One call says nothing about the next one."""
     fleet.live(1)
@@ -199,6 +236,73 @@ def test_source_seen_once_is_awaited_until_the_deadline(fleet: Fleet) -> None:
     rotation = fleet.live(46, job_every=1000)
     assert rotation is not None
     assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
+
+
+def test_clients_that_were_not_kept_apart_must_be_waived(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of clients hides a rare one, on the old key and on the replacement."""
+    fleet.live(3)
+    with monkeypatch.context() as flooded:
+        flooded.setattr(recorder, "_MAX_BUCKETS", 1)
+        fleet.live(1, job_every=1)
+    fleet.begin()
+    fleet.switch_shop()
+    fleet.job_key = fleet.new
+    with monkeypatch.context() as flooded:
+        flooded.setattr(recorder, "_MAX_BUCKETS", 1)
+        fleet.live(1, job_every=1)
+    fleet.live(14, job_every=1)
+    assert get_rotation(fleet.rotation_id).state == S.OVERLAP
+    described = describe(get_rotation(fleet.rotation_id), fleet.clock())
+    assert "others, clients too many to keep apart, to be waived" in str(described["waiting_for"])
+    fleet.waive("others")
+    rotation = fleet.live(10, job_every=1)
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
+
+
+@pytest.mark.parametrize("environment", Environment)
+def test_clients_that_were_not_kept_apart_have_no_gap_in_any_environment(environment: Environment) -> None:
+    at = datetime(2026, 11, 21, tzinfo=UTC)
+    others = SourceUse("others", first_at=at, last_at=at, denied_at=None, longest_gap_seconds=60)
+    assert find_gap(others, environment, at) is None
+
+
+def test_sources_of_a_key_beyond_the_bound_must_be_waived_together(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn reads a bounded number of sources, and takes none that it has not read as silent."""
+    fleet.live(3, job_every=1)
+    fleet.begin()
+    fleet.switch_shop()
+    fleet.job_key = fleet.new
+    monkeypatch.setattr(reports, "MAX_SOURCES", 2)
+    rotation = fleet.live(14, job_every=1)
+    assert rotation is not None
+    assert rotation.state == S.OVERLAP
+    awaited = describe(rotation, fleet.clock())["waiting_sources"]
+    assert isinstance(awaited, list)
+    assert [(each["source"], each["until"]) for each in awaited] == [("others", None)]
+    fleet.waive("others")
+    rotation = fleet.live(10, job_every=1)
+    assert rotation is not None
+    assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
+
+
+def test_proof_by_traffic_counts_the_minutes_that_have_rolled_up(fleet: Fleet) -> None:
+    """A merchant that deploys slowly proves the replacement over days, of which only hours are kept."""
+    fleet.live(2)
+    fleet.begin()
+    fleet.shop_key = fleet.new
+    for days in (3, 0):
+        for _ in range(5):
+            for source in SHOP:
+                fleet.call(fleet.new, source, "shop/1.2", 10)
+            fleet.clock.tick(60)
+            fleet.turn()
+        moved = retention.roll_up(fleet.clock.tick(days * DAY))
+        assert bool(moved) == bool(days)
+    fleet.turn()
+    assert get_rotation(fleet.rotation_id).state == S.OVERLAP
 
 
 # --- the plan -----------------------------------------------------------------------------------------------
@@ -254,6 +358,34 @@ def test_plan_lists_a_source_that_has_long_been_gone(fleet: Fleet) -> None:
     listed = late_sources(fleet.begin())
     assert isinstance(listed, dict)
     assert list(listed) == [JOB]
+
+
+def test_plan_with_a_waived_source_awaits_the_others_only(fleet: Fleet) -> None:
+    """The waiver is part of the digest, and evidence in the name of the operator who approved it."""
+    fleet.live(91)
+    now = fleet.clock()
+    early = now + timedelta(days=20)
+    plan = plan_rotation(fleet.credential, PlanOverrides(deadline=early, waived_sources=(JOB,)), now)
+    assert plan.late_sources is None
+    assert plan.digest() != dataclasses.replace(plan, waived_sources=()).digest()
+    rotation = fleet.begin(deadline=early, waived_sources=(JOB,))
+    [waiver] = rotation.evidence.filter(kind=EvidenceKind.SOURCE_WAIVED)
+    assert waiver.seen["source"] == JOB
+    assert waiver.seen["by"] == "operator:approver"
+    fleet.switch_shop()
+    ended = fleet.live(12, job_every=1000)
+    assert ended is not None
+    assert ended.state == S.COMPLETED
+
+
+def test_plan_with_a_waived_source_has_an_earlier_default_deadline(fleet: Fleet) -> None:
+    fleet.live(91)
+    now = fleet.clock()
+    awaiting = plan_rotation(fleet.credential, PlanOverrides(), now).deadline
+    waiving = plan_rotation(fleet.credential, PlanOverrides(waived_sources=(JOB,)), now).deadline
+    assert awaiting is not None
+    assert waiving is not None
+    assert waiving < awaiting
 
 
 def test_plan_of_the_sandbox_measures_by_no_gaps(clock: Clock, verifier: UsageLog) -> None:

@@ -12,13 +12,12 @@ from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.policy import UnreadablePlanError
 from rotation.models import Rotation
 from rotation.services.rotations import engine
-from rotation.services.rotations.engine import advance_all_due
 from rotation.services.rotations.interventions import abort_rotation, may_be_confirmed
 from rotation.services.rotations.reports import describe, get_rotation
 from tests.admin.desk import address, browser, text_of
 from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.steps import begun, damage
+from tests.rotation.steps import begun, damage, run_due
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -41,7 +40,7 @@ def test_rotation_with_an_unreadable_plan_stalls_and_the_others_continue(
 ) -> None:
     broken, sound = damage(begun(clock), changes), begun(clock)
     for _ in range(3):
-        advance_all_due(clock)
+        run_due(clock)
         clock.tick(80)
     assert get_rotation(sound.rotation_id).state == "awaiting_proof"
     stalled = get_rotation(broken.rotation_id)
@@ -56,7 +55,7 @@ def test_rotation_before_approval_with_an_unreadable_plan_raises_one_alarm(clock
     overrides = {"quiet_seconds": 3_600, "quarantine_seconds": 600}
     broken = damage(scene.rotate(key.credential, clock(), **overrides), {"skip_weekends": True})
     for _ in range(4):
-        advance_all_due(clock)
+        run_due(clock)
         clock.tick(80)
     assert get_rotation(broken.rotation_id).state == "awaiting_approval"
     assert alarms(broken) == ["rotation.blocked"]
@@ -68,22 +67,21 @@ def test_rotation_before_approval_with_an_unreadable_plan_raises_one_alarm(clock
     assert client.get(approve).status_code == 409
 
 
-def test_fault_while_stalling_keeps_the_sweep_and_the_lease(
+def test_fault_while_stalling_keeps_the_tick_and_the_lease(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guarantee: a fault in one rotation leaves the others their turns."""
     broken, sound = damage(begun(clock), {"skip_weekends": True}), begun(clock)
-    monkeypatch.setattr(engine, "list_due", lambda now: [broken.rotation_id, sound.rotation_id])
 
     def fail(*args: object) -> None:
         raise TypeError("unforeseen")
 
     monkeypatch.setattr(engine, "_stall", fail)
-    assert advance_all_due(clock) == 2
+    assert run_due(clock) == 2
     assert get_rotation(sound.rotation_id).state == "awaiting_proof"
     monkeypatch.undo()
     clock.tick(80)
-    advance_all_due(clock)
+    run_due(clock)
     assert get_rotation(broken.rotation_id).state == "stalled"
 
 
@@ -96,7 +94,7 @@ def test_rotation_with_an_unreadable_plan_is_shown_and_abortable(clock: Clock, v
     assert not may_be_confirmed(broken)
     with pytest.raises(UnreadablePlanError, match="skip_weekends"):
         _ = broken.approved_plan
-    advance_all_due(clock)
+    run_due(clock)
     client = browser(scene.tam())
     for url in (address("rotation_rotation_change", broken.pk), address("rotation_rotation_changelist")):
         assert client.get(url).status_code == 200

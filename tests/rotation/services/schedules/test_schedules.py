@@ -18,21 +18,22 @@ from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, 
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Account, AuditEntry, Credential, Key, Notice, WorkLease
+from keyvault.models import Account, AuditEntry, Credential, Key, Notice
 from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.merchants.merchants import resume_account, suspend_account, suspend_merchant
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
-from keyvault.services.work import leases
+from rotation.domain.cryptoperiods import delay_after
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import DeliveryChannel, PlanOverrides, Proof
 from rotation.domain.states import CLOSED
 from rotation.domain.windows import Window
-from rotation.models import BlackoutCalendar, Rotation, RotationSchedule
+from rotation.models import BlackoutCalendar, Rotation, RotationSchedule, ScheduleCheck, ScheduledCredential
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import approve_rotation, begin_rotation, reject_rotation
 from rotation.services.schedules import starting
+from rotation.services.schedules.candidates import RETRY_DELAY, list_candidates
 from rotation.services.schedules.schedules import (
     ScheduleDraft,
     Scope,
@@ -42,7 +43,7 @@ from rotation.services.schedules.schedules import (
     save_calendar,
     save_schedule,
 )
-from rotation.services.schedules.starting import RETRY_DELAY, begin_due
+from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock
 from tests.factories import make_operator
 from tests.rotation import scene
@@ -474,29 +475,29 @@ def test_begin_due_of_a_refused_credential_waits_across_processes(
     for _ in range(2):
         begin_due(due_at)
     assert tried == [key.credential_id]
-    row = WorkLease.objects.get(subject=f"schedule:{key.credential_id}")
-    assert row.last_error == "It cannot be rotated."
-    assert row.due_at is not None
-    begin_due(row.due_at)
+    row = ScheduledCredential.objects.get(pk=key.credential_id)
+    assert (row.why, row.refusals) == ("It cannot be rotated.", 1)
+    assert row.ask_at == due_at + delay_after(1)
+    begin_due(row.ask_at)
     assert len(tried) == 2
     assert caplog.text.count("scheduled rotation cannot be begun") == 1
     monkeypatch.undo()
     assert len(begin_due(due_at + DAY)) == 1
-    assert not WorkLease.objects.filter(subject=row.subject).exists()
+    row.refresh_from_db()
+    assert (row.ask_at, row.why, row.refusals) == (None, "", 0)
 
 
 def failures() -> set[str]:
-    rows = WorkLease.objects.filter(subject__startswith="schedule:").values_list("subject", flat=True)
-    return {subject.removeprefix("schedule:") for subject in rows}
+    """Return the refused credentials and the schedules that cannot be read."""
+    refused = ScheduledCredential.objects.filter(refusals__gt=0).exclude(why="").values_list("pk", flat=True)
+    return {*refused, *(str(pk) for pk in ScheduleCheck.objects.exclude(fault="").values_list("pk", flat=True))}
 
 
-@pytest.mark.parametrize(
-    "end", ["the schedule is disabled", "the key is revoked", "it is rotated by hand", "it is gone"]
-)
+@pytest.mark.parametrize("end", ["the schedule is disabled", "the key is revoked", "it is rotated by hand"])
 def test_begin_due_forgets_the_failure_of_what_is_no_longer_due(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Guarantee: the table of failures is bounded by what is due. A failure that still counts is kept."""
+    """Guarantee: a refusal is forgotten with its cause. One that still counts is kept."""
     key, _ = scene.issue(scene.account(), clock())
     other, _ = scene.issue(scene.account("globex"), clock())
     row = save(key.credential, clock())
@@ -515,21 +516,17 @@ def test_begin_due_forgets_the_failure_of_what_is_no_longer_due(
         elif end == "the key is revoked":
             grant = authorize(scene.admin(), P.KEYS_REVOKE, key.credential.account, now=clock())
             revoke_key(grant, Key.objects.get(pk=key.pk), RevocationReason.SUPERSEDED)
-        elif end == "it is rotated by hand":
-            scene.rotate(key.credential, clock())
         else:
-            WorkLease.objects.filter(subject=f"schedule:{key.credential_id}").update(subject="schedule:crd_gone")
-            disable_schedule(authorize(scene.tam(), P.SCHEDULES_WRITE, key.credential.account, now=clock()), row)
+            scene.rotate(key.credential, clock())
         begin_due(due_at)
     assert failures() == {other.credential_id}
 
 
-def test_begin_due_forgets_the_failure_of_a_schedule_that_is_disabled_or_gone(clock: Clock) -> None:
+def test_begin_due_forgets_the_fault_of_a_schedule_that_is_disabled(clock: Clock) -> None:
     """Guarantee: once it is enabled again, a schedule that still cannot be read raises its alarm again."""
     row = save(scene.account(), clock())
     grant = authorize(scene.tam(), P.SCHEDULES_WRITE, scene.account(), now=clock())
     damage(row, window={"time_zone": "Mars/Olympus"})
-    WorkLease.objects.create(subject=f"schedule:{row.pk + 1}", last_error="unreadable")
     begin_due(clock())
     assert failures() == {str(row.pk)}
     disable_schedule(grant, row)
@@ -556,20 +553,6 @@ def test_begin_due_keeps_the_failures_of_an_environment_that_is_not_served_here(
     settings.ENVIRONMENTS = ("production",)
     begin_due(clock() + 91 * DAY)
     assert failures() == {key.credential_id, str(row.pk)}
-
-
-def test_begin_due_reads_the_failures_in_batches(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: no tick loads all of them, however many there are."""
-    monkeypatch.setattr(leases, "_FAILED_BATCH", 2)
-    WorkLease.objects.bulk_create(
-        WorkLease(subject=f"schedule:crd_{number}", last_error="failed") for number in range(5)
-    )
-    with CaptureQueriesContext(connection) as queries:
-        begin_due(clock())
-    read = [each["sql"] for each in queries if each["sql"].startswith("SELECT") and "last_error" in each["sql"]]
-    assert len(read) == 3
-    assert all("LIMIT 2" in sql for sql in read)
-    assert failures() == set()
 
 
 UNREADABLE: dict[str, dict[str, Any]] = {
@@ -655,15 +638,14 @@ def test_begin_due_in_an_environment_not_served_here_starts_nothing(clock: Clock
 def test_begin_due_with_nothing_due_needs_few_queries_for_any_number_of_keys(clock: Clock) -> None:
     for number in range(6):
         scene.issue(scene.account(), clock() - number * DAY, label=f"n{number}")
-    save(SANDBOX, clock(), cryptoperiod_days=10, jitter_days=9)
-    with CaptureQueriesContext(
-        connection,
-    ) as few:
-        begin_due(clock() - 5 * DAY)
-    assert len(few) <= 3
+    save(SANDBOX, clock(), cryptoperiod_days=30, jitter_days=9)
+    begin_due(clock())
+    with CaptureQueriesContext(connection) as few:
+        begin_due(clock())
+    assert len(few) <= 2 + len(Environment)  # schedules to check, sweeps, and what is due in each environment
     with CaptureQueriesContext(connection) as more:
-        list(starting.list_candidates(clock(), ["sandbox"]))
-    assert len(more) <= 5
+        assert len(list(list_candidates(["sandbox"]))) == 6
+    assert len(more) <= 6
 
 
 @pytest.mark.django_db(transaction=True)
@@ -689,14 +671,14 @@ def test_begin_due_twice_concurrently_starts_each_once(clock: Clock) -> None:
     assert len(found) == 2
     assert sorted(found[0] + found[1]) == sorted(Rotation.objects.values_list("pk", flat=True))
     assert Rotation.objects.exclude(state__in=CLOSED).count() == 4
-    assert not WorkLease.objects.filter(subject__startswith="schedule:").exists()
+    assert failures() == set()
 
 
 def test_begin_of_a_replaced_key_starts_nothing(clock: Clock) -> None:
     """A tick with an outdated list does not rotate the new key."""
     key, _ = scene.issue(scene.account(), clock())
     save(SANDBOX, clock())
-    (candidate,) = starting.list_candidates(clock() + 91 * DAY, ["sandbox"])
+    (candidate,) = list_candidates(["sandbox"])
     grant = authorize(scene.admin(), P.KEYS_REVOKE, key.credential.account, now=clock())
     revoke_key(grant, Key.objects.get(pk=key.pk), RevocationReason.SUPERSEDED)
     assert starting.begin(candidate, clock() + 91 * DAY) is None

@@ -1,0 +1,170 @@
+"""The retention of every table, in one list: what is deleted, when, and which setting decides.
+
+Each deletion removes a bounded batch by an index, so that a backlog is worked off over several runs.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from django.contrib.sessions.models import Session
+from django.db.models import Model
+
+from keyvault.domain.errors import KeyvaultError
+from keyvault.models import (
+    Account,
+    AuditChain,
+    AuditCheckpoint,
+    AuditEntry,
+    BreakGlass,
+    CatalogEndpoint,
+    Change,
+    Confirmation,
+    Credential,
+    CustomerToken,
+    IdempotentRequest,
+    Installation,
+    IssuanceApproval,
+    IssuanceRequest,
+    Key,
+    KeySource,
+    KeyUse,
+    LimitOverride,
+    Merchant,
+    Notice,
+    Operator,
+    Order,
+    PepperVersion,
+    ProviderConnection,
+    Refusal,
+    ServiceToken,
+    UsageReporter,
+    UseBucket,
+    Verifier,
+    WebhookBreaker,
+    WebhookDelivery,
+    WebhookEndpoint,
+    WorkLease,
+)
+from keyvault.services import idempotency
+from keyvault.services.change_feed import follower
+from keyvault.services.sessions import sign_in
+from keyvault.services.tokens import customer_tokens
+from keyvault.services.usage import retention as usage
+from keyvault.services.verification import refusals
+from keyvault.services.webhooks import deliveries
+from keyvault.services.work import leases
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRule:
+    """How long the rows of a table are kept.
+
+    `kept`: for the documentation; `{days}` stands for the default of `setting`. `forget`: deletes a batch of expired
+    rows; None: nothing is deleted, or with the row that `kept` names.
+    """
+
+    table: type[Model]
+    kept: str
+    setting: str = ""
+    forget: Callable[[datetime], object] | None = None
+
+
+def _days(period: timedelta) -> str:
+    return f"{period.days} days"
+
+
+RULES = (
+    RetentionRule(
+        IdempotentRequest,
+        f"{idempotency.KEEP // timedelta(hours=1)} hours; a sealed secret "
+        f"{idempotency.SEALED_FOR // timedelta(minutes=1)} minutes",
+        forget=idempotency.forget_expired,
+    ),
+    RetentionRule(
+        Refusal,
+        f"{{days}} days; {refusals.UNPROVED_KEPT_FOR // timedelta(hours=1)} hours without a proved key",
+        "KEYVAULT_REFUSAL_DAYS",
+        refusals.forget_old,
+    ),
+    RetentionRule(
+        WebhookDelivery,
+        "{days} days after the last attempt",
+        "KEYVAULT_DELIVERY_DAYS",
+        deliveries.forget_old_deliveries,
+    ),
+    RetentionRule(
+        Notice,
+        "{days} days; an alarm at least until an operator has seen it",
+        "KEYVAULT_NOTICE_DAYS",
+        deliveries.forget_old_notices,
+    ),
+    RetentionRule(
+        CustomerToken,
+        "{days} days after its expiry",
+        "KEYVAULT_CUSTOMER_TOKEN_DAYS",
+        customer_tokens.forget_expired_tokens,
+    ),
+    RetentionRule(
+        UseBucket,
+        "{days} days; as minutes for `KEYVAULT_USAGE_MINUTE_DAYS`, then as hours for `KEYVAULT_USAGE_HOUR_DAYS`",
+        "KEYVAULT_USAGE_DAYS",
+        usage.forget_old,
+    ),
+    RetentionRule(KeySource, "with the last minute in which the source was seen"),
+    RetentionRule(UsageReporter, "7 days after the process ended; the last loss of each environment permanently"),
+    RetentionRule(Confirmation, _days(follower.CONFIRMATIONS_KEPT_FOR), forget=follower.forget_old),
+    RetentionRule(Verifier, f"{_days(follower.GONE_KEPT_FOR)} after its last confirmation"),
+    RetentionRule(Session, "until it expires", forget=sign_in.forget_expired_sessions),
+    RetentionRule(
+        WorkLease,
+        f"until the work is done; {_days(leases.KEPT_FOR)} if no worker claims it any more",
+        forget=leases.forget_abandoned,
+    ),
+    RetentionRule(WebhookBreaker, "until the endpoint responds"),
+    *(
+        RetentionRule(table, "permanently: evidence")
+        for table in (AuditChain, AuditEntry, AuditCheckpoint, Change, BreakGlass, Order)
+    ),
+    *(
+        RetentionRule(table, "permanently: history of a key")
+        for table in (Credential, Key, KeyUse, IssuanceRequest, IssuanceApproval)
+    ),
+    *(
+        RetentionRule(table, "permanently: configuration")
+        for table in (
+            Merchant,
+            Account,
+            ProviderConnection,
+            WebhookEndpoint,
+            LimitOverride,
+            CatalogEndpoint,
+            ServiceToken,
+            Operator,
+            PepperVersion,
+            Installation,
+        )
+    ),
+)
+
+
+def forget_expired_rows(now: datetime, rules: Iterable[RetentionRule] = RULES) -> None:
+    """Delete a batch of the expired rows of each table. A failed table does not stop the others.
+
+    Raises the first error at the end.
+    """
+    errors: list[Exception] = []
+    for rule in rules:
+        if rule.forget is None:
+            continue
+        try:
+            rule.forget(now)
+        except Exception as error:  # noqa: BLE001  logged here, raised below
+            why = error.internal if isinstance(error, KeyvaultError) else ""
+            _log.exception("expired rows were not deleted", extra={"table": rule.table._meta.db_table, "why": why})
+            errors.append(error)
+    if errors:
+        raise errors[0]

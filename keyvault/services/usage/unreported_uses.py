@@ -1,0 +1,195 @@
+"""Uses that a process has not reported yet, in a mapped file that outlives the process.
+
+A process that is killed loses what it counted since its last report, so every silence in its environments would have to
+restart. Instead, another process of the host reports these uses from the file. The kernel keeps what a killed process
+has written to a mapping. It may lose it when the host ends, so a file from before the last boot is not read.
+"""
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Final, Self
+
+import msgspec
+
+SUFFIX: Final = ".uses"
+
+_MAGIC: Final = int.from_bytes(b"KVUSES01", "little")
+_MAGIC_PLACE, _END, _CONFIRMED, _NUMBER, _TAKEN, _IS_INCOMPLETE = range(6)
+"""Words of the header: format; end of the entries; end of the reported ones; the report that is being sent, and the end
+of its entries; 1 if the file was full."""
+
+_HEADER_BYTES: Final = 128
+_BOOT_BYTES: Final = slice(64, _HEADER_BYTES)
+_SIZE: Final = 4 * 2**20
+_MAX_ENTRIES: Final = 20_000
+"""Maximum distinct entries per minute and report with a source each. Further ones have none."""
+
+Mark = tuple[int, set[tuple[object, ...]]]
+"""The end of the entries that a report covers, and their buckets."""
+
+Entry = tuple[str, str, str, str, str, str, float]
+"""One key's use: key id, endpoint name, source, user agent, page origin, outcome value, and time in epoch seconds."""
+
+_encode: Final = msgspec.json.Encoder().encode
+_decoder: Final = msgspec.json.Decoder(list[Entry])
+
+
+class UnreportedUses:
+    """The file of one reporter. It is locked as long as its process lives. Raises OSError if it cannot be created.
+
+    An entry covers all uses of one bucket in one minute and one report: a successor learns who used the key and when
+    first, but not how often. Threads may share an instance.
+    """
+
+    def __init__(self, folder: Path, reporter_id: str) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path = folder / f"{reporter_id}{SUFFIX}"
+        # A successor that found the file before it is locked would take its process for dead.
+        unlocked = folder / f"{reporter_id}.new"
+        self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        # Allocate the blocks: a write to a hole of a mapped file kills the process when the disk is full.
+        os.posix_fallocate(self._descriptor, 0, _SIZE)
+        self._bytes = mmap.mmap(self._descriptor, _SIZE)
+        self._bytes[_BOOT_BYTES] = _boot_id()
+        self._words = memoryview(self._bytes).cast("Q")
+        self._words[_END] = self._words[_CONFIRMED] = self._words[_TAKEN] = _HEADER_BYTES
+        self._words[_MAGIC_PLACE] = _MAGIC
+        unlocked.rename(self.path)
+        self._is_open = True
+        self._lock = threading.Lock()
+        self._noted: set[tuple[object, ...]] = set()
+        """What is noted since the last `mark`, by minute."""
+
+    def note(
+        self, key_id: str, endpoint: str, source: str, user_agent: str, origin: str, outcome: str, at: float
+    ) -> None:
+        """Write an entry, unless its bucket has one already. Call it after the use was counted. Never raises."""
+        minute = at // 60
+        bucket = (key_id, endpoint, source, user_agent, origin, outcome, minute)
+        with self._lock:
+            if bucket in self._noted or not self._is_open:
+                return
+            if len(self._noted) >= _MAX_ENTRIES:
+                source = user_agent = origin = ""
+                bucket = (key_id, endpoint, source, user_agent, origin, outcome, minute)
+                if bucket in self._noted:
+                    return
+            entry = b",%b" % _encode((key_id, endpoint, source, user_agent, origin, outcome, at))
+            start = self._words[_END]
+            end = start + len(entry)
+            if end > _SIZE:
+                self._words[_IS_INCOMPLETE] = 1
+                return
+            self._bytes[start:end] = entry
+            self._words[_END] = end
+            self._noted.add(bucket)
+
+    def mark(self) -> Mark:
+        """Begin a report: return what covers the entries so far. Call it before the counts are taken."""
+        with self._lock:
+            noted, self._noted = self._noted, set()
+            return self._words[_END], noted
+
+    def send(self, number: int, mark: Mark) -> None:
+        """Note that the entries up to the mark are in the report of this number, which is about to be sent."""
+        self._words[_NUMBER] = 0  # no number applies while the two words differ
+        self._words[_TAKEN] = mark[0]
+        self._words[_NUMBER] = number
+
+    def keep(self, mark: Mark) -> None:
+        """Note that the counts up to the mark were put back, so that their buckets need no other entries."""
+        with self._lock:
+            self._noted |= mark[1]
+
+    def confirm(self) -> None:
+        """Drop the entries of the report that was sent. Reuse the file once it has no others."""
+        with self._lock:
+            self._words[_CONFIRMED] = self._words[_TAKEN]
+            if self._words[_CONFIRMED] == self._words[_END]:
+                # In this order, so that a reader sees no entry twice if the process is killed in between.
+                self._words[_NUMBER] = 0
+                self._words[_END] = self._words[_CONFIRMED] = self._words[_TAKEN] = _HEADER_BYTES
+                self._words[_IS_INCOMPLETE] = 0
+
+    def close(self, *, is_reported: bool) -> None:
+        """Release the file, and delete it if every use was reported. An unreported one is left to a successor."""
+        if is_reported:
+            self.path.unlink(missing_ok=True)
+        with self._lock:
+            self.forget()
+
+    def forget(self) -> None:
+        """Release a parent's file in a forked child. The parent's lock stays."""
+        self._is_open = False
+        self._words.release()
+        self._bytes.close()
+        os.close(self._descriptor)
+
+
+class DeadFile:
+    """The file of a reporter that has ended, locked by this process."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self._descriptor = path, descriptor
+        self.reporter_id = path.name.removesuffix(SUFFIX)
+        content = os.pread(descriptor, _SIZE, 0)
+        self._content = content if len(content) == _SIZE else b"\0" * _SIZE
+        self._words = memoryview(self._content).cast("Q")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    @property
+    def last_number(self) -> int:
+        """The number of the last report that the process may have sent."""
+        return self._words[_NUMBER]
+
+    def read(self, stored_number: int) -> list[Entry] | None:
+        """Return the unreported uses; None if the file may lack some. `stored_number`: of the last stored report."""
+        is_ours = self._words[_MAGIC_PLACE] == _MAGIC and self._content[_BOOT_BYTES] == _boot_id()
+        if not is_ours or self._words[_IS_INCOMPLETE]:
+            return None
+        is_stored = 0 < self.last_number <= stored_number
+        start = self._words[_TAKEN if is_stored else _CONFIRMED]
+        try:
+            return _decoder.decode(b"[%b]" % self._content[start : self._words[_END]].removeprefix(b","))
+        except msgspec.MsgspecError:
+            return None
+
+    def delete(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def list_dead(folder: Path) -> Iterator[DeadFile]:
+    """Yield the files of ended processes, each locked until the next one; those of living processes are skipped."""
+    with suppress(FileNotFoundError):
+        for path in sorted(folder.glob(f"*{SUFFIX}")):
+            with suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    os.close(descriptor)
+                    continue
+                with DeadFile(path, descriptor) as file:
+                    yield file
+
+
+@cache
+def _boot_id() -> bytes:
+    """Identify the running boot of the host. Without an id, each process has its own, so that no file is read."""
+    try:
+        found = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        found = os.urandom(18).hex().encode()
+    return found[:64].ljust(64, b"\0")

@@ -1,0 +1,185 @@
+"""The queue of turns: when each open rotation is due, and the dispatch of one message per due rotation.
+
+A rotation's row in the queue says when its next turn is due. Events make it due now in their own transaction, and
+dispatch it on commit where the process sends messages (`dispatcher`); otherwise the next tick finds it. Messages carry
+the rotation's id only.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from threading import Event
+from typing import Any, ClassVar, NamedTuple
+
+from django.conf import settings
+from django.db import transaction
+from django.db.models import Q
+
+from keyvault.access.permissions import Permission
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Notice
+from keyvault.services.recording.signals import keys_changed, keys_refused, notice_settled
+from keyvault.services.usage.recorder import utc_now
+from keyvault.services.work import leases
+from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork
+from rotation.domain.events import RotationState
+from rotation.domain.states import CLOSED
+from rotation.models import Rotation
+from rotation.services.rotations.reports import subject_of
+
+S = RotationState
+
+_log = logging.getLogger(__name__)
+
+MAX_DISPATCHED = 200
+"""Maximum number of rotations that one tick dispatches, of each environment and urgency."""
+
+
+class Turn(NamedTuple):
+    """A turn to dispatch. `is_urgent`: the merchant may have no usable key."""
+
+    rotation_id: str
+    environment: str
+    is_urgent: bool
+
+
+Dispatch = Callable[[Turn], object]
+"""Send the message of one turn."""
+
+
+# --- the queue ----------------------------------------------------------------------------------------------
+
+
+def enqueue_turn(rotation: Rotation, now: datetime) -> None:
+    """Put a new rotation into the queue, inside the transaction that requests it."""
+    turn = _turn_of(rotation)
+    leases.enqueue(subject_of(turn.rotation_id), _queue_of(turn.environment), now, is_urgent=turn.is_urgent)
+    _dispatch_on_commit([turn])
+
+
+def wake_rotation(rotation: Rotation, now: datetime) -> None:
+    """Make the rotation due now, as the last write of the event's transaction."""
+    _wake([_turn_of(rotation)], now)
+
+
+def _turn_of(rotation: Rotation) -> Turn:
+    return Turn(rotation.rotation_id, rotation.credential.environment.value, rotation.state == S.EMERGENCY)
+
+
+def _wake(turns: Sequence[Turn], now: datetime) -> None:
+    if turns:
+        is_urgent = any(turn.is_urgent for turn in turns)
+        leases.wake([subject_of(turn.rotation_id) for turn in turns], now, is_urgent=is_urgent)
+        _dispatch_on_commit(turns)
+
+
+def dispatch_due(clock: Callable[[], datetime] = utc_now, dispatch: Dispatch | None = None) -> int:
+    """Dispatch the due rotations of the environments that this process serves, urgent ones first; return how many.
+
+    The cost depends on the number of due rotations, not on that of open ones.
+    """
+    send, dispatched = dispatch or dispatcher.require_sender(), 0
+    for is_urgent in (True, False):
+        for environment in settings.ENVIRONMENTS:
+            for subject in leases.take_due(_queue_of(environment), clock(), MAX_DISPATCHED, is_urgent=is_urgent):
+                send(Turn(subject.removeprefix(subject_of("")), environment, is_urgent))
+                dispatched += 1
+    return dispatched
+
+
+def _queue_of(environment: str) -> str:
+    return f"rotation:{environment}"
+
+
+# --- messages on commit -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class TurnDispatcher(BackgroundThread):
+    """Send messages from a thread of their own, so that a slow or unavailable broker delays no request.
+
+    Does nothing until `send` is set. A message that cannot be sent is dropped: the next tick sends another.
+    """
+
+    thread_name: ClassVar[str] = "dispatch"
+
+    send: Dispatch | None = None
+    _pending: deque[Turn] = field(default_factory=partial(deque, maxlen=1_000))
+    _has_pending: Event = field(default_factory=Event)
+
+    def require_sender(self) -> Dispatch:
+        if self.send is None:
+            raise RuntimeError("this process sends no messages")
+        return self.send
+
+    def put(self, turns: Iterable[Turn]) -> None:
+        if self.send is None:
+            return
+        self._pending.extend(turns)
+        self._has_pending.set()
+        self.start()
+
+    def forget(self) -> None:
+        self.__init__(self.send)  # type: ignore[misc]  # a dataclass's own
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._has_pending.set()
+        BackgroundThread.stop(self)
+
+    def _loop(self) -> None:
+        send = self.require_sender()
+        while self._has_pending.wait() and not self._stop.is_set():
+            self._has_pending.clear()
+            try:
+                while self._pending:
+                    send(self._pending.popleft())
+            except Exception as error:  # noqa: BLE001  no broker: the next tick finds the rows
+                self._pending.clear()
+                _log.warning("turns were not dispatched; the next tick dispatches them", extra={"why": repr(error)})
+
+
+dispatcher = TurnDispatcher()
+forget_at_fork(dispatcher)
+
+
+def _dispatch_on_commit(turns: Sequence[Turn]) -> None:
+    transaction.on_commit(partial(dispatcher.put, tuple(turns)))
+
+
+# --- events in keyvault -------------------------------------------------------------------------------------
+
+
+def connect_signals() -> None:
+    """Subscribe to the events in keyvault that may change what a rotation does next."""
+    keys_changed.connect(_wake_for_changed, dispatch_uid="rotation.keys_changed")
+    keys_refused.connect(_wake_for_refused, dispatch_uid="rotation.keys_refused")
+    notice_settled.connect(_wake_for_notice, dispatch_uid="rotation.notice_settled")
+
+
+def _wake_for_changed(key_ids: Collection[str], permission: Permission | None, now: datetime, **_: Any) -> None:
+    if permission is Permission.ROTATIONS_ADVANCE:
+        return  # The rotation's own turn made the change, and it continues.
+    _wake(_list_open(key_ids), now)
+
+
+def _wake_for_refused(key_ids: Collection[str], now: datetime, **_: Any) -> None:
+    """Wake rotations whose key in quarantine was tried. Attempts with an old public key have no effect."""
+    tried = Q(state=S.QUARANTINE, reinstated_at=None, waived_at=None) & ~Q(credential__kind=KeyKind.PUBLIC)
+    tried |= Q(state=S.ROLLING_BACK, quarantined_at__isnull=False)
+    _wake(_list_open(key_ids, tried), now)
+
+
+def _wake_for_notice(notice: Notice, now: datetime, **_: Any) -> None:
+    if notice.kind == NoticeKind.REPLACEMENT_AVAILABLE and notice.account is not None:
+        _wake([Turn(notice.subject, notice.account.environment, is_urgent=False)], now)
+
+
+def _list_open(key_ids: Collection[str], condition: Q | None = None) -> list[Turn]:
+    rows = Rotation.objects.filter(Q(predecessor__in=key_ids) | Q(replacement__in=key_ids)).exclude(state__in=CLOSED)
+    found = rows.filter(condition or Q()).values_list("pk", "credential__account__environment")
+    return [Turn(rotation_id, environment, is_urgent=True) for rotation_id, environment in found]

@@ -1,0 +1,210 @@
+"""Scheduled credentials, with what decides when their rotations are requested. Read-only."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db.models import Count, Max, Q
+
+from keyvault.domain.errors import RequestInvalidError
+from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.models import Account, Credential, Key, MerchantStatus
+from rotation.domain.cryptoperiods import NextDate, Terms, next_date
+from rotation.domain.events import RotationState
+from rotation.domain.plan_fields import PlanOverrides
+from rotation.domain.states import CLOSED
+from rotation.domain.windows import coming_blackouts
+from rotation.models import Rotation, RotationSchedule, ScheduledCredential
+from rotation.services.schedules.schedules import (
+    UnreadableScheduleError,
+    list_applicable,
+    partial_draft,
+    read_schedule,
+)
+
+S = RotationState
+
+RETRY_DELAY = timedelta(days=7)
+"""Pause after a scheduled rotation that ended without replacing the key; none if its approval expired."""
+
+BATCH = 500
+"""Maximum number of credentials whose facts are read at once."""
+
+MAX_LISTED = 2_000
+"""Maximum number of credentials that a list has, with a date and without one."""
+
+_ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
+
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """A schedule with its current terms, read once for all its credentials.
+
+    `fault`: why it cannot be read. It then still takes precedence for its credentials, but begins nothing.
+    """
+
+    schedule: RotationSchedule
+    terms: Terms
+    overrides: PlanOverrides
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRotation:
+    """A credential's open rotation, from any requester. `not_before`: None where its plan cannot be read."""
+
+    rotation_id: str
+    state: RotationState
+    not_before: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A scheduled credential. `key_id`: its one usable key; `obstacle`: why no rotation can be begun."""
+
+    credential: Credential
+    order: StartOrder
+    key_id: str | None = None
+    date: NextDate | None = None
+    open_rotation: OpenRotation | None = None
+    obstacle: str = ""
+    not_again_before: datetime | None = None
+
+    @property
+    def ask_at(self) -> datetime | None:
+        """When its rotation is requested; None: a person must act, or the open rotation must end, first."""
+        if self.date is None or self.obstacle or self.open_rotation is not None:
+            return None
+        return max(self.date.ask_at, self.not_again_before or self.date.ask_at)
+
+    def begins_at(self, now: datetime) -> datetime | None:
+        """Return when a rotation requested at `now` begins; a missed date moves to the next opening."""
+        if self.date is None:
+            return None
+        begins_at = max(self.date.begins_at or self.date.due_at, now)
+        window = self.order.terms.window
+        return begins_at if window is None else window.next_opening(begins_at)
+
+
+def list_candidates(environments: Collection[str], merchant: str | None = None) -> Iterator[Candidate]:
+    """Yield the scheduled credentials that are due first, and others without a date; up to MAX_LISTED of each."""
+    rows = ScheduledCredential.objects.filter(environment__in=environments)
+    if merchant is not None:
+        rows = rows.filter(credential__account__merchant=merchant)
+    dated, others = rows.filter(ask_at__isnull=False), rows.filter(ask_at__isnull=True)
+    ids: list[str] = []
+    for found in (dated.order_by("ask_at", "pk"), others.order_by("pk")):
+        ids += found.values_list("pk", flat=True)[:MAX_LISTED]
+    for start in range(0, len(ids), BATCH):
+        yield from find_candidates(ids[start : start + BATCH]).values()
+
+
+def find_candidates(credential_ids: Collection[str]) -> dict[str, Candidate]:
+    """Return those of the credentials that are private and scheduled, by id, in a few queries for up to BATCH."""
+    active = Q(keys__state=KeyState.ACTIVE)
+    rows = (
+        Credential.objects.filter(pk__in=credential_ids, kind=KeyKind.PRIVATE)
+        .select_related("account__merchant")
+        .annotate(active_keys=Count("keys", filter=active), newest_at=Max("keys__activated_at", filter=active))
+    )
+    ordered = _with_orders(list(rows))
+    if not ordered:
+        return {}
+    ids = [credential.pk for credential, _ in ordered]
+    keys = Key.objects.filter(credential__in=ids, state=KeyState.ACTIVE).order_by("activated_at")
+    active_keys = dict(keys.values_list("credential_id", "key_id"))
+    open_now = _find_open(ids)
+    ended_at = _find_ended(ids)
+    found = {}
+    for credential, order in ordered:
+        key_id = active_keys.get(credential.pk)
+        is_dated = credential.newest_at is not None and not order.fault
+        ended = ended_at.get(key_id)
+        found[credential.pk] = Candidate(
+            credential,
+            order,
+            key_id,
+            next_date(order.terms, credential.pk, credential.newest_at) if is_dated else None,
+            open_now.get(credential.pk),
+            order.fault or _find_obstacle(credential.account, credential.active_keys),
+            None if ended is None else ended + RETRY_DELAY,
+        )
+    return found
+
+
+def _with_orders(credentials: list[Any]) -> list[tuple[Any, StartOrder]]:
+    """Pair each credential with its narrowest enabled schedule, and leave out those without one."""
+    orders = [_order(schedule) for schedule in list_applicable(credentials)]
+    by_scope = {
+        (order.schedule.environment, order.schedule.account_id, order.schedule.credential_id): order for order in orders
+    }
+    found = []
+    for credential in credentials:
+        environment = credential.account.environment
+        scopes = [
+            (environment, None, credential.pk),
+            (environment, credential.account_id, None),
+            (environment, None, None),
+        ]
+        order = next((by_scope[scope] for scope in scopes if scope in by_scope), None)
+        if order is not None:
+            found.append((credential, order))
+    return found
+
+
+def _order(schedule: RotationSchedule) -> StartOrder:
+    try:
+        return StartOrder(schedule, *read_schedule(schedule))
+    except UnreadableScheduleError as error:
+        draft = partial_draft(schedule)
+        terms = Terms(draft.cryptoperiod_days, draft.jitter_days, draft.lead_days)
+        return StartOrder(schedule, terms, draft.overrides, error.detail)
+
+
+def _find_open(credential_ids: Collection[str]) -> dict[str, OpenRotation]:
+    rows = Rotation.objects.filter(credential__in=credential_ids).exclude(state__in=CLOSED)
+    return {
+        credential_id: OpenRotation(rotation_id, S(state), _read_time(not_before))
+        for credential_id, rotation_id, state, not_before in rows.values_list(
+            "credential_id", "rotation_id", "state", "plan__not_before"
+        )
+    }
+
+
+def _find_ended(credential_ids: Collection[str]) -> dict[str | None, datetime]:
+    """Return when a scheduled rotation of each predecessor that is still active ended last."""
+    rows = Rotation.objects.filter(
+        credential__in=credential_ids, schedule__isnull=False, state__in=_ENDED, predecessor__state=KeyState.ACTIVE
+    )
+    return dict(rows.values_list("predecessor_id").annotate(at=Max("closed_at")))
+
+
+def _read_time(text: object) -> datetime | None:
+    try:
+        return datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+
+
+def _find_obstacle(account: Account, active_keys: int) -> str:
+    if account.merchant.status != MerchantStatus.ACTIVE:
+        return f"the merchant is {account.merchant.status}"
+    if account.status != MerchantStatus.ACTIVE:
+        return f"the account is {account.status}"
+    if active_keys == 0:
+        return "it has no usable key"
+    return "" if active_keys == 1 else "two of its keys verify"
+
+
+def overrides_for(candidate: Candidate, now: datetime) -> PlanOverrides:
+    """Return the overrides for a rotation now. Raises RequestInvalidError when the window no longer opens."""
+    begins_at = candidate.begins_at(now)
+    if begins_at is None:
+        raise RequestInvalidError("The schedule's window has no further opening.")
+    terms = candidate.order.terms
+    window = coming_blackouts(terms.window, now)
+    overrides = replace(candidate.order.overrides, not_before=begins_at, window=window)
+    return (
+        overrides if overrides.reason else replace(overrides, reason=f"cryptoperiod of {terms.cryptoperiod_days} days")
+    )

@@ -1,0 +1,65 @@
+"""Marks for the workers: which credentials' dates must be computed again after a change.
+
+A mark is written in the transaction of the change, so that none is lost. A change of one credential makes it due at
+once, and a worker then finds out whether it really is. A change that concerns many credentials is recorded as a sweep,
+which workers do in batches.
+"""
+
+from collections.abc import Collection, Iterable
+from datetime import datetime
+from typing import Any
+
+from django.db.models import F, Q
+
+from keyvault.domain.keys import KeyKind
+from keyvault.models import Account, Credential
+from keyvault.services.recording.signals import accounts_changed, keys_changed
+from rotation.models import ScheduledCredential, ScheduleSweep
+
+
+def mark_credentials(credentials: Iterable[tuple[str, str]], now: datetime) -> None:
+    """Mark private credentials, given as pairs of id and environment."""
+    environments = dict(credentials)
+    rows = ScheduledCredential.objects.filter(pk__in=environments)
+    mark: dict[str, Any] = {"ask_at": now, "refusals": 0, "revision": F("revision") + 1}
+    if rows.update(**mark) < len(environments):
+        add_missing(environments.items())
+        rows.update(**mark)
+
+
+def add_missing(credentials: Iterable[tuple[str, str]]) -> None:
+    """Add the rows of credentials that have none yet, without a date."""
+    new = (ScheduledCredential(credential_id=pk, environment=environment) for pk, environment in credentials)
+    ScheduledCredential.objects.bulk_create(new, ignore_conflicts=True)
+
+
+def mark_scope(environment: str, account: Account | None, credential: Credential | None, now: datetime) -> None:
+    """Mark what a schedule applies to: a credential, or everything in an account or environment."""
+    if credential is not None:
+        mark_credentials([(credential.pk, environment)], now)
+    else:
+        ScheduleSweep.objects.create(environment=environment, account=account)
+
+
+def connect_signals() -> None:
+    """Subscribe to the changes in keyvault on which a credential's date depends."""
+    keys_changed.connect(_mark_keys, dispatch_uid="rotation.schedules.keys_changed")
+    accounts_changed.connect(_mark_accounts, dispatch_uid="rotation.schedules.accounts_changed")
+
+
+def _mark_keys(key_ids: Collection[str], now: datetime, **_: Any) -> None:
+    rows = Credential.objects.filter(keys__in=key_ids, kind=KeyKind.PRIVATE)
+    credentials = list(rows.values_list("pk", "account__environment"))
+    if credentials:
+        mark_credentials(credentials, now)
+
+
+def _mark_accounts(merchants: Collection[str], accounts: Collection[str], **_: Any) -> None:
+    named = Q(merchant__in=merchants)
+    for name in accounts:
+        merchant_id, _slash, environment = name.rpartition("/")
+        named |= Q(merchant=merchant_id, environment=environment)
+    with_keys = Account.objects.filter(named, credentials__kind=KeyKind.PRIVATE).distinct()
+    ScheduleSweep.objects.bulk_create(
+        ScheduleSweep(environment=account.environment, account=account) for account in with_keys
+    )

@@ -1,0 +1,559 @@
+"""The guards that a mutation removes: the exact source text, what replaces it, and the test that must notice.
+
+A text occurs exactly once in its file. It is as small as possible, so that only a change of the guard itself moves it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """One guard. `test`: the node id of a test that fails without it; `database`: its database, sqlite or postgres."""
+
+    name: str
+    file: str
+    text: str
+    replacement: str
+    guarantee: str
+    test: str
+    database: str = "sqlite"
+
+    def find_fault(self, root: Path) -> str | None:
+        """Return why the guard cannot be removed from this tree; None: it can."""
+        path = root / self.file
+        count = path.read_text().count(self.text) if path.is_file() else 0
+        if count == 1:
+            return None
+        return f"{self.name} has moved: its text occurs {count} times in {self.file}. Update tests/mutations/guards.py."
+
+    def mutate(self, source: str) -> str:
+        return source.replace(self.text, self.replacement)
+
+
+_TRANSITIONS = "rotation/services/rotations/transitions.py"
+_RUNNER = "rotation/services/campaigns/runner.py"
+_STATES = "rotation/domain/states.py"
+_SILENCE = "rotation/domain/silence.py"
+_JUDGEMENT = "keyvault/access/judgement.py"
+_DECISION = "keyvault/access/decision.py"
+_VERIFICATION = "keyvault/access/verification.py"
+_FOUR_EYES = "keyvault/services/approvals/four_eyes.py"
+_LIFECYCLE = "keyvault/services/keys/lifecycle.py"
+_TRANSACTION = "keyvault/services/recording/transaction.py"
+_RECORDING = "keyvault/models/recording.py"
+_RULES = "keyvault/models/triggers/rules.py"
+_COPIES = "keyvault/services/secrets/stored_copies.py"
+_ENGINE = "keyvault/hotpath/engine/engine.py"
+
+_ENGINE_TESTS = "tests/rotation/services/rotations/test_engine.py"
+_TRIPWIRE_TESTS = "tests/rotation/services/rotations/test_tripwire.py"
+_RUNNER_TESTS = "tests/rotation/services/campaigns/test_runner.py"
+_EVENT_TESTS = "tests/rotation/domain/test_events.py"
+_SOURCE_TESTS = "tests/rotation/domain/test_silence_of_sources.py"
+_COPY_TESTS = "tests/rotation/services/rotations/test_copies.py"
+_STORED_TESTS = "tests/services/secrets/test_stored_copies.py"
+_TRANSITION_TESTS = "tests/rotation/services/rotations/test_transitions.py"
+_LIVING_TESTS = f"{_TRANSITION_TESTS}::test_transition_whose_other_key_was_revoked_meanwhile_is_refused"
+_DELIVERY_TESTS = "tests/rotation/services/rotations/test_delivery.py"
+_SILENCE_TESTS = "tests/rotation/services/rotations/test_silence.py"
+_RACE_TESTS = "tests/rotation/services/rotations/test_emergency_races.py"
+_CAMPAIGN_TESTS = "tests/rotation/services/campaigns/test_campaigns.py"
+_COLLECTION_TESTS = "tests/services/issuance/test_collection.py"
+_TRANSACTION_TESTS = "tests/services/recording/test_transaction.py"
+_USAGE_TESTS = "tests/services/usage/test_recorder.py"
+_DECISION_TESTS = "tests/access/test_decision.py"
+_VERIFICATION_TESTS = "tests/access/test_verification.py"
+_ISSUANCE_TESTS = "tests/services/issuance/test_requests.py"
+_RECORDING_TESTS = "tests/models/test_recording.py"
+_TRIGGER_TESTS = "tests/models/test_triggers.py::test_triggers_attack_on_a_rule_is_refused_by_that_rule"
+_JUDGING_TESTS = "tests/services/verification/test_judging.py"
+_MEMORY_TESTS = "tests/hotpath/engine/test_engine.py"
+
+GUARDS = (
+    # --- rotations ------------------------------------------------------------------------------------------
+    Guard(
+        "living-replacement-in-quarantine",
+        _TRANSITIONS,
+        "facts: Facts, step: Move) -> Changes:\n    _require_living(rotation.replacement, rotation, grant.at)\n",
+        "facts: Facts, step: Move) -> Changes:\n",
+        "The engine suspends a predecessor only while its replacement is usable.",
+        f"{_LIVING_TESTS}[quarantine]",
+    ),
+    Guard(
+        "living-replacement-in-revoking",
+        _TRANSITIONS,
+        "def _revoke(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:\n"
+        "    _require_living(rotation.replacement, rotation, grant.at)\n",
+        "def _revoke(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:\n",
+        "The engine revokes a predecessor only while its replacement is usable.",
+        f"{_LIVING_TESTS}[revoking]",
+    ),
+    Guard(
+        "living-predecessor-in-rollback",
+        _TRANSITIONS,
+        "def _quarantine_replacement(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:\n"
+        "    _require_living(rotation.predecessor, rotation, grant.at)\n",
+        "def _quarantine_replacement(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:\n",
+        "A rollback suspends a replacement only while the predecessor is usable.",
+        f"{_LIVING_TESTS}[rolling back]",
+    ),
+    Guard(
+        "living-predecessor-at-the-end-of-a-rollback",
+        _TRANSITIONS,
+        "return {}\n    _require_living(rotation.predecessor, rotation, grant.at)\n",
+        "return {}\n",
+        "A rollback revokes a replacement only while the predecessor is usable.",
+        f"{_LIVING_TESTS}[rolled back]",
+    ),
+    Guard(
+        "living-replacement-locked",
+        _TRANSITIONS,
+        "Key.objects.select_for_update().get(pk=key.pk)",
+        "Key.objects.get(pk=key.pk)",
+        "The key that stays cannot be revoked between its check and the commit that takes the other one away.",
+        f"{_TRANSITION_TESTS}::test_race_of_a_transition_with_a_revocation_of_the_other_key_is_refused",
+        "postgres",
+    ),
+    Guard(
+        "expired-key-not-lifted",
+        _TRANSITIONS,
+        "key.state == KeyState.SUSPENDED and not _is_expired(key, grant.at)",
+        "key.state == KeyState.SUSPENDED",
+        "A predecessor that expired in quarantine stays suspended, and does not prevent the end of the rotation.",
+        f"{_TRANSITION_TESTS}::test_predecessor_that_expires_in_quarantine_is_not_resumed",
+    ),
+    Guard(
+        "transition-fenced",
+        _TRANSITIONS,
+        "happened=happened,\n    ):\n        leases.hold(lease)\n",
+        "happened=happened,\n    ):\n",
+        "A worker that lost its lease commits no transition.",
+        f"{_TRANSITION_TESTS}::test_transition_of_a_worker_that_lost_its_lease_is_refused",
+    ),
+    Guard(
+        "lease-fencing-token",
+        "keyvault/services/work/leases.py",
+        'update(last_error="") != 1:',
+        'update(last_error="") > 1:',
+        "A lease that another worker has taken over is no longer held.",
+        "tests/services/work/test_leases.py::test_lease_lost_to_another_worker_is_not_held",
+    ),
+    Guard(
+        "deadline-stalls",
+        _STATES,
+        "facts.plan.at_deadline is AtDeadline.REVOKE and facts.stage is S.OVERLAP",
+        "facts.stage is S.OVERLAP",
+        "At the deadline a rotation stalls, unless its approved plan says revoke.",
+        f"{_EVENT_TESTS}::test_event_in_each_state_does_what_was_reviewed",
+    ),
+    Guard(
+        "silence-of-each-source",
+        _STATES,
+        "if not awaited and silent_at <= facts.observed_through:",
+        "if silent_at <= facts.observed_through:",
+        "Each source of the predecessor has moved, is silent or is waived before the quarantine.",
+        f"{_SOURCE_TESTS}::test_source_is_finished_when_it_moved_or_was_silent_by_its_habit_or_is_waived",
+    ),
+    Guard(
+        "silence-by-own-habit",
+        _SILENCE,
+        "max(quiet_seconds, GAPS * self.gap_seconds)",
+        "quiet_seconds",
+        "A source is silent after twice its own longest gap: a monthly job is not forgotten after a week.",
+        f"{_SOURCE_TESTS}::test_source_is_finished_when_it_moved_or_was_silent_by_its_habit_or_is_waived",
+    ),
+    Guard(
+        "silence-restarts-after-a-loss",
+        _SILENCE,
+        "since = self.used_at if lost_at is None else max(self.used_at, lost_at)",
+        "since = self.used_at",
+        "A verifier that was lost with unreported uses restarts silence.",
+        f"{_SOURCE_TESTS}::test_lost_verifier_restarts_the_silence_of_sources_that_have_not_moved",
+    ),
+    Guard(
+        "replacement-carries-the-traffic",
+        _STATES,
+        "(left_at is not None and max(seen) < left_at)",
+        "False",
+        "Silence of the predecessor counts only if the replacement was used last: an outage is no silence.",
+        f"{_SILENCE_TESTS}::test_silence_counts_only_while_the_replacement_carries_the_traffic",
+    ),
+    Guard(
+        "tripwire-known-source",
+        "keyvault/services/usage/reports.py",
+        'used.filter(source=OuterRef("source"))',
+        "used",
+        "Only a source that used the key itself reinstates it.",
+        f"{_TRIPWIRE_TESTS}::test_attempt_from_an_unknown_source_raises_an_alarm_and_delays_nothing",
+    ),
+    Guard(
+        "tripwire-source-seen-before",
+        "keyvault/services/usage/reports.py",
+        ".filter(first_at__lt=before)",
+        "",
+        "A source is known only by a use before the quarantine.",
+        "tests/services/usage/test_reports.py::test_source_is_known_after_an_earlier_use",
+    ),
+    Guard(
+        "tripwire-proved-key",
+        _VERIFICATION,
+        "if not peppers.matches(keystring.text, record.digest, record.pepper_version):",
+        "if record.state is not KeyState.SUSPENDED and not peppers.matches(keystring.text, record.digest, "
+        "record.pepper_version):",
+        "Only the proved key leaves an attempt in quarantine, which may reinstate it.",
+        f"{_JUDGING_TESTS}::test_attempt_on_a_suspended_key_is_recorded_only_with_proof",
+    ),
+    Guard(
+        "tripwire-once",
+        _STATES,
+        "and not facts.was_reinstated\n",
+        "\n",
+        "An attempt in quarantine reinstates the predecessor once.",
+        f"{_TRIPWIRE_TESTS}::test_predecessor_is_reinstated_once",
+    ),
+    Guard(
+        "ledger-before-the-side-effect",
+        "rotation/services/rotations/side_effects.py",
+        "return LedgerEntry.objects.create(",
+        "return LedgerEntry(",
+        "A ledger row precedes each side effect.",
+        "tests/rotation/services/rotations/test_late_writes.py::test_rotation_aborted_during_a_write_makes_that_write_fail",
+    ),
+    Guard(
+        "replacement-sealed-to-its-recipient",
+        "rotation/services/rotations/side_effects.py",
+        "if credential.delivery != Delivery.SEALED:",
+        "if credential.delivery == Delivery.SEALED:",
+        "The replacement of a sealed key is sealed to the same recipient.",
+        f"{_DELIVERY_TESTS}::test_sealed_replacement_is_collectable_with_the_backend_down",
+    ),
+    # --- campaigns ------------------------------------------------------------------------------------------
+    Guard(
+        "paused-campaign-takes-no-turn",
+        _RUNNER,
+        "elif campaign.state != C.RUNNING:",
+        "elif campaign.state == C.HALTED:",
+        "A paused campaign neither begins rotations nor halts nor completes.",
+        f"{_RUNNER_TESTS}::test_pause_lasts_until_resumed_whatever_its_rotations_do",
+    ),
+    Guard(
+        "start-serialized-with-a-pause",
+        _RUNNER,
+        "Campaign.objects.select_for_update(no_key=True).filter(",
+        "Campaign.objects.filter(",
+        "After a pause has returned, no rotation of the campaign begins.",
+        f"{_RUNNER_TESTS}::test_race_of_a_start_with_a_faster_pause_starts_nothing",
+        "postgres",
+    ),
+    Guard(
+        "start-refused-after-a-pause",
+        _RUNNER,
+        ".filter(pk=campaign.pk, state=C.RUNNING)",
+        ".filter(pk=campaign.pk)",
+        "A worker that read a campaign before its pause begins nothing.",
+        f"{_RUNNER_TESTS}::test_tick_overtaken_by_a_pause_skips_nobody",
+    ),
+    Guard(
+        "only-a-running-campaign-is-paused",
+        "rotation/services/campaigns/campaigns.py",
+        "_require_state(campaign, C.RUNNING)\n    return _enter(grant, campaign, P.ROTATIONS_WRITE, C.PAUSED",
+        "return _enter(grant, campaign, P.ROTATIONS_WRITE, C.PAUSED",
+        "A halted campaign is not paused, because a paused one is resumed without a reason.",
+        f"{_CAMPAIGN_TESTS}::test_pause_resume_and_cancel_in_other_states_are_refused",
+    ),
+    # --- usage ----------------------------------------------------------------------------------------------
+    Guard(
+        "watermark-before-the-counts",
+        "keyvault/services/usage/recorder.py",
+        "return _Report(self.reporter_id, 0, through, is_final",
+        "return _Report(self.reporter_id, 0, self.now(), is_final",
+        "A report's watermark is taken before its counts, so that silence covers no use that is not in it.",
+        f"{_USAGE_TESTS}::test_usage_noted_while_a_report_is_taken_is_newer_than_its_watermark",
+    ),
+    Guard(
+        "watermark-of-the-slowest-verifier",
+        "keyvault/services/usage/recorder.py",
+        'aggregate(through=Min("flushed_through_at"))',
+        'aggregate(through=Max("flushed_through_at"))',
+        "Silence advances to the watermark of the slowest live verifier.",
+        f"{_USAGE_TESTS}::test_usage_silence_ends_at_the_slowest_live_reporter",
+    ),
+    # --- verdicts -------------------------------------------------------------------------------------------
+    Guard(
+        "key-of-its-environment",
+        _VERIFICATION,
+        "if keystring.scope is not STRING_SCOPE[environment]:",
+        "if keystring.scope not in STRING_SCOPE.values():",
+        "A key is valid in its own environment only.",
+        f"{_VERIFICATION_TESTS}::test_read_key_of_the_other_environment_names_the_right_base_url",
+    ),
+    Guard(
+        "secret-compared",
+        _VERIFICATION,
+        "if not peppers.matches(keystring.text, record.digest, record.pepper_version):",
+        "if record.pepper_version not in peppers.versions:",
+        "A key is proved by its whole secret.",
+        f"{_VERIFICATION_TESTS}::test_judge_key_with_any_digit_of_the_secret_changed_is_invalid",
+    ),
+    Guard(
+        "key-of-its-merchant",
+        _DECISION,
+        "if named <= {holder.merchant_id}:",
+        "if named <= {holder.merchant_id} or request.named_merchant is not None:",
+        "A key is valid for its own merchant only.",
+        f"{_DECISION_TESTS}::test_decide_any_other_merchant_is_a_mismatch",
+    ),
+    Guard(
+        "key-of-a-merchant-in-scope",
+        _JUDGEMENT,
+        "return holder is not None and (scope is None or holder.merchant_id in scope)",
+        "return holder is not None",
+        "A service token sees only the keys of its own merchants.",
+        f"{_JUDGING_TESTS}::test_scope_without_the_key_s_merchant_denies_it_as_unknown",
+    ),
+    Guard(
+        "private-key-beside-a-bearer",
+        _DECISION,
+        "if holder.kind in endpoint.credentials:",
+        "if holder.kind in endpoint.credentials or request.has_bearer:",
+        "An endpoint that takes the private key requires it although a customer token is present.",
+        f"{_DECISION_TESTS}::test_decide_bearer_never_replaces_the_key",
+    ),
+    Guard(
+        "customer-token-of-the-account",
+        "keyvault/access/customers.py",
+        "(record.environment, record.merchant_id) != (holder.environment, holder.merchant_id)",
+        "record.environment != holder.environment",
+        "A customer token is valid beside a key of its own account only.",
+        "tests/access/test_customers.py::test_judge_token_with_another_account_s_key_is_invalid",
+    ),
+    Guard(
+        "retry-after-of-a-429",
+        _JUDGEMENT,
+        "retry_after_seconds=spend.retry_after_seconds,",
+        "",
+        "A denial by a limit says when to try again.",
+        f"{_JUDGING_TESTS}::test_limit_of_ten_refuses_the_eleventh_request",
+    ),
+    Guard(
+        "revoked-key-evicted-on-its-host",
+        _ENGINE,
+        "self._evict(subjects)\n            self._generation_words",
+        "self._generation_words",
+        "Once a revocation has returned, no process of its host answers with the old record.",
+        f"{_MEMORY_TESTS}::test_engine_key_revoked_on_its_host_is_refused_at_the_next_request",
+    ),
+    Guard(
+        "host-notified-after-the-commit",
+        "keyvault/services/recording/changes.py",
+        "transaction.on_commit(partial(notify_host, tuple(subjects)))",
+        "partial(notify_host, tuple(subjects))",
+        "A committed change notifies the processes of its host before its author gets the answer.",
+        "tests/services/recording/test_changes.py::test_service_notifies_the_host_of_its_change_rows",
+    ),
+    Guard(
+        "stale-memory-unused",
+        "keyvault/hotpath/engine/freshness.py",
+        "(monotonic + self.bound_seconds, offset - _STEP_SECONDS, offset + _STEP_SECONDS)",
+        '(float("inf"), offset - _STEP_SECONDS, offset + _STEP_SECONDS)',
+        "A verifier that cannot confirm its memory reads the database, and answers 503 when it cannot.",
+        f"{_MEMORY_TESTS}::test_engine_that_is_stale_and_cannot_read_allows_nothing",
+    ),
+    Guard(
+        "lost-database-is-503",
+        "keyvault/services/verification/judging.py",
+        "return deny_stale(error.detail, error.internal)",
+        "raise",
+        "Without its database the slow path denies with 503 and allows nothing.",
+        f"{_JUDGING_TESTS}::test_database_lost_denies_as_stale",
+    ),
+    # --- keys -----------------------------------------------------------------------------------------------
+    Guard(
+        "dead-key-stays-dead",
+        "keyvault/domain/keys.py",
+        "KeyState.DEACTIVATED: frozenset({KeyState.COMPROMISED,",
+        "KeyState.DEACTIVATED: frozenset({KeyState.ACTIVE, KeyState.COMPROMISED,",
+        "No transition leads from a dead key to a living one.",
+        "tests/domain/test_keys.py::test_transitions_nothing_leads_from_a_dead_state_to_a_living_one",
+    ),
+    Guard(
+        "dead-key-stays-dead-in-the-database",
+        _RULES,
+        'f"OLD.state IN {states} AND {left}"',
+        '"1 = 0"',
+        "The database revives no dead key, whoever writes.",
+        _TRIGGER_TESTS,
+    ),
+    Guard(
+        "two-active-keys",
+        _LIFECYCLE,
+        "if verifying.count() >= MAX_VERIFYING:",
+        "if verifying.count() > MAX_VERIFYING:",
+        "At most two keys of a credential verify.",
+        "tests/services/keys/test_lifecycle.py::test_key_activated_as_the_third_of_a_credential_is_refused",
+    ),
+    Guard(
+        "own-key-only",
+        _LIFECYCLE,
+        "or grant.principal.key_id != key.key_id:",
+        ":",
+        "A key revokes itself and no other key.",
+        "tests/api/test_integration_revoke_self.py::test_revoke_self_cannot_revoke_another_key_of_the_account",
+    ),
+    # --- approvals ------------------------------------------------------------------------------------------
+    Guard(
+        "second-person",
+        _FOUR_EYES,
+        "if operator.person == row.requester_person:",
+        "if not operator.person:",
+        "A requester does not approve the own request.",
+        f"{_ISSUANCE_TESTS}::test_issuance_approved_by_the_requester_with_a_grant_for_another_is_refused",
+    ),
+    Guard(
+        "second-person-in-the-grant",
+        _DECISION,
+        "isinstance(principal, OperatorPrincipal) and principal.person != target.requester_person",
+        "isinstance(principal, OperatorPrincipal)",
+        "A requester gets no grant to approve the own request.",
+        f"{_ISSUANCE_TESTS}::test_issuance_requester_gets_no_grant_to_approve",
+    ),
+    Guard(
+        "second-person-in-the-database",
+        _RULES,
+        'f"EXISTS ({requested} AND r.requester_person = NEW.person)"',
+        '"1 = 0"',
+        "The database takes no approval by the requester.",
+        f"{_ISSUANCE_TESTS}::test_issuance_approved_by_the_requester_is_refused_by_the_database",
+    ),
+    Guard(
+        "approval-of-the-shown-digest",
+        _FOUR_EYES,
+        "if shown_digest != row.plan_digest:",
+        "if not shown_digest:",
+        "An approval counts for the plan that was shown, and for no other.",
+        f"{_ISSUANCE_TESTS}::test_issuance_approved_with_another_digest_is_refused",
+    ),
+    Guard(
+        "approval-digest-in-the-database",
+        _RULES,
+        'f"NOT EXISTS ({requested} AND r.plan_digest = NEW.plan_digest)"',
+        '"1 = 0"',
+        "The database takes no approval of another digest.",
+        _TRIGGER_TESTS,
+    ),
+    Guard(
+        "sealed-to-the-approved-recipient",
+        "keyvault/services/issuance/collection.py",
+        "if request.plan_digest != request.plan().digest():",
+        "if not request.plan_digest:",
+        "A key is sealed to the recipient that was approved.",
+        f"{_COLLECTION_TESTS}::test_service_request_with_a_recipient_changed_after_issuance_is_not_handed_over",
+    ),
+    Guard(
+        "production-key-sealed",
+        "keyvault/services/issuance/collection.py",
+        "if environment == Environment.PRODUCTION and not is_sealed:",
+        "if environment == Environment.PRODUCTION and is_sealed:",
+        "A production key is handed to a service only sealed.",
+        f"{_COLLECTION_TESTS}::test_collection_of_an_unsealed_production_key_is_refused",
+    ),
+    # --- records --------------------------------------------------------------------------------------------
+    Guard(
+        "compare-and-swap",
+        _RECORDING,
+        "filter(pk=self.pk, version=self.version)",
+        "filter(pk=self.pk)",
+        "A row that changed since it was read is not overwritten.",
+        f"{_RECORDING_TESTS}::test_recorded_model_swap_of_a_stale_row_raises_and_writes_nothing",
+    ),
+    Guard(
+        "no-unrecorded-write",
+        _RECORDING,
+        "if subjects is None:\n        raise UnrecordedWriteError(",
+        "if subjects is None:\n        return {}\n        raise UnrecordedWriteError(",
+        "No row is written without an audit entry.",
+        f"{_RECORDING_TESTS}::test_recorded_model_written_outside_a_recorded_block_raises",
+    ),
+    Guard(
+        "audit-entry-in-the-transaction",
+        _TRANSACTION,
+        "with transaction.atomic():\n            with collect_subjects() as subjects:",
+        "if True:\n            with collect_subjects() as subjects:",
+        "A change and its audit entry share one transaction.",
+        f"{_TRANSACTION_TESTS}::test_service_whose_entry_cannot_be_written_changes_nothing",
+    ),
+    Guard(
+        "grant-for-this-place",
+        _TRANSACTION,
+        "and (grant.target.environment, grant.target.merchant_id) == scope",
+        "",
+        "A grant for one account permits no write on another.",
+        f"{_TRANSACTION_TESTS}::test_recorded_with_a_grant_for_another_place_is_refused",
+    ),
+    Guard(
+        "append-only-update",
+        _RULES,
+        'WriteGuard(f"{short}_no_update", self.table, "UPDATE", "1 = 1", message)',
+        'WriteGuard(f"{short}_no_update", self.table, "UPDATE", "1 = 0", message)',
+        "The database changes no audit entry, approval or evidence.",
+        _TRIGGER_TESTS,
+    ),
+    Guard(
+        "append-only-delete",
+        _RULES,
+        'WriteGuard(f"{short}_no_delete", self.table, "DELETE", "1 = 1", message)',
+        'WriteGuard(f"{short}_no_delete", self.table, "DELETE", "1 = 0", message)',
+        "The database deletes no audit entry, approval or evidence.",
+        _TRIGGER_TESTS,
+    ),
+    Guard(
+        "idempotency-body",
+        "keyvault/services/idempotency.py",
+        "if bytes(found.body_digest) != scope.body_digest:",
+        "if not found.body_digest:",
+        "An idempotency key replays no reply for another body.",
+        "tests/services/test_idempotency.py::test_idempotency_key_with_another_body_is_refused_without_effect",
+    ),
+    # --- secrets --------------------------------------------------------------------------------------------
+    Guard(
+        "check-and-set",
+        "keyvault/backends/local.py",
+        "if _newest_version(connection, mount, path) != expected_version:",
+        "if _newest_version(connection, mount, path) < expected_version:",
+        "A stored copy is written only on top of the version that its writer saw.",
+        "tests/backends/test_contract.py::test_put_after_an_outdated_version_conflicts",
+    ),
+    Guard(
+        "foreign-copy-not-overwritten",
+        _COPIES,
+        'if stored.labels.get("credential_id") != credential.credential_id:',
+        'if not stored.labels.get("credential_id", "-"):',
+        "A copy that Keyvault did not write stalls the rotation and is not overwritten.",
+        f"{_ENGINE_TESTS}::test_foreign_writer_stalls_and_is_not_overwritten",
+    ),
+    Guard(
+        "copy-of-this-key",
+        _COPIES,
+        'if stored.labels.get("key_id") != key.key_id:\n        raise ForeignWriterError',
+        'if not stored.labels.get("key_id", "-"):\n        raise ForeignWriterError',
+        "The string of one key is never handed out as that of another.",
+        f"{_STORED_TESTS}::test_string_of_another_key_at_the_version_of_this_one_is_not_returned",
+    ),
+    Guard(
+        "log-redacted",
+        "keyvault/project/logs.py",
+        "redact(json.dumps({name: redact(text) for name, text in line.items()}))",
+        "json.dumps(line)",
+        "No key reaches a log line.",
+        "tests/domain/test_log_lines.py::test_log_line_shows_no_secret_whichever_way_it_came",
+    ),
+    Guard(
+        "audit-details-redacted",
+        _TRANSACTION,
+        "if isinstance(value, str):\n        return redact(value)",
+        "if isinstance(value, str):\n        return value",
+        "No key reaches an audit entry.",
+        f"{_TRANSACTION_TESTS}::test_recorded_details_are_redacted_at_every_depth",
+    ),
+)

@@ -1,0 +1,109 @@
+"""Query plans of periodic jobs and requests, with the statistics of a large installation.
+
+The tables have some hundreds of rows; the planner believes in a thousand times as many.
+"""
+
+import json
+from unittest import mock
+
+import pytest
+from django.conf import settings
+from django.test import Client
+
+from keyvault.access.permissions import SERVICE_PERMISSIONS
+from keyvault.access.permissions import Permission as P
+from keyvault.backends.outbound import Reply
+from keyvault.domain.keystring import StringScope
+from keyvault.domain.revocation import RevocationReason
+from keyvault.project import celery_app
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.secrets.stored_copies import read_string
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.webhooks import deliveries
+from rotation.domain.events import RotationState as S
+from rotation.models import Rotation
+from rotation.services.rotations.engine import advance_rotation
+from tests.bench import scale_rows
+from tests.bench.scale_rows import Samples, Size
+from tests.factories import grant, make_token
+from tests.plans import SlowQueries, multiply_statistics
+from tests.rotation import scene
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
+
+SIZE = Size(1_000)
+FACTOR = 1_000
+DUE = 3
+SLOW = {"advance-due-rotations", "begin-scheduled-rotations"}
+"""Jobs that read every open rotation or credential, until their queries have an index."""
+
+
+@pytest.fixture(autouse=True)
+def usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the uses of the requests in memory: their keys end with the test."""
+    monkeypatch.setattr(UsageLog, "start", lambda self: None)
+    for module in ("keyvault.hotpath.adapters.assembly", "keyvault.api.integration"):
+        monkeypatch.setattr(f"{module}.usage_log", UsageLog())
+
+
+def test_no_job_and_no_request_reads_a_large_table() -> None:
+    """Guarantee: the cost of a periodic job or a request does not grow with the number of keys, uses or changes."""
+    samples = scale_rows.load(SIZE)
+    multiply_statistics(FACTOR)
+    queries = SlowQueries()
+    celery_app.loader.import_default_modules()
+    tasks = {name: celery_app.tasks[str(entry["task"])] for name, entry in settings.CELERY_BEAT_SCHEDULE.items()}
+    for name, task in tasks.items():
+        with queries.watch(f"{name}, nothing due"):
+            task()
+    make_due(samples)
+    with mock.patch.object(deliveries, "post", return_value=Reply(204, None)):
+        for name, task in tasks.items():
+            with queries.watch(f"{name}, some due"):
+                task()
+    for state in (S.SCHEDULED, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE):
+        with queries.watch(f"a rotation's turn in {state}"):
+            advance_rotation(samples.rotations[state].rotation_id)
+    make_requests(samples, queries)
+    assert queries.count > 500
+    assert {name: found for name, found in queries.found.items() if name.partition(",")[0] not in SLOW} == {}
+
+
+def make_due(samples: Samples) -> None:
+    scale_rows.make_rotations_due(SIZE, DUE)
+    scale_rows.make_requests_due(samples, DUE)
+    scale_rows.make_expiries_due(SIZE, DUE)
+    scale_rows.make_destructions_due(SIZE, DUE)
+    scale_rows.make_settlements_due(SIZE, DUE)
+    scale_rows.make_discards_due(SIZE, DUE)
+    scale_rows.make_deliveries_due(SIZE, samples, DUE)
+    scale_rows.make_rows_old(SIZE, samples, DUE)
+    scale_rows.make_paths_due(SIZE, DUE)
+    scale_rows.make_heads_due(SIZE, DUE)
+
+
+def make_requests(samples: Samples, queries: SlowQueries) -> None:
+    """Make the requests that use a key, as a merchant or its gateway does."""
+    client = Client()
+    _, token = make_token(*SERVICE_PERMISSIONS, scope=StringScope.ALL)
+    service = {"Authorization": f"Bearer {token.reveal()}"}
+    rotation = Rotation.objects.get(pk=samples.rotations[S.AWAITING_PROOF].rotation_id)
+    assert rotation.replacement is not None
+    text = read_string(rotation.replacement).reveal()
+    merchant = {"X-Api-Key": text}
+
+    def ask(name: str, method: str, path: str, body: object = None, /, **headers: str) -> None:
+        with queries.watch(name):
+            response = client.generic(
+                method, path, json.dumps(body) if body else b"", content_type="application/json", headers=headers
+            )
+        assert response.status_code in (200, 202, 204), (name, response.content)
+
+    verified = {"key": text, "environment": "production", "endpoint": "orders.create"}
+    ask("verify", "POST", "/v1/keys/verify", verified, **service)
+    ask("rotation", "GET", f"/v1/rotations/{rotation.rotation_id}", **service)
+    ask("acknowledge", "POST", "/production/credentials/acknowledge", **merchant)
+    ask("revoke-self", "POST", "/production/credentials/revoke-self", **merchant)
+    ask("revoke-self, repeated", "POST", "/production/credentials/revoke-self", **merchant)
+    with queries.watch("revoke"):
+        revoke_key(grant(scene.admin(), P.KEYS_REVOKE, samples.account), samples.key, RevocationReason.SUPERSEDED)
