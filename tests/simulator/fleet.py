@@ -33,7 +33,7 @@ HABITS = (
     Habit("daily", DAY, 12, 60, 18, moves_in_part=True),
     Habit("weekly", 7 * DAY, 30, 200, 30, jitter=0.05),
     Habit("monthly", 30 * DAY, 45, 300, 27, jitter=0.05),
-    Habit("two minutes a month", 30 * DAY, 2, 20, 20, jitter=0.05),
+    Habit("two-minutes-a-month", 30 * DAY, 2, 20, 20, jitter=0.05),
     Habit("yearly", 365 * DAY, 120, 500, 5, jitter=0.01),
 )
 BURST = HABITS[3]
@@ -192,8 +192,12 @@ class Fleet:
             runs.append(at)
             at -= next_gap(habit, self._random)
         for run, begun_at in enumerate(reversed(runs), 1):
-            consumer.report(key, begun_at, begun_at + (habit.minutes - 1) * timedelta(minutes=1), habit.calls, run)
             consumer.runs = run
+            self.remember(consumer, key, begun_at, begun_at + (habit.minutes - 1) * timedelta(minutes=1))
+
+    def remember(self, consumer: Consumer, key: StoredKey, first_at: datetime, last_at: datetime) -> None:
+        """Add one run of the time before the simulation."""
+        consumer.report(key, first_at, last_at, consumer.habit.calls, consumer.runs)
 
 
 def next_gap(habit: Habit, random: Random) -> timedelta:

@@ -46,6 +46,7 @@ class Step:
     refusals: list[tuple[Consumer, StoredKey]] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
     has_new_key: bool = False
+    faults: list[str] = field(default_factory=list)
 
     def note_commit(self, commit: Commit) -> None:
         self.commits.append(commit)
@@ -186,6 +187,11 @@ def judge_stuck(rotation: StoredRotation, now: datetime, calm_since: datetime) -
     )
 
 
+def nothing_unforeseen_happens(step: Step) -> Iterator[str]:
+    """No worker meets an error that the product does not name."""
+    yield from step.faults
+
+
 Invariant = Callable[[Step], Iterator[str]]
 
 INVARIANTS: tuple[Invariant, ...] = (
@@ -195,4 +201,5 @@ INVARIANTS: tuple[Invariant, ...] = (
     no_dead_key_lives,
     time_alone_never_revokes,
     nothing_is_stuck,
+    nothing_unforeseen_happens,
 )

@@ -30,7 +30,7 @@ def plan_rotation(
 ) -> Plan | None:
     """Plan a rotation of the credential's one key; None: the product refuses the plan."""
     environment, kind = credential.environment, credential.kind
-    overrides = _choose(credential, key, random)
+    overrides = choose_overrides(credential, key, random)
     values = with_defaults(overrides, environment)
     values["not_before"] = now
     values["window"] = credential.terms.window
@@ -68,7 +68,7 @@ def plan_reissue(credential: StoredCredential, key: StoredKey, now: datetime) ->
     return Plan(credential_id=credential.credential_id, predecessor_key_id=key.key_id, **values)
 
 
-def _choose(credential: StoredCredential, key: StoredKey, random: Random) -> PlanOverrides:
+def choose_overrides(credential: StoredCredential, key: StoredKey, random: Random) -> PlanOverrides:
     """Draw what the requester asks for."""
     is_public = credential.kind is KeyKind.PUBLIC
     sources = max(1, min(len(key.sources), default_of("proof_sources", credential.environment)))

@@ -37,5 +37,5 @@ class Scheduler:
         action = None
         while action is None:
             when, _, _, action = heappop(self._queue)
-        self._clock.advance_to(when)
+        self._clock.advance_to(max(when, self._clock.now))
         action()

@@ -9,7 +9,7 @@ from random import Random
 from keyvault.domain.keys import KeyState
 from tests.simulator.clock import VirtualClock
 from tests.simulator.engine import ConflictError, Engine
-from tests.simulator.fleet import Fleet, FleetOptions
+from tests.simulator.fleet import Consumer, Fleet, FleetOptions
 from tests.simulator.invariants import INVARIANTS, Step, judge_stuck
 from tests.simulator.people import People
 from tests.simulator.rules import Rules
@@ -55,12 +55,8 @@ class Simulation:
         self.scheduler = Scheduler(self.clock, self.random)
         self.began_at = self.backend_opens_at = self._calm_since = self.clock.now
         self.step = Step()
-        self.verifiers = VerifierFleet(
-            [Verifier(f"verifier {number}", self._draw_clock()) for number in range(VERIFIERS)], self._draw_clock
-        )
-        self.engine = Engine(self, [self._draw_clock() for _ in range(WORKERS)])
         self.people, self.traffic = People(self), Traffic(self)
-        self.fleet = Fleet(self.random, self.options, self.clock.now)
+        self._make_service()
         self._begin()
 
     def run(self, steps: int) -> Result:
@@ -79,6 +75,14 @@ class Simulation:
             violation = Violation(number, self.clock.now, found, events)
             return Result(self.seed, number, self.clock.now, self.counts, violation)
         return Result(self.seed, number, self.clock.now, self.counts)
+
+    def _make_service(self) -> None:
+        """Make the fleet and what serves it."""
+        self.verifiers = VerifierFleet(
+            [Verifier(f"verifier {number}", self.draw_clock()) for number in range(VERIFIERS)], self.draw_clock
+        )
+        self.engine = Engine(self, [self.draw_clock() for _ in range(WORKERS)])
+        self.fleet = Fleet(self.random, self.options, self.clock.now)
 
     # --- what every part uses -------------------------------------------------------------------------------
 
@@ -108,9 +112,27 @@ class Simulation:
         self.counts[f"keys {state} by {by}"] += 1
         self.note(credential, f"{key.key_id}: {was} to {state} by {by}")
 
+    def record_use(
+        self,
+        consumer: Consumer,
+        key: StoredKey,
+        verifier: Verifier,
+        first_at: datetime,
+        last_at: datetime,
+        count: int,
+        run: int,
+    ) -> None:
+        """Let the verifier count uses that it allowed."""
+        verifier.note(lambda: consumer.report(key, first_at, last_at, count, run))
+
+    def record_attempt(self, consumer: Consumer, key: StoredKey, verifier: Verifier) -> None:
+        """Let the verifier count an attempt with a suspended key, which wakes the engine."""
+        key.attempts[consumer.source] = verifier.clock()
+        self.wake(consumer.credential)
+
     # --- set-up and faults ----------------------------------------------------------------------------------
 
-    def _draw_clock(self) -> Callable[[], datetime]:
+    def draw_clock(self) -> Callable[[], datetime]:
         return self.clock.skewed(timedelta(seconds=self.random.uniform(-_MAX_SKEW_SECONDS, _MAX_SKEW_SECONDS)))
 
     def _begin(self) -> None:
@@ -154,7 +176,7 @@ class Simulation:
         verifier.reconnect()
 
     def _kill_verifier(self) -> None:
-        place = self.random.randrange(VERIFIERS)
+        place = self.random.randrange(len(self.verifiers.verifiers))
         self.verifiers.verifiers[place].cut()
         seconds = self.random.uniform(0, 600)
         dead = self.verifiers.verifiers[place]

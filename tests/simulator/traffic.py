@@ -10,7 +10,7 @@ from tests.simulator.store import StoredCredential, StoredKey
 if TYPE_CHECKING:
     from tests.simulator.simulation import Simulation
 
-_MINUTE = timedelta(minutes=1)
+MINUTE = timedelta(minutes=1)
 _RETRY_SECONDS = 600.0
 
 
@@ -78,13 +78,12 @@ class Traffic:
         if key.is_usable(world.clock.now) and key.accepted_at <= world.clock.now:
             at = verifier.clock()
             consumer.note_use(key, at)
-            verifier.note(lambda: consumer.report(key, at - (minutes - 1) * _MINUTE, at, max(calls, minutes), run))
+            world.record_use(consumer, key, verifier, at - (minutes - 1) * MINUTE, at, max(calls, minutes), run)
             return
         world.step.note_refusal(consumer, key)
         world.counts[f"refusals with a key {key.state} by {key.ended_by}"] += 1
         if key.state is KeyState.SUSPENDED:
-            key.attempts[consumer.source] = verifier.clock()
-            world.wake(consumer.credential)
+            world.record_attempt(consumer, key, verifier)
         if is_retry:
             # A person sees to it.
             world.scheduler.after(self._random.uniform(1, 72) * 3_600, lambda: self._repair(consumer, host))
