@@ -104,7 +104,7 @@ class World:
 def world_of_module(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[World]:
     """Make the rows once for all tests of a module, and roll them back after it."""
     around = transaction.atomic()
-    around._from_testcase = True  # As in Django's TestCase: a durable block counts as the outermost one.
+    around._from_testcase = True  # type: ignore[attr-defined]  # as in Django's TestCase: a durable block counts as the outermost one.
     with django_db_blocker.unblock(), around:
         yield make_world()
         transaction.set_rollback(True)

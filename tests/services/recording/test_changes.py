@@ -278,7 +278,7 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The statements that wake other hosts, and a process that has sent none."""
     sent: list[bytes] = []
     monkeypatch.setattr(feed, "execute", sent.append)
-    monkeypatch.setattr(feed, "_wake_up", feed._WakeUp())
+    monkeypatch.setattr(feed, "_notifier", feed.FeedNotifier())
     return sent
 
 
@@ -305,19 +305,19 @@ def test_wake_ups_within_some_milliseconds_are_merged(notices: list[bytes], monk
         assert may_send.wait(TIMEOUT_SECONDS)
 
     monkeypatch.setattr(feed, "_MERGE_SECONDS", 1e6)
-    monkeypatch.setattr(feed.time, "sleep", sleep)
-    wake_up = feed._WakeUp()
-    wake_up.send()
+    monkeypatch.setattr("keyvault.services.recording.changes.time.sleep", sleep)
+    notifier = feed.FeedNotifier()
+    notifier.send()
     assert len(notices) == 1
-    second = start(wake_up.send)
+    second = start(notifier.send)
     assert is_waiting.wait(TIMEOUT_SECONDS)
-    wake_up.send()
-    wake_up.send()
+    notifier.send()
+    notifier.send()
     assert len(notices) == 1
     may_send.set()
     second.result(TIMEOUT_SECONDS)
     assert len(notices) == 2
-    wake_up.send()
+    notifier.send()
     assert len(notices) == 3, "a commit after the second notice needs another"
 
 
@@ -332,7 +332,7 @@ def test_wake_up_that_fails_harms_no_change(
     with monkeypatch.context() as patch:
         patch.setattr(feed, "execute", fail)
         patch.setattr(feed, "_MERGE_SECONDS", 0)
-        feed._wake_up.send()
+        feed._notifier.send()
         assert "could not wake other hosts" in caplog.text
-    feed._wake_up.send()
+    feed._notifier.send()
     assert len(notices) == 1
