@@ -3,6 +3,7 @@
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -278,7 +279,7 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The statements that wake other hosts, and a process that has sent none."""
     sent: list[bytes] = []
     monkeypatch.setattr(feed, "execute", sent.append)
-    monkeypatch.setattr(feed, "_wake_up", feed._WakeUp())
+    monkeypatch.setattr(feed, "_notice_sender", feed._NoticeSender())
     return sent
 
 
@@ -305,8 +306,8 @@ def test_wake_ups_within_some_milliseconds_are_merged(notices: list[bytes], monk
         assert may_send.wait(TIMEOUT_SECONDS)
 
     monkeypatch.setattr(feed, "_MERGE_SECONDS", 1e6)
-    monkeypatch.setattr(feed.time, "sleep", sleep)
-    wake_up = feed._WakeUp()
+    monkeypatch.setattr(time, "sleep", sleep)
+    wake_up = feed._NoticeSender()
     wake_up.send()
     assert len(notices) == 1
     second = start(wake_up.send)
@@ -332,7 +333,7 @@ def test_wake_up_that_fails_harms_no_change(
     with monkeypatch.context() as patch:
         patch.setattr(feed, "execute", fail)
         patch.setattr(feed, "_MERGE_SECONDS", 0)
-        feed._wake_up.send()
+        feed._notice_sender.send()
         assert "could not wake other hosts" in caplog.text
-    feed._wake_up.send()
+    feed._notice_sender.send()
     assert len(notices) == 1
