@@ -1,6 +1,7 @@
 """The hash chain of audit entries: their bytes, their links and their verification.
 
-Each chain (one per account, one for the platform) counts from 1. An entry's hash covers the *stored* bytes,
+Each chain counts from 1. The platform has one, and each account has one and a few more for its customer tokens, so that
+issuing them does not wait for other writers of the account. An entry's hash covers the *stored* bytes,
 so a later change of code or library does not invalidate an old entry.
 """
 
@@ -16,8 +17,25 @@ GENESIS = bytes(32)
 """Previous hash of the first entry of a chain, 32 bytes."""
 
 
+CUSTOMER_TOKEN_SLOTS = 4
+"""Number of chains for the customer tokens of one account. So many transactions append at the same time."""
+
+_ACCOUNT, _CUSTOMER_TOKENS = "account:", "customer_tokens."
+
+
 def account_chain(merchant_id: str, environment: str) -> str:
-    return f"account:{merchant_id}/{environment}"
+    return f"{_ACCOUNT}{merchant_id}/{environment}"
+
+
+def customer_token_chains(account: str) -> tuple[str, ...]:
+    """Return the chains for the customer tokens of the account with this chain."""
+    slots = range(CUSTOMER_TOKEN_SLOTS)
+    return tuple(f"{_CUSTOMER_TOKENS}{slot}:{account.removeprefix(_ACCOUNT)}" for slot in slots)
+
+
+def chains_with(chain: str) -> tuple[str, ...]:
+    """Return a chain and, for an account's, the chains for its customer tokens."""
+    return (chain, *customer_token_chains(chain)) if chain.startswith(_ACCOUNT) else (chain,)
 
 
 def entry_bytes(

@@ -30,6 +30,8 @@ class NoticeKind(StrEnum):
     OPERATOR_LOCKED = "operator.locked"
     ADDRESS_LOCKED = "address.locked"
     REVOCATION_LOG_LOSS_ACCEPTED = "journal.loss_accepted"
+    CLOCK_DIFFERS = "clock.differs"
+    PROCESS_LOST = "process.lost"
 
 
 ALARMS = frozenset(
@@ -49,11 +51,15 @@ ALARMS = frozenset(
         NoticeKind.OPERATOR_LOCKED,
         NoticeKind.ADDRESS_LOCKED,
         NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED,
+        NoticeKind.CLOCK_DIFFERS,
+        NoticeKind.PROCESS_LOST,
     }
 )
 """Events that require an operator's attention."""
 
-WITHOUT_ACCOUNT = frozenset({NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED})
+WITHOUT_ACCOUNT = frozenset(
+    {NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED, NoticeKind.CLOCK_DIFFERS, NoticeKind.PROCESS_LOST}
+)
 """Events of the installation, which belong to no merchant's account."""
 
 INTERNAL = frozenset(

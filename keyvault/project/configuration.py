@@ -143,7 +143,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_DATA_DIR",
         ".keyvault",
-        "Folder of the embedded default: database, keystore, master key, spool. Relative to the checkout.",
+        "Folder of the embedded default: database, keystore, master key, broker. Relative to the checkout.",
     ),
     Setting(
         "KEYVAULT_DATABASE_URL",
@@ -161,7 +161,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_BROKER_URL",
         "",
-        "Celery's broker. Unset: Redis if set, else the spool in the data folder.",
+        "Celery's broker. Unset: Redis if set, else files in the data folder, where the worker runs beat, too.",
     ),
     Setting(
         "KEYVAULT_BACKEND",

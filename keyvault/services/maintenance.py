@@ -19,7 +19,8 @@ from keyvault.access.principals import WORKER
 from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
-from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Account, Credential, IssuanceRequest, Key, Notice, ProviderConnection
 from keyvault.services import idempotency, offboarding, retention
 from keyvault.services.issuance import collection
 from keyvault.services.issuance import requests as issuance
@@ -27,12 +28,16 @@ from keyvault.services.keys import lifecycle
 from keyvault.services.pepper_rotation import propagation
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.revocation_log import host_name
+from keyvault.services.recording.transaction import recorded
 from keyvault.services.revocations import log_backfill
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.usage.retention import roll_up
 from keyvault.services.webhooks import endpoints
 from keyvault.services.work import leases
+from keyvault.services.work.clock import ClockDiffersError, require_true_clock
 from keyvault.services.work.leases import Lease
 from keyvault.services.work.row_turns import RowTurns
 
@@ -96,6 +101,8 @@ def issue_one(request: IssuanceRequest) -> bool:
 def expire_due() -> None:
     """Record expiries that have passed: of unapproved requests and of keys."""
     now = datetime.now(UTC)
+    if not _has_true_clock(now):
+        return
     for request in _turns.overdue.visit(partial(issuance.list_overdue, now)):
         with _isolated():
             issuance.expire_issuance(_grant(request.account, now), request)
@@ -107,6 +114,8 @@ def expire_due() -> None:
 def discard_due() -> None:
     """Discard keys that were not collected in time. A key in use stays active and is reported for an operator."""
     now = datetime.now(UTC)
+    if not _has_true_clock(now):
+        return
     for request in _turns.uncollected.visit(partial(issuance.list_uncollected, now)):
         with _isolated():
             collection.discard_uncollected(_grant(request.account, now), request)
@@ -165,6 +174,8 @@ _turns = MaintenanceTurns()
 def forget_due() -> None:
     """Shred sealed secrets, roll usage up, and delete expired rows. A failure of one does not stop the others."""
     now = datetime.now(UTC)
+    if not _has_true_clock(now):
+        return
     try:
         idempotency.shred_due(now)
     finally:
@@ -352,6 +363,26 @@ def _discard_withdrawn(now: datetime) -> None:
             with _isolated():
                 issuance.discard_withdrawn(request, lease, now)
             leases.release(lease)
+
+
+def _has_true_clock(now: datetime) -> bool:
+    """Whether this host's clock may decide about acts that cannot be undone. If not, raise one alarm for the host."""
+    try:
+        require_true_clock()
+    except ClockDiffersError as error:
+        _log.error("irreversible acts are refused: the clock is wrong", extra={"why": error.internal})
+        _alarm_clock(error, now)
+        return False
+    return True
+
+
+def _alarm_clock(error: ClockDiffersError, now: datetime) -> None:
+    host, seconds = host_name(), round(error.difference.total_seconds())
+    if Notice.objects.filter(kind=NoticeKind.CLOCK_DIFFERS, subject=host, seen_at__isnull=True).exists():
+        return
+    grant = authorize(WORKER, Permission.ISSUANCE_EXECUTE, now=now)
+    with recorded(grant, Permission.ISSUANCE_EXECUTE, "clock.differed", host=host, seconds_ahead=seconds):
+        announce(grant, NoticeKind.CLOCK_DIFFERS, None, host, host=host, seconds_ahead=seconds)
 
 
 def _grant(account: Account, now: datetime) -> Grant:

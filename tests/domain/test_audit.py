@@ -12,10 +12,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from keyvault.domain.audit import (
+    CUSTOMER_TOKEN_SLOTS,
     GENESIS,
     Break,
     ChainedEntry,
     account_chain,
+    customer_token_chains,
     entry_bytes,
     entry_hash,
     verify_chain,
@@ -118,7 +120,8 @@ def test_entry_hash_is_sha256_over_a_label_the_previous_hash_and_the_bytes() -> 
 def test_account_chain_of_one_account_is_never_another_s() -> None:
     """Merchant ids hold neither slash nor colon, so that no two accounts share a chain, nor one with the platform."""
     names = [account_chain(merchant, env) for merchant in ("a", "a-b", "platform") for env in ("sandbox", "production")]
-    assert len(set(names)) == 6
+    names += [chain for name in names for chain in customer_token_chains(name)]
+    assert len(set(names)) == 6 * (1 + CUSTOMER_TOKEN_SLOTS)
     assert "platform" not in names
 
 

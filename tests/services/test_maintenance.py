@@ -28,7 +28,7 @@ from keyvault.services.issuance import collection, requests
 from keyvault.services.keys import lifecycle
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
-from keyvault.services.work import leases, row_turns
+from keyvault.services.work import clock, leases, row_turns
 from keyvault.tasks import issue_approved, run_maintenance, watch_backend
 from tests.factories import PRODUCTION, SANDBOX, account, approve, grant, issue, issue_request, now, request_key
 from tests.services.conftest import Scene, make_scene
@@ -349,6 +349,32 @@ def test_maintenance_without_a_database_ends_its_step(scene: Scene, monkeypatch:
         with pytest.raises(OperationalError, match="lost"):
             maintenance.expire_due()
     assert len(tried) == 1
+
+
+@pytest.mark.postgres
+def test_maintenance_with_a_wrong_clock_does_nothing_irreversible_and_alarms_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither an expiry nor a discarded key nor a deletion depends on a clock that differs from the database's."""
+    key, _ = issue(scene.sandbox, expires_in_days=1, at=LONG_AGO)
+    uncollected = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE, at=now() - COLLECT_WITHIN)
+    issue_request(uncollected, at=now() - COLLECT_WITHIN)
+    IdempotentRequest.objects.create(
+        holder="h", endpoint="e", key_digest=b"k", body_digest=b"b", held_until=LONG_AGO, created_at=LONG_AGO,
+        expires_at=LONG_AGO,
+    )  # fmt: skip
+    with monkeypatch.context() as wrong:
+        wrong.setattr(clock, "host_time", lambda: datetime.now(UTC) + timedelta(seconds=30))
+        for _ in range(2):
+            run_maintenance()
+    assert Key.objects.get(pk=key.pk).state == "active"
+    assert IssuanceRequest.objects.get(pk=uncollected.pk).state == "issued"
+    assert IdempotentRequest.objects.exists()
+    (alarm,) = Notice.objects.filter(kind=NoticeKind.CLOCK_DIFFERS)
+    assert (alarm.is_alarm, alarm.account, alarm.payload["seconds_ahead"]) == (True, None, 30)
+    run_maintenance()
+    assert Key.objects.get(pk=key.pk).state == "deactivated"
+    assert not IdempotentRequest.objects.exists()
 
 
 STEPS = ["expire_due", "discard_due", "destroy_due", "forget_due"]

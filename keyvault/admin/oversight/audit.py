@@ -34,7 +34,7 @@ from keyvault.admin.framework.widgets import (
     moment,
     mono,
 )
-from keyvault.domain.audit import account_chain
+from keyvault.domain.audit import PLATFORM_CHAIN, account_chain, chains_with
 from keyvault.models import Account, AuditChain, AuditEntry, LimitOverride, PepperVersion
 from keyvault.services.audit.checkpoints import CheckpointStatus, list_checkpoint_status
 
@@ -58,7 +58,7 @@ class BytesPosition(Func):
 
 
 class ChainFilter(admin.SimpleListFilter):
-    """Filter by chain: lists the platform's chain and the first accounts.
+    """Filter by chain: lists the platform's chain and the first accounts, each with its chains for customer tokens.
 
     Other chains are reached from the page of their account or by query string.
     """
@@ -67,7 +67,8 @@ class ChainFilter(admin.SimpleListFilter):
     parameter_name = "chain"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        names = list(AuditChain.objects.order_by("name").values_list("name", flat=True)[:_MAX_CHAINS])
+        chains = AuditChain.objects.filter(models.Q(name=PLATFORM_CHAIN) | models.Q(name__startswith=_ACCOUNT))
+        names = list(chains.order_by("name").values_list("name", flat=True)[:_MAX_CHAINS])
         chosen = request.GET.get(self.parameter_name)
         names.sort(key=lambda name: (name.startswith(_ACCOUNT), name))
         if chosen and chosen not in names:
@@ -76,7 +77,7 @@ class ChainFilter(admin.SimpleListFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()
-        return queryset.filter(chain_id=value) if value else queryset
+        return queryset.filter(chain_id__in=chains_with(value)) if value else queryset
 
 
 class WhenFilter(admin.DateFieldListFilter):
@@ -130,7 +131,7 @@ class AuditEntryAdmin(ConsoleModelAdmin):
             return queryset, False
         account = Account.objects.filter(credentials__keys=term).first()
         if account is not None:
-            queryset = queryset.filter(chain_id=account_chain(account.merchant_id, account.environment))
+            queryset = queryset.filter(chain_id__in=chains_with(_chain_of(account)))
         sought = Value(term.encode(), output_field=models.BinaryField())
         return queryset.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0), False
 

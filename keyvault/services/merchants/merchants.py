@@ -2,7 +2,7 @@
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.domain.audit import account_chain
+from keyvault.domain.audit import account_chain, chains_with
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import find_text_fault
@@ -31,7 +31,8 @@ def create_merchant(grant: Grant, *, merchant_id: str, name: str) -> Merchant:
         merchant.save()
         for environment in Environment:
             Account(merchant=merchant, environment=environment, created_at=grant.at).save()
-            open_chain(account_chain(merchant_id, environment))
+            for chain in chains_with(account_chain(merchant_id, environment)):
+                open_chain(chain)
     return merchant
 
 

@@ -1,7 +1,8 @@
 """Write and verify the audit chains."""
 
 import json
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +17,7 @@ from keyvault.domain.audit import (
     Break,
     ChainedEntry,
     account_chain,
+    chains_with,
     entry_bytes,
     entry_hash,
     verify_chain,
@@ -28,6 +30,12 @@ from keyvault.models import Account, AuditChain, AuditEntry
 def open_chain(name: str) -> None:
     """Create a chain, inside the transaction that creates its account."""
     AuditChain.objects.create(name=name, sequence=0, head_hash=GENESIS)
+
+
+def choose_slot(chains: Sequence[str]) -> str:
+    """Lock and return a chain that no other transaction holds; if there is none, return any of them without a lock."""
+    free = AuditChain.objects.select_for_update(skip_locked=True).filter(name__in=chains)
+    return next(iter(free.values_list("name", flat=True)[:1]), None) or secrets.choice(chains)
 
 
 def append_entry(
@@ -110,10 +118,11 @@ def read_entries(chain: str, *, after: int, last: int) -> Iterator[ChainedEntry]
 def _expected_chains() -> list[str]:
     """Return the chains that must exist: each account's, and the platform's unless the database is empty."""
     accounts = [
-        account_chain(merchant_id, environment)
+        chain
         for merchant_id, environment in Account.objects.order_by("merchant_id", "environment").values_list(
             "merchant_id", "environment"
         )
+        for chain in chains_with(account_chain(merchant_id, environment))
     ]
     written = bool(accounts) or AuditEntry.objects.exists() or AuditChain.objects.exists()
     return [PLATFORM_CHAIN, *accounts] if written else []

@@ -26,14 +26,14 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Channel, OperatorPrincipal, Principal
 from keyvault.access.rules import OperationRule, Target
-from keyvault.domain.audit import PLATFORM_CHAIN, account_chain
+from keyvault.domain.audit import PLATFORM_CHAIN, account_chain, customer_token_chains
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import PermissionMissingError
 from keyvault.domain.ids import Subject
 from keyvault.domain.redaction import redact
 from keyvault.models import Account
 from keyvault.models.recording import collect_subjects
-from keyvault.services.recording.audit_chain import append_entry
+from keyvault.services.recording.audit_chain import append_entry, choose_slot
 from keyvault.services.recording.changes import announce_changes
 from keyvault.services.recording.revocation_log import append_ended
 from keyvault.services.recording.signals import accounts_changed, keys_changed
@@ -41,9 +41,14 @@ from keyvault.services.recording.signals import accounts_changed, keys_changed
 
 @dataclass(slots=True)
 class Record:
-    """One pending audit entry. `sequence` is set once the outermost block has ended."""
+    """One pending audit entry. `sequence` is set once the outermost block has ended.
+
+    `chain`: the account's or the platform's. `is_customer_token`: the entry goes to one of the account's chains for
+    customer tokens instead, because many of these are written at once.
+    """
 
     chain: str
+    is_customer_token: bool
     event: str
     grant: Grant
     details: dict[str, JsonValue]
@@ -75,7 +80,7 @@ def recorded(
     """
     _require(grant, frozenset({permission}) if isinstance(permission, Permission) else permission, account)
     chain = account_chain(account.merchant_id, account.environment) if account else PLATFORM_CHAIN
-    record = Record(chain, event, grant, details)
+    record = Record(chain, permission is Permission.CUSTOMER_TOKENS_WRITE, event, grant, details)
     unit = _open_unit.get()
     if unit is not None:
         with _rolled_back_together(unit), transaction.atomic():
@@ -119,14 +124,18 @@ def _commit(unit: _Unit, subjects: dict[Subject, bool], now: datetime) -> None:
     if merchants or accounts:
         accounts_changed.send(None, merchants=merchants, accounts=accounts, now=now)
     sequence = announce_changes(subjects, now)
-    for record in sorted(unit.records, key=lambda record: record.chain):
+    slots: dict[str, str] = {}
+    for record in sorted(unit.records, key=lambda record: (record.is_customer_token, record.chain)):
+        chain = record.chain
+        if record.is_customer_token:
+            chain = slots.get(chain) or slots.setdefault(chain, choose_slot(customer_token_chains(chain)))
         record.sequence = sequence
         principal = record.grant.principal
         details = {name: _redacted(value) for name, value in record.details.items()}
         if (host_user := _host_user(principal)) is not None:
             details["host_user"] = host_user
         append_entry(
-            chain=record.chain,
+            chain=chain,
             at=record.grant.at,
             event=record.event,
             actor=principal.actor,

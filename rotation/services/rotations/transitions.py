@@ -18,6 +18,7 @@ from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.reports import list_attempts
 from keyvault.services.work import leases
+from keyvault.services.work.clock import require_true_clock
 from keyvault.services.work.leases import Lease
 from rotation.domain.events import RotationState
 from rotation.domain.policy import due_reminder
@@ -165,6 +166,7 @@ def _revoke(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
     seen = silence_seen(rotation.predecessor_id, facts, facts.plan.quarantine_seconds, facts.predecessor.tried_at)
     seen["attempts"] = _attempts(rotation)
     note_evidence(rotation, EvidenceKind.UNTRIED if not seen["attempts"] else EvidenceKind.TRIED, seen, grant.at)
+    require_true_clock()
     cited = list(rotation.evidence.order_by("created_at").values_list("evidence_id", flat=True))
     revoke_key(grant, rotation.predecessor, RevocationReason.SUPERSEDED, evidence=cited)
     return {}
@@ -189,6 +191,7 @@ def _end_replacement(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
     _require_living(rotation.predecessor, rotation, grant.at)
     seen = silence_seen(key.key_id, facts, facts.plan.quarantine_seconds, facts.replacement.tried_at)
     note_evidence(rotation, EvidenceKind.UNTRIED, seen, grant.at)
+    require_true_clock()
     cited = list(rotation.evidence.order_by("created_at").values_list("evidence_id", flat=True))
     revoke_key(grant, key, RevocationReason.SUPERSEDED, evidence=cited)
     return {}

@@ -119,7 +119,7 @@ def test_sign_due_signs_the_head_of_every_chain_of_each_scope(written: Iterator[
         newest = parse_checkpoint(bytes(AuditCheckpoint.objects.filter(scope=scope).latest("number").body))
         assert {chain: (head.sequence, head.hash) for chain, head in newest.heads.items()} == {
             chain.name: (chain.sequence, bytes(chain.head_hash))
-            for chain in AuditChain.objects.all()
+            for chain in AuditChain.objects.filter(sequence__gt=0)
             if scope_of(chain.name) == scope
         }
     assert {scope: (report.broken, report.unsigned) for scope, report in verify().items()} == dict.fromkeys(

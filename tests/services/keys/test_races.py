@@ -4,6 +4,7 @@ SQLite has one writer at a time; there, tests with stale copies prove the versio
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,17 +13,20 @@ from django.db import connection, transaction
 from django.test import override_settings
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER, OperatorPrincipal
+from keyvault.access.principals import WORKER, KeyHolder, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.backends.base import Mount
+from keyvault.domain.audit import CUSTOMER_TOKEN_SLOTS, customer_token_chains
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError, StateConflictError
+from keyvault.domain.keys import KeyKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import (
     Account,
     AuditChain,
     AuditEntry,
     Credential,
+    CustomerToken,
     IssuanceApproval,
     IssuanceRequest,
     Key,
@@ -31,12 +35,13 @@ from keyvault.models import (
 from keyvault.services import maintenance
 from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
-from keyvault.services.recording.audit_chain import verify_audit
+from keyvault.services.recording.audit_chain import AuditReport, verify_audit
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.secrets.stored_copies import read_string
+from keyvault.services.tokens.customer_tokens import issue_customer_token
 from keyvault.services.work import leases
-from tests.factories import account, approve, grant, issue, make_merchant, make_operator, now, request_key
+from tests.factories import SANDBOX, account, approve, grant, issue, make_merchant, make_operator, now, request_key
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
 from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
@@ -284,6 +289,30 @@ def test_race_of_writers_on_one_account_is_serialized(busy: Scene) -> None:
     waiting.result(TIMEOUT_SECONDS)
     assert AuditChain.objects.get(pk=chain.pk).sequence == chain.sequence + 2
     assert verify_audit().first_broken is None
+
+
+def test_race_of_customer_tokens_of_one_account_does_not_wait(busy: Scene) -> None:
+    """Each open transaction holds an audit chain of its own, and only one more than there are chains waits."""
+    key, _ = issue(busy.sandbox)
+    with ExitStack() as open_transactions:
+        for _ in range(CUSTOMER_TOKEN_SLOTS - 1):
+            open_transactions.enter_context(held_open(lambda: _issue_token(busy, key)))
+        open_transactions.enter_context(held_open(lambda: _suspend(busy, reload_key(key))))
+        start(lambda: _issue_token(busy, key)).result(TIMEOUT_SECONDS)
+        assert CustomerToken.objects.count() == 1, "a held transaction committed early"
+        with held_open(lambda: _issue_token(busy, key)):
+            waiting = start(lambda: _issue_token(busy, key))
+            wait_until_blocked(waiting)
+    waiting.result(TIMEOUT_SECONDS)
+    chains = AuditEntry.objects.filter(event="customer_token.issued").values_list("chain_id", flat=True)
+    assert set(chains) == set(customer_token_chains("account:acme/sandbox"))
+    assert verify_audit() == AuditReport(AuditEntry.objects.count(), None)
+
+
+def _issue_token(scene: Scene, key: Key) -> object:
+    holder = KeyHolder(key.key_id, key.credential_id, KeyKind.PRIVATE, SANDBOX, "acme")
+    allowed = grant(holder, P.CUSTOMER_TOKENS_WRITE, scene.sandbox)
+    return issue_customer_token(allowed, scene.sandbox, key, customer_id="alice")
 
 
 def test_race_of_nested_blocks_over_several_chains_does_not_deadlock(busy: Scene) -> None:

@@ -27,7 +27,11 @@ def test_merchant_created_has_an_account_and_a_chain_in_each_environment(scene: 
     environments = set(Account.objects.filter(merchant="globex").values_list("environment", flat=True))
     assert environments == {"sandbox", "production"}
     chains = set(AuditChain.objects.filter(name__contains=":globex/").values_list("name", flat=True))
-    assert chains == {"account:globex/sandbox", "account:globex/production"}
+    assert chains == {
+        f"{prefix}:globex/{environment}"
+        for environment in ("sandbox", "production")
+        for prefix in ("account", *(f"customer_tokens.{slot}" for slot in range(4)))
+    }
 
 
 def test_merchant_created_twice_is_refused(scene: Scene) -> None:

@@ -7,18 +7,23 @@ import pytest
 from keyvault.access.customers import Customer, CustomerFault, judge_customer_token, read_customer_token
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import KeyHolder
+from keyvault.domain.audit import Break, ChainedEntry, customer_token_chains
+from keyvault.domain.checkpoints import Head, parse_checkpoint
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.errors import NotFoundError, PermissionMissingError, RequestInvalidError
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import CustomerToken, Key
+from keyvault.models import AuditChain, AuditEntry, CustomerToken, Key
+from keyvault.services.audit.checkpoints import find_newest, sign_due
+from keyvault.services.audit.export import export_log
 from keyvault.services.keys.records import find_customer_record
 from keyvault.services.peppers.ring import load_peppers
+from keyvault.services.recording.audit_chain import AuditReport, verify_audit
 from keyvault.services.tokens.customer_tokens import issue_customer_token, revoke_customer_token
 from tests.domain.minting import mint
 from tests.factories import SANDBOX, account, grant, issue, make_merchant, now
 from tests.services.conftest import Scene
-from tests.services.rows import last_body, last_ids, written_since
+from tests.services.rows import disable_triggers, last_body, last_ids, written_since
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -63,6 +68,28 @@ def test_customer_token_issued_writes_one_entry_one_change_and_no_plaintext(scen
     assert body["details"] == {"token_id": token.token_id, "customer_id": "alice", "ttl_seconds": 60}
     assert token.issued_with == key
     assert text.reveal()[-49:] not in str(vars(CustomerToken.objects.get()))
+
+
+def test_customer_token_entries_have_chains_of_their_own_that_are_signed_and_exported(scene: Scene) -> None:
+    """Neither verification nor a checkpoint nor an export omits them."""
+    key, _ = issue(scene.sandbox)
+    token, _ = token_of(key)
+    (entry,) = AuditEntry.objects.filter(event="customer_token.issued")
+    assert entry.chain_id in customer_token_chains("account:acme/sandbox")
+    assert verify_audit() == AuditReport(AuditEntry.objects.count(), None)
+    sign_due(now())
+    signed = find_newest("sandbox")
+    assert signed is not None
+    assert parse_checkpoint(signed.body).heads[entry.chain_id] == Head(1, bytes(entry.hash))
+    exported = [record for record in export_log(["sandbox"], None, now()) if isinstance(record, ChainedEntry)]
+    assert token.token_id.encode() in next(record.body for record in exported if record.chain == entry.chain_id)
+
+
+def test_customer_token_chain_removed_is_reported(scene: Scene) -> None:
+    """An empty chain is missing, too: every account has all of its chains from the beginning."""
+    disable_triggers()
+    AuditChain.objects.filter(name="customer_tokens.3:acme/production").delete()
+    assert verify_audit().first_broken == Break("customer_tokens.3:acme/production", 0, "the chain is missing")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from keyvault.models import Key, UsageReporter, WorkLease
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.work import leases
+from keyvault.services.work.clock import ClockDiffersError
 from rotation.domain.events import RotationState as S
 from rotation.domain.states import Move, next_step
 from rotation.models import Rotation
@@ -111,6 +112,28 @@ def test_transition_whose_other_key_expired_meanwhile_is_refused(clock: Clock, v
     with pytest.raises(StateConflictError, match="no longer usable"):
         make()
     assert key_states(rotation) == ("active", "active")
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize(("prepare", "to"), [(at_quarantine, S.REVOKING), (at_end_of_rollback, S.ROLLED_BACK)])
+def test_revocation_by_a_worker_with_a_wrong_clock_is_refused(
+    clock: Clock,
+    verifier: UsageLog,
+    prepare: Callable[[Clock, UsageLog], Rotation],
+    to: S,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock that is ahead would end a silence that has not lasted."""
+    rotation = prepare(clock, verifier)
+    make = begun_turn(rotation, clock, to)
+    before = key_states(rotation)
+    with monkeypatch.context() as wrong:
+        wrong.setattr("keyvault.services.work.clock.host_time", lambda: datetime.now(UTC) + timedelta(seconds=30))
+        with pytest.raises(ClockDiffersError):
+            make()
+    assert (get_rotation(rotation.rotation_id).state, key_states(rotation)) == (rotation.state, before)
+    make()
+    assert get_rotation(rotation.rotation_id).state == to
 
 
 def test_transition_of_a_worker_that_lost_its_lease_is_refused(clock: Clock, verifier: UsageLog) -> None:
