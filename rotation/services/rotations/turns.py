@@ -155,7 +155,7 @@ forget_at_fork(dispatcher)
 
 
 def _dispatch_on_commit(turns: Sequence[Turn]) -> None:
-    transaction.on_commit(partial(dispatcher.put, tuple(turns)))
+    transaction.on_commit(partial(dispatcher.put, tuple(turns)), robust=True)
 
 
 # --- events in keyvault -------------------------------------------------------------------------------------
