@@ -104,7 +104,7 @@ def announce_changes(subjects: Mapping[Subject, bool], now: datetime) -> int | N
         sequence = Change.objects.create(subject_kind=kind, subject_id=identity, at=now).sequence
     transaction.on_commit(partial(notify_host, tuple(subjects)))
     if is_postgres:
-        transaction.on_commit(_notifier.send, robust=True)
+        transaction.on_commit(_notice_sender.send, robust=True)
     return sequence
 
 
@@ -119,7 +119,7 @@ def notify_host(subjects: Collection[Subject]) -> None:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class FeedNotifier:
+class _NoticeSender:
     """Wake the followers on all hosts after a commit: at once, or once for the commits of the next milliseconds.
 
     PostgreSQL commits transactions with a NOTIFY one after the other, so a change is committed without one. A process
@@ -160,7 +160,7 @@ class FeedNotifier:
 _NOTIFY = "SET LOCAL synchronous_commit = off; NOTIFY {channel}"
 """A crash that loses the notice also ends its listeners' connections, so it need not be durable."""
 
-_notifier = FeedNotifier()
+_notice_sender = _NoticeSender()
 
 
 class Row(NamedTuple):

@@ -3,9 +3,11 @@
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -257,12 +259,14 @@ def test_feed_announcement_is_the_first_commit_callback_that_can_fail() -> None:
     """Django runs no commit callback after the first that raises, so every other one is registered as robust."""
     root = Path(feed.__file__).parents[3]
     callers = {
-        path.relative_to(root).as_posix(): re.findall(r"transaction\.on_commit\(.*\)", path.read_text())
+        str(path.relative_to(root)): re.findall(r"transaction\.(on_commit\(.*)", path.read_text())
         for folder in ("keyvault", "rotation")
         for path in (root / folder).rglob("*.py")
+        if "transaction.on_commit(" in path.read_text()
     }
-    assert callers.pop("keyvault/services/recording/changes.py")
-    assert [call for calls in callers.values() for call in calls if "robust=True" not in call] == []
+    first, *others = callers.pop("keyvault/services/recording/changes.py")
+    assert first == "on_commit(partial(notify_host, tuple(subjects)))"
+    assert [call for call in (*others, *chain.from_iterable(callers.values())) if "robust=True" not in call] == []
 
 
 # ------------------------------------------------------------------------------------------------------ other hosts
@@ -273,7 +277,7 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The statements that wake other hosts, and a process that has sent none."""
     sent: list[bytes] = []
     monkeypatch.setattr(feed, "execute", sent.append)
-    monkeypatch.setattr(feed, "_notifier", feed.FeedNotifier())
+    monkeypatch.setattr(feed, "_notice_sender", feed._NoticeSender())
     return sent
 
 
@@ -300,19 +304,19 @@ def test_wake_ups_within_some_milliseconds_are_merged(notices: list[bytes], monk
         assert may_send.wait(TIMEOUT_SECONDS)
 
     monkeypatch.setattr(feed, "_MERGE_SECONDS", 1e6)
-    monkeypatch.setattr("keyvault.services.recording.changes.time.sleep", sleep)
-    notifier = feed.FeedNotifier()
-    notifier.send()
+    monkeypatch.setattr(time, "sleep", sleep)
+    wake_up = feed._NoticeSender()
+    wake_up.send()
     assert len(notices) == 1
-    second = start(notifier.send)
+    second = start(wake_up.send)
     assert is_waiting.wait(TIMEOUT_SECONDS)
-    notifier.send()
-    notifier.send()
+    wake_up.send()
+    wake_up.send()
     assert len(notices) == 1
     may_send.set()
     second.result(TIMEOUT_SECONDS)
     assert len(notices) == 2
-    notifier.send()
+    wake_up.send()
     assert len(notices) == 3, "a commit after the second notice needs another"
 
 
@@ -327,7 +331,7 @@ def test_wake_up_that_fails_harms_no_change(
     with monkeypatch.context() as patch:
         patch.setattr(feed, "execute", fail)
         patch.setattr(feed, "_MERGE_SECONDS", 0)
-        feed._notifier.send()
+        feed._notice_sender.send()
         assert "could not wake other hosts" in caplog.text
-    feed._notifier.send()
+    feed._notice_sender.send()
     assert len(notices) == 1
