@@ -407,7 +407,7 @@ def test_step_rolling_back_stalls_at_its_deadline_outside_quarantine() -> None:
         {"deadline": NOW},
     ],
 )
-def test_step_with_a_held_key_waits_for_its_release(state: S, changes: dict[str, object]) -> None:
+def test_step_with_a_held_key_waits_for_its_release(state: RotationState, changes: dict[str, object]) -> None:
     """Neither silence nor an event ends a quarantine that an operator holds."""
     held = {"predecessor": SUSPENDED, "quarantined_at": ENTERED, **BACK, "is_held": True, **changes}
     found = step(state, **held)
