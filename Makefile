@@ -10,7 +10,7 @@ CODE = keyvault rotation tests manage.py
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run check test test-long test-next fuzz faults mutations bench errors lock clean ready-to-run ready-to-test
+.PHONY: help demo run check test test-long test-next fuzz faults simulate mutations bench errors lock clean ready-to-run ready-to-test
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ fuzz: ready-to-test ## send 1,000,000 malformed byte streams and 100,000 request
 
 faults: ready-to-test ## kill, stop, lose and duplicate parts of the service under traffic; about 30 minutes (ARGS='crash --seed 1')
 	@exec $(BIN)/python -m tests.faults $(ARGS)
+
+simulate: ready-to-test ## rotate a fleet for a simulated year and check the invariants; minutes (ARGS='--seed N --steps N')
+	@exec $(BIN)/python -m tests.simulator $(ARGS)
 
 mutations: ready-to-test ## remove each guard that matters once and show which test notices; about 10 minutes (ARGS=--list, ARGS='--only NAME')
 	@exec $(BIN)/python -m tests.mutations $(ARGS)

@@ -11,9 +11,9 @@ from rotation.services.schedules.starting import begin_due
 
 
 @shared_task(name="rotation.tasks.dispatch_due")
-def dispatch_due() -> None:
-    """Send one message per due rotation."""
-    turns.dispatch_due(dispatch=send_turn)
+def dispatch_due(environment: str) -> None:
+    """Send one message per due rotation of the environment."""
+    turns.dispatch_due(dispatch=send_turn, environments=[environment])
 
 
 @shared_task(name="rotation.tasks.advance_rotation")
@@ -23,14 +23,15 @@ def advance_rotation(rotation_id: str) -> None:
 
 def send_turn(turn: Turn) -> None:
     """Send the message of one turn. Raises what the broker's client raises, after one attempt."""
-    advance_rotation.apply_async((turn.rotation_id,), retry=False)
+    queue = "emergencies" if turn.is_urgent else "rotations"
+    advance_rotation.apply_async((turn.rotation_id,), queue=f"{queue}.{turn.environment}", retry=False)
 
 
-@shared_task(name="rotation.tasks.begin_scheduled", expires=30)
+@shared_task(name="rotation.tasks.begin_scheduled")
 def begin_scheduled() -> None:
     begin_due(datetime.now(UTC))
 
 
-@shared_task(name="rotation.tasks.advance_campaigns", expires=30)
+@shared_task(name="rotation.tasks.advance_campaigns")
 def advance_campaigns() -> None:
     tick(datetime.now(UTC))

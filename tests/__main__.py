@@ -121,11 +121,14 @@ def _is_path(option: str) -> bool:
 
 
 def _without_a_run_around_us() -> dict[str, str]:
-    """The environment, less what would choose the settings too early or make us part of another pytest run."""
+    """The environment, less what would choose the settings too early or make us part of another pytest run.
+
+    Without bytecode files, each worker and each process that a test starts would compile all modules again.
+    """
     return {
         name: value
         for name, value in os.environ.items()
-        if name != "DJANGO_SETTINGS_MODULE" and not name.startswith("PYTEST_XDIST_")
+        if name not in {"DJANGO_SETTINGS_MODULE", "PYTHONDONTWRITEBYTECODE"} and not name.startswith("PYTEST_XDIST_")
     }
 
 

@@ -38,6 +38,10 @@ django.setup()
 
 T = TypeVar("T")
 
+TESTS = Path(__file__).parent
+PURE = ("domain/", "access/", "wire/", "rotation/domain/")
+"""Folders of tests that use neither the database nor a server, as PURE in the Makefile."""
+
 VAULTS = frozenset({"vault", "vault_on_disk"})
 """Fixtures that start a Vault: every test that uses one, directly or indirectly, is marked."""
 
@@ -245,26 +249,26 @@ def vault_service(installed_vault: "InstalledVault", db: None) -> "Iterator[Inst
         yield installed_vault
 
 
-@pytest.fixture(autouse=True)
-def fresh_revocation_log(data_dir: Path) -> None:
-    """What an earlier test has ended is no end of this one's database."""
-    from .factories import renew_revocation_log
-
-    renew_revocation_log(data_dir / "revocation_log")
-
-
-# ----------------------------------------------------------------------------------------------------- limits
+# -------------------------------------------------------------------------------------- state of this process
 
 
 @pytest.fixture(autouse=True)
-def fresh_limits() -> None:
-    """Limits are counted in this process, by account: a rolled back account's id comes again in the next test. So are
-    the rules and records that the engine knows, and the budgets that it was made with."""
+def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> None:
+    """Forget what an earlier test left in this process: limits, rules, records, budgets and the revocation log.
+
+    Limits are counted by account, and a rolled back account's id comes again in the next test. What an earlier test
+    revoked is not revoked in this one's database. The tests of pure packages reach none of it.
+    """
+    if request.path.relative_to(TESTS).as_posix().startswith(PURE):
+        return
     from keyvault.hotpath.adapters.assembly import load_blocking
     from keyvault.services.limits.limiter import failed_proofs, limiter
     from keyvault.services.limits.sign_in_attempts import attempts
     from keyvault.services.usage.recorder import usage_log
 
+    from .factories import renew_revocation_log
+
+    renew_revocation_log(data_dir / "revocation_log")
     limiter.cache_clear()
     failed_proofs.cache_clear()
     attempts.cache_clear()

@@ -101,7 +101,7 @@ class SlowQueries:
             self._is_explaining = True
             try:
                 with connection.cursor() as cursor:
-                    cursor.execute(f"EXPLAIN (FORMAT JSON) {sql}", params)
+                    cursor.execute(f"EXPLAIN (FORMAT JSON) {sql}", params[0] if many else params)
                     plan = cursor.fetchone()[0][0]["Plan"]
             finally:
                 self._is_explaining = False

@@ -320,18 +320,18 @@ _SECRETS = (
 )
 
 
-_NEEDLES = tuple(dict.fromkeys(secret.needles for secret in _SECRETS))
-_NUMBERED = tuple((secret, _NEEDLES.index(secret.needles)) for secret in _SECRETS)
-"""Each pattern with the index of its needles, which several share. Most log lines contain no needle."""
+_NEEDLES = tuple(dict.fromkeys(needle for secret in _SECRETS for needle in secret.needles))
+"""The needles of all patterns, each once. Most log lines contain none."""
 
 
 def redact(text: str) -> str:
     """Mask every secret in a text. Idempotent: masked text stays unchanged."""
     lowered = text.lower()
-    present = [any(needle in lowered for needle in needles) for needles in _NEEDLES]
-    for secret, number in _NUMBERED:
-        if present[number]:
-            text = secret.whole.sub(secret.mask, text)
+    present = {needle for needle in _NEEDLES if needle in lowered}
+    if present:
+        for secret in _SECRETS:
+            if not present.isdisjoint(secret.needles):
+                text = secret.whole.sub(secret.mask, text)
     return text
 
 
@@ -351,6 +351,8 @@ def redact_stream(chunks: Iterable[str]) -> Iterator[str]:
 def _feed_all(passes: Iterable["_StreamMask"], text: str, *, is_last: bool) -> str:
     for stream_mask in passes:
         text = stream_mask.feed(text, is_last=is_last)
+        if not text and not is_last:
+            break  # Nothing arrives at the patterns that follow.
     return text
 
 

@@ -116,6 +116,12 @@ RULES = (
     ),
     RetentionRule(KeySource, "with the last minute in which the source was seen"),
     RetentionRule(UsageReporter, "7 days after the process ended; the last loss of each environment permanently"),
+    RetentionRule(
+        Change,
+        "{days} days; the newest ones, and those that a live verifier has not confirmed, as long as they are that",
+        "KEYVAULT_CHANGE_DAYS",
+        follower.forget_old_changes,
+    ),
     RetentionRule(Confirmation, _days(follower.CONFIRMATIONS_KEPT_FOR), forget=follower.forget_old),
     RetentionRule(Verifier, f"{_days(follower.GONE_KEPT_FOR)} after its last confirmation"),
     RetentionRule(Session, "until it expires", forget=sign_in.forget_expired_sessions),
@@ -127,7 +133,7 @@ RULES = (
     RetentionRule(WebhookBreaker, "until the endpoint responds"),
     *(
         RetentionRule(table, "permanently: evidence")
-        for table in (AuditChain, AuditEntry, AuditCheckpoint, Change, BreakGlass, Order)
+        for table in (AuditChain, AuditEntry, AuditCheckpoint, BreakGlass, Order)
     ),
     *(
         RetentionRule(table, "permanently: history of a key")

@@ -6,13 +6,13 @@ from django.contrib import admin
 
 from keyvault.admin.framework.subject_pages import register_pages
 from keyvault.admin.site import ConsoleSite
-from rotation.admin import blackouts, campaigns, emergency, retirements, rotations, schedules
+from rotation.admin import blackouts, campaigns, emergency, retirements, rotations, schedules, standing_approvals
 
-__all__ = ["blackouts", "campaigns", "emergency", "retirements", "rotations", "schedules"]
+__all__ = ["blackouts", "campaigns", "emergency", "retirements", "rotations", "schedules", "standing_approvals"]
 
 emergency.extend_console(cast(ConsoleSite, admin.site))
 register_pages(
-    by_prefix={"rot_": "rotation_rotation", "cmp_": "rotation_campaign"},
+    by_prefix={"rot_": "rotation_rotation", "cmp_": "rotation_campaign", "sta_": "rotation_standingapproval"},
     by_kind={"schedule": ("schedule", "rotation_rotationschedule")},
-    by_field={"rotation_id": "rotation_rotation"},
+    by_field={"rotation_id": "rotation_rotation", "standing_approval_id": "rotation_standingapproval"},
 )

@@ -15,8 +15,9 @@ from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, mono, short_moment
 from rotation.admin.schedule_forms import CalendarForm, EditCalendarForm, periods_from
-from rotation.admin.schedule_widgets import format_scope, state_of
+from rotation.admin.schedule_widgets import format_scope
 from rotation.models import BlackoutCalendar
+from rotation.services.schedules.reports import state_of_schedule
 from rotation.services.schedules.schedules import save_calendar
 
 
@@ -93,7 +94,7 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
         using = [
             [
                 link(reverse("admin:rotation_rotationschedule_change", args=[item.pk]), format_scope(item)),
-                badge(state_of(item)),
+                badge(state_of_schedule(item)),
             ]
             for item in schedules
         ]

@@ -170,6 +170,9 @@ def _events(row: Rotation) -> Iterator[tuple[str, Any]]:
             yield label, moment(at)
     if row.schedule is not None:
         yield "Requested by the schedule", str(row.schedule)
+    if row.standing_approval_id is not None:
+        standing_url = reverse("admin:rotation_standingapproval_change", args=[row.standing_approval_id])
+        yield "Under the standing approval", link(standing_url, mono(row.standing_approval_id))
     if row.campaign is not None:
         yield "Part of the campaign", link(reverse("admin:rotation_campaign_change", args=[row.campaign]), row.campaign)
 

@@ -9,14 +9,12 @@ from django import forms
 from keyvault.admin.framework.accounts import environment_field
 from keyvault.admin.framework.actions import ActionForm, Cleaned, RowChoice, VersionedForm
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import Fault, RequestInvalidError
-from keyvault.models import Credential
-from keyvault.services.merchants.merchants import find_account
+from keyvault.domain.errors import RequestInvalidError
 from rotation.admin.plan_fields import SHARED_GROUP, WINDOW_GROUP, PlanForm, overrides_in, window_fields, window_in
 from rotation.domain.plan_fields import FIELDS, SHARED_FIELDS, PlanOverrides, to_json
 from rotation.domain.windows import clock_text
 from rotation.models import BlackoutCalendar, RotationSchedule
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_draft, partial_draft
+from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_draft, find_scope, partial_draft
 
 
 class TermsForm(PlanForm):
@@ -153,18 +151,7 @@ def scope_from(cleaned: Cleaned) -> Scope:
         NotFoundError: the account does not exist.
         RequestInvalidError: the credential does not exist.
     """
-    environment = Environment(cleaned["environment"])
-    account = find_account(cleaned["merchant"], environment) if cleaned["merchant"] else None
-    if not cleaned["credential"]:
-        return Scope(environment, account)
-    rows = Credential.objects.select_related("account__merchant").filter(pk=cleaned["credential"])
-    if account is not None:
-        rows = rows.filter(account=account)
-    credential = rows.first()
-    if credential is None:
-        whose = "" if account is None else f" of {account}"
-        raise RequestInvalidError("Credential not found.", [Fault("/credential", f"not the id of a credential{whose}")])
-    return Scope(environment, credential=credential)
+    return find_scope(Environment(cleaned["environment"]), cleaned["merchant"], cleaned["credential"])
 
 
 def terms_from(cleaned: Cleaned, previous: PlanOverrides | None = None) -> ScheduleDraft:

@@ -8,11 +8,13 @@ from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.widgets import NOTHING, FactTable, Table, badge, link, moment, short_moment
-from rotation.admin.plan_fields import WEEKDAYS
+from keyvault.domain.environments import Environment
+from rotation.admin.plan_fields import WEEKDAYS, show_override
+from rotation.domain.plan_fields import SHARED_FIELDS
 from rotation.domain.windows import clock_text
-from rotation.models import RotationSchedule
+from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.services.schedules.calendar import ScheduledDate
-from rotation.services.schedules.schedules import find_draft, find_unreadable
+from rotation.services.schedules.schedules import find_draft, partial_draft
 
 LOOKAHEAD_DAYS = {30: "30 days", 90: "90 days", 366: "a year"}
 """Lookahead periods of the calendar, in days, with their labels."""
@@ -28,7 +30,7 @@ def calendar_notes(dates: list[ScheduledDate], days: int, merchant: str | None) 
     period = LOOKAHEAD_DAYS[days]
     yield f"Scheduled rotations{whose} within {period}. All times are UTC."
     if len(dates) > _MAX_LINES:
-        yield f"First {_MAX_LINES} of {len(dates)}. Choose an environment or fewer days to see fewer rotations."
+        yield f"First {_MAX_LINES} rotations. Choose an environment or a merchant to see others."
 
 
 def month_tables(dates: list[ScheduledDate]) -> Iterable[Table]:
@@ -78,12 +80,6 @@ def _state_link(date: ScheduledDate) -> SafeString:
     return link(reverse("admin:rotation_rotation_change", args=[date.rotation_id]), badge(date.state))
 
 
-def state_of(row: RotationSchedule) -> str:
-    if not row.is_enabled:
-        return "disabled"
-    return "stalled" if find_unreadable(row) else "enabled"
-
-
 def format_scope(row: RotationSchedule) -> str:
     if row.credential is not None:
         return f"{row.credential.account} · {row.credential.label}"
@@ -99,3 +95,21 @@ def format_schedule_window(row: RotationSchedule) -> str:
         return "at any time"
     days = ", ".join(WEEKDAYS[day][:3] for day in window.weekdays)
     return f"{days} {clock_text(window.opens)} to {clock_text(window.closes)} {window.time_zone}"
+
+
+def schedule_facts(row: RotationSchedule) -> Iterable[tuple[str, Any]]:
+    """Yield what the schedule plans, all but its scope."""
+    overrides = (find_draft(row) or partial_draft(row)).overrides
+    yield "Environment", badge(row.environment)
+    yield "Cryptoperiod", f"{row.cryptoperiod_days} days"
+    yield "Jitter", f"up to {row.jitter_days} days earlier" if row.jitter_days else NOTHING
+    yield "Lead time", f"{row.lead_days} days" if row.lead_days else NOTHING
+    yield "Window", format_schedule_window(row)
+    yield "Blackout calendar", _calendar_link(row.calendar)
+    for field in SHARED_FIELDS:
+        yield field.label, show_override(field, getattr(overrides, field.name), Environment(row.environment))
+    yield "In the name of", row.author.get_username()
+
+
+def _calendar_link(row: BlackoutCalendar | None) -> SafeString | str:
+    return NOTHING if row is None else link(reverse("admin:rotation_blackoutcalendar_change", args=[row.pk]), row)

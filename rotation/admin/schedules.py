@@ -9,7 +9,6 @@ from django.contrib import admin
 from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
-from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -43,7 +42,6 @@ from keyvault.admin.framework.widgets import (
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Credential
-from rotation.admin.plan_fields import show_override
 from rotation.admin.schedule_forms import (
     EditForm,
     ScheduleForm,
@@ -59,11 +57,12 @@ from rotation.admin.schedule_widgets import (
     format_scope,
     month_tables,
     next_facts,
-    state_of,
+    schedule_facts,
 )
-from rotation.domain.plan_fields import SHARED_FIELDS
-from rotation.models import BlackoutCalendar, RotationSchedule
-from rotation.services.schedules.calendar import list_next
+from rotation.admin.standing_approvals import approval_state, request_action
+from rotation.models import RotationSchedule
+from rotation.services.schedules.calendar import find_next, list_next
+from rotation.services.schedules.reports import state_of_schedule
 from rotation.services.schedules.schedules import (
     disable_schedule,
     enable_schedule,
@@ -74,6 +73,9 @@ from rotation.services.schedules.schedules import (
     save_schedule,
     scope_of,
 )
+
+_MAX_APPROVALS = 10
+"""Maximum number of standing approvals on a schedule's page, the latest first."""
 
 
 def _save(grant: Grant, cleaned: Cleaned) -> ActionResult:
@@ -135,6 +137,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             "The schedule requests due rotations again, in your name.",
             is_available=lambda row: not row.is_enabled,
         ),
+        request_action,
     )
 
     list_display = ("scope", "environment_badge", "every", "window_text", "calendar", "state", "author_name")
@@ -156,7 +159,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         return format_scope(row)
 
     environment_badge = badge_column("environment", "environment")
-    state = badge_column("state", state_of, ordering="is_enabled")
+    state = badge_column("state", state_of_schedule, ordering="is_enabled")
 
     @admin.display(description="every", ordering="cryptoperiod_days")
     def every(self, row: RotationSchedule) -> str:
@@ -176,24 +179,13 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
     def account_of(self, row: RotationSchedule) -> Account | None:
         return place_of(row)
 
+    def requester_person_of(self, row: RotationSchedule) -> str:
+        return row.author_person
+
     def summary(self, row: RotationSchedule) -> FactTable:
-        overrides = (find_draft(row) or partial_draft(row)).overrides
-        rows: list[tuple[str, Any]] = [
-            ("For", format_scope(row)),
-            ("Environment", badge(row.environment)),
-            ("Cryptoperiod", f"{row.cryptoperiod_days} days"),
-            ("Jitter", f"up to {row.jitter_days} days earlier" if row.jitter_days else NOTHING),
-            ("Lead time", f"{row.lead_days} days" if row.lead_days else NOTHING),
-            ("Window", format_schedule_window(row)),
-            ("Blackout calendar", _calendar_link(row.calendar)),
-            *(
-                (field.label, show_override(field, getattr(overrides, field.name), Environment(row.environment)))
-                for field in SHARED_FIELDS
-            ),
-            ("In the name of", self.author_name(row)),
-        ]
         fault = find_unreadable(row)
-        return FactTable("Schedule", [*rows, *([("Stalled", fault)] if fault else [])])
+        rows = [("For", format_scope(row)), *schedule_facts(row), *([("Stalled", fault)] if fault else [])]
+        return FactTable("Schedule", rows)
 
     def detail(self, request: HttpRequest, row: RotationSchedule) -> Detail:
         notes = (
@@ -214,8 +206,28 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             ],
             empty="No rotations yet. Rotations requested by this schedule appear here.",
         )
-        return Detail(
-            title=self.name_of(row), state=state_of(row), sections=[self.summary(row), requested], notes=notes
+        sections: list[FactTable | Table] = [self.summary(row), *self._standing_approvals(row), requested]
+        return Detail(title=self.name_of(row), state=state_of_schedule(row), sections=sections, notes=notes)
+
+    def _standing_approvals(self, row: RotationSchedule) -> Iterable[Table]:
+        if row.environment != Environment.PRODUCTION:
+            return
+        found = row.standing_approvals.select_related("requester").order_by("-created_at")[:_MAX_APPROVALS]
+        yield Table(
+            "Standing approvals",
+            ["id", "state", "expires (UTC)", "requested by", "reason"],
+            [
+                [
+                    link(reverse("admin:rotation_standingapproval_change", args=[item.pk]), mono(item)),
+                    badge(approval_state(item)),
+                    short_moment(item.expires_at),
+                    item.requester.username,
+                    item.why or NOTHING,
+                ]
+                for item in found
+            ],
+            empty="No standing approval: a second person approves each rotation. The author of this schedule can "
+            "request one.",
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
@@ -231,10 +243,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         if isinstance(row, Account) or row.kind != KeyKind.PRIVATE:
             return Extras(links=links) if isinstance(row, Account) else None
         now = datetime.now(UTC)
-        far = now + timedelta(days=10 * 366)
-        dates = list_next(now, far, account.environment, account.merchant_id)
-        mine = next((date for date in dates if date.credential_id == row.pk), None)
-        return Extras(links=links, sections=[next_facts(mine)])
+        return Extras(links=links, sections=[next_facts(find_next(row.pk, now))])
 
     # --- the calendar -------------------------------------------------------------------------------------------
 
@@ -286,7 +295,3 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         for ahead, label in LOOKAHEAD_DAYS.items():
             if ahead != days:
                 yield Link(label, url_with(days=ahead))
-
-
-def _calendar_link(row: BlackoutCalendar | None) -> SafeString | str:
-    return NOTHING if row is None else link(reverse("admin:rotation_blackoutcalendar_change", args=[row.pk]), row)

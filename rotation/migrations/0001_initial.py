@@ -304,7 +304,7 @@ class Migration(migrations.Migration):
                 ('revision', models.PositiveIntegerField(default=0)),
             ],
             options={
-                'indexes': [models.Index(condition=models.Q(('ask_at__isnull', False)), fields=['environment', 'ask_at', 'credential'], name='scheduled_by_ask_at')],
+                'indexes': [models.Index(fields=['environment', 'ask_at', 'credential'], name='scheduled_by_ask_at')],
             },
         ),
         migrations.CreateModel(
@@ -315,5 +315,69 @@ class Migration(migrations.Migration):
                 ('after', models.CharField(blank=True, max_length=32)),
                 ('account', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='+', to='keyvault.account')),
             ],
+        ),
+        migrations.CreateModel(
+            name='ScheduleApproval',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('version', models.PositiveIntegerField(default=1, editable=False)),
+                ('person', models.CharField(max_length=32)),
+                ('plan_digest', models.CharField(max_length=64)),
+                ('created_at', models.DateTimeField()),
+            ],
+        ),
+        migrations.CreateModel(
+            name='StandingApproval',
+            fields=[
+                ('version', models.PositiveIntegerField(default=1, editable=False)),
+                ('plan_digest', models.CharField(max_length=64)),
+                ('approvals_needed', models.PositiveSmallIntegerField()),
+                ('requester_person', models.CharField(max_length=32)),
+                ('created_at', models.DateTimeField()),
+                ('approval_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
+                ('state', models.CharField(choices=[('awaiting_approval', 'awaiting approval'), ('approved', 'approved'), ('rejected', 'rejected'), ('withdrawn', 'withdrawn'), ('void', 'void')], max_length=32)),
+                ('why', models.CharField(blank=True, max_length=300)),
+                ('terms', models.JSONField()),
+                ('approval_expires_at', models.DateTimeField()),
+                ('expires_at', models.DateTimeField()),
+                ('closed_at', models.DateTimeField(blank=True, null=True)),
+            ],
+        ),
+        migrations.AddField(
+            model_name='scheduleapproval',
+            name='approver',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL),
+        ),
+        migrations.AddField(
+            model_name='standingapproval',
+            name='requester',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL),
+        ),
+        migrations.AddField(
+            model_name='standingapproval',
+            name='schedule',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='standing_approvals', to='rotation.rotationschedule'),
+        ),
+        migrations.AddField(
+            model_name='scheduleapproval',
+            name='standing',
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='approvals', to='rotation.standingapproval'),
+        ),
+        migrations.AddField(
+            model_name='rotation',
+            name='standing_approval',
+            field=models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='rotation.standingapproval'),
+        ),
+        migrations.AddConstraint(
+            model_name='standingapproval',
+            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'approved', 'rejected', 'withdrawn', 'void'])), name='standing_approval_state'),
+        ),
+        migrations.AddConstraint(
+            model_name='standingapproval',
+            constraint=models.UniqueConstraint(condition=models.Q(('state__in', ('awaiting_approval', 'approved'))), fields=('schedule', 'state'), name='standing_approval_one'),
+        ),
+        migrations.AddConstraint(
+            model_name='scheduleapproval',
+            constraint=models.UniqueConstraint(fields=('standing', 'person'), name='schedule_approval_once'),
         ),
     ]

@@ -12,6 +12,7 @@ from rotation.models.schedules import (
     ScheduledCredential,
     ScheduleSweep,
 )
+from rotation.models.standing_approvals import ScheduleApproval, StandingApproval, StandingApprovalState
 
 __all__ = [
     "BlackoutCalendar",
@@ -27,8 +28,11 @@ __all__ = [
     "Rotation",
     "RotationApproval",
     "RotationSchedule",
+    "ScheduleApproval",
     "ScheduleCheck",
     "ScheduleSweep",
     "ScheduledCredential",
+    "StandingApproval",
+    "StandingApprovalState",
     "explain_unreadable",
 ]

@@ -17,6 +17,7 @@ from rotation.domain.policy import PLAN_UNREADABLE, Plan, UnreadablePlanError
 from rotation.domain.states import CLOSED
 from rotation.models.campaigns import Campaign
 from rotation.models.schedules import RotationSchedule, ScheduledCredential
+from rotation.models.standing_approvals import StandingApproval
 
 
 def explain_unreadable(error: Exception) -> str:
@@ -35,6 +36,7 @@ class Rotation(RequestColumns):
     when the predecessor went into quarantine on an approved date, its silence unproved. `bypassed_at`: when the
     approval was bypassed; the break-glass act stays listed until reviewed. `handover`: for a sealed credential, the
     replacement's string sealed to the recipient's key.
+    `standing_approval`: the schedule's approval that covers this rotation.
     `reminded_percent`, `alarmed_at`: the last reminder to the merchant and the last alarm to the operators.
     """
 
@@ -73,6 +75,9 @@ class Rotation(RequestColumns):
     reminded_percent = models.PositiveSmallIntegerField(default=0)
     handover = models.JSONField(null=True, blank=True)
     schedule = models.ForeignKey(RotationSchedule, models.PROTECT, null=True, blank=True, related_name="rotations")
+    standing_approval = models.ForeignKey(
+        StandingApproval, models.PROTECT, null=True, blank=True, related_name="rotations"
+    )
     campaign = models.ForeignKey(Campaign, models.PROTECT, null=True, blank=True, related_name="rotations")
 
     class Meta:

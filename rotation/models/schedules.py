@@ -96,13 +96,7 @@ class ScheduledCredential(models.Model):
     revision = models.PositiveIntegerField(default=0)
 
     class Meta:
-        indexes = [
-            models.Index(
-                fields=["environment", "ask_at", "credential"],
-                name="scheduled_by_ask_at",
-                condition=Q(ask_at__isnull=False),
-            )
-        ]
+        indexes = [models.Index(fields=["environment", "ask_at", "credential"], name="scheduled_by_ask_at")]
 
     def __str__(self) -> str:
         return f"{self.credential_id} at {self.ask_at}"

@@ -21,6 +21,7 @@ _CLOSED = sql_list(tuple(sorted(state.value for state in CLOSED)))
 APPEND_ONLY = (
     AppendOnly("rotation_rotationapproval", (("id",), ("rotation_id", "person"))),
     AppendOnly("rotation_campaignapproval", (("id",), ("campaign_id", "person"))),
+    AppendOnly("rotation_scheduleapproval", (("id",), ("standing_id", "person"))),
     AppendOnly("rotation_evidence", (("evidence_id",),)),
 )
 
@@ -28,6 +29,7 @@ KEPT = (
     Kept("rotation_rotation", (("rotation_id",),)),
     Kept("rotation_retirement", (("id",),)),
     Kept("rotation_campaign", (("campaign_id",),)),
+    Kept("rotation_standingapproval", (("approval_id",), ("schedule_id", "state"))),
     Kept("rotation_campaignmember", (("id",), ("campaign_id", "credential_id"), ("rotation_id",))),
 )
 
@@ -53,6 +55,12 @@ STATES = (
         ("completed", "rejected", "expired", "cancelled"),
         "a closed campaign stays closed",
     ),
+    FinalStates(
+        "standingapproval_no_reopening",
+        "rotation_standingapproval",
+        ("rejected", "withdrawn", "void"),
+        "a standing approval that has ended stays ended",
+    ),
 )
 
 FOUR_EYES = (
@@ -66,7 +74,7 @@ FOUR_EYES = (
         "WHERE g.event = 'rotation.bypassed' AND g.subject = NEW.rotation_id))",
         environment="(SELECT a.environment FROM keyvault_account a JOIN keyvault_credential c "
         "ON c.account_id = a.id WHERE c.credential_id = NEW.credential_id)",
-        frozen=("credential_id", "predecessor_id", "plan"),
+        frozen=("credential_id", "predecessor_id", "plan", "standing_approval_id"),
     ),
     FourEyes(
         table="rotation_campaign",
@@ -76,6 +84,16 @@ FOUR_EYES = (
         approved="NEW.state NOT IN ('awaiting_approval', 'rejected', 'expired', 'cancelled')",
         environment="NEW.environment",
         frozen=("environment", "selection", "overrides", "pace"),
+        by_services=False,
+    ),
+    FourEyes(
+        table="rotation_standingapproval",
+        key="approval_id",
+        approval="rotation_scheduleapproval",
+        foreign_key="standing_id",
+        approved="NEW.state NOT IN ('awaiting_approval', 'rejected', 'withdrawn', 'void')",
+        environment="(SELECT s.environment FROM rotation_rotationschedule s WHERE s.id = NEW.schedule_id)",
+        frozen=("schedule_id", "terms", "approval_expires_at", "expires_at"),
         by_services=False,
     ),
 )
@@ -134,6 +152,23 @@ GUARDS = (
         "only a running campaign begins rotations, one for each member",
     ),
     WriteGuard(
+        "standingapproval_by_author",
+        "rotation_standingapproval",
+        "INSERT",
+        "NOT EXISTS (SELECT 1 FROM rotation_rotationschedule s "
+        "WHERE s.id = NEW.schedule_id AND s.author_person = NEW.requester_person)",
+        "the author of a schedule requests its standing approval",
+    ),
+    WriteGuard(
+        "rotation_of_standing_approval",
+        "rotation_rotation",
+        "INSERT",
+        "NEW.standing_approval_id IS NOT NULL AND NOT EXISTS (SELECT 1 FROM rotation_standingapproval s "
+        "WHERE s.approval_id = NEW.standing_approval_id AND s.schedule_id = NEW.schedule_id AND s.state = 'approved' "
+        "AND s.requester_person = NEW.requester_person AND s.expires_at > NEW.created_at)",
+        "only a valid standing approval of its schedule covers a rotation",
+    ),
+    WriteGuard(
         "breakglass_rotation_requester",
         "keyvault_breakglass",
         "INSERT",
@@ -142,8 +177,10 @@ GUARDS = (
         "OR (NEW.event = 'rotation.retirement_approved' AND NOT EXISTS (SELECT 1 FROM rotation_retirement t "
         "WHERE t.rotation_id = NEW.subject AND t.requester_person = NEW.requester_person)) "
         "OR EXISTS (SELECT 1 FROM rotation_campaign c "
-        "WHERE c.campaign_id = NEW.subject AND c.requester_person <> NEW.requester_person)",
-        "a break-glass action names the requester of its rotation, retirement date or campaign",
+        "WHERE c.campaign_id = NEW.subject AND c.requester_person <> NEW.requester_person) "
+        "OR EXISTS (SELECT 1 FROM rotation_standingapproval s "
+        "WHERE s.approval_id = NEW.subject AND s.requester_person <> NEW.requester_person)",
+        "a break-glass action names the requester of its rotation, retirement date, campaign or standing approval",
     ),
 )
 

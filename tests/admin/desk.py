@@ -27,6 +27,7 @@ from tests.factories import (
     now,
     the_operator,
 )
+from tests.starting_rows import start_with
 
 SHAPED = re.compile(r"kv_(?:pub|prv|svc)_(?:sbx|prd|all)_[0-9A-Za-z]{65}")
 """A whole key or token of this suite."""
@@ -46,6 +47,10 @@ class Desk:
 
 
 def set_up_desk() -> Desk:
+    return start_with(_set_up_desk)
+
+
+def _set_up_desk() -> Desk:
     have_peppers()
     make_merchant("acme")
     return Desk(

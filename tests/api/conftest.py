@@ -9,12 +9,12 @@ from django.test import Client
 
 import keyvault.project.urls  # noqa: F401  loads all environments, whichever test runs first
 from keyvault.access.permissions import SERVICE_PERMISSIONS
-from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
 from keyvault.services.usage.recorder import UsageLog
 from tests.factories import make_merchant, make_token
+from tests.starting_rows import start_with
 
-from .integration import Ask, asking, change_account
+from .integration import Ask, asking, make_roomy_merchants
 
 Call = Callable[..., Any]
 
@@ -31,6 +31,10 @@ def usage(monkeypatch: pytest.MonkeyPatch) -> UsageLog:
 
 @pytest.fixture
 def token(db: None) -> str:
+    return start_with(_make_token)
+
+
+def _make_token() -> str:
     make_merchant("acme")
     make_merchant("globex")
     return make_token(*SERVICE_PERMISSIONS, scope=StringScope.ALL)[1].reveal()
@@ -64,8 +68,5 @@ def _json(body: Any) -> bytes:
 @pytest.fixture
 def ask(db: None, client: Client) -> Ask:
     """Return a client of the integration plane for `acme` and `globex`, with limits that no test reaches."""
-    for merchant_id in ("acme", "globex"):
-        make_merchant(merchant_id)
-        for environment in Environment:
-            change_account(merchant_id, environment, limit_count=1000, limit_seconds=1)
+    start_with(make_roomy_merchants)
     return asking(client)

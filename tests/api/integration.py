@@ -19,7 +19,7 @@ from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.pending_requests import RULES, Found
 from keyvault.models import Account, Key
 from keyvault.services.recording.transaction import recorded
-from tests.factories import SANDBOX, account, grant, issue
+from tests.factories import SANDBOX, account, grant, issue, make_merchant
 
 ORDERS = "/sandbox/merchants/orders"
 ORDER = {"amount_minor": 1299, "currency": "EUR"}
@@ -58,6 +58,14 @@ def asking(client: Client) -> Ask:
         return response
 
     return send
+
+
+def make_roomy_merchants() -> None:
+    """Make `acme` and `globex`, with limits that no test reaches."""
+    for merchant_id in ("acme", "globex"):
+        make_merchant(merchant_id)
+        for environment in Environment:
+            change_account(merchant_id, environment, limit_count=1000, limit_seconds=1)
 
 
 @contextmanager

@@ -26,9 +26,10 @@ from keyvault.services.limits.limiter import failed_proofs
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification.refusals import RefusalLog, find_refusal
 from keyvault.wire.gateways import NAMES, Dialect
-from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
+from tests.factories import account, grant, issue, make_token, the_operator
+from tests.starting_rows import start_with
 
-from .integration import change_account, losing, private, public
+from .integration import change_account, losing, make_roomy_merchants, private, public
 
 pytestmark = pytest.mark.django_db
 
@@ -44,10 +45,11 @@ Gateway = Callable[..., Any]
 
 @pytest.fixture
 def token(db: None) -> str:
-    for merchant_id in ("acme", "globex"):
-        make_merchant(merchant_id)
-        for environment in Environment:
-            change_account(merchant_id, environment, limit_count=1000, limit_seconds=1)
+    return start_with(_make_token)
+
+
+def _make_token() -> str:
+    make_roomy_merchants()
     return make_token(P.KEYS_VERIFY, scope=StringScope.SANDBOX)[1].reveal()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 from keyvault.access.catalog import BUILT_IN, Endpoint
 from keyvault.access.decision import Grant
@@ -130,6 +131,7 @@ def other(environment: Environment) -> Environment:
     return Environment.PRODUCTION if environment is Environment.SANDBOX else Environment.SANDBOX
 
 
+@cache
 def endpoint_named(name: str) -> Endpoint:
     found = BUILT_IN.with_added(ADDED).find(name)
     assert isinstance(found, Endpoint), name

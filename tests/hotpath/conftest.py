@@ -19,6 +19,7 @@ from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification.refusals import RefusalLog
 from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
 from tests.services.conftest import scene as scene
+from tests.starting_rows import start_with
 
 
 @pytest.fixture
@@ -43,6 +44,10 @@ class Stage:
 
 @pytest.fixture
 def stage(db: None) -> Stage:
+    return start_with(_make_stage)
+
+
+def _make_stage() -> Stage:
     make_merchant("acme")
     key, text = issue(account())
     _, token = make_token(*SERVICE_PERMISSIONS, scope=StringScope.SANDBOX)

@@ -67,6 +67,7 @@ _REQUESTS = {
     "keyvault_issuanceapproval": ("pending", "request_id"),
     "rotation_rotationapproval": ("waiting", "rotation_id"),
     "rotation_campaignapproval": ("campaign", "campaign_id"),
+    "rotation_scheduleapproval": ("standing", "standing_id"),
 }
 """The subject of each approval table: the world's pending one, and the column that names it."""
 
@@ -125,6 +126,22 @@ def _change_campaign(world: World, **changes: object) -> None:
 def _reopen_campaign(world: World) -> None:
     _change_campaign(world, state="cancelled")
     _change_campaign(world, state="awaiting_approval")
+
+
+def _copy_standing(world: World, **changes: object) -> None:
+    """Copy the request after all are withdrawn, since a schedule has one in each living state."""
+    update("rotation_standingapproval", {"state": "withdrawn"})
+    row = {"approval_id": fresh_id(), "state": "awaiting_approval", **changes}
+    insert_copy("rotation_standingapproval", row, approval_id=world.standing.pk)
+
+
+def _change_standing(world: World, **changes: object) -> None:
+    update("rotation_standingapproval", changes, approval_id=world.standing.pk)
+
+
+def _reopen_standing(world: World) -> None:
+    _change_standing(world, state="withdrawn")
+    _change_standing(world, state="awaiting_approval")
 
 
 def _next_member() -> int:
@@ -300,6 +317,32 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "campaignmember_no_replace": lambda world: _replace(
         "rotation_campaignmember", {"id": _next_member()}, campaign_id=world.campaign.pk
     ),
+    "scheduleapproval_no_update": lambda _: update("rotation_scheduleapproval", {"person": "per_other"}),
+    "scheduleapproval_no_delete": lambda _: delete("rotation_scheduleapproval"),
+    "scheduleapproval_no_replace": lambda _: _replace("rotation_scheduleapproval", {"id": None}),
+    "standingapproval_second_person": lambda world: _approve("rotation_scheduleapproval", world, **_by_tam(world)),
+    "standingapproval_approver_is_person": lambda world: _approve(
+        "rotation_scheduleapproval", world, approver_id=_row_of("tam").pk, person="per_nobody"
+    ),
+    "standingapproval_same_digest": lambda world: _approve("rotation_scheduleapproval", world, plan_digest="0" * 64),
+    "standingapproval_requester_is_person": lambda world: _copy_standing(world, requester_id=_row_of("approver").pk),
+    "standingapproval_by_author": lambda world: _copy_standing(
+        world, requester_id=_row_of("approver").pk, requester_person=world.approver.person
+    ),
+    "standingapproval_enough_insert": lambda world: _copy_standing(world, state="approved"),
+    "standingapproval_enough_update": lambda world: _change_standing(world, state="approved"),
+    "standingapproval_production_policy": lambda world: _copy_standing(world, approvals_needed=0),
+    "standingapproval_stays": lambda world: _change_standing(world, expires_at=world.order.created_at),
+    "standingapproval_no_delete": lambda world: delete("rotation_standingapproval", approval_id=world.standing.pk),
+    "standingapproval_no_replace": lambda world: _replace(
+        "rotation_standingapproval", {"approval_id": fresh_id()}, approval_id=world.standing.pk
+    ),
+    "standingapproval_no_reopening": lambda world: _reopen_standing(world),
+    "rotation_of_standing_approval": lambda world: insert_copy(
+        "rotation_rotation",
+        {**_new_rotation(world), "standing_approval_id": world.standing.pk},
+        rotation_id=world.waiting.pk,
+    ),
     "rotation_of_campaign": lambda world: insert_copy(
         "rotation_rotation", {**_new_rotation(world), "campaign_id": world.campaign.pk}, rotation_id=world.waiting.pk
     ),
@@ -422,10 +465,14 @@ def _review_act(operator: principals.OperatorPrincipal, **changes: Any) -> None:
 @pytest.mark.parametrize("event", ["rotation.retirement_approved", "rotation.approved"])
 def test_triggers_act_on_a_rotation_with_a_wrong_requester_is_refused(world: World, event: str) -> None:
     """A retirement's requester is the person who asked for the date; every other act names the rotation's requester."""
-    with refused("a break-glass action names the requester of its rotation, retirement date or campaign"):
+    with refused(
+        "a break-glass action names the requester of its rotation, retirement date, campaign or standing approval"
+    ):
         _note_act(subject=world.retirement.rotation_id, event=event, requester_person="per_nobody")
     _note_act(subject=world.retirement.rotation_id, event=event, requester_person=world.tam.person)
-    with refused("a break-glass action names the requester of its rotation, retirement date or campaign"):
+    with refused(
+        "a break-glass action names the requester of its rotation, retirement date, campaign or standing approval"
+    ):
         _note_act(subject=world.campaign.pk, requester_person="per_nobody")
 
 

@@ -8,6 +8,7 @@ from keyvault.access.principals import OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.models import Account, Merchant
 from tests.factories import PRODUCTION, SANDBOX, account, have_peppers, make_merchant, make_operator
+from tests.starting_rows import start_with
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ def scene(db: None) -> Scene:
 
 
 def make_scene(merchant_id: str = "acme") -> Scene:
+    return start_with(_make_scene, merchant_id)
+
+
+def _make_scene(merchant_id: str) -> Scene:
     have_peppers()
     return Scene(
         merchant=make_merchant(merchant_id),

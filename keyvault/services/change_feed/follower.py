@@ -19,17 +19,25 @@ from weakref import WeakSet
 import psycopg
 from django.conf import settings
 from django.db import DatabaseError, OperationalError, close_old_connections, connection, connections, transaction
+from django.db.models import Min
 from django.db.models.functions import Now
 from psycopg import sql
 
 from keyvault.domain.ids import Subject
-from keyvault.models import Confirmation, Verifier
+from keyvault.models import Change, Confirmation, Verifier
 from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS, abort_connection, use_short_timeouts
 from keyvault.services.postgres.raw_queries import execute, wait_for_notice
-from keyvault.services.recording.changes import CHANNEL, FeedRewoundError, Position, generation, poll_feed
+from keyvault.services.recording.changes import (
+    CHANNEL,
+    OVERLAP,
+    FeedRewoundError,
+    Position,
+    generation,
+    poll_feed,
+)
 from keyvault.services.usage.recorder import usage_log
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork
-from keyvault.services.work.deletion import delete_batch
+from keyvault.services.work.deletion import MAX_DELETED, delete_batch
 
 _log = logging.getLogger(__name__)
 
@@ -334,3 +342,24 @@ def forget_old(now: datetime) -> None:
     """Delete confirmations older than 30 days, some thousands at a time, and verifiers gone for 7 days."""
     delete_batch(Confirmation.objects.filter(at__lt=now - CONFIRMATIONS_KEPT_FOR).order_by("at"))
     Verifier.objects.filter(seen_at__lt=now - GONE_KEPT_FOR).delete()
+
+
+def forget_old_changes(now: datetime) -> None:
+    """Delete a batch of old changes that every live verifier has confirmed.
+
+    A follower checks that the latest changes that it has applied still exist, so these are kept: the latest sequences
+    below the slowest verifier's position, and the newest change there. A process that was suspended for longer than
+    GONE_KEPT_FOR may miss its own, and must be restarted.
+    """
+    live = Verifier.objects.filter(stopped_at__isnull=True).aggregate(slowest=Min("confirmed_sequence"))["slowest"]
+    newest = Change.objects.order_by("-sequence")
+    if live is not None:
+        newest = newest.filter(sequence__lte=live)
+    last = newest.values_list("sequence", flat=True).first()
+    if last is None:
+        return
+    oldest = now - timedelta(days=settings.CHANGE_DAYS)
+    # By sequence, which has an index and follows the time.
+    rows = Change.objects.filter(sequence__lte=last - OVERLAP).order_by("sequence").values_list("sequence", "at")
+    old = [sequence for sequence, at in rows[:MAX_DELETED] if at < oldest]
+    delete_batch(Change.objects.filter(sequence__in=old))

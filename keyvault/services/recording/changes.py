@@ -21,6 +21,8 @@ SQLite has one writer at a time, so its highest row is confirmed.
 """
 
 import logging
+import threading
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -35,16 +37,20 @@ from keyvault.domain.ids import Subject
 from keyvault.models import Change
 from keyvault.services.postgres.raw_queries import execute
 from keyvault.services.recording.host_generation import HostGeneration
+from keyvault.services.work.background_thread import forget_at_fork
 
 _log = logging.getLogger(__name__)
 
 CHANNEL = "keyvault_changes"
-"""NOTIFY channel that wakes the followers. The payload is the last sequence; it is informative only."""
+"""NOTIFY channel that wakes the followers. Without a notice they find a change at their next poll."""
+
+_MERGE_SECONDS = 0.005
+"""Minimum time between two wake-ups by one process, in seconds. The commits within it share the second."""
 
 MAX_ROWS = 10_000
 """Maximum rows of one poll. A follower that is further behind drops its whole cache."""
 
-_OVERLAP = 64
+OVERLAP = 64
 """Number of the latest sequences that each poll reads again, to check that their rows still exist."""
 
 _LOCK = (0x4B_56, 0x66_65_65_64)
@@ -96,10 +102,9 @@ def announce_changes(subjects: Mapping[Subject, bool], now: datetime) -> int | N
     sequence = None
     for kind, identity in subjects:
         sequence = Change.objects.create(subject_kind=kind, subject_id=identity, at=now).sequence
-    if is_postgres:
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, str(sequence)])
     transaction.on_commit(partial(notify_host, tuple(subjects)))
+    if is_postgres:
+        transaction.on_commit(_notifier.send, robust=True)
     return sequence
 
 
@@ -111,6 +116,51 @@ def notify_host(subjects: Collection[Subject]) -> None:
         _log.critical(
             "could not notify this host's processes of a change; they read it from the change feed", exc_info=True
         )
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class FeedNotifier:
+    """Wake the followers on all hosts after a commit: at once, or once for the commits of the next milliseconds.
+
+    PostgreSQL commits transactions with a NOTIFY one after the other, so a change is committed without one. A process
+    that dies in between wakes nobody, and followers find the change at their next poll.
+    """
+
+    _sent_at: float = float("-inf")
+    _is_pending: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        forget_at_fork(self)
+
+    def forget(self) -> None:
+        """Reset in a forked child, which has no thread that would send."""
+        self._sent_at, self._is_pending, self._lock = float("-inf"), False, threading.Lock()
+
+    def send(self) -> None:
+        """Wake the followers, unless another thread is about to. Never raises: the change is committed."""
+        with self._lock:
+            if self._is_pending:
+                return
+            self._is_pending = True
+            pause = self._sent_at + _MERGE_SECONDS - time.monotonic()
+        try:
+            if pause > 0:
+                time.sleep(pause)
+        finally:
+            # Before the notice: a commit from here on needs a notice of its own.
+            with self._lock:
+                self._is_pending, self._sent_at = False, time.monotonic()
+        try:
+            execute(_NOTIFY.format(channel=CHANNEL).encode())
+        except Exception:  # noqa: BLE001  the change is committed, so no failure here may reach the caller
+            _log.warning("could not wake other hosts; they find the change at their next poll", exc_info=True)
+
+
+_NOTIFY = "SET LOCAL synchronous_commit = off; NOTIFY {channel}"
+"""A crash that loses the notice also ends its listeners' connections, so it need not be durable."""
+
+_notifier = FeedNotifier()
 
 
 class Row(NamedTuple):
@@ -169,6 +219,11 @@ class Position:
     `is_placed`: a first batch was applied. `floor`: every change up to this sequence is applied, except those that
     `_older_holders` may still commit: transactions whose rows may be below it. When one of them ends, the follower
     drops its whole cache.
+
+    The feed went back when an applied row is missing; the newest one is always checked. A sequence proves nothing: a
+    rolled-back transaction may have drawn the last one, and after a crash PostgreSQL draws it again. The follower then
+    drops its whole cache and starts from what is drawn now. What it has reported is never drawn again, because the
+    report's own commit makes the earlier draws durable.
     """
 
     confirmed: int = 0
@@ -185,18 +240,22 @@ class Position:
         Raises FeedRewoundError.
         """
         is_truncated = len(batch.rows) > MAX_ROWS
-        if batch.drawn < self.confirmed or not (is_truncated or self._applied <= set(batch.rows)):
+        if not (is_truncated or self._applied <= set(batch.rows)):
             raise FeedRewoundError(f"the feed ends at {batch.drawn}, and was followed to {self.confirmed}")
-        if not self.is_placed or is_truncated or self._older_holders - batch.holders:
+        if not self.is_placed or is_truncated or self._older_holders - batch.holders or batch.drawn < self.confirmed:
             return None
         return list(dict.fromkeys(row.subject for row in batch.rows if row not in self._applied))
 
     def advance(self, batch: ChangeBatch) -> bool:
         """Record that the batch is applied; return whether the confirmed sequence moved."""
+        is_truncated = len(batch.rows) > MAX_ROWS
+        newest = batch.rows[-1].sequence if batch.rows and not is_truncated else batch.drawn + 1
+        if batch.drawn < self.confirmed:
+            self.confirmed, self.floor, self.is_placed, self._pending_holders = 0, 0, False, None
         self._older_holders &= batch.holders
-        if not self.is_placed or len(batch.rows) > MAX_ROWS:
+        if not self.is_placed or is_truncated:
             self.is_placed, self._applied, self._older_holders = True, set(), batch.holders
-            self.floor = max(self.floor, batch.drawn - _OVERLAP)
+            self.floor = max(self.floor, min(batch.drawn - OVERLAP, newest - 1))
         self._applied |= {row for row in batch.rows if row.sequence > self.floor}
         before = self.confirmed
         if self._pending_holders is not None:
@@ -207,6 +266,6 @@ class Position:
             self._candidate, self._pending_holders = batch.drawn, batch.holders
             if not batch.holders:
                 self.confirmed, self._pending_holders = batch.drawn, None
-        self.floor = max(self.floor, self.confirmed - _OVERLAP)
+        self.floor = max(self.floor, min(self.confirmed - OVERLAP, newest - 1))
         self._applied = {row for row in self._applied if row.sequence > self.floor}
         return self.confirmed > before

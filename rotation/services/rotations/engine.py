@@ -109,7 +109,7 @@ def advance_rotation(
 def _next_due(wait: Wait, rotation: Rotation, facts: Facts, now: datetime) -> datetime:
     """Return when the waiting rotation is due again without an event."""
     if wait.until is not None and wait.until > now:
-        due_at = wait.until
+        due_at: datetime = wait.until
         if rotation.current_state in _CHECKED_WITHIN:
             due_at = min(due_at, now + _CHECKED_WITHIN[rotation.current_state])
     else:

@@ -26,7 +26,14 @@ from keyvault.services.work.leases import forget
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.policy import APPROVAL_LIFETIME, Plan
-from rotation.models import Campaign, EvidenceKind, Rotation, RotationApproval, RotationSchedule
+from rotation.models import (
+    Campaign,
+    EvidenceKind,
+    Rotation,
+    RotationApproval,
+    RotationSchedule,
+    StandingApproval,
+)
 from rotation.models.triggers import ONE_OPEN_ROTATION
 from rotation.services.rotations.facts import note_evidence
 from rotation.services.rotations.planning import find_predecessor, plan_reissue, plan_rotation
@@ -48,6 +55,7 @@ class _Requester:
     token: ServiceToken | None = None
     schedule: RotationSchedule | None = None
     campaign: Campaign | None = None
+    standing_approval: StandingApproval | None = None
 
 
 def request_rotation(grant: Grant, credential: Credential, overrides: PlanOverrides) -> Rotation:
@@ -69,14 +77,23 @@ def begin_rotation(
     author: OperatorRow,
     schedule: RotationSchedule | None = None,
     campaign: Campaign | None = None,
+    standing_approval: StandingApproval | None = None,
 ) -> Rotation:
     """Request a rotation for a schedule or a campaign, on behalf of its author.
 
-    The campaign's approvals cover this plan. Raises what `request_rotation` raises.
+    The approvals of the campaign, or of the schedule's standing approval, cover this plan. Raises what
+    `request_rotation` raises.
     """
     plan = plan_rotation(credential, overrides, grant.at)
     needed = approvals_needed(credential.environment)
-    requester = _Requester(author.person, needed, operator=author, schedule=schedule, campaign=campaign)
+    requester = _Requester(
+        author.person,
+        needed,
+        operator=author,
+        schedule=schedule,
+        campaign=campaign,
+        standing_approval=standing_approval,
+    )
     return _store_request(grant, credential, find_predecessor(credential), plan, requester, S.SCHEDULED)
 
 
@@ -125,6 +142,7 @@ def _store_request(
         requester_person=requester.person,
         schedule=requester.schedule,
         campaign=requester.campaign,
+        standing_approval=requester.standing_approval,
         created_at=grant.at,
         approval_expires_at=grant.at + APPROVAL_LIFETIME,
         entered_at=grant.at,
@@ -143,11 +161,13 @@ def _store_request(
             approvals_needed=requester.approvals,
             schedule=None if requester.schedule is None else str(requester.schedule.pk),
             campaign_id=None if requester.campaign is None else requester.campaign.campaign_id,
+            standing_approval_id=None if requester.standing_approval is None else requester.standing_approval.pk,
         ):
             require_not_offboarded(credential.account)
             rotation.save()
-            if requester.campaign is not None and requester.approvals:
-                _approve_with_campaign(grant, rotation, requester.campaign)
+            covering = requester.campaign or requester.standing_approval
+            if covering is not None and requester.approvals:
+                _copy_approvals(rotation, covering)
             if rotation.state in {S.SCHEDULED, S.EMERGENCY}:
                 _announce_plan(grant, rotation)
                 _note_waivers(grant, rotation)
@@ -160,9 +180,9 @@ def _store_request(
     return rotation
 
 
-def _approve_with_campaign(grant: Grant, rotation: Rotation, campaign: Campaign) -> None:
-    """Copy the campaign's approvals to the rotation: they cover its selection and its plan."""
-    for approval in campaign.approvals.filter(plan_digest=campaign.plan_digest):
+def _copy_approvals(rotation: Rotation, covering: Campaign | StandingApproval) -> None:
+    """Copy to the rotation the approvals that cover its selection and its plan."""
+    for approval in covering.approvals.filter(plan_digest=covering.plan_digest):
         RotationApproval(
             rotation=rotation,
             approver=approval.approver,
@@ -171,7 +191,7 @@ def _approve_with_campaign(grant: Grant, rotation: Rotation, campaign: Campaign)
             created_at=approval.created_at,
         ).save()
     if rotation.approvals.count() < rotation.approvals_needed:
-        raise StateConflictError("The campaign needs more approvals.", internal=campaign.campaign_id)
+        raise StateConflictError(f"{covering} needs more approvals.")
     rotation.compare_and_swap(state=S.SCHEDULED)
 
 

@@ -23,6 +23,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Notice
 from keyvault.services.recording.signals import keys_changed, keys_refused, notice_settled
+from keyvault.services.startup.processes import process_watch
 from keyvault.services.usage.recorder import utc_now
 from keyvault.services.work import leases
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork
@@ -77,14 +78,20 @@ def _wake(turns: Sequence[Turn], now: datetime) -> None:
         _dispatch_on_commit(turns)
 
 
-def dispatch_due(clock: Callable[[], datetime] = utc_now, dispatch: Dispatch | None = None) -> int:
-    """Dispatch the due rotations of the environments that this process serves, urgent ones first; return how many.
+def dispatch_due(
+    clock: Callable[[], datetime] = utc_now,
+    dispatch: Dispatch | None = None,
+    environments: Sequence[str] | None = None,
+) -> int:
+    """Dispatch due rotations, urgent ones first; return how many.
 
-    The cost depends on the number of due rotations, not on that of open ones.
+    The cost depends on the number of due rotations, not on that of open ones. `environments`: those to dispatch among
+    the ones that this process serves; None: all of these.
     """
+    served = [each for each in settings.ENVIRONMENTS if environments is None or each in environments]
     send, dispatched = dispatch or dispatcher.require_sender(), 0
     for is_urgent in (True, False):
-        for environment in settings.ENVIRONMENTS:
+        for environment in served:
             for subject in leases.take_due(_queue_of(environment), clock(), MAX_DISPATCHED, is_urgent=is_urgent):
                 send(Turn(subject.removeprefix(subject_of("")), environment, is_urgent))
                 dispatched += 1
@@ -155,10 +162,11 @@ def _dispatch_on_commit(turns: Sequence[Turn]) -> None:
 
 
 def connect_signals() -> None:
-    """Subscribe to the events in keyvault that may change what a rotation does next."""
+    """Subscribe to the events in keyvault that may change what a rotation does next, and have the queue measured."""
     keys_changed.connect(_wake_for_changed, dispatch_uid="rotation.keys_changed")
     keys_refused.connect(_wake_for_refused, dispatch_uid="rotation.keys_refused")
     notice_settled.connect(_wake_for_notice, dispatch_uid="rotation.notice_settled")
+    process_watch.queues = tuple(map(_queue_of, settings.ENVIRONMENTS))
 
 
 def _wake_for_changed(key_ids: Collection[str], permission: Permission | None, now: datetime, **_: Any) -> None:

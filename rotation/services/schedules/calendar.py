@@ -1,6 +1,5 @@
 """The next dates of scheduled rotations, computed as a dry run that writes nothing."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -10,7 +9,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
 from rotation.domain.events import RotationState
 from rotation.services.rotations.planning import plan_rotation
-from rotation.services.schedules.candidates import Candidate, list_candidates, overrides_for
+from rotation.services.schedules.candidates import Candidate, find_candidates, list_candidates, overrides_for
 from rotation.services.schedules.starting import format_failure
 
 MAX_DRY_RUNS = 200
@@ -65,10 +64,10 @@ def list_next(
 ) -> list[ScheduledDate]:
     """List the next date of each scheduled credential, earliest first; those without a date come before all others.
 
-    `until`: later beginnings are left out. There is one date per credential, since the following one depends on when
-    that rotation is completed.
+    `until`: later beginnings are left out. A large environment is not listed completely, see `list_candidates`.
+    There is one date per credential, since the following one depends on when that rotation is completed.
     """
-    environments: Iterable[str] = [environment] if environment else [each.value for each in Environment]
+    environments = [environment] if environment else [each.value for each in Environment]
     dry_runs = MAX_DRY_RUNS
     found = []
     for candidate in list_candidates(environments, merchant):
@@ -80,6 +79,15 @@ def list_next(
             found.append(date)
     first = datetime.min.replace(tzinfo=now.tzinfo)
     return sorted(found, key=lambda date: (date.begins_at or first, date.credential_id))
+
+
+def find_next(credential_id: str, now: datetime) -> ScheduledDate | None:
+    """Find the next date of one credential; None: no schedule applies."""
+    candidate = find_candidates([credential_id]).get(credential_id)
+    if candidate is None:
+        return None
+    date = _next_date(candidate, now)
+    return _try_out(candidate, date, now) if date.state is DateState.OVERDUE else date
 
 
 def _next_date(candidate: Candidate, now: datetime) -> ScheduledDate:

@@ -1,6 +1,6 @@
 """Scheduled credentials, with what decides when their rotations are requested. Read-only."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -15,13 +15,12 @@ from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.states import CLOSED
 from rotation.domain.windows import coming_blackouts
-from rotation.models import Rotation, RotationSchedule
+from rotation.models import Rotation, RotationSchedule, ScheduledCredential
 from rotation.services.schedules.schedules import (
     UnreadableScheduleError,
     list_applicable,
     partial_draft,
     read_schedule,
-    scheduled_in,
 )
 
 S = RotationState
@@ -31,6 +30,9 @@ RETRY_DELAY = timedelta(days=7)
 
 BATCH = 500
 """Maximum number of credentials whose facts are read at once."""
+
+MAX_LISTED = 2_000
+"""Maximum number of credentials that a list has, with a date and without one."""
 
 _ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
 
@@ -85,12 +87,15 @@ class Candidate:
         return begins_at if window is None else window.next_opening(begins_at)
 
 
-def list_candidates(environments: Iterable[str], merchant: str | None = None) -> Iterator[Candidate]:
-    """Yield every scheduled private credential with its narrowest enabled schedule."""
-    rows = Credential.objects.filter(scheduled_in(environments), kind=KeyKind.PRIVATE)
+def list_candidates(environments: Collection[str], merchant: str | None = None) -> Iterator[Candidate]:
+    """Yield the scheduled credentials that are due first, and others without a date; up to MAX_LISTED of each."""
+    rows = ScheduledCredential.objects.filter(environment__in=environments)
     if merchant is not None:
-        rows = rows.filter(account__merchant_id=merchant)
-    ids = list(rows.order_by("pk").values_list("pk", flat=True))
+        rows = rows.filter(credential__account__merchant=merchant)
+    dated, others = rows.filter(ask_at__isnull=False), rows.filter(ask_at__isnull=True)
+    ids: list[str] = []
+    for found in (dated.order_by("ask_at", "pk"), others.order_by("pk")):
+        ids += found.values_list("pk", flat=True)[:MAX_LISTED]
     for start in range(0, len(ids), BATCH):
         yield from find_candidates(ids[start : start + BATCH]).values()
 

@@ -14,18 +14,27 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import find_text_fault
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Credential
 from keyvault.services.approvals.four_eyes import lock_row
+from keyvault.services.merchants.merchants import find_account
 from keyvault.services.merchants.operators import operator_row
-from keyvault.services.recording.transaction import recorded
+from keyvault.services.recording.transaction import Record, recorded
 from rotation.domain.cryptoperiods import Terms, find_term_faults
 from rotation.domain.plan_fields import FIELDS, PlanOverrides, Proof, default_of, with_defaults
 from rotation.domain.policy import Plan, find_faults
 from rotation.domain.windows import Window, coming_blackouts, read_blackouts
-from rotation.models import BlackoutCalendar, RotationSchedule, ScheduleCheck, explain_unreadable
+from rotation.models import (
+    BlackoutCalendar,
+    RotationSchedule,
+    ScheduleCheck,
+    StandingApproval,
+    StandingApprovalState,
+    explain_unreadable,
+)
+from rotation.models.standing_approvals import LIVE
 from rotation.services.schedules.marking import mark_scope
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
@@ -86,7 +95,7 @@ def save_schedule(
     try:
         with recorded(
             grant, P.SCHEDULES_WRITE, "schedule.saved", account=scope.place, scope=str(scope), **_audit_details(draft)
-        ):
+        ) as record:
             _lock_calendar(draft.calendar)
             if row is not None:
                 row.compare_and_swap(**columns)
@@ -99,7 +108,7 @@ def save_schedule(
                     **columns,
                 )
                 row.save()
-            _note_change(grant, row)
+            _note_change(grant, row, record)
     except IntegrityError as error:
         raise StateConflictError("The schedule was changed concurrently. Reload it.") from error
     return row
@@ -109,9 +118,11 @@ def disable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
     """Disable the schedule: the next wider one applies, and open rotations continue."""
     if not schedule.is_enabled:
         raise StateConflictError("The schedule is disabled already.")
-    with recorded(grant, P.SCHEDULES_WRITE, "schedule.disabled", account=place_of(schedule), **_about(schedule)):
+    with recorded(
+        grant, P.SCHEDULES_WRITE, "schedule.disabled", account=place_of(schedule), **_about(schedule)
+    ) as record:
         schedule.compare_and_swap(is_enabled=False)
-        _note_change(grant, schedule)
+        _note_change(grant, schedule, record)
 
 
 def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
@@ -121,16 +132,30 @@ def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
     faults = list(_draft_faults(Environment(schedule.environment), draft_of(schedule), grant.at))
     if faults:
         raise RequestInvalidError("The schedule can no longer be met. Change and save it.", faults)
-    with recorded(grant, P.SCHEDULES_WRITE, "schedule.enabled", account=place_of(schedule), **_about(schedule)):
+    with recorded(
+        grant, P.SCHEDULES_WRITE, "schedule.enabled", account=place_of(schedule), **_about(schedule)
+    ) as record:
         _lock_calendar(schedule.calendar)
         schedule.compare_and_swap(is_enabled=True, **_author(grant))
-        _note_change(grant, schedule)
+        _note_change(grant, schedule, record)
 
 
-def _note_change(grant: Grant, schedule: RotationSchedule) -> None:
+def _note_change(grant: Grant, schedule: RotationSchedule, record: Record) -> None:
     """Have workers check the schedule and compute the dates of its credentials, in the transaction of its change."""
+    _void_approvals(grant, [schedule], record, "the schedule was changed")
     ScheduleCheck.objects.update_or_create(schedule=schedule, defaults={"check_at": grant.at, "fault": ""})
     mark_scope(schedule.environment, schedule.account, schedule.credential, grant.at)
+
+
+def _void_approvals(grant: Grant, schedules: list[RotationSchedule], record: Record, why: str) -> None:
+    """Void the standing approvals of these schedules, in the transaction of the change that they do not cover."""
+    rows = StandingApproval.objects.filter(schedule__in=schedules, state__in=LIVE).order_by("pk")
+    voided: list[JsonValue] = []
+    for row in rows:
+        row.compare_and_swap(state=StandingApprovalState.VOID, why=why, closed_at=grant.at)
+        voided.append(row.pk)
+    if voided:
+        record.details["voided_standing_approvals"] = voided
 
 
 def save_calendar(
@@ -153,7 +178,7 @@ def save_calendar(
         raise StateConflictError(f"A calendar {name} exists already. Change that one.")
     stored: list[JsonValue] = [each.as_json() for each in blackouts]
     try:
-        with recorded(grant, P.SCHEDULES_WRITE, "calendar.saved", name=name, periods=stored):
+        with recorded(grant, P.SCHEDULES_WRITE, "calendar.saved", name=name, periods=stored) as record:
             if row is None:
                 row = BlackoutCalendar(name=name, periods=stored, created_at=grant.at)
                 row.save()
@@ -161,6 +186,7 @@ def save_calendar(
                 row.compare_and_swap(periods=stored)
             using = _using(row)
             _require_kept(using, grant.at)
+            _void_approvals(grant, using, record, f"the calendar {name} was changed")
             for schedule in using:
                 mark_scope(schedule.environment, schedule.account, schedule.credential, grant.at)
     except IntegrityError as error:
@@ -175,17 +201,38 @@ def find_schedule(scope: Scope) -> RotationSchedule | None:
     return found
 
 
+def find_scope(environment: Environment, merchant: str | None, credential_id: str | None) -> Scope:
+    """Find the scope that these ids name.
+
+    Raises NotFoundError for an unknown account, RequestInvalidError for an unknown credential.
+    """
+    account = find_account(merchant, environment) if merchant else None
+    if not credential_id:
+        return Scope(environment, account)
+    rows = Credential.objects.select_related("account__merchant").filter(pk=credential_id)
+    if account is not None:
+        rows = rows.filter(account=account)
+    credential = rows.first()
+    if credential is None:
+        whose = "" if account is None else f" of {account}"
+        raise RequestInvalidError("Credential not found.", [Fault("/credential", f"not the id of a credential{whose}")])
+    return Scope(environment, credential=credential)
+
+
+def get_calendar(name: str) -> BlackoutCalendar:
+    """Get the calendar. Raises NotFoundError."""
+    row: BlackoutCalendar | None = BlackoutCalendar.objects.filter(name=name).first()
+    if row is None:
+        raise NotFoundError(f"There is no blackout calendar {name}.")
+    return row
+
+
+def list_all(environments: Iterable[str]) -> list[RotationSchedule]:
+    """List the schedules of these environments, disabled ones included."""
+    return list(_rows().filter(environment__in=list(environments)))
+
+
 _OF_ENVIRONMENT = Q(account__isnull=True, credential__isnull=True)
-
-
-def scheduled_in(environments: Iterable[str]) -> Q:
-    """Return the condition that an enabled schedule applies to a credential of these environments."""
-    enabled = RotationSchedule.objects.filter(is_enabled=True, environment__in=list(environments))
-    return (
-        Q(account__environment__in=enabled.filter(_OF_ENVIRONMENT).values("environment"))
-        | Q(account__in=enabled.filter(account__isnull=False).values("account"))
-        | Q(pk__in=enabled.filter(credential__isnull=False).values("credential"))
-    )
 
 
 def list_applicable(credentials: Iterable[Credential]) -> list[RotationSchedule]:

@@ -30,6 +30,7 @@ from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules.candidates import BATCH, Candidate, find_candidates, overrides_for
 from rotation.services.schedules.marking import add_missing, mark_scope
 from rotation.services.schedules.schedules import find_unreadable, place_of, scope_of
+from rotation.services.schedules.standing_approvals import find_standing_approval
 
 _log = logging.getLogger(__name__)
 
@@ -76,11 +77,13 @@ def begin_due(now: datetime) -> list[str]:
     begun: list[str] = []
     tried = 0
     for _ in range(MAX_BATCHES):
+        room = min(MAX_TRIED - tried, MAX_BEGUN - len(begun))
         due = _list_due(now)
-        claims = _compute_dates(due, now, min(MAX_TRIED - tried, MAX_BEGUN - len(begun)))
+        claims = _compute_dates(due, now, room)
         begun += [rotation_id for claim in claims if (rotation_id := _try(claim, now)) is not None]
         tried += len(claims)
-        if len(due) < BATCH or tried >= MAX_TRIED or len(begun) >= MAX_BEGUN:
+        is_all = len(due) < BATCH and len(claims) < room
+        if is_all or tried >= MAX_TRIED or len(begun) >= MAX_BEGUN:
             break
     return begun
 
@@ -272,7 +275,12 @@ def begin(candidate: Candidate, now: datetime) -> Rotation | None:
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, credential.account, now=now)
     try:
         return begin_rotation(
-            grant, credential, overrides_for(candidate, now), author=order.schedule.author, schedule=order.schedule
+            grant,
+            credential,
+            overrides_for(candidate, now),
+            author=order.schedule.author,
+            schedule=order.schedule,
+            standing_approval=find_standing_approval(order.schedule, now),
         )
     except KeyvaultError:
         if _has_open(credential):

@@ -43,6 +43,7 @@ from rotation.services.campaigns.campaigns import request_campaign
 from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_calendar, save_schedule
+from rotation.services.schedules.standing_approvals import request_standing_approval
 from tests.admin.desk import Desk, browser, make_endpoint, make_refusal
 from tests.factories import (
     PRODUCTION,
@@ -165,6 +166,12 @@ MATRIX: dict[str, frozenset[P]] = {
     "rotation_rotationschedule_edit": frozenset({P.SCHEDULES_WRITE}),
     "rotation_rotationschedule_disable": frozenset({P.SCHEDULES_WRITE}),
     "rotation_rotationschedule_enable": frozenset({P.SCHEDULES_WRITE}),
+    "rotation_rotationschedule_request-standing-approval": frozenset({P.SCHEDULES_WRITE}),
+    "rotation_standingapproval_changelist": frozenset({P.ROTATIONS_READ}),
+    "rotation_standingapproval_change": frozenset({P.ROTATIONS_READ}),
+    "rotation_standingapproval_approve": frozenset({P.ROTATIONS_APPROVE}),
+    "rotation_standingapproval_reject": frozenset({P.ROTATIONS_APPROVE}),
+    "rotation_standingapproval_withdraw": frozenset({P.SCHEDULES_WRITE}),
     "rotation_blackoutcalendar_changelist": frozenset({P.ROTATIONS_READ}),
     "rotation_blackoutcalendar_change": frozenset({P.ROTATIONS_READ}),
     "rotation_blackoutcalendar_save": frozenset({P.SCHEDULES_WRITE}),
@@ -224,6 +231,7 @@ def every_row(desk: Desk) -> dict[str, Model]:
         asking, request_rotation(asking, public.credential, PlanOverrides()), now() + timedelta(days=9)
     )
     scheduling = grant(desk.tam, P.SCHEDULES_WRITE)
+    schedule = save_schedule(scheduling, Scope(Environment.PRODUCTION), ScheduleDraft(365))
     endpoint = make_endpoint()
     limit = set_endpoint_limit(grant(desk.admin, P.LIMITS_WRITE), SANDBOX, endpoint.name, Limit(5, 1))
     assert limit is not None
@@ -250,7 +258,8 @@ def every_row(desk: Desk) -> dict[str, Model]:
         "rotation_rotation": rotation,
         "rotation_retirement": retirement,
         "rotation_campaign": campaign,
-        "rotation_rotationschedule": save_schedule(scheduling, Scope(Environment.SANDBOX), ScheduleDraft(365)),
+        "rotation_rotationschedule": schedule,
+        "rotation_standingapproval": request_standing_approval(scheduling, schedule, 90),
         "rotation_blackoutcalendar": save_calendar(scheduling, "holidays", []),
     }
 

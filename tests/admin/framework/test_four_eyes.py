@@ -20,6 +20,8 @@ from keyvault.services.keys.lifecycle import revoke_key
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import reissue_key, request_rotation
+from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_schedule
+from rotation.services.schedules.standing_approvals import request_standing_approval
 from tests.admin.desk import Desk, address, browser, dump, hidden, text_of
 from tests.clocks import Clock
 from tests.factories import approve, grant, issue, issue_request, make_operator, now, request_key
@@ -56,6 +58,12 @@ def campaign(desk: Desk) -> Any:
     return request_campaign(Clock(now()), environment=Environment.PRODUCTION, by=desk.admin)
 
 
+def standing(desk: Desk) -> Any:
+    allowed = grant(desk.admin, P.SCHEDULES_WRITE, desk.production)
+    row = save_schedule(allowed, Scope(Environment.PRODUCTION, desk.production), ScheduleDraft(365))
+    return request_standing_approval(allowed, row, 90)
+
+
 def collected(desk: Desk) -> Any:
     """A production key that `admin` had shown."""
     row = request_key(desk.production, delivery=Delivery.SHOW_ONCE, by=desk.admin)
@@ -69,6 +77,7 @@ ROWS: dict[str, dict[Any, str | None]] = {
     "keyvault_issuancerequest_approve": {issuance: "approved"},
     "rotation_rotation_approve": {rotation: "scheduled", emergency: "emergency"},
     "rotation_campaign_approve": {campaign: "running"},
+    "rotation_standingapproval_approve": {standing: "approved"},
     "rotation_retirement_approve": {retirement: None},
     "keyvault_breakglass_review": {collected: None},
 }

@@ -2,13 +2,15 @@
 
 import logging
 import re
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from django.db import transaction
+from django.db import OperationalError, connection, transaction
+from django.test.utils import CaptureQueriesContext
 from pytest_django import DjangoCaptureOnCommitCallbacks
 
 from keyvault.access.permissions import Permission as P
@@ -25,6 +27,7 @@ from keyvault.services.recording.changes import ChangeBatch
 from keyvault.services.recording.host_generation import HostGeneration
 from tests.factories import grant, issue, now
 from tests.services.conftest import Scene, make_scene
+from tests.services.racing import TIMEOUT_SECONDS, start
 from tests.services.recording.test_transaction import ACTIONS
 from tests.services.rows import last_ids, written_since
 from tests.services.tokens.test_customer_tokens import holder_of
@@ -265,3 +268,71 @@ def test_feed_announcement_is_the_first_commit_callback_that_can_fail() -> None:
     }
     assert set(callers) <= {"keyvault/services/recording/changes.py", "keyvault/services/recording/revocation_log.py"}
     assert all("robust=True" in call for call in callers.get("keyvault/services/recording/revocation_log.py", []))
+
+
+# ------------------------------------------------------------------------------------------------------ other hosts
+
+
+@pytest.fixture
+def notices(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The statements that wake other hosts, and a process that has sent none."""
+    sent: list[bytes] = []
+    monkeypatch.setattr(feed, "execute", sent.append)
+    monkeypatch.setattr(feed, "_notifier", feed.FeedNotifier())
+    return sent
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db
+def test_change_wakes_other_hosts_after_its_commit(
+    scene: Scene, notices: list[bytes], django_capture_on_commit_callbacks: DjangoCaptureOnCommitCallbacks
+) -> None:
+    """PostgreSQL commits transactions that notify one after the other, so a change does not notify in its own."""
+    key, _ = issue(scene.sandbox)
+    with django_capture_on_commit_callbacks(execute=True), CaptureQueriesContext(connection) as queries:
+        lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), key)
+        assert not [query["sql"] for query in queries if "notify" in query["sql"].lower()]
+        assert notices == []
+    assert len(notices) == 1
+
+
+def test_wake_ups_within_some_milliseconds_are_merged(notices: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is sent at once; of the next, one waits and speaks for all that committed before it is sent."""
+    is_waiting, may_send = threading.Event(), threading.Event()
+
+    def sleep(_: float) -> None:
+        is_waiting.set()
+        assert may_send.wait(TIMEOUT_SECONDS)
+
+    monkeypatch.setattr(feed, "_MERGE_SECONDS", 1e6)
+    monkeypatch.setattr("keyvault.services.recording.changes.time.sleep", sleep)
+    notifier = feed.FeedNotifier()
+    notifier.send()
+    assert len(notices) == 1
+    second = start(notifier.send)
+    assert is_waiting.wait(TIMEOUT_SECONDS)
+    notifier.send()
+    notifier.send()
+    assert len(notices) == 1
+    may_send.set()
+    second.result(TIMEOUT_SECONDS)
+    assert len(notices) == 2
+    notifier.send()
+    assert len(notices) == 3, "a commit after the second notice needs another"
+
+
+def test_wake_up_that_fails_harms_no_change(
+    notices: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The change is committed; other hosts find it at their next poll."""
+
+    def fail(_: bytes) -> None:
+        raise OperationalError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(feed, "execute", fail)
+        patch.setattr(feed, "_MERGE_SECONDS", 0)
+        feed._notifier.send()
+        assert "could not wake other hosts" in caplog.text
+    feed._notifier.send()
+    assert len(notices) == 1

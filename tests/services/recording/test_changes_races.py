@@ -23,7 +23,6 @@ from psycopg.conninfo import conninfo_to_dict
 from keyvault.models import Change, Confirmation, Key, Verifier
 from keyvault.services.change_feed import follower
 from keyvault.services.recording import changes
-from keyvault.services.recording.changes import FeedRewoundError
 from tests.factories import issue, now
 from tests.faults import servers
 from tests.servers.throwaway import MissingServerError
@@ -310,22 +309,27 @@ def test_feed_change_is_committed_durably_whatever_the_host_setting(before: str,
             cursor.execute("RESET synchronous_commit")
 
 
-def test_feed_whose_sequence_went_back_is_never_confirmed_again(recorded: RecordedFollower) -> None:
-    """A restored or failed-over database may look like this even if no applied row is missing."""
+def test_feed_whose_sequence_went_back_is_followed_from_there(recorded: RecordedFollower) -> None:
+    """A crash may take back sequences of rolled-back transactions. No committed change is missing."""
+    change("before")
     recorded.follower.poll_once()
     with writers(1) as (writer,):
-        writer.draw()
+        for _ in range(100):
+            writer.draw()
         writer.rollback()
     recorded.follower.poll_once()
-    confirmations, was = len(recorded.confirmed), confirmed()
+    was = confirmed()
     with connection.cursor() as cursor:
-        cursor.execute("SELECT setval('keyvault_change_sequence_seq', %s)", [max(1, was - 1)])
-        with pytest.raises(FeedRewoundError):
-            recorded.follower.poll_once()
-        cursor.execute("SELECT setval('keyvault_change_sequence_seq', %s)", [was + 5])
-    with pytest.raises(FeedRewoundError):
-        recorded.follower.poll_once()
-    assert len(recorded.confirmed) == confirmations
+        cursor.execute("SELECT setval('keyvault_change_sequence_seq', %s)", [was - 80])
+    cleared = recorded.cleared
+    again = change("after")
+    assert again < was - 64
+    recorded.follower.poll_once()
+    assert (recorded.cleared, recorded.lost) == (cleared + 1, 0)
+    assert confirmed() == again
+    last = change("later")
+    recorded.follower.poll_once()
+    assert (recorded.applied[-1], confirmed()) == (key("later"), last)
 
 
 def test_follower_that_cannot_report_applies_without_confirming(recorded: RecordedFollower) -> None:
@@ -491,6 +495,39 @@ def test_follower_of_a_restarted_database_is_stale_meanwhile_and_recovers(
             wait_until(lambda: recorded.applied == [key("before"), key("after")], "the change")
             wait_until(lambda: recorded.follower.is_fresh, "fresh state")
         assert recorded.cleared == 1
+
+
+def test_follower_of_a_database_that_crashed_before_its_report_recovers(
+    recorded: RecordedFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequences that the follower saw were drawn by a transaction that rolled back, and were never durable."""
+    with ExitStack() as stack:
+        try:
+            server = stack.enter_context(servers.running("postgres"))
+        except MissingServerError as missing:
+            pytest.skip(missing.reason)
+        stack.enter_context(pointed_at(server.url))
+        _make_feed()
+        change("before")
+        recorded.follower.poll_once()
+        with writers(1) as (writer,):
+            for _ in range(100):
+                writer.draw()
+            writer.rollback()
+
+        def crash() -> None:
+            server.stop(signal.SIGQUIT)
+            raise OperationalError("the server crashed")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(recorded.follower, "_write_report", crash)
+            with pytest.raises(OperationalError):
+                recorded.follower.poll_once()
+        connection.close()
+        server.start()
+        sequence = change("after")
+        recorded.follower.poll_once()
+        assert (recorded.lost, confirmed()) == (0, sequence)
 
 
 KILLED_BEFORE_NOTIFYING = """

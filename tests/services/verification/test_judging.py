@@ -40,6 +40,7 @@ from keyvault.services.verification.judging import (
 )
 from tests.domain.minting import mint
 from tests.factories import PRODUCTION, SANDBOX, account, grant, issue, make_merchant, now, the_operator
+from tests.starting_rows import start_with
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -86,6 +87,10 @@ def frozen_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def scene(db: None) -> Scene:
+    return start_with(_make_scene)
+
+
+def _make_scene() -> Scene:
     make_merchant("acme")
     key, text = issue(account())
     set_account_limit(admin_grant(P.LIMITS_WRITE, account()), account(), TEN)

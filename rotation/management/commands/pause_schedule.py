@@ -1,0 +1,18 @@
+"""Disable a rotation schedule."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from keyvault.access.permissions import Permission
+from rotation.management.schedule_scope import ScheduleCommand
+from rotation.services.schedules.reports import describe_schedule
+from rotation.services.schedules.schedules import disable_schedule, place_of
+
+
+class Command(ScheduleCommand):
+    help = "Disable a rotation schedule: the next broader one applies. Rotations in progress continue."
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        schedule = self.schedule(options)
+        disable_schedule(self.operator_grant(options, Permission.SCHEDULES_WRITE, place_of(schedule)), schedule)
+        return describe_schedule(schedule, self.now)

@@ -1,0 +1,223 @@
+"""Standing approvals: a second person approves a production schedule once, for a limited time and as it is."""
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db.models import QuerySet
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import Channel, OperatorPrincipal
+from keyvault.access.roles import Role
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import RequestInvalidError, StateConflictError
+from keyvault.models import AuditEntry, BreakGlass
+from keyvault.services.recording.authorization import authorize
+from rotation.domain.events import RotationState as S
+from rotation.domain.policy import APPROVAL_LIFETIME
+from rotation.models import Rotation, RotationSchedule, StandingApproval, StandingApprovalState
+from rotation.services.schedules.schedules import disable_schedule, enable_schedule, place_of
+from rotation.services.schedules.standing_approvals import (
+    MAX_DAYS,
+    approve_standing_approval,
+    get_standing_approval,
+    reject_standing_approval,
+    request_standing_approval,
+    withdraw_standing_approval,
+)
+from rotation.services.schedules.starting import begin_due
+from tests.clocks import Clock
+from tests.factories import make_operator
+from tests.rotation import scene
+from tests.rotation.services.schedules.test_schedules import calendar, save
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+A = StandingApprovalState
+PRODUCTION = Environment.PRODUCTION
+DAY = timedelta(days=1)
+
+
+def schedule(clock: Clock, **terms: Any) -> RotationSchedule:
+    """Return the production schedule of one account, which has one key due in 30 days."""
+    place = scene.account(environment=PRODUCTION)
+    scene.issue(place, clock())
+    return save(place, clock(), **{"cryptoperiod_days": 30, **terms})
+
+
+def ask(row: RotationSchedule, clock: Clock, days: int = 90, by: OperatorPrincipal | None = None) -> StandingApproval:
+    fresh = RotationSchedule.objects.select_related("account", "credential", "calendar").get(pk=row.pk)
+    grant = authorize(by or scene.tam(), P.SCHEDULES_WRITE, place_of(fresh), now=clock())
+    return request_standing_approval(grant, fresh, days)
+
+
+def approve(row: StandingApproval, clock: Clock, by: OperatorPrincipal | None = None) -> StandingApproval:
+    row = get_standing_approval(row.pk)
+    place = place_of(row.schedule)
+    person = row.requester_person
+    grant = authorize(by or scene.approver(), P.ROTATIONS_APPROVE, place, now=clock(), requester_person=person)
+    return approve_standing_approval(grant, row, row.plan_digest)
+
+
+def details_of(prefix: str) -> list[dict[str, Any]]:
+    entries = AuditEntry.objects.filter(event__startswith=prefix).order_by("pk")
+    return [json.loads(bytes(entry.body))["details"] for entry in entries]
+
+
+def state_of_next(clock: Clock) -> str:
+    """Return the state in which the account's rotation begins when it is due."""
+    clock.tick(30 * 86_400)
+    (rotation_id,) = begin_due(clock())
+    return str(Rotation.objects.get(pk=rotation_id).state)
+
+
+def test_rotation_under_a_standing_approval_needs_no_other_and_cites_it(clock: Clock) -> None:
+    row = approve(ask(schedule(clock), clock), clock)
+    assert row.state == A.APPROVED
+    assert state_of_next(clock) == S.SCHEDULED
+    rotation = Rotation.objects.get()
+    assert rotation.standing_approval == row
+    approval = rotation.approvals.get()
+    assert (approval.person, approval.plan_digest) == (scene.approver().person, rotation.plan_digest)
+    (begun,) = details_of("rotation.requested")
+    assert begun["standing_approval_id"] == row.pk
+    (requested,) = details_of("standing_approval.requested")
+    assert requested["terms"]["cryptoperiod_days"] == 30
+    (approved,) = details_of("standing_approval.approved")
+    assert approved["plan_digest"] == requested["plan_digest"] == row.plan_digest
+
+
+def test_rotation_without_a_complete_standing_approval_awaits_its_own(clock: Clock) -> None:
+    ask(schedule(clock), clock)
+    assert state_of_next(clock) == S.AWAITING_APPROVAL
+    assert Rotation.objects.get().standing_approval is None
+
+
+def test_standing_approval_by_its_requester_is_refused(clock: Clock) -> None:
+    """Guarantee: four eyes, whatever the login."""
+    row = ask(schedule(clock), clock)
+    twin = make_operator("tams-other-login", Role.APPROVER, person=scene.tam().person)
+    with pytest.raises(StateConflictError):
+        approve(row, clock, by=twin)
+    assert get_standing_approval(row.pk).state == A.AWAITING_APPROVAL
+
+
+def test_standing_approval_requested_by_another_than_the_author_is_refused(clock: Clock) -> None:
+    """Guarantee: the author, who requests the rotations, cannot be the person who approves them."""
+    row = schedule(clock)
+    with pytest.raises(StateConflictError, match="author"):
+        ask(row, clock, by=scene.admin())
+    assert not StandingApproval.objects.exists()
+
+
+def test_standing_approval_that_makes_no_sense_is_refused(clock: Clock) -> None:
+    row = schedule(clock)
+    for days in (0, MAX_DAYS + 1):
+        with pytest.raises(RequestInvalidError):
+            ask(row, clock, days)
+    with pytest.raises(StateConflictError, match="need no approval"):
+        ask(save(scene.account(), clock()), clock)
+    disable_schedule(authorize(scene.tam(), P.SCHEDULES_WRITE, place_of(row), now=clock()), row)
+    with pytest.raises(StateConflictError, match="disabled"):
+        ask(row, clock)
+
+
+def _save(row: RotationSchedule, clock: Clock) -> None:
+    save(scene.account(environment=PRODUCTION), clock(), cryptoperiod_days=30, lead_days=1)
+    save(scene.account(environment=PRODUCTION), clock(), cryptoperiod_days=30)
+
+
+def _toggle(row: RotationSchedule, clock: Clock) -> None:
+    row = RotationSchedule.objects.select_related("account", "credential", "calendar").get(pk=row.pk)
+    grant = authorize(scene.tam(), P.SCHEDULES_WRITE, place_of(row), now=clock())
+    disable_schedule(grant, row)
+    enable_schedule(grant, row)
+
+
+def _freeze(row: RotationSchedule, clock: Clock) -> None:
+    calendar("freeze", clock(), (clock() + DAY, clock() + 2 * DAY))
+
+
+@pytest.mark.parametrize("change", [_save, _toggle, _freeze])
+@pytest.mark.parametrize("is_approved", [True, False], ids=["approved", "undecided"])
+def test_change_of_schedule_or_calendar_voids_the_standing_approval(
+    clock: Clock, change: Callable[[RotationSchedule, Clock], None], is_approved: bool
+) -> None:
+    """Guarantee: an approval covers only what was shown, even after the change is undone."""
+    row = schedule(clock, calendar=calendar("freeze", clock()))
+    standing = ask(row, clock)
+    if is_approved:
+        approve(standing, clock)
+    change(row, clock)
+    standing = get_standing_approval(standing.pk)
+    assert (standing.state, standing.closed_at) == (A.VOID, clock())
+    changes = [*details_of("schedule."), *details_of("calendar.")]
+    assert [each["voided_standing_approvals"] for each in changes if "voided_standing_approvals" in each] == [
+        [standing.pk]
+    ]
+    with pytest.raises(StateConflictError):
+        approve(standing, clock)
+    assert state_of_next(clock) == S.AWAITING_APPROVAL
+
+
+@pytest.mark.parametrize("end", ["expired", "withdrawn"])
+def test_rotation_after_the_standing_approval_has_ended_awaits_its_own(clock: Clock, end: str) -> None:
+    row = approve(ask(schedule(clock), clock, days=30), clock)
+    if end == "withdrawn":
+        grant = authorize(scene.tam(), P.SCHEDULES_WRITE, place_of(row.schedule), now=clock())
+        withdraw_standing_approval(grant, row, "no longer wanted")
+        with pytest.raises(StateConflictError):
+            withdraw_standing_approval(grant, row, "again")
+    assert state_of_next(clock) == S.AWAITING_APPROVAL
+
+
+def test_standing_approval_rejected_or_too_old_cannot_be_approved(clock: Clock) -> None:
+    row = schedule(clock)
+    standing = get_standing_approval(ask(row, clock).pk)
+    grant = authorize(
+        scene.approver(), P.ROTATIONS_APPROVE, place_of(row), now=clock(), requester_person=standing.requester_person
+    )
+    reject_standing_approval(grant, standing, "not for this account")
+    with pytest.raises(StateConflictError):
+        approve(standing, clock)
+    standing = ask(row, clock)
+    clock.tick(APPROVAL_LIFETIME.total_seconds())
+    with pytest.raises(StateConflictError, match="too old"):
+        approve(standing, clock)
+
+
+def test_standing_approval_renewed_takes_the_place_of_the_first_once_approved(clock: Clock) -> None:
+    row = schedule(clock)
+    first = approve(ask(row, clock), clock)
+    second = ask(row, clock)
+    assert get_standing_approval(first.pk).state == A.APPROVED
+    third = ask(row, clock)
+    assert get_standing_approval(second.pk).state == A.VOID
+    approve(third, clock)
+    states = {each.pk: each.state for each in StandingApproval.objects.all()}
+    assert states == {first.pk: A.VOID, second.pk: A.VOID, third.pk: A.APPROVED}
+    assert state_of_next(clock) == S.SCHEDULED
+
+
+@pytest.mark.parametrize("altered", [{"cryptoperiod_days": 29}, {"overrides": {"quiet_seconds": 7_200}}])
+def test_schedule_altered_beside_the_services_is_not_covered(clock: Clock, altered: dict[str, Any]) -> None:
+    """Guarantee: each rotation compares the schedule with the approved digest."""
+    row = schedule(clock)
+    approve(ask(row, clock), clock)
+    rows: QuerySet[RotationSchedule] = QuerySet(RotationSchedule)
+    rows.filter(pk=row.pk).update(**altered)
+    assert state_of_next(clock) == S.AWAITING_APPROVAL
+
+
+def test_standing_approval_given_on_a_command_line_requires_a_review(clock: Clock) -> None:
+    row = ask(schedule(clock), clock)
+    by = make_operator("remote", Role.APPROVER, channel=Channel.COMMAND_LINE, host_user="root")
+    approve(row, clock, by=by)
+    act = BreakGlass.objects.get()
+    assert (act.event, act.subject, act.requester_person) == (
+        "standing_approval.approved",
+        row.pk,
+        scene.tam().person,
+    )

@@ -1,0 +1,1 @@
+"""A deterministic simulator of a year of rotations; see README.md."""

@@ -1,0 +1,30 @@
+"""The rules of the product that a simulation runs by. Tests replace one of them to show that the simulator notices."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from keyvault.domain import sources
+from keyvault.domain.keys import KeyState, can_transition
+from rotation.domain.silence import SourceFacts
+from rotation.domain.states import Facts, Move, RotationAction, Wait, next_step
+
+OCCASION: timedelta = getattr(sources, "OCCASION", timedelta(days=1))
+"""A source whose uses all lie within this time was seen only once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules, each as the product has it.
+
+    `occasion`: see OCCASION. `merge_sources`: applied to the sources of the key that is being retired.
+    `requires_living_key`: a key is taken away only while the other one is usable in the same transaction.
+    `dispatches_again`: the tick dispatches a rotation again when its message has no effect.
+    """
+
+    next_step: Callable[[Facts, datetime], Wait | Move | RotationAction] = next_step
+    occasion: timedelta = OCCASION
+    merge_sources: Callable[[tuple[SourceFacts, ...]], tuple[SourceFacts, ...]] = lambda found: found
+    can_transition: Callable[[KeyState, KeyState], bool] = can_transition
+    requires_living_key: bool = True
+    dispatches_again: bool = True
