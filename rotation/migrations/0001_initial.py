@@ -90,6 +90,7 @@ class Migration(migrations.Migration):
                 ('confirmed_at', models.DateTimeField(blank=True, null=True)),
                 ('notified_at', models.DateTimeField(blank=True, null=True)),
                 ('quarantined_at', models.DateTimeField(blank=True, null=True)),
+                ('held_at', models.DateTimeField(blank=True, null=True)),
                 ('reinstated_at', models.DateTimeField(blank=True, null=True)),
                 ('waived_at', models.DateTimeField(blank=True, null=True)),
                 ('written_back_at', models.DateTimeField(blank=True, null=True)),

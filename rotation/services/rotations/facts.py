@@ -71,6 +71,7 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         confirmed_at=rotation.confirmed_at,
         is_proved=rotation.used_at is not None,
         quarantined_at=rotation.quarantined_at,
+        is_held=rotation.is_held,
         was_reinstated=rotation.reinstated_at is not None,
         silence_waived=rotation.waived_at is not None,
         written_back_at=rotation.written_back_at,
