@@ -59,13 +59,16 @@ MOST_COST = 500.0
 def multiply_statistics(factor: int) -> None:
     """Let the planner believe that each table has `factor` times its rows, until the transaction ends.
 
-    The planner takes the number of pages from the file and the number of rows on a page from pg_class. A number of
-    distinct values that grows with the table becomes a share of the rows.
+    The planner takes the number of pages from the file and the number of rows on a page from pg_class. A column with
+    more than 20 values gets more of them with more rows. Of a column that is nearly unique, no value is common.
     """
     with connection.cursor() as cursor:
         cursor.execute(
-            "UPDATE pg_statistic SET stadistinct = -stadistinct / reltuples FROM pg_class"
-            " WHERE pg_class.oid = starelid AND relnamespace = 'public'::regnamespace AND stadistinct > 20"
+            "UPDATE pg_statistic SET"
+            " stadistinct = CASE WHEN stadistinct > 0 THEN -stadistinct / reltuples ELSE stadistinct END,"
+            " stakind1 = CASE WHEN stakind1 = 1 AND stadistinct < 0 THEN 0 ELSE stakind1 END"
+            " FROM pg_class WHERE pg_class.oid = starelid AND relnamespace = 'public'::regnamespace"
+            " AND (stadistinct > 20 OR stadistinct < 0)"
         )
         cursor.execute(
             "UPDATE pg_class SET reltuples = reltuples * %s"
