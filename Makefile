@@ -55,7 +55,7 @@ fuzz: ready-to-test ## send 1,000,000 malformed byte streams and 100,000 request
 faults: ready-to-test ## kill, stop, lose and duplicate parts of the service under traffic; about 30 minutes (ARGS='crash --seed 1')
 	@exec $(BIN)/python -m tests.faults $(ARGS)
 
-simulate: ready-to-test ## rotate a fleet for a simulated year and check the invariants; minutes (ARGS='--seed N --steps N')
+simulate: ready-to-test ## rotate a fleet for a simulated year and check the invariants; minutes (ARGS='engine --seed N --steps N')
 	@exec $(BIN)/python -m tests.simulator $(ARGS)
 
 mutations: ready-to-test ## remove each guard that matters once and show which test notices (ARGS=--list, ARGS='--only NAME')
