@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 from pytest_django import DjangoDbBlocker
 
 from keyvault.access import principals
@@ -94,9 +94,12 @@ class World:
 def world_of_module(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[World]:
     """Make the rows once for all tests of a module, and roll them back after it."""
     around = transaction.atomic()
-    around._from_testcase = True  # As in Django's TestCase: a durable block counts as the outermost one.
+    # As in Django's TestCase: a durable block counts as the outermost one.
+    around._from_testcase = True  # type: ignore[attr-defined]  # a private name
     with django_db_blocker.unblock(), around:
-        yield make_world()
+        world = make_world()
+        connection.check_constraints()  # A table with deferred checks cannot be altered.
+        yield world
         transaction.set_rollback(True)
 
 
