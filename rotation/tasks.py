@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from celery import shared_task
 
 from rotation.services.campaigns.runner import tick
-from rotation.services.rotations import engine, turns
+from rotation.services.rotations import engine, side_effects, turns
 from rotation.services.rotations.turns import Turn
 from rotation.services.schedules.starting import begin_due
 
@@ -25,6 +25,11 @@ def send_turn(turn: Turn) -> None:
     """Send the message of one turn. Raises what the broker's client raises, after one attempt."""
     queue = "emergencies" if turn.is_urgent else "rotations"
     advance_rotation.apply_async((turn.rotation_id,), queue=f"{queue}.{turn.environment}", retry=False)
+
+
+@shared_task(name="rotation.tasks.forget_pending")
+def forget_pending() -> None:
+    side_effects.forget_due(datetime.now(UTC))
 
 
 @shared_task(name="rotation.tasks.begin_scheduled")

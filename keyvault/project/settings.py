@@ -274,6 +274,7 @@ CELERY_BEAT_SCHEDULE = {
         for environment in ENVIRONMENTS
     },
     "advance-campaigns": {"task": "rotation.tasks.advance_campaigns", "schedule": 5.0},
+    "forget-pending-copies": {"task": "rotation.tasks.forget_pending", "schedule": 30.0},
     "begin-scheduled-rotations": {"task": "rotation.tasks.begin_scheduled", "schedule": 30.0},
     "watch-backend": {"task": "keyvault.tasks.watch_backend", "schedule": 15.0},
     "sign-checkpoints": {"task": "keyvault.tasks.sign_checkpoints", "schedule": 60.0},

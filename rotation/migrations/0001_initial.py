@@ -213,6 +213,10 @@ class Migration(migrations.Migration):
             model_name='ledgerentry',
             index=models.Index(fields=['rotation', 'started_at'], name='ledger_by_rotation'),
         ),
+        migrations.AddIndex(
+            model_name='ledgerentry',
+            index=models.Index(condition=models.Q(('state', 'started'), ('step', 'staged')), fields=['started_at'], name='ledger_pending'),
+        ),
         migrations.AddConstraint(
             model_name='ledgerentry',
             constraint=models.CheckConstraint(condition=models.Q(('state__in', ['started', 'done', 'failed'])), name='ledger_state'),

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Final
 from weakref import WeakSet
 
@@ -35,8 +35,9 @@ from keyvault.services.recording.changes import (
     generation,
     poll_feed,
 )
+from keyvault.services.recording.signals import changes_confirmed
 from keyvault.services.usage.recorder import usage_log
-from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork
+from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
 from keyvault.services.work.deletion import MAX_DELETED, delete_batch
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class Follower(BackgroundThread):
     _position: Position = field(default_factory=Position)
     _has_moved: bool = False
     _reported_at: float | None = None
+    _reported_through: int | None = None
+    _announced: int | None = None
     _confirmed_at: float | None = None
     _is_lost: bool = False
     _is_failing: bool = False
@@ -160,7 +163,16 @@ class Follower(BackgroundThread):
                 raise
             return True
         self._has_moved, self._reported_at = False, monotonic
+        self._reported_through = self._position.confirmed
         return before is not None and time.monotonic() - before <= _expires_after_seconds()
+
+    def _announce_confirmed(self) -> None:
+        """Send `changes_confirmed` for what was reported since the last call, after the poll that verdicts wait for."""
+        above, self._announced = self._announced, self._reported_through
+        through = self._reported_through
+        if above is not None and through is not None and above < through:
+            with log_failure(_log, "receivers were not told about confirmed changes"):
+                changes_confirmed.send(None, above=above, through=through, now=datetime.now(UTC))
 
     def _write_report(self) -> None:
         reporter, confirmed = usage_log.reporter_id, self._position.confirmed
@@ -208,6 +220,7 @@ class Follower(BackgroundThread):
             while not stop.is_set() and not self._is_lost:
                 self._turn_began_at = time.monotonic()
                 self._try_poll()
+                self._announce_confirmed()
                 close_old_connections()
                 wake_up.wait()
             self._withdraw_confirmation()

@@ -91,8 +91,8 @@ def _claim(subject: str, now: datetime, condition: Q) -> Lease | None:
     if claimed != 1:
         return None
     # A wake-up between the two statements needs no further turn: the worker has not read anything yet.
-    attempts, wakes = WorkLease.objects.values_list("attempts", "wakes").get(subject=subject)
-    return Lease(subject, token, attempts, wakes)
+    row = WorkLease.objects.filter(subject=subject, token=token).values_list("attempts", "wakes").first()
+    return None if row is None else Lease(subject, token, *row)  # None: a person ended the work meanwhile.
 
 
 def hold(lease: Lease) -> None:

@@ -21,8 +21,8 @@ from django.db.models import Q
 from keyvault.access.permissions import Permission
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Notice
-from keyvault.services.recording.signals import keys_changed, keys_refused, notice_settled
+from keyvault.models import Change, Notice
+from keyvault.services.recording.signals import changes_confirmed, keys_changed, keys_refused, notice_settled
 from keyvault.services.startup.processes import process_watch
 from keyvault.services.usage.recorder import utc_now
 from keyvault.services.work import leases
@@ -166,6 +166,7 @@ def connect_signals() -> None:
     keys_changed.connect(_wake_for_changed, dispatch_uid="rotation.keys_changed")
     keys_refused.connect(_wake_for_refused, dispatch_uid="rotation.keys_refused")
     notice_settled.connect(_wake_for_notice, dispatch_uid="rotation.notice_settled")
+    changes_confirmed.connect(_wake_for_confirmed, dispatch_uid="rotation.changes_confirmed")
     process_watch.queues = tuple(map(_queue_of, settings.ENVIRONMENTS))
 
 
@@ -185,6 +186,14 @@ def _wake_for_refused(key_ids: Collection[str], now: datetime, **_: Any) -> None
 def _wake_for_notice(notice: Notice, now: datetime, **_: Any) -> None:
     if notice.kind == NoticeKind.REPLACEMENT_AVAILABLE and notice.account is not None:
         _wake([Turn(notice.subject, notice.account.environment, is_urgent=False)], now)
+
+
+def _wake_for_confirmed(above: int, through: int, now: datetime, **_: Any) -> None:
+    """Wake rotations whose staged replacement a verifier has accepted."""
+    accepted = Change.objects.filter(subject_kind="key", sequence__gt=above, sequence__lte=through)
+    staged = Rotation.objects.filter(state=S.STAGED, replacement__in=accepted.values("subject_id"))
+    rows = staged.values_list("pk", "credential__account__environment")
+    _wake([Turn(rotation_id, environment, is_urgent=False) for rotation_id, environment in rows], now)
 
 
 def _list_open(key_ids: Collection[str], condition: Q | None = None) -> list[Turn]:
