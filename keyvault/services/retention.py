@@ -38,6 +38,7 @@ from keyvault.models import (
     PepperVersion,
     ProviderConnection,
     Refusal,
+    ServiceProcess,
     ServiceToken,
     UsageReporter,
     UseBucket,
@@ -132,6 +133,7 @@ RULES = (
         forget=leases.forget_abandoned,
     ),
     RetentionRule(WebhookBreaker, "until the endpoint responds"),
+    RetentionRule(ServiceProcess, "until the process stops in order; 7 days after it was lost"),
     *(
         RetentionRule(table, "permanently: evidence")
         for table in (AuditChain, AuditEntry, AuditCheckpoint, BreakGlass, Order)
