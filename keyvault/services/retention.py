@@ -111,7 +111,8 @@ RULES = (
     ),
     RetentionRule(
         UseBucket,
-        "{days} days; as minutes for `KEYVAULT_USAGE_MINUTE_DAYS`, then as hours for `KEYVAULT_USAGE_HOUR_DAYS`",
+        "{days} days; as minutes for `KEYVAULT_USAGE_MINUTE_DAYS`, then as hours for `KEYVAULT_USAGE_HOUR_DAYS`, and "
+        "with these the addresses and user agents",
         "KEYVAULT_USAGE_DAYS",
         usage.forget_old,
     ),
