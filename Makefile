@@ -55,10 +55,10 @@ fuzz: ready-to-test ## send 1,000,000 malformed byte streams and 100,000 request
 faults: ready-to-test ## kill, stop, lose and duplicate parts of the service under traffic; about 30 minutes (ARGS='crash --seed 1')
 	@exec $(BIN)/python -m tests.faults $(ARGS)
 
-simulate: ready-to-test ## rotate a fleet for a simulated year and check the invariants; minutes (ARGS='--seed N --steps N')
+simulate: ready-to-test ## rotate a fleet for a simulated year and check the invariants; minutes (ARGS='engine --seed N --steps N')
 	@exec $(BIN)/python -m tests.simulator $(ARGS)
 
-mutations: ready-to-test ## remove each guard that matters once and show which test notices; about 10 minutes (ARGS=--list, ARGS='--only NAME')
+mutations: ready-to-test ## remove each guard that matters once and show which test notices (ARGS=--list, ARGS='--only NAME')
 	@exec $(BIN)/python -m tests.mutations $(ARGS)
 
 bench: ready-to-test ## measure the verifier beside other servers on the same core; about 20 minutes (ARGS='verify --rounds 3')

@@ -94,6 +94,9 @@ class Engine:
             return
         if self._world.rules.dispatches_again:
             self._set_due(rotation, self._world.clock.now + DISPATCH_AGAIN)
+        self._send(rotation)
+
+    def _send(self, rotation: StoredRotation) -> None:
         chance = self._random.random()
         messages = 0 if chance < 0.02 else 2 if chance < 0.05 else 1
         self._world.counts[f"messages {('lost', 'sent', 'doubled')[messages]}"] += 1

@@ -4,22 +4,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from keyvault.domain import sources
 from keyvault.domain.keys import KeyState, can_transition
+from keyvault.domain.sources import OCCASION
 from rotation.domain.silence import SourceFacts
 from rotation.domain.states import Facts, Move, RotationAction, Wait, next_step
-
-OCCASION: timedelta = getattr(sources, "OCCASION", timedelta(days=1))
-"""A source whose uses all lie within this time was seen only once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The rules, each as the product has it.
 
-    `occasion`: see OCCASION. `merge_sources`: applied to the sources of the key that is being retired.
-    `requires_living_key`: a key is taken away only while the other one is usable in the same transaction.
-    `dispatches_again`: the tick dispatches a rotation again when its message has no effect.
+    `occasion`: a source whose uses all lie within this time was seen only once. `merge_sources`: applied to the sources
+    of the key that is being retired. `requires_living_key`: a key is taken away only while the other one is usable in
+    the same transaction. `dispatches_again`: the tick dispatches a rotation again when its message has no effect.
     """
 
     next_step: Callable[[Facts, datetime], Wait | Move | RotationAction] = next_step

@@ -19,9 +19,11 @@ class TurnInterruption:
     def __init__(self, at: int, act: Callable[[], None] | None = None) -> None:
         self._at, self._act, self._count = at, act, 0
         self.has_happened = self._is_acting = False
+        self._outside = _find_depth()
 
     @contextmanager
     def under_way(self, backend: MemoryBackend) -> Iterator[None]:
+        self._outside = _find_depth()
         before, backend.on_call = backend.on_call, self._event
         try:
             with connection.execute_wrapper(self):
@@ -30,7 +32,9 @@ class TurnInterruption:
             backend.on_call = before
 
     def __call__(self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
-        self._event()
+        # At a savepoint the services have started a transaction, but the database has not.
+        if not sql.startswith(("SAVEPOINT", "RELEASE", "ROLLBACK")):
+            self._event()
         return execute(sql, params, many, context)
 
     def _event(self, _name: str = "") -> None:
@@ -44,9 +48,14 @@ class TurnInterruption:
         if self._act is None:
             self.has_happened = True
             raise KilledError
-        if not connection.in_atomic_block:
+        if _find_depth() == self._outside:
             self.has_happened = self._is_acting = True
             try:
                 self._act()
             finally:
                 self._is_acting = False
+
+
+def _find_depth() -> tuple[bool, int]:
+    """Return how deep the open transactions are nested."""
+    return connection.in_atomic_block, len(connection.savepoint_ids)

@@ -1,13 +1,28 @@
 """The simulation over the real services: rows in PostgreSQL, a secret backend in memory, one virtual clock."""
 
+from contextlib import suppress
 from datetime import datetime, timedelta
 
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
 from keyvault.access.roles import Role
 from keyvault.backends.base import Mount
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.keys import KeyState, RetirementReason
 from keyvault.models import Credential, Key, Notice, UsageReporter
 from keyvault.models.usage import UseOutcome
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.secrets.stored_copies import (
+    copy_subject,
+    destroy_string,
+    list_to_destroy,
+    list_unsettled,
+    settle_string,
+)
 from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.usage.retention import forget_old, roll_up
+from keyvault.services.work import leases
 from rotation.domain.events import RotationState
 from rotation.models import Rotation
 from rotation.services.rotations.facts import list_waived
@@ -64,11 +79,14 @@ class RememberingFleet(Fleet):
 class ServiceSimulation(Simulation):
     """Mirrors the rows of a credential after each step, and judges the mirror by the same invariants."""
 
+    engine: ServiceEngine
+
     def __init__(self, seed: int, backend: MemoryBackend, options: FleetOptions, rules: Rules | None = None) -> None:
         self.backend = backend
         self._ids: dict[StoredKey, str] = {}
         self._keys: dict[str, StoredKey] = {}
         self._rows: dict[int, Credential] = {}
+        self.rotations: dict[str, StoredRotation] = {}
         self.operators = {
             "tam": the_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER),
             "approver": the_operator("approver", Role.APPROVER),
@@ -121,9 +139,6 @@ class ServiceSimulation(Simulation):
         self.refresh(rotation.credential, "engine")
         self.people.interfere(rotation)
 
-    def draw_reopening(self) -> datetime:
-        return self.backend_opens_at + timedelta(seconds=self.random.uniform(1, 58))
-
     def report_uses(self) -> None:
         """Let every verifier that reaches the database report, as it does each second."""
         for verifier in self.verifiers.verifiers:
@@ -156,13 +171,38 @@ class ServiceSimulation(Simulation):
         assert isinstance(verifier, ReportingVerifier)
         verifier.count_use(self._ids[key], consumer.source, verifier.clock(), UseOutcome.REFUSED)
         verifier.note(verifier.log.flush)
-        self.wake(consumer.credential)
 
     def try_key(self, key: StoredKey, source: str, product: str) -> None:
         verifier = self.random.choice(self.verifiers.verifiers)
         assert isinstance(verifier, ReportingVerifier)
         verifier.count_use(self._ids[key], f"{source} {product}", verifier.clock(), UseOutcome.REFUSED)
         verifier.note(verifier.log.flush)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._repeat(7 * 86_400, self._maintain)
+
+    def _maintain(self) -> None:
+        """Roll usage up, delete what is too old, and bring the backend's copies in line with the rows."""
+        now = self.clock.now
+        roll_up(now)
+        forget_old(now)
+        for environment in Environment:
+            grant = authorize(WORKER, P.ISSUANCE_EXECUTE, scene.account("merchant-0", environment), now=now)
+            for key in list_to_destroy(environment):
+                with suppress(KeyvaultError):
+                    destroy_string(grant, key)
+            for key in list_unsettled(environment):
+                lease = leases.claim(copy_subject(key), now, ignore_due_at=True)
+                if lease is not None:
+                    with suppress(KeyvaultError):
+                        settle_string(grant, key, lease)
+                    leases.release(lease)
+
+    def _check(self) -> str | None:
+        found = super()._check()
+        self.engine.plan_tick()
+        return found
 
     def _seal(self) -> None:
         super()._seal()
@@ -194,6 +234,7 @@ class ServiceSimulation(Simulation):
             deadline=row.deadline_at,
         )
         credential.rotations.append(rotation)
+        self.rotations[rotation.rotation_id] = rotation
         self.counts["rotations"] += 1
         self.note(credential, f"rotation {len(credential.rotations)} is requested: {rotation.state}")
 

@@ -13,8 +13,9 @@ from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyState
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Credential, Key
+from keyvault.models import Credential, Key, Notice
 from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
 from keyvault.services.merchants.merchants import resume_account, suspend_account
 from keyvault.services.recording.authorization import authorize
@@ -30,7 +31,7 @@ from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock
 from tests.plans import copy_row, explain
 from tests.rotation import scene
-from tests.rotation.services.schedules.test_schedules import NIGHTS, calendar, save
+from tests.rotation.services.schedules.test_schedules import NIGHTS, calendar, damage, save
 from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -199,6 +200,27 @@ def test_worker_that_dies_while_it_begins_leaves_a_claim_that_ends(
         assert begin_due(due_at) == []
     assert row_of(key).refusals == 1
     assert len(begin_due(due_at + timedelta(minutes=1))) == 1
+
+
+def test_alarm_of_an_unreadable_schedule_that_fails_delays_no_other_and_is_raised_later(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: no credential waits for a schedule whose fault nobody knows."""
+    broken, _ = scene.issue(scene.account(), clock())
+    sound, _ = scene.issue(scene.account("globex"), clock())
+    row = save(scene.account(), clock())
+    save(SANDBOX, clock())
+    begin_due(clock())
+    damage(row, window={"time_zone": "Mars/Olympus"})
+    due_at = clock() + 90 * DAY
+    with monkeypatch.context() as fault:
+        fault.setattr(starting, "announce", lambda *_, **__: 1 / 0)
+        assert len(begin_due(due_at)) == 1
+    assert row_of(sound).ask_at is None
+    assert row_of(broken).ask_at == due_at + timedelta(minutes=1)
+    begin_due(due_at + timedelta(minutes=1))
+    assert Notice.objects.filter(kind=NoticeKind.SCHEDULE_STALLED).count() == 1
+    assert row_of(broken).ask_at is None
 
 
 def test_change_that_is_rolled_back_leaves_no_mark(clock: Clock) -> None:
