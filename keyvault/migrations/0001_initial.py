@@ -637,11 +637,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='key',
-            index=models.Index(condition=models.Q(('material__in', ['destroy_due', 'delete_due', 'restore_due'])), fields=['material'], name='key_material_due'),
+            index=models.Index(condition=models.Q(('material__in', ['destroy_due', 'delete_due', 'restore_due'])), fields=['material', 'created_at', 'key_id'], name='key_material_due'),
         ),
         migrations.AddIndex(
             model_name='key',
-            index=models.Index(condition=models.Q(('state__in', ['active', 'suspended'])), fields=['expires_at'], name='key_expiring'),
+            index=models.Index(condition=models.Q(('state__in', ['active', 'suspended'])), fields=['expires_at', 'key_id'], name='key_expiring'),
         ),
         migrations.AddConstraint(
             model_name='key',
@@ -789,7 +789,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='issuancerequest',
-            index=models.Index(fields=['state', 'created_at'], name='request_by_state'),
+            index=models.Index(fields=['state', 'created_at', 'issuance_request_id'], name='request_by_state'),
         ),
         migrations.AddIndex(
             model_name='issuancerequest',

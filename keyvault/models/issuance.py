@@ -61,7 +61,7 @@ class IssuanceRequest(RequestColumns):
             ),
         ]
         indexes = [
-            models.Index(fields=["state", "created_at"], name="request_by_state"),
+            models.Index(fields=["state", "created_at", "issuance_request_id"], name="request_by_state"),
             models.Index(
                 fields=["issued_at", "issuance_request_id"],
                 name="request_uncollected",

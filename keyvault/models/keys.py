@@ -137,11 +137,13 @@ class Key(DigestColumns):
         ]
         indexes = [
             models.Index(
-                fields=["material"],
+                fields=["material", "created_at", "key_id"],
                 name="key_material_due",
                 condition=Q(material__in=["destroy_due", "delete_due", "restore_due"]),
             ),
-            models.Index(fields=["expires_at"], name="key_expiring", condition=Q(state__in=["active", "suspended"])),
+            models.Index(
+                fields=["expires_at", "key_id"], name="key_expiring", condition=Q(state__in=["active", "suspended"])
+            ),
         ]
 
     def __str__(self) -> str:
