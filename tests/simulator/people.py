@@ -37,9 +37,9 @@ class People:
         now = self._world.clock.now
         date = next_date(credential.terms, credential.credential_id, credential.keys[-1].activated_at)
         earliest = now + timedelta(seconds=self._random.uniform(0.5, 1.5) * not_before)
-        self._world.scheduler.at(max(date.ask_at, earliest), lambda: self._request(credential))
+        self._world.scheduler.at(max(date.ask_at, earliest), lambda: self.request(credential))
 
-    def _request(self, credential: StoredCredential) -> None:
+    def request(self, credential: StoredCredential) -> None:
         world, now = self._world, self._world.clock.now
         world.touch(credential, "person")
         if credential.has_left or credential.open_rotation is not None:
@@ -57,7 +57,7 @@ class People:
         self._open(credential, plan, usable[0], S.AWAITING_APPROVAL if needs_approval else S.SCHEDULED)
 
     def _later(self, seconds: float, credential: StoredCredential) -> None:
-        self._world.scheduler.after(self._random.uniform(0.5, 1.5) * seconds, lambda: self._request(credential))
+        self._world.scheduler.after(self._random.uniform(0.5, 1.5) * seconds, lambda: self.request(credential))
 
     def _reissue(self, credential: StoredCredential) -> None:
         now = self._world.clock.now

@@ -126,6 +126,7 @@ def _list_moves(rotation: StoredRotation, was: RotationState) -> list[Move]:
     event = Event.DEADLINE if rotation.silence_waived else None
     if was is S.OVERLAP and rotation.state is S.QUARANTINE:
         moves.append(Move(S.QUARANTINE, rotation.why, event))
-    if was is S.QUARANTINE and rotation.predecessor.is_dead and rotation.predecessor.ended_by == "engine":
+    is_revoked = rotation.predecessor.is_dead and rotation.predecessor.ended_by == "engine"
+    if was in {S.OVERLAP, S.QUARANTINE} and is_revoked:
         moves.append(Move(S.REVOKING, rotation.why))
     return moves or [Move(rotation.state, rotation.why)]

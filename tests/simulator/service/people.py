@@ -55,7 +55,7 @@ class ServicePeople(People):
 
     # --- requests -------------------------------------------------------------------------------------------
 
-    def _request(self, credential: StoredCredential) -> None:
+    def request(self, credential: StoredCredential) -> None:
         world = self._world
         world.touch(credential, "person")
         if credential.open_rotation is not None:

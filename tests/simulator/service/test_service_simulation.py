@@ -1,6 +1,7 @@
 """A small share of `make simulate ARGS=engine`, and a run with a rule that is broken on purpose."""
 
 from datetime import datetime
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,32 +17,36 @@ from tests.simulator.simulation import Result
 
 pytestmark = pytest.mark.django_db
 
-SMALL = FleetOptions(credentials=6, sandbox=1)
+SMALL = FleetOptions(credentials=3, forgotten=0, sandbox=1)
 """In the sandbox every request is approved, and every period is short."""
 
 
 def _run(seed: int, steps: int) -> Result:
+    """Run from the request of a rotation of each credential."""
     with service() as backend:
         simulation = ServiceSimulation(seed, backend, SMALL)
+        for credential in simulation.fleet.credentials:
+            simulation.scheduler.after(1, partial(simulation.people.request, credential))
         return simulation.run(steps)
 
 
 def test_service_simulation_violates_nothing() -> None:
-    result = _run(1, 150)
+    result = _run(1, 60)
     assert result.violation is None, format_result(result, result.at, 0)
-    assert result.counts["steps of consumer"]
+    assert result.counts["rotation awaiting_proof"]
 
 
-def _skip_silence(facts: Facts, now: datetime) -> Wait | Move | RotationAction:
-    if facts.state is RotationState.OVERLAP:
-        return Move(RotationState.QUARANTINE, "in a hurry")
+def _skip_quarantine(facts: Facts, now: datetime) -> Wait | Move | RotationAction:
+    if facts.state is RotationState.QUARANTINE:
+        return Move(RotationState.REVOKING, "in a hurry")
     return next_step(facts, now)
 
 
 @pytest.mark.long
-def test_service_simulation_notices_a_key_taken_away_in_use() -> None:
+@pytest.mark.timeout(300)
+def test_service_simulation_notices_a_skipped_quarantine() -> None:
     """The simulator can fail on the real engine, too."""
-    with mock.patch.object(engine, "next_step", _skip_silence):
-        result = _run(1, 1_500)
+    with mock.patch.object(engine, "next_step", _skip_quarantine):
+        result = _run(1, 600)
     assert result.violation is not None
-    assert "in a hurry" in result.violation.what
+    assert "without a whole quarantine" in result.violation.what
