@@ -641,7 +641,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='key',
-            index=models.Index(condition=models.Q(('material__in', ['destroy_due', 'delete_due', 'restore_due'])), fields=['material'], name='key_material_due'),
+            index=models.Index(condition=models.Q(('material__in', ['destroy_due', 'delete_due', 'restore_due'])), fields=['created_at', 'key_id'], name='key_material_due'),
         ),
         migrations.AddIndex(
             model_name='key',
