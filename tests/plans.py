@@ -120,7 +120,8 @@ def list_plan_faults(plan: Mapping[str, Any], sizes: Mapping[str, float], *, is_
     is_limited = is_limited or kind == "Limit"
     if sizes.get(table, 0) >= LARGE:
         if kind == "Seq Scan":
-            yield f"reads all of {table}"
+            if "Filter" in plan or not is_limited:
+                yield f"reads all of {table}"
         elif kind in {"Index Scan", "Index Only Scan"} and "Index Cond" not in plan:
             if sizes[plan["Index Name"]] > MOST_READ and ("Filter" in plan or not is_limited):
                 yield f"reads all of {plan['Index Name']}"
@@ -129,7 +130,7 @@ def list_plan_faults(plan: Mapping[str, Any], sizes: Mapping[str, float], *, is_
         elif "Filter" in plan and plan["Total Cost"] > MOST_COST:
             # A limit ends it early only if many rows pass the filter.
             yield f"reads much of {table} to find {rows} rows"
-    if kind in {"Sort", "Incremental Sort"} and rows > MOST_READ:
+    if kind == "Sort" and rows > MOST_READ:
         yield f"sorts {rows} rows"
     # These read all their rows, whatever the limit above them.
     passes_limit = kind not in {"Sort", "Aggregate", "Hash", "WindowAgg"}

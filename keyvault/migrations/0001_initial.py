@@ -631,6 +631,10 @@ class Migration(migrations.Migration):
             model_name='credential',
             constraint=models.CheckConstraint(condition=models.Q(('origin_header__in', ['refuse', 'report'])), name='credential_origin_header'),
         ),
+        migrations.AddIndex(
+            model_name='credential',
+            index=models.Index(fields=['-created_at', '-credential_id'], name='credential_newest'),
+        ),
         migrations.AddConstraint(
             model_name='issuanceapproval',
             constraint=models.UniqueConstraint(fields=('request', 'person'), name='issuance_approval_once'),
@@ -642,6 +646,10 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='key',
             index=models.Index(condition=models.Q(('state__in', ['active', 'suspended'])), fields=['expires_at', 'key_id'], name='key_expiring'),
+        ),
+        migrations.AddIndex(
+            model_name='key',
+            index=models.Index(fields=['-created_at', '-key_id'], name='key_newest'),
         ),
         migrations.AddConstraint(
             model_name='key',
@@ -790,6 +798,10 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='issuancerequest',
             index=models.Index(fields=['state', 'created_at', 'issuance_request_id'], name='request_by_state'),
+        ),
+        migrations.AddIndex(
+            model_name='issuancerequest',
+            index=models.Index(fields=['-created_at', '-issuance_request_id'], name='request_newest'),
         ),
         migrations.AddIndex(
             model_name='issuancerequest',

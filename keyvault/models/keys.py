@@ -46,6 +46,7 @@ class Credential(RecordedModel):
             choices_check("credential_delivery", "delivery", Delivery),
             choices_check("credential_origin_header", "origin_header", OriginHeader),
         ]
+        indexes = [models.Index(fields=["-created_at", "-credential_id"], name="credential_newest")]
 
     def __str__(self) -> str:
         return self.credential_id
@@ -144,6 +145,7 @@ class Key(DigestColumns):
             models.Index(
                 fields=["expires_at", "key_id"], name="key_expiring", condition=Q(state__in=["active", "suspended"])
             ),
+            models.Index(fields=["-created_at", "-key_id"], name="key_newest"),
         ]
 
     def __str__(self) -> str:

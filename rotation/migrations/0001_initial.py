@@ -267,7 +267,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='rotation',
-            index=models.Index(fields=['state'], name='rotation_by_state'),
+            index=models.Index(fields=['state', 'created_at'], name='rotation_by_state'),
+        ),
+        migrations.AddIndex(
+            model_name='rotation',
+            index=models.Index(fields=['-created_at', '-rotation_id'], name='rotation_newest'),
         ),
         migrations.AddConstraint(
             model_name='rotation',

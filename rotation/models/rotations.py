@@ -103,7 +103,10 @@ class Rotation(RequestColumns):
                 | Q(waived_at__isnull=False),
             ),
         ]
-        indexes = [models.Index(fields=["state"], name="rotation_by_state")]
+        indexes = [
+            models.Index(fields=["state", "created_at"], name="rotation_by_state"),
+            models.Index(fields=["-created_at", "-rotation_id"], name="rotation_newest"),
+        ]
 
     def __str__(self) -> str:
         return self.rotation_id

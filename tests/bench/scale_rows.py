@@ -339,7 +339,8 @@ def load_rotation(sample: Rotation, first: int, last: int, *, predecessor: str, 
     """Copy a rotation with its keys and what the engine wrote about it."""
     about, has_replacement = rotation("n"), sample.replacement is not None
     keys = {"predecessor_id": predecessor, **({"replacement_id": replacement} if has_replacement else {})}
-    copy(sample, first, last, rotation_id=about, credential_id=credential("n"), **keys)
+    begun = spread_over("created_at", 1)
+    copy(sample, first, last, rotation_id=about, credential_id=credential("n"), created_at=begun, **keys)
     changed = {"credential_id": credential("n"), "digest": hashed("digest", "n")}
     copy(sample.predecessor, first, last, key_id=predecessor, **changed)
     if sample.replacement is not None:
@@ -381,7 +382,8 @@ def load_issuance(size: Size, samples: Samples) -> None:
     """Load the request of each credential's first key, collected, with its approval."""
     request = prefixed_id("req", "request", "n")
     changed = {"account_id": account_of("n", size), "credential_id": credential("n"), "key_id": key("n")}
-    copy(samples.request, 1, size.credentials, issuance_request_id=request, **changed)
+    begun = spread_over("created_at", 60)
+    copy(samples.request, 1, size.credentials, issuance_request_id=request, created_at=begun, **changed)
     approval = IssuanceApproval.objects.filter(request=samples.request).earliest("pk")
     copy(approval, 1, size.credentials, request_id=request)
 
@@ -449,7 +451,8 @@ def load_replies(size: Size) -> None:
 
 
 def load_refusals(size: Size) -> None:
-    copy(Refusal.objects.get(pk="refusal"), 1, size.credentials // 10, request_id=hashed_id("refusal", "n"))
+    at = "now() - n * interval '1 second'"
+    copy(Refusal.objects.get(pk="refusal"), 1, size.credentials // 10, request_id=hashed_id("refusal", "n"), at=at)
 
 
 def load_confirmations(size: Size) -> None:
