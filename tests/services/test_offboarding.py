@@ -320,7 +320,7 @@ def test_offboarded_merchant_s_staged_keys_are_destroyed_by_the_worker(scene: Sc
             issue_request(request)
     assert Key.objects.get().state == "pre_activation"
     assert not offboard(scene).left
-    WorkLease.objects.update(until=None)  # the worker's lease has expired
+    WorkLease.objects.update(until=None, due_at=None)  # the worker's lease has expired
     maintenance.destroy_due()
     assert Key.objects.get().state == "destroyed"
 

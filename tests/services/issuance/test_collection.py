@@ -420,7 +420,7 @@ def test_discard_with_more_used_keys_than_one_sweep_logs_each(
     scene: Scene, requester: Requester, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unresolved used keys do not hide others from the log."""
-    monkeypatch.setattr(issuance, "_LIST_LIMIT", 2)
+    monkeypatch.setattr(issuance, "BATCH", 2)
     monkeypatch.setattr(maintenance, "_used_uncollected", maintenance.UsedUncollected())
     requests = [request_and_issue(requester.service, scene.sandbox, at=now() - COLLECT_WITHIN) for _ in range(5)]
     for request in requests:

@@ -550,7 +550,7 @@ def test_issuance_killed_twice_is_completed_with_one_active_key(
 
 def expire_leases() -> None:
     """Expire every lease."""
-    WorkLease.objects.update(until=None)
+    WorkLease.objects.update(until=None, due_at=None)
 
 
 @pytest.mark.parametrize("step", ["_stage", "store_string"])

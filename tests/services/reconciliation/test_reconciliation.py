@@ -262,7 +262,7 @@ def test_reconcile_killed_midway_is_finished_by_the_next_run(
         patch.setattr(LocalKeystore, "destroy", die)
         with pytest.raises(KilledError):
             reconcile(SANDBOX)
-    WorkLease.objects.update(until=None)
+    WorkLease.objects.update(until=None, due_at=None)
     assert Key.objects.get(pk=key.pk).material == "destroy_due"
     maintenance.destroy_due()
     assert (states(key), counts_of(reconcile(SANDBOX))) == (["destroyed"] * 2, {})
@@ -725,7 +725,7 @@ def test_maintenance_killed_while_forgetting_forgets_again(scene: Scene, monkeyp
         with pytest.raises(KeyboardInterrupt):
             maintenance.forget_paths_due()
     assert Credential.objects.get().forgotten_at is None
-    WorkLease.objects.update(until=None)
+    WorkLease.objects.update(until=None, due_at=None)
     maintenance.forget_paths_due()
     assert (is_path_known(credential), Credential.objects.get().forgotten_at is None) == (False, False)
 
