@@ -58,7 +58,7 @@ faults: ready-to-test ## kill, stop, lose and duplicate parts of the service und
 simulate: ready-to-test ## rotate a fleet for a simulated year and check the invariants; minutes (ARGS='engine --seed N --steps N')
 	@exec $(BIN)/python -m tests.simulator $(ARGS)
 
-mutations: ready-to-test ## remove each guard that matters once and show which test notices; about 10 minutes (ARGS=--list, ARGS='--only NAME')
+mutations: ready-to-test ## remove each guard that matters once and show which test notices (ARGS=--list, ARGS='--only NAME')
 	@exec $(BIN)/python -m tests.mutations $(ARGS)
 
 bench: ready-to-test ## measure the verifier beside other servers on the same core; about 20 minutes (ARGS='verify --rounds 3')

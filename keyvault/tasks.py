@@ -13,22 +13,22 @@ from keyvault.services.webhooks import deliveries
 _log = logging.getLogger(__name__)
 
 
-@shared_task(name="keyvault.tasks.issue_approved", expires=30)
+@shared_task(name="keyvault.tasks.issue_approved")
 def issue_approved() -> None:
     maintenance.issue_due()
 
 
-@shared_task(name="keyvault.tasks.deliver_webhooks", expires=30)
+@shared_task(name="keyvault.tasks.deliver_webhooks")
 def deliver_webhooks() -> None:
     deliveries.deliver_due()
 
 
-@shared_task(name="keyvault.tasks.sign_checkpoints", expires=60)
+@shared_task(name="keyvault.tasks.sign_checkpoints")
 def sign_checkpoints() -> None:
     checkpoints.sign_due(datetime.now(UTC))
 
 
-@shared_task(name="keyvault.tasks.run_maintenance", expires=30)
+@shared_task(name="keyvault.tasks.run_maintenance")
 def run_maintenance() -> None:
     """Run every maintenance step, those that end keys first.
 
@@ -52,11 +52,11 @@ def run_maintenance() -> None:
         raise errors[0]
 
 
-@shared_task(name="keyvault.tasks.watch_backend", expires=30)
+@shared_task(name="keyvault.tasks.watch_backend")
 def watch_backend() -> None:
     maintenance.watch_backend()
 
 
-@shared_task(name="keyvault.tasks.reconcile_backend", expires=300)
+@shared_task(name="keyvault.tasks.reconcile_backend")
 def reconcile_backend() -> None:
     reconciliation.reconcile_due()

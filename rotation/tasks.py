@@ -5,15 +5,15 @@ from datetime import UTC, datetime
 from celery import shared_task
 
 from rotation.services.campaigns.runner import tick
-from rotation.services.rotations import engine, turns
+from rotation.services.rotations import engine, side_effects, turns
 from rotation.services.rotations.turns import Turn
 from rotation.services.schedules.starting import begin_due
 
 
 @shared_task(name="rotation.tasks.dispatch_due")
-def dispatch_due() -> None:
-    """Send one message per due rotation."""
-    turns.dispatch_due(dispatch=send_turn)
+def dispatch_due(environment: str) -> None:
+    """Send one message per due rotation of the environment."""
+    turns.dispatch_due(dispatch=send_turn, environments=[environment])
 
 
 @shared_task(name="rotation.tasks.advance_rotation")
@@ -23,14 +23,20 @@ def advance_rotation(rotation_id: str) -> None:
 
 def send_turn(turn: Turn) -> None:
     """Send the message of one turn. Raises what the broker's client raises, after one attempt."""
-    advance_rotation.apply_async((turn.rotation_id,), retry=False)
+    queue = "emergencies" if turn.is_urgent else "rotations"
+    advance_rotation.apply_async((turn.rotation_id,), queue=f"{queue}.{turn.environment}", retry=False)
 
 
-@shared_task(name="rotation.tasks.begin_scheduled", expires=30)
+@shared_task(name="rotation.tasks.forget_pending")
+def forget_pending() -> None:
+    side_effects.forget_due(datetime.now(UTC))
+
+
+@shared_task(name="rotation.tasks.begin_scheduled")
 def begin_scheduled() -> None:
     begin_due(datetime.now(UTC))
 
 
-@shared_task(name="rotation.tasks.advance_campaigns", expires=30)
+@shared_task(name="rotation.tasks.advance_campaigns")
 def advance_campaigns() -> None:
     tick(datetime.now(UTC))

@@ -45,6 +45,8 @@ from keyvault.services.secrets.stored_copies import read_string
 from keyvault.services.tokens.service_tokens import DEFAULT_DAYS, create_service_token
 from keyvault.services.work import leases
 
+from .starting_rows import start_with
+
 PASSWORD = "correct horse battery staple"
 """Password of every operator that is made here."""
 
@@ -68,6 +70,10 @@ def have_peppers() -> None:
 
     A keystore outlives the databases of one process of tests, which are all of the same installation.
     """
+    start_with(_have_peppers)
+
+
+def _have_peppers() -> None:
     with mock.patch("keyvault.services.peppers.installation.mint_installation_id", return_value=INSTALLATION):
         ensure_peppers(now())
 

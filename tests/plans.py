@@ -59,13 +59,16 @@ MOST_COST = 500.0
 def multiply_statistics(factor: int) -> None:
     """Let the planner believe that each table has `factor` times its rows, until the transaction ends.
 
-    The planner takes the number of pages from the file and the number of rows on a page from pg_class. A number of
-    distinct values that grows with the table becomes a share of the rows.
+    The planner takes the number of pages from the file and the number of rows on a page from pg_class. A column with
+    more than 20 values gets more of them with more rows. Of a column that is nearly unique, no value is common.
     """
     with connection.cursor() as cursor:
         cursor.execute(
-            "UPDATE pg_statistic SET stadistinct = -stadistinct / reltuples FROM pg_class"
-            " WHERE pg_class.oid = starelid AND relnamespace = 'public'::regnamespace AND stadistinct > 20"
+            "UPDATE pg_statistic SET"
+            " stadistinct = CASE WHEN stadistinct > 0 THEN -stadistinct / reltuples ELSE stadistinct END,"
+            " stakind1 = CASE WHEN stakind1 = 1 AND stadistinct < 0 THEN 0 ELSE stakind1 END"
+            " FROM pg_class WHERE pg_class.oid = starelid AND relnamespace = 'public'::regnamespace"
+            " AND (stadistinct > 20 OR stadistinct < 0)"
         )
         cursor.execute(
             "UPDATE pg_class SET reltuples = reltuples * %s"
@@ -101,7 +104,7 @@ class SlowQueries:
             self._is_explaining = True
             try:
                 with connection.cursor() as cursor:
-                    cursor.execute(f"EXPLAIN (FORMAT JSON) {sql}", params)
+                    cursor.execute(f"EXPLAIN (FORMAT JSON) {sql}", params[0] if many else params)
                     plan = cursor.fetchone()[0][0]["Plan"]
             finally:
                 self._is_explaining = False
@@ -117,7 +120,8 @@ def list_plan_faults(plan: Mapping[str, Any], sizes: Mapping[str, float], *, is_
     is_limited = is_limited or kind == "Limit"
     if sizes.get(table, 0) >= LARGE:
         if kind == "Seq Scan":
-            yield f"reads all of {table}"
+            if "Filter" in plan or not is_limited:
+                yield f"reads all of {table}"
         elif kind in {"Index Scan", "Index Only Scan"} and "Index Cond" not in plan:
             if sizes[plan["Index Name"]] > MOST_READ and ("Filter" in plan or not is_limited):
                 yield f"reads all of {plan['Index Name']}"
@@ -126,7 +130,7 @@ def list_plan_faults(plan: Mapping[str, Any], sizes: Mapping[str, float], *, is_
         elif "Filter" in plan and plan["Total Cost"] > MOST_COST:
             # A limit ends it early only if many rows pass the filter.
             yield f"reads much of {table} to find {rows} rows"
-    if kind in {"Sort", "Incremental Sort"} and rows > MOST_READ:
+    if kind == "Sort" and rows > MOST_READ:
         yield f"sorts {rows} rows"
     # These read all their rows, whatever the limit above them.
     passes_limit = kind not in {"Sort", "Aggregate", "Hash", "WindowAgg"}

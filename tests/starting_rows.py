@@ -6,8 +6,10 @@ A test then starts with a few statements instead of the two hundred that its ope
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from typing import Any, TypeVar
 
+from django.apps import apps
 from django.conf import settings
 from django.db import connection, transaction
 
@@ -35,7 +37,7 @@ def start_with(make: Callable[..., T], *arguments: str) -> T:
     The copies are as old as the first call. `make` runs anew in a database that is not as `migrate` left it (every
     service writes an audit entry), and with a keystore of the test's own, whose peppers differ.
     """
-    if AuditEntry.objects.exists() or _has_own_keystore():
+    if AuditEntry.objects.exists() or _keystore() != _shared_keystore:
         return make(*arguments)
     if (known := _made.get((make, arguments))) is not None:
         _insert(known.rows)
@@ -43,17 +45,19 @@ def start_with(make: Callable[..., T], *arguments: str) -> T:
         return result
     before = _read_rows()
     result = make(*arguments)
-    rows = {table: rows for table, rows in _read_rows().items() if rows != before.get(table)}
+    after = _read_rows()
+    rows = {table: after[table] for table in _parents_first() if after.get(table) != before.get(table)}
     assert before.keys().isdisjoint(rows), "a table has rows of the migrations"
     _made[make, arguments] = _Made(copy.deepcopy(result), rows)
     return result
 
 
-def _has_own_keystore() -> bool:
-    return settings.IS_VAULT or bool(settings.MASTER_KEY) or _data_dir != settings.DATA_DIR
+def _keystore() -> tuple[object, ...]:
+    """Return the settings that decide which peppers are made, and where."""
+    return settings.IS_VAULT, settings.MASTER_KEY, settings.DATA_DIR, tuple(settings.ENVIRONMENTS)
 
 
-_data_dir = settings.DATA_DIR
+_shared_keystore = _keystore()
 
 
 def _read_rows() -> dict[str, Rows]:
@@ -68,6 +72,18 @@ def _read_rows() -> dict[str, Rows]:
             cursor.execute(f'SELECT * FROM "{table}" ORDER BY 1')  # noqa: S608  a table of ours
             found[table] = cursor.fetchall()
     return found
+
+
+def _parents_first() -> list[str]:
+    """Return all tables in an order in which triggers find the rows that a new row names."""
+    parents = {
+        model._meta.db_table: {
+            field.related_model._meta.db_table for field in model._meta.local_fields if field.related_model
+        }
+        - {model._meta.db_table}
+        for model in apps.get_models(include_auto_created=True)
+    }
+    return list(TopologicalSorter(parents).static_order())
 
 
 def _insert(rows_of_tables: dict[str, Rows]) -> None:

@@ -53,6 +53,7 @@ class Permission(StrEnum):
     KEYS_REHASH = "keys:rehash"
     BACKEND_RECONCILE = "backend:reconcile"
     REVOCATION_LOG_APPEND = "revocation_log:append"
+    PROCESSES_WATCH = "processes:watch"
     REVOCATIONS_REPLAY = "revocations:replay"
     BREAK_GLASS_REVIEW = "break_glass:review"
 

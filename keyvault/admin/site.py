@@ -92,7 +92,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
     )
 )
 
-_EXCLUDED_MODULES = frozenset({"django.contrib.auth.admin", "django_celery_beat.admin"})
+_EXCLUDED_MODULES = frozenset({"django.contrib.auth.admin"})
 
 _log = logging.getLogger(__name__)
 

@@ -40,6 +40,52 @@ _feed_age = Gauge(
     multiprocess_mode="livemax",
 )
 _known_keys = Gauge("keyvault_remembered_keys", "Keys in the memory of the verifiers.", multiprocess_mode="livesum")
+_process_seen = Gauge(
+    "keyvault_process_seen_timestamp_seconds",
+    "When a process of this kind, a worker or a beat, last reported that it runs.",
+    ["kind"],
+    multiprocess_mode="livemax",
+)
+_lost_processes = Gauge(
+    "keyvault_lost_processes",
+    "Workers and beats that stopped reporting without a shutdown and did not return.",
+    multiprocess_mode="livemax",
+)
+_queue_rows = Gauge(
+    "keyvault_queue_due",
+    "Rows of a queue that are due and wait for a worker; 10,000: at least so many.",
+    ["queue"],
+    multiprocess_mode="livemax",
+)
+_queue_age = Gauge(
+    "keyvault_queue_age_seconds",
+    "Seconds since the oldest waiting row of a queue is due.",
+    ["queue"],
+    multiprocess_mode="livemax",
+)
+_messages = Gauge(
+    "keyvault_broker_messages",
+    "Messages in a queue of the broker; only of Redis.",
+    ["queue"],
+    multiprocess_mode="livemax",
+)
+
+
+def note_process(kind: str, seen_at: datetime) -> None:
+    _process_seen.labels(kind).set(seen_at.timestamp())
+
+
+def note_lost(count: int) -> None:
+    _lost_processes.set(count)
+
+
+def note_queue(queue: str, rows: int, age_seconds: float) -> None:
+    _queue_rows.labels(queue).set(rows)
+    _queue_age.labels(queue).set(age_seconds)
+
+
+def note_messages(queue: str, count: int) -> None:
+    _messages.labels(queue).set(count)
 
 
 def note_verifier(from_memory: int, known_keys: int, feed_age_seconds: float) -> None:

@@ -31,6 +31,7 @@ class NoticeKind(StrEnum):
     ADDRESS_LOCKED = "address.locked"
     REVOCATION_LOG_LOSS_ACCEPTED = "journal.loss_accepted"
     CLOCK_DIFFERS = "clock.differs"
+    PROCESS_LOST = "process.lost"
 
 
 ALARMS = frozenset(
@@ -51,11 +52,14 @@ ALARMS = frozenset(
         NoticeKind.ADDRESS_LOCKED,
         NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED,
         NoticeKind.CLOCK_DIFFERS,
+        NoticeKind.PROCESS_LOST,
     }
 )
 """Events that require an operator's attention."""
 
-WITHOUT_ACCOUNT = frozenset({NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED, NoticeKind.CLOCK_DIFFERS})
+WITHOUT_ACCOUNT = frozenset(
+    {NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED, NoticeKind.CLOCK_DIFFERS, NoticeKind.PROCESS_LOST}
+)
 """Events of the installation, which belong to no merchant's account."""
 
 INTERNAL = frozenset(

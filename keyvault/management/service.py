@@ -1,4 +1,6 @@
-"""The embedded service as three programs: an HTTP server, a Celery worker and Celery beat.
+"""The embedded service as programs of one supervisor: an HTTP server, and a Celery worker that runs beat in a thread.
+
+With another broker than the files in the data folder, beat is a program of its own.
 
 with stopping_on_signals(), supervise(port) as service:
     wait_until_ready(service, port)
@@ -95,7 +97,7 @@ def lock_data_folder() -> Iterator[None]:
 
 
 def supervise(port: int, environ: Mapping[str, str] = os.environ) -> Supervisor:
-    """Return a supervisor of all three programs on this machine's data folder, not yet started."""
+    """Return a supervisor of all programs on this machine's data folder, not yet started."""
     environment = {
         "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
         **environ,
@@ -174,5 +176,5 @@ def _programs(port: int) -> tuple[Program, ...]:
                 *("--without-gossip", "--without-mingle", "--without-heartbeat"),
             ),
         ),
-        Program(BEAT, (*celery, "beat", "--loglevel", "INFO", "--pidfile", "")),
+        *([] if settings.IS_FILE_BROKER else [Program(BEAT, (*celery, "beat", "--loglevel", "INFO", "--pidfile", ""))]),
     )

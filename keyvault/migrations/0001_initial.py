@@ -114,6 +114,15 @@ class Migration(migrations.Migration):
             ],
         ),
         migrations.CreateModel(
+            name='ServiceProcess',
+            fields=[
+                ('name', models.CharField(max_length=64, primary_key=True, serialize=False)),
+                ('kind', models.CharField(max_length=16)),
+                ('seen_at', models.DateTimeField(db_index=True)),
+                ('lost_at', models.DateTimeField(blank=True, null=True)),
+            ],
+        ),
+        migrations.CreateModel(
             name='WorkLease',
             fields=[
                 ('subject', models.CharField(max_length=80, primary_key=True, serialize=False)),
@@ -122,13 +131,13 @@ class Migration(migrations.Migration):
                 ('due_at', models.DateTimeField(blank=True, null=True)),
                 ('queue', models.CharField(blank=True, max_length=40)),
                 ('is_urgent', models.BooleanField(default=False)),
-                ('is_dispatched', models.BooleanField(default=False)),
+                ('due_since', models.DateTimeField(blank=True, null=True)),
                 ('wakes', models.PositiveIntegerField(default=0)),
                 ('attempts', models.PositiveIntegerField(default=0)),
                 ('last_error', models.CharField(blank=True, max_length=300)),
             ],
             options={
-                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due')],
+                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due'), models.Index(condition=models.Q(('due_since__isnull', False)), fields=['queue', 'due_since'], name='work_lease_waiting')],
             },
         ),
         migrations.CreateModel(
@@ -399,7 +408,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('notice_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
-                ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted'), ('clock.differs', 'clock.differs')], max_length=32)),
+                ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted'), ('clock.differs', 'clock.differs'), ('process.lost', 'process.lost')], max_length=32)),
                 ('subject', models.CharField(max_length=64)),
                 ('payload', models.JSONField()),
                 ('is_alarm', models.BooleanField(default=False)),
@@ -622,17 +631,25 @@ class Migration(migrations.Migration):
             model_name='credential',
             constraint=models.CheckConstraint(condition=models.Q(('origin_header__in', ['refuse', 'report'])), name='credential_origin_header'),
         ),
+        migrations.AddIndex(
+            model_name='credential',
+            index=models.Index(fields=['-created_at', '-credential_id'], name='credential_newest'),
+        ),
         migrations.AddConstraint(
             model_name='issuanceapproval',
             constraint=models.UniqueConstraint(fields=('request', 'person'), name='issuance_approval_once'),
         ),
         migrations.AddIndex(
             model_name='key',
-            index=models.Index(condition=models.Q(('material__in', ['destroy_due', 'delete_due', 'restore_due'])), fields=['material'], name='key_material_due'),
+            index=models.Index(condition=models.Q(('material__in', ['destroy_due', 'delete_due', 'restore_due'])), fields=['material', 'created_at', 'key_id'], name='key_material_due'),
         ),
         migrations.AddIndex(
             model_name='key',
-            index=models.Index(condition=models.Q(('state__in', ['active', 'suspended'])), fields=['expires_at'], name='key_expiring'),
+            index=models.Index(condition=models.Q(('state__in', ['active', 'suspended'])), fields=['expires_at', 'key_id'], name='key_expiring'),
+        ),
+        migrations.AddIndex(
+            model_name='key',
+            index=models.Index(fields=['-created_at', '-key_id'], name='key_newest'),
         ),
         migrations.AddConstraint(
             model_name='key',
@@ -744,11 +761,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='notice',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted', 'clock.differs'])), name='notice_kind'),
+            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted', 'clock.differs', 'process.lost'])), name='notice_kind'),
         ),
         migrations.AddConstraint(
             model_name='notice',
-            constraint=models.CheckConstraint(condition=models.Q(('account__isnull', False), ('kind__in', ['address.locked', 'clock.differs', 'operator.locked']), _connector='OR'), name='notice_of_an_account'),
+            constraint=models.CheckConstraint(condition=models.Q(('account__isnull', False), ('kind__in', ['address.locked', 'clock.differs', 'operator.locked', 'process.lost']), _connector='OR'), name='notice_of_an_account'),
         ),
         migrations.AddConstraint(
             model_name='order',
@@ -780,7 +797,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='issuancerequest',
-            index=models.Index(fields=['state', 'created_at'], name='request_by_state'),
+            index=models.Index(fields=['state', 'created_at', 'issuance_request_id'], name='request_by_state'),
+        ),
+        migrations.AddIndex(
+            model_name='issuancerequest',
+            index=models.Index(fields=['-created_at', '-issuance_request_id'], name='request_newest'),
         ),
         migrations.AddIndex(
             model_name='issuancerequest',

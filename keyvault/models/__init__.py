@@ -12,6 +12,7 @@ from keyvault.models.notifications import DeliveryState, Notice, WebhookBreaker,
 from keyvault.models.operators import Operator
 from keyvault.models.orders import Order
 from keyvault.models.peppers import Installation, PepperVersion
+from keyvault.models.processes import ServiceProcess
 from keyvault.models.refusals import Refusal
 from keyvault.models.tokens import ServiceToken
 from keyvault.models.usage import KeySource, KeyUse, UsageReporter, UseBucket
@@ -46,6 +47,7 @@ __all__ = [
     "PepperVersion",
     "ProviderConnection",
     "Refusal",
+    "ServiceProcess",
     "ServiceToken",
     "UsageReporter",
     "UseBucket",

@@ -61,7 +61,8 @@ class IssuanceRequest(RequestColumns):
             ),
         ]
         indexes = [
-            models.Index(fields=["state", "created_at"], name="request_by_state"),
+            models.Index(fields=["state", "created_at", "issuance_request_id"], name="request_by_state"),
+            models.Index(fields=["-created_at", "-issuance_request_id"], name="request_newest"),
             models.Index(
                 fields=["issued_at", "issuance_request_id"],
                 name="request_uncollected",

@@ -46,6 +46,7 @@ class Credential(RecordedModel):
             choices_check("credential_delivery", "delivery", Delivery),
             choices_check("credential_origin_header", "origin_header", OriginHeader),
         ]
+        indexes = [models.Index(fields=["-created_at", "-credential_id"], name="credential_newest")]
 
     def __str__(self) -> str:
         return self.credential_id
@@ -137,11 +138,14 @@ class Key(DigestColumns):
         ]
         indexes = [
             models.Index(
-                fields=["material"],
+                fields=["material", "created_at", "key_id"],
                 name="key_material_due",
                 condition=Q(material__in=["destroy_due", "delete_due", "restore_due"]),
             ),
-            models.Index(fields=["expires_at"], name="key_expiring", condition=Q(state__in=["active", "suspended"])),
+            models.Index(
+                fields=["expires_at", "key_id"], name="key_expiring", condition=Q(state__in=["active", "suspended"])
+            ),
+            models.Index(fields=["-created_at", "-key_id"], name="key_newest"),
         ]
 
     def __str__(self) -> str:

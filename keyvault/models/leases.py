@@ -10,7 +10,8 @@ class WorkLease(models.Model):
     """The lease of one work item. `token` is a fencing token: each claim replaces it.
 
     `queue`: the queue that dispatches the work when it is due; empty for work that its own table lists.
-    `is_dispatched`: whether the queue dispatched the work since the last claim. `wakes`: number of wake-ups ever.
+    `due_since`: since when dispatched work waits for a worker; None: it was not dispatched since the last claim.
+    `wakes`: number of wake-ups ever.
     """
 
     subject = models.CharField(primary_key=True, max_length=80)
@@ -19,7 +20,7 @@ class WorkLease(models.Model):
     due_at = at()
     queue = models.CharField(max_length=40, blank=True)
     is_urgent = models.BooleanField(default=False)
-    is_dispatched = models.BooleanField(default=False)
+    due_since = at()
     wakes = models.PositiveIntegerField(default=0)
     attempts = models.PositiveIntegerField(default=0)
     last_error = models.CharField(max_length=300, blank=True)
@@ -27,6 +28,9 @@ class WorkLease(models.Model):
     class Meta:
         indexes = [
             models.Index(fields=["queue", "is_urgent", "due_at"], name="work_lease_due"),
+            models.Index(
+                fields=["queue", "due_since"], name="work_lease_waiting", condition=Q(due_since__isnull=False)
+            ),
             models.Index(fields=["due_at"], name="work_lease_abandoned", condition=Q(queue="", due_at__isnull=False)),
             models.Index(fields=["until"], name="work_lease_held", condition=Q(queue="", due_at__isnull=True)),
         ]

@@ -1,19 +1,22 @@
 """The Celery app. Messages are wake-ups and carry ids only; a lost or repeated one changes nothing."""
 
+import logging
 import os
+import signal
+import threading
 from typing import Any
 
 from celery import Celery
-from celery.signals import worker_init
-
-from keyvault.project import spool
+from celery.beat import Service
+from celery.signals import beat_init, worker_init, worker_ready
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
-spool.register()
 
 app = Celery("keyvault")
 app.config_from_object("django.conf:settings", namespace="CELERY")
 app.autodiscover_tasks()  # of every installed app
+
+_log = logging.getLogger(__name__)
 
 
 @worker_init.connect
@@ -24,6 +27,19 @@ def _check_startup(**_: Any) -> None:
     start_or_exit("worker")  # Celery ignores other exceptions of a signal handler
 
 
+@beat_init.connect
+def _check_beat(**_: Any) -> None:
+    """Exit where beat must not run. The connection is closed, since this thread reads nothing else."""
+    from django.db import connection
+
+    from keyvault.services.startup.processes import process_watch
+    from keyvault.services.startup.startup_checks import start_or_exit
+
+    start_or_exit("beat", needs_peppers=False)
+    connection.close()
+    process_watch.report_as("beat")
+
+
 @worker_init.connect
 def _send_turns(**_: Any) -> None:
     """Let this process dispatch the rotations that its own changes make due."""
@@ -31,3 +47,32 @@ def _send_turns(**_: Any) -> None:
     from rotation.tasks import send_turn
 
     dispatcher.send = send_turn
+
+
+@worker_ready.connect
+def _report_worker(sender: Any, **_: Any) -> None:
+    from keyvault.services.startup.processes import process_watch
+
+    process_watch.report_as("worker", sender.hostname)
+
+
+@worker_ready.connect
+def _start_embedded_beat(**_: Any) -> None:
+    """Run beat in a thread of the worker on the file broker, which has one host."""
+    from django.conf import settings
+
+    from keyvault.project.file_broker import remove_parts
+
+    if settings.IS_FILE_BROKER:
+        remove_parts(settings.BROKER_DIR)
+        threading.Thread(target=_run_beat, name="beat", daemon=True).start()
+
+
+def _run_beat() -> None:
+    """Run beat; when it fails, end the process, so that its supervisor restarts both."""
+    app.set_current()
+    try:
+        Service(app, scheduler_cls=app.conf.beat_scheduler).start()
+    finally:
+        _log.error("beat has ended; the worker stops")
+        os.kill(os.getpid(), signal.SIGTERM)

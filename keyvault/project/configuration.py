@@ -143,7 +143,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_DATA_DIR",
         ".keyvault",
-        "Folder of the embedded default: database, keystore, master key, spool. Relative to the checkout.",
+        "Folder of the embedded default: database, keystore, master key, broker. Relative to the checkout.",
     ),
     Setting(
         "KEYVAULT_DATABASE_URL",
@@ -161,7 +161,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_BROKER_URL",
         "",
-        "Celery's broker. Unset: Redis if set, else the spool in the data folder.",
+        "Celery's broker. Unset: Redis if set, else files in the data folder, where the worker runs beat, too.",
     ),
     Setting(
         "KEYVAULT_BACKEND",
@@ -341,6 +341,13 @@ SETTINGS: tuple[Setting, ...] = (
         "KEYVAULT_NOTICE_DAYS",
         "400",
         "Retention of notices in the console, in days; at least 30. Alarms that nobody has seen are kept.",
+        _count(30),
+    ),
+    Setting(
+        "KEYVAULT_CHANGE_DAYS",
+        "400",
+        "Retention of the change feed and its receipts, in days; at least 30. A new revocation log is filled from the "
+        "feed, so it does not protect a backup that is older.",
         _count(30),
     ),
     Setting("KEYVAULT_KEY_PREFIX", "kv", "First field of every key string.", _key_prefix),

@@ -5,11 +5,12 @@ from urllib.parse import urlsplit
 
 import dj_database_url
 from django.core.exceptions import ImproperlyConfigured
+from kombu import Exchange, Queue
 
 from keyvault.backends.private_files import ensure_private_directory, ensure_private_file, read_or_make_secret
 from keyvault.domain.networks import IPNetwork
 from keyvault.project.configuration import ROOT, find_base_urls, read_settings
-from keyvault.project.spool import spool_url
+from keyvault.project.file_broker import EXCHANGE, prepare_folder
 
 _values = read_settings()
 
@@ -46,6 +47,7 @@ REFUSAL_DAYS: int = _values["KEYVAULT_REFUSAL_DAYS"]
 CUSTOMER_TOKEN_DAYS: int = _values["KEYVAULT_CUSTOMER_TOKEN_DAYS"]
 DELIVERY_DAYS: int = _values["KEYVAULT_DELIVERY_DAYS"]
 NOTICE_DAYS: int = _values["KEYVAULT_NOTICE_DAYS"]
+CHANGE_DAYS: int = _values["KEYVAULT_CHANGE_DAYS"]
 IS_VAULT: bool = _values["KEYVAULT_BACKEND"] == "vault"
 MASTER_KEY: str = _values["KEYVAULT_MASTER_KEY"]
 VAULT_ADDRESS: str = _values["VAULT_ADDR"]
@@ -54,7 +56,9 @@ VAULT_PREFIX: str = _values["KEYVAULT_VAULT_PREFIX"]
 VAULT_AUTH: str = _values["KEYVAULT_VAULT_AUTH"]
 VAULT_CREDENTIALS_DIR = DATA_DIR / _values["KEYVAULT_VAULT_CREDENTIALS_DIR"]
 VAULT_JWT_FILE = Path(_values["KEYVAULT_VAULT_JWT_FILE"])
-BROKER_URL: str = _values["KEYVAULT_BROKER_URL"] or REDIS_URL or spool_url(DATA_DIR / "spool")
+BROKER_URL: str = _values["KEYVAULT_BROKER_URL"] or REDIS_URL or "filesystem://localhost"
+IS_FILE_BROKER = BROKER_URL.startswith("filesystem:")
+BROKER_DIR = DATA_DIR / "broker"
 
 # --- Django -----------------------------------------------------------------------------------------------
 
@@ -90,7 +94,6 @@ INSTALLED_APPS = [
     "rest_framework",
     "drf_spectacular",
     "drf_spectacular_sidecar",
-    "django_celery_beat",
     "rotation",
 ]
 MIDDLEWARE = [
@@ -222,9 +225,13 @@ SPECTACULAR_SETTINGS = {
 # --- Celery (namespace CELERY_): messages carry ids only and are wake-ups; the database rows are authoritative
 
 CELERY_BROKER_URL = BROKER_URL
+if IS_FILE_BROKER:
+    CELERY_BROKER_TRANSPORT = "keyvault.project.file_broker:FileTransport"
+    CELERY_BROKER_TRANSPORT_OPTIONS = prepare_folder(BROKER_DIR)
 CELERY_TASK_IGNORE_RESULT = True
-CELERY_TASK_ACKS_LATE = True
-CELERY_TASK_REJECT_ON_WORKER_LOST = True
+CELERY_RESULT_EXPIRES = None
+# A message is acknowledged before its task runs: one that ends its worker does not end the next one, too.
+CELERY_TASK_ACKS_LATE = False
 CELERY_WORKER_PREFETCH_MULTIPLIER = 1
 CELERY_TASK_SERIALIZER = "json"
 CELERY_ACCEPT_CONTENT = ["json"]
@@ -233,20 +240,41 @@ CELERY_TASK_TIME_LIMIT = 90
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 # Never give up on a broker: the work is in the rows, and waits there.
 CELERY_BROKER_CONNECTION_MAX_RETRIES = None
+# Mailboxes of workers that were killed would stay in the broker.
+CELERY_WORKER_ENABLE_REMOTE_CONTROL = False
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_WORKER_SEND_TASK_EVENTS = False
 CELERY_TIMEZONE = "UTC"
-if BROKER_URL.startswith("redis"):
-    CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 600}
-# Database rows, which a crash cannot corrupt. Beat writes them every few minutes and at exit, not on each tick.
-CELERY_BEAT_SCHEDULER = "keyvault.project.beat:Scheduler"
+# Rotations have queues of their own in each environment, since a worker advances only those that it serves.
+_own_queues = [f"{name}.{environment}" for name in ("emergencies", "rotations") for environment in ENVIRONMENTS]
+CELERY_TASK_QUEUES = [
+    Queue(name, Exchange(EXCHANGE), routing_key=name) for name in (*_own_queues, "issuance", "webhooks", "maintenance")
+]
+CELERY_TASK_DEFAULT_QUEUE = "maintenance"
+CELERY_TASK_DEFAULT_EXCHANGE = EXCHANGE
+CELERY_TASK_DEFAULT_ROUTING_KEY = "maintenance"
+CELERY_TASK_ROUTES = {
+    "keyvault.tasks.issue_approved": {"queue": "issuance"},
+    "keyvault.tasks.deliver_webhooks": {"queue": "webhooks"},
+}
+# Beat keeps nothing: after a restart each entry is due after its interval, and its task looks for due rows.
+CELERY_BEAT_SCHEDULER = "celery.beat:Scheduler"
 CELERY_BEAT_MAX_LOOP_INTERVAL = 1
 CELERY_BEAT_SCHEDULE = {
     "issue-approved": {"task": "keyvault.tasks.issue_approved", "schedule": 2.0},
     "run-maintenance": {"task": "keyvault.tasks.run_maintenance", "schedule": 5.0},
     "deliver-webhooks": {"task": "keyvault.tasks.deliver_webhooks", "schedule": 2.0},
-    "dispatch-due-rotations": {"task": "rotation.tasks.dispatch_due", "schedule": 1.0},
+    **{
+        f"dispatch-due-rotations-{environment}": {
+            "task": "rotation.tasks.dispatch_due",
+            "schedule": 1.0,
+            "args": (environment,),
+            "options": {"queue": f"emergencies.{environment}"},
+        }
+        for environment in ENVIRONMENTS
+    },
     "advance-campaigns": {"task": "rotation.tasks.advance_campaigns", "schedule": 5.0},
+    "forget-pending-copies": {"task": "rotation.tasks.forget_pending", "schedule": 30.0},
     "begin-scheduled-rotations": {"task": "rotation.tasks.begin_scheduled", "schedule": 30.0},
     "watch-backend": {"task": "keyvault.tasks.watch_backend", "schedule": 15.0},
     "sign-checkpoints": {"task": "keyvault.tasks.sign_checkpoints", "schedule": 60.0},

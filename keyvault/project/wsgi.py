@@ -14,6 +14,7 @@ django = get_wsgi_application()
 from keyvault.hotpath.adapters.assembly import load_blocking  # noqa: E402  models exist after Django's setup
 from keyvault.hotpath.frontends.wsgi import mounted  # noqa: E402  likewise
 from keyvault.project.engine_view import serves_host  # noqa: E402  likewise
+from keyvault.services.startup.processes import process_watch  # noqa: E402  likewise
 from keyvault.services.startup.startup_checks import start_or_exit  # noqa: E402  likewise
 from rotation.services.rotations.turns import dispatcher  # noqa: E402  likewise
 from rotation.tasks import send_turn  # noqa: E402  likewise
@@ -23,5 +24,6 @@ verifier = load_blocking()
 # At start, not with the first verdict: a new pepper takes effect once every process that may use it has loaded it.
 verifier.start()
 dispatcher.send = send_turn
+process_watch.start()
 connection.close()
 application = mounted(django, verifier.frontend, serves_host)

@@ -38,6 +38,7 @@ from keyvault.models import (
     PepperVersion,
     ProviderConnection,
     Refusal,
+    ServiceProcess,
     ServiceToken,
     UsageReporter,
     UseBucket,
@@ -110,12 +111,19 @@ RULES = (
     ),
     RetentionRule(
         UseBucket,
-        "{days} days; as minutes for `KEYVAULT_USAGE_MINUTE_DAYS`, then as hours for `KEYVAULT_USAGE_HOUR_DAYS`",
+        "{days} days; as minutes for `KEYVAULT_USAGE_MINUTE_DAYS`, then as hours for `KEYVAULT_USAGE_HOUR_DAYS`, and "
+        "with these the addresses and user agents",
         "KEYVAULT_USAGE_DAYS",
         usage.forget_old,
     ),
     RetentionRule(KeySource, "with the last minute in which the source was seen"),
     RetentionRule(UsageReporter, "7 days after the process ended; the last loss of each environment permanently"),
+    RetentionRule(
+        Change,
+        "{days} days; the newest ones, and those that a live verifier has not confirmed, as long as they are that",
+        "KEYVAULT_CHANGE_DAYS",
+        follower.forget_old_changes,
+    ),
     RetentionRule(Confirmation, _days(follower.CONFIRMATIONS_KEPT_FOR), forget=follower.forget_old),
     RetentionRule(Verifier, f"{_days(follower.GONE_KEPT_FOR)} after its last confirmation"),
     RetentionRule(Session, "until it expires", forget=sign_in.forget_expired_sessions),
@@ -125,9 +133,10 @@ RULES = (
         forget=leases.forget_abandoned,
     ),
     RetentionRule(WebhookBreaker, "until the endpoint responds"),
+    RetentionRule(ServiceProcess, "until the process stops in order; 7 days after it was lost"),
     *(
         RetentionRule(table, "permanently: evidence")
-        for table in (AuditChain, AuditEntry, AuditCheckpoint, Change, BreakGlass, Order)
+        for table in (AuditChain, AuditEntry, AuditCheckpoint, BreakGlass, Order)
     ),
     *(
         RetentionRule(table, "permanently: history of a key")

@@ -14,7 +14,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.accounts import environment_field
+from keyvault.admin.framework.accounts import MerchantsField, environment_field
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -55,7 +55,6 @@ from keyvault.admin.framework.widgets import (
     short_moment,
 )
 from keyvault.domain.environments import Environment
-from keyvault.models import Merchant
 from rotation.admin.plan_fields import SHARED_GROUP, PlanForm, form_field, overrides_in, show_override
 from rotation.domain.pacing import MAX_CONCURRENCY, MAX_PER_MINUTE, START_WITHIN, Pace
 from rotation.domain.plan_fields import FIELDS, SHARED_FIELDS, PlanOverrides
@@ -79,19 +78,12 @@ _REFRESH_SECONDS = 10
 _DEFAULT_PACE = Pace()
 
 
-def _merchant_choices() -> list[tuple[str, str]]:
-    return [(name, name) for name in Merchant.objects.order_by("merchant_id").values_list("merchant_id", flat=True)]
-
-
 class CampaignForm(PlanForm):
     groups = (SHARED_GROUP,)
 
     environment = environment_field()
-    merchants = forms.MultipleChoiceField(
-        required=False,
-        choices=_merchant_choices,
-        widget=forms.SelectMultiple(attrs={"size": 8}),
-        help_text="No selection: every merchant of the environment.",
+    merchants = MerchantsField(
+        required=False, help_text="Merchant ids, one on each line. Empty: every merchant of the environment."
     )
     older_than_days = forms.IntegerField(
         required=False,

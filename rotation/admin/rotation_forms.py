@@ -4,7 +4,7 @@ from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.actions import Cleaned, ReasonForm, RowChoice, VersionedForm, reason_field
+from keyvault.admin.framework.actions import Cleaned, ReasonForm, RowLookup, VersionedForm, reason_field
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.domain.keys import KeyState
 from keyvault.domain.sources import MAX_NAME_LENGTH
@@ -15,10 +15,6 @@ from rotation.domain.policy import Plan
 from rotation.models import Rotation
 
 
-def _credential_label(credential: Credential) -> str:
-    return f"{credential.account} · {credential.label} · {credential.kind} ({credential.credential_id})"
-
-
 class RotationForm(PlanForm):
     """Form with every field of a plan; an empty field takes the default of the environment."""
 
@@ -26,13 +22,11 @@ class RotationForm(PlanForm):
     plan_fields = tuple(field for field in FIELDS.values() if field.section is not None)
     without = ()
 
-    credential_id = RowChoice(
-        Credential.objects.select_related("account__merchant")
-        .filter(keys__state=KeyState.ACTIVE)
-        .distinct()
-        .order_by("account__merchant_id", "account__environment", "label"),
-        label_for=_credential_label,
+    credential_id = RowLookup(
+        Credential.objects.select_related("account__merchant").filter(keys__state=KeyState.ACTIVE).distinct(),
         label="Credential",
+        help_text="Id of a credential with an active key. Its page links to this form.",
+        unknown="No credential with an active key has this id.",
     )
     reason = form_field(FIELDS["reason"])
 

@@ -161,6 +161,7 @@ def _events(row: Rotation) -> Iterator[tuple[str, Any]]:
         ("Confirmed by an operator", row.confirmed_at),
         ("Collected in the console", row.collected_at),
         ("In quarantine since", row.quarantined_at),
+        ("Held suspended by an operator since", row.held_at),
         ("Reinstated: the old key was used in quarantine", row.reinstated_at),
         ("Old key written back", row.written_back_at),
         ("Closed", row.closed_at),

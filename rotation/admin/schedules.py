@@ -206,7 +206,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             ],
             empty="No rotations yet. Rotations requested by this schedule appear here.",
         )
-        sections = [self.summary(row), *self._standing_approvals(row), requested]
+        sections: list[FactTable | Table] = [self.summary(row), *self._standing_approvals(row), requested]
         return Detail(title=self.name_of(row), state=state_of_schedule(row), sections=sections, notes=notes)
 
     def _standing_approvals(self, row: RotationSchedule) -> Iterable[Table]:

@@ -129,6 +129,7 @@ ROTATION_BODY = define(
         used_at=nullable(INSTANT),
         silent_at=nullable(INSTANT),
         quarantined_at=nullable(INSTANT),
+        held_at=nullable(INSTANT),
         reinstated_at=nullable(INSTANT),
         closed_at=nullable(INSTANT),
         handover=nullable(_HANDOVER_BODY),

@@ -28,6 +28,8 @@ class Remedy(StrEnum):
     ROLL_BACK = "roll-back"
     CONFIRM = "confirm"
     WAIVE = "waive"
+    HOLD = "hold"
+    RELEASE = "release"
     RETIRE = "retire"
     COLLECT = "collect"
     PREDECESSOR = "predecessor"
@@ -48,6 +50,8 @@ REMEDY_LABELS = {
     R.ROLL_BACK: "Roll back",
     R.CONFIRM: "Confirm for the merchant",
     R.WAIVE: "Waive a source",
+    R.HOLD: "Hold suspended",
+    R.RELEASE: "Release held key",
     R.RETIRE: "Set retirement date",
     R.COLLECT: "Collect replacement",
     R.PREDECESSOR: "Old key",
@@ -333,6 +337,17 @@ UNKNOWN = RunbookEntry(
 
 WAITS = (
     RunbookEntry(
+        "An operator holds the key in quarantine",
+        ("an operator to release the held key",),
+        "The key stays suspended: the rotation neither resumes nor revokes it. After the release the quarantine begins "
+        "again.",
+        (
+            "Find out who holds it and why: the audit log names them, under the rotation's id.",
+            "Release it once that is settled. To end the key now, revoke it on its own page.",
+        ),
+        (R.RELEASE, R.PREDECESSOR),
+    ),
+    RunbookEntry(
         "It is not approved yet",
         ("approval by a second person",),
         "It begins once a person other than the requester has approved exactly this plan. Without approval it expires.",
@@ -455,7 +470,7 @@ WAITS = (
                 "No traffic makes a public key valid again after its retirement date: clients must switch.",
             ),
         ),
-        (R.EXTEND, R.WAIVE, R.ROLL_BACK),
+        (R.EXTEND, R.WAIVE, R.HOLD, R.ROLL_BACK),
     ),
     RunbookEntry(
         "The key that stays was not used last",

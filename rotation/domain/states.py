@@ -91,6 +91,7 @@ class Facts:
     `is_notified`: every notification is delivered that the plan requires before delivery counts.
     `notification_failed`: all attempts to deliver it were given up.
     `quarantined_at`: when the rotation suspended the key that is being retired; None: it is not suspended.
+    `is_held`: an operator holds that key suspended.
     `written_back_at`: in a rollback, when the predecessor became again what the merchant reads.
     """
 
@@ -115,6 +116,7 @@ class Facts:
     confirmed_at: datetime | None = None
     is_proved: bool = False
     quarantined_at: datetime | None = None
+    is_held: bool = False
     was_reinstated: bool = False
     silence_waived: bool = False
     written_back_at: datetime | None = None
@@ -166,6 +168,8 @@ def next_step(facts: Facts, now: datetime) -> Wait | Move | RotationAction:
         return Wait("nothing: the rotation is closed")
     if facts.has_left and facts.stage is S.EMERGENCY:
         return Move(S.CANCELLED, "the merchant is offboarded")
+    if facts.is_held:
+        return Wait("an operator to release the held key")
     happened = _judge_events(facts, now)
     if facts.state is S.STALLED:
         ends = happened is not None and happened.to is not S.STALLED and happened.event in _ENDS

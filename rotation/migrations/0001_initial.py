@@ -90,6 +90,7 @@ class Migration(migrations.Migration):
                 ('confirmed_at', models.DateTimeField(blank=True, null=True)),
                 ('notified_at', models.DateTimeField(blank=True, null=True)),
                 ('quarantined_at', models.DateTimeField(blank=True, null=True)),
+                ('held_at', models.DateTimeField(blank=True, null=True)),
                 ('reinstated_at', models.DateTimeField(blank=True, null=True)),
                 ('waived_at', models.DateTimeField(blank=True, null=True)),
                 ('written_back_at', models.DateTimeField(blank=True, null=True)),
@@ -212,6 +213,10 @@ class Migration(migrations.Migration):
             model_name='ledgerentry',
             index=models.Index(fields=['rotation', 'started_at'], name='ledger_by_rotation'),
         ),
+        migrations.AddIndex(
+            model_name='ledgerentry',
+            index=models.Index(condition=models.Q(('state', 'started'), ('step', 'staged')), fields=['started_at'], name='ledger_pending'),
+        ),
         migrations.AddConstraint(
             model_name='ledgerentry',
             constraint=models.CheckConstraint(condition=models.Q(('state__in', ['started', 'done', 'failed'])), name='ledger_state'),
@@ -262,7 +267,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='rotation',
-            index=models.Index(fields=['state'], name='rotation_by_state'),
+            index=models.Index(fields=['state', 'created_at'], name='rotation_by_state'),
+        ),
+        migrations.AddIndex(
+            model_name='rotation',
+            index=models.Index(fields=['-created_at', '-rotation_id'], name='rotation_newest'),
         ),
         migrations.AddConstraint(
             model_name='rotation',

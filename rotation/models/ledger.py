@@ -1,6 +1,7 @@
 """The ledger of side effects."""
 
 from django.db import models
+from django.db.models import Q
 
 from keyvault.models.columns import at, choice, choices_check
 from keyvault.models.keys import Key
@@ -27,7 +28,11 @@ class LedgerEntry(models.Model):
 
     class Meta:
         constraints = [choices_check("ledger_state", "state", LedgerState)]
-        indexes = [models.Index(fields=["rotation", "started_at"], name="ledger_by_rotation")]
+        indexes = [
+            models.Index(fields=["rotation", "started_at"], name="ledger_by_rotation"),
+            # Pending copies that may exist.
+            models.Index(fields=["started_at"], name="ledger_pending", condition=Q(step="staged", state="started")),
+        ]
 
     def __str__(self) -> str:
         return f"{self.rotation_id} {self.step} {self.state}"

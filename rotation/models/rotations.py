@@ -8,6 +8,7 @@ from django.db import models
 from django.db.models import F, Q
 
 from keyvault.domain.errors import RequestInvalidError
+from keyvault.domain.keys import KeyState
 from keyvault.models.columns import ApprovalColumns, RequestColumns, at, choice, choices_check
 from keyvault.models.keys import Credential, Key
 from keyvault.models.tokens import ServiceToken
@@ -31,9 +32,10 @@ class Rotation(RequestColumns):
 
     `accepted_at`, `delivered_at`, `used_at`, `silent_at`: the four facts; none implies another. `deadline_at`: the
     plan's deadline, or the extended one. `retire_at`: for a public key, the approved date. `quarantined_at`: when the
-    rotation suspended the key that is being retired. `waived_at`: when the predecessor went into quarantine on an
-    approved date, its silence unproved. `bypassed_at`: when the approval was bypassed; the break-glass act stays listed
-    until reviewed. `handover`: for a sealed credential, the replacement's string sealed to the recipient's key.
+    rotation suspended the key that is being retired. `held_at`: since when an operator holds it suspended. `waived_at`:
+    when the predecessor went into quarantine on an approved date, its silence unproved. `bypassed_at`: when the
+    approval was bypassed; the break-glass act stays listed until reviewed. `handover`: for a sealed credential, the
+    replacement's string sealed to the recipient's key.
     `standing_approval`: the schedule's approval that covers this rotation.
     `reminded_percent`, `alarmed_at`: the last reminder to the merchant and the last alarm to the operators.
     """
@@ -64,6 +66,7 @@ class Rotation(RequestColumns):
     confirmed_at = at()
     notified_at = at()
     quarantined_at = at()
+    held_at = at()
     reinstated_at = at()
     waived_at = at()
     written_back_at = at()
@@ -100,7 +103,10 @@ class Rotation(RequestColumns):
                 | Q(waived_at__isnull=False),
             ),
         ]
-        indexes = [models.Index(fields=["state"], name="rotation_by_state")]
+        indexes = [
+            models.Index(fields=["state", "created_at"], name="rotation_by_state"),
+            models.Index(fields=["-created_at", "-rotation_id"], name="rotation_newest"),
+        ]
 
     def __str__(self) -> str:
         return self.rotation_id
@@ -123,6 +129,13 @@ class Rotation(RequestColumns):
         """Have the date of the credential's next rotation computed again: none is requested beside an open one."""
         rows = ScheduledCredential.objects.filter(credential=self.credential_id)
         rows.update(ask_at=now, refusals=0, revision=F("revision") + 1)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether an operator holds the key in quarantine suspended: the rotation neither resumes nor revokes it."""
+        rolls_back = RotationState.ROLLING_BACK in {self.state, self.stalled_from}
+        key = self.replacement if rolls_back else self.predecessor
+        return self.held_at is not None and key is not None and key.state == KeyState.SUSPENDED
 
     @property
     def current_state(self) -> RotationState:

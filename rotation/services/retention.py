@@ -12,15 +12,20 @@ from rotation.models import (
     Rotation,
     RotationApproval,
     RotationSchedule,
+    ScheduleApproval,
     ScheduleCheck,
     ScheduledCredential,
     ScheduleSweep,
+    StandingApproval,
 )
 
 RULES = (
     *(
         RetentionRule(table, "permanently: history of a key")
-        for table in (Rotation, RotationApproval, Retirement, Campaign, CampaignApproval, CampaignMember)
+        for table in (
+            *(Rotation, RotationApproval, Retirement, Campaign, CampaignApproval, CampaignMember),
+            *(StandingApproval, ScheduleApproval),
+        )
     ),
     *(RetentionRule(table, "with its rotation") for table in (Evidence, LedgerEntry)),
     *(RetentionRule(table, "permanently: configuration") for table in (RotationSchedule, BlackoutCalendar)),

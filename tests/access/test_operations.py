@@ -72,6 +72,7 @@ peppers:write            - - - - -
 keys:rehash              - - - - -
 backend:reconcile        - - - - -
 revocation_log:append    - - - - -
+processes:watch          - - - - -
 revocations:replay       - - - - -
 break_glass:review       2 - 2 - -
 """
@@ -257,7 +258,7 @@ def test_key_holder_acts_in_its_own_account_only(permission: P) -> None:
 def test_systems_have_only_their_own_permissions(permission: P) -> None:
     """The worker carries out, the host sets up; neither approves, reads or revokes by that."""
     worker = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER}
-    worker |= {P.AUDIT_SIGN, P.KEYS_REHASH, P.BACKEND_RECONCILE, P.REVOCATION_LOG_APPEND}
+    worker |= {P.AUDIT_SIGN, P.KEYS_REHASH, P.BACKEND_RECONCILE, P.REVOCATION_LOG_APPEND, P.PROCESSES_WATCH}
     host = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.PEPPERS_READ, P.PEPPERS_WRITE}
     host |= {P.REVOCATIONS_REPLAY}
     assert (asked(WORKER, permission) == "allowed") == (permission in worker)

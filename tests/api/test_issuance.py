@@ -30,7 +30,7 @@ from tests.services.racing import race
 
 from .conftest import Call
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 REQUESTS = "/v1/issuance-requests"
 RECIPIENT = X25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -450,6 +450,7 @@ def test_issuance_collected_during_a_backend_outage_is_retryable(call: Call, mon
     assert collect(call, request.pk, "k").status_code == 200
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_issuance_collected_concurrently_with_many_keys_is_returned_to_one(call: Call) -> None:
     """Different Idempotency-Keys are different attempts: one gets the key, every other one a conflict."""
@@ -460,6 +461,7 @@ def test_issuance_collected_concurrently_with_many_keys_is_returned_to_one(call:
     assert AuditEntry.objects.filter(event="issuance.collected").count() == 2
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_issuance_collected_concurrently_with_one_key_is_one_answer(call: Call) -> None:
     """Parallel retries have one effect: each gets the same key, or learns that the request is in progress."""

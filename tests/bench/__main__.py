@@ -1,4 +1,4 @@
-"""`python -m tests.bench [verify|revoke|growth|all]`: measures, writes the JSON, generates the table and prints it.
+"""`python -m tests.bench [verify|revoke|growth|scale|all]`: measures, writes JSON and table, prints the table.
 
 Exit 1 when a target that was measured is not met. Everything it starts ends with it, and it keeps no data but results.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from keyvault.management.supervisor import StopRequestedError, stopping_on_signals
 
-from . import growth, results, revoke, verify
+from . import growth, results, revoke, scale, verify
 from .environments import PLACE
 from .launch import StartError
 from .machine import Cores, choose_cores, describe, name_machine, require_linux
@@ -24,7 +24,7 @@ from .servers import SERVERS
 from .site import NotRunError, Site
 from .telling import tell
 
-PARTS = ("verify", "revoke", "growth")
+PARTS = ("verify", "revoke", "growth", "scale")
 
 
 def main() -> int:
@@ -63,11 +63,14 @@ def _perform(part: str, cores: Cores, asked: argparse.Namespace) -> dict[str, An
         "verify": lambda site: verify.Verify(site, cores, asked),
         "revoke": lambda site: revoke.Revoke(site, cores, asked),
         "growth": lambda site: growth.Growth(site, cores, asked),
+        "scale": lambda site: scale.Scale(site, cores, asked),
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-bench-")))
         to_revoke = asked.revocations * len(revoke.PLACES) if part == "revoke" else 0
-        site = Site(folder, stack, keys=asked.keys, listed=asked.listed, to_revoke=to_revoke)
+        # The part `scale` loads its own keys, in proportion to the other rows.
+        keys = 0 if part == "scale" else asked.keys
+        site = Site(folder, stack, keys=keys, listed=asked.listed, to_revoke=to_revoke)
         try:
             told: dict[str, Any] = makers[part](site).run()
         except (NotRunError, StartError, RuntimeError, OSError) as error:
@@ -93,6 +96,7 @@ def _read_arguments() -> argparse.Namespace:
     verify.add_options(parser.add_argument_group("verify"))
     revoke.add_options(parser.add_argument_group("revoke"))
     growth.add_options(parser.add_argument_group("growth"))
+    scale.add_options(parser.add_argument_group("scale"))
     return parser.parse_args()
 
 

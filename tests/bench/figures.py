@@ -187,6 +187,7 @@ BAO_TOKEN, BAO_KV = "OpenBao token look-up", "OpenBao KV read"
 BATCH_SIZE = 100
 
 TAIL, STALE, EVICTION, GROWTH = "p99 at 80 %", "stale", "eviction p99", "growth"
+JOBS, ROTATIONS, EVENT = "jobs", "rotations", "event to step"
 
 TARGETS = (
     Target("verifier, all features / own hello", 0.50, 0.60, above=HIT, below=OWN_HELLO),
@@ -199,4 +200,7 @@ TARGETS = (
     Target('stale "valid" after revoke returned, same host', 0, 0, is_ceiling=True, figure=STALE),
     Target("commit → last of 4 verifiers evicted, loaded, p99", 20, 5, " ms", is_ceiling=True, figure=EVICTION),
     Target("look-up p50 at 1 million / 10 thousand keys", 1.25, 1.1, is_ceiling=True, figure=GROWTH),
+    Target("worst periodic job, nothing due, in full / at a hundredth", 2, 1.25, is_ceiling=True, figure=JOBS),
+    Target("rotations completed a second on two cores, with audit", 5, 20, figure=ROTATIONS),
+    Target("event → step of its rotation, workers under load, p99", 2, 0.5, " s", is_ceiling=True, figure=EVENT),
 )

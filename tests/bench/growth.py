@@ -2,18 +2,14 @@
 
 import argparse
 import http.client
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
-from tests.environment import ROOT
-
 from . import cases
+from .books import ask, open_book
 from .figures import BATCH_SIZE, GROWTH, Spread, number, spread
 from .launch import StartError, launched
 from .machine import Cores, members, rss_mb
@@ -47,17 +43,18 @@ class Growth:
             told, books, urls = [], [], {}
             for size in sizes:
                 urls[size] = self._site.new_database(f"keys_{size}", template="keyvault")
-                book = stack.enter_context(self._book(house, urls[size]))
+                environ = {**house.environ, "KEYVAULT_DATABASE_URL": urls[size]}
+                book = stack.enter_context(open_book("tests.bench.growing", environ))
                 books.append(book)
                 strings = self._site.folder / f"keys-{size}"
-                loaded = _ask(book, f"add {size} {strings}")
-                told.append({"keys": size, "seconds": loaded["seconds"], **_ask(book, "sizes"), "rounds": []})
+                loaded = ask(book, f"add {size} {strings}")
+                told.append({"keys": size, "seconds": loaded["seconds"], **ask(book, "sizes"), "rounds": []})
                 tell(f"  {size:,} keys: {loaded['seconds']:.0f} s")
-            traced = _ask(books[sizes.index(LARGE)], f"remember {TRACED}")
+            traced = ask(books[sizes.index(LARGE)], f"remember {TRACED}")
             tell(f"  a record in memory: {number(traced['bytes_each'])} bytes")
             for turn in range(1, self._asked.rounds + 1):
                 for each, book in zip(told, books, strict=True):
-                    each["rounds"].append(_ask(book, f"measure {self._asked.look_ups}"))
+                    each["rounds"].append(ask(book, f"measure {self._asked.look_ups}"))
                 shown = "  ".join(f"{each['keys']:,}: p50 {number(each['rounds'][-1]['p50_us'])} us" for each in told)
                 tell(f"  round {turn}: {shown}")
         try:
@@ -72,23 +69,6 @@ class Growth:
             "memory_failed": failed,
             "cores": self._cores.words,
         }
-
-    @contextmanager
-    def _book(self, house: House, url: str) -> Iterator["subprocess.Popen[str]"]:
-        """A process that has the database of that many keys open."""
-        with subprocess.Popen(
-            [sys.executable, "-m", "tests.bench.growing"],
-            cwd=ROOT,
-            env={**house.environ, "KEYVAULT_DATABASE_URL": url},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as book:
-            try:
-                yield book
-            finally:
-                # It holds nothing that anybody wants to keep.
-                book.kill()
 
     def _remember(self, house: House, url: str) -> list[dict[str, float]]:
         """Resident memory of a real verifier, by how many keys it has been asked for."""
@@ -122,17 +102,6 @@ def _ask_all(connection: http.client.HTTPConnection, house: House, lines: Iterat
             raise RuntimeError(f"a batch of valid keys: {status} {body[:300]!r}")
         asked += len(keys)
     return asked
-
-
-def _ask(book: "subprocess.Popen[str]", command: str) -> Any:
-    assert book.stdin
-    assert book.stdout
-    book.stdin.write(f"{command}\n")
-    book.stdin.flush()
-    line = book.stdout.readline()
-    if not line:
-        raise RuntimeError(f"the process of {command!r} has ended with {book.wait()}")
-    return json.loads(line)
 
 
 def row(told: Mapping[str, Any]) -> list[str]:

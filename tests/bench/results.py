@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from . import growth, revoke, verify
+from . import growth, revoke, scale, verify
 from .figures import EVICTION, STALE, TARGETS, Met, Run, Spread, Target, number, ratio_by_cpu, spread
 from .generators import SOURCE
 
@@ -34,7 +34,7 @@ def page(whole: Told, source: str) -> str:
     """RESULTS.md, of one file's figures and nothing else."""
     parts = ["# Measured", "", f"Written by `python -m tests.bench` from `{source}`; do not edit.", ""]
     parts += [*_head(whole), *targets_table(whole), ""]
-    for part, shown in (("verify", _rates), ("revoke", _revoked), ("growth", _grown)):
+    for part, shown in (("verify", _rates), ("revoke", _revoked), ("growth", _grown), ("scale", _scaled)):
         if _has(whole, part):
             parts += shown(whole[part])
     return "\n".join(parts).rstrip("\n") + "\n"
@@ -55,7 +55,7 @@ def targets_table(whole: Told) -> list[str]:
                 f"{sign}{target.aim:,g}{target.unit}",
                 "-" if measured is None else measured.told(target.unit),
                 str(target.judge(measured)),
-                _by_cpu(target, runs),
+                _by_cpu(target, runs, scale.by_cpu(whole["scale"]) if _has(whole, "scale") else {}),
             ]
         )
     heads = ["ratio, same core, same run", "at least", "aim", "measured median (min..max)", "met", "by processor time"]
@@ -80,7 +80,13 @@ def read_runs(told: Told) -> list[Run]:
 
 def figures_of(whole: Told) -> dict[str, Spread]:
     found: dict[str, Spread] = {}
-    for part, of in (("verify", verify.figures_of), ("revoke", revoke.figures_of), ("growth", growth.figures_of)):
+    parts = {
+        "verify": verify.figures_of,
+        "revoke": revoke.figures_of,
+        "growth": growth.figures_of,
+        "scale": scale.figures_of,
+    }
+    for part, of in parts.items():
         if _has(whole, part):
             found |= of(whole[part])
     return found
@@ -95,7 +101,9 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
 
 
-def _by_cpu(target: Target, runs: Sequence[Run]) -> str:
+def _by_cpu(target: Target, runs: Sequence[Run], figures: Mapping[str, float]) -> str:
+    if target.figure in figures:
+        return number(figures[target.figure])
     found = ratio_by_cpu(runs, target.above, target.below, target.factor) if target.above else None
     return "" if found is None else number(found)
 
@@ -111,7 +119,7 @@ def _about(figure: str, whole: Told) -> str:
 def _head(whole: Told) -> list[str]:
     """When and on what; each benchmark's own where they differ."""
     lines, last = [], None
-    for part in ("verify", "revoke", "growth"):
+    for part in ("verify", "revoke", "growth", "scale"):
         if part not in whole:
             lines.append(f"- {part}: not run")
             continue
@@ -183,3 +191,10 @@ def _revoked(told: Told) -> list[str]:
 def _grown(told: Told) -> list[str]:
     lines = ["## Growth", "", growth.describe(told), ""]
     return [*lines, *table(growth.HEADS, map(growth.row, told["sizes"])), "", *growth.memory_lines(told), ""]
+
+
+def _scaled(told: Told) -> list[str]:
+    lines = ["## A platform's size", "", scale.describe(told), ""]
+    lines += [*table(scale.JOB_HEADS, scale.job_rows(told)), ""]
+    lines += [*table(scale.PAGE_HEADS, scale.page_rows(told)), ""]
+    return [*lines, *table(scale.TABLE_HEADS, scale.table_rows(told)), ""]

@@ -10,17 +10,20 @@ digests are hashes of `n`; hashes of audit entries are random, so that `audit_ve
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from unittest import mock
 
 from django.db import connection
 from django.db.models import AutoField, Model
 
 from keyvault.access.permissions import Permission as P
+from keyvault.backends.outbound import Reply
 from keyvault.domain.audit import account_chain
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
+from keyvault.domain.revocation_log import CaughtUp
 from keyvault.models import (
     Account,
     AuditChain,
@@ -45,18 +48,29 @@ from keyvault.models import (
     WebhookEndpoint,
     WorkLease,
 )
+from keyvault.models.usage import UseSpan
 from keyvault.services import maintenance
 from keyvault.services.issuance.requests import collect_key
+from keyvault.services.recording.revocation_log import append_lines
 from keyvault.services.tokens.customer_tokens import issue_customer_token
 from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.webhooks import deliveries
 from keyvault.services.webhooks.endpoints import add_endpoint
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides, Proof
-from rotation.models import Evidence, LedgerEntry, Rotation, RotationApproval
+from rotation.models import (
+    Evidence,
+    LedgerEntry,
+    Rotation,
+    RotationApproval,
+    ScheduledCredential,
+    ScheduleSweep,
+)
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation, subject_of
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_schedule
+from rotation.services.schedules.starting import begin_due
 from tests import factories
 from tests.clocks import Clock
 from tests.factories import PRODUCTION, grant, make_merchant
@@ -123,7 +137,8 @@ class Samples:
 def load(size: Size) -> Samples:
     """Fill the database; return the samples, which are rows of it."""
     samples = make_samples(datetime.now(UTC))
-    with fast_session():
+    # PostgreSQL does not use an index in the transaction that created it, if the table's rows were updated there.
+    with fast_session(), nullcontext() if connection.in_atomic_block else without_indexes():
         load_merchants(size, samples)
         load_accounts(size, samples)
         load_chains(size, samples)
@@ -131,6 +146,7 @@ def load(size: Size) -> Samples:
         load_credentials(size, samples)
         load_rotations(size, samples)
         load_keys(size, samples)
+        load_schedule(size, samples)
         load_issuance(size, samples)
         load_changes(size, samples)
         load_audit(size, samples)
@@ -153,6 +169,26 @@ def fast_session() -> Iterator[None]:
         cursor.execute("SET session_replication_role = replica")
         yield
         cursor.execute("SET session_replication_role = origin")
+
+
+@contextmanager
+def without_indexes() -> Iterator[None]:
+    """Build all indexes but those of primary keys at the end, which is several times as fast."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT relname, conname, indexrelid::regclass::text, pg_get_constraintdef(pg_constraint.oid),"
+            " pg_get_indexdef(indexrelid) FROM pg_index JOIN pg_class ON pg_class.oid = indrelid"
+            " LEFT JOIN pg_constraint ON conindid = indexrelid AND contype = 'u'"
+            " WHERE NOT indisprimary AND relnamespace = 'public'::regnamespace"
+        )
+        indexes = cursor.fetchall()
+        for table, constraint, index, _, _ in indexes:
+            cursor.execute(f"ALTER TABLE {table} DROP CONSTRAINT {constraint}" if constraint else f"DROP INDEX {index}")
+        yield
+        cursor.execute("SET maintenance_work_mem = '512MB'")
+        for table, constraint, _, unique, index in indexes:
+            cursor.execute(f"ALTER TABLE {table} ADD CONSTRAINT {constraint} {unique}" if constraint else index)
+        cursor.execute("RESET maintenance_work_mem")
 
 
 # --- samples, through the services ------------------------------------------------------------------------------
@@ -183,6 +219,8 @@ def make_samples(now: datetime) -> Samples:
         WorkLease.objects.create(subject=f"reconcile:{environment}", due_at=now + timedelta(days=1))
     _make_short_rows(now)
     rotations = {state: _make_rotation(state, place, log, clock, now) for state in (*SHARES, S.COMPLETED)}
+    while ScheduleSweep.objects.exists():
+        begin_due(now)
     UsageReporter.objects.filter(pk=reporter.pk).update(stopped_at=now, flushed_through_at=now)
     WebhookDelivery.objects.update(state=DeliveryState.DELIVERED, delivered_at=now)
     for row in (key, request):
@@ -301,7 +339,8 @@ def load_rotation(sample: Rotation, first: int, last: int, *, predecessor: str, 
     """Copy a rotation with its keys and what the engine wrote about it."""
     about, has_replacement = rotation("n"), sample.replacement is not None
     keys = {"predecessor_id": predecessor, **({"replacement_id": replacement} if has_replacement else {})}
-    copy(sample, first, last, rotation_id=about, credential_id=credential("n"), **keys)
+    begun = spread_over("created_at", 1)
+    copy(sample, first, last, rotation_id=about, credential_id=credential("n"), created_at=begun, **keys)
     changed = {"credential_id": credential("n"), "digest": hashed("digest", "n")}
     copy(sample.predecessor, first, last, key_id=predecessor, **changed)
     if sample.replacement is not None:
@@ -332,11 +371,19 @@ def load_keys(size: Size, samples: Samples) -> None:
     )
 
 
+def load_schedule(size: Size, samples: Samples) -> None:
+    """Load the date of each credential's next rotation, which one with an open rotation does not have."""
+    sample = ScheduledCredential.objects.get(credential=samples.key.credential)
+    date = f"CASE WHEN n > {size.rotations} THEN now() + interval '300 days' END"
+    copy(sample, 1, size.credentials, credential_id=credential("n"), ask_at=date)
+
+
 def load_issuance(size: Size, samples: Samples) -> None:
     """Load the request of each credential's first key, collected, with its approval."""
     request = prefixed_id("req", "request", "n")
     changed = {"account_id": account_of("n", size), "credential_id": credential("n"), "key_id": key("n")}
-    copy(samples.request, 1, size.credentials, issuance_request_id=request, **changed)
+    begun = spread_over("created_at", 60)
+    copy(samples.request, 1, size.credentials, issuance_request_id=request, created_at=begun, **changed)
     approval = IssuanceApproval.objects.filter(request=samples.request).earliest("pk")
     copy(approval, 1, size.credentials, request_id=request)
 
@@ -378,11 +425,15 @@ def load_deliveries(size: Size, samples: Samples) -> None:
 
 
 def load_uses(size: Size, samples: Samples) -> None:
-    """Load the minutes of each busy key, every 20 minutes over a day and a half, with its source and its total."""
-    used = f"(1 + n % {size.busy})"
-    minute = f"date_trunc('minute', now()) - (n / {size.busy}) * interval '20 minutes'"
+    """Load the uses of each busy key with its source and its total: minutes of a day, hours, and days of a year."""
     sample = UseBucket.objects.get(key=samples.key)
-    copy(sample, 0, size.uses - 1, key_id=key(used), minute=minute, first_at=minute, last_at=minute)
+    used, turn = f"(1 + n % {size.busy})", f"(n / {size.busy})"
+    minute = f"date_trunc('minute', now()) - {turn} * interval '20 minutes'"
+    hour = f"date_trunc('hour', now()) - interval '3 days' - {turn} * interval '1 day'"
+    day = f"date_trunc('day', now()) - interval '40 days' - {turn} * interval '30 days'"
+    for span, start, percent in ((UseSpan.MINUTE, minute, 60), (UseSpan.HOUR, hour, 30), (UseSpan.DAY, day, 10)):
+        changed = {"key_id": key(used), "span": str(span.value), "minute": start, "first_at": start, "last_at": start}
+        copy(sample, 0, size.uses * percent // 100 - 1, **changed)
     copy(KeySource.objects.get(key=samples.key), 1, size.busy, key_id=key("n"))
     copy(KeyUse.objects.get(key=samples.key), 1, size.busy, key_id=key("n"))
 
@@ -400,11 +451,19 @@ def load_replies(size: Size) -> None:
 
 
 def load_refusals(size: Size) -> None:
-    copy(Refusal.objects.get(pk="refusal"), 1, size.credentials // 10, request_id=hashed_id("refusal", "n"))
+    at = "now() - n * interval '1 second'"
+    copy(Refusal.objects.get(pk="refusal"), 1, size.credentials // 10, request_id=hashed_id("refusal", "n"), at=at)
 
 
 def load_confirmations(size: Size) -> None:
     copy(Confirmation.objects.earliest("pk"), 2, size.credentials // 10, sequence="n")
+
+
+def catch_up() -> None:
+    """Let the revocation log have all revocations that the change feed names."""
+    newest = Change.objects.latest("sequence").sequence
+    Verifier.objects.update(confirmed_sequence=newest)
+    append_lines([CaughtUp(newest)])
 
 
 # --- due work, one function for each kind -----------------------------------------------------------------------
@@ -412,6 +471,7 @@ def load_confirmations(size: Size) -> None:
 
 def make_rotations_due(size: Size, count: int) -> None:
     """Let open rotations of every state be due, evenly."""
+    count = min(count, size.rotations)
     every = size.rotations // count
     subject = f"'{subject_of('')}' || {rotation(f'n * {every}')}"
     change(WorkLease, count, f"{subject} = row.subject", due_at="now()")
@@ -452,6 +512,22 @@ def make_discards_due(size: Size, count: int) -> None:
     change(IssuanceRequest, count, where, **uncollected)
 
 
+def make_backfill_due(size: Size, count: int) -> None:
+    """Let keys be revoked that the revocation log of this host does not have."""
+    where = f"row.key_id = {key(free(size, 5, count))}"
+    change(Key, count, where, state="'compromised'", compromised_at="now()", reason="'key_compromise'")
+    with fast_session():
+        copy(Change.objects.latest("sequence"), 1, count, subject_id=key(free(size, 5, count)))
+    Verifier.objects.update(confirmed_sequence=Change.objects.latest("sequence").sequence)
+
+
+def make_schedules_due(size: Size, count: int) -> None:
+    """Let keys be older than their cryptoperiod."""
+    old, number = "now() - interval '400 days'", free(size, 4, count)
+    change(Key, count, f"row.key_id = {key(number)}", created_at=old, activated_at=old)
+    change(ScheduledCredential, count, f"row.credential_id = {credential(number)}", ask_at="now()")
+
+
 def make_deliveries_due(size: Size, samples: Samples, count: int) -> None:
     sample = WebhookDelivery.objects.filter(endpoint=samples.endpoint).earliest("pk")
     changed = {"notice_id": notice(f"n + {size.credentials // 2}"), "endpoint_id": account_of("n", size)}
@@ -464,7 +540,8 @@ def make_rows_old(size: Size, samples: Samples, count: int) -> None:
     old = "now() - interval '500 days'"
     with fast_session():
         use = UseBucket.objects.get(key=samples.key)
-        copy(use, 1, count, key_id=key(f"1 + n % {size.busy}"), minute=f"{old} + n * interval '1 minute'")
+        ages = "now() - CASE n % 2 WHEN 0 THEN interval '500 days' ELSE interval '4 days' END - n * interval '1 minute'"
+        copy(use, 1, count, key_id=key(f"1 + n % {size.busy}"), minute=f"date_trunc('minute', {ages})")
         refusals = prefixed_id("old", "refusal", "n")
         copy(Refusal.objects.get(pk="refusal"), 1, count, request_id=refusals, at=old)
         copy(IdempotentRequest.objects.earliest("pk"), 1, count, holder="'old' || n", expires_at=old)
@@ -483,6 +560,15 @@ def make_paths_due(size: Size, count: int) -> None:
 def make_heads_due(size: Size, count: int) -> None:
     """Let chains have an entry that no checkpoint signs."""
     change(AuditChain, count, f"row.name = {chain('n')}", sequence="row.sequence + 1")
+
+
+@contextmanager
+def accept_messages() -> Iterator[None]:
+    """Every webhook endpoint accepts its messages at once."""
+    defaults = deliveries.deliver_due.__defaults__ or ()
+    send = mock.Mock(return_value=Reply(204, None))
+    with mock.patch.object(deliveries.deliver_due, "__defaults__", (*defaults[:-1], send)):
+        yield
 
 
 def free(size: Size, window: int, count: int) -> str:

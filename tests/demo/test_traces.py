@@ -25,12 +25,12 @@ def test_traces_clean_files_and_public_handles_are_no_find(tmp_path: Path, secre
 def test_traces_secret_with_or_without_its_handle_is_found(
     tmp_path: Path, secret: Plaintext, start: int, end: int | None
 ) -> None:
-    folder = tmp_path / "spool" / "dead"
+    folder = tmp_path / "broker" / "messages"
     folder.mkdir(parents=True)
     (folder / "message").write_bytes(b"\x00\xff" + secret.reveal()[start:end].encode() + b"\x00")
     found = list(find_secrets(tmp_path, [secret]))
     assert found
-    assert all(place.startswith("spool/dead/message: ") for place in found)
+    assert all(place.startswith("broker/messages/message: ") for place in found)
     assert all(secret.reveal()[27:] not in place for place in found)
 
 

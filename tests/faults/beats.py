@@ -26,8 +26,8 @@ def run(asked: Asked) -> Result:
             until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.restart_ended)
         except GaveUpError as gave_up:
             result.must_be(False, str(gave_up))
-        for program in ("beat0", "beat1", "worker0", "worker1"):
-            result.must_be(service.is_running(program), f"{program} is not running any more")
+        for program in service.programs:
+            result.must_be(service.is_running(program.name), f"{program.name} is not running any more")
     judge_campaign(result, campaign, MEMBERS)
     result.must_be_none("steps taken twice", truth.find_repeated(*STEPS))
     truth.judge_traffic(result, sent.answers)

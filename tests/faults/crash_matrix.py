@@ -32,8 +32,8 @@ from keyvault.access.roles import Role
 from keyvault.backends.base import Mount
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyState
-from keyvault.models import Key, Material, UsageReporter
-from keyvault.services.keys.lifecycle import report_compromise
+from keyvault.models import Key, Material, UsageReporter, Verifier
+from keyvault.services.keys.lifecycle import last_sequence, report_compromise
 from keyvault.services.recording.audit_chain import verify_audit
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.secrets.backend import secret_backend
@@ -53,23 +53,30 @@ from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import reissue_key
+from rotation.services.rotations.side_effects import forget_due
 from tests.clocks import Clock
 from tests.factories import the_operator
 from tests.faults.crashing import NOWHERE, Bomb
 from tests.rotation import scene
+from tests.verifiers import make_verifier
 
 ROUNDS = 40
 MERCHANT = "acme"
+VERIFIER = "verifier-1"
 
 
 @dataclass(frozen=True, slots=True)
 class Journey:
-    """A rotation's way: how it begins, whether it is aborted once delivered, how it and its two keys must end."""
+    """A rotation's way: how it begins, whether it is aborted once delivered, how it and its two keys must end.
+
+    `is_awaited`: a verifier accepts the replacement only after the turn that makes it.
+    """
 
     begin: Callable[[Key, datetime], Rotation]
     ends: tuple[S, KeyState, KeyState]
     is_aborted: bool = False
     begins_keyless: bool = False
+    is_awaited: bool = False
 
 
 def _rotate(key: Key, now: datetime) -> Rotation:
@@ -84,6 +91,7 @@ def _reissue(key: Key, now: datetime) -> Rotation:
 
 
 FORWARD = Journey(_rotate, (S.COMPLETED, KeyState.DEACTIVATED, KeyState.ACTIVE))
+AWAITED = Journey(_rotate, FORWARD.ends, is_awaited=True)
 BACK = Journey(_rotate, (S.ROLLED_BACK, KeyState.ACTIVE, KeyState.DEACTIVATED), is_aborted=True)
 REISSUE = Journey(_reissue, (S.COMPLETED, KeyState.COMPROMISED, KeyState.ACTIVE), begins_keyless=True)
 
@@ -99,6 +107,9 @@ def main() -> None:
             break
         report["crash_points"] = point
     report["names"] = met(notes)
+    report["awaited"] = run_at(
+        AWAITED, [edge for edge in learn(AWAITED, "awaited") if edge not in report["names"]], report
+    )
     report["back"] = run_at(BACK, [edge for edge in learn(BACK, "back") if edge not in report["names"]], report)
     its_own = ("rotation.", "publishing:")
     report["reissue"] = run_at(
@@ -145,6 +156,8 @@ def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
     UsageReporter.objects.create(
         reporter_id=reporter.reporter_id, started_at=clock(), flushed_through_at=clock(), peppers={}
     )
+    if journey.is_awaited:
+        make_verifier(VERIFIER, staleness_ms=3_600_000)
     status = in_child(lambda: drive(journey, rotation.rotation_id, clock, reporter, bomb))
     killed = os.WIFSIGNALED(status)
     violations = check(journey, rotation.rotation_id, "after the kill")
@@ -161,6 +174,11 @@ def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
     if ended != journey.ends:
         violations.append(f"it ends {ended}, {final.why}")
     UsageReporter.objects.filter(reporter_id=reporter.reporter_id).update(stopped_at=clock())
+    Verifier.objects.all().delete()
+    forget_due(clock())
+    violations += [
+        f"{path} remains" for path in secret_backend().list_paths(Mount.SANDBOX) if path.startswith("pending")
+    ]
     return killed, violations
 
 
@@ -174,6 +192,8 @@ def drive(journey: Journey, rotation_id: str, clock: Clock, reporter: UsageLog, 
         if rotation.state == S.AWAITING_PROOF and journey.is_aborted:
             grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
             abort_rotation(grant, rotation, "a bad day")
+        elif rotation.state == S.STAGED and rotation.replacement is not None and journey.is_awaited:
+            Verifier.objects.update(confirmed_sequence=last_sequence(rotation.replacement))
         elif rotation.state == S.AWAITING_PROOF and rotation.acknowledged_at is None:
             scene.acknowledge_replacement(rotation_id, clock())
         clock.tick(3)

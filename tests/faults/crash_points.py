@@ -32,6 +32,7 @@ REQUIRED = tuple(
     f"{step}:{when}-{effect}"
     for step, effects in {
         "rotation.staged": ("commit",),
+        "staged": ("ledger", "put"),
         "rotation.publishing": ("commit",),
         "publishing": ("ledger", "put", "ledger-outcome"),
         "rotation.delivered": ("commit",),

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from django.conf import settings
+
 from keyvault.management import service, supervisor
 from keyvault.management.service import BEAT, SERVER, WORKER, find_free_port
 from keyvault.management.supervisor import STOP_SECONDS, Program, Supervisor
@@ -34,7 +36,8 @@ def served(
     port = find_free_port()
     told = {**os.environ, "KEYVAULT_ORIGIN": f"http://127.0.0.1:{port}", **(environ or {})}
     programs = [program for program in service._programs(port) if program.name == SERVER]
-    programs += [_numbered(port, BEAT, number, wrapped) for number in range(beats)]
+    # On the file broker each worker runs a beat.
+    programs += [_numbered(port, BEAT, number, wrapped) for number in range(0 if settings.IS_FILE_BROKER else beats)]
     programs += [_numbered(port, WORKER, number, wrapped) for number in range(workers)]
     with Supervisor(programs, told, ROOT, folder / "logs", _note_restart) as programs_at_work:
         service.wait_until_ready(programs_at_work, port)

@@ -90,6 +90,19 @@ def test_dormant_credential_is_confirmed_with_a_reason(seeded: Any) -> None:
     assert run("show_rotation", rotation_id)["confirmed_at"] is not None
 
 
+def test_key_in_quarantine_is_held_and_released_by_those_who_may_suspend_and_resume(seeded: Any) -> None:
+    rotation_id = requested("--proof", "ack")
+    with pytest.raises(CommandError, match="no key in quarantine"):
+        run("hold_quarantine", rotation_id, "--by", "tam", "--reason", "the merchant investigates")
+    with pytest.raises(CommandError, match="permission_missing"):
+        run("hold_quarantine", rotation_id, "--by", "auditor", "--reason", "the merchant investigates")
+    with pytest.raises(CommandError, match="No operator holds"):
+        run("release_quarantine", rotation_id, "--by", "admin")
+    with pytest.raises(CommandError, match="permission_missing"):
+        run("release_quarantine", rotation_id, "--by", "tam")
+    assert run("show_rotation", rotation_id)["held_at"] is None
+
+
 def test_source_is_waived_with_a_reason(seeded: Any) -> None:
     rotation_id = requested("--proof", "ack")
     options = ("--source", "192.0.2.0/24 test", "--by", "tam", "--reason")

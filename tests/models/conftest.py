@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 from pytest_django import DjangoDbBlocker
 
 from keyvault.access import principals
@@ -42,20 +42,11 @@ from keyvault.services.tokens.customer_tokens import issue_customer_token
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import PlanOverrides
-from rotation.models import (
-    BlackoutCalendar,
-    Campaign,
-    EvidenceKind,
-    Retirement,
-    Rotation,
-    RotationSchedule,
-    StandingApproval,
-)
+from rotation.models import BlackoutCalendar, Campaign, EvidenceKind, Retirement, Rotation, RotationSchedule
 from rotation.services.campaigns.campaigns import approve_campaign, request_campaign
 from rotation.services.rotations.facts import note_evidence
 from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import approve_rotation, request_rotation
-from rotation.services.schedules.standing_approvals import approve_standing_approval, request_standing_approval
 from tests.factories import (
     PRODUCTION,
     SANDBOX,
@@ -95,7 +86,6 @@ class World:
     scheduled: Rotation
     retirement: Retirement
     campaign: Campaign
-    standing: StandingApproval
     customer_token: CustomerToken
     order: Order
 
@@ -104,9 +94,12 @@ class World:
 def world_of_module(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[World]:
     """Make the rows once for all tests of a module, and roll them back after it."""
     around = transaction.atomic()
-    around._from_testcase = True  # As in Django's TestCase: a durable block counts as the outermost one.
+    # As in Django's TestCase: a durable block counts as the outermost one.
+    around._from_testcase = True  # type: ignore[attr-defined]  # a private name
     with django_db_blocker.unblock(), around:
-        yield make_world()
+        world = make_world()
+        connection.check_constraints()  # A table with deferred checks cannot be altered.
+        yield world
         transaction.set_rollback(True)
 
 
@@ -147,8 +140,6 @@ def make_world() -> World:
     log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=UseOutcome.ALLOWED)
     log.flush()
     issued = IssuanceRequest.objects.get(key=key)
-    retirement = _retirement(tam, production)
-    campaign, standing = _requests(tam, approver, production)
     return World(
         tam=tam,
         tam_too=tam_too,
@@ -163,9 +154,8 @@ def make_world() -> World:
         token=token,
         waiting=waiting,
         scheduled=scheduled,
-        retirement=retirement,
-        campaign=campaign,
-        standing=standing,
+        retirement=_retirement(tam, production),
+        campaign=_campaign(tam, approver, production),
         customer_token=customer_token,
         order=order,
     )
@@ -183,10 +173,8 @@ def _retirement(tam: principals.OperatorPrincipal, place: Account) -> Retirement
     return request_retirement(grant(tam, Permission.ROTATIONS_WRITE, place), rotation, now() + timedelta(days=90))
 
 
-def _requests(
-    tam: principals.OperatorPrincipal, approver: principals.OperatorPrincipal, place: Account
-) -> tuple[Campaign, StandingApproval]:
-    """Create a campaign and a standing approval that await approval, an approved one of each, and a calendar."""
+def _campaign(tam: principals.OperatorPrincipal, approver: principals.OperatorPrincipal, place: Account) -> Campaign:
+    """Create a campaign that awaits approval, an approved one, and a schedule with its calendar."""
     made = []
     for _ in range(2):
         issue(place)
@@ -207,26 +195,15 @@ def _requests(
     with recorded(allowed, Permission.MERCHANTS_WRITE, "test.scheduled", account=place):
         calendar = BlackoutCalendar(name="holidays", created_at=now())
         calendar.save()
-        schedule = RotationSchedule(
+        RotationSchedule(
             environment=PRODUCTION,
             cryptoperiod_days=365,
             calendar=calendar,
             author=row,
             author_person=tam.person,
             created_at=now(),
-        )
-        schedule.save()
-    return made[0], _standing(tam, approver, schedule)
-
-
-def _standing(
-    tam: principals.OperatorPrincipal, approver: principals.OperatorPrincipal, schedule: RotationSchedule
-) -> StandingApproval:
-    """Create an approved standing approval of the schedule, and one that awaits approval."""
-    allowed = grant(tam, Permission.SCHEDULES_WRITE)
-    made = request_standing_approval(allowed, schedule, 90)
-    approve_standing_approval(grant(approver, Permission.ROTATIONS_APPROVE), made, made.plan_digest)
-    return request_standing_approval(allowed, schedule, 90)
+        ).save()
+    return made[0]
 
 
 def _connect(place: Account, mode: str) -> None:

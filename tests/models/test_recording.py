@@ -176,6 +176,7 @@ def test_models_every_table_is_recorded_or_listed_as_exempt() -> None:
         "Confirmation": "when it arrived",
         "IdempotentRequest": "stored answers; claiming a key is no operator's act",
         "Refusal": "what was refused, for support; no part of a verdict",
+        "ServiceProcess": "when a worker or beat was last seen",
         "WorkLease": "bookkeeping beside the recorded rows",
         "LedgerEntry": "bookkeeping of tries",
         "WebhookBreaker": "bookkeeping of tries",

@@ -55,6 +55,7 @@ _COPY_TESTS = "tests/rotation/services/rotations/test_copies.py"
 _STORED_TESTS = "tests/services/secrets/test_stored_copies.py"
 _TRANSITION_TESTS = "tests/rotation/services/rotations/test_transitions.py"
 _LIVING_TESTS = f"{_TRANSITION_TESTS}::test_transition_whose_other_key_was_revoked_meanwhile_is_refused"
+_FENCING_TESTS = f"{_TRANSITION_TESTS}::test_transition_of_a_worker_that_lost_its_lease_is_refused"
 _DELIVERY_TESTS = "tests/rotation/services/rotations/test_delivery.py"
 _SILENCE_TESTS = "tests/rotation/services/rotations/test_silence.py"
 _RACE_TESTS = "tests/rotation/services/rotations/test_emergency_races.py"
@@ -126,10 +127,18 @@ GUARDS = (
     Guard(
         "transition-fenced",
         _TRANSITIONS,
-        "happened=happened,\n    ):\n        leases.hold(lease)\n",
-        "happened=happened,\n    ):\n",
+        "else:\n            leases.hold(lease)\n    _log.info(",
+        "else:\n            pass\n    _log.info(",
         "A worker that lost its lease commits no transition.",
-        f"{_TRANSITION_TESTS}::test_transition_of_a_worker_that_lost_its_lease_is_refused",
+        f"{_FENCING_TESTS}[quarantine]",
+    ),
+    Guard(
+        "closing-transition-fenced",
+        _TRANSITIONS,
+        "if step.to in CLOSED:\n            leases.finish(lease)",
+        "if step.to in CLOSED:\n            pass",
+        "A worker that lost its lease closes no rotation.",
+        f"{_FENCING_TESTS}[rolled back]",
     ),
     Guard(
         "lease-fencing-token",
@@ -502,8 +511,8 @@ GUARDS = (
     Guard(
         "append-only-delete",
         _RULES,
-        'WriteGuard(f"{short}_no_delete", self.table, "DELETE", "1 = 1", message)',
-        'WriteGuard(f"{short}_no_delete", self.table, "DELETE", "1 = 0", message)',
+        '"1 = 1", message)\n        yield WriteGuard(f"{short}_no_delete", self.table, "DELETE"',
+        '"1 = 1", message)\n        yield WriteGuard(f"{short}_no_delete", self.table, "UPDATE"',
         "The database deletes no audit entry, approval or evidence.",
         _TRIGGER_TESTS,
     ),

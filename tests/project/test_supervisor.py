@@ -329,22 +329,22 @@ def test_run_serves_what_it_prints_restarts_programs_and_stops_on_sigterm(runnin
     assert "worker has exited (killed by SIGKILL); it restarts" in running.stderr
 
     started = descendants(running.process.pid)
-    assert len(started) >= 4  # the server and its worker process, the Celery worker, the beat
+    assert len(started) >= 3  # the server and its worker process, the Celery worker
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(60) == 0
     assert are_gone(started)
     require_free_port(running.port)
     logs = {path.name: path.read_text() for path in (running.folder / "logs").iterdir()}
-    assert set(logs) == {"server.log", "worker.log", "beat.log"}
+    assert set(logs) == {"server.log", "worker.log"}
     assert [name for name, text in logs.items() if "Traceback" in text or "superuser" in text] == []
 
 
 @pytest.mark.timeout(240)
 def test_run_killed_with_sigkill_leaves_no_child(running: Running) -> None:
-    """Guarantee: kill -9 of the supervisor ends the server, its worker process, the worker and the beat."""
+    """Guarantee: kill -9 of the supervisor ends the server, its worker process and the Celery worker."""
     running.read_until(READY)
     started = descendants(running.process.pid)
-    assert len(started) >= 4
+    assert len(started) >= 3
     running.process.kill()
     eventually(lambda: are_gone(started), seconds=30)
     require_free_port(running.port)

@@ -24,7 +24,8 @@ from rotation.services.rotations.interventions import acknowledge
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import request_rotation
 from tests import factories
-from tests.factories import make_merchant, the_operator
+from tests.factories import have_peppers, make_merchant, the_operator
+from tests.starting_rows import start_with
 
 
 def later(now: datetime, seconds: float) -> datetime:
@@ -46,8 +47,15 @@ def admin() -> OperatorPrincipal:
 def account(merchant_id: str = "acme", environment: Environment = Environment.SANDBOX) -> Account:
     """Return the merchant's account, created on first use."""
     if not Merchant.objects.filter(merchant_id=merchant_id).exists():
-        make_merchant(merchant_id)
+        start_with(_make_merchant, merchant_id)
     return find_account(merchant_id, environment)
+
+
+def _make_merchant(merchant_id: str) -> None:
+    """Create the merchant and, unless they exist, what its first key needs: the peppers and the requester."""
+    have_peppers()
+    make_merchant(merchant_id)
+    tam()
 
 
 def issue(place: Account, now: datetime, **chosen: Any) -> tuple[Key, Plaintext]:

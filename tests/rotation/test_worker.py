@@ -11,9 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from django.conf import settings
 from django.db import connection
 
 from keyvault.models import Key
+from keyvault.project.celery import app
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
@@ -39,18 +41,17 @@ POINTS = [
 
 
 @pytest.fixture
-def broker(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the embedded spool on SQLite, and Redis, as in a deployment, on PostgreSQL."""
+def broker(request: pytest.FixtureRequest) -> str:
+    """Return the file broker on SQLite, and Redis, as in a deployment, on PostgreSQL."""
     if connection.vendor == "postgresql":
         url: str = request.getfixturevalue("redis_url")
         return url
-    from keyvault.project.spool import spool_url
-
-    return spool_url(tmp_path / "spool")
+    return "filesystem://localhost"
 
 
 @contextmanager
 def worker(point: str, broker: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a worker with a beat: on the file broker in a thread, else in a child process."""
     environment = {
         **os.environ,
         "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
@@ -59,7 +60,13 @@ def worker(point: str, broker: str, log: Path) -> Iterator[subprocess.Popen[byte
     }
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.worker", point, "--beat"],
+            [
+                sys.executable,
+                "-m",
+                "tests.faults.worker",
+                point,
+                *([] if broker == "filesystem://localhost" else ["--beat"]),
+            ],
             cwd=ROOT,
             env=environment,
             stdout=output,
@@ -69,7 +76,7 @@ def worker(point: str, broker: str, log: Path) -> Iterator[subprocess.Popen[byte
     try:
         yield process
     finally:
-        # The embedded beat is a child process and outlives a killed worker.
+        # A beat that is a child process outlives a killed worker.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -129,3 +136,8 @@ def test_worker_killed_at_each_step_leaves_a_rotation_that_completes(broker: str
         assert (finished.replacement_id, "active") in states
         assert sum(state == "active" for _, state in states) == 1
     assert "Traceback" not in log.read_text()
+    if broker.startswith("filesystem:"):
+        # Killed workers leave neither mailboxes nor incomplete files.
+        folder = settings.BROKER_DIR
+        assert [path.name for path in (folder / "control").iterdir()] == ["keyvault.exchange"]
+        assert len(list((folder / "messages").iterdir())) < 2 * len(app.conf.beat_schedule)

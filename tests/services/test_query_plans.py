@@ -2,18 +2,21 @@
 
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 
 import pytest
+from django.db.models import Model
 
 from keyvault.access.permissions import Permission
 from keyvault.access.roles import Role
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Change, Notice, WebhookDelivery
+from keyvault.models import Change, IssuanceRequest, Notice, WebhookDelivery
 from keyvault.services import idempotency
 from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets import stored_copies
 from keyvault.services.sessions import sign_in
 from keyvault.services.tokens import customer_tokens
 from keyvault.services.verification import refusals
@@ -21,7 +24,7 @@ from keyvault.services.webhooks import deliveries
 from keyvault.services.webhooks.deliveries import EndpointTurns
 from keyvault.services.webhooks.endpoints import add_endpoint
 from keyvault.services.work import leases
-from tests.factories import account, grant, have_peppers, issue, make_merchant, make_operator, now
+from tests.factories import SANDBOX, account, grant, have_peppers, issue, make_merchant, make_operator, now
 from tests.plans import copy_row, explain
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
@@ -49,6 +52,30 @@ def test_list_expired_reads_only_expired_keys() -> None:
     assert "Sort" not in plan
 
 
+@pytest.mark.parametrize(
+    ("list_after", "index"),
+    [
+        (partial(lifecycle.list_expired, now()), "key_expiring"),
+        (partial(stored_copies.list_to_destroy, SANDBOX), "key_material_due"),
+        (requests.list_approved, "request_by_state"),
+        (partial(requests.list_uncollected, now()), "request_uncollected"),
+    ],
+    ids=["list_expired", "list_to_destroy", "list_approved", "list_uncollected"],
+)
+def test_batch_of_due_rows_is_read_in_the_order_of_its_index(
+    list_after: Callable[[Model | None], object], index: str
+) -> None:
+    """The next batch skips the earlier rows and sorts none."""
+    key, _ = issue(account())
+    last = requests.get_request(IssuanceRequest.objects.get().pk) if "request" in index else key
+    if key.expires_at is None:
+        key.expires_at = now()
+    for after in (None, last):
+        (plan,) = explain(partial(list_after, after))
+        assert index in plan
+        assert "Sort" not in plan
+
+
 def test_list_used_uncollected_after_a_request_skips_the_earlier_ones() -> None:
     (plan,) = explain(lambda: requests.list_used_uncollected(now(), after=(now(), "req_0")))
     assert "request_uncollected" in plan
@@ -65,7 +92,7 @@ def test_list_used_uncollected_after_a_request_skips_the_earlier_ones() -> None:
         (deliveries.forget_old_notices, ["notice_settled"]),
         (customer_tokens.forget_expired_tokens, ["customer_token_expiring"]),
         (sign_in.forget_expired_sessions, ["django_session_expire_date"]),
-        (leases.forget_abandoned, ["work_lease_due", "work_lease_held"]),
+        (leases.forget_abandoned, ["work_lease_abandoned", "work_lease_held"]),
     ],
     ids=lambda each: each.__name__ if callable(each) else "",
 )

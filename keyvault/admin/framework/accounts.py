@@ -14,7 +14,7 @@ from keyvault.admin.framework.columns import badge_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import link
 from keyvault.domain.environments import Environment
-from keyvault.models import Account
+from keyvault.models import Account, Merchant
 from keyvault.services.merchants.merchants import find_account
 
 
@@ -27,6 +27,19 @@ class AccountForm(ActionForm):
 
     merchant = forms.CharField(max_length=64, help_text="Merchant id.")
     environment = environment_field()
+
+
+class MerchantsField(forms.CharField):
+    """Ids of merchants, one on each line; the value is the list of them."""
+
+    widget = forms.Textarea(attrs={"rows": 4})
+
+    def clean(self, value: Any) -> Any:
+        names = sorted(set(super().clean(value).split()))
+        known = set(Merchant.objects.filter(pk__in=names).values_list("pk", flat=True))
+        if unknown := [name for name in names if name not in known]:
+            raise forms.ValidationError(f"Unknown merchants: {', '.join(unknown)}. Enter one merchant id on each line.")
+        return names
 
 
 def account_from(cleaned: Cleaned) -> Account:

@@ -131,6 +131,15 @@ class RowChoice(_ModelChoiceField):
         return self.label_for(obj)
 
 
+class RowLookup(_ModelChoiceField):
+    """Text field for the id of a row of a table that is too large for a list of choices."""
+
+    widget = forms.TextInput
+
+    def __init__(self, queryset: QuerySet[Any], *, unknown: str, **options: Any) -> None:
+        super().__init__(queryset, error_messages={"invalid_choice": unknown}, **options)
+
+
 def reason_field(
     label: str = "Why", *, required: bool = True, rows: int = 3, help_text: str = "Recorded in the audit log."
 ) -> forms.CharField:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import ValidationError
+from django.core.paginator import Paginator
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import URLPattern, path, reverse
+from django.utils.functional import cached_property
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -39,8 +41,10 @@ from keyvault.models import Account
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
+    _Paginator = Paginator[Any]
 else:
     _ModelAdmin = admin.ModelAdmin
+    _Paginator = Paginator
 
 _GET = ("GET", "HEAD")
 _GET_AND_POST = (*_GET, "POST")
@@ -50,6 +54,23 @@ _MAX_LINES = 5
 
 _MAX_ATTENTION_ROWS = 200
 """Maximum rows that the front page counts per attention item."""
+
+
+_MAX_COUNTED = 10_000
+"""Maximum rows that a list counts and has pages for; filters and the search reach all rows."""
+
+
+class BoundedPaginator(_Paginator):
+    """Paginator of the first _MAX_COUNTED rows, so that the count does not read a whole table."""
+
+    @cached_property
+    def count(self) -> int:
+        rows: QuerySet[Any] = self.object_list  # type: ignore[assignment]  # Django's admin passes a query set
+        return rows.order_by().values("pk")[:_MAX_COUNTED].count()
+
+    @property
+    def has_more(self) -> bool:
+        return self.count == _MAX_COUNTED
 
 
 class ConsoleList(ChangeList):
@@ -73,6 +94,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     create_actions: tuple[CreateAction, ...] = ()
 
     list_per_page = 50
+    paginator = BoundedPaginator
     show_full_result_count = False
     preserve_filters = False
     show_facets = admin.ShowFacets.NEVER

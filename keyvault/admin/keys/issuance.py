@@ -12,14 +12,12 @@ from django.urls import reverse
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.accounts import account_link
+from keyvault.admin.framework.accounts import AccountForm, account_from, account_link, account_query
 from keyvault.admin.framework.actions import (
-    ActionForm,
     ActionResult,
     Cleaned,
     CreateAction,
     RowAction,
-    RowChoice,
     Tone,
     from_query,
     run_service,
@@ -81,19 +79,12 @@ KINDS = {
 }
 
 
-def _account_label(account: Account) -> str:
-    return f"{account.merchant.name} ({account.merchant_id}) · {account.environment}"
-
-
 def _delivery_choices() -> list[tuple[str, str]]:
     """Return the deliveries that a person may request; only a service can request a sealed key, over REST."""
     return [(delivery.value, label) for delivery, label in DELIVERIES.items() if delivery is not Delivery.SEALED]
 
 
-class RequestForm(ActionForm):
-    account = RowChoice(
-        Account.objects.select_related("merchant").order_by("merchant_id", "environment"), label_for=_account_label
-    )
+class RequestForm(AccountForm):
     kind = forms.ChoiceField(choices=[(kind.value, label) for kind, label in KINDS.items()])
     label = forms.CharField(max_length=100, help_text="Purpose of the key, such as checkout-backend.")
     delivery = forms.ChoiceField(
@@ -112,7 +103,7 @@ class RequestForm(ActionForm):
 def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
     request = request_issuance(
         grant,
-        cleaned["account"],
+        account_from(cleaned),
         kind=KeyKind(cleaned["kind"]),
         label=cleaned["label"],
         delivery=Delivery(cleaned["delivery"]),
@@ -150,8 +141,8 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             _request,
             "Creates a credential with its first key. In production a second person must approve the request first.",
             "Submit request",
-            account_of=lambda cleaned: cleaned["account"],
-            preset=from_query("account"),
+            account_of=account_from,
+            preset=from_query("merchant", "environment"),
         ),
     )
     row_actions = (
@@ -324,5 +315,5 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         """Add a link to request a key to the page of an account."""
         if not isinstance(row, Account) or not may(request, P.ISSUANCE_REQUEST, row):
             return None
-        url = reverse("admin:keyvault_issuancerequest_request")
-        return Extras(links=[Link("Request a key", f"{url}?account={row.pk}")])
+        url = reverse("admin:keyvault_issuancerequest_request") + account_query(row)
+        return Extras(links=[Link("Request a key", url)])

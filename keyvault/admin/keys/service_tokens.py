@@ -12,6 +12,7 @@ from django.http import HttpRequest
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.accounts import MerchantsField
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -26,7 +27,7 @@ from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Detail, FactTable, moment, mono
 from keyvault.domain.keystring import StringScope
-from keyvault.models import Merchant, ServiceToken
+from keyvault.models import ServiceToken
 from keyvault.services.tokens.service_tokens import (
     DEFAULT_DAYS,
     MAX_DAYS,
@@ -51,9 +52,7 @@ class TokenForm(ActionForm):
         widget=forms.CheckboxSelectMultiple,
         help_text="A service cannot approve anything; only people can.",
     )
-    merchants = forms.ModelMultipleChoiceField(
-        queryset=Merchant.objects.order_by("merchant_id"), required=False, widget=forms.CheckboxSelectMultiple
-    )
+    merchants = MerchantsField(required=False, help_text="Merchant ids, one on each line.")
     all_merchants = forms.BooleanField(required=False, label="All merchants, including future ones")
     lifetime_days = forms.IntegerField(label="Lifetime in days", min_value=1, max_value=MAX_DAYS, initial=DEFAULT_DAYS)
     is_probe = forms.BooleanField(
@@ -85,7 +84,7 @@ def _create(grant: Grant, cleaned: Cleaned) -> ActionResult:
         name=cleaned["name"],
         scope=StringScope(cleaned["scope"]),
         permissions=[Permission(name) for name in cleaned["permissions"]],
-        merchants=None if cleaned["all_merchants"] else [merchant.pk for merchant in cleaned["merchants"]],
+        merchants=None if cleaned["all_merchants"] else cleaned["merchants"],
         lifetime_days=cleaned["lifetime_days"],
         is_probe=cleaned["is_probe"],
     )

@@ -169,7 +169,7 @@ class ProviderConnectionAdmin(AccountRowAdmin):
         "mode",
     )
     search_fields = ("provider", "account__merchant__merchant_id")
-    ordering = ("account__merchant_id", "account__environment", "provider", "created_at")
+    ordering = ("-id",)
 
     state_badge = badge_column("state", _state, ordering="removed_at")
     stored = moment_column("stored (UTC)", "stored_at", missing="not yet")

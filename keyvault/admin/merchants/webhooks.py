@@ -184,7 +184,7 @@ class WebhookEndpointAdmin(AccountRowAdmin):
         "account__environment",
     )
     search_fields = ("url", "account__merchant__merchant_id")
-    ordering = ("account__merchant_id", "account__environment", "created_at")
+    ordering = ("-id",)
 
     state_badge = badge_column("state", _state, ordering="disabled_at")
     created = moment_column("created (UTC)", "created_at")

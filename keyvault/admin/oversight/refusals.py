@@ -3,12 +3,14 @@
 from typing import Any
 
 from django.contrib import admin
+from django.db.models import Q
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.columns import moment_column
+from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -25,6 +27,8 @@ from keyvault.admin.oversight.explain import explain_view, trace_table, verdict_
 from keyvault.domain.errors import ErrorCode
 from keyvault.models import Refusal
 
+_BY_CODE = {code.value: Q(code=code.value) for code in ErrorCode}
+
 
 class RefusalAdmin(ConsoleModelAdmin):
     view_permissions = (P.VERDICTS_EXPLAIN,)
@@ -32,7 +36,7 @@ class RefusalAdmin(ConsoleModelAdmin):
     change_list_template = "console/change_list_more.html"
 
     list_display = ("request_id", "when", "code", "endpoint", "key")
-    list_filter = ("environment", "code", "door")
+    list_filter = ("environment", state_filter(_BY_CODE, name="code", title="code"), "door")
     search_fields = ("=request_id", "=key_id", "=merchant_id")
     search_help_text = "By request id, key id or merchant id. Refusals are stored for 30 days."
     ordering = ("-at",)

@@ -45,7 +45,7 @@ LIFETIME_DAYS = 1
 
 class Command(BaseCommand):
     help = (
-        "Set up, create demo data, and serve on 127.0.0.1 with a worker and a beat until SIGTERM or Ctrl-C. "
+        "Set up, create demo data, and serve on 127.0.0.1 with a worker until SIGTERM or Ctrl-C. "
         "The demo's passwords, token and key are new at each start and printed here only."
     )
 
@@ -74,7 +74,7 @@ class Command(BaseCommand):
         passwords = _reset_passwords([operator["username"] for operator in seeded["operators"]])
         curl = _demo_curl(port)
         connections.close_all()
-        self._print("Starting the server, the worker and the beat …")
+        self._print("Starting the server and the worker …")
         with supervise(port) as service:
             wait_until_ready(service, port)
             self._introduce(port, seeded, passwords, curl)

@@ -34,16 +34,21 @@ class TriggerRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AppendOnly:
-    """The rows never change and are never deleted, also not by SQLite's REPLACE, which runs no delete trigger."""
+    """The rows never change and are never deleted, also not by SQLite's REPLACE, which runs no delete trigger.
+
+    Rows for which the SQL condition `expired` holds may be deleted; OLD is the row.
+    """
 
     table: str
     unique: UniqueSets
+    expired: str = ""
 
     def guards(self) -> Iterator[WriteGuard]:
         short = short_name(self.table)
         message = f"{short} is append-only"
+        refused_if = f"NOT ({self.expired})" if self.expired else "1 = 1"
         yield WriteGuard(f"{short}_no_update", self.table, "UPDATE", "1 = 1", message)
-        yield WriteGuard(f"{short}_no_delete", self.table, "DELETE", "1 = 1", message)
+        yield WriteGuard(f"{short}_no_delete", self.table, "DELETE", refused_if, message)
         yield _no_replace(self.table, self.unique, message)
 
 

@@ -13,11 +13,19 @@ from keyvault.models.triggers.rules import (
 
 DEAD_KEY_STATES = ("deactivated", "compromised", "destroyed")
 
+CHANGE_IS_CONFIRMED = """
+    EXISTS (SELECT 1 FROM keyvault_change later WHERE later.sequence > OLD.sequence)
+    AND NOT EXISTS (
+        SELECT 1 FROM keyvault_verifier v WHERE v.stopped_at IS NULL AND v.confirmed_sequence < OLD.sequence
+    )
+"""
+"""A change that followers no longer need: every live verifier has applied it, and it is not the newest."""
+
 APPEND_ONLY = (
     AppendOnly("keyvault_auditentry", (("id",), ("chain_id", "sequence"))),
     AppendOnly("keyvault_auditcheckpoint", (("id",), ("scope", "number"))),
     AppendOnly("keyvault_installation", (("id",),)),
-    AppendOnly("keyvault_change", (("sequence",),)),
+    AppendOnly("keyvault_change", (("sequence",),), expired=CHANGE_IS_CONFIRMED),
     AppendOnly("keyvault_issuanceapproval", (("id",), ("request_id", "person"))),
 )
 

@@ -80,8 +80,9 @@ def read_heads(scope: str) -> dict[str, Head]:
 
 
 def find_entry_hash(chain: str, sequence: int) -> bytes | None:
-    found = AuditEntry.objects.filter(chain_id=chain, sequence=sequence).values_list("hash", flat=True).first()
-    return None if found is None else stored_bytes(found)
+    found = AuditEntry.objects.filter(chain_id=chain, sequence=sequence).order_by("sequence")
+    digest = found.values_list("hash", flat=True).first()
+    return None if digest is None else stored_bytes(digest)
 
 
 def gather_public_keys(given: PublicKeys) -> tuple[dict[KeyName, bytes], dict[str, str]]:
@@ -273,7 +274,8 @@ def _find_overdue(newest: Checkpoint | None, heads: dict[str, Head], now: dateti
         first = signed[chain].sequence + 1 if chain in signed else 1
         if first > head.sequence:
             continue
-        at = AuditEntry.objects.filter(chain_id=chain, sequence=first).values_list("at", flat=True).first()
+        unsigned = AuditEntry.objects.filter(chain_id=chain, sequence=first).order_by("sequence")
+        at = unsigned.values_list("at", flat=True).first()
         if at is not None and now - at > UNSIGNED_FOR:
             return (
                 f"entry {first} of chain {chain} has been unsigned since {at:%Y-%m-%d %H:%M} UTC: the worker or its "

@@ -12,24 +12,33 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Final
 from weakref import WeakSet
 
 import psycopg
 from django.conf import settings
 from django.db import DatabaseError, OperationalError, close_old_connections, connection, connections, transaction
+from django.db.models import Min
 from django.db.models.functions import Now
 from psycopg import sql
 
 from keyvault.domain.ids import Subject
-from keyvault.models import Confirmation, Verifier
+from keyvault.models import Change, Confirmation, Verifier
 from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS, abort_connection, use_short_timeouts
 from keyvault.services.postgres.raw_queries import execute, wait_for_notice
-from keyvault.services.recording.changes import CHANNEL, FeedRewoundError, Position, generation, poll_feed
+from keyvault.services.recording.changes import (
+    CHANNEL,
+    OVERLAP,
+    FeedRewoundError,
+    Position,
+    generation,
+    poll_feed,
+)
+from keyvault.services.recording.signals import changes_confirmed
 from keyvault.services.usage.recorder import usage_log
-from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork
-from keyvault.services.work.deletion import delete_batch
+from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
+from keyvault.services.work.deletion import MAX_DELETED, delete_batch
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +82,8 @@ class Follower(BackgroundThread):
     _position: Position = field(default_factory=Position)
     _has_moved: bool = False
     _reported_at: float | None = None
+    _reported_through: int | None = None
+    _announced: int | None = None
     _confirmed_at: float | None = None
     _is_lost: bool = False
     _is_failing: bool = False
@@ -152,7 +163,16 @@ class Follower(BackgroundThread):
                 raise
             return True
         self._has_moved, self._reported_at = False, monotonic
+        self._reported_through = self._position.confirmed
         return before is not None and time.monotonic() - before <= _expires_after_seconds()
+
+    def _announce_confirmed(self) -> None:
+        """Send `changes_confirmed` for what was reported since the last call, after the poll that verdicts wait for."""
+        above, self._announced = self._announced, self._reported_through
+        through = self._reported_through
+        if above is not None and through is not None and above < through:
+            with log_failure(_log, "receivers were not told about confirmed changes"):
+                changes_confirmed.send(None, above=above, through=through, now=datetime.now(UTC))
 
     def _write_report(self) -> None:
         reporter, confirmed = usage_log.reporter_id, self._position.confirmed
@@ -200,6 +220,7 @@ class Follower(BackgroundThread):
             while not stop.is_set() and not self._is_lost:
                 self._turn_began_at = time.monotonic()
                 self._try_poll()
+                self._announce_confirmed()
                 close_old_connections()
                 wake_up.wait()
             self._withdraw_confirmation()
@@ -334,3 +355,24 @@ def forget_old(now: datetime) -> None:
     """Delete confirmations older than 30 days, some thousands at a time, and verifiers gone for 7 days."""
     delete_batch(Confirmation.objects.filter(at__lt=now - CONFIRMATIONS_KEPT_FOR).order_by("at"))
     Verifier.objects.filter(seen_at__lt=now - GONE_KEPT_FOR).delete()
+
+
+def forget_old_changes(now: datetime) -> None:
+    """Delete a batch of old changes that every live verifier has confirmed.
+
+    A follower checks that the latest changes that it has applied still exist, so these are kept: the latest sequences
+    below the slowest verifier's position, and the newest change there. A process that was suspended for longer than
+    GONE_KEPT_FOR may miss its own, and must be restarted.
+    """
+    live = Verifier.objects.filter(stopped_at__isnull=True).aggregate(slowest=Min("confirmed_sequence"))["slowest"]
+    newest = Change.objects.order_by("-sequence")
+    if live is not None:
+        newest = newest.filter(sequence__lte=live)
+    last = newest.values_list("sequence", flat=True).first()
+    if last is None:
+        return
+    oldest = now - timedelta(days=settings.CHANGE_DAYS)
+    # By sequence, which has an index and follows the time.
+    rows = Change.objects.filter(sequence__lte=last - OVERLAP).order_by("sequence").values_list("sequence", "at")
+    old = [sequence for sequence, at in rows[:MAX_DELETED] if at < oldest]
+    delete_batch(Change.objects.filter(sequence__in=old))

@@ -36,7 +36,7 @@ from keyvault.services.keys.lifecycle import get_key
 from keyvault.services.reconciliation.report import FindingReporter, ReconciliationReport
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.secrets import provider_connections
+from keyvault.services.secrets import pending_copies, provider_connections
 from keyvault.services.secrets.backend import MOUNT, secret_backend
 from keyvault.services.secrets.stored_copies import copy_subject, destroy_string, settle_string
 from keyvault.services.work import leases
@@ -139,8 +139,19 @@ class _ReconciliationRun(FindingReporter):
                 self._forget(credential)
         elif (connection := provider_connections.find_by_path(self.environment, path)) is not None:
             self._check_connection(connection)
+        elif (key := get_key(pending_copies.find_key_id(path) or "")) is not None:
+            self._check_pending(path, key)
         else:
             self.report_unattributed(path, None, "no credential or connection of this service has this path")
+
+    def _check_pending(self, path: str, key: Key) -> None:
+        """Erase the late pending copy of a key that ended or was delivered; its rotation erases any other."""
+        if key.state not in DEAD_STATES and key.backend_version is None:
+            return
+        if not self.report.is_dry_run:
+            pending_copies.forget_pending(self.environment, key.key_id)
+        self.report.forgotten += 1
+        self.report.add_finding("forgotten", path, None, key_id=key.key_id)
 
     def _versions(self, path: str) -> Iterator[StoredVersion]:
         """Yield the versions that are not destroyed."""

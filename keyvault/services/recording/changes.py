@@ -50,7 +50,7 @@ _MERGE_SECONDS = 0.005
 MAX_ROWS = 10_000
 """Maximum rows of one poll. A follower that is further behind drops its whole cache."""
 
-_OVERLAP = 64
+OVERLAP = 64
 """Number of the latest sequences that each poll reads again, to check that their rows still exist."""
 
 _LOCK = (0x4B_56, 0x66_65_65_64)
@@ -104,7 +104,7 @@ def announce_changes(subjects: Mapping[Subject, bool], now: datetime) -> int | N
         sequence = Change.objects.create(subject_kind=kind, subject_id=identity, at=now).sequence
     transaction.on_commit(partial(notify_host, tuple(subjects)))
     if is_postgres:
-        transaction.on_commit(_wake_up.send)
+        transaction.on_commit(_notice_sender.send, robust=True)
     return sequence
 
 
@@ -119,7 +119,7 @@ def notify_host(subjects: Collection[Subject]) -> None:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _WakeUp:
+class _NoticeSender:
     """Wake the followers on all hosts after a commit: at once, or once for the commits of the next milliseconds.
 
     PostgreSQL commits transactions with a NOTIFY one after the other, so a change is committed without one. A process
@@ -160,7 +160,7 @@ class _WakeUp:
 _NOTIFY = "SET LOCAL synchronous_commit = off; NOTIFY {channel}"
 """A crash that loses the notice also ends its listeners' connections, so it need not be durable."""
 
-_wake_up = _WakeUp()
+_notice_sender = _NoticeSender()
 
 
 class Row(NamedTuple):
@@ -255,7 +255,7 @@ class Position:
         self._older_holders &= batch.holders
         if not self.is_placed or is_truncated:
             self.is_placed, self._applied, self._older_holders = True, set(), batch.holders
-            self.floor = max(self.floor, min(batch.drawn - _OVERLAP, newest - 1))
+            self.floor = max(self.floor, min(batch.drawn - OVERLAP, newest - 1))
         self._applied |= {row for row in batch.rows if row.sequence > self.floor}
         before = self.confirmed
         if self._pending_holders is not None:
@@ -266,6 +266,6 @@ class Position:
             self._candidate, self._pending_holders = batch.drawn, batch.holders
             if not batch.holders:
                 self.confirmed, self._pending_holders = batch.drawn, None
-        self.floor = max(self.floor, min(self.confirmed - _OVERLAP, newest - 1))
+        self.floor = max(self.floor, min(self.confirmed - OVERLAP, newest - 1))
         self._applied = {row for row in self._applied if row.sequence > self.floor}
         return self.confirmed > before

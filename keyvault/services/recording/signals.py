@@ -15,5 +15,8 @@ accounts_changed = Signal()
 keys_refused = Signal()
 """A process reported uses of keys that were refused, and committed them. `key_ids`, `now`: the time of the report."""
 
+changes_confirmed = Signal()
+"""A verifier confirmed changes, and committed that. `above`, `through`: the range of their sequences. `now`."""
+
 notice_settled = Signal()
 """The first delivery of a notice succeeded, or one was given up. `notice`, `now`."""

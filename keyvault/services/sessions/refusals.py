@@ -5,7 +5,6 @@ only if an operator has it: users sometimes type a password into the name field.
 counts of its last minute.
 """
 
-import logging
 import threading
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,9 +18,7 @@ from keyvault.access.principals import CONSOLE
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import usage_log
-from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
-
-_log = logging.getLogger(__name__)
+from keyvault.services.work.background_thread import FlushThread, forget_at_fork
 
 FLUSH_SECONDS = 60.0
 """Interval between two flushes, in seconds."""
@@ -56,10 +53,13 @@ class _OtherLocks:
 
 
 @dataclass(slots=True, eq=False)
-class SignInRefusals(BackgroundThread):
+class SignInRefusals(FlushThread):
     """Unwritten sign-in refusals of this process. The first one starts the thread."""
 
     thread_name: ClassVar[str] = "sign-in-refusals"
+    interval_seconds: ClassVar[float] = FLUSH_SECONDS
+    failure: ClassVar[str] = "refused sign-ins could not be written"
+    outage: ClassVar[str] = "refused sign-ins could not be written; they are kept"
 
     _counts: dict[_Pair, _Count] = field(default_factory=dict)
     _address_locks: int = 0
@@ -119,17 +119,6 @@ class SignInRefusals(BackgroundThread):
         """Start the thread in a process that reports usage; no other process serves the console."""
         if self._thread is None and usage_log.is_reporting:
             self.start()
-
-    def _loop(self) -> None:
-        self._repeat(self._try_flush, FLUSH_SECONDS)
-
-    def _finish(self) -> None:
-        self._try_flush()
-
-    def _try_flush(self) -> None:
-        outage = "refused sign-ins could not be written; they are kept"
-        with log_failure(_log, "refused sign-ins could not be written", outage=outage):
-            self.flush()
 
     def _add_other_locks(self, locks: _OtherLocks) -> None:
         if self._other_locks is None:

@@ -22,7 +22,7 @@ from keyvault.domain.free_text import MAX_REDACTED_LENGTH, clean_text
 from keyvault.models import Refusal
 from keyvault.services.usage.recorder import usage_log
 from keyvault.services.verification.judging import Judgement
-from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
+from keyvault.services.work.background_thread import FlushThread, forget_at_fork
 from keyvault.services.work.deletion import delete_batch
 
 _log = logging.getLogger(__name__)
@@ -99,10 +99,13 @@ class _RefusalEntry:
 
 
 @dataclass(slots=True, eq=False)
-class RefusalLog(BackgroundThread):
+class RefusalLog(FlushThread):
     """Unwritten refusals of this process. The first one starts the thread."""
 
     thread_name: ClassVar[str] = "refusals"
+    interval_seconds: ClassVar[float] = FLUSH_SECONDS
+    failure: ClassVar[str] = "refusals could not be written"
+    outage: ClassVar[str] = "refusals could not be written; as many as fit are kept"
 
     clock: Callable[[], float] = monotonic
     _pending: list[_RefusalEntry] = field(default_factory=list)
@@ -199,17 +202,6 @@ class RefusalLog(BackgroundThread):
         """Start the thread in a process that reports usage; no other process has an entry point."""
         if self._thread is None and usage_log.is_reporting:
             self.start()
-
-    def _loop(self) -> None:
-        self._repeat(self._try_flush, FLUSH_SECONDS)
-
-    def _finish(self) -> None:
-        self._try_flush()
-
-    def _try_flush(self) -> None:
-        outage = "refusals could not be written; as many as fit are kept"
-        with log_failure(_log, "refusals could not be written", outage=outage):
-            self.flush()
 
     def _put_back(self, pending: list[_RefusalEntry]) -> None:
         with self._lock:

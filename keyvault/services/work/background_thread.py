@@ -132,3 +132,28 @@ class BackgroundThread(ABC):
             with log_failure(_log, f"a round of the thread {self.thread_name} failed"):
                 work()
                 close_old_connections()
+
+
+@dataclass(slots=True, eq=False)
+class FlushThread(BackgroundThread):
+    """A background thread that writes what the process noted, after each interval and when it ends."""
+
+    interval_seconds: ClassVar[float]
+    failure: ClassVar[str]
+    """What to log when a flush fails."""
+    outage: ClassVar[str]
+    """The same for an unavailable database, after which pending data is kept."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Write what is pending. May raise."""
+
+    def _loop(self) -> None:
+        self._repeat(self._try_flush, self.interval_seconds)
+
+    def _finish(self) -> None:
+        self._try_flush()
+
+    def _try_flush(self) -> None:
+        with log_failure(logging.getLogger(type(self).__module__), self.failure, outage=self.outage):
+            self.flush()

@@ -12,12 +12,13 @@ To prevent deadlocks, a transaction locks these rows last, after keys and rotati
 """
 
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from django.db import IntegrityError, connection, transaction
-from django.db.models import Case, F, Q, QuerySet, Value, When
+from django.db.models import Case, F, Min, Q, QuerySet, Value, When
+from django.db.models.functions import Coalesce
 
 from keyvault.domain.errors import StateConflictError
 from keyvault.models import WorkLease
@@ -38,8 +39,9 @@ REDISPATCH = timedelta(seconds=30)
 _FIRST_BACKOFF_SECONDS = 1
 _MAX_BACKOFF_SECONDS = 60
 _PAUSE_SECONDS = 5
-_FAILED_BATCH = 500
-"""Maximum rows of failed work read in one query."""
+
+_MAX_COUNTED = 10_000
+"""Maximum rows of a queue that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +74,25 @@ def claim(subject: str, now: datetime, *, ignore_due_at: bool = False) -> Lease 
 
 def claim_dispatched(subject: str, now: datetime) -> Lease | None:
     """Claim work in a queue because of a message; None when an earlier message already did, or it is held."""
-    return _claim(subject, now, Q(is_dispatched=True))
+    return _claim(subject, now, Q(due_since__isnull=False))
 
 
 def claim_early(subject: str, now: datetime) -> Lease | None:
     """Claim work in a queue even before it is due, except for its pause after a failure."""
-    return _claim(subject, now, Q(last_error="") | Q(due_at__lte=now) | Q(is_dispatched=True))
+    return _claim(subject, now, Q(last_error="") | Q(due_at__lte=now) | Q(due_since__isnull=False))
 
 
 def _claim(subject: str, now: datetime, condition: Q) -> Lease | None:
     token = secrets.token_hex(16)
     free = Q(until__isnull=True) | Q(until__lte=now)
     claimed = WorkLease.objects.filter(free, condition, subject=subject).update(
-        token=token, until=now + LEASE, due_at=now + LEASE, attempts=F("attempts") + 1, is_dispatched=False
+        token=token, until=now + LEASE, due_at=now + LEASE, attempts=F("attempts") + 1, due_since=None
     )
     if claimed != 1:
         return None
     # A wake-up between the two statements needs no further turn: the worker has not read anything yet.
-    attempts, wakes = WorkLease.objects.values_list("attempts", "wakes").get(subject=subject)
-    return Lease(subject, token, attempts, wakes)
+    row = WorkLease.objects.filter(subject=subject, token=token).values_list("attempts", "wakes").first()
+    return None if row is None else Lease(subject, token, *row)  # None: a person ended the work meanwhile.
 
 
 def hold(lease: Lease) -> None:
@@ -156,27 +158,6 @@ def _jitter() -> float:
     return 1 + secrets.randbelow(250) / 1000
 
 
-def record_failure(subject: str, now: datetime, error: str) -> None:
-    """Record a failure of work that needs no lease; consecutive failures back off. See `list_failed`."""
-    lease = claim(subject, now, ignore_due_at=True)
-    if lease is not None:
-        postpone(lease, now, error)
-
-
-def list_failed(prefix: str) -> Iterator[Sequence[WorkLease]]:
-    """Yield work whose subject has this prefix and whose last attempt failed, in batches ordered by subject.
-
-    A batch's rows may be deleted before the next one is read.
-    """
-    failed = WorkLease.objects.filter(~Q(last_error=""), subject__startswith=prefix).order_by("subject")
-    batch = failed[:_FAILED_BATCH]
-    while rows := list(batch):
-        yield rows
-        if len(rows) < _FAILED_BATCH:
-            return
-        batch = failed.filter(subject__gt=rows[-1].subject)[:_FAILED_BATCH]
-
-
 def finish(lease: Lease) -> None:
     """Delete the row inside the transaction that finishes the work. Raises StateConflictError when it is lost."""
     hold(lease)
@@ -228,7 +209,7 @@ def wake(subjects: Collection[str], now: datetime, *, is_urgent: bool = False) -
         WorkLease.objects.filter(subject__in=subjects).update(
             wakes=F("wakes") + 1,
             due_at=Case(When(is_paused, then=F("due_at")), default=Value(now)),
-            is_dispatched=Case(When(is_paused, then=F("is_dispatched")), default=Value(True)),
+            due_since=Case(When(is_paused, then=F("due_since")), default=Coalesce("due_since", Value(now))),
             is_urgent=Value(True) if is_urgent else F("is_urgent"),
         )
 
@@ -246,7 +227,7 @@ def take_due(queue: str, now: datetime, limit: int, *, is_urgent: bool) -> list[
     with connection.cursor() as cursor:
         cursor.execute(
             _TAKE_DUE.format(skip_locked="FOR UPDATE SKIP LOCKED" if is_postgres else ""),
-            [queue, is_urgent, adapt(now), limit, adapt(now + REDISPATCH), True],
+            [queue, is_urgent, adapt(now), limit, adapt(now + REDISPATCH)],
         )
         return [subject for (subject,) in cursor.fetchall()]
 
@@ -256,7 +237,20 @@ _TAKE_DUE = """
         SELECT subject FROM keyvault_worklease WHERE queue = %s AND is_urgent = %s AND due_at <= %s
         ORDER BY due_at LIMIT %s {skip_locked}
     )
-    UPDATE keyvault_worklease SET due_at = %s, is_dispatched = %s WHERE subject IN (SELECT subject FROM due)
+    UPDATE keyvault_worklease SET due_since = coalesce(due_since, due_at), due_at = %s
+    WHERE subject IN (SELECT subject FROM due)
     RETURNING subject
 """
 """One statement, so that no lock outlives a stopped client. Django's `update` returns no rows."""
+
+
+def measure_queue(queue: str, now: datetime) -> tuple[int, datetime | None]:
+    """Return how many rows of a queue wait for a worker, at most 10,000, and since when the oldest is due."""
+    rows = WorkLease.objects.filter(queue=queue)
+    waiting = rows.filter(due_since__isnull=False)
+    depth, starts = waiting[:_MAX_COUNTED].count(), [waiting.aggregate(at=Min("due_since"))["at"]]
+    for is_urgent in (True, False):
+        due = rows.filter(is_urgent=is_urgent, due_at__lte=now, due_since__isnull=True)
+        depth += due[:_MAX_COUNTED].count()
+        starts.append(due.order_by("due_at").values_list("due_at", flat=True).first())
+    return min(depth, _MAX_COUNTED), min((at for at in starts if at is not None), default=None)

@@ -66,14 +66,14 @@ def run_demo(report: DemoReport, port: int) -> None:
         context = DemoContext(report, service, port)
         with report.waiting("waiting for the server to be ready …"):
             wait_until_ready(service, port)
-        report.step(f"a server, a Celery worker and a beat run; {local_url(port)}/readyz says ready")
+        report.step(f"a server and a Celery worker run; {local_url(port)}/readyz says ready")
         try:
             tally, audit_entries, reinstated, receipt = _live(context)
         except (DemoError, CommandError, KeyvaultError) as error:
             raise DemoError(f"{error}{_tail(service, getattr(error, 'program', WORKER))}") from error
     report.section("Checks")
     too = ", the Vault's audit log in it," if settings.IS_VAULT else ""
-    report.step(f"server, worker and beat have stopped; the data folder{too} is searched, then deleted")
+    report.step(f"server and worker have stopped; the data folder{too} is searched, then deleted")
     audit = verify_audit()
     connection.close()
     found = sorted(set(find_secrets(settings.DATA_DIR, context.secrets)))

@@ -6,7 +6,6 @@ rotations that are due.
 """
 
 import logging
-import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
@@ -25,7 +24,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.policy import UnreadablePlanError
 from rotation.domain.states import CLOSED, TRANSITIONS, Facts, Move, Wait, next_step
 from rotation.models import Rotation
-from rotation.services.rotations.facts import gather_facts, list_unconfirmed
+from rotation.services.rotations.facts import gather_facts
 from rotation.services.rotations.reports import get_rotation, subject_of
 from rotation.services.rotations.side_effects import Effects
 from rotation.services.rotations.transitions import (
@@ -52,16 +51,6 @@ _CHECKED_WITHIN = {
     S.QUARANTINE: timedelta(hours=1),
 }
 """Maximum sleep in states whose wait may end early without an event: the last source moves, a wake-up was lost."""
-
-ACCEPTED_WITHIN_SECONDS = 8.0
-"""Maximum wait within a turn for verifiers to accept a staged key, in seconds.
-
-Longer than a verifier's default staleness bound and shorter than the lease. After it the staged key is lost, and the
-next turn makes another one.
-"""
-
-_ACCEPTANCE_POLL_SECONDS = 0.05
-pause = time.sleep
 
 MAX_ATTEMPTS = 12
 """Consecutive failures of one step before the rotation stalls; an unavailable backend does not count."""
@@ -109,7 +98,7 @@ def advance_rotation(
 def _next_due(wait: Wait, rotation: Rotation, facts: Facts, now: datetime) -> datetime:
     """Return when the waiting rotation is due again without an event."""
     if wait.until is not None and wait.until > now:
-        due_at = wait.until
+        due_at: datetime = wait.until
         if rotation.current_state in _CHECKED_WITHIN:
             due_at = min(due_at, now + _CHECKED_WITHIN[rotation.current_state])
     else:
@@ -133,11 +122,8 @@ def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetim
         facts = gather_facts(rotation, now)
         step = next_step(facts, now)
         grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=now)
-        is_held = rotation.state == S.STAGED and effects.holds(rotation.replacement_id)
-        if isinstance(step, Wait) and is_held and _wait_until_accepted(rotation):
-            # Only this process holds the string; the next turn would have to make another key.
-            continue
         if isinstance(step, Wait):
+            effects.keep(grant, rotation)
             send_due_notices(grant, rotation, facts, lease)
             return step, _next_due(step, rotation, facts, now)
         if isinstance(step, Move):
@@ -151,17 +137,6 @@ def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetim
         else:
             effects.act(grant, rotation)
     return Wait("its next turn"), clock()
-
-
-def _wait_until_accepted(rotation: Rotation) -> bool:
-    """Poll, within the lease, until every verifier has confirmed the key or become stale; False after the maximum."""
-    assert rotation.replacement is not None  # noqa: S101  staged
-    until = time.monotonic() + ACCEPTED_WITHIN_SECONDS
-    while time.monotonic() < until:
-        if not list_unconfirmed(rotation.replacement):
-            return True
-        pause(_ACCEPTANCE_POLL_SECONDS)
-    return False
 
 
 def _handle_failure(rotation_id: str, lease: Lease, clock: Callable[[], datetime], error: KeyvaultError) -> None:

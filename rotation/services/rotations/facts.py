@@ -20,12 +20,13 @@ from keyvault.services.change_feed import receipts
 from keyvault.services.keys.lifecycle import last_sequence
 from keyvault.services.usage.recorder import observe
 from keyvault.services.usage.reports import (
+    KeyUser,
     SourceUse,
     find_attempts,
     find_last,
     find_last_of_sources,
     find_sources,
-    list_users,
+    find_users,
 )
 from keyvault.services.webhooks.deliveries import find_delivery_report
 from rotation.domain.events import RotationState
@@ -71,6 +72,7 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         confirmed_at=rotation.confirmed_at,
         is_proved=rotation.used_at is not None,
         quarantined_at=rotation.quarantined_at,
+        is_held=rotation.is_held,
         was_reinstated=rotation.reinstated_at is not None,
         silence_waived=rotation.waived_at is not None,
         written_back_at=rotation.written_back_at,
@@ -204,9 +206,25 @@ def proof_seen(rotation: Rotation, facts: Facts) -> dict[str, JsonValue]:
             "sources": replacement.sources,
             "minutes": replacement.minutes,
             "first_used_at": _text(replacement.first_used_at),
-            "by_source": list_users(rotation.replacement_id or "", outcomes=(UseOutcome.ALLOWED,)),
+            "by_source": _count_by_source(rotation.replacement_id or ""),
         }
     return seen
+
+
+def _count_by_source(key_id: str) -> list[JsonValue]:
+    """Count the allowed uses of a key by source, the latest first. Evidence is permanent and holds no exact address."""
+    counts: dict[str, list[KeyUser]] = {}
+    for user in find_users(key_id, outcomes=(UseOutcome.ALLOWED,), limit=_MAX_CITED):
+        counts.setdefault(name_source(user.source, user.user_agent), []).append(user)
+    return [
+        {
+            "source": name,
+            "count": sum(user.count for user in users),
+            "first_at": _text(min(user.first_at for user in users)),
+            "last_at": _text(max(user.last_at for user in users)),
+        }
+        for name, users in counts.items()
+    ]
 
 
 def silence_seen(
@@ -223,7 +241,7 @@ def silence_seen(
 
 
 _MAX_CITED = 200
-"""Maximum sources that evidence of silence names, the latest first."""
+"""Maximum sources that evidence of silence names, and clients that evidence of proof counts, the latest first."""
 
 
 def sources_seen(facts: Facts) -> list[JsonValue]:

@@ -47,6 +47,8 @@ def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
     BackendUnavailableError when the backend cannot tell whether it holds the replacement.
     """
     outcome = OUTCOMES[Event.ABORTED].get(stage_of(rotation))
+    if rotation.is_held:
+        raise StateConflictError("An operator holds the key in quarantine. Release it first.")
     if not isinstance(outcome, RotationState):
         raise StateConflictError(f"The rotation can no longer be ended: it is {rotation.get_state_display()}.")
     lease = claim_rotation(rotation, grant.at)
@@ -93,7 +95,7 @@ def predecessor_ended_at(rotation: Rotation, now: datetime) -> datetime | None:
 
 
 def may_be_aborted(rotation: Rotation) -> bool:
-    return isinstance(OUTCOMES[Event.ABORTED].get(stage_of(rotation)), RotationState)
+    return isinstance(OUTCOMES[Event.ABORTED].get(stage_of(rotation)), RotationState) and not rotation.is_held
 
 
 def _may_be_delivered(rotation: Rotation) -> bool:
@@ -283,6 +285,40 @@ def waive_source(grant: Grant, rotation: Rotation, source: str, why: str) -> Rot
         note_evidence(rotation, EvidenceKind.SOURCE_WAIVED, dict(seen), grant.at)
         wake_rotation(rotation, grant.at)
     return rotation
+
+
+def hold_quarantine(grant: Grant, rotation: Rotation, why: str) -> Rotation:
+    """Hold the key in quarantine suspended: the rotation neither resumes nor revokes it until it is released.
+
+    Raises RequestInvalidError without a reason; StateConflictError when no key is in quarantine, or it is held already.
+    """
+    if (fault := find_reason_fault(why)) is not None:
+        raise RequestInvalidError("Holding a key needs a reason.", [Fault("/why", fault)])
+    if not may_be_held(rotation):
+        raise StateConflictError("The rotation has no key in quarantine, or an operator holds it already.")
+    account, why = rotation.credential.account, clean_text(why, 300)
+    with recorded(grant, P.KEYS_SUSPEND, "rotation.quarantine_held", account=account, **about(rotation), why=why):
+        rotation.compare_and_swap(held_at=grant.at)
+        wake_rotation(rotation, grant.at)
+    return rotation
+
+
+def release_quarantine(grant: Grant, rotation: Rotation) -> Rotation:
+    """Release a held key: its quarantine begins again. Raises StateConflictError unless it is held."""
+    if not rotation.is_held:
+        raise StateConflictError("No operator holds the key of this rotation.")
+    account = rotation.credential.account
+    with recorded(grant, P.KEYS_RESUME, "rotation.quarantine_released", account=account, **about(rotation)):
+        rotation.compare_and_swap(held_at=None, entered_at=grant.at)
+        wake_rotation(rotation, grant.at)
+    return rotation
+
+
+def may_be_held(rotation: Rotation) -> bool:
+    """Whether the rotation has suspended a key that no operator holds yet."""
+    key = rotation.replacement if rotation.state == S.ROLLING_BACK else rotation.predecessor
+    is_quarantined = rotation.state in {S.QUARANTINE, S.ROLLING_BACK} and rotation.quarantined_at is not None
+    return is_quarantined and key is not None and key.state == KeyState.SUSPENDED and not rotation.is_held
 
 
 _WAIVING = frozenset({S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.ROLLING_BACK})

@@ -51,9 +51,10 @@ def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
         "used_at": _text(rotation.used_at),
         "silent_at": _text(rotation.silent_at),
         "quarantined_at": _text(rotation.quarantined_at),
+        "held_at": _text(rotation.held_at),
         "reinstated_at": _text(rotation.reinstated_at),
         "closed_at": _text(rotation.closed_at),
-        "handover": rotation.handover,
+        "handover": None if rotation.delivered_at is None else rotation.handover,
         "evidence": [
             {
                 "evidence_id": evidence.evidence_id,

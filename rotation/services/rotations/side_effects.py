@@ -1,18 +1,23 @@
 """The side effects of a rotation: make, deliver and write back a key, and destroy a stored copy.
 
 The secret backend is called between two short transactions; a ledger row precedes the call. The replacement's string
-exists only in this process's memory until it is delivered. A process that dies in between leaves the digest of a key
-that no client holds; the next one discards that key and makes another. Every side effect may be killed at any point and
-run again: the key id in the backend shows how far it came.
+exists only in this process's memory, and as a pending copy in the backend while the rotation waits for verifiers. A
+process that dies before it has stored either leaves the digest of a key that no client holds; the next one discards
+that key and makes another. Every side effect may be killed at any point and run again: the key id in the backend shows
+how far it came.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
+from django.conf import settings
+from django.db.models import Exists, OuterRef, Q, QuerySet
+
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.backends.base import BackendMissingError, StoredSecret
+from keyvault.backends.base import BackendError, BackendMissingError, StoredSecret
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
@@ -25,6 +30,7 @@ from keyvault.services.keys.lifecycle import activate_key, discard_key, get_key,
 from keyvault.services.peppers.ring import refresh_peppers
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets.pending_copies import PendingCopy, find_pending, forget_pending, keep_pending
 from keyvault.services.secrets.stored_copies import (
     destroy_string,
     find_stored,
@@ -42,6 +48,8 @@ from rotation.services.rotations.facts import note_evidence
 from rotation.services.rotations.reports import about
 
 S = RotationState
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +82,27 @@ class Effects:
             destroy_string(grant, rotation.predecessor)
             self._finish(entry, "destroyed")
 
-    def holds(self, key_id: str | None) -> bool:
-        """Whether this worker holds the string of that key."""
-        return self._held is not None and self._held.key_id == key_id
+    def keep(self, grant: Grant, rotation: Rotation) -> None:
+        """Keep the string of a staged replacement that this turn does not deliver, so that another one can.
+
+        While the backend is unavailable, a replacement for a recipient is sealed now; any other one is made again.
+        """
+        held = self._held
+        if rotation.state != S.STAGED or held is None or held.key_id != rotation.replacement_id:
+            return
+        key = _replacement(rotation)
+        # The entry stays open until the pending copy is erased, see `forget_due`.
+        self._begin(rotation, key, grant.at)
+        try:
+            keep_pending(key, PendingCopy(held.text, held.after))
+        except DependencyUnavailableError:
+            handover = self._sealed(rotation, held.text)
+            if handover is None:
+                raise
+            account = rotation.credential.account
+            with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.sealed", account=account, **about(rotation)):
+                rotation.compare_and_swap(handover=handover)
+                leases.hold(self.lease)
 
     # --- making the replacement -----------------------------------------------------------------------------
 
@@ -118,6 +144,9 @@ class Effects:
         entry = self._begin(rotation, key, grant.at)
         handover = self._sealed(rotation, held.text if held is not None else None)
         try:
+            if held is None and list_pending(rotation, key).exists() and (pending := find_pending(key)) is not None:
+                held = _HeldKey(key.key_id, pending.text, pending.after)
+                handover = self._sealed(rotation, held.text)
             version = self._deploy(rotation, key, held)
             if handover is None and version is not None and find_recipient(rotation.credential) is not None:
                 # Written by a worker that died before it recorded the delivery and the handover.
@@ -144,6 +173,8 @@ class Effects:
             announce_replacement(grant, rotation)
             leases.hold(self.lease)
         self._finish(entry, f"stored as version {version}" if version is not None else "sealed to its recipient")
+        for kept in list_pending(rotation, key):
+            forget_copy(kept, self.clock())
 
     def _deploy(self, rotation: Rotation, key: Key, held: _HeldKey | None) -> int | None:
         """Return the backend's version that holds the key; None: its string is lost, and it was never delivered."""
@@ -256,6 +287,46 @@ class Effects:
 
     def _finish(self, entry: LedgerEntry, detail: str, state: LedgerState = LedgerState.DONE) -> None:
         LedgerEntry.objects.filter(pk=entry.pk).update(state=state, finished_at=self.clock(), detail=detail[:300])
+
+
+def list_pending(rotation: Rotation, key: Key) -> QuerySet[LedgerEntry]:
+    """List the entries of a key's pending copy that may exist."""
+    return rotation.ledger.filter(step=S.STAGED, key=key, state=LedgerState.STARTED).select_related(
+        "key__credential__account"
+    )
+
+
+def forget_due(now: datetime) -> int:
+    """Erase the pending copies of replacements that were delivered or discarded; return how many.
+
+    A turn erases its own. This finds those that remain when a worker dies or the backend is unavailable.
+    """
+    needed = Q(state__in=_UNDELIVERED) | Q(stalled_from__in=_UNDELIVERED)
+    rotations = Rotation.objects.filter(needed, pk=OuterRef("rotation"), replacement=OuterRef("key"))
+    due = LedgerEntry.objects.filter(~Exists(rotations), step=S.STAGED, state=LedgerState.STARTED)
+    served = due.filter(key__credential__account__environment__in=settings.ENVIRONMENTS)
+    erased = 0
+    for entry in served.select_related("key__credential__account").order_by("started_at")[:_MAX_FORGOTTEN]:
+        if not forget_copy(entry, now):
+            break
+        erased += 1
+    return erased
+
+
+_UNDELIVERED = [S.STAGED, S.PUBLISHING]
+_MAX_FORGOTTEN = 100
+
+
+def forget_copy(entry: LedgerEntry, now: datetime) -> bool:
+    """Erase a pending copy and close its entry; False: the backend did not do it, and `forget_due` tries again."""
+    if entry.key is not None:
+        try:
+            forget_pending(entry.key.credential.environment, entry.key.key_id)
+        except BackendError as error:
+            _log.warning("a pending copy is not erased yet", extra={"key_id": entry.key_id, "why": error.internal})
+            return False
+    LedgerEntry.objects.filter(pk=entry.pk).update(state=LedgerState.DONE, finished_at=now, detail="erased")
+    return True
 
 
 def has_unsettled_delivery(rotation: Rotation) -> bool:

@@ -126,7 +126,8 @@ def _stop(grant: Grant, rotation: Rotation, to: RotationState) -> Changes:
     # A quarantine that ended in the revocation was not undone: the closed rotation keeps its time.
     changes = {} if rotation.state == S.REVOKING else _lift(grant, rotation)
     if to is S.STALLED:
-        changes["stalled_from"] = S.OVERLAP if rotation.state == S.QUARANTINE else rotation.state
+        is_lifted = rotation.state == S.QUARANTINE and not rotation.is_held
+        changes["stalled_from"] = S.OVERLAP if is_lifted else rotation.state
     return changes
 
 
@@ -208,13 +209,13 @@ def lift_quarantine(grant: Grant, rotation: Rotation, lease: Lease) -> None:
 
 
 def _lift(grant: Grant, rotation: Rotation) -> Changes:
-    """Resume the key that the rotation had suspended; a dead key stays dead."""
-    if rotation.quarantined_at is None:
+    """Resume the key that the rotation had suspended; a dead key stays dead, and a held one suspended."""
+    if rotation.quarantined_at is None or rotation.is_held:
         return {}
     key = _retiring(rotation)
     if key is not None and key.state == KeyState.SUSPENDED and not _is_expired(key, grant.at):
         resume_key(grant, key)
-    return {"quarantined_at": None}
+    return {"quarantined_at": None, "held_at": None}
 
 
 def _retiring(rotation: Rotation) -> Key | None:

@@ -21,8 +21,9 @@ from django.db.models import Q
 from keyvault.access.permissions import Permission
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Notice
-from keyvault.services.recording.signals import keys_changed, keys_refused, notice_settled
+from keyvault.models import Change, Notice
+from keyvault.services.recording.signals import changes_confirmed, keys_changed, keys_refused, notice_settled
+from keyvault.services.startup.processes import process_watch
 from keyvault.services.usage.recorder import utc_now
 from keyvault.services.work import leases
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork
@@ -77,14 +78,20 @@ def _wake(turns: Sequence[Turn], now: datetime) -> None:
         _dispatch_on_commit(turns)
 
 
-def dispatch_due(clock: Callable[[], datetime] = utc_now, dispatch: Dispatch | None = None) -> int:
-    """Dispatch the due rotations of the environments that this process serves, urgent ones first; return how many.
+def dispatch_due(
+    clock: Callable[[], datetime] = utc_now,
+    dispatch: Dispatch | None = None,
+    environments: Sequence[str] | None = None,
+) -> int:
+    """Dispatch due rotations, urgent ones first; return how many.
 
-    The cost depends on the number of due rotations, not on that of open ones.
+    The cost depends on the number of due rotations, not on that of open ones. `environments`: those to dispatch among
+    the ones that this process serves; None: all of these.
     """
+    served = [each for each in settings.ENVIRONMENTS if environments is None or each in environments]
     send, dispatched = dispatch or dispatcher.require_sender(), 0
     for is_urgent in (True, False):
-        for environment in settings.ENVIRONMENTS:
+        for environment in served:
             for subject in leases.take_due(_queue_of(environment), clock(), MAX_DISPATCHED, is_urgent=is_urgent):
                 send(Turn(subject.removeprefix(subject_of("")), environment, is_urgent))
                 dispatched += 1
@@ -148,17 +155,19 @@ forget_at_fork(dispatcher)
 
 
 def _dispatch_on_commit(turns: Sequence[Turn]) -> None:
-    transaction.on_commit(partial(dispatcher.put, tuple(turns)))
+    transaction.on_commit(partial(dispatcher.put, tuple(turns)), robust=True)
 
 
 # --- events in keyvault -------------------------------------------------------------------------------------
 
 
 def connect_signals() -> None:
-    """Subscribe to the events in keyvault that may change what a rotation does next."""
+    """Subscribe to the events in keyvault that may change what a rotation does next, and have the queue measured."""
     keys_changed.connect(_wake_for_changed, dispatch_uid="rotation.keys_changed")
     keys_refused.connect(_wake_for_refused, dispatch_uid="rotation.keys_refused")
     notice_settled.connect(_wake_for_notice, dispatch_uid="rotation.notice_settled")
+    changes_confirmed.connect(_wake_for_confirmed, dispatch_uid="rotation.changes_confirmed")
+    process_watch.queues = tuple(map(_queue_of, settings.ENVIRONMENTS))
 
 
 def _wake_for_changed(key_ids: Collection[str], permission: Permission | None, now: datetime, **_: Any) -> None:
@@ -177,6 +186,14 @@ def _wake_for_refused(key_ids: Collection[str], now: datetime, **_: Any) -> None
 def _wake_for_notice(notice: Notice, now: datetime, **_: Any) -> None:
     if notice.kind == NoticeKind.REPLACEMENT_AVAILABLE and notice.account is not None:
         _wake([Turn(notice.subject, notice.account.environment, is_urgent=False)], now)
+
+
+def _wake_for_confirmed(above: int, through: int, now: datetime, **_: Any) -> None:
+    """Wake rotations whose staged replacement a verifier has accepted."""
+    accepted = Change.objects.filter(subject_kind="key", sequence__gt=above, sequence__lte=through)
+    staged = Rotation.objects.filter(state=S.STAGED, replacement__in=accepted.values("subject_id"))
+    rows = staged.values_list("pk", "credential__account__environment")
+    _wake([Turn(rotation_id, environment, is_urgent=False) for rotation_id, environment in rows], now)
 
 
 def _list_open(key_ids: Collection[str], condition: Q | None = None) -> list[Turn]:

@@ -5,6 +5,7 @@ Each tick does a bounded amount of work and continues where the last one stopped
 
 import logging
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -108,9 +109,7 @@ def _compute_dates(rows: list[ScheduledCredential], now: datetime, max_claims: i
     if not rows:
         return []
     candidates = find_candidates([row.pk for row in rows])
-    unreadable = {each.order.schedule.pk: each.order for each in candidates.values() if each.order.fault}
-    for order in unreadable.values():
-        _note_fault(order.schedule, order.fault, now)
+    unnoted = _note_faults(candidates.values(), now)
     claims: list[Claim] = []
     written = []
     for row in rows:
@@ -120,14 +119,20 @@ def _compute_dates(rows: list[ScheduledCredential], now: datetime, max_claims: i
             if len(claims) == max_claims:
                 continue
             claims.append(Claim(candidate, row, row.why))
-            row.refusals += 1
-            row.ask_at = now + delay_after(row.refusals)
+            _back_off(row, now)
+        elif candidate is not None and candidate.order.schedule.pk in unnoted:
+            _back_off(row, now)
         else:
             row.ask_at, row.refusals, row.why = ask_at, 0, ""
         if before != (row.ask_at, row.refusals, row.why):
             written.append(row)
     stored = _store(written) if written else set()
     return [claim for claim in claims if claim.row.pk in stored]
+
+
+def _back_off(row: ScheduledCredential, now: datetime) -> None:
+    row.refusals += 1
+    row.ask_at = now + delay_after(row.refusals)
 
 
 def _store(rows: list[ScheduledCredential]) -> set[str]:
@@ -201,34 +206,45 @@ def _check_schedules(now: datetime) -> None:
     )
     for check in served.order_by("check_at")[:_MAX_CHECKED]:
         fault = find_unreadable(check.schedule)
-        try:
-            if fault:
-                _note_fault(check.schedule, fault, now)
-            elif check.fault:
-                _resume(check, now)
-        except Exception:  # noqa: BLE001  errors are isolated per schedule
-            _log.exception("an unreadable schedule raised no alarm", extra={"schedule": str(check.schedule)})
+        if fault:
+            _note_fault(check.schedule, fault, now)
+        elif check.fault:
+            _resume(check, now)
         ScheduleCheck.objects.filter(pk=check.pk).update(check_at=now if fault else now + _CHECK_AGAIN)
 
 
-def _note_fault(schedule: RotationSchedule, fault: str, now: datetime) -> None:
-    """Record why the schedule cannot be read, and raise an alarm unless that is known.
+def _note_faults(candidates: Iterable[Candidate], now: datetime) -> set[int]:
+    """Record the faults of the unreadable schedules of these credentials; return the schedules for which that failed.
+
+    Their credentials must not wait without a date, since no check would resume them.
+    """
+    unreadable = {each.order.schedule.pk: each.order for each in candidates if each.order.fault}
+    return {pk for pk, order in unreadable.items() if not _note_fault(order.schedule, order.fault, now)}
+
+
+def _note_fault(schedule: RotationSchedule, fault: str, now: datetime) -> bool:
+    """Record why the schedule cannot be read, and raise an alarm unless that is known; return whether that succeeded.
 
     The alarm is for the schedule's account; for an environment's schedule, for any account there.
     """
     why = fault[:300]
-    ScheduleCheck.objects.bulk_create([ScheduleCheck(schedule=schedule, check_at=now)], ignore_conflicts=True)
     accounts = Account.objects.select_related("merchant").filter(environment=schedule.environment)
     account = place_of(schedule) or accounts.order_by("pk").first()
     payload: dict[str, JsonValue] = {"schedule_id": schedule.pk, "scope": str(scope_of(schedule)), "why": why}
-    with transaction.atomic():
-        unknown = ScheduleCheck.objects.filter(pk=schedule.pk).exclude(fault=why)
-        if not unknown.update(fault=why, check_at=now) or account is None:
-            return
-        grant = authorize(WORKER, P.ROTATIONS_BEGIN, account, now=now)
-        with recorded(grant, P.ROTATIONS_BEGIN, "schedule.stalled", account=account, **payload):
-            announce(grant, NoticeKind.SCHEDULE_STALLED, account, str(schedule.pk), **payload)
+    try:
+        ScheduleCheck.objects.bulk_create([ScheduleCheck(schedule=schedule, check_at=now)], ignore_conflicts=True)
+        with transaction.atomic():
+            unknown = ScheduleCheck.objects.filter(pk=schedule.pk).exclude(fault=why)
+            if not unknown.update(fault=why, check_at=now) or account is None:
+                return True
+            grant = authorize(WORKER, P.ROTATIONS_BEGIN, account, now=now)
+            with recorded(grant, P.ROTATIONS_BEGIN, "schedule.stalled", account=account, **payload):
+                announce(grant, NoticeKind.SCHEDULE_STALLED, account, str(schedule.pk), **payload)
+    except Exception:  # noqa: BLE001  errors are isolated per schedule
+        _log.exception("an unreadable schedule raised no alarm", extra={"schedule": str(schedule)})
+        return False
     _log.error("schedule stalled", extra={"schedule": str(schedule), "why": why})
+    return True
 
 
 def _resume(check: ScheduleCheck, now: datetime) -> None:

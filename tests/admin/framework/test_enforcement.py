@@ -152,6 +152,8 @@ MATRIX: dict[str, frozenset[P]] = {
     "rotation_rotation_extend": frozenset({P.ROTATIONS_WRITE}),
     "rotation_rotation_confirm": frozenset({P.ROTATIONS_WRITE}),
     "rotation_rotation_waive": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_rotation_hold": frozenset({P.KEYS_SUSPEND}),
+    "rotation_rotation_release": frozenset({P.KEYS_RESUME}),
     "rotation_rotation_retire": frozenset({P.ROTATIONS_WRITE}),
     "rotation_rotation_roll-back": frozenset({P.ROTATIONS_WRITE}),
     "rotation_retirement_changelist": frozenset({P.ROTATIONS_READ}),

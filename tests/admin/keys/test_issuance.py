@@ -45,7 +45,8 @@ def issued(desk: Desk, environment: str = PRODUCTION) -> IssuanceRequest:
 
 
 def ask(desk: Desk, client: Any, **changed: Any) -> Any:
-    fields = {"account": desk.production.pk, "kind": "private", "label": "checkout", "delivery": "show_once", **changed}
+    fields = {"merchant": "acme", "environment": "production", "kind": "private", "label": "checkout"}
+    fields |= {"delivery": "show_once", **changed}
     return client.post(address("keyvault_issuancerequest_request"), fields)
 
 
@@ -60,13 +61,13 @@ def test_issuance_requested_in_production_awaits_a_second_person(desk: Desk) -> 
 
 
 def test_issuance_requested_in_sandbox_is_approved_immediately(desk: Desk) -> None:
-    ask(desk, browser(desk.tam), account=desk.sandbox.pk)
+    ask(desk, browser(desk.tam), environment="sandbox")
     assert IssuanceRequest.objects.get().state == S.APPROVED
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("label", ""), ("label", "two\x07bells"), ("expires_in_days", "0"), ("kind", "secret"), ("account", "999999")],
+    [("label", ""), ("label", "two\x07bells"), ("expires_in_days", "0"), ("kind", "secret"), ("environment", "moon")],
 )
 def test_issuance_requested_with_an_invalid_field_shows_the_error(desk: Desk, field: str, value: str) -> None:
     answer = ask(desk, browser(desk.tam), **{field: value})

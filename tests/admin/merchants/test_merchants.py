@@ -1,5 +1,7 @@
 """Merchants and accounts in the console."""
 
+from html import unescape
+
 import pytest
 
 from keyvault.domain.errors import StateConflictError
@@ -57,11 +59,13 @@ def test_account_suspended_is_recorded_in_its_own_chain(desk: Desk) -> None:
 
 def test_account_page_offers_to_request_its_key(desk: Desk) -> None:
     page = address("keyvault_account_change", desk.sandbox.pk)
-    offer = f"{address('keyvault_issuancerequest_request')}?account={desk.sandbox.pk}"
+    offer = f"{address('keyvault_issuancerequest_request')}?merchant=acme&environment=sandbox"
     client = browser(desk.tam)
-    assert offer in text_of(client.get(page))
-    assert f'<option value="{desk.sandbox.pk}" selected>' in text_of(client.get(offer))
-    assert offer not in text_of(browser(desk.auditor).get(page))
+    assert offer in unescape(text_of(client.get(page)))
+    form = text_of(client.get(offer))
+    assert 'name="merchant" value="acme"' in form
+    assert '<option value="sandbox" selected>' in form
+    assert offer not in unescape(text_of(browser(desk.auditor).get(page)))
 
 
 def test_account_page_shows_its_base_url_and_the_limit_in_force(desk: Desk) -> None:

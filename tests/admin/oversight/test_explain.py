@@ -17,8 +17,6 @@ from tests.admin.desk import Desk, address, browser, make_endpoint, make_refusal
 from tests.domain.minting import mint
 from tests.factories import SANDBOX, grant, issue, now
 
-pytestmark = pytest.mark.database
-
 DESCRIBED = {"environment": "sandbox", "endpoint": "orders.retrieve"}
 IDS = ["key_id", "customer_token_id", "request_id"]
 

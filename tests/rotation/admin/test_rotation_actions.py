@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, BreakGlass, Key, Notice
 from keyvault.services.approvals.break_glass import review_break_glass
-from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.keys.lifecycle import revoke_key, suspend_key
+from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import UsageLog
 from rotation.admin.rotation_actions import ROW_ACTIONS
 from rotation.domain.events import RotationState as S
@@ -244,6 +246,36 @@ def test_source_is_waived_by_name_and_with_a_reason(desk: Desk) -> None:
     assert send(row, "waive", client, source="192.0.2.0/24 test", why="it has ended, says Ada").status_code == 302
     assert "it has ended, says Ada" in text_of(client.get(page(row)))
     assert browser(desk.auditor).get(page(row, "waive")).status_code == 403
+
+
+def test_key_in_quarantine_is_held_and_released(desk: Desk) -> None:
+    """Whoever may suspend keys holds it, and whoever may resume keys releases it."""
+    row = delivered(desk)
+    assert browser(desk.tam).get(page(row, "hold")).status_code == 409
+    _quarantine(row)
+    tam, admin = browser(desk.tam), browser(desk.admin)
+    assert send(row, "hold", tam, why="").status_code == 400
+    assert send(row, "hold", tam, why="the merchant investigates").status_code == 302
+    advance_rotation(row.pk)
+    shown = text_of(tam.get(page(row)))
+    assert "Held suspended by an operator since" in shown
+    assert "an operator to release the held key" in shown
+    assert "Roll back" not in shown
+    assert tam.get(page(row, "release")).status_code == 403
+    assert send(row, "release", admin).status_code == 302
+    assert get_rotation(row.pk).held_at is None
+
+
+def _quarantine(row: Rotation) -> None:
+    """Quarantine the predecessor as the engine does, without its waits."""
+    at = now()
+    account, permission = row.credential.account, P.ROTATIONS_ADVANCE
+    allowed = grant(WORKER, permission, account)
+    with recorded(allowed, permission, "rotation.quarantine", account=account):
+        suspend_key(allowed, row.predecessor)
+        get_rotation(row.pk).compare_and_swap(
+            state=S.QUARANTINE, entered_at=at, used_at=at, silent_at=at, quarantined_at=at
+        )
 
 
 def test_page_lists_the_sources_that_the_rotation_waits_for(desk: Desk) -> None:

@@ -397,6 +397,24 @@ def test_step_rolling_back_stalls_at_its_deadline_outside_quarantine() -> None:
     assert outcome_of(step(S.ROLLING_BACK, NOW, **late, replacement=suspended, quarantined_at=ENTERED)) == "wait"
 
 
+@pytest.mark.parametrize("state", [S.QUARANTINE, S.ROLLING_BACK, S.STALLED])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"replacement": KeyFacts(K.COMPROMISED)},
+        {"predecessor": KeyFacts(K.SUSPENDED, tried_at=NOW, tried_by_known_at=NOW), "is_proved": True},
+        {"deadline": NOW},
+    ],
+)
+def test_step_with_a_held_key_waits_for_its_release(state: RotationState, changes: dict[str, object]) -> None:
+    """Neither silence nor an event ends a quarantine that an operator holds."""
+    held = {"predecessor": SUSPENDED, "quarantined_at": ENTERED, **BACK, "is_held": True, **changes}
+    found = step(state, **held)
+    assert isinstance(found, Wait)
+    assert found.waiting_for == "an operator to release the held key"
+
+
 # --- every state ------------------------------------------------------------------------------------------
 
 

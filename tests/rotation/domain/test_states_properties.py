@@ -67,6 +67,7 @@ KNOWN = {
     "confirmed_at": st.none() | moments,
     "is_proved": st.booleans(),
     "quarantined_at": st.none() | moments,
+    "is_held": st.sampled_from([False, False, False, True]),
     "was_reinstated": st.booleans(),
     "silence_waived": st.booleans(),
     "written_back_at": st.none() | moments,
@@ -176,7 +177,7 @@ def test_step_reinstates_at_most_once_and_never_a_public_or_a_dead_key(known: Fa
 @given(any_facts, moments)
 def test_step_with_a_dead_replacement_never_continues(known: Facts, now: datetime) -> None:
     """With a dead replacement the rotation ends or stands still; nothing is delivered, proved or retired for it."""
-    if known.replacement is None or not known.replacement.is_dead or known.state is S.STALLED:
+    if known.replacement is None or not known.replacement.is_dead or known.state is S.STALLED or known.is_held:
         return
     found = next_step(known, now)
     if known.state in {S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE}:
@@ -185,6 +186,14 @@ def test_step_with_a_dead_replacement_never_continues(known: Facts, now: datetim
     if known.state is S.ROLLING_BACK:
         assert isinstance(found, Move)
         assert found.to is S.ROLLED_BACK
+
+
+@many
+@given(any_facts, moments)
+def test_step_with_a_held_key_changes_nothing(known: Facts, now: datetime) -> None:
+    """Only an emergency of a merchant that has left ends: it has no key in quarantine."""
+    if not (known.has_left and known.stage is S.EMERGENCY):
+        assert isinstance(next_step(replace(known, is_held=True), now), Wait)
 
 
 @given(any_facts, moments)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from django.conf import settings
-from django.db import OperationalError, connection, transaction
+from django.db import DatabaseError, OperationalError, connection, transaction
 from django.test import Client, override_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -168,7 +168,7 @@ def test_position_in_any_order_applies_every_row_and_confirms_none_too_early(
 
     Every committed row is applied exactly once; a confirmed sequence is decided and applied.
     """
-    with mock.patch.object(changes, "MAX_ROWS", most_rows), mock.patch.object(changes, "_OVERLAP", 2):
+    with mock.patch.object(changes, "MAX_ROWS", most_rows), mock.patch.object(changes, "OVERLAP", 2):
         feed, position, covered, applied = FeedModel(most_rows), Position(), set[int](), list[int]()
 
         def finish(drawn: int, names: frozenset[str], due: set[int]) -> None:
@@ -422,7 +422,7 @@ def test_follower_whose_callback_fails_confirms_nothing_and_retries(
 def test_follower_too_far_behind_clears_the_cache(recorded: RecordedFollower, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an outage, more changes may wait than one poll reads."""
     monkeypatch.setattr(changes, "MAX_ROWS", 3)
-    monkeypatch.setattr(changes, "_OVERLAP", 0)
+    monkeypatch.setattr(changes, "OVERLAP", 0)
     recorded.follower.poll_once()
     change("a", "b", "c", "d", "e")
     recorded.follower.poll_once()
@@ -660,3 +660,49 @@ def test_follower_deletes_old_confirmations_and_verifiers() -> None:
     follower.forget_old(at)
     assert list(Verifier.objects.values_list("pk", flat=True)) == ["here"]
     assert list(Confirmation.objects.values_list("verifier_id", "sequence")) == [("here", 2)]
+
+
+@on_every_database
+def test_old_changes_are_deleted_below_what_every_live_verifier_has_confirmed(
+    recorded: RecordedFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A follower never takes a deleted change for a feed that went back, however slow another one is."""
+    monkeypatch.setattr(changes, "OVERLAP", 2)
+    monkeypatch.setattr(follower, "OVERLAP", 2)
+    long_after = now() + timedelta(days=settings.CHANGE_DAYS + 1)
+    sequences = [change(number) for number in range(8)]
+    recorded.follower.poll_once()
+    slow = Verifier.objects.get()
+    slow.pk, slow.confirmed_sequence = "slow", sequences[4]
+    slow.save(force_insert=True)
+
+    def kept() -> list[int]:
+        recorded.follower.poll_once()
+        return list(Change.objects.order_by("sequence").values_list("sequence", flat=True))
+
+    follower.forget_old_changes(now() + timedelta(days=1))
+    assert kept() == sequences
+    with pytest.raises(DatabaseError, match="append-only"), transaction.atomic():
+        Change.objects.filter(sequence=sequences[5]).delete()
+    with monkeypatch.context() as small:
+        small.setattr(follower, "MAX_DELETED", 2)
+        follower.forget_old_changes(long_after)
+    assert kept() == sequences[2:]
+    follower.forget_old_changes(long_after)
+    assert kept() == sequences[3:]
+    Verifier.objects.filter(pk="slow").delete()
+    for _ in range(3):
+        follower.forget_old_changes(long_after)
+        assert kept() == sequences[6:], "the newest changes are what followers check"
+    last = change("later")
+    assert kept() == [*sequences[6:], last]
+    assert recorded.lost == 0
+    with pytest.raises(DatabaseError, match="append-only"), transaction.atomic():
+        Change.objects.filter(sequence=last).delete()
+
+
+@on_every_database
+def test_old_changes_without_a_live_verifier_are_deleted_except_the_newest() -> None:
+    sequences = [change(number) for number in range(changes.OVERLAP + 3)]
+    follower.forget_old_changes(now() + timedelta(days=settings.CHANGE_DAYS + 1))
+    assert list(Change.objects.order_by("sequence").values_list("sequence", flat=True)) == sequences[3:]

@@ -38,6 +38,7 @@ from keyvault.services.reconciliation.report import ReconciliationReport
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets import provider_connections
 from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.secrets.pending_copies import PendingCopy, find_pending, keep_pending
 from keyvault.services.secrets.stored_copies import copy_subject
 from keyvault.services.work import leases
 from tests.factories import SANDBOX, account, grant, issue, make_merchant, own_keystore
@@ -146,6 +147,23 @@ def test_reconcile_destroys_the_late_copy_of_a_key_without_a_recorded_copy(scene
     write_late(discarded)
     assert counts_of(reconcile(SANDBOX)) == {"destroyed": 1}
     assert (states(key), Key.objects.get(pk=discarded.pk).material) == (["live", "destroyed"], "destroyed")
+
+
+def test_reconcile_erases_the_late_pending_copy_of_a_key_that_ended_and_no_other(scene: Scene) -> None:
+    """A suspended worker kept a copy after its key was discarded and its rotation closed."""
+    key, _ = issue(scene.sandbox)
+    engine = grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox)
+    staged, discarded = (lifecycle.stage_key(engine, key.credential, expires_in_days=None)[0] for _ in range(2))
+    lifecycle.discard_key(engine, discarded)
+    for each in (staged, discarded):
+        keep_pending(each, PendingCopy(Plaintext("secret"), 1))
+    assert counts_of(reconcile(SANDBOX, is_dry_run=True)) == {"forgotten": 1}
+    assert find_pending(discarded) is not None
+    assert counts_of(reconcile(SANDBOX)) == {"forgotten": 1}
+    assert find_pending(discarded) is None
+    assert find_pending(staged) is not None
+    write("pending/unknown", {})
+    assert counts_of(reconcile(SANDBOX)) == {"unattributed": 1}
 
 
 def test_reconcile_destroys_every_copy_of_a_revoked_key(scene: Scene) -> None:

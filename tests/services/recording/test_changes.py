@@ -3,9 +3,11 @@
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -254,20 +256,17 @@ def test_feed_poll_distinguishes_times_to_the_microsecond() -> None:
 
 
 def test_feed_announcement_is_the_first_commit_callback_that_can_fail() -> None:
-    """Django runs no commit callback after the first that raises.
-
-    The revocation log's callback comes after
-    the feed's and is registered as robust, as any further one must be.
-    """
+    """Django runs no commit callback after the first that raises, so every other one is registered as robust."""
     root = Path(feed.__file__).parents[3]
     callers = {
-        str(path.relative_to(root)): re.findall(r"on_commit\(.*", path.read_text())
+        str(path.relative_to(root)): re.findall(r"transaction\.(on_commit\(.*)", path.read_text())
         for folder in ("keyvault", "rotation")
         for path in (root / folder).rglob("*.py")
-        if "on_commit(" in path.read_text()
+        if "transaction.on_commit(" in path.read_text()
     }
-    assert set(callers) <= {"keyvault/services/recording/changes.py", "keyvault/services/recording/revocation_log.py"}
-    assert all("robust=True" in call for call in callers.get("keyvault/services/recording/revocation_log.py", []))
+    first, *others = callers.pop("keyvault/services/recording/changes.py")
+    assert first == "on_commit(partial(notify_host, tuple(subjects)))"
+    assert [call for call in (*others, *chain.from_iterable(callers.values())) if "robust=True" not in call] == []
 
 
 # ------------------------------------------------------------------------------------------------------ other hosts
@@ -278,7 +277,7 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The statements that wake other hosts, and a process that has sent none."""
     sent: list[bytes] = []
     monkeypatch.setattr(feed, "execute", sent.append)
-    monkeypatch.setattr(feed, "_wake_up", feed._WakeUp())
+    monkeypatch.setattr(feed, "_notice_sender", feed._NoticeSender())
     return sent
 
 
@@ -305,8 +304,8 @@ def test_wake_ups_within_some_milliseconds_are_merged(notices: list[bytes], monk
         assert may_send.wait(TIMEOUT_SECONDS)
 
     monkeypatch.setattr(feed, "_MERGE_SECONDS", 1e6)
-    monkeypatch.setattr(feed.time, "sleep", sleep)
-    wake_up = feed._WakeUp()
+    monkeypatch.setattr(time, "sleep", sleep)
+    wake_up = feed._NoticeSender()
     wake_up.send()
     assert len(notices) == 1
     second = start(wake_up.send)
@@ -332,7 +331,7 @@ def test_wake_up_that_fails_harms_no_change(
     with monkeypatch.context() as patch:
         patch.setattr(feed, "execute", fail)
         patch.setattr(feed, "_MERGE_SECONDS", 0)
-        feed._wake_up.send()
+        feed._notice_sender.send()
         assert "could not wake other hosts" in caplog.text
-    feed._wake_up.send()
+    feed._notice_sender.send()
     assert len(notices) == 1

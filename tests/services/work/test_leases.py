@@ -40,18 +40,6 @@ def claim_lease(subject: str, at: datetime) -> Lease:
     return lease
 
 
-def test_failed_work_is_listed_in_batches_once_each(at: datetime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list holds rows with the prefix whose last attempt failed."""
-    monkeypatch.setattr(leases, "_FAILED_BATCH", 2)
-    for number in range(5):
-        leases.record_failure(f"a:{number}", at, "failed")
-    leases.record_failure("b:1", at, "failed")
-    claim_lease("a:claimed", at)
-    batches = [[row.subject for row in batch] for batch in leases.list_failed("a:")]
-    assert batches == [["a:0", "a:1"], ["a:2", "a:3"], ["a:4"]]
-    assert list(leases.list_failed("c:")) == []
-
-
 def test_lease_claimed_is_not_available_until_it_expires(at: datetime) -> None:
     first = claim_lease("work", at)
     assert claim("work", at) is None

@@ -4,22 +4,17 @@ import pytest
 
 from keyvault.models import Verifier
 from keyvault.services.keys.lifecycle import last_sequence
+from keyvault.services.recording.signals import changes_confirmed
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
-from rotation.services.rotations import engine
 from rotation.services.rotations.facts import list_unconfirmed
 from rotation.services.rotations.reports import describe
 from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.steps import advance, begun
+from tests.rotation.steps import advance, begun, list_due
 from tests.verifiers import confirm, fall_silent, make_verifier
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
-
-
-@pytest.fixture
-def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "ACCEPTED_WITHIN_SECONDS", 0.0)
 
 
 def test_unconfirmed_without_verifiers_is_nobody(clock: Clock) -> None:
@@ -37,25 +32,33 @@ def test_unconfirmed_are_live_verifiers_without_the_newest_change_of_the_key(clo
     assert list_unconfirmed(key) == ["verifier-1"]
 
 
-def test_staged_rotation_is_published_once_its_verifier_has_confirmed(
-    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is published within the same turn, with the confirmed key."""
+def test_staged_rotation_is_published_once_its_verifier_has_confirmed(clock: Clock, verifier: UsageLog) -> None:
+    """The turn does not wait; another worker's turn delivers the very key that was confirmed."""
     caching = make_verifier()
-    rotation = begun(clock)
-
-    def pause(seconds: float) -> None:
-        rotation.refresh_from_db()
-        assert (rotation.state, rotation.delivered_at) == (S.STAGED, None)
-        assert rotation.replacement is not None
-        confirm(caching, last_sequence(rotation.replacement))
-
-    monkeypatch.setattr(engine, "pause", pause)
-    assert advance(rotation, clock).state == S.AWAITING_PROOF
-    assert rotation.credential.keys.count() == 2
+    rotation = advance(begun(clock), clock)
+    assert (rotation.state, rotation.delivered_at) == (S.STAGED, None)
+    assert rotation.replacement is not None
+    confirm(caching, last_sequence(rotation.replacement))
+    published = advance(rotation, clock)
+    assert (published.state, published.replacement_id) == (S.AWAITING_PROOF, rotation.replacement_id)
 
 
-@pytest.mark.usefixtures("short_wait")
+def test_confirmation_makes_the_turn_due(clock: Clock, verifier: UsageLog) -> None:
+    """A confirmation of other changes does not."""
+    make_verifier()
+    rotation = advance(begun(clock), clock)
+    assert rotation.replacement is not None
+    sequence = last_sequence(rotation.replacement)
+    assert list_due(clock) == []
+    changes_confirmed.send(None, above=0, through=sequence - 1, now=clock())
+    changes_confirmed.send(None, above=sequence, through=sequence + 1, now=clock())
+    other, _ = scene.issue(scene.account(), clock())
+    changes_confirmed.send(None, above=sequence, through=last_sequence(other), now=clock())
+    assert list_due(clock) == []
+    changes_confirmed.send(None, above=sequence - 1, through=sequence, now=clock())
+    assert list_due(clock) == [rotation.rotation_id]
+
+
 def test_staged_rotation_names_the_verifiers_that_it_waits_for(clock: Clock, verifier: UsageLog) -> None:
     for number in range(1, 6):
         make_verifier(f"verifier-{number}")
@@ -64,7 +67,6 @@ def test_staged_rotation_names_the_verifiers_that_it_waits_for(clock: Clock, ver
     assert waiting_for == "every verifier to accept the replacement: verifier-1, verifier-2, verifier-3 and 2 more"
 
 
-@pytest.mark.usefixtures("short_wait")
 def test_staged_rotation_does_not_wait_for_a_verifier_that_fell_silent(clock: Clock, verifier: UsageLog) -> None:
     """Its memory has expired, so it would read the new key from the database."""
     make_verifier()

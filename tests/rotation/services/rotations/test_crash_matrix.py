@@ -38,5 +38,7 @@ def test_rotation_killed_at_every_point_completes_without_an_outage() -> None:
     assert report["crash_points"] >= 40
     assert {f"publishing:{when}-put" for when in ("before", "after")} <= set(report["names"])
     assert {"before-soft_delete", "after-soft_delete"} <= {name.rpartition(":")[2] for name in report["names"]}
+    assert {f"staged:{when}-put" for when in ("before", "after")} <= set(report["awaited"])
+    assert {f"publishing:{when}-forget" for when in ("before", "after")} <= set(report["awaited"])
     assert {f"rolling_back:{when}-put" for when in ("before", "after")} <= set(report["back"])
     assert {f"publishing:{when}-put" for when in ("before", "after")} <= set(report["reissue"])

@@ -12,6 +12,7 @@ from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import DeliveryState, Key, Notice, WebhookDelivery, WebhookEndpoint
+from keyvault.services.keys.lifecycle import last_sequence
 from keyvault.services.keys.records import prove_service_token
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
@@ -26,6 +27,7 @@ from tests.clocks import Clock
 from tests.factories import make_token
 from tests.rotation import scene
 from tests.rotation.steps import advance, begun, wait
+from tests.verifiers import confirm, make_verifier
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -154,3 +156,24 @@ def test_sealed_replacement_after_a_worker_death_is_still_collectable(
     rotation = wait(rotation, clock, verifier, 60)
     assert rotation.state == S.AWAITING_PROOF
     assert (rotation.replacement_id or "nothing") in opened(rotation, clock)
+
+
+def test_sealed_replacement_staged_during_an_outage_is_sealed_at_once_and_shown_once_accepted(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the backend down its string has no pending copy; a verifier may still refuse the key."""
+    caching = make_verifier()
+    rotation = scene.rotate(sealed_key(clock).credential, clock())
+    with monkeypatch.context() as outage:
+        for method in ("put", "read", "versions"):
+            outage.setattr(LocalKeystore, method, scene.unavailable)
+        rotation = advance(rotation, clock)
+        assert (rotation.state, rotation.delivered_at) == (S.STAGED, None)
+        assert rotation.handover is not None
+        assert describe(rotation, clock())["handover"] is None
+        assert rotation.replacement is not None
+        confirm(caching, last_sequence(rotation.replacement))
+        rotation = advance(rotation, clock, 60)
+    assert rotation.state == S.AWAITING_PROOF
+    assert (rotation.replacement_id or "none") in opened(rotation, clock)
+    assert rotation.credential.keys.count() == 2

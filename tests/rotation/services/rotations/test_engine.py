@@ -90,7 +90,11 @@ def test_rotation_by_traffic_waits_for_count_and_sources(clock: Clock, verifier:
     assert advance(rotation, clock, 3).state == S.OVERLAP
     used = rotation.evidence.get(kind="used")
     assert (used.seen["authentications"], used.seen["sources"], used.seen["minutes"]) == (7, 2, 1)
-    assert {user["source"] for user in used.seen["by_source"]} == {"192.0.2.1", "192.0.2.2", "198.51.100.2"}
+    assert {each["source"]: each["count"] for each in used.seen["by_source"]} == {
+        "192.0.2.0/24 test": 6,
+        "198.51.100.0/24 test": 1,
+    }
+    assert "192.0.2.1" not in str(list(rotation.evidence.values_list("seen", flat=True))), "evidence is permanent"
 
 
 def test_rotation_by_traffic_waits_for_the_soak_time(clock: Clock, verifier: UsageLog) -> None:

@@ -19,7 +19,6 @@ from rotation.domain.events import OPEN
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.models import Rotation
-from rotation.services.rotations import engine
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import reissue_key, request_rotation
@@ -77,7 +76,6 @@ def _emergency(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
 
 def _staged(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
     patch.setattr(receipts, "list_unconfirmed", lambda sequence: ["verifier-1"])
-    patch.setattr(engine, "ACCEPTED_WITHIN_SECONDS", 0.0)
     return advance(begun(clock), clock)
 
 

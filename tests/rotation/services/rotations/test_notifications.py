@@ -16,7 +16,6 @@ from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Rotation
-from rotation.services.rotations import engine
 from rotation.services.rotations.interventions import collect_replacement, confirm_rotation
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, reissue_key, request_rotation
@@ -37,35 +36,14 @@ def test_staged_rotation_waits_for_every_verifier_that_has_not_confirmed(
 ) -> None:
     """No merchant gets a key that some verifier would still refuse; the delivered key is the confirmed one."""
     caching = ["verifier-1"]
-    seen: list[tuple[str, object]] = []
-
-    def pause(seconds: float) -> None:
-        rotation = Rotation.objects.get()
-        seen.append((rotation.state, rotation.delivered_at))
-        caching.clear()
-
     monkeypatch.setattr(receipts, "list_unconfirmed", lambda sequence: caching)
-    monkeypatch.setattr(engine, "pause", pause)
-    rotation = advance(begun(clock), clock)
-    assert seen == [(S.STAGED, None)]
-    assert rotation.state == S.AWAITING_PROOF
-    assert rotation.credential.keys.count() == 2
-
-
-def test_staged_rotation_without_a_confirmation_names_the_verifier_and_waits(
-    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caching = ["verifier-1"]
-    monkeypatch.setattr(receipts, "list_unconfirmed", lambda sequence: caching)
-    monkeypatch.setattr(engine, "ACCEPTED_WITHIN_SECONDS", 0.0)
     rotation = advance(begun(clock), clock)
     assert (rotation.state, rotation.delivered_at) == (S.STAGED, None)
     assert describe(rotation, clock())["waiting_for"] == "every verifier to accept the replacement: verifier-1"
-    # The string was lost with the turn: that key is discarded, and another one is created and accepted.
     caching.clear()
     rotation = advance(rotation, clock, 3)
     assert rotation.state == S.AWAITING_PROOF
-    assert rotation.credential.keys.count() == 3
+    assert rotation.credential.keys.count() == 2
 
 
 def test_rotation_notifies_its_merchant_once_per_step(clock: Clock, verifier: UsageLog) -> None:

@@ -98,10 +98,10 @@ def test_transition_whose_other_key_was_revoked_meanwhile_is_refused(
     rotation = prepare(clock, verifier)
     make = begun_turn(rotation, clock, to)
     revoke(other_key(rotation), clock)
-    before = key_states(rotation)
+    before = rotation.state, key_states(rotation)
     with pytest.raises(StateConflictError, match="no longer usable"):
         make()
-    assert (get_rotation(rotation.rotation_id).state, key_states(rotation)) == (rotation.state, before)
+    assert (get_rotation(rotation.rotation_id).state, key_states(rotation)) == before
 
 
 def test_transition_whose_other_key_expired_meanwhile_is_refused(clock: Clock, verifier: UsageLog) -> None:
@@ -126,24 +126,32 @@ def test_revocation_by_a_worker_with_a_wrong_clock_is_refused(
     """A clock that is ahead would end a silence that has not lasted."""
     rotation = prepare(clock, verifier)
     make = begun_turn(rotation, clock, to)
-    before = key_states(rotation)
+    before = rotation.state, key_states(rotation)
     with monkeypatch.context() as wrong:
         wrong.setattr("keyvault.services.work.clock.host_time", lambda: datetime.now(UTC) + timedelta(seconds=30))
         with pytest.raises(ClockDiffersError):
             make()
-    assert (get_rotation(rotation.rotation_id).state, key_states(rotation)) == (rotation.state, before)
+    assert (get_rotation(rotation.rotation_id).state, key_states(rotation)) == before
     make()
     assert get_rotation(rotation.rotation_id).state == to
 
 
-def test_transition_of_a_worker_that_lost_its_lease_is_refused(clock: Clock, verifier: UsageLog) -> None:
+@pytest.mark.parametrize(
+    ("prepare", "to"),
+    [(at_overlap, S.QUARANTINE), (at_end_of_rollback, S.ROLLED_BACK)],
+    ids=["quarantine", "rolled back"],
+)
+def test_transition_of_a_worker_that_lost_its_lease_is_refused(
+    clock: Clock, verifier: UsageLog, prepare: Callable[[Clock, UsageLog], Rotation], to: S
+) -> None:
     """Guarantee: the lease fences each transition, also while its new holder has written nothing yet."""
-    rotation = at_overlap(clock, verifier)
-    make = begun_turn(rotation, clock, S.QUARANTINE)
+    rotation = prepare(clock, verifier)
+    before = rotation.state, key_states(rotation)
+    make = begun_turn(rotation, clock, to)
     WorkLease.objects.filter(subject=subject_of(rotation.rotation_id)).update(token="another's")
     with pytest.raises(StateConflictError, match="took this over"):
         make()
-    assert (get_rotation(rotation.rotation_id).state, key_states(rotation)) == (S.OVERLAP, ("active", "active"))
+    assert (get_rotation(rotation.rotation_id).state, key_states(rotation)) == before
 
 
 def test_predecessor_that_expires_in_quarantine_is_not_resumed(clock: Clock, verifier: UsageLog) -> None:

@@ -13,8 +13,9 @@ from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyState
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Credential, Key
+from keyvault.models import Credential, Key, Notice
 from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
 from keyvault.services.merchants.merchants import resume_account, suspend_account
 from keyvault.services.recording.authorization import authorize
@@ -25,12 +26,12 @@ from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules import starting
 from rotation.services.schedules.candidates import find_candidates
-from rotation.services.schedules.schedules import disable_schedule, enable_schedule
+from rotation.services.schedules.schedules import disable_schedule, enable_schedule, place_of
 from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock
 from tests.plans import copy_row, explain
 from tests.rotation import scene
-from tests.rotation.services.schedules.test_schedules import NIGHTS, calendar, save
+from tests.rotation.services.schedules.test_schedules import NIGHTS, calendar, damage, save
 from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -201,6 +202,27 @@ def test_worker_that_dies_while_it_begins_leaves_a_claim_that_ends(
     assert len(begin_due(due_at + timedelta(minutes=1))) == 1
 
 
+def test_alarm_of_an_unreadable_schedule_that_fails_delays_no_other_and_is_raised_later(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: no credential waits for a schedule whose fault nobody knows."""
+    broken, _ = scene.issue(scene.account(), clock())
+    sound, _ = scene.issue(scene.account("globex"), clock())
+    row = save(scene.account(), clock())
+    save(SANDBOX, clock())
+    begin_due(clock())
+    damage(row, window={"time_zone": "Mars/Olympus"})
+    due_at = clock() + 90 * DAY
+    with monkeypatch.context() as fault:
+        fault.setattr(starting, "announce", lambda *_, **__: 1 / 0)
+        assert len(begin_due(due_at)) == 1
+    assert row_of(sound).ask_at is None
+    assert row_of(broken).ask_at == due_at + timedelta(minutes=1)
+    begin_due(due_at + timedelta(minutes=1))
+    assert Notice.objects.filter(kind=NoticeKind.SCHEDULE_STALLED).count() == 1
+    assert row_of(broken).ask_at is None
+
+
 def test_change_that_is_rolled_back_leaves_no_mark(clock: Clock) -> None:
     key, _ = scene.issue(scene.account(), clock())
     save(SANDBOX, clock())
@@ -259,13 +281,13 @@ class Fleet:
         scope: Any = self.random.choice([SANDBOX, PRODUCTION, self.random.choice(self.accounts), credential])
         days = self.random.choice([20, 30, 90])
         window: Window | None = self.random.choice([None, NIGHTS])
-        terms = {"cryptoperiod_days": days, "jitter_days": self.random.choice([0, 9]), "window": window}
+        terms: dict[str, Any] = {"cryptoperiod_days": days, "jitter_days": self.random.choice([0, 9]), "window": window}
         terms |= {"lead_days": self.random.choice([0, 3]), "calendar": BlackoutCalendar.objects.first()}
         save(scope, self.clock(), **terms)
 
     def toggle(self) -> None:
         row = self.random.choice([*RotationSchedule.objects.select_related("account", "credential", "calendar")])
-        grant = authorize(scene.admin(), P.SCHEDULES_WRITE, starting.place_of(row), now=self.clock())
+        grant = authorize(scene.admin(), P.SCHEDULES_WRITE, place_of(row), now=self.clock())
         (disable_schedule if row.is_enabled else enable_schedule)(grant, row)
 
     def freeze(self) -> None:
@@ -282,7 +304,8 @@ class Fleet:
 
     def _key(self, *states: KeyState) -> Key:
         rows = Key.objects.filter(state__in=states).select_related("credential__account__merchant")
-        return self.random.choice(list(rows))
+        key: Key = self.random.choice(list(rows))
+        return key
 
     def _grant(self, permission: P, key: Key) -> Any:
         return authorize(scene.admin(), permission, key.credential.account, now=self.clock())

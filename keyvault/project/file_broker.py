@@ -1,0 +1,73 @@
+"""The embedded default's broker: kombu's filesystem transport, in a private folder of the data folder.
+
+Messages may be lost, since the database rows are authoritative. The stock transport creates a file before it writes
+it, and a process that polls meanwhile fails on the empty file. Here each file appears complete.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from kombu.exceptions import ChannelError
+from kombu.transport import filesystem
+from kombu.utils.json import dumps
+
+from keyvault.backends.private_files import ensure_private_directory
+
+EXCHANGE = "keyvault"
+"""The exchange of every queue, of type direct."""
+
+
+def prepare_folder(folder: Path) -> dict[str, Any]:
+    """Create the broker's folders where they are missing; return the transport's options."""
+    ensure_private_directory(folder)
+    messages, control = (str(ensure_private_directory(folder / name)) for name in ("messages", "control"))
+    table = Path(control, f"{EXCHANGE}.exchange")
+    if not table.exists():
+        _write_complete(table, b"[]")
+    return {
+        "data_folder_in": messages,
+        "data_folder_out": messages,
+        "control_folder": control,
+        "polling_interval": 0.1,
+    }
+
+
+def remove_parts(folder: Path) -> None:
+    """Delete what processes that were killed left incomplete, when it is an hour old."""
+    for part in folder.glob("*/*.part"):
+        if part.stat().st_mtime < time.time() - 3600:
+            part.unlink(missing_ok=True)
+
+
+def _write_complete(path: Path, data: bytes) -> None:
+    """Write a new private file; an existing one stays."""
+    part = path.with_name(f"{uuid4()}.part")
+    descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.link(part, path)
+    except FileExistsError:
+        pass  # Another process was faster, and may have changed it since.
+    finally:
+        part.unlink()
+
+
+class FileChannel(filesystem.Channel):
+    """The stock channel, with messages that appear complete."""
+
+    def _put(self, queue: str, payload: Any, **kwargs: Any) -> None:  # type: ignore[override]  # as the stock one
+        path = Path(self.data_folder_out, f"{time.time_ns():020d}_{uuid4()}.{queue}.msg")
+        try:
+            _write_complete(path, dumps(payload).encode())
+        except OSError as error:
+            raise ChannelError(f"cannot write {path}") from error
+
+
+class FileTransport(filesystem.Transport):
+    """The stock transport with `FileChannel`."""
+
+    Channel = FileChannel

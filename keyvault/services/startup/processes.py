@@ -1,0 +1,135 @@
+"""Workers and beats report that they run; each of them and each server finds those that no longer do.
+
+A process that is killed and restarted under the same name raises no alarm. One that stays away is reported within a
+minute, by whichever process still lives: a server, another worker, or a beat.
+"""
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import ClassVar
+
+from django.conf import settings
+from django.db.models import Max, QuerySet
+from redis import Redis, RedisError
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
+from keyvault.backends import meters
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import ServiceProcess
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
+from keyvault.services.work.leases import measure_queue
+
+_log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 5.0
+"""Interval between two reports, in seconds."""
+
+LOST_AFTER = timedelta(seconds=30)
+"""Time without a report after which a process counts as lost."""
+
+_KEPT_FOR = timedelta(days=7)
+"""Retention of lost processes that never returned."""
+
+_MAX_LOST = 100
+"""Maximum processes that one run reports."""
+
+_BROKER_SECONDS = 2.0
+"""Maximum wait for the broker, in seconds."""
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+@dataclass(slots=True, eq=False)
+class ProcessWatch(BackgroundThread):
+    """Report this process, find lost ones, and measure the queues.
+
+    `runs`: the names that this process reports, by kind. `queues`: the queues of work that are measured.
+    """
+
+    thread_name: ClassVar[str] = "processes"
+
+    now: Callable[[], datetime] = utc_now
+    runs: dict[str, str] = field(default_factory=dict)
+    queues: tuple[str, ...] = ()
+
+    def report_as(self, kind: str, name: str = "") -> None:
+        """Report this process as a worker or a beat from now on."""
+        self.runs[kind] = f"{kind} {name or socket.gethostname()}"[:64]
+        self.start()
+
+    def forget(self) -> None:
+        self.__init__(self.now, queues=self.queues)  # type: ignore[misc]  # a dataclass's own
+
+    def run_once(self) -> None:
+        now = self.now()
+        for kind, name in self.runs.items():
+            ServiceProcess.objects.update_or_create(name=name, defaults={"kind": kind, "seen_at": now, "lost_at": None})
+        report_lost(now)
+        measure(now, self.queues)
+
+    def _loop(self) -> None:
+        self._repeat(self.run_once, REPORT_SECONDS)
+
+    def _finish(self) -> None:
+        """Deregister; a process that cannot reach the database is reported as lost."""
+        with log_failure(_log, "the process could not deregister"):
+            ServiceProcess.objects.filter(name__in=list(self.runs.values())).delete()
+
+
+process_watch = ProcessWatch()
+forget_at_fork(process_watch)
+
+
+def report_lost(now: datetime) -> None:
+    """Raise one alarm for each process that no longer reports, and delete rows that are old."""
+    ServiceProcess.objects.filter(lost_at__lt=now - _KEPT_FOR).delete()
+    silent = ServiceProcess.objects.filter(seen_at__lt=now - LOST_AFTER, lost_at__isnull=True)
+    for process in silent.order_by("seen_at")[:_MAX_LOST]:
+        with suppress(StateConflictError):
+            _report(process, silent.filter(pk=process.pk), now)
+
+
+def _report(process: ServiceProcess, still_silent: QuerySet[ServiceProcess], now: datetime) -> None:
+    grant, seen_at = authorize(WORKER, P.PROCESSES_WATCH, now=now), process.seen_at.isoformat()
+    with recorded(grant, P.PROCESSES_WATCH, "process.lost", name=process.name, seen_at=seen_at):
+        if still_silent.update(lost_at=now) != 1:
+            raise StateConflictError("Another process reported it first, or it has returned.", internal=process.name)
+        announce(grant, NoticeKind.PROCESS_LOST, None, process.name, kind=process.kind, seen_at=seen_at)
+    _log.error("a process no longer reports", extra={"process_name": process.name, "seen_at": process.seen_at})
+
+
+def measure(now: datetime, queues: Sequence[str]) -> None:
+    """Set the meters of processes and queues."""
+    seen = ServiceProcess.objects.values_list("kind").annotate(at=Max("seen_at"))
+    for kind, at in seen.order_by("kind"):
+        meters.note_process(kind, at)
+    meters.note_lost(ServiceProcess.objects.filter(lost_at__isnull=False).count())
+    for queue in queues:
+        depth, since = measure_queue(queue, now)
+        meters.note_queue(queue, depth, 0.0 if since is None else max(0.0, (now - since).total_seconds()))
+    if settings.BROKER_URL.startswith("redis"):
+        _measure_broker([queue.name for queue in settings.CELERY_TASK_QUEUES])
+
+
+def _measure_broker(names: Sequence[str]) -> None:
+    """Note the lengths of the broker's queues. A broker that does not answer keeps the last ones."""
+    limits = {"socket_timeout": _BROKER_SECONDS, "socket_connect_timeout": _BROKER_SECONDS}
+    try:
+        with Redis.from_url(settings.BROKER_URL, **limits) as broker, broker.pipeline(transaction=False) as lengths:
+            for name in names:
+                lengths.llen(name)
+            for name, length in zip(names, lengths.execute(), strict=True):
+                meters.note_messages(name, length)
+    except RedisError as error:
+        _log.warning("the broker's queues could not be measured", extra={"why": str(error)})

@@ -1,0 +1,87 @@
+"""The embedded default's broker: complete messages, private files, and no file that stays behind."""
+
+import multiprocessing
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kombu import Connection, Exchange, Producer, Queue
+
+from keyvault.project.file_broker import EXCHANGE, FileTransport, prepare_folder, remove_parts
+
+TASKS: Any = Queue("tasks", Exchange(EXCHANGE), "tasks")
+SECONDS = 60
+
+
+def connect(folder: Path) -> Connection:
+    return Connection(
+        "filesystem://localhost",
+        transport="keyvault.project.file_broker:FileTransport",
+        transport_options=prepare_folder(folder),
+    )
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Connection]:
+    FileTransport.global_state.clear()  # each test has a folder of its own, and a process otherwise only one
+    with connect(tmp_path) as connection:
+        TASKS(connection.default_channel).declare()
+        yield connection
+
+
+def publish(folder: Path, count: int) -> None:
+    with connect(folder) as connection:
+        TASKS(connection.default_channel).declare()
+        for number in range(count):
+            Producer(connection.default_channel).publish({"number": number}, exchange=EXCHANGE, routing_key="tasks")
+
+
+def test_consumer_that_polls_meanwhile_sees_only_complete_messages(broker: Connection, tmp_path: Path) -> None:
+    """The stock transport fails here: a message's file exists before its content, and the worker ends."""
+    context = multiprocessing.get_context("spawn")
+    producers = [context.Process(target=publish, args=(tmp_path, 300)) for _ in range(2)]
+    for producer in producers:
+        producer.start()
+    queue, received, until = TASKS(broker.default_channel), 0, time.monotonic() + SECONDS
+    while received < 600 and time.monotonic() < until:
+        message = queue.get(no_ack=True)
+        received += message is not None
+    for producer in producers:
+        producer.join()
+        assert producer.exitcode == 0, "two processes bound the queue at the same time"
+    assert received == 600
+    assert queue.get() is None
+
+
+def test_files_are_private_and_none_stays_behind(broker: Connection, tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    (message,) = (tmp_path / "messages").iterdir()
+    assert stat.S_IMODE(message.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "messages").stat().st_mode) == 0o700
+    assert TASKS(broker.default_channel).get(no_ack=True).payload == {"number": 0}
+    assert list((tmp_path / "messages").iterdir()) == []
+    assert [path.name for path in (tmp_path / "control").iterdir()] == [f"{EXCHANGE}.exchange"]
+
+
+def test_unreadable_message_is_removed_when_it_is_read(broker: Connection, tmp_path: Path) -> None:
+    """Guarantee: it ends its reader once at most."""
+    (tmp_path / "messages" / "00_a.tasks.msg").write_bytes(b"\x00 no message")
+    publish(tmp_path, 1)
+    queue = TASKS(broker.default_channel)
+    with pytest.raises(ValueError, match="Expecting value"):
+        queue.get()
+    assert queue.get(no_ack=True).payload == {"number": 0}
+
+
+def test_incomplete_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    prepare_folder(tmp_path)
+    old, new = (tmp_path / "messages" / name for name in ("old.part", "new.part"))
+    for part in (old, new):
+        part.touch()
+    os.utime(old, (0, 0))
+    remove_parts(tmp_path)
+    assert [path.name for path in (tmp_path / "messages").iterdir()] == ["new.part"]

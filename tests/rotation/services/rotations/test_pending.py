@@ -1,0 +1,150 @@
+"""The pending copy of a staged replacement: what it survives, who can read it, and when it is erased."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.backends.base import Mount
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.keys import KeyState
+from keyvault.models import Key, Verifier
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.secrets.stored_copies import find_stored
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.models import LedgerEntry, LedgerState, Rotation
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.side_effects import forget_due
+from tests.clocks import Clock
+from tests.rotation import scene
+from tests.rotation.scene import unavailable
+from tests.rotation.steps import advance, begun
+from tests.verifiers import confirm, make_verifier
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+FAR = 2**40
+"""A sequence above every change of a test."""
+
+
+def pending_paths() -> list[str]:
+    return [path for path in secret_backend().list_paths(Mount.SANDBOX) if path.startswith("pending/")]
+
+
+def open_entries() -> int:
+    return LedgerEntry.objects.filter(step=S.STAGED, state=LedgerState.STARTED).count()
+
+
+@pytest.fixture
+def staged(clock: Clock, verifier: UsageLog) -> Rotation:
+    """Return a rotation whose replacement a verifier has yet to accept."""
+    make_verifier()
+    rotation = advance(begun(clock), clock)
+    assert rotation.state == S.STAGED
+    return rotation
+
+
+def accept() -> None:
+    if not Verifier.objects.filter(confirmed_sequence=FAR).exists():
+        confirm(Verifier.objects.get(), FAR)
+
+
+def test_pending_copy_is_apart_from_what_the_merchant_reads_and_erased_at_delivery(
+    staged: Rotation, clock: Clock
+) -> None:
+    assert pending_paths() == [f"pending/{staged.replacement_id}"]
+    stored = find_stored(staged.credential)
+    assert stored is not None
+    assert stored.labels["key_id"] == staged.predecessor_id
+    accept()
+    assert advance(staged, clock).state == S.AWAITING_PROOF
+    assert pending_paths() == []
+    assert open_entries() == 0
+    stored = find_stored(staged.credential)
+    assert stored is not None
+    assert stored.labels["key_id"] == staged.replacement_id
+
+
+def test_pending_copy_is_needed_only_while_a_verifier_is_awaited(clock: Clock, verifier: UsageLog) -> None:
+    assert advance(begun(clock), clock).state == S.AWAITING_PROOF
+    assert open_entries() == 0
+
+
+def test_pending_copy_of_a_canceled_rotation_is_erased_by_maintenance(staged: Rotation, clock: Clock) -> None:
+    assert forget_due(clock()) == 0
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, staged.credential.account, now=clock())
+    assert abort_rotation(grant, staged, "not needed").state == S.CANCELLED
+    assert forget_due(clock()) == 1
+    assert (pending_paths(), open_entries()) == ([], 0)
+    assert forget_due(clock()) == 0
+
+
+def test_pending_copy_stays_open_while_the_backend_is_down_and_is_erased_later(
+    staged: Rotation, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: a delivery does not fail because the pending copy cannot be erased."""
+    accept()
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "forget", unavailable)
+        assert advance(staged, clock).state == S.AWAITING_PROOF
+        assert forget_due(clock()) == 0
+    assert len(pending_paths()) == 1
+    assert forget_due(clock()) == 1
+    assert (pending_paths(), open_entries()) == ([], 0)
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def killed(method: str, *, is_after: bool, number: int = 1) -> Callable[..., Any]:
+    """Return the backend's method, at whose n-th call the process is killed before or after it."""
+    call, counted = getattr(LocalKeystore, method), [0]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        counted[0] += 1
+        if counted[0] == number and not is_after:
+            raise Killed
+        result = call(*args, **kwargs)
+        if counted[0] == number:
+            raise Killed
+        return result
+
+    return wrapped
+
+
+@pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("point", ["keep", "publish", "erase"])
+def test_worker_killed_at_the_pending_copy_leaves_a_rotation_that_completes(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, point: str, is_after: bool
+) -> None:
+    """Guarantee: whatever step is killed, the merchant reads a key that verifies, and no pending copy remains."""
+    make_verifier()
+    rotation = begun(clock)
+    if point == "keep":
+        monkeypatch.setattr(LocalKeystore, "put", killed("put", is_after=is_after))
+    else:
+        advance(rotation, clock)
+        accept()
+        method = "put" if point == "publish" else "forget"
+        monkeypatch.setattr(LocalKeystore, method, killed(method, is_after=is_after))
+    with pytest.raises(Killed):
+        advance_rotation(rotation.rotation_id, clock)
+    monkeypatch.undo()
+    accept()
+    for _ in range(3):
+        rotation = advance(rotation, clock, 60)
+    forget_due(clock())
+    assert rotation.state == S.AWAITING_PROOF
+    assert (pending_paths(), open_entries()) == ([], 0)
+    active = set(Key.objects.filter(credential=rotation.credential, state=KeyState.ACTIVE).values_list("pk", flat=True))
+    assert active == {rotation.predecessor_id, rotation.replacement_id}
+    stored = find_stored(rotation.credential)
+    assert stored is not None
+    assert stored.labels["key_id"] == rotation.replacement_id
+    expected = 3 if (point, is_after) == ("keep", False) else 2
+    assert rotation.credential.keys.count() == expected, "only a string that was never stored is made again"

@@ -1,0 +1,102 @@
+"""Workers and beats report that they run; the others find those that were lost, and measure the queues."""
+
+from datetime import UTC, datetime
+from functools import partial
+
+import pytest
+from prometheus_client import REGISTRY
+
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Notice, ServiceProcess
+from keyvault.services.startup.processes import LOST_AFTER, REPORT_SECONDS, ProcessWatch, measure, report_lost
+from keyvault.services.work import leases
+from tests.clocks import Clock
+from tests.services.racing import race
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(datetime(2026, 11, 21, 12, tzinfo=UTC))
+
+
+def watch(clock: Clock, **runs: str) -> ProcessWatch:
+    return ProcessWatch(clock, runs)
+
+
+def alarms() -> list[str]:
+    return list(Notice.objects.filter(kind=NoticeKind.PROCESS_LOST, is_alarm=True).values_list("subject", flat=True))
+
+
+def meter(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, labels)
+
+
+def test_dead_process_is_reported_once_within_a_minute_by_one_that_lives(clock: Clock) -> None:
+    """Guarantee: any server, worker or beat that still runs raises the alarm."""
+    worker, server = watch(clock, worker="worker a", beat="beat a"), watch(clock)
+    worker.run_once()
+    died_at = clock()
+    for _ in range(12):
+        clock.tick(REPORT_SECONDS)
+        server.run_once()
+    assert (clock() - died_at).total_seconds() <= 60
+    assert sorted(alarms()) == ["beat a", "worker a"]
+    assert meter("keyvault_lost_processes") == 2
+    assert meter("keyvault_process_seen_timestamp_seconds", kind="worker") == died_at.timestamp()
+
+
+def test_process_that_is_restarted_under_its_name_raises_no_alarm(clock: Clock) -> None:
+    watch(clock, worker="worker a").run_once()
+    clock.tick(LOST_AFTER.total_seconds() - 1)
+    watch(clock, worker="worker a").run_once()
+    clock.tick(LOST_AFTER.total_seconds() - 1)
+    report_lost(clock())
+    assert alarms() == []
+    clock.tick(2)
+    report_lost(clock())
+    watch(clock, worker="worker a").run_once()
+    assert alarms() == ["worker a"]
+    assert meter("keyvault_lost_processes") == 0
+
+
+def test_process_that_stops_in_order_leaves_no_row(clock: Clock) -> None:
+    stopping = watch(clock, worker="worker a")
+    stopping.run_once()
+    stopping._finish()
+    assert not ServiceProcess.objects.exists()
+
+
+def test_lost_process_is_forgotten_after_a_week(clock: Clock) -> None:
+    watch(clock, worker="worker a").run_once()
+    clock.tick(60)
+    report_lost(clock())
+    clock.tick(8 * 86_400)
+    report_lost(clock())
+    assert not ServiceProcess.objects.exists()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_lost_process_found_by_several_raises_one_alarm(clock: Clock) -> None:
+    watch(clock, beat="beat a").run_once()
+    clock.tick(60)
+    race(*[partial(report_lost, clock())] * 4)
+    assert alarms() == ["beat a"]
+
+
+def test_queue_age_is_that_of_the_oldest_work_however_often_it_is_dispatched(clock: Clock) -> None:
+    """Guarantee: work that is sent again and again, and never taken, is visible."""
+    for number in range(3):
+        leases.enqueue(f"work {number}", "queue", clock())
+    for _ in range(10):
+        clock.tick(31)
+        leases.take_due("queue", clock(), 2, is_urgent=False)
+    measure(clock(), ["queue"])
+    assert meter("keyvault_queue_age_seconds", queue="queue") == 310
+    assert meter("keyvault_queue_due", queue="queue") == 3
+    for number in range(3):
+        assert leases.claim_early(f"work {number}", clock()) is not None
+    measure(clock(), ["queue"])
+    assert meter("keyvault_queue_age_seconds", queue="queue") == 0
+    assert meter("keyvault_queue_due", queue="queue") == 0
