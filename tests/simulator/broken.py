@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 
 from keyvault.domain.keys import KeyState
 from rotation.domain.events import RotationState
+from rotation.domain.pacing import Pace
 from rotation.domain.silence import SourceFacts
 from rotation.domain.states import Facts, Move, RotationAction, Wait, next_step
 from tests.simulator.rules import Rules
@@ -43,6 +44,10 @@ def _wait_past_deadline(facts: Facts, now: datetime) -> Wait | Move | RotationAc
     return next_step(replace(facts, deadline=None), now)
 
 
+def _begin_all(pace: Pace, *, unproved: int, begun_in_last_minute: int) -> int:
+    return pace.per_minute
+
+
 BROKEN: dict[str, Rules] = {
     "silence is judged by key": Rules(merge_sources=_judge_by_key),
     "the minutes of one run are a habit": Rules(occasion=timedelta()),
@@ -52,5 +57,6 @@ BROKEN: dict[str, Rules] = {
     "a dead key may live again": Rules(can_transition=lambda was, to: was is not to),
     "quarantine ends at once": Rules(next_step=_skip_quarantine),
     "a lost message is not sent again": Rules(dispatches_again=False),
+    "a campaign does not count its open rotations": Rules(count_to_begin=_begin_all),
     "the deadline has no effect": Rules(next_step=_wait_past_deadline),
 }

@@ -10,6 +10,7 @@ from rotation.domain.events import Event, RotationState
 from rotation.domain.plan_fields import AtDeadline, Reinstatement
 from rotation.domain.silence import GAPS
 from rotation.domain.states import Move, RotationAction
+from tests.simulator.campaign import SimulatedCampaign
 from tests.simulator.clock import START
 from tests.simulator.fleet import Consumer, KnownUse
 from tests.simulator.store import StoredCredential, StoredKey, StoredRotation
@@ -47,6 +48,7 @@ class Step:
     commits: list[Commit] = field(default_factory=list)
     has_new_key: bool = False
     faults: list[str] = field(default_factory=list)
+    campaign: SimulatedCampaign | None = None
 
     def note_commit(self, commit: Commit) -> None:
         self.commits.append(commit)
@@ -187,6 +189,15 @@ def judge_stuck(rotation: StoredRotation, now: datetime, calm_since: datetime) -
     )
 
 
+def a_campaign_keeps_its_pace(step: Step) -> Iterator[str]:
+    """A campaign begins at most what its pace allows in a minute, and holds at most its slots."""
+    campaign = step.campaign
+    if campaign is not None and campaign.count_recent(step.now) > campaign.pace.per_minute:
+        yield f"a campaign began {campaign.count_recent(step.now)} rotations in a minute"
+    if campaign is not None and campaign.count_unproved() > campaign.pace.concurrency:
+        yield f"a campaign holds {campaign.count_unproved()} slots of {campaign.pace.concurrency}"
+
+
 def nothing_unforeseen_happens(step: Step) -> Iterator[str]:
     """No worker meets an error that the product does not name."""
     yield from step.faults
@@ -201,5 +212,6 @@ INVARIANTS: tuple[Invariant, ...] = (
     no_dead_key_lives,
     time_alone_never_revokes,
     nothing_is_stuck,
+    a_campaign_keeps_its_pace,
     nothing_unforeseen_happens,
 )

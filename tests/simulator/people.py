@@ -56,6 +56,15 @@ class People:
         needs_approval = credential.environment is Environment.PRODUCTION
         self._open(credential, plan, usable[0], S.AWAITING_APPROVAL if needs_approval else S.SCHEDULED)
 
+    def begin(self, credential: StoredCredential) -> StoredRotation | None:
+        """Request a rotation for an approved campaign; None where the product refuses it."""
+        world, now = self._world, self._world.clock.now
+        usable = [key for key in credential.keys if key.is_usable(now)]
+        if credential.has_left or credential.open_rotation is not None or len(usable) != 1:
+            return None
+        plan = plan_rotation(credential, usable[0], world.rules, self._random, now)
+        return None if plan is None else self._open(credential, plan, usable[0], S.SCHEDULED)
+
     def _later(self, seconds: float, credential: StoredCredential) -> None:
         self._world.scheduler.after(self._random.uniform(0.5, 1.5) * seconds, lambda: self.request(credential))
 
@@ -67,7 +76,7 @@ class People:
         latest = credential.keys[-1]
         self._open(credential, plan_reissue(credential, latest, now), latest, S.EMERGENCY)
 
-    def _open(self, credential: StoredCredential, plan: Plan, key: StoredKey, state: RotationState) -> None:
+    def _open(self, credential: StoredCredential, plan: Plan, key: StoredKey, state: RotationState) -> StoredRotation:
         world, now = self._world, self._world.clock.now
         self._numbers += 1
         rotation = StoredRotation(
@@ -84,12 +93,13 @@ class People:
         credential.rotations.append(rotation)
         world.note(credential, f"{rotation.rotation_id} is requested: {state}")
         world.counts["rotations"] += 1
-        rotation.has_approval = credential.environment is not Environment.PRODUCTION
+        rotation.has_approval = credential.environment is not Environment.PRODUCTION or state is S.SCHEDULED
         if not rotation.has_approval and self._random.random() < 0.95:
             hours = self._random.uniform(0.2, 4 if state is S.EMERGENCY else 120)
             world.scheduler.after(hours * HOUR, lambda: self._approve(rotation))
         world.traffic.start_new(credential)
         world.engine.wake(rotation)
+        return rotation
 
     def _approve(self, rotation: StoredRotation) -> None:
         world, now = self._world, self._world.clock.now

@@ -7,6 +7,8 @@ from datetime import datetime, timedelta
 from random import Random
 
 from keyvault.domain.keys import KeyState
+from rotation.domain.pacing import Pace
+from tests.simulator.campaign import SimulatedCampaign
 from tests.simulator.clock import VirtualClock
 from tests.simulator.engine import ConflictError, Engine
 from tests.simulator.fleet import Consumer, Fleet, FleetOptions
@@ -147,6 +149,7 @@ class Simulation:
         self._repeat(9 * 86_400, self._seal)
         self._repeat(4 * 86_400, self._cut_verifier)
         self._repeat(11 * 86_400, self._kill_verifier)
+        self._repeat(45 * 86_400, self._start_campaign)
         self._repeat(_ACT_SECONDS / self.options.credentials, self._act)
 
     def _expire_later(self, credential: StoredCredential, key: StoredKey, at: datetime) -> None:
@@ -187,6 +190,12 @@ class Simulation:
         if dead in self.verifiers.verifiers:
             lost = self.verifiers.replace(self.verifiers.verifiers.index(dead))
             self.counts["lost reports of uses"] += lost
+
+    def _start_campaign(self) -> None:
+        credentials = self.fleet.credentials
+        members = self.random.sample(credentials, min(len(credentials) // 4, 60))
+        pace = Pace(per_minute=self.random.randint(5, 30), concurrency=self.random.randint(3, 30))
+        SimulatedCampaign(self, members, pace).tick()
 
     def _act(self) -> None:
         self.people.act(self.random.choice(self.fleet.credentials))

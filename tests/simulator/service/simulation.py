@@ -204,6 +204,9 @@ class ServiceSimulation(Simulation):
         self.engine.plan_tick()
         return found
 
+    def _start_campaign(self) -> None:
+        """Start none: its approvals would need a fleet of one account."""
+
     def _seal(self) -> None:
         super()._seal()
         self.backend.is_down = True
