@@ -46,11 +46,12 @@ _POLL_DIVISOR = 20
 """The next poll interval is the time waited, divided by this."""
 
 _CHECKED_WITHIN = {
+    S.AWAITING_PROOF: timedelta(minutes=10),
     S.OVERLAP: timedelta(hours=6),
     S.ROLLING_BACK: timedelta(hours=6),
     S.QUARANTINE: timedelta(hours=1),
 }
-"""Maximum sleep in states whose wait may end early without an event: the last source moves, a wake-up was lost."""
+"""Maximum sleep in states whose wait may end without an event: use of the replacement, the last source that moves."""
 
 MAX_ATTEMPTS = 12
 """Consecutive failures of one step before the rotation stalls; an unavailable backend does not count."""
@@ -97,14 +98,15 @@ def advance_rotation(
 
 def _next_due(wait: Wait, rotation: Rotation, facts: Facts, now: datetime) -> datetime:
     """Return when the waiting rotation is due again without an event."""
+    due_at: datetime
     if wait.until is not None and wait.until > now:
-        due_at: datetime = wait.until
-        if rotation.current_state in _CHECKED_WITHIN:
-            due_at = min(due_at, now + _CHECKED_WITHIN[rotation.current_state])
+        due_at = wait.until
     else:
         shortest, longest = POLL_SECONDS
         waited = (now - max(rotation.entered_at, wait.until or rotation.entered_at)).total_seconds()
         due_at = now + timedelta(seconds=min(max(waited / _POLL_DIVISOR, shortest), longest))
+    if rotation.current_state in _CHECKED_WITHIN:
+        due_at = min(due_at, now + _CHECKED_WITHIN[rotation.current_state])
     keys = (rotation.predecessor, rotation.replacement)
     ends: list[datetime | None] = [facts.deadline, *(key.expires_at for key in keys if key is not None)]
     return min([due_at, *(end for end in ends if end is not None and end > now)])
