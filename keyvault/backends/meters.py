@@ -79,9 +79,11 @@ def note_lost(count: int) -> None:
     _lost_processes.set(count)
 
 
-def note_queue(queue: str, rows: int, age_seconds: float) -> None:
+def note_queue(queue: str, rows: int, age_seconds: float | None = None) -> None:
+    """Record a queue; `age_seconds` None: its rows do not say since when they are due."""
     _queue_rows.labels(queue).set(rows)
-    _queue_age.labels(queue).set(age_seconds)
+    if age_seconds is not None:
+        _queue_age.labels(queue).set(age_seconds)
 
 
 def note_messages(queue: str, count: int) -> None:

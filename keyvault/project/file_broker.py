@@ -6,6 +6,7 @@ it, and a process that polls meanwhile fails on the empty file. Here each file a
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -38,8 +39,9 @@ def prepare_folder(folder: Path) -> dict[str, Any]:
 def remove_parts(folder: Path) -> None:
     """Delete what processes that were killed left incomplete, when it is an hour old."""
     for part in folder.glob("*/*.part"):
-        if part.stat().st_mtime < time.time() - 3600:
-            part.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # its writer has finished meanwhile
+            if part.stat().st_mtime < time.time() - 3600:
+                part.unlink()
 
 
 def _write_complete(path: Path, data: bytes) -> None:

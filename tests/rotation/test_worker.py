@@ -135,7 +135,7 @@ def test_worker_killed_at_each_step_leaves_a_rotation_that_completes(broker: str
         states = set(Key.objects.filter(credential=finished.credential).values_list("key_id", "state"))
         assert (finished.replacement_id, "active") in states
         assert sum(state == "active" for _, state in states) == 1
-    assert "Traceback" not in log.read_text()
+    assert [line[-3000:] for line in log.read_text().splitlines() if "Traceback" in line] == []
     if broker.startswith("filesystem:"):
         # Killed workers leave neither mailboxes nor incomplete files.
         folder = settings.BROKER_DIR

@@ -20,8 +20,9 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.backends import meters
 from keyvault.domain.errors import StateConflictError
+from keyvault.domain.issuance import IssuanceState
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import ServiceProcess
+from keyvault.models import DeliveryState, IssuanceRequest, ServiceProcess, WebhookDelivery
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -41,6 +42,9 @@ _KEPT_FOR = timedelta(days=7)
 
 _MAX_LOST = 100
 """Maximum processes that one run reports."""
+
+_MAX_COUNTED = 10_000
+"""Maximum rows of a queue that are counted."""
 
 _BROKER_SECONDS = 2.0
 """Maximum wait for the broker, in seconds."""
@@ -118,6 +122,11 @@ def measure(now: datetime, queues: Sequence[str]) -> None:
     for queue in queues:
         depth, since = measure_queue(queue, now)
         meters.note_queue(queue, depth, 0.0 if since is None else max(0.0, (now - since).total_seconds()))
+    meters.note_queue("issuance", IssuanceRequest.objects.filter(state=IssuanceState.APPROVED)[:_MAX_COUNTED].count())
+    due = WebhookDelivery.objects.filter(state=DeliveryState.DUE, due_at__lte=now)
+    oldest = due.order_by("due_at").values_list("due_at", flat=True).first()
+    age = 0.0 if oldest is None else (now - oldest).total_seconds()
+    meters.note_queue("webhooks", due[:_MAX_COUNTED].count(), age)
     if settings.BROKER_URL.startswith("redis"):
         _measure_broker([queue.name for queue in settings.CELERY_TASK_QUEUES])
 

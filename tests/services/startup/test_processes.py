@@ -6,11 +6,19 @@ from functools import partial
 import pytest
 from prometheus_client import REGISTRY
 
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
+from keyvault.domain.environments import Environment
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Notice, ServiceProcess
+from keyvault.models import Notice, ServiceProcess, WebhookEndpoint
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.notifications import announce_to
+from keyvault.services.recording.transaction import recorded
 from keyvault.services.startup.processes import LOST_AFTER, REPORT_SECONDS, ProcessWatch, measure, report_lost
 from keyvault.services.work import leases
 from tests.clocks import Clock
+from tests.factories import make_merchant, the_operator
 from tests.services.racing import race
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -100,3 +108,19 @@ def test_queue_age_is_that_of_the_oldest_work_however_often_it_is_dispatched(clo
     measure(clock(), ["queue"])
     assert meter("keyvault_queue_age_seconds", queue="queue") == 0
     assert meter("keyvault_queue_due", queue="queue") == 0
+
+
+def test_queues_of_issuance_and_webhooks_are_measured(clock: Clock) -> None:
+    measure(clock(), [])
+    assert [meter("keyvault_queue_due", queue=queue) for queue in ("issuance", "webhooks")] == [0, 0]
+    make_merchant()
+    place = find_account("acme", Environment.SANDBOX)
+    endpoint = WebhookEndpoint(account=place, url="https://merchant.example/hooks", created_at=clock())
+    operator = the_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    grant = authorize(operator, P.WEBHOOKS_WRITE, place, now=clock())
+    with recorded(grant, P.WEBHOOKS_WRITE, "webhook_endpoint.added", account=place):
+        endpoint.save()
+        announce_to(grant, endpoint, NoticeKind.WEBHOOK_TEST, "test")
+    measure(clock.tick(7), [])
+    assert meter("keyvault_queue_due", queue="webhooks") == 1
+    assert meter("keyvault_queue_age_seconds", queue="webhooks") == 7
