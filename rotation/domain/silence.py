@@ -36,11 +36,12 @@ class SourceFacts:
     def find_end(self, quiet_seconds: int, lost_at: datetime | None) -> datetime | None:
         """Return when its silence is long enough; None: never, so it must move or be waived.
 
-        A source that has moved is known to have the other key. It must only be silent for the quiet period, because
-        another of its hosts may not have moved. A lost verifier may have lost a use by any other source.
+        A source that has moved is known to have the other key, but another of its hosts may not have moved. So it must
+        be silent for one gap, in which every host calls again, and then for the quiet period. A lost verifier may have
+        lost a use by any other source.
         """
         if self.has_moved:
-            return self.used_at + timedelta(seconds=quiet_seconds)
+            return self.used_at + timedelta(seconds=quiet_seconds + (self.gap_seconds or 0))
         if self.gap_seconds is None:
             return None
         since = self.used_at if lost_at is None else max(self.used_at, lost_at)

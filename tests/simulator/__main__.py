@@ -24,7 +24,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--credentials", type=int, default=None)
-    parser.add_argument("--slow-parts", action="store_true", help="add hosts that README.md names as a limit")
     asked = parser.parse_args(arguments)
     asked.seed = secrets.randbelow(10**9) if asked.seed is None else asked.seed
     asked.steps = asked.steps or STEPS[asked.level]
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = parse(arguments)
     sys.stdout.write(f"seed {asked.seed}\n")
     sys.stdout.flush()
-    options = FleetOptions(credentials=asked.credentials, slow_parts=asked.slow_parts)
+    options = FleetOptions(credentials=asked.credentials)
     return _run_engine(asked, options) if asked.level == "engine" else _run_in_memory(asked, options)
 
 

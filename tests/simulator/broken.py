@@ -23,6 +23,11 @@ def _judge_by_key(found: tuple[SourceFacts, ...]) -> tuple[SourceFacts, ...]:
     return (SourceFacts("all", used_at, max(moved, default=None), min(gaps, default=0)),)
 
 
+def _finish_with_first_host(found: tuple[SourceFacts, ...]) -> tuple[SourceFacts, ...]:
+    """Await the quiet period only, once one host of a source has used the other key."""
+    return tuple(replace(source, gap_seconds=0) if source.has_moved else source for source in found)
+
+
 def _never_reinstate(facts: Facts, now: datetime) -> Wait | Move | RotationAction:
     return next_step(replace(facts, was_reinstated=True), now)
 
@@ -51,6 +56,7 @@ def _begin_all(pace: Pace, *, unproved: int, begun_in_last_minute: int) -> int:
 BROKEN: dict[str, Rules] = {
     "silence is judged by key": Rules(merge_sources=_judge_by_key),
     "the minutes of one run are a habit": Rules(occasion=timedelta()),
+    "a source has moved with its first host": Rules(merge_sources=_finish_with_first_host),
     "quarantine never reinstates": Rules(next_step=_never_reinstate),
     "the clock revokes at the deadline": Rules(next_step=_revoke_at_deadline),
     "a key is taken away beside one that may be dead": Rules(requires_living_key=False),

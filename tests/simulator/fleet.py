@@ -110,8 +110,6 @@ class FleetOptions:
     several times its habit. `new`: the share of consumers whose first run is shortly before the first rotation.
     `races`: how often a person acts on a key while a worker is about to take one away. `sandbox`: the share of
     credentials in the sandbox.
-    `slow_parts`: hosts of one source that move one by one may be silent for longer than the quiet period. The service
-    knows sources and not hosts, so it refuses the host that stays behind; README.md has more.
     """
 
     credentials: int = 2_000
@@ -120,7 +118,6 @@ class FleetOptions:
     new: float = 0.15
     races: float = 0.05
     sandbox: float = 0.1
-    slow_parts: bool = False
 
 
 class Fleet:
@@ -173,7 +170,7 @@ class Fleet:
     def _make_consumer(self, credential: StoredCredential, habit: Habit, place: int) -> Consumer:
         random = self._random
         key = credential.in_backend
-        is_parted = random.random() < 0.3 and (habit.moves_in_part or (self._options.slow_parts and habit is BURST))
+        is_parted = random.random() < 0.3 and (habit.moves_in_part or habit is BURST)
         hosts = [Host(key, self._choose_lag()) for _ in range(random.randint(2, 3) if is_parted else 1)]
         return Consumer(f"10.{credential.number}.{place}.0/24 {habit.name}", credential, habit, hosts)
 

@@ -81,7 +81,7 @@ def _judge_refusal(consumer: Consumer, key: StoredKey, step: Step) -> str | None
     if _is_reversible(rotation, key):
         rotation.tried_at = rotation.tried_at or step.now
         return None if step.now - rotation.tried_at <= SLACK else "its first attempt did not reinstate the key"
-    silence = find_silence(known, rotation)
+    silence = find_silence(known, rotation, has_moved=any(host.key is not key for host in consumer.hosts))
     if silence is None:
         return "it was seen once, and nobody waived it"
     if step.now < known.used_at + silence - SLACK:
@@ -103,11 +103,16 @@ def _find_rotation(credential: StoredCredential, key: StoredKey) -> StoredRotati
     return None
 
 
-def find_silence(known: KnownUse, rotation: StoredRotation) -> timedelta | None:
-    """Return how long a consumer may be silent by its own habit; None: it was seen once, so nobody knows."""
+def find_silence(known: KnownUse, rotation: StoredRotation, *, has_moved: bool) -> timedelta | None:
+    """Return how long a consumer may be silent by its own habit; None: it was seen once, so nobody knows.
+
+    `has_moved`: one of its hosts has, so it is known that the others only have to follow.
+    """
     quiet = timedelta(seconds=rotation.plan.quiet_seconds)
     if rotation.credential.environment is not Environment.PRODUCTION:
         return quiet
+    if has_moved:
+        return quiet + known.longest_gap
     return None if known.runs == 1 else max(quiet, GAPS * known.longest_gap)
 
 

@@ -26,11 +26,16 @@ WITHIN = 20_000
 
 # For each broken rule: a seed that shows it soon, the fleet, and what the report says.
 FOUND = {
-    "silence is judged by key": (7, BUSY, "may be silent for"),
+    "silence is judged by key": (3, BUSY, "may be silent for"),
     "the minutes of one run are a habit": (
         5,
         FleetOptions(credentials=100, forgotten=0.2, new=0.7, pauses=0),
         "it was seen once",
+    ),
+    "a source has moved with its first host": (
+        8,
+        FleetOptions(credentials=60, forgotten=0.5, pauses=0),
+        "may be silent for",
     ),
     "quarantine never reinstates": (
         1,

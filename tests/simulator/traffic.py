@@ -49,8 +49,7 @@ class Traffic:
             self._use(consumer, host, minutes=1, calls=habit.calls // habit.minutes)
         world.scheduler.after((habit.minutes - 1) * 60.0, lambda: self._finish(consumer))
         gap = next_gap(habit, self._random)
-        may_pause = world.options.slow_parts or len(consumer.hosts) == 1
-        if may_pause and self._random.random() < world.options.pauses:
+        if self._random.random() < world.options.pauses:
             gap *= self._random.uniform(3, 40)
         self._schedule(consumer, gap)
 

@@ -38,7 +38,8 @@ def _step(*sources: SourceFacts, **changes: object) -> Wait | Move | RotationAct
         (DAILY, "to quarantine"),
         (replace(DAILY, used_at=NOW - QUIET + SECOND), "wait"),
         (replace(DAILY, moved_at=DAILY.used_at), "to quarantine"),
-        (replace(DAILY, gap_seconds=86_400), "to quarantine"),
+        (replace(DAILY, gap_seconds=86_400, used_at=NOW - DAY - QUIET + SECOND), "wait"),
+        (replace(DAILY, gap_seconds=86_400, used_at=NOW - DAY - QUIET), "to quarantine"),
         (replace(DAILY, gap_seconds=None), "to quarantine"),
         (replace(DAILY, gap_seconds=86_400, moved_at=DAILY.used_at - SECOND), "wait"),
         (JOB, "wait"),
@@ -54,7 +55,8 @@ def _step(*sources: SourceFacts, **changes: object) -> Wait | Move | RotationAct
         "moved",
         "moved, and used the old key since",
         "moved at the same time",
-        "moved: its gap no longer matters",
+        "moved, but one of its hosts may not have called yet",
+        "moved, and each of its hosts has called",
         "moved: seen once before",
         "used the old key last",
         "silent for one gap",
@@ -142,7 +144,8 @@ def test_deadline_stalls_and_never_retires_while_a_source_is_awaited(days: int) 
 def test_roll_back_waits_for_the_sources_of_the_replacement() -> None:
     known = {"predecessor": CARRIES, "written_back_at": ENTERED, "observed_through": NOW, "deadline": NOW + DAY}
     replacement = KeyFacts(K.ACTIVE, last_used_at=JOB.used_at)
-    for source, expected in ((JOB, "wait"), (replace(JOB, moved_at=NOW), "to rolling_back")):
+    moved = replace(JOB, used_at=JOB.used_at - QUIET, moved_at=NOW)
+    for source, expected in ((JOB, "wait"), (moved, "to rolling_back")):
         found = step(S.ROLLING_BACK, replacement=replacement, sources=(source,), **known)
         assert outcome_of(found) == expected
 
@@ -164,6 +167,9 @@ def test_source_that_is_not_awaited_has_moved_or_was_silent_or_is_waived(
 ) -> None:
     finished = [each for each in sources if not list_awaited((each,), 600, lost_at, through)]
     for each in finished:
+        if not each.is_waived and each.has_moved:
+            assert through is not None
+            assert each.used_at + QUIET + timedelta(seconds=each.gap_seconds or 0) <= through
         if not each.is_waived and not each.has_moved:
             is_silent = (
                 each.gap_seconds is not None

@@ -47,6 +47,6 @@ def _skip_quarantine(facts: Facts, now: datetime) -> Wait | Move | RotationActio
 def test_service_simulation_notices_a_skipped_quarantine() -> None:
     """The simulator can fail on the real engine, too."""
     with mock.patch.object(engine, "next_step", _skip_quarantine):
-        result = _run(1, 600)
+        result = _run(5, 1_200)
     assert result.violation is not None
     assert "without a whole quarantine" in result.violation.what
