@@ -204,7 +204,6 @@ def make_samples(now: datetime) -> Samples:
     factories.approve(request)
     key = factories.issue_request(request)
     collect_key(grant(scene.tam(), P.ISSUANCE_COLLECT, place), request)
-    maintenance.destroy_due()
     clock = Clock(now)
     log = UsageLog(now=clock)
     reporter = UsageReporter.objects.create(
@@ -219,6 +218,9 @@ def make_samples(now: datetime) -> Samples:
         WorkLease.objects.create(subject=f"reconcile:{environment}", due_at=now + timedelta(days=1))
     _make_short_rows(now)
     rotations = {state: _make_rotation(state, place, log, clock, now) for state in (*SHARES, S.COMPLETED)}
+    # What the worker does about the copies of keys that are collected, in quarantine or revoked.
+    maintenance.destroy_due()
+    maintenance.settle_due()
     while ScheduleSweep.objects.exists():
         begin_due(now)
     UsageReporter.objects.filter(pk=reporter.pk).update(stopped_at=now, flushed_through_at=now)

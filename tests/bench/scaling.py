@@ -97,16 +97,15 @@ class Book:
             "forget_paths_due": lambda: rows.make_paths_due(size, count),
             "forget_due": lambda: rows.make_rows_old(size, samples, count),
             "deliver-webhooks": lambda: rows.make_deliveries_due(size, samples, count),
-            "rotations": lambda: rows.make_rotations_due(size, count),
+            "dispatch-due-rotations-production": lambda: rows.make_rotations_due(size, count),
             "begin-scheduled-rotations": lambda: rows.make_schedules_due(size, count),
             "sign-checkpoints": lambda: rows.make_heads_due(size, count),
         }
         found = {}
         with rows.accept_messages(), _checkpoints_due():
             for name, job in _list_jobs():
-                key = "rotations" if name in ROTATION_JOBS else name
-                if key in make:
-                    make.pop(key)()
+                if name in make:
+                    make[name]()
                     found[name] = _cost(job)[0]
         return found
 
@@ -208,9 +207,13 @@ class Book:
         """
         from rotation.domain.events import RotationState as S
         from rotation.models import Rotation
+        from rotation.services.rotations.turns import dispatcher
+        from rotation.tasks import send_turn
         from tests.rotation import scene
 
         self.prepare(count)
+        # As in a web process: an event is dispatched when it is committed.
+        dispatcher.send = send_turn
         began, started = time.monotonic(), datetime.now(UTC)
         ids: list[str] = []
         acknowledged: dict[str, datetime] = {}
@@ -289,9 +292,6 @@ def _database_process() -> int:
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         return int(cursor.fetchone()[0])
-
-
-ROTATION_JOBS = ("advance-due-rotations", "dispatch-due-rotations-sandbox", "dispatch-due-rotations-production")
 
 
 def _list_jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
