@@ -305,7 +305,14 @@ def load_accounts(size: Size, samples: Samples) -> None:
 def load_chains(size: Size, samples: Samples) -> None:
     sample = AuditChain.objects.get(name=account_chain("platform", PRODUCTION))
     entries = size.changes // size.merchants
-    copy(sample, 1, size.merchants, name=chain("n"), sequence=str(entries), head_hash=hashed("head", "n"))
+    copy(
+        sample,
+        1,
+        size.merchants,
+        name=chain("n"),
+        sequence=str(entries),
+        head_hash=hashed("entry", f"n * {entries} - 1"),
+    )
 
 
 def load_endpoints(size: Size, samples: Samples) -> None:
@@ -407,8 +414,8 @@ def load_audit(size: Size, samples: Samples) -> None:
         chain_id=chain(f"(1 + n / {entries})"),
         sequence=f"1 + n % {entries}",
         at=spread_over("at", 60),
-        previous=hashed("head", "n - 1"),
-        hash=hashed("head", "n"),
+        previous=hashed("entry", "n - 1"),
+        hash=hashed("entry", "n"),
     )
 
 
