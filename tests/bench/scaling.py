@@ -151,7 +151,9 @@ class Book:
         client, took = Client(), []
         statuses: dict[int, int] = {}
         for _ in range(count):
-            send = partial(client.post, "/production/credentials/revoke-self", headers={"X-Api-Key": text.reveal()})
+            headers = {"X-Api-Key": text.reveal()}
+            path = "/production/credentials/revoke-self"
+            send = partial(client.post, path, content_type="application/json", headers=headers)
             spent, response = _cost(send)
             took.append(spent)
             statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
@@ -186,8 +188,8 @@ class Book:
             open_ids = [self._begin(credential_id) for credential_id in self._prepared]
             acknowledged: set[str] = set()
             while open_ids:
-                report()
                 for rotation_id in open_ids:
+                    report()
                     advance_rotation(rotation_id)
                     turns += 1
                 states = dict(Rotation.objects.filter(pk__in=open_ids).values_list("pk", "state"))
@@ -330,7 +332,13 @@ def _reporter() -> Iterator[Callable[[], None]]:
     now = datetime.now(UTC)
     UsageReporter.objects.create(reporter_id=name, started_at=now, flushed_through_at=now, peppers={})
 
+    reported = time.monotonic()
+
     def report() -> None:
+        nonlocal reported
+        if time.monotonic() - reported < DRIVE_SECONDS:
+            return
+        reported = time.monotonic()
         UsageReporter.objects.filter(pk=name).update(flushed_through_at=datetime.now(UTC))
 
     yield report
