@@ -641,7 +641,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='key',
-            index=models.Index(condition=models.Q(('material__in', ['destroy_due', 'delete_due', 'restore_due'])), fields=['material', 'created_at', 'key_id'], name='key_material_due'),
+            index=models.Index(condition=models.Q(('material__in', ['destroy_due', 'delete_due', 'restore_due'])), fields=['created_at', 'key_id'], name='key_material_due'),
         ),
         migrations.AddIndex(
             model_name='key',
@@ -870,6 +870,10 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='notice',
             index=models.Index(condition=models.Q(('is_alarm', False), ('seen_at__isnull', False), _connector='OR'), fields=['created_at'], name='notice_settled'),
+        ),
+        migrations.AddIndex(
+            model_name='notice',
+            index=models.Index(models.OrderBy(models.Case(models.When(models.Q(('is_alarm', True), ('seen_at__isnull', True)), then=models.Value(True)), default=models.Value(False), output_field=models.BooleanField()), descending=True), models.OrderBy(models.F('created_at'), descending=True), models.OrderBy(models.F('notice_id'), descending=True), name='notice_inbox'),
         ),
         migrations.AddIndex(
             model_name='refusal',

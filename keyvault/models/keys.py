@@ -138,7 +138,7 @@ class Key(DigestColumns):
         ]
         indexes = [
             models.Index(
-                fields=["material", "created_at", "key_id"],
+                fields=["created_at", "key_id"],
                 name="key_material_due",
                 condition=Q(material__in=["destroy_due", "delete_due", "restore_due"]),
             ),

@@ -2,12 +2,18 @@
 
 from django.conf import settings
 from django.db import models
-from django.db.models import Q
+from django.db.models import Case, F, Q, Value, When
 
 from keyvault.domain.notifications import WITHOUT_ACCOUNT, NoticeKind
 from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.merchants import Account, WebhookEndpoint
 from keyvault.models.recording import RecordedModel
+
+UNSEEN_NOTICE = Q(is_alarm=True, seen_at__isnull=True)
+"""Alarms that no operator has marked as seen."""
+
+IS_UNSEEN = Case(When(UNSEEN_NOTICE, then=Value(True)), default=Value(False), output_field=models.BooleanField())
+"""Sort key of the inbox; the index `notice_inbox` has the same expression."""
 
 SETTLED_NOTICE = Q(is_alarm=False) | Q(seen_at__isnull=False)
 """Notices that need no operator's attention any more."""
@@ -41,7 +47,8 @@ class Notice(RecordedModel):
         indexes = [
             models.Index(fields=["account", "-created_at"], name="notice_by_account"),
             models.Index(fields=["subject", "kind"], name="notice_by_subject"),
-            models.Index(fields=["created_at"], name="notice_unseen", condition=Q(is_alarm=True, seen_at__isnull=True)),
+            models.Index(fields=["created_at"], name="notice_unseen", condition=UNSEEN_NOTICE),
+            models.Index(IS_UNSEEN.desc(), F("created_at").desc(), F("notice_id").desc(), name="notice_inbox"),
             models.Index(fields=["created_at"], name="notice_settled", condition=SETTLED_NOTICE),
         ]
 

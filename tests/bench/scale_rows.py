@@ -204,7 +204,6 @@ def make_samples(now: datetime) -> Samples:
     factories.approve(request)
     key = factories.issue_request(request)
     collect_key(grant(scene.tam(), P.ISSUANCE_COLLECT, place), request)
-    maintenance.destroy_due()
     clock = Clock(now)
     log = UsageLog(now=clock)
     reporter = UsageReporter.objects.create(
@@ -219,6 +218,9 @@ def make_samples(now: datetime) -> Samples:
         WorkLease.objects.create(subject=f"reconcile:{environment}", due_at=now + timedelta(days=1))
     _make_short_rows(now)
     rotations = {state: _make_rotation(state, place, log, clock, now) for state in (*SHARES, S.COMPLETED)}
+    # What the worker does about the copies of keys that are collected, in quarantine or revoked.
+    maintenance.destroy_due()
+    maintenance.settle_due()
     while ScheduleSweep.objects.exists():
         begin_due(now)
     UsageReporter.objects.filter(pk=reporter.pk).update(stopped_at=now, flushed_through_at=now)
@@ -303,7 +305,14 @@ def load_accounts(size: Size, samples: Samples) -> None:
 def load_chains(size: Size, samples: Samples) -> None:
     sample = AuditChain.objects.get(name=account_chain("platform", PRODUCTION))
     entries = size.changes // size.merchants
-    copy(sample, 1, size.merchants, name=chain("n"), sequence=str(entries), head_hash=hashed("head", "n"))
+    copy(
+        sample,
+        1,
+        size.merchants,
+        name=chain("n"),
+        sequence=str(entries),
+        head_hash=hashed("entry", f"n * {entries} - 1"),
+    )
 
 
 def load_endpoints(size: Size, samples: Samples) -> None:
@@ -405,8 +414,8 @@ def load_audit(size: Size, samples: Samples) -> None:
         chain_id=chain(f"(1 + n / {entries})"),
         sequence=f"1 + n % {entries}",
         at=spread_over("at", 60),
-        previous=hashed("head", "n - 1"),
-        hash=hashed("head", "n"),
+        previous=hashed("entry", "n - 1"),
+        hash=hashed("entry", "n"),
     )
 
 

@@ -97,16 +97,15 @@ class Book:
             "forget_paths_due": lambda: rows.make_paths_due(size, count),
             "forget_due": lambda: rows.make_rows_old(size, samples, count),
             "deliver-webhooks": lambda: rows.make_deliveries_due(size, samples, count),
-            "rotations": lambda: rows.make_rotations_due(size, count),
+            "dispatch-due-rotations-production": lambda: rows.make_rotations_due(size, count),
             "begin-scheduled-rotations": lambda: rows.make_schedules_due(size, count),
             "sign-checkpoints": lambda: rows.make_heads_due(size, count),
         }
         found = {}
         with rows.accept_messages(), _checkpoints_due():
             for name, job in _list_jobs():
-                key = "rotations" if name in ROTATION_JOBS else name
-                if key in make:
-                    make.pop(key)()
+                if name in make:
+                    make[name]()
                     found[name] = _cost(job)[0]
         return found
 
@@ -152,7 +151,9 @@ class Book:
         client, took = Client(), []
         statuses: dict[int, int] = {}
         for _ in range(count):
-            send = partial(client.post, "/production/credentials/revoke-self", headers={"X-Api-Key": text.reveal()})
+            headers = {"X-Api-Key": text.reveal()}
+            path = "/production/credentials/revoke-self"
+            send = partial(client.post, path, content_type="application/json", headers=headers)
             spent, response = _cost(send)
             took.append(spent)
             statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
@@ -187,8 +188,8 @@ class Book:
             open_ids = [self._begin(credential_id) for credential_id in self._prepared]
             acknowledged: set[str] = set()
             while open_ids:
-                report()
                 for rotation_id in open_ids:
+                    report()
                     advance_rotation(rotation_id)
                     turns += 1
                 states = dict(Rotation.objects.filter(pk__in=open_ids).values_list("pk", "state"))
@@ -208,9 +209,13 @@ class Book:
         """
         from rotation.domain.events import RotationState as S
         from rotation.models import Rotation
+        from rotation.services.rotations.turns import dispatcher
+        from rotation.tasks import send_turn
         from tests.rotation import scene
 
         self.prepare(count)
+        # As in a web process: an event is dispatched when it is committed.
+        dispatcher.send = send_turn
         began, started = time.monotonic(), datetime.now(UTC)
         ids: list[str] = []
         acknowledged: dict[str, datetime] = {}
@@ -291,9 +296,6 @@ def _database_process() -> int:
         return int(cursor.fetchone()[0])
 
 
-ROTATION_JOBS = ("advance-due-rotations", "dispatch-due-rotations-sandbox", "dispatch-due-rotations-production")
-
-
 def _list_jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield each entry of the beat's schedule, then each step of maintenance."""
     from django.conf import settings
@@ -330,7 +332,13 @@ def _reporter() -> Iterator[Callable[[], None]]:
     now = datetime.now(UTC)
     UsageReporter.objects.create(reporter_id=name, started_at=now, flushed_through_at=now, peppers={})
 
+    reported = time.monotonic()
+
     def report() -> None:
+        nonlocal reported
+        if time.monotonic() - reported < DRIVE_SECONDS:
+            return
+        reported = time.monotonic()
         UsageReporter.objects.filter(pk=name).update(flushed_through_at=datetime.now(UTC))
 
     yield report

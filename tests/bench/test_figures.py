@@ -150,5 +150,8 @@ def test_targets_have_the_agreed_bounds() -> None:
         (0, 0),
         (20, 5),
         (1.25, 1.1),
+        (2, 1.25),
+        (5, 20),
+        (2, 0.5),
     ]
     assert (TARGETS[0].above, TARGETS[0].below) == (HIT, OWN_HELLO)

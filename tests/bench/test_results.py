@@ -59,6 +59,30 @@ def grown() -> dict[str, Any]:
     return {"sizes": told, "memory": memory, "traced": {"keys": 10**5, "bytes_each": 812.0}, "cores": "one core"}
 
 
+def scaled(completed: int = 200, idle_ms: float = 1.5) -> dict[str, Any]:
+    idle = [[{"run-maintenance": [1.0, 1.0]}, {"run-maintenance": [idle_ms, idle_ms]}]] * 2
+    page = {"page": "keyvault_key_changelist", "ms": 40.0, "status": "200"}
+    return {
+        "sizes": [10_000, 1_000_000],
+        "loaded": [{"credentials": 10_000, "seconds": 9.0}, {"credentials": 1_000_000, "seconds": 300.0}],
+        "idle": idle,
+        "due": {"run-maintenance": 900.0},
+        "pages": [[page], [{**page, "ms": None, "status": "over 20 s"}]],
+        "revoke": [{"p50_ms": 20.0}, {"p50_ms": 22.0}],
+        "repeat": [{"p50_ms": 3.0, "statuses": {"202": 200}}] * 2,
+        "completed": 200,
+        "completed_per_second": 12.0,
+        "turns_per_second": 60.0,
+        "per_second_by_cpu": 14.0,
+        "rows_each": {"keyvault_auditentry": 16.0},
+        "tables": {
+            "keyvault_auditentry": {"rows": 3e6, "bytes": 2.4e9},
+            "keyvault_usebucket": {"rows": 1e7, "bytes": 5e9},
+        },
+        "driven": {"rotations": 200, "completed": completed, "rate": 5, "p50_ms": 80.0, "p99_ms": 400.0},
+    }
+
+
 def whole(**parts: dict[str, Any]) -> dict[str, Any]:
     return {name: {"at": "2026-11-21T12:00:00+00:00", "machine": MACHINE, **told} for name, told in parts.items()}
 
@@ -88,6 +112,26 @@ def test_targets_table_of_one_stale_grant_is_not_met() -> None:
     told = whole(revoke=revoked(stale=1))
     assert next(row for title, row in cells(targets_table(told)).items() if title.startswith("stale"))[3] == "no"
     assert not is_met(told)
+
+
+def test_targets_table_of_a_platform_has_the_worst_job_and_processor_time() -> None:
+    rows = cells(targets_table(whole(scale=scaled())))
+    assert rows["worst periodic job, nothing due, in full / at a hundredth"][2:4] == ["1.5 (1.5..1.5)", "yes"]
+    assert rows["rotations completed a second on two cores, with audit"][2:] == ["12", "yes", "14"]
+    assert rows["event → step of its rotation, workers under load, p99"][2:4] == ["0.4 s", "aim"]
+
+
+@pytest.mark.parametrize("wrong", [{"completed": 199}, {"idle_ms": 2.5}])
+def test_is_met_is_false_after_a_lost_rotation_or_a_job_that_grows(wrong: dict[str, Any]) -> None:
+    assert is_met(whole(scale=scaled()))
+    assert not is_met(whole(scale=scaled(**wrong)))
+
+
+def test_page_of_a_platform_lists_jobs_pages_and_tables() -> None:
+    text = page(whole(scale=scaled()), "x.json")
+    assert "| run-maintenance | 1 | 1.5 | 1.5 (1.5..1.5) | 900 |" in text
+    assert "| keyvault_key_changelist | 40 | - | - | over 20 s |" in text
+    assert "| keyvault_auditentry | 3,000,000 | 800 | 16 | 42.7 |" in text
 
 
 @pytest.mark.parametrize("wrong", [{"lost": 1}, {"stale_after_receipt": 1}])

@@ -30,3 +30,11 @@ def test_load_leaves_no_row_without_its_parent() -> None:
                     if cursor.fetchone() != (0,):
                         orphans.append((model.__name__, field.name))
     assert orphans == []
+    # A chain whose head is not its newest entry gets no checkpoint.
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT count(*) FROM keyvault_auditchain WHERE sequence > 0 AND NOT EXISTS (SELECT FROM"
+            " keyvault_auditentry entry WHERE chain_id = name AND entry.sequence = keyvault_auditchain.sequence"
+            " AND hash = head_hash)"
+        )
+        assert cursor.fetchone() == (0,)

@@ -3,32 +3,30 @@
 from collections.abc import Iterable
 from datetime import datetime
 
-from django.db.models import BooleanField, Case, Q, QuerySet, Value, When
+from django.db.models import QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
 from keyvault.models import Notice
+from keyvault.models.notifications import IS_UNSEEN, UNSEEN_NOTICE
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.transaction import recorded
 
 MAX_MARKED = 500
 """Maximum alarms that one action marks as seen."""
 
-UNSEEN = Q(is_alarm=True, seen_at__isnull=True)
-
 
 def list_notices() -> QuerySet[Notice]:
     """Return all notices: unseen alarms first, then the newest."""
-    is_unseen = Case(When(UNSEEN, then=Value(True)), default=Value(False), output_field=BooleanField())
     rows: QuerySet[Notice] = Notice.objects.all()
-    return rows.annotate(is_unseen=is_unseen).order_by("-is_unseen", "-created_at", "-pk")
+    return rows.order_by(IS_UNSEEN.desc(), "-created_at", "-pk")
 
 
 def list_unseen() -> QuerySet[Notice]:
     """Return the unseen alarms, oldest first."""
-    rows: QuerySet[Notice] = Notice.objects.filter(UNSEEN)
+    rows: QuerySet[Notice] = Notice.objects.filter(UNSEEN_NOTICE)
     return rows.order_by("created_at", "pk")
 
 
