@@ -7,7 +7,10 @@ rows that it locks last; its failure rolls the transaction back.
 from django.dispatch import Signal
 
 keys_changed = Signal()
-"""Keys were written. `key_ids`: their ids. `permission`: the one that the writer used. `now`: the event's time."""
+"""Keys were written, other than their digests.
+
+`key_ids`: their ids. `permission`: the one that the writer used. `now`: the event's time.
+"""
 
 accounts_changed = Signal()
 """Merchants or accounts were written. `merchants`: merchant ids. `accounts`: account names. `now`: the event's time."""

@@ -114,9 +114,10 @@ def _rolled_back_together(unit: _Unit) -> Iterator[None]:
 
 
 def _commit(unit: _Unit, subjects: dict[Subject, bool], now: datetime) -> None:
-    if key_ids := [identity for kind, identity in subjects if kind == "key"]:
-        rule = unit.records[0].grant.rule
-        permission = rule.permission if isinstance(rule, OperationRule) else None
+    rule = unit.records[0].grant.rule
+    permission = rule.permission if isinstance(rule, OperationRule) else None
+    key_ids = [identity for kind, identity in subjects if kind == "key"]
+    if key_ids and permission is not Permission.KEYS_REHASH:
         keys_changed.send(None, key_ids=key_ids, permission=permission, now=now)
     merchants, accounts = (
         [identity for kind, identity in subjects if kind == name] for name in ("merchant", "account")

@@ -32,6 +32,7 @@ from keyvault.services.maintenance import renew_peppers
 from keyvault.services.pepper_rotation.rotation import retire_pepper
 from keyvault.services.peppers import ring
 from keyvault.services.peppers.ring import PepperRing, load_peppers, read_checked, take_pepper
+from keyvault.services.recording.signals import keys_changed
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.tokens.service_tokens import revoke_service_token
 from keyvault.services.usage import recorder
@@ -112,6 +113,26 @@ def test_rehash_of_keys_of_one_account_writes_one_entry(scene: Scene) -> None:
     assert len(changes) == 3
     rehash()
     assert written_since(ids)[0] == events, "a second run has nothing to do"
+
+
+def test_rehash_is_no_event_for_other_applications(scene: Scene) -> None:
+    """A new digest changes no state, and every key in use gets one after a new pepper."""
+    key, text = issue(scene.sandbox)
+    rotate()
+    assert verdict(text) is None
+    received: list[object] = []
+
+    def receive(**event: object) -> None:
+        received.append(event["key_ids"])
+
+    keys_changed.connect(receive)
+    try:
+        rehash()
+        assert (fresh(key).pepper_version, received) == (2, [])
+        suspend_key(by_admin(scene, P.KEYS_SUSPEND), fresh(key))
+        assert received == [[key.pk]]
+    finally:
+        keys_changed.disconnect(receive)
 
 
 def test_rehash_of_a_suspended_key_keeps_it_suspended(scene: Scene) -> None:
