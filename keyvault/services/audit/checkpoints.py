@@ -126,10 +126,11 @@ def _sign_scope(scope: PepperSet, now: datetime) -> bool:
 
 
 def _sign_next(scope: PepperSet, now: datetime) -> bool:
+    newest_at = _find_newest_at(scope)
+    if newest_at is not None and timedelta(0) <= now - newest_at < CHECKPOINT_EVERY:
+        return False
     # Read the newest checkpoint before the heads, so that concurrent writes cannot put it ahead of them.
     signed = find_newest(scope)
-    if signed is not None and signed.at is not None and timedelta(0) <= now - signed.at < CHECKPOINT_EVERY:
-        return False
     heads = read_heads(scope)
     before = None if signed is None else _require_intact(signed, heads)
     if heads == ({} if before is None else before.heads):
