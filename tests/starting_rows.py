@@ -13,7 +13,9 @@ from django.apps import apps
 from django.conf import settings
 from django.db import connection, transaction
 
+from keyvault.backends.local import LocalKeystore
 from keyvault.models import AuditEntry
+from keyvault.services.secrets.backend import secret_backend
 
 T = TypeVar("T")
 
@@ -35,9 +37,10 @@ def start_with(make: Callable[..., T], *arguments: str) -> T:
     """Return what `make(*arguments)` returns, with its rows in the database.
 
     The copies are as old as the first call. `make` runs anew in a database that is not as `migrate` left it (every
-    service writes an audit entry), and with a keystore of the test's own, whose peppers differ.
+    service writes an audit entry), and with a keystore or a backend of the test's own, whose peppers differ.
     """
-    if AuditEntry.objects.exists() or _keystore() != _shared_keystore:
+    is_own = _keystore() != _shared_keystore or type(secret_backend()) is not LocalKeystore
+    if is_own or AuditEntry.objects.exists():
         return make(*arguments)
     if (known := _made.get((make, arguments))) is not None:
         _insert(known.rows)

@@ -168,13 +168,17 @@ def test_silence_of_a_monthly_client_that_never_moves_stalls_at_the_deadline(fle
     assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
 
 
-def test_silence_of_a_monthly_client_that_moved_is_the_quiet_period(fleet: Fleet) -> None:
+def test_silence_of_a_monthly_client_that_moved_is_one_gap_and_the_quiet_period(fleet: Fleet) -> None:
+    """Another host of that source may call once more with the old key, within its gap."""
     fleet.live(91)
     fleet.begin()
     fleet.switch_shop()
     fleet.job_key = fleet.new
     fleet.live(30)
-    rotation = fleet.live(2)
+    rotation = fleet.live(5)
+    assert rotation is not None
+    assert rotation.state == S.OVERLAP
+    rotation = fleet.live(3)
     assert rotation is not None
     assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
