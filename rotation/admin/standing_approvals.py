@@ -246,7 +246,7 @@ def _notes(request: HttpRequest, row: StandingApproval) -> Iterable[str]:
     if row.closed_at is not None:
         yield f"Ended: {row.why or row.get_state_display()}. Each rotation of the schedule needs its own approval."
     elif not is_current(row):
-        yield "The schedule is not as it was requested. This covers no rotation; request another one."
+        yield "The schedule was changed after the request. This approval covers no rotation; request another one."
     elif _is_undecided(row):
         yield f"Awaiting approval until {row.approval_expires_at:%Y-%m-%d %H:%M} UTC."
         if is_requester(request, row):

@@ -28,7 +28,7 @@ _HEADER_BYTES: Final = 128
 _BOOT_BYTES: Final = slice(64, _HEADER_BYTES)
 _SIZE: Final = 4 * 2**20
 _MAX_ENTRIES: Final = 20_000
-"""Maximum distinct entries per minute and report with a source each. Further ones have none."""
+"""Maximum distinct entries per minute and report that name their source. Further entries name none."""
 
 Mark = tuple[int, set[tuple[object, ...]]]
 """The end of the entries that a report covers, and their buckets."""
@@ -50,7 +50,7 @@ class UnreportedUses:
     def __init__(self, folder: Path, reporter_id: str) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = folder / f"{reporter_id}{SUFFIX}"
-        # A successor that found the file before it is locked would take its process for dead.
+        # A successor that found the file before it is locked would consider its process dead.
         unlocked = folder / f"{reporter_id}.new"
         self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -65,7 +65,7 @@ class UnreportedUses:
         self._is_open = True
         self._lock = threading.Lock()
         self._noted: set[tuple[object, ...]] = set()
-        """What is noted since the last `mark`, by minute."""
+        """Buckets and minutes that were noted since the last `mark`."""
 
     def note(
         self, key_id: str, endpoint: str, source: str, user_agent: str, origin: str, outcome: str, at: float
@@ -92,7 +92,7 @@ class UnreportedUses:
             self._noted.add(bucket)
 
     def mark(self) -> Mark:
-        """Begin a report: return what covers the entries so far. Call it before the counts are taken."""
+        """Begin a report; return the mark that covers the entries so far. Call it before the counts are taken."""
         with self._lock:
             noted, self._noted = self._noted, set()
             return self._words[_END], noted
@@ -187,7 +187,7 @@ def list_dead(folder: Path) -> Iterator[DeadFile]:
 
 @cache
 def _boot_id() -> bytes:
-    """Identify the running boot of the host. Without an id, each process has its own, so that no file is read."""
+    """Return the id of the host's current boot. On a host without one, return a random id, so that no file is read."""
     try:
         found = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
