@@ -60,8 +60,8 @@ class UseBucket(models.Model):
     `span`: the length of the bucket, which begins at `minute`. After some days minutes roll up into hours, and hours
     later into days. In a day, `source` is a network (or token) and `user_agent` the name of a product.
 
-    Other outcomes are counted, too: denials for reasons other than the key, attempts with a suspended key, our own test
-    calls (`probed`), and suspected exposures (a proved key in a URL, or a private key from a browser).
+    Other outcomes are counted, too: denials for reasons other than the key, attempts with a suspended key, test calls
+    (`probed`), and suspected exposures. These are a proved key in a URL, or a private key from a browser.
     """
 
     key = models.ForeignKey(Key, models.PROTECT, related_name="use_buckets", db_index=False)

@@ -124,7 +124,7 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
             approve_standing_approval,
             explain=lambda row: (
                 f"You approve all rotations that this schedule requests until {row.expires_at:%Y-%m-%d %H:%M} UTC, "
-                "with the plan below, also those of credentials that are added later."
+                "with the plan below. They include those of credentials that are added later."
             ),
             approved="Approved. The schedule's rotations start without further approval.",
             is_undecided=_is_undecided,

@@ -262,7 +262,7 @@ def _advance(rotation: Rotation, log: UsageLog, clock: Clock) -> None:
 
 
 def _make_short_rows(now: datetime) -> None:
-    """Rows that are kept for a short time only, and that no service writes alone."""
+    """Make rows that are kept for a short time only, and that no service writes alone."""
     Refusal.objects.create(
         request_id="refusal",
         at=now,

@@ -6,8 +6,8 @@ another process of its host writes the unreported uses from a file. Without that
 any wait for silence in the environments that it served restarts from that moment.
 
 A reporter uses its own host's clock, and the engine compares it with the engine's clock. Clocks must agree within
-LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check,
-so that silence cannot be established until the clock is corrected. A smaller difference shifts times by that much.
+LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check.
+Silence cannot be established until the clock is corrected. A smaller difference shifts times by that much.
 """
 
 import logging

@@ -21,8 +21,11 @@ SUFFIX: Final = ".uses"
 
 _MAGIC: Final = int.from_bytes(b"KVUSES01", "little")
 _MAGIC_PLACE, _END, _CONFIRMED, _NUMBER, _TAKEN, _IS_INCOMPLETE = range(6)
-"""Words of the header: format; end of the entries; end of the reported ones; the report that is being sent, and the end
-of its entries; 1 if the file was full."""
+"""Indexes of the words of the header.
+
+Format; end of the entries; end of the reported ones; the report that is being sent; end of its entries; 1 if the file
+was full.
+"""
 
 _HEADER_BYTES: Final = 128
 _BOOT_BYTES: Final = slice(64, _HEADER_BYTES)
@@ -43,7 +46,7 @@ _decoder: Final = msgspec.json.Decoder(list[Entry])
 class UnreportedUses:
     """The file of one reporter. It is locked as long as its process lives. Raises OSError if it cannot be created.
 
-    An entry covers all uses of one bucket in one minute and one report: a successor learns who used the key and when
+    An entry covers all uses of one bucket in one minute and one report. A successor learns who used the key and when
     first, but not how often. Threads may share an instance.
     """
 

@@ -3,9 +3,9 @@
 Messages are sent outside any transaction. One worker at a time runs a round. It sends to several endpoints
 concurrently, one message at a time for each, so that a slow endpoint delays only itself.
 
-The worker visits the endpoints with pending messages in turn, first for urgent messages and then for the others, so
-that no backlog delays another account. An account holds at most MAX_PER_ACCOUNT attempts. An endpoint that repeatedly
-does not reply is paused by its breaker; a paused message is not counted as attempted.
+The worker visits the endpoints with pending messages in turn, so that no backlog delays another account. It visits
+them for urgent messages first, and then for the others. An account holds at most MAX_PER_ACCOUNT attempts. The breaker
+of an endpoint pauses it when it repeatedly does not reply; a paused message is not counted as attempted.
 
 An attempt is counted before it is made, and its outcome is stored under that count. If a worker dies in between, the
 message is due again after HOLD. A worker that returns late stores nothing.

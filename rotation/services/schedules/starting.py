@@ -177,7 +177,7 @@ def _sweep_batch(sweep: ScheduleSweep, now: datetime) -> int:
     """Compute the next dates of a sweep; return their number, less than BATCH at its end."""
     sweeps = ScheduleSweep.objects.filter(pk=sweep.pk, after=sweep.after)
     if not sweep.after:
-        # Facts are read after this, so they include the changes of these.
+        # The facts are read after this, so they include the changes that recorded these sweeps.
         same = ScheduleSweep.objects.filter(environment=sweep.environment, account=sweep.account, after="")
         same.exclude(pk=sweep.pk).delete()
     scope = {"account__environment": sweep.environment} if sweep.account is None else {"account": sweep.account}
