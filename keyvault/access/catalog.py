@@ -190,7 +190,7 @@ def is_plain_segment(segment: str) -> bool:
 _PRIVATE, _PUBLIC = frozenset({KeyKind.PRIVATE}), frozenset({KeyKind.PUBLIC})
 
 ACKNOWLEDGEMENT = "credentials.acknowledge"
-"""Endpoint whose calls are use of a key, but prove nothing of a rotation by traffic."""
+"""Endpoint whose calls count as use of a key, but not as proof of a rotation by traffic."""
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(

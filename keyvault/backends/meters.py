@@ -53,19 +53,19 @@ _lost_processes = Gauge(
 )
 _queue_rows = Gauge(
     "keyvault_queue_due",
-    "Rows of a queue that are due and wait for a worker; 10,000: at least so many.",
+    "Rows of a queue that are due and wait for a worker, counted up to 10,000.",
     ["queue"],
     multiprocess_mode="livemax",
 )
 _queue_age = Gauge(
     "keyvault_queue_age_seconds",
-    "Seconds since the oldest waiting row of a queue is due.",
+    "Seconds since the oldest waiting row of a queue became due.",
     ["queue"],
     multiprocess_mode="livemax",
 )
 _messages = Gauge(
     "keyvault_broker_messages",
-    "Messages in a queue of the broker; only of Redis.",
+    "Messages in a queue of the broker; Redis only.",
     ["queue"],
     multiprocess_mode="livemax",
 )
@@ -80,7 +80,7 @@ def note_lost(count: int) -> None:
 
 
 def note_queue(queue: str, rows: int, age_seconds: float | None = None) -> None:
-    """Record a queue; `age_seconds` None: its rows do not say since when they are due."""
+    """Record the state of a queue. `age_seconds` None: the queue's rows store no due time."""
     _queue_rows.labels(queue).set(rows)
     if age_seconds is not None:
         _queue_age.labels(queue).set(age_seconds)

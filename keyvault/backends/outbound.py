@@ -27,7 +27,7 @@ from keyvault.wire.destinations import Destination, may_connect
 CONNECT_SECONDS = 2.0
 OVERALL_SECONDS = 10.0
 MAX_RESOLVERS = 32
-"""Maximum threads that resolve a name at the same time, those that nobody waits for any more included."""
+"""Maximum threads that resolve names concurrently, including those whose caller has timed out."""
 MAX_BODY_BYTES = 65_536
 """Maximum size of a reply with its headers, in bytes; the rest is not read."""
 _DRAIN_SECONDS = 1.0

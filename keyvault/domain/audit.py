@@ -1,8 +1,8 @@
 """The hash chain of audit entries: their bytes, their links and their verification.
 
-Each chain counts from 1. The platform has one, and each account has one and a few more for its customer tokens, so that
-issuing them does not wait for other writers of the account. An entry's hash covers the *stored* bytes,
-so a later change of code or library does not invalidate an old entry.
+Each chain counts from 1. The platform has one chain. Each account has one, and a few more for its customer tokens, so
+that issuing them does not wait for other writers of the account. An entry's hash covers the *stored* bytes, so a later
+change of code or library does not invalidate an old entry.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ GENESIS = bytes(32)
 
 
 CUSTOMER_TOKEN_SLOTS = 4
-"""Number of chains for the customer tokens of one account. So many transactions append at the same time."""
+"""Number of chains for the customer tokens of one account, to which as many transactions append concurrently."""
 
 _ACCOUNT, _CUSTOMER_TOKENS = "account:", "customer_tokens."
 
@@ -28,13 +28,13 @@ def account_chain(merchant_id: str, environment: str) -> str:
 
 
 def customer_token_chains(account: str) -> tuple[str, ...]:
-    """Return the chains for the customer tokens of the account with this chain."""
+    """Return the customer token chains of the account that has this chain."""
     slots = range(CUSTOMER_TOKEN_SLOTS)
     return tuple(f"{_CUSTOMER_TOKENS}{slot}:{account.removeprefix(_ACCOUNT)}" for slot in slots)
 
 
 def chains_with(chain: str) -> tuple[str, ...]:
-    """Return a chain and, for an account's, the chains for its customer tokens."""
+    """Return a chain and, if it is an account's, the account's customer token chains."""
     return (chain, *customer_token_chains(chain)) if chain.startswith(_ACCOUNT) else (chain,)
 
 

@@ -352,7 +352,7 @@ def _feed_all(passes: Iterable["_StreamMask"], text: str, *, is_last: bool) -> s
     for stream_mask in passes:
         text = stream_mask.feed(text, is_last=is_last)
         if not text and not is_last:
-            break  # Nothing arrives at the patterns that follow.
+            break  # No text is left for the following patterns.
     return text
 
 

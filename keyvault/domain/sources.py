@@ -15,16 +15,16 @@ MAX_NAME_LENGTH = 110
 """Maximum length of a source's name, in characters: an address or token of 64, a space and a product of 40."""
 
 OTHERS = "others"
-"""The source of uses whose clients were too many to keep apart.
+"""Name of the source that stands for all clients beyond the limit on distinct sources.
 
-It can hide a client that calls rarely, so nothing that it does shows that it has moved or stopped.
+It can hide a client that calls rarely, so no use of a key shows that it has moved or stopped.
 """
 
 OCCASION = timedelta(days=1)
-"""A source whose uses all lie within this time was seen only once, however often it called.
+"""Maximum time from the first to the last use of a source that was seen only once, however often it called.
 
-The minutes of one run of a job say nothing about when it runs again. A source that is in use for longer, such as a
-client that calls every day or all day, was seen more than once: its longest gap between two uses is its habit.
+The minutes of one run of a job do not show when it runs again. A source that is in use for longer, such as a client
+that calls every day or all day, was seen more than once. Its longest gap between two uses is its habit.
 """
 
 

@@ -1,6 +1,6 @@
 """The embedded service as programs of one supervisor: an HTTP server, and a Celery worker that runs beat in a thread.
 
-With another broker than the files in the data folder, beat is a program of its own.
+With any other broker than the files in the data folder, beat is a separate program.
 
 with stopping_on_signals(), supervise(port) as service:
     wait_until_ready(service, port)

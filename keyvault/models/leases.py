@@ -10,8 +10,8 @@ class WorkLease(models.Model):
     """The lease of one work item. `token` is a fencing token: each claim replaces it.
 
     `queue`: the queue that dispatches the work when it is due; empty for work that its own table lists.
-    `due_since`: since when dispatched work waits for a worker; None: it was not dispatched since the last claim.
-    `wakes`: number of wake-ups ever.
+    `due_since`: when dispatched work became due; None: it was not dispatched since the last claim.
+    `wakes`: total number of wake-ups.
     """
 
     subject = models.CharField(primary_key=True, max_length=80)

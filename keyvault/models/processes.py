@@ -6,10 +6,10 @@ from keyvault.models.columns import at
 
 
 class ServiceProcess(models.Model):
-    """A worker or a beat by its node name, which it keeps when it is restarted.
+    """A worker or a beat, identified by its node name, which it keeps when it is restarted.
 
     `seen_at`: when it last reported. `lost_at`: when another process found that it no longer reports. A process that
-    stops in order deletes its row.
+    shuts down normally deletes its row.
     """
 
     name = models.CharField(primary_key=True, max_length=64)

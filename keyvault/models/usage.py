@@ -28,7 +28,7 @@ EXPOSURES = (UseOutcome.EXPOSED_IN_URL, UseOutcome.EXPOSED_IN_BROWSER)
 
 
 class UseSpan(models.IntegerChoices):
-    """The length of a bucket in minutes. Buckets roll up from one to the next."""
+    """Length of a bucket, in minutes. Buckets roll up from each length to the next."""
 
     MINUTE = 1
     HOUR = 60
@@ -38,8 +38,8 @@ class UseSpan(models.IntegerChoices):
 class KeyUse(models.Model):
     """The total of a key's allowed verifications, without dry runs and test calls.
 
-    `minutes`: the number of distinct minutes of them, without acknowledgements, and the first and the last of these,
-    counted from the epoch. A report that comes late may count too few of them, never too many.
+    `minutes`: the number of distinct minutes of them, without acknowledgements. `first_minute`, `last_minute`: the
+    first and the last of these, counted from the epoch. A late report may make `minutes` too small, never too large.
     """
 
     key = models.OneToOneField(Key, models.PROTECT, primary_key=True, related_name="use")
@@ -57,11 +57,11 @@ class KeyUse(models.Model):
 class UseBucket(models.Model):
     """Uses by minute, source, user agent, endpoint and, for a public key, the page's origin.
 
-    A minute becomes part of an hour after some days, and that later part of a day: `span`, which begins at `minute`. In
-    a day, `source` is a network (or token) and `user_agent` the name of a product.
+    `span`: the length of the bucket, which begins at `minute`. After some days minutes roll up into hours, and hours
+    later into days. In a day, `source` is a network (or token) and `user_agent` the name of a product.
 
-    Other outcomes are counted, too: denials for reasons other than the key, attempts with a suspended key, our own test
-    calls (`probed`), and suspected exposures (a proved key in a URL, or a private key from a browser).
+    Other outcomes are counted, too: denials for reasons other than the key, attempts with a suspended key, test calls
+    (`probed`), and suspected exposures. These are a proved key in a URL, or a private key from a browser.
     """
 
     key = models.ForeignKey(Key, models.PROTECT, related_name="use_buckets", db_index=False)

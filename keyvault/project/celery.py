@@ -29,7 +29,7 @@ def _check_startup(**_: Any) -> None:
 
 @beat_init.connect
 def _check_beat(**_: Any) -> None:
-    """Exit where beat must not run. The connection is closed, since this thread reads nothing else."""
+    """Exit if beat must not run here. Close the connection, because this thread reads nothing else."""
     from django.db import connection
 
     from keyvault.services.startup.processes import process_watch
@@ -58,7 +58,7 @@ def _report_worker(sender: Any, **_: Any) -> None:
 
 @worker_ready.connect
 def _start_embedded_beat(**_: Any) -> None:
-    """Run beat in a thread of the worker on the file broker, which has one host."""
+    """Run beat in a thread of the worker if the broker is the file broker, which serves one host."""
     from django.conf import settings
 
     from keyvault.project.file_broker import remove_parts

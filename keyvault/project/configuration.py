@@ -42,7 +42,7 @@ def _count(minimum: int) -> Callable[[str], int]:
 
 
 def _days_of_use(text: str) -> int:
-    """Return the retention of evidence. A use that comes back once a year must not be forgotten in between."""
+    """Return the retention of key use in days, long enough to remember a use that recurs once a year."""
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) < 366:
         raise ValueError("days, 366 or more")
     return int(text)
@@ -295,21 +295,21 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_USAGE_MINUTE_DAYS",
         "2",
-        "Days for which use of a key is kept by minute, 1 or more. After that it is kept by hour.",
+        "Retention of key use by minute, in days; at least 1. Older use is kept by hour.",
         _count(1),
     ),
     Setting(
         "KEYVAULT_USAGE_HOUR_DAYS",
         "35",
-        "Days for which use of a key is kept by hour, and with addresses and user agents, 1 or more. After that it is "
-        "kept by day, network and product.",
+        "Retention of key use by hour, with addresses and user agents, in days; at least 1. Older use is kept by day, "
+        "network and product.",
         _count(1),
     ),
     Setting(
         "KEYVAULT_USAGE_DAYS",
         "400",
-        "Days for which use of a key is kept at all, 366 or more: silence is judged by the longest gap between two "
-        "uses. The key's total is kept permanently.",
+        "Retention of key use, in days; at least 366, because silence is judged by the longest gap between two uses. "
+        "The key's total is kept permanently.",
         _days_of_use,
     ),
     Setting(
@@ -340,7 +340,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_NOTICE_DAYS",
         "400",
-        "Retention of notices in the console, in days; at least 30. Alarms that nobody has seen are kept.",
+        "Retention of notices in the console, in days; at least 30. Alarms that no operator has seen are kept.",
         _count(30),
     ),
     Setting(

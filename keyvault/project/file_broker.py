@@ -1,7 +1,7 @@
 """The embedded default's broker: kombu's filesystem transport, in a private folder of the data folder.
 
-Messages may be lost, since the database rows are authoritative. The stock transport creates a file before it writes
-it, and a process that polls meanwhile fails on the empty file. Here each file appears complete.
+Messages may be lost, because the database rows are authoritative. The stock transport creates a file before it writes
+it, and a process that polls meanwhile fails on the empty file. This transport makes a file visible once it is complete.
 """
 
 import os
@@ -37,7 +37,7 @@ def prepare_folder(folder: Path) -> dict[str, Any]:
 
 
 def remove_parts(folder: Path) -> None:
-    """Delete what processes that were killed left incomplete, when it is an hour old."""
+    """Delete the incomplete files of killed processes once they are an hour old."""
     for part in folder.glob("*/*.part"):
         with suppress(FileNotFoundError):  # its writer has finished meanwhile
             if part.stat().st_mtime < time.time() - 3600:
@@ -45,7 +45,7 @@ def remove_parts(folder: Path) -> None:
 
 
 def _write_complete(path: Path, data: bytes) -> None:
-    """Write a new private file; an existing one stays."""
+    """Write a new private file; keep an existing one."""
     part = path.with_name(f"{uuid4()}.part")
     descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
@@ -53,13 +53,13 @@ def _write_complete(path: Path, data: bytes) -> None:
             file.write(data)
         os.link(part, path)
     except FileExistsError:
-        pass  # Another process was faster, and may have changed it since.
+        pass  # Another process created it first, and may have changed it since.
     finally:
         part.unlink()
 
 
 class FileChannel(filesystem.Channel):
-    """The stock channel, with messages that appear complete."""
+    """The stock channel, except that a message becomes visible once it is complete."""
 
     def _put(self, queue: str, payload: Any, **kwargs: Any) -> None:  # type: ignore[override]  # as the stock one
         path = Path(self.data_folder_out, f"{time.time_ns():020d}_{uuid4()}.{queue}.msg")

@@ -230,7 +230,7 @@ if IS_FILE_BROKER:
     CELERY_BROKER_TRANSPORT_OPTIONS = prepare_folder(BROKER_DIR)
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_RESULT_EXPIRES = None
-# A message is acknowledged before its task runs: one that ends its worker does not end the next one, too.
+# A message is acknowledged before its task runs, so a task that kills its worker does not kill the next one.
 CELERY_TASK_ACKS_LATE = False
 CELERY_WORKER_PREFETCH_MULTIPLIER = 1
 CELERY_TASK_SERIALIZER = "json"
@@ -240,12 +240,12 @@ CELERY_TASK_TIME_LIMIT = 90
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 # Never give up on a broker: the work is in the rows, and waits there.
 CELERY_BROKER_CONNECTION_MAX_RETRIES = None
-# Mailboxes of workers that were killed would stay in the broker.
+# Otherwise the control mailboxes of killed workers stay in the broker.
 CELERY_WORKER_ENABLE_REMOTE_CONTROL = False
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_WORKER_SEND_TASK_EVENTS = False
 CELERY_TIMEZONE = "UTC"
-# Rotations have queues of their own in each environment, since a worker advances only those that it serves.
+# Each environment has its own queues for rotations, because a worker serves only some environments.
 _own_queues = [f"{name}.{environment}" for name in ("emergencies", "rotations") for environment in ENVIRONMENTS]
 CELERY_TASK_QUEUES = [
     Queue(name, Exchange(EXCHANGE), routing_key=name) for name in (*_own_queues, "issuance", "webhooks", "maintenance")
@@ -257,7 +257,7 @@ CELERY_TASK_ROUTES = {
     "keyvault.tasks.issue_approved": {"queue": "issuance"},
     "keyvault.tasks.deliver_webhooks": {"queue": "webhooks"},
 }
-# Beat keeps nothing: after a restart each entry is due after its interval, and its task looks for due rows.
+# Beat stores no state: after a restart each entry is due after its interval, and its task finds the due rows.
 CELERY_BEAT_SCHEDULER = "celery.beat:Scheduler"
 CELERY_BEAT_MAX_LOOP_INTERVAL = 1
 CELERY_BEAT_SCHEDULE = {

@@ -243,5 +243,5 @@ def _shred(rows: QuerySet[IdempotentRequest]) -> None:
 
 
 def forget_expired(now: datetime) -> None:
-    """Delete a batch of replies whose retention is over, oldest first."""
+    """Delete a batch of expired replies, oldest first."""
     delete_batch(IdempotentRequest.objects.filter(expires_at__lte=now).order_by("expires_at"))

@@ -154,7 +154,7 @@ def _by_environment() -> "defaultdict[Environment, RowTurns[Any]]":
 
 @dataclass(slots=True)
 class MaintenanceTurns:
-    """The place of each step in its due rows, in this process."""
+    """The position of each step in its due rows, in this process."""
 
     approved: RowTurns[IssuanceRequest] = field(default_factory=RowTurns)
     overdue: RowTurns[IssuanceRequest] = field(default_factory=RowTurns)
@@ -366,7 +366,7 @@ def _discard_withdrawn(now: datetime) -> None:
 
 
 def _has_true_clock(now: datetime) -> bool:
-    """Whether this host's clock may decide about acts that cannot be undone. If not, raise one alarm for the host."""
+    """Whether this host's clock is accurate enough for irreversible acts. If not, raise one alarm for the host."""
     try:
         require_true_clock()
     except ClockDiffersError as error:

@@ -64,8 +64,8 @@ _log = logging.getLogger(__name__)
 class RetentionRule:
     """How long the rows of a table are kept.
 
-    `kept`: for the documentation; `{days}` stands for the default of `setting`. `forget`: deletes a batch of expired
-    rows; None: nothing is deleted, or with the row that `kept` names.
+    `kept`: text for the documentation, in which `{days}` stands for the default of `setting`. `forget`: deletes a batch
+    of expired rows; None: the rows are permanent, or deleted with the row that `kept` names.
     """
 
     table: type[Model]
@@ -111,8 +111,8 @@ RULES = (
     ),
     RetentionRule(
         UseBucket,
-        "{days} days; as minutes for `KEYVAULT_USAGE_MINUTE_DAYS`, then as hours for `KEYVAULT_USAGE_HOUR_DAYS`, and "
-        "with these the addresses and user agents",
+        "{days} days; by minute for `KEYVAULT_USAGE_MINUTE_DAYS`, and by hour, with addresses and user agents, for "
+        "`KEYVAULT_USAGE_HOUR_DAYS`",
         "KEYVAULT_USAGE_DAYS",
         usage.forget_old,
     ),
@@ -120,7 +120,7 @@ RULES = (
     RetentionRule(UsageReporter, "7 days after the process ended; the last loss of each environment permanently"),
     RetentionRule(
         Change,
-        "{days} days; the newest ones, and those that a live verifier has not confirmed, as long as they are that",
+        "{days} days; the newest changes, and those that a live verifier has yet to confirm, longer",
         "KEYVAULT_CHANGE_DAYS",
         follower.forget_old_changes,
     ),
@@ -133,7 +133,7 @@ RULES = (
         forget=leases.forget_abandoned,
     ),
     RetentionRule(WebhookBreaker, "until the endpoint responds"),
-    RetentionRule(ServiceProcess, "until the process stops in order; 7 days after it was lost"),
+    RetentionRule(ServiceProcess, "until the process shuts down normally; 7 days after it was lost"),
     *(
         RetentionRule(table, "permanently: evidence")
         for table in (AuditChain, AuditEntry, AuditCheckpoint, BreakGlass, Order)

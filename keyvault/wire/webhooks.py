@@ -146,7 +146,7 @@ def next_attempt(attempts: int, random: Callable[[], float]) -> timedelta | None
 
 
 def open_breaker_for(failures: int) -> timedelta | None:
-    """Return how long no attempt is made after this many consecutive ones without a reply; None: the breaker is closed.
+    """Return how long the breaker is open after this many consecutive attempts without a reply; None: it is closed.
 
     The pause doubles from one minute to ten. The attempt after it decides again (half-open).
     """

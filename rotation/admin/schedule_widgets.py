@@ -98,7 +98,7 @@ def format_schedule_window(row: RotationSchedule) -> str:
 
 
 def schedule_facts(row: RotationSchedule) -> Iterable[tuple[str, Any]]:
-    """Yield what the schedule plans, all but its scope."""
+    """Yield the terms of the schedule, without its scope."""
     overrides = (find_draft(row) or partial_draft(row)).overrides
     yield "Environment", badge(row.environment)
     yield "Cryptoperiod", f"{row.cryptoperiod_days} days"

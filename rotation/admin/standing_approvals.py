@@ -124,7 +124,7 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
             approve_standing_approval,
             explain=lambda row: (
                 f"You approve all rotations that this schedule requests until {row.expires_at:%Y-%m-%d %H:%M} UTC, "
-                "with the plan below, also those of credentials that are added later."
+                "with the plan below. They include those of credentials that are added later."
             ),
             approved="Approved. The schedule's rotations start without further approval.",
             is_undecided=_is_undecided,
@@ -246,7 +246,7 @@ def _notes(request: HttpRequest, row: StandingApproval) -> Iterable[str]:
     if row.closed_at is not None:
         yield f"Ended: {row.why or row.get_state_display()}. Each rotation of the schedule needs its own approval."
     elif not is_current(row):
-        yield "The schedule is not as it was requested. This covers no rotation; request another one."
+        yield "The schedule was changed after the request. This approval covers no rotation; request another one."
     elif _is_undecided(row):
         yield f"Awaiting approval until {row.approval_expires_at:%Y-%m-%d %H:%M} UTC."
         if is_requester(request, row):

@@ -92,7 +92,7 @@ _AWAITED_SOURCE_BODY = define(
     "AwaitedSourceBody",
     obj(
         "A source that the rotation waits for. `until` null: seen only within 24 hours, so it must use the other key, "
-        "or be waived; `others`, the clients that were too many to keep apart, must be waived.",
+        "or be waived; `others`, all clients beyond the limit on distinct sources, must be waived.",
         source=TEXT,
         last_used_at=INSTANT,
         until=nullable(INSTANT),

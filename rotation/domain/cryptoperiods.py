@@ -85,7 +85,7 @@ def _fit(window: Window | None, due_at: datetime, ends_at: datetime, earliest_at
 
 
 def delay_after(refusals: int) -> timedelta:
-    """Return the time until a request that was refused so often in a row is tried again: a minute up to a day."""
+    """Return the delay before a worker retries a request after this many consecutive refusals: a minute up to a day."""
     doublings: int = min(refusals - 1, _DOUBLINGS)
     return min(_FIRST_DELAY * float(2**doublings), _DAY)
 

@@ -457,8 +457,8 @@ WAITS = (
             Only(PRIVATE, "Until the quarantine begins both keys verify. Extend the deadline if they need longer."),
             Only(
                 PRIVATE,
-                "A source that will not use the key again, or was seen only once (all its uses lie within 24 hours), "
-                "can be waived by name; if it calls with the key after that, it is refused.",
+                "A source can be waived by name if it will not use the key again, or was seen only once (all its "
+                "uses lie within 24 hours). If it calls with the key after that, it is refused.",
             ),
             Only(
                 PRIVATE,

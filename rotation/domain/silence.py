@@ -19,7 +19,7 @@ class SourceFacts:
 
     `used_at`: its last use of that key, allowed or denied. `moved_at`: its last allowed use of the key that stays.
     `gap_seconds`: its longest gap between two uses; 0: the plan's quiet period suffices; None: it was seen only once
-    (`keyvault.domain.sources.OCCASION`), or stands for clients that were not kept apart, so its silence says nothing.
+    (`keyvault.domain.sources.OCCASION`), or is OTHERS, whose silence proves nothing.
     """
 
     name: str
@@ -30,7 +30,7 @@ class SourceFacts:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the key that stays is the one that it used last. OTHERS never moves: some of its clients may not."""
+        """Whether it used the key that stays last. False for OTHERS, because some of its clients may not have moved."""
         return self.name != OTHERS and self.moved_at is not None and self.moved_at >= self.used_at
 
     def find_end(self, quiet_seconds: int, lost_at: datetime | None) -> datetime | None:
@@ -85,7 +85,7 @@ class AwaitedSource:
 def describe_need(name: str) -> str:
     """Describe what must happen to a source whose silence never ends."""
     if name == OTHERS:
-        return "clients too many to keep apart, to be waived"
+        return "clients beyond the limit on distinct sources, to be waived"
     return "seen only once, to use the other key or to be waived"
 
 

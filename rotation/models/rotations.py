@@ -126,7 +126,7 @@ class Rotation(RequestColumns):
         return self
 
     def _expire_date(self, now: datetime) -> None:
-        """Have the date of the credential's next rotation computed again: none is requested beside an open one."""
+        """Mark the credential's next date for recomputation, because no rotation is requested beside an open one."""
         rows = ScheduledCredential.objects.filter(credential=self.credential_id)
         rows.update(ask_at=now, refusals=0, revision=F("revision") + 1)
 

@@ -105,7 +105,7 @@ class ScheduledCredential(models.Model):
 class ScheduleSweep(models.Model):
     """A pending computation of `ask_at` for all private credentials of an account, or of an environment.
 
-    Workers do it in batches. `after`: the last credential that is done; empty: none.
+    Workers run it in batches. `after`: the last credential processed; empty: none.
     """
 
     environment = choice(Environment)
@@ -119,7 +119,7 @@ class ScheduleSweep(models.Model):
 class ScheduleCheck(models.Model):
     """When a worker next verifies that this release can read an enabled schedule.
 
-    `fault`: why the last check could not; an alarm was raised for it.
+    `fault`: why the release could not read it at the last check; an alarm was raised for it.
     """
 
     schedule = models.OneToOneField(RotationSchedule, models.CASCADE, primary_key=True, related_name="+")

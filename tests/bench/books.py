@@ -25,12 +25,12 @@ def open_book(module: str, environ: Mapping[str, str]) -> Iterator[Book]:
         try:
             yield book
         finally:
-            # It holds nothing that anybody wants to keep.
+            # It holds no data to keep.
             book.kill()
 
 
 def ask(book: Book, command: str) -> Any:
-    """Raises RuntimeError when the process has ended."""
+    """Send a command; return the answer. Raises RuntimeError when the process has ended."""
     send(book, command)
     return receive(book, command)
 

@@ -82,7 +82,7 @@ class Scale:
         return told
 
     def _open(self, house: House, size: int, broker: str) -> House:
-        """A house with a database and a data folder of its own, because a folder belongs to one database."""
+        """Return a house with its own database and data folder, because a folder belongs to one database."""
         folder = self._site.folder / f"scale-{size}"
         shutil.copytree(house.data, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
         folder.chmod(0o700)
@@ -135,7 +135,7 @@ def _start_redis(stack: ExitStack) -> str:
 
 @contextmanager
 def _workers(house: House, log: Path) -> Iterator[None]:
-    """The workers and the beat of the documentation, as many workers as cores."""
+    """Run the workers and the beat as documented, with as many workers as cores."""
     celery = [sys.executable, "-m", "celery", "-A", "keyvault.project"]
     worker = [*celery, "worker", "--pool", "threads", "--concurrency", "4", "--loglevel", "WARNING"]
     worker += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
@@ -162,7 +162,7 @@ def _workers(house: House, log: Path) -> Iterator[None]:
 
 
 def _ratios(round_of: list[Mapping[str, list[float]]]) -> dict[str, float]:
-    """Each job's cost in full over that at a hundredth, in one round."""
+    """Return each job's ratio of costs in one round: at full size to at a hundredth."""
     small, large = round_of
     return {name: median(large[name]) / median(small[name]) for name in large}
 
@@ -182,7 +182,7 @@ def describe(told: Mapping[str, Any]) -> str:
         f"{small} and {large} credentials, each with 3 % in open rotations, 3 changes, 3 audit entries and 10 usage"
         f" rows, loaded in {loaded}. PostgreSQL with {' '.join(POSTGRES)}, a throwaway without fsync, and all programs"
         f" share the cores with it. Costs are processor time of Python and of its database connection; rates and times"
-        f" from an event to its step are wall clock, which says nothing while others use the machine."
+        f" from an event to its step are wall clock, which is meaningless while other programs use the machine."
         f" {told['completed']} rotations in {PROCESSES} processes came to {number(told['completed_per_second'])} a"
         f" second in {number(told['turns_per_second'])} turns a second. {PROCESSES} Celery workers, which got"
         f" {driven['rate']} rotations a second, completed {driven['completed']} of {driven['rotations']}; from an"

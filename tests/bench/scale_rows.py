@@ -262,7 +262,7 @@ def _advance(rotation: Rotation, log: UsageLog, clock: Clock) -> None:
 
 
 def _make_short_rows(now: datetime) -> None:
-    """Rows that are kept for a short time only, and that no service writes alone."""
+    """Make rows that are kept for a short time only, and that no service writes alone."""
     Refusal.objects.create(
         request_id="refusal",
         at=now,
@@ -469,7 +469,7 @@ def load_confirmations(size: Size) -> None:
 
 
 def catch_up() -> None:
-    """Let the revocation log have all revocations that the change feed names."""
+    """Append all revocations that the change feed names to the revocation log."""
     newest = Change.objects.latest("sequence").sequence
     Verifier.objects.update(confirmed_sequence=newest)
     append_lines([CaughtUp(newest)])
@@ -573,7 +573,7 @@ def make_heads_due(size: Size, count: int) -> None:
 
 @contextmanager
 def accept_messages() -> Iterator[None]:
-    """Every webhook endpoint accepts its messages at once."""
+    """Let every webhook endpoint accept its messages immediately."""
     defaults = deliveries.deliver_due.__defaults__ or ()
     send = mock.Mock(return_value=Reply(204, None))
     with mock.patch.object(deliveries.deliver_due, "__defaults__", (*defaults[:-1], send)):

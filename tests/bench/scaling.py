@@ -314,7 +314,7 @@ def _list_jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 @contextmanager
 def _checkpoints_due() -> Iterator[None]:
-    """The minimum interval between two checkpoints is over."""
+    """Let the minimum interval between two checkpoints be over."""
     from datetime import timedelta
 
     from keyvault.services.audit import checkpoints

@@ -169,7 +169,7 @@ GUARDS = (
         _SILENCE,
         "max(quiet_seconds, GAPS * self.gap_seconds)",
         "quiet_seconds",
-        "A source is silent after twice its own longest gap: a monthly job is not forgotten after a week.",
+        "A source is silent after twice its own longest gap, so a monthly job is not silent after a week.",
         f"{_SOURCE_TESTS}::test_source_is_finished_when_it_moved_or_was_silent_by_its_habit_or_is_waived",
     ),
     Guard(
@@ -185,7 +185,7 @@ GUARDS = (
         _STATES,
         "(left_at is not None and max(seen) < left_at)",
         "False",
-        "Silence of the predecessor counts only if the replacement was used last: an outage is no silence.",
+        "Silence of the predecessor counts only if the replacement was used last, so an outage does not count.",
         f"{_SILENCE_TESTS}::test_silence_counts_only_while_the_replacement_carries_the_traffic",
     ),
     Guard(
@@ -391,7 +391,7 @@ GUARDS = (
         _RULES,
         'f"OLD.state IN {states} AND {left}"',
         '"1 = 0"',
-        "The database revives no dead key, whoever writes.",
+        "The database rejects every write that revives a dead key.",
         _TRIGGER_TESTS,
     ),
     Guard(
@@ -416,7 +416,7 @@ GUARDS = (
         _FOUR_EYES,
         "if operator.person == row.requester_person:",
         "if not operator.person:",
-        "A requester does not approve the own request.",
+        "A requester does not approve their own request.",
         f"{_ISSUANCE_TESTS}::test_issuance_approved_by_the_requester_with_a_grant_for_another_is_refused",
     ),
     Guard(
@@ -424,7 +424,7 @@ GUARDS = (
         _DECISION,
         "isinstance(principal, OperatorPrincipal) and principal.person != target.requester_person",
         "isinstance(principal, OperatorPrincipal)",
-        "A requester gets no grant to approve the own request.",
+        "A requester gets no grant to approve their own request.",
         f"{_ISSUANCE_TESTS}::test_issuance_requester_gets_no_grant_to_approve",
     ),
     Guard(
@@ -546,7 +546,7 @@ GUARDS = (
         _COPIES,
         'if stored.labels.get("key_id") != key.key_id:\n        raise ForeignWriterError',
         'if not stored.labels.get("key_id", "-"):\n        raise ForeignWriterError',
-        "The string of one key is never handed out as that of another.",
+        "The string of one key is never returned as that of another.",
         f"{_STORED_TESTS}::test_string_of_another_key_at_the_version_of_this_one_is_not_returned",
     ),
     Guard(

@@ -1,8 +1,8 @@
 """Workers over the store in memory: the loop of `rotation.services.rotations`, cut into steps that may interleave.
 
 The decisions are the product's (`next_step`, its facts, the table of transitions). This module performs them on rows in
-memory, as `engine`, `side_effects` and `transitions` do in the database: each commit is one step, and a worker may
-crash before it, within it, or after it.
+memory, as `engine`, `side_effects` and `transitions` do in the database. Each commit is one step. A worker may crash
+before it, within it, or after it.
 """
 
 from collections.abc import Callable

@@ -39,7 +39,7 @@ HABITS = (
 BURST = HABITS[3]
 
 HISTORY = 400 * DAY
-"""How long the service remembers the uses of a key."""
+"""Retention of the uses of a key in the service."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,8 @@ class Host:
 class KnownUse:
     """One consumer's use of one key: the truth that the invariants judge by.
 
-    `used_at`: its last use, also one that was lost with a verifier. The rest is what the service was told.
+    `used_at`: its last use, also one that was lost with a verifier. The other fields are what
+    verifiers have reported to the service.
     """
 
     used_at: datetime
@@ -106,7 +107,7 @@ class Consumer:
 class FleetOptions:
     """What the fleet is made of.
 
-    `forgotten`: the share of hosts that nobody moves. `pauses`: the share of runs after which a consumer pauses for
+    `forgotten`: the share of hosts that no person moves. `pauses`: the share of runs after which a consumer pauses for
     several times its habit. `new`: the share of consumers whose first run is shortly before the first rotation.
     `races`: how often a person acts on a key while a worker is about to take one away. `sandbox`: the share of
     credentials in the sandbox.

@@ -1,4 +1,4 @@
-"""What holds after every step. Each function yields a sentence for each violation."""
+"""The invariants, checked after every step. Each function yields a sentence for each violation."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -104,7 +104,7 @@ def _find_rotation(credential: StoredCredential, key: StoredKey) -> StoredRotati
 
 
 def find_silence(known: KnownUse, rotation: StoredRotation, *, has_moved: bool) -> timedelta | None:
-    """Return how long a consumer may be silent by its own habit; None: it was seen once, so nobody knows.
+    """Return how long a consumer may be silent by its own habit; None: it was seen once, so its habit is unknown.
 
     `has_moved`: one of its hosts has, so it is known that the others only have to follow.
     """

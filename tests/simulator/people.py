@@ -261,7 +261,7 @@ class People:
         self._end(rotation.credential, self._random.choice(keys))
 
     def act(self, credential: StoredCredential) -> None:
-        """Do by hand what people do at any time."""
+        """Do one of the acts that people do at any time."""
         self._world.touch(credential, "person")
         rotation = credential.open_rotation
         chance = self._random.random()
@@ -287,7 +287,7 @@ class People:
             self._set(credential, key, K.ACTIVE)
 
     def _try_unknown(self, credential: StoredCredential) -> None:
-        """Somebody else tries a key in quarantine."""
+        """Let an unknown client try a key in quarantine."""
         for key in credential.keys:
             if key.state is K.SUSPENDED:
                 key.attempts["203.0.113.0/24 curl"] = self._world.clock.now

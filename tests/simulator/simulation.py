@@ -49,7 +49,7 @@ class Result:
 
 
 class Simulation:
-    """Everything that happens by one seed, one step at a time."""
+    """The run of one seed, one step at a time."""
 
     def __init__(self, seed: int, options: FleetOptions | None = None, rules: Rules | None = None) -> None:
         self.seed, self.options, self.rules = seed, options or FleetOptions(), rules or Rules()
@@ -79,7 +79,7 @@ class Simulation:
         return Result(self.seed, number, self.clock.now, self.counts)
 
     def _make_service(self) -> None:
-        """Make the fleet and what serves it."""
+        """Make the fleet and the service."""
         self.verifiers = VerifierFleet(
             [Verifier(f"verifier {number}", self.draw_clock()) for number in range(VERIFIERS)], self.draw_clock
         )
@@ -100,7 +100,7 @@ class Simulation:
         credential.events.append(f"{self.clock.now:%Y-%m-%d %H:%M:%S} {text}")
 
     def wake(self, credential: StoredCredential) -> None:
-        """A key of the credential changed, or was used in quarantine."""
+        """Wake the engine: a key of the credential changed, or was used in quarantine."""
         if credential.open_rotation is not None:
             self.engine.wake(credential.open_rotation)
 
@@ -209,7 +209,7 @@ class Simulation:
         return None
 
     def _audit(self) -> None:
-        """Look at every open rotation: one that nothing touches may be stuck."""
+        """Check every open rotation, because one without events may be stuck."""
         self.touch(None, "audit")
         self.scheduler.after(_AUDIT_SECONDS, self._audit)
         for credential in self.fleet.credentials:

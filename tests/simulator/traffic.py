@@ -21,7 +21,7 @@ class Traffic:
         self._world, self._random = simulation, simulation.random
 
     def start_new(self, credential: StoredCredential) -> None:
-        """Start consumers that nobody has seen before: their first run is shortly before a delivery."""
+        """Start consumers that the service has not seen before: their first run is shortly before a delivery."""
         for consumer in self._world.fleet.consumers_of(credential):
             if consumer.is_new:
                 consumer.is_new = False
@@ -84,7 +84,7 @@ class Traffic:
         if key.state is KeyState.SUSPENDED:
             world.record_attempt(consumer, key, verifier)
         if is_retry:
-            # A person sees to it.
+            # A person gives the host the newest key.
             world.scheduler.after(self._random.uniform(1, 72) * 3_600, lambda: self._repair(consumer, host))
         else:
             world.scheduler.after(_RETRY_SECONDS, lambda: self._retry(consumer, host))

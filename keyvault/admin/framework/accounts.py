@@ -30,7 +30,7 @@ class AccountForm(ActionForm):
 
 
 class MerchantsField(forms.CharField):
-    """Ids of merchants, one on each line; the value is the list of them."""
+    """Field for merchant ids, one per line. The cleaned value is a list."""
 
     widget = forms.Textarea(attrs={"rows": 4})
 

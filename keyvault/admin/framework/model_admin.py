@@ -57,7 +57,7 @@ _MAX_ATTENTION_ROWS = 200
 
 
 _MAX_COUNTED = 10_000
-"""Maximum rows that a list counts and has pages for; filters and the search reach all rows."""
+"""Maximum rows that a list counts and paginates. Filters and the search reach all rows."""
 
 
 class BoundedPaginator(_Paginator):

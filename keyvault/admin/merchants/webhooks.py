@@ -109,7 +109,7 @@ def _state(endpoint: WebhookEndpoint) -> str:
 
 
 def _paused_until(endpoint: WebhookEndpoint) -> datetime | None:
-    """Return until when the endpoint's breaker is open, None if it is closed."""
+    """Return the time until which the endpoint's breaker is open; None if it is closed."""
     breaker = breaker_of(endpoint)
     until = None if breaker is None else breaker.open_until
     return until if until is not None and until > datetime.now(UTC) else None

@@ -82,7 +82,7 @@ class ChainFilter(admin.SimpleListFilter):
 
 
 class EventFilter(admin.SimpleListFilter):
-    """Filter by event: lists each that was recorded."""
+    """Filter by event. Lists the recorded events."""
 
     title = "event"
     parameter_name = "event"

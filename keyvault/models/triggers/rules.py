@@ -34,7 +34,7 @@ class TriggerRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AppendOnly:
-    """The rows never change and are never deleted, also not by SQLite's REPLACE, which runs no delete trigger.
+    """The rows never change and are never deleted, not even by SQLite's REPLACE, which runs no delete trigger.
 
     Rows for which the SQL condition `expired` holds may be deleted; OLD is the row.
     """
@@ -54,7 +54,7 @@ class AppendOnly:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The rows are never deleted, except those for which the SQL condition `expired` holds, of which OLD is the row.
+    """The rows are never deleted, except those for which the SQL condition `expired` holds; OLD is the row.
 
     SQLite's REPLACE deletes rows that equal the new one in a set of `unique` columns, so such an insert is refused. The
     table's `Frozen` rule refuses updates of these columns: UPDATE OR REPLACE would delete the other row, too.

@@ -167,11 +167,11 @@ class Follower(BackgroundThread):
         return before is not None and time.monotonic() - before <= _expires_after_seconds()
 
     def _announce_confirmed(self) -> None:
-        """Send `changes_confirmed` for what was reported since the last call, after the poll that verdicts wait for."""
+        """Send `changes_confirmed` for new confirmations, after the poll for which verdicts wait."""
         above, self._announced = self._announced, self._reported_through
         through = self._reported_through
         if above is not None and through is not None and above < through:
-            with log_failure(_log, "receivers were not told about confirmed changes"):
+            with log_failure(_log, "receivers were not notified of confirmed changes"):
                 changes_confirmed.send(None, above=above, through=through, now=datetime.now(UTC))
 
     def _write_report(self) -> None:
@@ -360,9 +360,9 @@ def forget_old(now: datetime) -> None:
 def forget_old_changes(now: datetime) -> None:
     """Delete a batch of old changes that every live verifier has confirmed.
 
-    A follower checks that the latest changes that it has applied still exist, so these are kept: the latest sequences
-    below the slowest verifier's position, and the newest change there. A process that was suspended for longer than
-    GONE_KEPT_FOR may miss its own, and must be restarted.
+    A follower checks that the latest changes that it has applied still exist. The deletion therefore keeps the latest
+    sequences below the slowest verifier's position, and the newest change there. A process that was suspended for
+    longer than GONE_KEPT_FOR may not find its latest changes; restart it.
     """
     live = Verifier.objects.filter(stopped_at__isnull=True).aggregate(slowest=Min("confirmed_sequence"))["slowest"]
     newest = Change.objects.order_by("-sequence")
@@ -372,7 +372,7 @@ def forget_old_changes(now: datetime) -> None:
     if last is None:
         return
     oldest = now - timedelta(days=settings.CHANGE_DAYS)
-    # By sequence, which has an index and follows the time.
+    # In the order of the sequence, which has an index and increases with time.
     rows = Change.objects.filter(sequence__lte=last - OVERLAP).order_by("sequence").values_list("sequence", "at")
     old = [sequence for sequence, at in rows[:MAX_DELETED] if at < oldest]
     delete_batch(Change.objects.filter(sequence__in=old))

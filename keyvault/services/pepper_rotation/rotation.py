@@ -261,8 +261,8 @@ def _block_writers() -> None:
     """Block writers inside the transaction, so that the count sees every digest and no new one is written.
 
     The first lock does not block writers. It waits longer than PostgreSQL's deadlock check, which cancels an autovacuum
-    that holds a table, and keeps the next one away. The timeout of the second is shorter than that check, so this
-    transaction is the one that fails. SQLite has one writer at a time.
+    that holds a table, and it prevents the next one. The second lock times out before that check, so this transaction
+    is the one that fails. SQLite has one writer at a time.
     """
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:

@@ -45,7 +45,7 @@ CHANNEL = "keyvault_changes"
 """NOTIFY channel that wakes the followers. Without a notice they find a change at their next poll."""
 
 _MERGE_SECONDS = 0.005
-"""Minimum time between two wake-ups by one process, in seconds. The commits within it share the second."""
+"""Minimum time between two wake-ups by one process, in seconds. The commits within it share one wake-up."""
 
 MAX_ROWS = 10_000
 """Maximum rows of one poll. A follower that is further behind drops its whole cache."""
@@ -120,10 +120,10 @@ def notify_host(subjects: Collection[Subject]) -> None:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _NoticeSender:
-    """Wake the followers on all hosts after a commit: at once, or once for the commits of the next milliseconds.
+    """Wake the followers on all hosts after a commit: immediately, or together with the next commits.
 
-    PostgreSQL commits transactions with a NOTIFY one after the other, so a change is committed without one. A process
-    that dies in between wakes nobody, and followers find the change at their next poll.
+    PostgreSQL commits transactions with a NOTIFY one after the other, so a change is committed without one. If the
+    process dies before the NOTIFY, followers find the change at their next poll.
     """
 
     _sent_at: float = float("-inf")

@@ -19,7 +19,10 @@ keys_refused = Signal()
 """A process reported uses of keys that were refused, and committed them. `key_ids`, `now`: the time of the report."""
 
 changes_confirmed = Signal()
-"""A verifier confirmed changes, and committed that. `above`, `through`: the range of their sequences. `now`."""
+"""A verifier confirmed changes, and committed that.
+
+`above`, `through`: the range of their sequences. `now`: the event's time.
+"""
 
 notice_settled = Signal()
-"""The first delivery of a notice succeeded, or one was given up. `notice`, `now`."""
+"""The first delivery of a notice succeeded, or one was given up. `notice`, `now`: the event's time."""

@@ -44,7 +44,7 @@ class Record:
     """One pending audit entry. `sequence` is set once the outermost block has ended.
 
     `chain`: the account's or the platform's. `is_customer_token`: the entry goes to one of the account's chains for
-    customer tokens instead, because many of these are written at once.
+    customer tokens instead, because many of these are written concurrently.
     """
 
     chain: str

@@ -1,7 +1,8 @@
 """Pending copies: the string of a staged key until it is delivered.
 
-A staged key waits until every verifier accepts it. Its string meanwhile lies in the secret backend at a path of its own
-that no merchant can read, so that any worker can deliver it. The path is erased once the key is delivered or discarded.
+A staged key waits until every verifier accepts it. Meanwhile the secret backend holds its string at a separate path
+that no merchant can read, so that any worker can deliver it. A worker erases the path once the key is delivered or
+discarded.
 No function here may run inside a database transaction.
 """
 

@@ -1,7 +1,7 @@
 """Workers and beats report that they run; each of them and each server finds those that no longer do.
 
-A process that is killed and restarted under the same name raises no alarm. One that stays away is reported within a
-minute, by whichever process still lives: a server, another worker, or a beat.
+A process that is killed and restarted under the same name raises no alarm. Any other running process (a server, a
+worker, or a beat) reports one that does not return, within a minute.
 """
 
 import logging
@@ -132,7 +132,7 @@ def measure(now: datetime, queues: Sequence[str]) -> None:
 
 
 def _measure_broker(names: Sequence[str]) -> None:
-    """Note the lengths of the broker's queues. A broker that does not answer keeps the last ones."""
+    """Record the lengths of the broker's queues. If the broker does not answer, keep the last values."""
     limits = {"socket_timeout": _BROKER_SECONDS, "socket_connect_timeout": _BROKER_SECONDS}
     try:
         with Redis.from_url(settings.BROKER_URL, **limits) as broker, broker.pipeline(transaction=False) as lengths:

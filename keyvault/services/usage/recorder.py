@@ -1,13 +1,13 @@
 """Record who used which key and when: counted in memory on the request path, written shortly after by a thread.
 
 A key counts as silent only for times that every reporter covers. Each process that verifies keys is a reporter. It
-writes its counts together with a watermark: the time up to which the counts are complete. What a killed reporter had
-not written is in a file, from which another process of its host writes it. Without that file the reporter is marked
-lost, and any wait for silence in the environments that it served restarts from that moment.
+writes its counts together with a watermark: the time up to which the counts are complete. If a reporter is killed,
+another process of its host writes the unreported uses from a file. Without that file the reporter is marked lost, and
+any wait for silence in the environments that it served restarts from that moment.
 
 A reporter uses its own host's clock, and the engine compares it with the engine's clock. Clocks must agree within
-LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check,
-so that silence cannot be established until the clock is corrected. A smaller difference shifts times by that much.
+LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check.
+Silence cannot be established until the clock is corrected. A smaller difference shifts times by that much.
 """
 
 import logging
@@ -100,7 +100,7 @@ class UsageLog(BackgroundThread):
     _flushing: threading.Lock = field(default_factory=threading.Lock)
     _reports: int = 0
     _file: UnreportedUses | None = None
-    """What another process reports if this one is killed; None before the start, or if it cannot be written."""
+    """Uses that another process reports if this one is killed; None before the start, or without a writable file."""
     _unconfirmed: "_Report | None" = None
     """The last report, if its write failed or its outcome is unknown."""
 
@@ -307,7 +307,8 @@ def _add(counts: dict[Use, Uses], row: Uses) -> None:
 class _Report(NamedTuple):
     """One report: its counts, the watermark `through`, and whether the reporter deregisters with it (`is_final`).
 
-    `used`: ids of customer tokens whose secrets were used. `mark`: what it covers of the file of unreported uses.
+    `used`: ids of customer tokens whose secrets were used. `mark`: the part of the file of unreported uses that it
+    covers.
     """
 
     reporter_id: str
@@ -324,7 +325,7 @@ def _folder() -> Path:
 
 
 def report_dead(now: datetime) -> None:
-    """Report what killed processes of this host had counted and not reported, as their last reports.
+    """Send the last reports of killed processes of this host: the uses that they had not reported.
 
     Each use in a file counts once. A file that may lack uses is deleted: its reporter is then marked lost.
     """

@@ -199,10 +199,10 @@ def _merge(one: NetworkUse, other: NetworkUse) -> NetworkUse:
 
 
 MAX_SOURCES = 1_000
-"""Maximum sources of a key that are told apart. The others are one source, which no rotation takes as silent."""
+"""Maximum distinct sources of a key. All others count as one source, which no rotation considers silent."""
 
 _MAX_CLIENTS = 500
-"""Maximum clients of waived sources whose attempts are told apart."""
+"""Maximum clients of waived sources whose attempts are recognized."""
 
 
 def find_sources(key_id: str) -> dict[str, SourceUse]:
@@ -278,7 +278,7 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
 def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -> UseAttempts:
     """Return the latest attempts since a key was suspended, for its tripwire. Cheap however many sources there are.
 
-    `without`: names of sources whose attempts do not count. Those of more than _MAX_CLIENTS clients count again.
+    `without`: names of sources whose attempts do not count, for their first _MAX_CLIENTS clients.
     """
     attempts = _attempts_since(key_id, since)
     if without:
@@ -301,7 +301,7 @@ def _attempts_since(key_id: str, since: datetime) -> QuerySet[UseBucket]:
 def _is_known(key_id: str, before: datetime) -> Q:
     """Match attempts since this time by a source that really used the key before it.
 
-    Uses that are old enough have only the network of their source, which is compared for _MAX_CLIENTS sources.
+    Old uses have only the network of their source. It is compared for at most _MAX_CLIENTS sources.
     """
     used = _buckets(key_id, SIGNS_OF_LIFE).filter(first_at__lt=before)
     tried = _attempts_since(key_id, before).order_by("source").values_list("source", flat=True).distinct()

@@ -1,7 +1,7 @@
 """Keep the usage tables small: minutes become hours, hours become days, and old days are deleted.
 
-Each batch is one transaction and moves counts from finer buckets to coarser ones, so that a total is never counted
-twice or lost: a batch that was killed is repeated, and workers at the same time take different rows.
+Each batch is one transaction and moves counts from finer buckets to coarser ones, so that no use is counted twice or
+lost. A batch that was killed is repeated. Concurrent workers take different rows.
 """
 
 import time
@@ -29,7 +29,7 @@ _MAX_KEYS = 200
 """Maximum keys of one batch. It takes the buckets of a key together, because they move to the same coarser ones."""
 
 _ROLL_UP_SECONDS = 5.0
-"""Time in which one run starts batches, in seconds."""
+"""Time during which one run starts new batches, in seconds."""
 
 
 class _Level(NamedTuple):
@@ -103,7 +103,7 @@ def _floor(at: datetime, span: UseSpan) -> datetime:
 
 
 def forget_old(now: datetime) -> None:
-    """Delete buckets older than the retention, some thousands at a time, sources without any, and reporters long gone.
+    """Delete buckets older than the retention, some thousands at a time, sources without any, and old reporters.
 
     Kept permanently: a key's total with its first and last use, suspected exposures, and when a reporter was last lost,
     because that restarts a silence. Evidence stores its own copy of what it relies on.

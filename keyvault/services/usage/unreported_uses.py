@@ -21,14 +21,17 @@ SUFFIX: Final = ".uses"
 
 _MAGIC: Final = int.from_bytes(b"KVUSES01", "little")
 _MAGIC_PLACE, _END, _CONFIRMED, _NUMBER, _TAKEN, _IS_INCOMPLETE = range(6)
-"""Words of the header: format; end of the entries; end of the reported ones; the report that is being sent, and the end
-of its entries; 1 if the file was full."""
+"""Indexes of the words of the header.
+
+Format; end of the entries; end of the reported ones; the report that is being sent; end of its entries; 1 if the file
+was full.
+"""
 
 _HEADER_BYTES: Final = 128
 _BOOT_BYTES: Final = slice(64, _HEADER_BYTES)
 _SIZE: Final = 4 * 2**20
 _MAX_ENTRIES: Final = 20_000
-"""Maximum distinct entries per minute and report with a source each. Further ones have none."""
+"""Maximum distinct entries per minute and report that name their source. Further entries name none."""
 
 Mark = tuple[int, set[tuple[object, ...]]]
 """The end of the entries that a report covers, and their buckets."""
@@ -43,14 +46,14 @@ _decoder: Final = msgspec.json.Decoder(list[Entry])
 class UnreportedUses:
     """The file of one reporter. It is locked as long as its process lives. Raises OSError if it cannot be created.
 
-    An entry covers all uses of one bucket in one minute and one report: a successor learns who used the key and when
+    An entry covers all uses of one bucket in one minute and one report. A successor learns who used the key and when
     first, but not how often. Threads may share an instance.
     """
 
     def __init__(self, folder: Path, reporter_id: str) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = folder / f"{reporter_id}{SUFFIX}"
-        # A successor that found the file before it is locked would take its process for dead.
+        # A successor that found the file before it is locked would consider its process dead.
         unlocked = folder / f"{reporter_id}.new"
         self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -65,7 +68,7 @@ class UnreportedUses:
         self._is_open = True
         self._lock = threading.Lock()
         self._noted: set[tuple[object, ...]] = set()
-        """What is noted since the last `mark`, by minute."""
+        """Buckets and minutes that were noted since the last `mark`."""
 
     def note(
         self, key_id: str, endpoint: str, source: str, user_agent: str, origin: str, outcome: str, at: float
@@ -92,7 +95,7 @@ class UnreportedUses:
             self._noted.add(bucket)
 
     def mark(self) -> Mark:
-        """Begin a report: return what covers the entries so far. Call it before the counts are taken."""
+        """Begin a report; return the mark that covers the entries so far. Call it before the counts are taken."""
         with self._lock:
             noted, self._noted = self._noted, set()
             return self._words[_END], noted
@@ -187,7 +190,7 @@ def list_dead(folder: Path) -> Iterator[DeadFile]:
 
 @cache
 def _boot_id() -> bytes:
-    """Identify the running boot of the host. Without an id, each process has its own, so that no file is read."""
+    """Return the id of the host's current boot. On a host without one, return a random id, so that no file is read."""
     try:
         found = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:

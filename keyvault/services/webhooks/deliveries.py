@@ -3,9 +3,9 @@
 Messages are sent outside any transaction. One worker at a time runs a round. It sends to several endpoints
 concurrently, one message at a time for each, so that a slow endpoint delays only itself.
 
-The worker visits the endpoints with pending messages in turn, first for urgent messages and then for the others, so
-that no backlog delays another account. An account holds at most MAX_PER_ACCOUNT attempts. An endpoint that repeatedly
-does not reply is paused by its breaker; a paused message is not counted as attempted.
+The worker visits the endpoints with pending messages in turn, so that no backlog delays another account. It visits
+them for urgent messages first, and then for the others. An account holds at most MAX_PER_ACCOUNT attempts. The breaker
+of an endpoint pauses it when it repeatedly does not reply; a paused message is not counted as attempted.
 
 An attempt is counted before it is made, and its outcome is stored under that count. If a worker dies in between, the
 message is due again after HOLD. A worker that returns late stores nothing.
@@ -118,13 +118,13 @@ def find_delivery_report(kind: NoticeKind, subject: str) -> DeliveryReport:
 
 
 def forget_old_deliveries(now: datetime) -> None:
-    """Delete a batch of deliveries that were delivered or given up long after their last attempt was due."""
+    """Delete a batch of old deliveries that succeeded or were given up."""
     settled = WebhookDelivery.objects.exclude(state=DeliveryState.DUE)
     delete_batch(settled.filter(due_at__lt=now - timedelta(days=settings.DELIVERY_DAYS)).order_by("due_at"))
 
 
 def forget_old_notices(now: datetime) -> None:
-    """Delete a batch of old notices, apart from alarms that nobody has seen and notices with deliveries."""
+    """Delete a batch of old notices, except alarms that no operator has seen and notices with deliveries."""
     old = Notice.objects.filter(SETTLED_NOTICE, created_at__lt=now - timedelta(days=settings.NOTICE_DAYS))
     delete_batch(old.filter(~Exists(WebhookDelivery.objects.filter(notice=OuterRef("pk")))).order_by("created_at"))
 
@@ -219,7 +219,7 @@ def _is_due(delivery: WebhookDelivery, now: datetime) -> bool:
 
 
 def _has_room(delivery: WebhookDelivery, chosen: Sequence[WebhookDelivery]) -> bool:
-    """Whether the endpoint is free and both its account and the endpoints without a reply are below their shares."""
+    """Whether the endpoint is free, and its account and the endpoints without a reply are below their maximum."""
     of_account = [each for each in chosen if each.endpoint.account_id == delivery.endpoint.account_id]
     without_reply = [each for each in chosen if breaker_of(each.endpoint) is not None]
     return (

@@ -136,17 +136,17 @@ class BackgroundThread(ABC):
 
 @dataclass(slots=True, eq=False)
 class FlushThread(BackgroundThread):
-    """A background thread that writes what the process noted, after each interval and when it ends."""
+    """A background thread that writes pending data after each interval and when it ends."""
 
     interval_seconds: ClassVar[float]
     failure: ClassVar[str]
-    """What to log when a flush fails."""
+    """Log message of a failed flush."""
     outage: ClassVar[str]
-    """The same for an unavailable database, after which pending data is kept."""
+    """Log message of a flush while the database is unavailable; pending data is kept."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Write what is pending. May raise."""
+        """Write the pending data. May raise."""
 
     def _loop(self) -> None:
         self._repeat(self._try_flush, self.interval_seconds)

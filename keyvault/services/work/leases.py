@@ -73,12 +73,12 @@ def claim(subject: str, now: datetime, *, ignore_due_at: bool = False) -> Lease 
 
 
 def claim_dispatched(subject: str, now: datetime) -> Lease | None:
-    """Claim work in a queue because of a message; None when an earlier message already did, or it is held."""
+    """Claim work for which a message arrived; None if an earlier message did so, or another worker holds it."""
     return _claim(subject, now, Q(due_since__isnull=False))
 
 
 def claim_early(subject: str, now: datetime) -> Lease | None:
-    """Claim work in a queue even before it is due, except for its pause after a failure."""
+    """Claim work in a queue even before it is due, but not during its pause after a failure."""
     return _claim(subject, now, Q(last_error="") | Q(due_at__lte=now) | Q(due_since__isnull=False))
 
 
@@ -110,7 +110,7 @@ def renew(lease: Lease, now: datetime) -> None:
 def release(lease: Lease, *, due_at: datetime | None = None) -> None:
     """Release the work after a success; it is due again at `due_at` (None: now, which needs no row).
 
-    For work in a queue, `release_queued`.
+    Use `release_queued` for work in a queue.
     """
     if due_at is None:
         _own(lease).delete()

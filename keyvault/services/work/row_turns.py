@@ -1,4 +1,4 @@
-"""Batches of due rows in turn, so that rows which always fail do not keep those behind them from being reached."""
+"""Batches of due rows in turn, so that rows that always fail do not block the rows behind them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

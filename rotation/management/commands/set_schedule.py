@@ -31,8 +31,10 @@ class Command(ScheduleCommand):
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)
         parser.add_argument("--cryptoperiod-days", type=int, metavar="N", help="maximum time that a key is in use")
-        parser.add_argument("--jitter-days", type=int, metavar="N", help="each key up to this many days earlier")
-        parser.add_argument("--lead-days", type=int, metavar="N", help="request rotations this many days before")
+        parser.add_argument("--jitter-days", type=int, metavar="N", help="rotate each key up to this many days earlier")
+        parser.add_argument(
+            "--lead-days", type=int, metavar="N", help="request each rotation this many days before it is due"
+        )
         window, calendar = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
         window.add_argument("--window", type=_window, metavar="JSON", help="as in a plan of the REST API")
         window.add_argument("--no-window", action="store_true", help="rotations may start at any time")

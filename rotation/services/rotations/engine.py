@@ -68,7 +68,7 @@ def advance_rotation(
     failure is recorded and retried later. The rotation stalls, with both keys unchanged, when a step keeps failing,
     meets a foreign writer or is refused by the secret backend.
 
-    `is_dispatched`: because of a message, of which only the first since the last turn has an effect.
+    `is_dispatched`: a message asks for this turn; only the first message since the last turn has an effect.
     """
     served = Rotation.objects.filter(credential__account__environment__in=settings.ENVIRONMENTS)
     if not served.filter(pk=rotation_id).exists():

@@ -112,10 +112,10 @@ def list_waived(rotation: Rotation) -> set[str]:
 
 
 def find_gap(use: SourceUse, environment: Environment, delivered_at: datetime | None) -> int | None:
-    """Return the gap that a source's silence is measured by, in seconds; None: it was seen only once.
+    """Return the gap by which a source's silence is measured, in seconds; None: it was seen only once.
 
-    The gap that is open when the other key is delivered counts, as long as it is then. The sandbox measures by no gaps.
-    Of clients that were not kept apart none is known.
+    The gap that is open when the other key is delivered counts with its length at that time. The sandbox does not
+    measure by gaps. The gap of OTHERS is unknown.
     """
     if use.name == OTHERS:
         return None

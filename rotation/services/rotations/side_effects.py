@@ -1,10 +1,10 @@
 """The side effects of a rotation: make, deliver and write back a key, and destroy a stored copy.
 
 The secret backend is called between two short transactions; a ledger row precedes the call. The replacement's string
-exists only in this process's memory, and as a pending copy in the backend while the rotation waits for verifiers. A
-process that dies before it has stored either leaves the digest of a key that no client holds; the next one discards
-that key and makes another. Every side effect may be killed at any point and run again: the key id in the backend shows
-how far it came.
+exists only in this process's memory, and as a pending copy in the backend while the rotation waits for verifiers. If
+a process dies before it delivers or stores the string, only the digest of a key remains that no client holds. The next
+process discards that key and makes another. Every side effect may be killed at any point and run again: the key id in
+the backend shows how far it came.
 """
 
 import logging
@@ -85,7 +85,8 @@ class Effects:
     def keep(self, grant: Grant, rotation: Rotation) -> None:
         """Keep the string of a staged replacement that this turn does not deliver, so that another one can.
 
-        While the backend is unavailable, a replacement for a recipient is sealed now; any other one is made again.
+        If the backend is unavailable, seal the replacement of a sealed credential now. For any other credential raise
+        the error; a later turn makes the replacement again.
         """
         held = self._held
         if rotation.state != S.STAGED or held is None or held.key_id != rotation.replacement_id:
@@ -290,7 +291,7 @@ class Effects:
 
 
 def list_pending(rotation: Rotation, key: Key) -> QuerySet[LedgerEntry]:
-    """List the entries of a key's pending copy that may exist."""
+    """List the entries of a key's pending copies that may still exist."""
     return rotation.ledger.filter(step=S.STAGED, key=key, state=LedgerState.STARTED).select_related(
         "key__credential__account"
     )
@@ -318,7 +319,7 @@ _MAX_FORGOTTEN = 100
 
 
 def forget_copy(entry: LedgerEntry, now: datetime) -> bool:
-    """Erase a pending copy and close its entry; False: the backend did not do it, and `forget_due` tries again."""
+    """Erase a pending copy and close its entry; False: the backend failed, and `forget_due` tries again."""
     if entry.key is not None:
         try:
             forget_pending(entry.key.credential.environment, entry.key.key_id)

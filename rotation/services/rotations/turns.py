@@ -1,8 +1,8 @@
 """The queue of turns: when each open rotation is due, and the dispatch of one message per due rotation.
 
-A rotation's row in the queue says when its next turn is due. Events make it due now in their own transaction, and
-dispatch it on commit where the process sends messages (`dispatcher`); otherwise the next tick finds it. Messages carry
-the rotation's id only.
+A rotation's row in the queue says when its next turn is due. Events make it due now in their own transaction. If
+the process sends messages (`dispatcher`), it dispatches the turn on commit; otherwise the next tick finds it. Messages
+carry the rotation's id only.
 """
 
 import logging

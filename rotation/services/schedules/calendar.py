@@ -64,7 +64,7 @@ def list_next(
 ) -> list[ScheduledDate]:
     """List the next date of each scheduled credential, earliest first; those without a date come before all others.
 
-    `until`: later beginnings are left out. A large environment is not listed completely, see `list_candidates`.
+    `until`: later dates are omitted. The list of a large environment is incomplete, see `list_candidates`.
     There is one date per credential, since the following one depends on when that rotation is completed.
     """
     environments = [environment] if environment else [each.value for each in Environment]

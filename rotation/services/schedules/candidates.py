@@ -29,10 +29,10 @@ RETRY_DELAY = timedelta(days=7)
 """Pause after a scheduled rotation that ended without replacing the key; none if its approval expired."""
 
 BATCH = 500
-"""Maximum number of credentials whose facts are read at once."""
+"""Maximum number of credentials whose facts are read in one batch."""
 
 MAX_LISTED = 2_000
-"""Maximum number of credentials that a list has, with a date and without one."""
+"""Maximum number of credentials listed with a date, and of those listed without one."""
 
 _ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
 
@@ -101,7 +101,7 @@ def list_candidates(environments: Collection[str], merchant: str | None = None) 
 
 
 def find_candidates(credential_ids: Collection[str]) -> dict[str, Candidate]:
-    """Return those of the credentials that are private and scheduled, by id, in a few queries for up to BATCH."""
+    """Return the private and scheduled credentials among these, by id, in a few queries for up to BATCH."""
     active = Q(keys__state=KeyState.ACTIVE)
     rows = (
         Credential.objects.filter(pk__in=credential_ids, kind=KeyKind.PRIVATE)
@@ -173,7 +173,7 @@ def _find_open(credential_ids: Collection[str]) -> dict[str, OpenRotation]:
 
 
 def _find_ended(credential_ids: Collection[str]) -> dict[str | None, datetime]:
-    """Return when a scheduled rotation of each predecessor that is still active ended last."""
+    """Return when the last scheduled rotation of each predecessor ended, for predecessors that are still active."""
     rows = Rotation.objects.filter(
         credential__in=credential_ids, schedule__isnull=False, state__in=_ENDED, predecessor__state=KeyState.ACTIVE
     )

@@ -1,8 +1,8 @@
-"""Marks for the workers: which credentials' dates must be computed again after a change.
+"""Marks that tell workers which credentials' dates to recompute after a change.
 
-A mark is written in the transaction of the change, so that none is lost. A change of one credential makes it due at
-once, and a worker then finds out whether it really is. A change that concerns many credentials is recorded as a sweep,
-which workers do in batches.
+A mark is written in the transaction of the change, so that none is lost. A change of one credential makes it due
+immediately, and a worker then computes its date. A change that affects many credentials is recorded as a sweep, which
+workers run in batches.
 """
 
 from collections.abc import Collection, Iterable

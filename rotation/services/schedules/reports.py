@@ -50,7 +50,7 @@ def describe_standing_approval(row: StandingApproval, now: datetime) -> dict[str
 
 
 def state_of_approval(row: StandingApproval, now: datetime) -> str:
-    """Return the state to show: an approval, or a request, that is too old has expired."""
+    """Return the state to show; an approval or a request that is too old is shown as expired."""
     is_over = row.state == A.APPROVED and now >= row.expires_at
     is_over = is_over or (row.state == A.AWAITING_APPROVAL and not is_undecided(row, now))
     return "expired" if is_over else str(row.state)

@@ -34,7 +34,7 @@ MAX_DAYS = 366
 def request_standing_approval(grant: Grant, schedule: RotationSchedule, days: int) -> StandingApproval:
     """Request that the schedule's rotations need no approval of their own for `days`.
 
-    It takes the place of a request that is still undecided. Raises RequestInvalidError for another number of days;
+    It replaces a request that is still undecided. Raises RequestInvalidError for another number of days;
     StateConflictError when the operator is not the schedule's author, or the schedule needs no approval or is disabled.
     """
     operator = grant.principal
@@ -192,7 +192,7 @@ def _digest(row: StandingApproval) -> str:
 
 
 def _replace(grant: Grant, schedule: RotationSchedule, state: StandingApprovalState) -> None:
-    """Void the schedule's row in this state, which another one takes the place of."""
+    """Void the schedule's row in this state, because another one replaces it."""
     for row in StandingApproval.objects.filter(schedule=schedule, state=state):
         row.compare_and_swap(state=A.VOID, why="replaced by another one", closed_at=grant.at)
 

@@ -42,7 +42,7 @@ MAX_TRIED = 300
 """Maximum number of credentials tried per tick."""
 
 MAX_BATCHES = 10
-"""Maximum number of batches of due credentials that a tick reads; most of them only changed, and are not due yet."""
+"""Maximum number of batches of marked credentials that a tick reads; most were only changed, and are not due yet."""
 
 MAX_SWEPT = 5_000
 """Number of credentials after which a tick leaves the remaining sweeps to the next one."""
@@ -59,7 +59,7 @@ _CHECK_AGAIN = timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A due credential that only this worker tries. `before`: why it was refused last."""
+    """A due credential that only this worker tries. `before`: the reason of its last refusal."""
 
     candidate: Candidate
     row: ScheduledCredential
@@ -136,7 +136,7 @@ def _back_off(row: ScheduledCredential, now: datetime) -> None:
 
 
 def _store(rows: list[ScheduledCredential]) -> set[str]:
-    """Write the rows that are as they were read; return their keys. Any other one has been marked or claimed since."""
+    """Write the rows that are unchanged since they were read; return their keys. Others were marked or claimed."""
     with transaction.atomic():
         found = ScheduledCredential.objects.filter(pk__in=[row.pk for row in rows]).order_by("pk")
         current = dict(found.select_for_update(skip_locked=True).values_list("pk", "revision"))
@@ -177,7 +177,7 @@ def _sweep_batch(sweep: ScheduleSweep, now: datetime) -> int:
     """Compute the next dates of a sweep; return their number, less than BATCH at its end."""
     sweeps = ScheduleSweep.objects.filter(pk=sweep.pk, after=sweep.after)
     if not sweep.after:
-        # Facts are read after this, so they include the changes of these.
+        # The facts are read after this, so they include the changes that recorded these sweeps.
         same = ScheduleSweep.objects.filter(environment=sweep.environment, account=sweep.account, after="")
         same.exclude(pk=sweep.pk).delete()
     scope = {"account__environment": sweep.environment} if sweep.account is None else {"account": sweep.account}

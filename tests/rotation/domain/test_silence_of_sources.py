@@ -90,7 +90,7 @@ def test_clients_that_were_not_kept_apart_have_neither_moved_nor_stopped(moved_a
     assert overlap(DAILY, replace(others, is_waived=True)) == "to quarantine"
     found = _step(DAILY, others)
     assert isinstance(found, Wait)
-    assert "others, clients too many to keep apart, to be waived" in found.waiting_for
+    assert "others, clients beyond the limit on distinct sources, to be waived" in found.waiting_for
 
 
 def test_use_without_a_known_source_counts_as_one() -> None:

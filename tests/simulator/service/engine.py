@@ -106,7 +106,7 @@ class ServiceEngine(Engine):
 
 
 def _took_last(hand: set[StoredKey], step: Step) -> bool:
-    """Whether the engine took the last key of those in hand, in the order of the step's changes; people may."""
+    """Whether the engine took the last of the keys in hand, in the order of the step's changes; people may take it."""
     changed = {key for key, _, _, _ in step.changes}
     kept = [] if step.credential is None else step.credential.keys
     hand = hand | {key for key in kept if key.is_delivered and key.is_usable(step.now) and key not in changed}

@@ -1,4 +1,4 @@
-"""What happens within a worker's turn: its process ends, or somebody else acts between two of its transactions."""
+"""Interruptions of a worker's turn: its process ends, or another actor acts between two of its transactions."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -209,7 +209,7 @@ class ServicePeople(People):
         """Merchants stay: the fleet is small."""
 
     def _try_unknown(self, credential: StoredCredential) -> None:
-        """Somebody else tries a key in quarantine."""
+        """Let an unknown client try a key in quarantine."""
         for key in credential.keys:
             if key.state is K.SUSPENDED:
                 self._world.try_key(key, "203.0.113.66", "curl")

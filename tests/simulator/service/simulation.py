@@ -69,7 +69,7 @@ class ReportingVerifier(Verifier):
 
 
 class RememberingFleet(Fleet):
-    """Keeps the uses of the time before the simulation, which the service is told of when its rows exist."""
+    """Keeps the uses of the time before the simulation, which it reports to the service once the rows exist."""
 
     def remember(self, consumer: Consumer, key: StoredKey, first_at: datetime, last_at: datetime) -> None:
         super().remember(consumer, key, first_at, last_at)
@@ -183,7 +183,7 @@ class ServiceSimulation(Simulation):
         self._repeat(7 * 86_400, self._maintain)
 
     def _maintain(self) -> None:
-        """Roll usage up, delete what is too old, and bring the backend's copies in line with the rows."""
+        """Roll usage up, delete expired rows, and reconcile the backend's copies with the rows."""
         now = self.clock.now
         roll_up(now)
         forget_old(now)

@@ -257,7 +257,7 @@ def test_clients_that_were_not_kept_apart_must_be_waived(fleet: Fleet, monkeypat
     fleet.live(14, job_every=1)
     assert get_rotation(fleet.rotation_id).state == S.OVERLAP
     described = describe(get_rotation(fleet.rotation_id), fleet.clock())
-    assert "others, clients too many to keep apart, to be waived" in str(described["waiting_for"])
+    assert "others, clients beyond the limit on distinct sources, to be waived" in str(described["waiting_for"])
     fleet.waive("others")
     rotation = fleet.live(10, job_every=1)
     assert rotation is not None
