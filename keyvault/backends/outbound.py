@@ -46,6 +46,10 @@ class OutboundError(DependencyUnavailableError):
     """No reply, or an unreadable one; `detail` has the reason."""
 
 
+class ResolversBusyError(OutboundError):
+    """This process has no thread left to resolve the name: it says nothing about the endpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     status: int
@@ -119,7 +123,7 @@ def _resolve_in_time(destination: Destination, resolve: Resolve, deadline: Reque
             _resolvers.release()
 
     if not _resolvers.acquire(timeout=deadline.left(CONNECT_SECONDS)):
-        raise TimeoutError("every resolver thread is busy")
+        raise ResolversBusyError("Too many names are being resolved.", internal=destination.host)
     thread = threading.Thread(target=resolve_host, name="webhook-resolver", daemon=True)
     try:
         thread.start()

@@ -246,7 +246,8 @@ CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_WORKER_SEND_TASK_EVENTS = False
 CELERY_TIMEZONE = "UTC"
 # Each environment has its own queues for rotations, because a worker serves only some environments.
-_own_queues = [f"{name}.{environment}" for name in ("emergencies", "rotations") for environment in ENVIRONMENTS]
+_own = ("emergencies", "rotations", "ticks")
+_own_queues = [f"{name}.{environment}" for name in _own for environment in ENVIRONMENTS]
 CELERY_TASK_QUEUES = [
     Queue(name, Exchange(EXCHANGE), routing_key=name) for name in (*_own_queues, "issuance", "webhooks", "maintenance")
 ]
@@ -269,7 +270,8 @@ CELERY_BEAT_SCHEDULE = {
             "task": "rotation.tasks.dispatch_due",
             "schedule": 1.0,
             "args": (environment,),
-            "options": {"queue": f"emergencies.{environment}"},
+            # A queue of their own: ticks that collect while no worker runs must not delay an emergency.
+            "options": {"queue": f"ticks.{environment}"},
         }
         for environment in ENVIRONMENTS
     },

@@ -1,7 +1,7 @@
 """Rotations with their approvals."""
 
 from datetime import datetime
-from typing import Any, Self
+from typing import Any
 
 from django.conf import settings
 from django.db import models
@@ -117,16 +117,13 @@ class Rotation(RequestColumns):
     def save(self, *args: Any, **kwargs: Any) -> None:
         super().save(*args, **kwargs)
         if self.schedule_id is None:  # A worker that begins a scheduled rotation writes its date itself.
-            self._expire_date(self.created_at)
+            self.expire_date(self.created_at)
 
-    def compare_and_swap(self, **changes: Any) -> Self:
-        super().compare_and_swap(**changes)
-        if changes.get("closed_at") is not None:
-            self._expire_date(changes["closed_at"])
-        return self
+    def expire_date(self, now: datetime) -> None:
+        """Mark the credential's next date for recomputation, because no rotation is requested beside an open one.
 
-    def _expire_date(self, now: datetime) -> None:
-        """Mark the credential's next date for recomputation, because no rotation is requested beside an open one."""
+        Call it when the rotation closes, after the write to its lease: a change of a key locks the two in that order.
+        """
         rows = ScheduledCredential.objects.filter(credential=self.credential_id)
         rows.update(ask_at=now, refusals=0, revision=F("revision") + 1)
 

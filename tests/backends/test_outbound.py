@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keyvault.backends import outbound
-from keyvault.backends.outbound import Address, OutboundError, Reply, post
+from keyvault.backends.outbound import Address, OutboundError, Reply, ResolversBusyError, post
 from keyvault.wire.destinations import Destination
 
 from .receivers import LOOPBACK, Authority, Receiver, make_authority, raw_server, receiver
@@ -304,8 +304,8 @@ def test_post_while_every_resolver_hangs_starts_no_further_thread(monkeypatch: p
         return []
 
     try:
-        for _ in range(3):
-            with pytest.raises(OutboundError, match="timed out"):
+        for fault in (OutboundError, OutboundError, ResolversBusyError):
+            with pytest.raises(fault):
                 post(to(443, scheme="https"), {}, BODY, resolve=resolver, within_seconds=_SHORT_SECONDS)
         assert len(hanging) == 2
     finally:

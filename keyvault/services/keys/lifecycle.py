@@ -196,7 +196,7 @@ def _locked_and_current(grant: Grant, key: Key) -> Iterator[None]:
     """
     with transaction.atomic():
         if not isinstance(grant.principal, System):
-            key.refresh_from_db(from_queryset=_keys().select_for_update(of=("self",)))
+            key.refresh_from_db(from_queryset=_keys().select_for_update(of=("self",), no_key=True))
         yield
 
 

@@ -39,7 +39,7 @@ from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.postgres.raw_queries import execute
 from keyvault.services.recording.signals import keys_refused
-from keyvault.services.usage.unreported_uses import Entry, Mark, UnreportedUses, list_dead
+from keyvault.services.usage.unreported_uses import DeadFile, Entry, Mark, UnreportedUses, list_dead
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
 
 _log = logging.getLogger(__name__)
@@ -229,7 +229,9 @@ class UsageLog(BackgroundThread):
             return
         is_known = _write(report)
         if refused := {row[0] for rows in report.counted for row in rows if row[5] == _REFUSED}:
-            keys_refused.send(None, key_ids=refused, now=report.through)
+            # The report is stored. A receiver that fails must not stop this process's reports.
+            with log_failure(_log, "receivers were not notified of refused keys"):
+                keys_refused.send(None, key_ids=refused, now=report.through)
         self._unconfirmed = None
         if self._file is not None and report.mark is not None:
             self._file.confirm()
@@ -259,8 +261,7 @@ class UsageLog(BackgroundThread):
 
     def _work(self) -> None:
         self._try_flush()
-        with log_failure(_log, "uses of a killed process could not be reported; the next round repeats it"):
-            report_dead(self.now())
+        report_dead(self.now())
         self._maintain_peppers()
 
     def _try_flush(self) -> None:
@@ -330,14 +331,19 @@ def report_dead(now: datetime) -> None:
     Each use in a file counts once. A file that may lack uses is deleted: its reporter is then marked lost.
     """
     for file in list_dead(_folder()):
-        row = UsageReporter.objects.filter(pk=file.reporter_id, stopped_at__isnull=True).first()
-        entries = None if row is None else file.read(row.report)
-        if row is not None and entries is not None:
-            uses = [(*entry[:6], 1, entry[6], entry[6]) for entry in entries]
-            number = max(row.report, file.last_number) + 1
-            _write(_Report(file.reporter_id, number, now, is_final=True, counted=[uses], used=set()))
-            _log.warning("reported the uses of a killed process", extra={"count": len(uses)})
-        file.delete()
+        with log_failure(_log, "uses of a killed process could not be reported; the next round repeats it"):
+            _report_dead_file(file, now)
+
+
+def _report_dead_file(file: DeadFile, now: datetime) -> None:
+    row = UsageReporter.objects.filter(pk=file.reporter_id, stopped_at__isnull=True).first()
+    entries = None if row is None else file.read(row.report)
+    if row is not None and entries is not None:
+        uses = [(*entry[:6], 1, entry[6], entry[6]) for entry in entries]
+        number = max(row.report, file.last_number) + 1
+        _write(_Report(file.reporter_id, number, now, is_final=True, counted=[uses], used=set()))
+        _log.warning("reported the uses of a killed process", extra={"count": len(uses)})
+    file.delete()
 
 
 def _write(report: _Report) -> bool:
@@ -369,7 +375,7 @@ def _write(report: _Report) -> bool:
         reporter = UsageReporter.objects.filter(reporter_id=report.reporter_id)
         if not reporter.filter(report__gte=report.number).exists():
             _add_to_rows(list(rows))
-        known = reporter.update(
+        known = reporter.filter(report__lte=report.number).update(
             report=report.number,
             flushed_through_at=report.through,
             peppers=peppers,
@@ -568,7 +574,7 @@ _REPORT = """
     UPDATE keyvault_usagereporter
     SET report = $2::bigint, flushed_through_at = $3::timestamptz, stopped_at = $4::timestamptz, peppers = $5::jsonb,
         lost_at = NULL
-    WHERE reporter_id = $1 AND (SELECT count(*) FROM keys) >= 0
+    WHERE reporter_id = $1 AND report <= $2::bigint AND (SELECT count(*) FROM keys) >= 0
     RETURNING 1
 """
 _REPORT = _REPORT.replace("<buckets>", _ADD_TO_BUCKET.replace(_ROWS, _BUCKETS))

@@ -9,15 +9,19 @@ import fcntl
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import msgspec
 
 SUFFIX: Final = ".uses"
+_NEW: Final = ".new"
+_NEW_SECONDS: Final = 60
+"""Age at which a file that never got its name is deleted, in seconds: its process was killed."""
 
 _MAGIC: Final = int.from_bytes(b"KVUSES01", "little")
 _MAGIC_PLACE, _END, _CONFIRMED, _NUMBER, _TAKEN, _IS_INCOMPLETE = range(6)
@@ -33,8 +37,14 @@ _SIZE: Final = 4 * 2**20
 _MAX_ENTRIES: Final = 20_000
 """Maximum distinct entries per minute and report that name their source. Further entries name none."""
 
-Mark = tuple[int, set[tuple[object, ...]]]
-"""The end of the entries that a report covers, and their buckets."""
+
+class Mark(NamedTuple):
+    """What a report covers: the end of its entries, their buckets, and the number of entries dropped before it."""
+
+    end: int
+    noted: set[tuple[object, ...]]
+    dropped: int
+
 
 Entry = tuple[str, str, str, str, str, str, float]
 """One key's use: key id, endpoint name, source, user agent, page origin, outcome value, and time in epoch seconds."""
@@ -54,12 +64,17 @@ class UnreportedUses:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = folder / f"{reporter_id}{SUFFIX}"
         # A successor that found the file before it is locked would consider its process dead.
-        unlocked = folder / f"{reporter_id}.new"
+        unlocked = folder / f"{reporter_id}{_NEW}"
         self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        # Allocate the blocks: a write to a hole of a mapped file kills the process when the disk is full.
-        os.posix_fallocate(self._descriptor, 0, _SIZE)
-        self._bytes = mmap.mmap(self._descriptor, _SIZE)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            # Allocate the blocks: a write to a hole of a mapped file kills the process when the disk is full.
+            os.posix_fallocate(self._descriptor, 0, _SIZE)
+            self._bytes = mmap.mmap(self._descriptor, _SIZE)
+        except OSError:
+            unlocked.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            raise
         self._bytes[_BOOT_BYTES] = _boot_id()
         self._words = memoryview(self._bytes).cast("Q")
         self._words[_END] = self._words[_CONFIRMED] = self._words[_TAKEN] = _HEADER_BYTES
@@ -69,6 +84,11 @@ class UnreportedUses:
         self._lock = threading.Lock()
         self._noted: set[tuple[object, ...]] = set()
         """Buckets and minutes that were noted since the last `mark`."""
+        self._dropped = 0
+        """Number of entries for which the file had no room."""
+        self._sent: Mark | None = None
+        self._shift = 0
+        """How far the entries have moved to the front. Marks count from where they were."""
 
     def note(
         self, key_id: str, endpoint: str, source: str, user_agent: str, origin: str, outcome: str, at: float
@@ -89,6 +109,7 @@ class UnreportedUses:
             end = start + len(entry)
             if end > _SIZE:
                 self._words[_IS_INCOMPLETE] = 1
+                self._dropped += 1
                 return
             self._bytes[start:end] = entry
             self._words[_END] = end
@@ -98,28 +119,39 @@ class UnreportedUses:
         """Begin a report; return the mark that covers the entries so far. Call it before the counts are taken."""
         with self._lock:
             noted, self._noted = self._noted, set()
-            return self._words[_END], noted
+            return Mark(self._words[_END] + self._shift, noted, self._dropped)
 
     def send(self, number: int, mark: Mark) -> None:
         """Note that the entries up to the mark are in the report of this number, which is about to be sent."""
-        self._words[_NUMBER] = 0  # no number applies while the two words differ
-        self._words[_TAKEN] = mark[0]
-        self._words[_NUMBER] = number
+        with self._lock:
+            self._words[_NUMBER] = 0  # no number applies while the two words differ
+            self._words[_TAKEN] = mark.end - self._shift
+            self._words[_NUMBER] = number
+            self._sent = mark
 
     def keep(self, mark: Mark) -> None:
         """Note that the counts up to the mark were put back, so that their buckets need no other entries."""
         with self._lock:
-            self._noted |= mark[1]
+            self._noted |= mark.noted
 
     def confirm(self) -> None:
-        """Drop the entries of the report that was sent. Reuse the file once it has no others."""
+        """Drop the entries of the report that was sent, and reuse their place.
+
+        An entry that the full file had no room for is in no later report, once that report covers it.
+        """
         with self._lock:
-            self._words[_CONFIRMED] = self._words[_TAKEN]
-            if self._words[_CONFIRMED] == self._words[_END]:
-                # In this order, so that a reader sees no entry twice if the process is killed in between.
-                self._words[_NUMBER] = 0
-                self._words[_END] = self._words[_CONFIRMED] = self._words[_TAKEN] = _HEADER_BYTES
+            start = self._words[_CONFIRMED] = self._words[_TAKEN]
+            if self._sent is not None and self._sent.dropped == self._dropped:
                 self._words[_IS_INCOMPLETE] = 0
+            rest = self._words[_END] - start
+            if rest and (start < _SIZE // 2 or _HEADER_BYTES + rest > start):
+                return
+            # In this order, so that a process killed in between leaves each entry at least once, or a damaged file.
+            self._bytes[_HEADER_BYTES : _HEADER_BYTES + rest] = self._bytes[start : start + rest]
+            self._words[_NUMBER] = 0
+            self._words[_CONFIRMED] = self._words[_TAKEN] = _HEADER_BYTES
+            self._words[_END] = _HEADER_BYTES + rest
+            self._shift += start - _HEADER_BYTES
 
     def close(self, *, is_reported: bool) -> None:
         """Release the file, and delete it if every use was reported. An unreported one is left to a successor."""
@@ -175,17 +207,20 @@ class DeadFile:
 
 def list_dead(folder: Path) -> Iterator[DeadFile]:
     """Yield the files of ended processes, each locked until the next one; those of living processes are skipped."""
-    with suppress(FileNotFoundError):
-        for path in sorted(folder.glob(f"*{SUFFIX}")):
-            with suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    os.close(descriptor)
-                    continue
-                with DeadFile(path, descriptor) as file:
-                    yield file
+    for path in folder.glob(f"*{_NEW}"):
+        with suppress(OSError):
+            if path.stat().st_mtime < time.time() - _NEW_SECONDS:
+                path.unlink()
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                continue
+            with DeadFile(path, descriptor) as file:
+                yield file
 
 
 @cache

@@ -21,13 +21,13 @@ from datetime import datetime, timedelta
 from typing import Any, Protocol
 
 from django.conf import settings
-from django.db import transaction
+from django.db import DatabaseError, connection, transaction
 from django.db.models import Exists, Min, OuterRef, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
-from keyvault.backends.outbound import OutboundError, Reply, post
+from keyvault.backends.outbound import OutboundError, Reply, ResolversBusyError, post
 from keyvault.domain.errors import KeyvaultError, StateConflictError
 from keyvault.domain.networks import IPNetwork
 from keyvault.domain.notifications import NoticeKind
@@ -198,22 +198,28 @@ def _next_due(now: datetime, under_way: Sequence[WebhookDelivery]) -> list[Webho
     for turns in _turns:
         visits = turns.visit()
         while len(chosen) < MAX_CONCURRENT and (delivery := next(visits, None)) is not None:
-            if _is_due(delivery, now) and _has_room(delivery, chosen):
+            if _is_withdrawn(delivery.endpoint):
+                # Queued by a transaction that ended after the one that disabled the endpoint.
+                _current_attempt(delivery).update(state=DeliveryState.GIVEN_UP, last_error="the endpoint was disabled")
+            elif _is_due(delivery, now) and _has_room(delivery, chosen):
                 chosen.append(delivery)
     return chosen[len(under_way) :]
 
 
-def _is_due(delivery: WebhookDelivery, now: datetime) -> bool:
-    """Whether this process may send the message now.
+def _is_withdrawn(endpoint: WebhookEndpoint) -> bool:
+    """Whether the endpoint receives nothing any more.
 
     Endpoints of an offboarded merchant still receive earlier notices, including those about the end of its access.
     """
+    return endpoint.disabled_at is not None and endpoint.account.merchant.status != MerchantStatus.OFFBOARDED
+
+
+def _is_due(delivery: WebhookDelivery, now: datetime) -> bool:
+    """Whether this process may send the message now."""
     endpoint, breaker = delivery.endpoint, breaker_of(delivery.endpoint)
-    is_offboarded = endpoint.account.merchant.status == MerchantStatus.OFFBOARDED
     return (
         delivery.due_at <= now
         and (breaker is None or breaker.open_until is None or breaker.open_until <= now)
-        and (endpoint.disabled_at is None or is_offboarded)
         and endpoint.account.environment in settings.ENVIRONMENTS
     )
 
@@ -274,9 +280,14 @@ def _store_outcome(delivery: WebhookDelivery, attempt: Future[Reply], now: datet
     try:
         with transaction.atomic():
             _settle(delivery, assessment, now)
-            _set_breaker(delivery.endpoint, now, has_replied=not isinstance(error, OutboundError))
+            if not isinstance(error, ResolversBusyError):
+                _set_breaker(delivery.endpoint, now, has_replied=not isinstance(error, OutboundError))
     except KeyvaultError as fault:
         _log.warning("the outcome of a webhook delivery was not stored", extra={"why": fault.internal or fault.detail})
+    except DatabaseError:
+        _log.exception("the outcome of a webhook delivery was not stored")
+        if not connection.is_usable():
+            raise
 
 
 def _set_breaker(endpoint: WebhookEndpoint, now: datetime, *, has_replied: bool) -> None:
@@ -319,7 +330,9 @@ def _write(delivery: WebhookDelivery, **outcome: Any) -> None:
 
 def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> None:
     """Give up one message, and disable its endpoint if nothing arrives there any more. Raise an alarm for operators."""
-    endpoint: WebhookEndpoint = WebhookEndpoint.objects.select_related("account").get(pk=delivery.endpoint_id)
+    # Locked before the delivery, as by a person who disables the endpoint.
+    rows = WebhookEndpoint.objects.select_related("account").select_for_update(of=("self",), no_key=True)
+    endpoint: WebhookEndpoint = rows.get(pk=delivery.endpoint_id)
     why, host, message, grant = delivery.last_error, host_of(endpoint), delivery.notice_id, _grant(delivery, now)
     event = "webhook_endpoint.disabled" if is_disabled else "webhook_endpoint.message_given_up"
     with recorded(

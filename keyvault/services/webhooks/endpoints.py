@@ -227,7 +227,7 @@ def _read_url(url: str) -> Destination:
 
 def _require_room(account: Account) -> None:
     """Raise StateConflictError at the maximum. Locks the account, so that concurrent additions are counted in turn."""
-    Account.objects.select_for_update().get(pk=account.pk)
+    Account.objects.select_for_update(no_key=True).get(pk=account.pk)
     if WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True).count() >= MAX_ENDPOINTS:
         raise StateConflictError(f"An account can have at most {MAX_ENDPOINTS} enabled endpoints. Disable one first.")
 

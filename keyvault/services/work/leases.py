@@ -118,14 +118,14 @@ def release(lease: Lease, *, due_at: datetime | None = None) -> None:
         _own(lease).update(token="", until=None, due_at=due_at, attempts=0, last_error="")
 
 
-def release_queued(lease: Lease, now: datetime, due_at: datetime) -> None:
+def release_queued(lease: Lease, now: datetime, due_at: datetime, *, is_urgent: bool = False) -> None:
     """Release work in a queue after a success; it is due at `due_at`, or now if it was woken while it was claimed."""
     is_unwoken = Q(wakes=lease.wakes)
     _own(lease).update(
         token="",
         until=None,
         due_at=Case(When(is_unwoken, then=Value(due_at)), default=Value(min(now, due_at))),
-        is_urgent=Case(When(is_unwoken, then=Value(False)), default=F("is_urgent")),
+        is_urgent=Case(When(is_unwoken, then=Value(is_urgent)), default=F("is_urgent")),
         attempts=0,
         last_error="",
     )
@@ -151,7 +151,7 @@ def pause(lease: Lease, now: datetime, error: str, *, seconds: int = 0) -> None:
 
 
 def _reschedule(lease: Lease, due_at: datetime, error: str, **changes: int) -> None:
-    _own(lease).update(token="", until=None, due_at=due_at, last_error=error[:300], **changes)
+    _own(lease).update(token="", until=None, due_at=due_at, due_since=None, last_error=error[:300], **changes)
 
 
 def _jitter() -> float:

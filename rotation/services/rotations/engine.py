@@ -8,6 +8,7 @@ rotations that are due.
 import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from django.conf import settings
 
@@ -78,7 +79,7 @@ def advance_rotation(
     if lease is None:
         return None
     try:
-        wait, due_at = _advance_to_wait(rotation_id, lease, clock)
+        done = _advance_to_wait(rotation_id, lease, clock)
     except DependencyUnavailableError as error:
         # An outage uses up no attempt; verification works without the backend.
         _log.warning("rotation paused", extra={"rotation_id": rotation_id, "why": error.internal})
@@ -91,9 +92,17 @@ def advance_rotation(
         fault = StateConflictError("an unexpected error; see the log", internal=type(error).__name__)
         _handle_failure(rotation_id, lease, clock, fault)
     else:
-        leases.release_queued(lease, clock(), due_at)
-        return wait
+        leases.release_queued(lease, clock(), done.due_at, is_urgent=done.is_urgent)
+        return done.wait
     return None
+
+
+class _DoneTurn(NamedTuple):
+    """What a turn ended with: the wait, when the next turn is due, and whether the merchant has no usable key."""
+
+    wait: Wait
+    due_at: datetime
+    is_urgent: bool = False
 
 
 def _next_due(wait: Wait, rotation: Rotation, facts: Facts, now: datetime) -> datetime:
@@ -112,8 +121,8 @@ def _next_due(wait: Wait, rotation: Rotation, facts: Facts, now: datetime) -> da
     return min([due_at, *(end for end in ends if end is not None and end > now)])
 
 
-def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetime]) -> tuple[Wait, datetime]:
-    """Advance until the rotation waits; return the wait and when the rotation is due again."""
+def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetime]) -> _DoneTurn:
+    """Advance until the rotation waits."""
     effects = Effects(lease, clock)
     for number in range(_MAX_STEPS):
         now = clock()
@@ -127,7 +136,8 @@ def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetim
         if isinstance(step, Wait):
             effects.keep(grant, rotation)
             send_due_notices(grant, rotation, facts, lease)
-            return step, _next_due(step, rotation, facts, now)
+            is_urgent = facts.predecessor.is_dead and facts.has_approval and not facts.is_delivered
+            return _DoneTurn(step, _next_due(step, rotation, facts, now), is_urgent)
         if isinstance(step, Move):
             if step.to is S.CANCELLED or (step.to is S.ROLLED_BACK and rotation.written_back_at is None):
                 # The database suffices for this, so the predecessor verifies again even while the backend is down.
@@ -135,10 +145,10 @@ def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetim
                 effects.write_back(grant, rotation)
             make_transition(grant, rotation, facts, step, lease)
             if step.to in CLOSED:
-                return Wait("nothing: the rotation is closed"), now
+                return _DoneTurn(Wait("nothing: the rotation is closed"), now)
         else:
             effects.act(grant, rotation)
-    return Wait("its next turn"), clock()
+    return _DoneTurn(Wait("its next turn"), clock())
 
 
 def _handle_failure(rotation_id: str, lease: Lease, clock: Callable[[], datetime], error: KeyvaultError) -> None:

@@ -47,7 +47,8 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
     is_proving = RotationState.AWAITING_PROOF in {rotation.state, rotation.stalled_from}
     is_ignored = rotation.credential.kind == KeyKind.PUBLIC and not rolls_back
     since = None if is_ignored else rotation.quarantined_at
-    waived = list_waived(rotation) if since is not None else set()
+    retiring = replacement if rolls_back else rotation.predecessor
+    waived = set() if since is None or retiring is None else list_waived(rotation, retiring)
     return Facts(
         state=rotation.current_state,
         plan=plan,
@@ -91,7 +92,7 @@ def _gather_sources(rotation: Rotation, *, rolls_back: bool) -> Iterator[SourceF
     staying, retiring = keys if rolls_back else reversed(keys)
     if staying is None or retiring is None or not _BY_SILENCE & {rotation.state, rotation.stalled_from}:
         return
-    waived = list_waived(rotation)
+    waived = list_waived(rotation, retiring)
     sources = find_sources(retiring.key_id)
     moved = find_last_of_sources(staying.key_id, sources)
     delivered_at = rotation.written_back_at if rolls_back else rotation.delivered_at
@@ -105,9 +106,9 @@ def _gather_sources(rotation: Rotation, *, rolls_back: bool) -> Iterator[SourceF
         )
 
 
-def list_waived(rotation: Rotation) -> set[str]:
-    """List the names of the sources that operators have waived."""
-    waivers = rotation.evidence.filter(kind=EvidenceKind.SOURCE_WAIVED)
+def list_waived(rotation: Rotation, key: Key) -> set[str]:
+    """List the names of the sources that operators have waived for the key that is being retired."""
+    waivers = rotation.evidence.filter(kind=EvidenceKind.SOURCE_WAIVED, seen__key_id=key.key_id)
     return {seen["source"] for seen in waivers.values_list("seen", flat=True)}
 
 

@@ -123,6 +123,7 @@ def _cancel(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
         if was_planned:
             announce_end(grant, rotation)
         finish(lease)
+        rotation.expire_date(grant.at)
 
 
 def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
@@ -270,9 +271,14 @@ def waive_source(grant: Grant, rotation: Rotation, source: str, why: str) -> Rot
         faults.append(Fault("/source", "a source of the key that is being retired, by its name on the rotation's page"))
     if faults:
         raise RequestInvalidError("The source cannot be waived.", faults)
-    if source in list_waived(rotation):
+    if retiring is not None and source in list_waived(rotation, retiring):
         raise StateConflictError("The source is waived already.")
-    seen = {"source": source, "by": grant.principal.actor, "why": clean_text(why, 300)}
+    seen = {
+        "source": source,
+        "key_id": "" if retiring is None else retiring.key_id,
+        "by": grant.principal.actor,
+        "why": clean_text(why, 300),
+    }
     with recorded(
         grant,
         P.ROTATIONS_WRITE,

@@ -8,6 +8,7 @@ from django.db import IntegrityError as DatabaseIntegrityError
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal, Service
+from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.ids import mint_id
@@ -199,8 +200,13 @@ def _note_waivers(grant: Grant, rotation: Rotation) -> None:
     """Record the plan's waivers as evidence, in the name of the operator whose decision made the plan effective."""
     plan = rotation.approved_plan
     for name in plan.waived_sources:
-        seen = {"source": name, "by": grant.principal.actor, "why": f"waived in the plan: {plan.reason}"[:300]}
-        note_evidence(rotation, EvidenceKind.SOURCE_WAIVED, dict(seen), grant.at)
+        seen: dict[str, JsonValue] = {
+            "source": name,
+            "key_id": rotation.predecessor_id,
+            "by": grant.principal.actor,
+            "why": f"waived in the plan: {plan.reason}"[:300],
+        }
+        note_evidence(rotation, EvidenceKind.SOURCE_WAIVED, seen, grant.at)
 
 
 def _announce_plan(grant: Grant, rotation: Rotation) -> None:
@@ -303,6 +309,7 @@ def reject_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
         if was_planned:
             announce_end(grant, rotation)
         forget(subject_of(rotation.rotation_id))
+        rotation.expire_date(grant.at)
     return rotation
 
 

@@ -22,6 +22,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
 from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import DEAD_STATES
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import seal_to
@@ -154,14 +155,14 @@ class Effects:
                 handover = self._sealed(rotation, self._newest_text(key))
         except DependencyUnavailableError as error:
             if handover is None:
-                self._finish(entry, error.internal or error.detail, LedgerState.FAILED)
+                self._fail(entry, error.internal or error.detail, grant.at)
                 raise
             version = None
         except KeyvaultError as error:
-            self._finish(entry, error.internal or error.detail, LedgerState.FAILED)
+            self._fail(entry, error.internal or error.detail, grant.at)
             raise
         if version is None and handover is None:
-            self._finish(entry, "its string is lost; discarded and made again", LedgerState.FAILED)
+            self._fail(entry, "its string is lost; discarded and made again", grant.at)
             self._stage(grant, rotation)
             return
         account = rotation.credential.account
@@ -283,8 +284,16 @@ class Effects:
     # --- the ledger -----------------------------------------------------------------------------------------
 
     def _begin(self, rotation: Rotation, key: Key, now: datetime) -> LedgerEntry:
-        """Write the ledger row in its own transaction, before the side effect."""
-        return LedgerEntry.objects.create(rotation=rotation, step=rotation.state, key=key, started_at=now)
+        """Write the ledger row in its own transaction, before the side effect; a retry continues an open row."""
+        of_step = {"rotation": rotation, "step": rotation.state, "key": key}
+        unfinished = LedgerEntry.objects.filter(**of_step, state=LedgerState.STARTED)
+        entry = unfinished.order_by("started_at").first()
+        return entry or LedgerEntry.objects.create(**of_step, started_at=now)
+
+    def _fail(self, entry: LedgerEntry, detail: str, began_at: datetime) -> None:
+        """Record a failure. A row that an earlier attempt left open stays open: its write may still arrive."""
+        if entry.started_at >= began_at:
+            self._finish(entry, detail, LedgerState.FAILED)
 
     def _finish(self, entry: LedgerEntry, detail: str, state: LedgerState = LedgerState.DONE) -> None:
         LedgerEntry.objects.filter(pk=entry.pk).update(state=state, finished_at=self.clock(), detail=detail[:300])
@@ -302,15 +311,18 @@ def forget_due(now: datetime) -> int:
 
     A turn erases its own. This finds those that remain when a worker dies or the backend is unavailable.
     """
-    needed = Q(state__in=_UNDELIVERED) | Q(stalled_from__in=_UNDELIVERED)
-    rotations = Rotation.objects.filter(needed, pk=OuterRef("rotation"), replacement=OuterRef("key"))
-    due = LedgerEntry.objects.filter(~Exists(rotations), step=S.STAGED, state=LedgerState.STARTED)
-    served = due.filter(key__credential__account__environment__in=settings.ENVIRONMENTS)
+    undelivered = Q(state__in=_UNDELIVERED) | Q(stalled_from__in=_UNDELIVERED)
+    rotations = Rotation.objects.filter(undelivered, pk=OuterRef("rotation"), delivered_at=None)
+    needed = rotations.filter(replacement=OuterRef("key")).exclude(replacement__state__in=DEAD_STATES)
+    due = LedgerEntry.objects.filter(~Exists(needed), step=S.STAGED, state=LedgerState.STARTED)
     erased = 0
-    for entry in served.select_related("key__credential__account").order_by("started_at")[:_MAX_FORGOTTEN]:
-        if not forget_copy(entry, now):
-            break
-        erased += 1
+    for environment in settings.ENVIRONMENTS:
+        # An environment whose backend fails does not delay another.
+        served = due.filter(key__credential__account__environment=environment)
+        for entry in served.select_related("key__credential__account").order_by("started_at")[:_MAX_FORGOTTEN]:
+            if not forget_copy(entry, now):
+                break
+            erased += 1
     return erased
 
 

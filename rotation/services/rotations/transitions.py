@@ -91,6 +91,7 @@ def _transit(grant: Grant, rotation: Rotation, step: Move, lease: Lease, enter: 
         # Last: a transaction of a person locks a key first, and then this row to wake the rotation.
         if step.to in CLOSED:
             leases.finish(lease)
+            rotation.expire_date(grant.at)
         else:
             leases.hold(lease)
     _log.info(
@@ -228,7 +229,7 @@ def _require_living(key: Key | None, rotation: Rotation, now: datetime) -> None:
 
     The row is locked, so a revocation of it happens either before (then this raises StateConflictError) or after.
     """
-    fresh = None if key is None else Key.objects.select_for_update().get(pk=key.pk)
+    fresh = None if key is None else Key.objects.select_for_update(no_key=True).get(pk=key.pk)
     if fresh is None or fresh.state != KeyState.ACTIVE or _is_expired(fresh, now):
         raise StateConflictError("The other key is no longer usable.", internal=f"{rotation.rotation_id}: {fresh!r}")
 

@@ -177,10 +177,13 @@ def _wake_for_changed(key_ids: Collection[str], permission: Permission | None, n
 
 
 def _wake_for_refused(key_ids: Collection[str], now: datetime, **_: Any) -> None:
-    """Wake rotations whose key in quarantine was tried. Attempts with an old public key have no effect."""
+    """Wake rotations whose key in quarantine was tried. Attempts with an old public key have no effect.
+
+    They are not urgent: a client that does not stop would delay the merchants without a usable key.
+    """
     tried = Q(state=S.QUARANTINE, reinstated_at=None, waived_at=None) & ~Q(credential__kind=KeyKind.PUBLIC)
     tried |= Q(state=S.ROLLING_BACK, quarantined_at__isnull=False)
-    _wake(_list_open(key_ids, tried), now)
+    _wake(_list_open(key_ids, tried, is_urgent=False), now)
 
 
 def _wake_for_notice(notice: Notice, now: datetime, **_: Any) -> None:
@@ -196,7 +199,7 @@ def _wake_for_confirmed(above: int, through: int, now: datetime, **_: Any) -> No
     _wake([Turn(rotation_id, environment, is_urgent=False) for rotation_id, environment in rows], now)
 
 
-def _list_open(key_ids: Collection[str], condition: Q | None = None) -> list[Turn]:
+def _list_open(key_ids: Collection[str], condition: Q | None = None, *, is_urgent: bool = True) -> list[Turn]:
     rows = Rotation.objects.filter(Q(predecessor__in=key_ids) | Q(replacement__in=key_ids)).exclude(state__in=CLOSED)
     found = rows.filter(condition or Q()).values_list("pk", "credential__account__environment")
-    return [Turn(rotation_id, environment, is_urgent=True) for rotation_id, environment in found]
+    return [Turn(rotation_id, environment, is_urgent) for rotation_id, environment in found]

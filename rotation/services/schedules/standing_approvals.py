@@ -126,7 +126,8 @@ def find_standing_approval(schedule: RotationSchedule, now: datetime) -> Standin
     if row is None:
         return None
     row.schedule = schedule
-    return row if is_current(row) else None
+    is_enough = row.approvals.count() >= approvals_needed(scope_of(schedule).environment)
+    return row if is_enough and is_current(row) else None
 
 
 def get_standing_approval(approval_id: str) -> StandingApproval:

@@ -281,8 +281,8 @@ class Watcher:
         return bool(moved) and all(moved.values())
 
     def _waived(self, rotation: Rotation) -> set[str]:
-        """The networks of the sources that operators have waived."""
-        return {name.split()[0] for name in list_waived(rotation)}
+        """The networks of the sources of the predecessor that operators have waived."""
+        return {name.split()[0] for name in list_waived(rotation, rotation.predecessor)}
 
     def _check_untried(self, details: dict[str, Any]) -> None:
         rotation = Rotation.objects.get(pk=details["rotation_id"])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -242,6 +243,62 @@ def test_file_that_is_full_is_not_read_until_its_uses_are_reported(
 def _unlocked(file: UnreportedUses) -> list[list[Entry] | None]:
     with open(file.path, "rb") as opened:
         return [unreported_uses.DeadFile(file.path, os.dup(opened.fileno())).read(0)]
+
+
+def test_file_that_was_emptied_after_a_mark_keeps_the_later_uses(file: UnreportedUses, folder: Path) -> None:
+    """A failed report is sent again after the next one has begun; confirming it moves the entries to the front."""
+    file.note(*USED)
+    file.send(1, file.mark())
+    second = file.mark()
+    file.confirm()
+    file.send(2, second)
+    file.confirm()
+    file.note("later", *USED[1:])
+    file.forget()
+    assert left(folder, 2) == [("later", *USED[1:])]
+
+
+def test_file_without_room_between_mark_and_confirmation_is_not_read(
+    file: UnreportedUses, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The use that had no room is neither in the file nor in the report that is confirmed."""
+    file.note(*USED)
+    mark = file.mark()
+    monkeypatch.setattr(unreported_uses, "_SIZE", 200)
+    file.note("no room", *USED[1:])
+    monkeypatch.undo()
+    file.send(1, mark)
+    file.confirm()
+    assert _unlocked(file) == [None]
+    file.send(2, file.mark())
+    file.confirm()
+    assert _unlocked(file) == [[]]
+
+
+def test_file_of_a_busy_process_is_reused_before_it_is_full(
+    file: UnreportedUses, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that always has a later use than its report covers."""
+    monkeypatch.setattr(unreported_uses, "_SIZE", 2_000)
+    for number in range(1, 100):
+        file.note(f"before {number}", *USED[1:])
+        mark = file.mark()
+        file.note(f"after {number}", *USED[1:])
+        file.send(number, mark)
+        file.confirm()
+    monkeypatch.undo()
+    file.forget()
+    assert [entry[0] for entry in left(folder, 99) or []] == ["after 99"]
+
+
+def test_file_that_never_got_its_name_is_deleted(folder: Path) -> None:
+    folder.mkdir()
+    for age_seconds in (0, 61):
+        path = folder / f"{age_seconds}.new"
+        path.touch()
+        os.utime(path, (time.time() - age_seconds,) * 2)
+    assert list(list_dead(folder)) == []
+    assert [path.name for path in folder.iterdir()] == ["0.new"]
 
 
 def test_file_tells_a_limited_number_of_sources_apart(

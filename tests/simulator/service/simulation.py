@@ -282,7 +282,7 @@ class ServiceSimulation(Simulation):
         rotation.entered_at, rotation.why, rotation.deadline = row.entered_at, row.why, row.deadline_at
         rotation.used_at, rotation.quarantined_at = row.used_at, row.quarantined_at
         rotation.reinstated_at, rotation.silence_waived = row.reinstated_at, row.waived_at is not None
-        rotation.waived = list_waived(row)
+        rotation.waived = list_waived(row, row.predecessor)
         alarm = Notice.objects.filter(subject=rotation.rotation_id, is_alarm=True).order_by("created_at").last()
         rotation.alarmed_at = None if alarm is None else alarm.created_at
         if rotation.state is was:

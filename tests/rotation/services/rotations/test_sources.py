@@ -22,7 +22,7 @@ from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.policy import Plan
 from rotation.models import EvidenceKind, Rotation
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.facts import find_gap
+from rotation.services.rotations.facts import find_gap, list_waived
 from rotation.services.rotations.interventions import waive_source
 from rotation.services.rotations.planning import plan_rotation
 from rotation.services.rotations.reports import describe, get_rotation
@@ -449,12 +449,17 @@ def test_source_that_is_waived_is_no_longer_waited_for(fleet: Fleet) -> None:
     fleet.begin()
     fleet.switch_shop()
     fleet.waive(JOB)
+    rotation = get_rotation(fleet.rotation_id)
+    assert rotation.replacement is not None
+    assert list_waived(rotation, rotation.predecessor) == {JOB}
+    assert list_waived(rotation, rotation.replacement) == set(), "a rollback would retire a key that the job may use"
     rotation = fleet.live(10, job_every=1)
     assert rotation is not None
     assert rotation.state == S.COMPLETED
     assert any("month-end" in refused for refused in fleet.refused), "its attempts neither reinstate nor delay"
     waiver = rotation.evidence.get(kind="source_waived")
-    assert waiver.seen == {"source": JOB, "by": "operator:tam", "why": "the job has ended, says Ada of Acme"}
+    why = "the job has ended, says Ada of Acme"
+    assert waiver.seen == {"source": JOB, "key_id": rotation.predecessor_id, "by": "operator:tam", "why": why}
     entry = AuditEntry.objects.get(event="rotation.source_waived")
     assert entry.actor == "operator:tam"
     assert waiver.evidence_id.encode() in bytes(AuditEntry.objects.get(event="key.revoked").body)
