@@ -375,7 +375,7 @@ def _write(report: _Report) -> bool:
         reporter = UsageReporter.objects.filter(reporter_id=report.reporter_id)
         if not reporter.filter(report__gte=report.number).exists():
             _add_to_rows(list(rows))
-        known = reporter.filter(report__lte=report.number).update(
+        known = reporter.update(
             report=report.number,
             flushed_through_at=report.through,
             peppers=peppers,
@@ -574,7 +574,7 @@ _REPORT = """
     UPDATE keyvault_usagereporter
     SET report = $2::bigint, flushed_through_at = $3::timestamptz, stopped_at = $4::timestamptz, peppers = $5::jsonb,
         lost_at = NULL
-    WHERE reporter_id = $1 AND report <= $2::bigint AND (SELECT count(*) FROM keys) >= 0
+    WHERE reporter_id = $1 AND (SELECT count(*) FROM keys) >= 0
     RETURNING 1
 """
 _REPORT = _REPORT.replace("<buckets>", _ADD_TO_BUCKET.replace(_ROWS, _BUCKETS))
