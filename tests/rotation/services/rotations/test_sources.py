@@ -449,10 +449,10 @@ def test_source_that_is_waived_is_no_longer_waited_for(fleet: Fleet) -> None:
     fleet.begin()
     fleet.switch_shop()
     fleet.waive(JOB)
-    rotation = get_rotation(fleet.rotation_id)
-    assert rotation.replacement is not None
-    assert list_waived(rotation, rotation.predecessor) == {JOB}
-    assert list_waived(rotation, rotation.replacement) == set(), "a rollback would retire a key that the job may use"
+    waiting = get_rotation(fleet.rotation_id)
+    assert waiting.replacement is not None
+    assert list_waived(waiting, waiting.predecessor) == {JOB}
+    assert list_waived(waiting, waiting.replacement) == set(), "a rollback would retire a key that the job may use"
     rotation = fleet.live(10, job_every=1)
     assert rotation is not None
     assert rotation.state == S.COMPLETED

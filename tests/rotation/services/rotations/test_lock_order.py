@@ -1,0 +1,54 @@
+"""A revocation is never the victim of a deadlock with a rotation of its key."""
+
+from functools import partial
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.keys import KeyState
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Key
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.recording.authorization import authorize
+from rotation.domain.plan_fields import PlanOverrides
+from rotation.models import Rotation, ScheduledCredential
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.requests import request_rotation
+from rotation.services.schedules.marking import mark_credentials
+from tests.factories import now
+from tests.rotation import scene
+from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+
+
+def _revoke(key: Key) -> None:
+    grant = authorize(scene.admin(), P.KEYS_REVOKE, key.credential.account, now=now())
+    revoke_key(grant, key, RevocationReason.KEY_COMPROMISE)
+
+
+def test_revocation_during_a_request_waits_for_it() -> None:
+    """The request's foreign key to the old key is checked when it commits, while the revocation holds that key."""
+    key, _ = scene.issue(scene.account(), now())
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=now())
+    scene.admin()
+    with held_open(partial(request_rotation, grant, key.credential, PlanOverrides(reason="yearly"))):
+        revocation = start(partial(_revoke, Key.objects.get(pk=key.pk)))
+        wait_until_blocked(revocation)
+    revocation.result(TIMEOUT_SECONDS)
+    assert Key.objects.get(pk=key.pk).state == KeyState.COMPROMISED
+
+
+def test_revocation_during_an_abort_waits_for_it() -> None:
+    """Both write the rotation's lease before the date of the credential's next rotation."""
+    key, _ = scene.issue(scene.account(), now())
+    mark_credentials([(key.credential_id, "sandbox")], now())
+    assert ScheduledCredential.objects.exists()
+    rotation = scene.rotate(key.credential, now())
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=now())
+    scene.admin()
+    with held_open(partial(_revoke, Key.objects.get(pk=key.pk))):
+        abort = start(partial(abort_rotation, grant, Rotation.objects.get(pk=rotation.pk), "not needed"))
+        wait_until_blocked(abort)
+    assert abort.exception(TIMEOUT_SECONDS) is None
+    assert Key.objects.get(pk=key.pk).state == KeyState.COMPROMISED
