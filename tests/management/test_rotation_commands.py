@@ -115,9 +115,7 @@ def test_source_is_waived_with_a_reason(seeded: Any) -> None:
     run("waive_source", rotation_id, *options, "it has ended")
     evidence = run("show_rotation", rotation_id)["evidence"]
     waivers = [each["seen"] for each in evidence if each["kind"] == "source_waived"]
-    assert waivers == [
-        {"source": "192.0.2.0/24 test", "key_id": key_id, "by": "operator:tam", "why": "it has ended"}
-    ]
+    assert waivers == [{"source": "192.0.2.0/24 test", "key_id": key_id, "by": "operator:tam", "why": "it has ended"}]
 
 
 def test_retirement_date_is_set_for_public_keys_only(seeded: Any) -> None:
