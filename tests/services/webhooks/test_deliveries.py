@@ -13,10 +13,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.db import DatabaseError
 from django.test import override_settings
 
 from keyvault.access.permissions import Permission as P
-from keyvault.backends.outbound import OutboundError, Reply
+from keyvault.backends.outbound import OutboundError, Reply, ResolversBusyError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import (
     Account,
@@ -508,6 +509,50 @@ def test_endpoint_enabled_again_retries_its_messages_from_the_beginning(scene: S
     assert not WebhookBreaker.objects.exists()
     assert deliver_due(clock, hang) == 1
     assert (the_delivery().state, the_delivery().attempts) == (DeliveryState.DUE, 1)
+
+
+def test_attempt_without_a_resolver_says_nothing_about_the_endpoint(scene: Scene, clock: Clock) -> None:
+    """Name servers of other merchants that hang do not pause a healthy endpoint."""
+    add(scene, "https://acme.example/")
+    send_notice(scene)
+
+    def send(destination: Destination, *args: Any, **options: Any) -> Reply:
+        raise ResolversBusyError("Too many names are being resolved.")
+
+    assert deliver_due(clock, send=send) == 1
+    assert the_delivery().state == DeliveryState.DUE
+    assert not WebhookBreaker.objects.exists()
+
+
+def test_outcome_that_the_database_refuses_does_not_end_the_round(
+    scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        add(scene, f"https://{name}.example/")
+    send_notice(scene)
+    settle, refused = deliveries._settle, []
+
+    def refuse_first(delivery: WebhookDelivery, *args: Any) -> None:
+        if not refused:
+            refused.append(delivery.pk)
+            raise DatabaseError("deadlock detected")
+        settle(delivery, *args)
+
+    monkeypatch.setattr(deliveries, "_settle", refuse_first)
+    assert deliver_due(clock, send=replying(200)) == 2
+    states = dict(WebhookDelivery.objects.values_list("pk", "state"))
+    assert states.pop(refused[0]) == DeliveryState.DUE
+    assert list(states.values()) == [DeliveryState.DELIVERED]
+
+
+def test_message_queued_while_its_endpoint_is_disabled_is_given_up(scene: Scene, clock: Clock) -> None:
+    """The transaction that wrote it began before the one that disabled the endpoint, and ended after it."""
+    endpoint, _ = add(scene, "https://acme.example/")
+    disable_endpoint(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), endpoint, "moved")
+    notice = send_notice(scene)
+    WebhookDelivery.objects.create(notice=notice, endpoint=endpoint, due_at=now(), give_up_at=now() + timedelta(days=1))
+    assert deliver_due(clock, send=replying(200)) == 0
+    assert (the_delivery().state, the_delivery().last_error) == (DeliveryState.GIVEN_UP, "the endpoint was disabled")
 
 
 def test_test_message_is_sent_while_the_breaker_is_open(scene: Scene, clock: Clock) -> None:

@@ -13,12 +13,15 @@ from keyvault.services.work.leases import (
     LEASE,
     Lease,
     claim,
+    claim_dispatched,
+    enqueue,
     finish,
     hold,
     list_due,
     postpone,
     release,
     release_queued,
+    take_due,
     wake,
 )
 from tests.factories import now
@@ -138,6 +141,18 @@ def test_lease_woken_after_a_failure_waits_for_its_pause(at: datetime) -> None:
     wake(["work"], at)
     assert claim("work", at) is None
     assert claim("work", at + 2 * SECOND) is not None
+
+
+def test_lease_that_fails_after_a_wake_up_is_not_dispatched_before_its_pause_ends(at: datetime) -> None:
+    """A message that is still in the queue claims nothing."""
+    enqueue("work", "queue", at)
+    take_due("queue", at, 1, is_urgent=False)
+    lease = claim_dispatched("work", at)
+    assert lease is not None
+    wake(["work"], at)
+    postpone(lease, at, "it failed")
+    assert claim_dispatched("work", at) is None
+    assert take_due("queue", at + 2 * SECOND, 1, is_urgent=False) == ["work"]
 
 
 def test_finished_work_is_deleted_only_by_its_holder(at: datetime) -> None:

@@ -36,6 +36,7 @@ from tests.clocks import Clock
 from tests.killing import KilledError
 from tests.rotation import scene
 from tests.rotation.copies import copy_of, lose_leases, run_maintenance, versions_of
+from tests.rotation.scene import unavailable
 from tests.rotation.services.rotations.test_tripwire import KNOWN, attempt, in_quarantine
 from tests.rotation.steps import advance, key_states, overlapping, revoke, wait
 
@@ -94,6 +95,22 @@ def test_quarantine_over_destroys_the_hidden_copy(clock: Clock, verifier: UsageL
     rotation = wait(hidden(clock, verifier), clock, verifier, 6)
     assert (rotation.state, copy_of(rotation.predecessor)) == (S.COMPLETED, DESTROYED)
     assert copy_of(rotation.replacement) == HELD
+
+
+def test_destruction_retried_during_an_outage_continues_one_ledger_row(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage of a day makes thousands of attempts, and ledger rows are kept."""
+    rotation = hidden(clock, verifier)
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "destroy", unavailable)
+        rotation = wait(rotation, clock, verifier, 6)
+        for _ in range(3):
+            rotation = advance(rotation, clock, 60)
+    assert rotation.state == S.REVOKING
+    assert rotation.ledger.filter(step=S.REVOKING).count() == 1
+    assert advance(rotation, clock, 60).state == S.COMPLETED
+    assert rotation.ledger.get(step=S.REVOKING).state == "done"
 
 
 def test_quarantine_over_before_the_copy_was_hidden_destroys_it(clock: Clock, verifier: UsageLog) -> None:

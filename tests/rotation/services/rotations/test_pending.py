@@ -8,6 +8,7 @@ import pytest
 from keyvault.access.permissions import Permission as P
 from keyvault.backends.base import Mount
 from keyvault.backends.local import LocalKeystore
+from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyState
 from keyvault.models import Key, Verifier
 from keyvault.services.recording.authorization import authorize
@@ -18,11 +19,13 @@ from rotation.domain.events import RotationState as S
 from rotation.models import LedgerEntry, LedgerState, Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.requests import approve_rotation
 from rotation.services.rotations.side_effects import forget_due
 from tests.clocks import Clock
+from tests.killing import KilledError
 from tests.rotation import scene
 from tests.rotation.scene import unavailable
-from tests.rotation.steps import advance, begun
+from tests.rotation.steps import advance, begun, damage, revoke
 from tests.verifiers import confirm, make_verifier
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -99,8 +102,43 @@ def test_pending_copy_stays_open_while_the_backend_is_down_and_is_erased_later(
     assert (pending_paths(), open_entries()) == ([], 0)
 
 
-class Killed(BaseException):
-    """The process ends here."""
+def test_pending_copy_of_a_dead_replacement_is_erased_although_its_rotation_cannot_end(
+    staged: Rotation, clock: Clock
+) -> None:
+    """No turn can cancel a rotation whose plan is unreadable, and a compromised string must not wait for one."""
+    assert staged.replacement is not None
+    damage(staged, {"unknown_to_this_release": 1})
+    revoke(staged.replacement, clock)
+    assert forget_due(clock()) == 1
+    assert (pending_paths(), open_entries()) == ([], 0)
+
+
+def test_pending_copies_of_one_environment_do_not_wait_for_the_backend_of_another(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_verifier()
+    rotations = []
+    for environment in (Environment.SANDBOX, Environment.PRODUCTION):
+        key, _ = scene.issue(scene.account(environment=environment), clock())
+        rotation = scene.rotate(key.credential, clock(), quiet_seconds=3_600, quarantine_seconds=600)
+        if rotation.state == S.AWAITING_APPROVAL:
+            person = rotation.requester_person
+            place = key.credential.account
+            grant = authorize(scene.approver(), P.ROTATIONS_APPROVE, place, now=clock(), requester_person=person)
+            approve_rotation(grant, rotation, rotation.plan_digest)
+        rotations.append(advance(rotation, clock))
+    assert [rotation.state for rotation in rotations] == [S.STAGED, S.STAGED]
+    for rotation in rotations:
+        grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+        abort_rotation(grant, rotation, "not needed")
+    forget = LocalKeystore.forget
+
+    def fail_in_sandbox(self: LocalKeystore, mount: Mount, path: str) -> Any:
+        return unavailable() if mount is Mount.SANDBOX else forget(self, mount, path)
+
+    monkeypatch.setattr(LocalKeystore, "forget", fail_in_sandbox)
+    assert forget_due(clock()) == 1
+    assert open_entries() == 1
 
 
 def killed(method: str, *, is_after: bool, number: int = 1) -> Callable[..., Any]:
@@ -110,10 +148,10 @@ def killed(method: str, *, is_after: bool, number: int = 1) -> Callable[..., Any
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         counted[0] += 1
         if counted[0] == number and not is_after:
-            raise Killed
+            raise KilledError
         result = call(*args, **kwargs)
         if counted[0] == number:
-            raise Killed
+            raise KilledError
         return result
 
     return wrapped
@@ -134,7 +172,7 @@ def test_worker_killed_at_the_pending_copy_leaves_a_rotation_that_completes(
         accept()
         method = "put" if point == "publish" else "forget"
         monkeypatch.setattr(LocalKeystore, method, killed(method, is_after=is_after))
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         advance_rotation(rotation.rotation_id, clock)
     monkeypatch.undo()
     accept()

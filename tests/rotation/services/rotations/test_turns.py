@@ -11,7 +11,7 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
-from keyvault.models import WorkLease
+from keyvault.models import Verifier, WorkLease
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import get_key, resume_key, suspend_key
 from keyvault.services.recording.authorization import authorize
@@ -23,11 +23,13 @@ from rotation.services.rotations import engine, turns
 from rotation.services.rotations.engine import MAX_ATTEMPTS, POLL_SECONDS, advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation, subject_of
+from rotation.services.rotations.requests import reissue_key
 from rotation.services.rotations.turns import Turn, TurnDispatcher, dispatch_due
 from tests.clocks import Clock
 from tests.rotation import scene
 from tests.rotation.steps import advance, begun, list_due, overlapping, quarantined, revoke, run_due
 from tests.services.racing import TIMEOUT_SECONDS, race
+from tests.verifiers import confirm, make_verifier
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -100,6 +102,19 @@ def test_event_makes_the_turn_due_immediately(clock: Clock, verifier: UsageLog) 
     assert other.rotation_id not in list_due(clock)
     scene.use(verifier, other.predecessor_id, outcome=UseOutcome.REFUSED)
     assert other.rotation_id in list_due(clock)
+    assert not row_of(other).is_urgent, "a client that does not stop would delay merchants without a usable key"
+
+
+def test_emergency_stays_urgent_until_its_key_is_delivered(clock: Clock, verifier: UsageLog) -> None:
+    """Guarantee: a merchant without a usable key waits for no backlog, also while verifiers are awaited."""
+    make_verifier()
+    key, _ = scene.issue(scene.account(), clock())
+    revoke(key, clock)
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
+    rotation = advance(reissue_key(grant, key.credential, "a leak"), clock)
+    assert (rotation.state, row_of(rotation).is_urgent) == ("staged", True)
+    confirm(Verifier.objects.get(), 2**40)
+    assert advance(rotation, clock, 3).delivered_at is not None
 
 
 @pytest.mark.parametrize("which", ["predecessor", "replacement"])

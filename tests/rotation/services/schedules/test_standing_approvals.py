@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from django.db.models import QuerySet
+from django.test import override_settings
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import Channel, OperatorPrincipal
@@ -93,6 +94,13 @@ def test_rotation_without_a_complete_standing_approval_awaits_its_own(clock: Clo
     ask(schedule(clock), clock)
     assert state_of_next(clock) == S.AWAITING_APPROVAL
     assert Rotation.objects.get().standing_approval is None
+
+
+def test_rotation_after_more_approvals_are_required_awaits_its_own(clock: Clock) -> None:
+    """The schedule goes on, with approvals for each rotation, instead of being refused every time."""
+    approve(ask(schedule(clock), clock), clock)
+    with override_settings(APPROVALS_NEEDED={Environment.SANDBOX: 0, PRODUCTION: 2}):
+        assert state_of_next(clock) == S.AWAITING_APPROVAL
 
 
 def test_standing_approval_by_its_requester_is_refused(clock: Clock) -> None:
