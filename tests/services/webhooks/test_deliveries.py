@@ -530,7 +530,8 @@ def test_outcome_that_the_database_refuses_does_not_end_the_round(
     for name in ("one", "two"):
         add(scene, f"https://{name}.example/")
     send_notice(scene)
-    settle, refused = deliveries._settle, []
+    settle = deliveries._settle
+    refused: list[int] = []
 
     def refuse_first(delivery: WebhookDelivery, *args: Any) -> None:
         if not refused:
