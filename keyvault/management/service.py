@@ -145,36 +145,43 @@ def _get_readyz(port: int) -> tuple[int, str] | None:
 
 
 def _programs(port: int) -> tuple[Program, ...]:
-    celery = (
-        sys.executable,
-        # It runs as the user who started it, in a container often root; only that user can read the keystore.
-        *("-W", "ignore:You're running the worker with superuser privileges"),
-        *("-m", "celery", "--quiet", "-A", "keyvault.project"),
+    # On the file broker the worker runs the beat.
+    beats = () if settings.IS_FILE_BROKER else (beat_program(),)
+    return (server_program(port), worker_program(), *beats)
+
+
+def server_program(port: int) -> Program:
+    """Return the HTTP server's program. Needs no Django settings."""
+    command = (
+        *(sys.executable, "-m", "granian", "keyvault.project.asgi:application", "--interface", "asgi"),
+        *("--host", ADDRESS, "--port", str(port), "--http", "1", "--no-ws"),
+        # Granian counts connections here, not requests.
+        *("--backpressure", str(CONNECTIONS)),
+        *("--http1-header-read-timeout", str(HEADER_READ_MILLISECONDS)),
+        # One process: limits and usage counts of the embedded service live in its memory.
+        *("--workers", "1"),
+        # A worker ignores a stop signal that arrives while it still loads.
+        *("--workers-kill-timeout", "5"),
+        *("--no-access-log", "--log-level", "warning"),
     )
-    return (
-        Program(
-            SERVER,
-            (
-                *(sys.executable, "-m", "granian", "keyvault.project.asgi:application", "--interface", "asgi"),
-                *("--host", ADDRESS, "--port", str(port), "--http", "1", "--no-ws"),
-                # Granian counts connections here, not requests.
-                *("--backpressure", str(CONNECTIONS)),
-                *("--http1-header-read-timeout", str(HEADER_READ_MILLISECONDS)),
-                # One process: limits and usage counts of the embedded service live in its memory.
-                *("--workers", "1"),
-                # A worker ignores a stop signal that arrives while it still loads.
-                *("--workers-kill-timeout", "5"),
-                *("--no-access-log", "--log-level", "warning"),
-            ),
-            # Granian's main process stops its own worker process.
-            orphan_signal=signal.SIGTERM,
-        ),
-        Program(
-            WORKER,
-            (
-                *(*celery, "worker", "--pool", "threads", "--concurrency", "4", "--loglevel", "INFO"),
-                *("--without-gossip", "--without-mingle", "--without-heartbeat"),
-            ),
-        ),
-        *([] if settings.IS_FILE_BROKER else [Program(BEAT, (*celery, "beat", "--loglevel", "INFO", "--pidfile", ""))]),
-    )
+    # Granian's main process stops its own worker process.
+    return Program(SERVER, command, orphan_signal=signal.SIGTERM)
+
+
+_CELERY = (
+    sys.executable,
+    # It runs as the user who started it, in a container often root; only that user can read the keystore.
+    *("-W", "ignore:You're running the worker with superuser privileges"),
+    *("-m", "celery", "--quiet", "-A", "keyvault.project"),
+)
+
+
+def worker_program() -> Program:
+    """Return the program of the Celery worker. Needs no Django settings."""
+    threads = ("worker", "--pool", "threads", "--concurrency", "4", "--loglevel", "INFO")
+    return Program(WORKER, (*_CELERY, *threads, "--without-gossip", "--without-mingle", "--without-heartbeat"))
+
+
+def beat_program() -> Program:
+    """Return the program of the Celery beat. Needs no Django settings."""
+    return Program(BEAT, (*_CELERY, "beat", "--loglevel", "INFO", "--pidfile", ""))

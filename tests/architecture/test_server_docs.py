@@ -6,7 +6,7 @@ from pathlib import Path
 from django.conf import settings
 
 from keyvault.domain.errors import ErrorCode
-from keyvault.management.service import CONNECTIONS, HEADER_READ_MILLISECONDS, SERVER, _programs
+from keyvault.management.service import CONNECTIONS, HEADER_READ_MILLISECONDS, server_program
 from keyvault.project.asgi_wsgi_bridge import Capacity
 from keyvault.wire.problems import PROBLEM_TYPES
 
@@ -19,8 +19,7 @@ def test_docs_server_is_started_with_the_options_of_make_run() -> None:
     (documented,) = re.findall(r"^    granian (.+)$", OPERATIONS, re.MULTILINE)
     (in_deploy,) = re.findall(r"`granian ([^`]+)`", (ROOT / "deploy" / "README.md").read_text())
     assert documented == in_deploy
-    (program,) = (program for program in _programs(8000) if program.name == SERVER)
-    run = " ".join(program.command)
+    run = " ".join(server_program(8000).command)
     *options, application = re.split(r" (?=--)| (?=keyvault\.)", documented)
     assert application in run
     assert [option for option in options if f"{option} " not in run] == []

@@ -171,8 +171,7 @@ def _wsgi_frontend(site: Site) -> Plan:
 def _web_server(site: Site) -> Plan:
     """The very command line of `make run`."""
     house = site.on_postgres
-    (program,) = (each for each in service._programs(0) if each.name == service.SERVER)
-    command = list(program.command)
+    command = list(service.server_program(0).command)
     command[command.index("--port") + 1] = "{port}"
     return Plan(command, _with_origin(house), lambda port: [cases.verify(house, WEB_SERVER)])
 

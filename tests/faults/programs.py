@@ -13,7 +13,7 @@ from pathlib import Path
 from django.conf import settings
 
 from keyvault.management import service, supervisor
-from keyvault.management.service import BEAT, SERVER, WORKER, find_free_port
+from keyvault.management.service import WORKER, find_free_port
 from keyvault.management.supervisor import STOP_SECONDS, Program, Supervisor
 from tests.environment import ROOT
 from tests.faults.results import say
@@ -35,10 +35,12 @@ def served(
     """
     port = find_free_port()
     told = {**os.environ, "KEYVAULT_ORIGIN": f"http://127.0.0.1:{port}", **(environ or {})}
-    programs = [program for program in service._programs(port) if program.name == SERVER]
+    programs = [service.server_program(port)]
     # On the file broker each worker runs a beat.
-    programs += [_numbered(port, BEAT, number, wrapped) for number in range(0 if settings.IS_FILE_BROKER else beats)]
-    programs += [_numbered(port, WORKER, number, wrapped) for number in range(workers)]
+    programs += [
+        _numbered(service.beat_program(), number, wrapped) for number in range(0 if settings.IS_FILE_BROKER else beats)
+    ]
+    programs += [_numbered(service.worker_program(), number, wrapped) for number in range(workers)]
     with Supervisor(programs, told, ROOT, folder / "logs", _note_restart) as programs_at_work:
         service.wait_until_ready(programs_at_work, port)
         yield programs_at_work, port
@@ -53,15 +55,14 @@ def _note_restart(line: str) -> None:
     say(line)
 
 
-def _numbered(port: int, name: str, number: int, wrapped: bool) -> Program:
-    program = next(program for program in service._programs(port) if program.name == name)
+def _numbered(program: Program, number: int, wrapped: bool) -> Program:
     command = program.command
     if wrapped:
         options = command[command.index("keyvault.project") + 1 :]
         command = (sys.executable, "-m", "tests.faults.lossy", *options)
-    if name == WORKER:
+    if program.name == WORKER:
         command = (*command, "--hostname", f"worker{number}@faults")
-    return Program(f"{name}{number}", command, program.orphan_signal)
+    return Program(f"{program.name}{number}", command, program.orphan_signal)
 
 
 def until(what: str, holds: Callable[[], bool], seconds: float, tend: Callable[[], None] = lambda: None) -> None:

@@ -29,7 +29,7 @@ def work(point: str, *more: str) -> None:
     notes = os.environ.get("FAULTS_NOTES")
     Bomb(point, Path(notes) if notes else None).plant()
     lose_messages()
-    command = next(program.command for program in service._programs(0) if program.name == service.WORKER)
+    command = service.worker_program().command
     app.worker_main([*command[command.index("worker") :], *more])
 
 

@@ -11,7 +11,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 
 from keyvault.management import service
-from keyvault.management.service import SERVER, find_free_port
+from keyvault.management.service import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 60
@@ -32,7 +32,7 @@ def serving(folder: Path, **settings: str) -> Iterator[int]:
     """The port; its log is `server.log` in the folder. On leaving it is ended by SIGTERM, as the supervisor does."""
     port = find_free_port()
     # The very command line of `make run`: another would be another server.
-    command = next(program.command for program in service._programs(port) if program.name == SERVER)
+    command = service.server_program(port).command
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from keyvault.management import service
-from keyvault.management.service import SERVER, find_free_port
+from keyvault.management.service import find_free_port
 
 pytestmark = pytest.mark.long
 
@@ -86,8 +86,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             port = find_free_port()
             gate = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             gate.settimeout(SECONDS)
-            (program,) = (program for program in service._programs(port) if program.name == SERVER)
-            command = list(program.command)
+            command = list(service.server_program(port).command)
             command[command.index("keyvault.project.asgi:application")] = "tests.project.overload_site:application"
             for name, number in options.items():
                 command[command.index(f"--{name.replace('_', '-')}") + 1] = str(number)
