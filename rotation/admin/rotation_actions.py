@@ -48,7 +48,6 @@ from rotation.services.rotations.interventions import (
     request_retirement,
     resume_rotation,
     rolls_back,
-    stage_of,
     waive_source,
 )
 from rotation.services.rotations.requests import (
@@ -146,7 +145,7 @@ def has_old_key(rotation: Rotation) -> bool:
 
 
 def _may_be_retired(rotation: Rotation) -> bool:
-    stage = stage_of(rotation)
+    stage = rotation.stage
     is_before = stage not in CLOSED and stage not in {S.QUARANTINE, S.REVOKING, S.ROLLING_BACK}
     return KeyKind(rotation.credential.kind) is KeyKind.PUBLIC and is_before
 
@@ -160,7 +159,7 @@ def may_be_collected(rotation: Rotation) -> bool:
     is_uncollected = rotation.delivered_at is not None and rotation.collected_at is None
     is_good = key is not None and key.state not in DEAD_STATES
     is_shown = credential.delivery != Delivery.SEALED and credential.kind == KeyKind.PRIVATE
-    return is_uncollected and is_good and is_shown and stage_of(rotation) is not S.ROLLING_BACK
+    return is_uncollected and is_good and is_shown and rotation.stage is not S.ROLLING_BACK
 
 
 # --- explanations --------------------------------------------------------------------------------------------

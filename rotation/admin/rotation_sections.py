@@ -36,7 +36,7 @@ from rotation.domain.runbook import REMEDY_LABELS, Advice, Remedy
 from rotation.domain.silence import AwaitedSource, describe_need
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
-from rotation.services.rotations.interventions import predecessor_ended_at, stage_of
+from rotation.services.rotations.interventions import predecessor_ended_at
 from rotation.services.rotations.reports import subject_of
 
 S = RotationState
@@ -208,7 +208,7 @@ def find_failure(row: Rotation) -> WorkLease | None:
 
 def steps_of(row: Rotation) -> list[Step]:
     """Return the timeline of the rotation: forward, rolling back, or up to an early end."""
-    stage, reached = stage_of(row), _reached(row)
+    stage, reached = row.stage, _reached(row)
     if stage is S.COMPLETED:
         states = [*reached, S.COMPLETED]
     elif stage in {S.ROLLING_BACK, S.ROLLED_BACK}:
@@ -354,7 +354,7 @@ _MAX_AWAITED = 50
 
 def users_tables(row: Rotation) -> Iterator[Table]:
     """Yield the users of the key to be retired; in a rollback also those of the replacement."""
-    if row.replacement is not None and stage_of(row) is S.ROLLING_BACK:
+    if row.replacement is not None and row.stage is S.ROLLING_BACK:
         yield from _users(row.replacement, "the replacement")
     yield from _users(row.predecessor, "the old key")
 

@@ -14,6 +14,7 @@ events.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from enum import StrEnum
 
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from rotation.domain.events import OUTCOMES, STAYS, Event, RotationState, Stays
@@ -75,9 +76,39 @@ class KeyFacts:
         return self.state in DEAD_STATES or self.is_expired
 
 
+class FactGroup(StrEnum):
+    """A group of facts that costs queries, so that only the stages that read it gather it.
+
+    `approval`: has_approval. `acceptance`: is_accepted, unconfirmed. `notification`: is_notified, notification_failed.
+    `traffic`: a key's count, sources, minutes, first_used_at. `last_uses`: a key's last_used_at. `sources`: sources.
+    `observation`: observed_through, lost_at. A key's attempts are gathered while the rotation has suspended it.
+    """
+
+    APPROVAL = "approval"
+    ACCEPTANCE = "acceptance"
+    NOTIFICATION = "notification"
+    TRAFFIC = "traffic"
+    LAST_USES = "last_uses"
+    SOURCES = "sources"
+    OBSERVATION = "observation"
+
+
+READ_IN: dict[FactGroup, frozenset[RotationState]] = {
+    # The later stages are entered only with the approval.
+    FactGroup.APPROVAL: frozenset({S.REQUESTED, S.AWAITING_APPROVAL, S.EMERGENCY}),
+    FactGroup.ACCEPTANCE: frozenset({S.STAGED}),
+    FactGroup.NOTIFICATION: frozenset({S.PUBLISHING}),
+    FactGroup.TRAFFIC: frozenset({S.AWAITING_PROOF}),
+    FactGroup.LAST_USES: frozenset({S.AWAITING_PROOF, S.OVERLAP, S.ROLLING_BACK}),
+    FactGroup.SOURCES: frozenset({S.OVERLAP, S.ROLLING_BACK}),
+    FactGroup.OBSERVATION: frozenset({S.OVERLAP, S.QUARANTINE, S.ROLLING_BACK}),
+}
+"""The stages whose step depends on each group."""
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The complete input of `next_step`.
+    """The complete input of `next_step`. A group of facts that the stage does not read has its defaults.
 
     `deadline`: the plan's deadline, or the extended one; None: no deadline.
     `retire_at`: for a public key, the approved date on which the predecessor is taken out of service.

@@ -130,13 +130,18 @@ class Rotation(RequestColumns):
     @property
     def is_held(self) -> bool:
         """Whether an operator holds the key in quarantine suspended: the rotation neither resumes nor revokes it."""
-        rolls_back = RotationState.ROLLING_BACK in {self.state, self.stalled_from}
-        key = self.replacement if rolls_back else self.predecessor
+        key = self.replacement if self.stage is RotationState.ROLLING_BACK else self.predecessor
         return self.held_at is not None and key is not None and key.state == KeyState.SUSPENDED
 
     @property
     def current_state(self) -> RotationState:
         return RotationState(self.state)
+
+    @property
+    def stage(self) -> RotationState:
+        """The state; of a stalled rotation, the state that it stalled in."""
+        is_stalled = self.state == RotationState.STALLED and self.stalled_from is not None
+        return RotationState(self.stalled_from if is_stalled else self.state)
 
     @property
     def approved_plan(self) -> Plan:

@@ -119,7 +119,9 @@ def wait_for_receipt(sequence: int, seconds: int) -> tuple[Receipt, int]:
 
 def list_unconfirmed(sequence: int) -> list[str]:
     """Return the ids of the verifiers that the receipt waits for."""
-    return [verifier.verifier_id for verifier in _receipt(sequence).of(VerifierProgress.WAITING)]
+    rows = Verifier.objects.filter(confirmed_sequence__lt=sequence, stopped_at__isnull=True).annotate(now=Now())
+    ordered = rows.order_by("started_at", "verifier_id")
+    return [row.verifier_id for row in ordered if _progress(row, sequence, row.now) is VerifierProgress.WAITING]
 
 
 def find_account_of(subject: Subject | None) -> Account | None:

@@ -38,10 +38,19 @@ def choose_slot(chains: Sequence[str]) -> str:
     return next(iter(free.values_list("name", flat=True)[:1]), None) or secrets.choice(chains)
 
 
-def append_entry(
-    *, chain: str, at: datetime, event: str, actor: str, channel: str, details: dict[str, JsonValue]
-) -> None:
-    """Append one entry. Only `services.recording` calls this, inside the transaction of the change.
+@dataclass(frozen=True, slots=True)
+class NewEntry:
+    """The content of an entry that is not in its chain yet."""
+
+    at: datetime
+    event: str
+    actor: str
+    channel: str
+    details: dict[str, JsonValue]
+
+
+def append_entries(*, chain: str, entries: Sequence[NewEntry]) -> None:
+    """Append entries to one chain. Only `services.recording` calls this, inside the transaction of the change.
 
     Locks the chain's head row until the commit: writers of one chain are serialized, writers of others do not wait.
     (On SQLite the transaction holds the lock of the whole database.)
@@ -55,23 +64,30 @@ def append_entry(
         with suppress(DatabaseIntegrityError), transaction.atomic():
             open_chain(chain)
         head = AuditChain.objects.select_for_update().get(name=chain)
-    sequence, previous = head.sequence + 1, bytes(head.head_hash)
-    body = entry_bytes(
-        chain=chain, sequence=sequence, at=at, event=event, actor=actor, channel=channel, details=details
-    )
-    digest = entry_hash(previous, body)
-    AuditEntry.objects.create(
-        chain_id=chain,
-        sequence=sequence,
-        at=at,
-        event=event,
-        actor=actor,
-        body=body,
-        previous=previous,
-        hash=digest,
-    )
-    head.sequence, head.head_hash = sequence, digest
-    head.save(update_fields=["sequence", "head_hash"])
+    for new in entries:
+        sequence, previous = head.sequence + 1, bytes(head.head_hash)
+        body = entry_bytes(
+            chain=chain,
+            sequence=sequence,
+            at=new.at,
+            event=new.event,
+            actor=new.actor,
+            channel=new.channel,
+            details=new.details,
+        )
+        digest = entry_hash(previous, body)
+        AuditEntry.objects.create(
+            chain_id=chain,
+            sequence=sequence,
+            at=new.at,
+            event=new.event,
+            actor=new.actor,
+            body=body,
+            previous=previous,
+            hash=digest,
+        )
+        head.sequence, head.head_hash = sequence, digest
+        head.save(update_fields=["sequence", "head_hash"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import groupby
 
 from django.db import transaction
 
@@ -33,7 +34,7 @@ from keyvault.domain.ids import Subject
 from keyvault.domain.redaction import redact
 from keyvault.models import Account
 from keyvault.models.recording import collect_subjects
-from keyvault.services.recording.audit_chain import append_entry, choose_slot
+from keyvault.services.recording.audit_chain import NewEntry, append_entries, choose_slot
 from keyvault.services.recording.changes import announce_changes
 from keyvault.services.recording.revocation_log import append_ended
 from keyvault.services.recording.signals import accounts_changed, keys_changed
@@ -125,25 +126,26 @@ def _commit(unit: _Unit, subjects: dict[Subject, bool], now: datetime) -> None:
     if merchants or accounts:
         accounts_changed.send(None, merchants=merchants, accounts=accounts, now=now)
     sequence = announce_changes(subjects, now)
-    slots: dict[str, str] = {}
-    for record in sorted(unit.records, key=lambda record: (record.is_customer_token, record.chain)):
-        chain = record.chain
-        if record.is_customer_token:
-            chain = slots.get(chain) or slots.setdefault(chain, choose_slot(customer_token_chains(chain)))
+    ordered = sorted(unit.records, key=_chain_of)
+    for (is_customer_token, chain), records in groupby(ordered, _chain_of):
+        entries = [_new_entry(record) for record in records]
+        append_entries(chain=choose_slot(customer_token_chains(chain)) if is_customer_token else chain, entries=entries)
+    for record in ordered:
         record.sequence = sequence
-        principal = record.grant.principal
-        details = {name: _redacted(value) for name, value in record.details.items()}
-        if (host_user := _host_user(principal)) is not None:
-            details["host_user"] = host_user
-        append_entry(
-            chain=chain,
-            at=record.grant.at,
-            event=record.event,
-            actor=principal.actor,
-            channel=principal.channel,
-            details=details,
-        )
     append_ended(subjects, sequence, now)
+
+
+def _chain_of(record: Record) -> tuple[bool, str]:
+    """Return the order in which chains are locked."""
+    return record.is_customer_token, record.chain
+
+
+def _new_entry(record: Record) -> NewEntry:
+    principal = record.grant.principal
+    details = {name: _redacted(value) for name, value in record.details.items()}
+    if (host_user := _host_user(principal)) is not None:
+        details["host_user"] = host_user
+    return NewEntry(record.grant.at, record.event, principal.actor, principal.channel, details)
 
 
 def _redacted(value: JsonValue) -> JsonValue:

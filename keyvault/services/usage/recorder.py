@@ -616,15 +616,17 @@ def note_lost(now: datetime) -> None:
 
 def observe(now: datetime, environment: Environment) -> Observation:
     """Return the observation. Reads only. It never extends past `now`, whatever a reporter's clock shows."""
-    serves = Q(environment__in=("", environment))
-    through = live_reporters().filter(serves).aggregate(through=Min("flushed_through_at"))["through"]
-    lost_at = UsageReporter.objects.filter(serves).aggregate(at=Max("lost_at"))["at"]
-    return Observation(None if through is None else min(through, now), lost_at)
+    reporters = UsageReporter.objects.filter(environment__in=("", environment))
+    seen = reporters.aggregate(through=Min("flushed_through_at", filter=_LIVE), lost_at=Max("lost_at"))
+    return Observation(None if seen["through"] is None else min(seen["through"], now), seen["lost_at"])
 
 
 def live_reporters() -> QuerySet[UsageReporter]:
     """Select reporters that have neither deregistered nor been marked lost."""
-    return UsageReporter.objects.filter(stopped_at__isnull=True, lost_at__isnull=True)
+    return UsageReporter.objects.filter(_LIVE)
+
+
+_LIVE = Q(stopped_at__isnull=True, lost_at__isnull=True)
 
 
 usage_log = UsageLog()

@@ -72,14 +72,18 @@ def claim(subject: str, now: datetime, *, ignore_due_at: bool = False) -> Lease 
     return Lease(subject, token, 1)
 
 
-def claim_dispatched(subject: str, now: datetime) -> Lease | None:
-    """Claim work for which a message arrived; None if an earlier message did so, or another worker holds it."""
-    return _claim(subject, now, Q(due_since__isnull=False))
+def claim_dispatched(subject: str, queues: Collection[str], now: datetime) -> Lease | None:
+    """Claim work in one of these queues for which a message arrived.
+
+    None if an earlier message claimed it, another worker holds it, or it is in none of the queues.
+    """
+    return _claim(subject, now, Q(queue__in=queues, due_since__isnull=False))
 
 
-def claim_early(subject: str, now: datetime) -> Lease | None:
-    """Claim work in a queue even before it is due, but not during its pause after a failure."""
-    return _claim(subject, now, Q(last_error="") | Q(due_at__lte=now) | Q(due_since__isnull=False))
+def claim_early(subject: str, queues: Collection[str], now: datetime) -> Lease | None:
+    """Claim work in one of these queues even before it is due, but not during its pause after a failure."""
+    may_begin = Q(last_error="") | Q(due_at__lte=now) | Q(due_since__isnull=False)
+    return _claim(subject, now, Q(queue__in=queues) & may_begin)
 
 
 def _claim(subject: str, now: datetime, condition: Q) -> Lease | None:
@@ -98,13 +102,13 @@ def _claim(subject: str, now: datetime, condition: Q) -> Lease | None:
 def hold(lease: Lease) -> None:
     """Lock the lease's row inside the transaction of the outcome. Raises StateConflictError when it is lost."""
     if _own(lease).update(last_error="") != 1:
-        raise StateConflictError("Another worker took this over.", internal=f"{lease.subject}: the lease is lost")
+        raise _lost(lease)
 
 
 def renew(lease: Lease, now: datetime) -> None:
     """Extend the lease from now, between many small steps. Raises StateConflictError when it is lost."""
     if _own(lease).update(until=now + LEASE, due_at=now + LEASE) != 1:
-        raise StateConflictError("Another worker took this over.", internal=f"{lease.subject}: the lease is lost")
+        raise _lost(lease)
 
 
 def release(lease: Lease, *, due_at: datetime | None = None) -> None:
@@ -135,6 +139,10 @@ def _own(lease: Lease) -> QuerySet[WorkLease]:
     return WorkLease.objects.filter(subject=lease.subject, token=lease.token)
 
 
+def _lost(lease: Lease) -> StateConflictError:
+    return StateConflictError("Another worker took this over.", internal=f"{lease.subject}: the lease is lost")
+
+
 def postpone(lease: Lease, now: datetime, error: str) -> None:
     """Release the work after a failure; the next attempt is due after a backoff that doubles up to a minute."""
     backoff = _FIRST_BACKOFF_SECONDS * 2 ** min(lease.attempts - 1, 10)
@@ -160,8 +168,8 @@ def _jitter() -> float:
 
 def finish(lease: Lease) -> None:
     """Delete the row inside the transaction that finishes the work. Raises StateConflictError when it is lost."""
-    hold(lease)
-    forget(lease.subject)
+    if _own(lease).delete()[0] != 1:
+        raise _lost(lease)
 
 
 def forget(subject: str) -> None:

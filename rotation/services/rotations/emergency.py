@@ -27,7 +27,6 @@ from keyvault.services.recording.authorization import authorize
 from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
-from rotation.services.rotations.interventions import stage_of
 from rotation.services.rotations.requests import reissue_key
 from rotation.services.rotations.turns import wake_rotation
 
@@ -163,5 +162,5 @@ def _request_replacement(
 
 def continues_as_emergency(rotation: Rotation) -> bool:
     """Whether the open rotation makes the replacement as an emergency after its predecessor was compromised."""
-    stage = stage_of(rotation)
+    stage = rotation.stage
     return RotationState.EMERGENCY in {stage, OUTCOMES[Event.PREDECESSOR_COMPROMISED].get(stage)}

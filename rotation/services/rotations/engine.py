@@ -10,8 +10,6 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from django.conf import settings
-
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.backends.base import BackendDeniedError
@@ -35,6 +33,7 @@ from rotation.services.rotations.transitions import (
     send_due_notices,
     stall,
 )
+from rotation.services.rotations.turns import list_queues
 
 S = RotationState
 
@@ -59,6 +58,9 @@ MAX_ATTEMPTS = 12
 
 _MAX_STEPS = 20
 
+_RENEW_AFTER = leases.LEASE / 3
+"""Age at which a turn's lease is renewed before the next step. A turn usually ends sooner."""
+
 
 def advance_rotation(
     rotation_id: str, clock: Callable[[], datetime] = utc_now, *, is_dispatched: bool = False
@@ -71,11 +73,8 @@ def advance_rotation(
 
     `is_dispatched`: a message asks for this turn; only the first message since the last turn has an effect.
     """
-    served = Rotation.objects.filter(credential__account__environment__in=settings.ENVIRONMENTS)
-    if not served.filter(pk=rotation_id).exists():
-        return None
     claim = leases.claim_dispatched if is_dispatched else leases.claim_early
-    lease = claim(subject_of(rotation_id), clock())
+    lease = claim(subject_of(rotation_id), list_queues(), clock())
     if lease is None:
         return None
     try:
@@ -123,12 +122,13 @@ def _next_due(wait: Wait, rotation: Rotation, facts: Facts, now: datetime) -> da
 
 def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetime]) -> _DoneTurn:
     """Advance until the rotation waits."""
-    effects = Effects(lease, clock)
-    for number in range(_MAX_STEPS):
+    effects, renewed_at = Effects(lease, clock), clock()
+    note_lost(renewed_at)
+    for _ in range(_MAX_STEPS):
         now = clock()
-        if number:
+        if now - renewed_at >= _RENEW_AFTER:
             leases.renew(lease, now)
-        note_lost(now)
+            renewed_at = now
         rotation = get_rotation(rotation_id)
         facts = gather_facts(rotation, now)
         step = next_step(facts, now)

@@ -18,10 +18,11 @@ from keyvault.models import Key, KeyUse, Material, MerchantStatus, UseBucket
 from keyvault.models.usage import UseOutcome
 from keyvault.services.change_feed import receipts
 from keyvault.services.keys.lifecycle import last_sequence
-from keyvault.services.usage.recorder import observe
+from keyvault.services.usage.recorder import Observation, observe
 from keyvault.services.usage.reports import (
     KeyUser,
     SourceUse,
+    UseAttempts,
     find_attempts,
     find_last,
     find_last_of_sources,
@@ -32,43 +33,36 @@ from keyvault.services.webhooks.deliveries import find_delivery_report
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import DeliveryChannel
 from rotation.domain.silence import SourceFacts
-from rotation.domain.states import Facts, KeyFacts
+from rotation.domain.states import READ_IN, FactGroup, Facts, KeyFacts
 from rotation.models import Evidence, EvidenceKind, Rotation
 
 
 def gather_facts(rotation: Rotation, now: datetime) -> Facts:
-    """Gather the input of `next_step`. Read-only."""
-    observation = observe(now, rotation.credential.environment)
-    plan, replacement = rotation.approved_plan, rotation.replacement
-    unconfirmed = [] if replacement is None else list_unconfirmed(replacement)
-    is_notified, notification_failed = _find_notification(rotation)
-    rolls_back = RotationState.ROLLING_BACK in {rotation.state, rotation.stalled_from}
-    # Attempts with an old public key have no effect: shipped apps keep using it.
-    is_proving = RotationState.AWAITING_PROOF in {rotation.state, rotation.stalled_from}
-    is_ignored = rotation.credential.kind == KeyKind.PUBLIC and not rolls_back
-    since = None if is_ignored else rotation.quarantined_at
-    retiring = replacement if rolls_back else rotation.predecessor
-    waived = set() if since is None or retiring is None else list_waived(rotation, retiring)
+    """Gather the input of `next_step`: the rotation's own facts, and the groups that its stage reads. Read-only."""
+    stage, replacement = rotation.stage, rotation.replacement
+    groups = {group for group, stages in READ_IN.items() if stage in stages}
+    retiring = replacement if stage is RotationState.ROLLING_BACK else rotation.predecessor
+    observed = observe(now, rotation.credential.environment) if FactGroup.OBSERVATION in groups else _NOT_OBSERVED
+    unconfirmed = list_unconfirmed(replacement) if replacement and FactGroup.ACCEPTANCE in groups else None
+    is_notified, has_failed = _find_notification(rotation) if FactGroup.NOTIFICATION in groups else (True, False)
     return Facts(
         state=rotation.current_state,
-        plan=plan,
+        plan=rotation.approved_plan,
         entered_at=rotation.entered_at,
-        predecessor=_key_facts(rotation.predecessor, now, None if rolls_back else since, waived),
+        predecessor=_key_facts(rotation, rotation.predecessor, retiring, groups, now),
         kind=KeyKind(rotation.credential.kind),
-        replacement=None
-        if replacement is None
-        else _key_facts(replacement, now, since if rolls_back else None, waived, proves=is_proving),
+        replacement=None if replacement is None else _key_facts(rotation, replacement, retiring, groups, now),
         deadline=rotation.deadline_at,
         retire_at=rotation.retire_at,
         stalled_from=None if rotation.stalled_from is None else RotationState(rotation.stalled_from),
         has_left=rotation.credential.account.merchant.status == MerchantStatus.OFFBOARDED,
-        has_approval=rotation.bypassed_at is not None or rotation.approvals.count() >= rotation.approvals_needed,
+        has_approval=FactGroup.APPROVAL not in groups or _is_approved(rotation),
         approval_expires_at=rotation.approval_expires_at,
-        is_accepted=replacement is not None and replacement.state == KeyState.ACTIVE and not unconfirmed,
-        unconfirmed=tuple(unconfirmed),
+        is_accepted=unconfirmed == [] and replacement is not None and replacement.state == KeyState.ACTIVE,
+        unconfirmed=tuple(unconfirmed or ()),
         is_delivered=rotation.delivered_at is not None,
         is_notified=is_notified,
-        notification_failed=notification_failed,
+        notification_failed=has_failed,
         acknowledged_at=rotation.acknowledged_at,
         confirmed_at=rotation.confirmed_at,
         is_proved=rotation.used_at is not None,
@@ -77,20 +71,24 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         was_reinstated=rotation.reinstated_at is not None,
         silence_waived=rotation.waived_at is not None,
         written_back_at=rotation.written_back_at,
-        observed_through=observation.through,
-        lost_at=observation.lost_at,
-        sources=tuple(_gather_sources(rotation, rolls_back=rolls_back)),
+        observed_through=observed.through,
+        lost_at=observed.lost_at,
+        sources=tuple(_gather_sources(rotation)) if FactGroup.SOURCES in groups else (),
     )
 
 
-_BY_SILENCE = frozenset({RotationState.OVERLAP, RotationState.ROLLING_BACK})
+_NOT_OBSERVED = Observation(None, None)
 
 
-def _gather_sources(rotation: Rotation, *, rolls_back: bool) -> Iterator[SourceFacts]:
-    """Yield the sources of the key that is being retired, while it is retired by silence; the latest first."""
-    keys = (rotation.predecessor, rotation.replacement)
+def _is_approved(rotation: Rotation) -> bool:
+    return rotation.bypassed_at is not None or rotation.approvals.count() >= rotation.approvals_needed
+
+
+def _gather_sources(rotation: Rotation) -> Iterator[SourceFacts]:
+    """Yield the sources of the key that is being retired, the latest first."""
+    keys, rolls_back = (rotation.predecessor, rotation.replacement), rotation.stage is RotationState.ROLLING_BACK
     staying, retiring = keys if rolls_back else reversed(keys)
-    if staying is None or retiring is None or not _BY_SILENCE & {rotation.state, rotation.stalled_from}:
+    if staying is None or retiring is None:
         return
     waived = list_waived(rotation, retiring)
     sources = find_sources(retiring.key_id)
@@ -149,24 +147,35 @@ def _find_notification(rotation: Rotation) -> tuple[bool, bool]:
 
 
 def _key_facts(
-    key: Key, now: datetime, tried_since: datetime | None, waived: Collection[str] = (), *, proves: bool = False
+    rotation: Rotation, key: Key, retiring: Key | None, groups: Collection[FactGroup], now: datetime
 ) -> KeyFacts:
-    """Gather the facts of one key.
-
-    `tried_since`: when the rotation suspended it. `waived`: sources whose attempts are expected. `proves`: whether its
-    traffic counts as proof.
-    """
-    attempts = None if tried_since is None else find_attempts(key.key_id, tried_since, waived)
+    """Gather the facts of one key. `retiring`: the key that is being retired; `groups`: those that the stage reads."""
+    attempts = _find_attempts(rotation, key) if key is retiring else UseAttempts()
+    proves = FactGroup.TRAFFIC in groups and key is rotation.replacement
     return KeyFacts(
         state=KeyState(key.state),
         # A key that was revoked by hand did not expire, even if its expiry has passed since.
         is_expired=key.retirement == RetirementReason.EXPIRED or (key.state not in DEAD_STATES and _is_past(key, now)),
-        last_used_at=find_last(key.key_id),
-        tried_at=None if attempts is None else attempts.last_at,
-        tried_by_known_at=None if attempts is None else attempts.last_known_at,
+        last_used_at=find_last(key.key_id) if FactGroup.LAST_USES in groups else None,
+        tried_at=attempts.last_at,
+        tried_by_known_at=attempts.last_known_at,
         material_destroyed=key.material in {Material.NONE, Material.DESTROYED},
         **(_traffic(key) if proves else {}),
     )
+
+
+def _find_attempts(rotation: Rotation, retiring: Key) -> UseAttempts:
+    """Find the attempts since the rotation suspended the key, without those of waived sources, which are expected.
+
+    Attempts with an old public key have no effect: shipped apps keep using it.
+    """
+    is_ignored = rotation.credential.kind == KeyKind.PUBLIC and rotation.stage is not RotationState.ROLLING_BACK
+    if rotation.quarantined_at is None or is_ignored:
+        return UseAttempts()
+    attempts = find_attempts(retiring.key_id, rotation.quarantined_at)
+    if attempts.last_at is None or not (waived := list_waived(rotation, retiring)):
+        return attempts
+    return find_attempts(retiring.key_id, rotation.quarantined_at, waived)
 
 
 def _is_past(key: Key, now: datetime) -> bool:
@@ -175,14 +184,15 @@ def _is_past(key: Key, now: datetime) -> bool:
 
 def _traffic(key: Key) -> dict[str, Any]:
     buckets = UseBucket.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), key=key, outcome=UseOutcome.ALLOWED)
-    seen = buckets.aggregate(count=Sum("count"), first=Min("first_at"))
-    clients = buckets.exclude(source="").values_list("source", "user_agent").distinct()
-    return {
-        "count": seen["count"] or 0,
-        "sources": len({name_source(*client) for client in clients.iterator()}),
-        "minutes": KeyUse.objects.filter(key=key).values_list("minutes", flat=True).first() or 0,
-        "first_used_at": seen["first"],
-    }
+    clients = buckets.values_list("source", "user_agent").annotate(Sum("count"), Min("first_at"))
+    count, names, first_used_at = 0, set(), None
+    for source, user_agent, total, first_at in clients.iterator():
+        count += total
+        first_used_at = min(first_used_at or first_at, first_at)
+        if source:
+            names.add(name_source(source, user_agent))
+    minutes = KeyUse.objects.filter(key=key).values_list("minutes", flat=True).first() or 0
+    return {"count": count, "sources": len(names), "minutes": minutes, "first_used_at": first_used_at}
 
 
 def note_evidence(rotation: Rotation, kind: EvidenceKind, seen: dict[str, JsonValue], now: datetime) -> None:

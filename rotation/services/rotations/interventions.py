@@ -46,7 +46,7 @@ def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
     Raises StateConflictError when it is closed, already revoking or rolling back, or a worker is performing a step;
     BackendUnavailableError when the backend cannot tell whether it holds the replacement.
     """
-    outcome = OUTCOMES[Event.ABORTED].get(stage_of(rotation))
+    outcome = OUTCOMES[Event.ABORTED].get(rotation.stage)
     if rotation.is_held:
         raise StateConflictError("An operator holds the key in quarantine. Release it first.")
     if not isinstance(outcome, RotationState):
@@ -75,14 +75,9 @@ def claim_rotation(rotation: Rotation, now: datetime) -> Lease | None:
     return None
 
 
-def stage_of(rotation: Rotation) -> RotationState:
-    """Return the rotation's state; for a stalled one, the state it stalled in."""
-    return S(rotation.stalled_from) if rotation.state == S.STALLED and rotation.stalled_from else rotation.current_state
-
-
 def rolls_back(rotation: Rotation) -> bool:
     """Whether ending it now rolls it back, since the merchant may already use the replacement."""
-    return OUTCOMES[Event.ABORTED].get(stage_of(rotation)) is S.ROLLING_BACK or rotation.delivered_at is not None
+    return OUTCOMES[Event.ABORTED].get(rotation.stage) is S.ROLLING_BACK or rotation.delivered_at is not None
 
 
 def predecessor_ended_at(rotation: Rotation, now: datetime) -> datetime | None:
@@ -95,7 +90,7 @@ def predecessor_ended_at(rotation: Rotation, now: datetime) -> datetime | None:
 
 
 def may_be_aborted(rotation: Rotation) -> bool:
-    return isinstance(OUTCOMES[Event.ABORTED].get(stage_of(rotation)), RotationState) and not rotation.is_held
+    return isinstance(OUTCOMES[Event.ABORTED].get(rotation.stage), RotationState) and not rotation.is_held
 
 
 def _may_be_delivered(rotation: Rotation) -> bool:
@@ -168,7 +163,7 @@ def resume_rotation(grant: Grant, rotation: Rotation) -> Rotation:
     """
     if rotation.state != S.STALLED or rotation.stalled_from is None:
         raise StateConflictError(f"Only a stalled rotation can be resumed; this one is {rotation.state}.")
-    would_stall = OUTCOMES[Event.DEADLINE].get(stage_of(rotation)) is S.STALLED
+    would_stall = OUTCOMES[Event.DEADLINE].get(rotation.stage) is S.STALLED
     if would_stall and rotation.deadline_at is not None and grant.at >= rotation.deadline_at:
         raise StateConflictError("The deadline has passed. Extend it to resume the rotation.")
     with recorded(grant, P.ROTATIONS_WRITE, "rotation.resumed", account=rotation.credential.account, **about(rotation)):
@@ -252,7 +247,7 @@ def may_be_confirmed(rotation: Rotation) -> bool:
         used_at = None if rotation.replacement_id is None else find_last(rotation.replacement_id)
         is_overtaken = rotation.confirmed_at is None or (used_at is not None and used_at > rotation.confirmed_at)
         return rotation.written_back_at is not None and is_overtaken
-    return needs_confirmation and rotation.confirmed_at is None and stage_of(rotation) is S.AWAITING_PROOF
+    return needs_confirmation and rotation.confirmed_at is None and rotation.stage is S.AWAITING_PROOF
 
 
 def waive_source(grant: Grant, rotation: Rotation, source: str, why: str) -> Rotation:
@@ -266,7 +261,7 @@ def waive_source(grant: Grant, rotation: Rotation, source: str, why: str) -> Rot
     if not may_waive(rotation):
         raise StateConflictError("The rotation does not wait for the silence of sources.")
     faults = [] if (fault := find_reason_fault(why)) is None else [Fault("/why", fault)]
-    retiring = rotation.replacement if stage_of(rotation) is S.ROLLING_BACK else rotation.predecessor
+    retiring = rotation.replacement if rotation.stage is S.ROLLING_BACK else rotation.predecessor
     if retiring is None or source not in find_sources(retiring.key_id):
         faults.append(Fault("/source", "a source of the key that is being retired, by its name on the rotation's page"))
     if faults:
@@ -333,7 +328,7 @@ _WAIVING = frozenset({S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.O
 def may_waive(rotation: Rotation) -> bool:
     """Whether the silence of sources decides when the rotation retires a key."""
     is_private = rotation.credential.kind == KeyKind.PRIVATE
-    return is_private and stage_of(rotation) in _WAIVING and rotation.quarantined_at is None
+    return is_private and rotation.stage in _WAIVING and rotation.quarantined_at is None
 
 
 def request_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Retirement:

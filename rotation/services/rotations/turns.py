@@ -98,6 +98,11 @@ def dispatch_due(
     return dispatched
 
 
+def list_queues() -> list[str]:
+    """List the queues of the environments that this process serves (KEYVAULT_ENVIRONMENTS)."""
+    return [_queue_of(environment) for environment in settings.ENVIRONMENTS]
+
+
 def _queue_of(environment: str) -> str:
     return f"rotation:{environment}"
 
@@ -167,7 +172,7 @@ def connect_signals() -> None:
     keys_refused.connect(_wake_for_refused, dispatch_uid="rotation.keys_refused")
     notice_settled.connect(_wake_for_notice, dispatch_uid="rotation.notice_settled")
     changes_confirmed.connect(_wake_for_confirmed, dispatch_uid="rotation.changes_confirmed")
-    process_watch.queues = tuple(map(_queue_of, settings.ENVIRONMENTS))
+    process_watch.queues = tuple(list_queues())
 
 
 def _wake_for_changed(key_ids: Collection[str], permission: Permission | None, now: datetime, **_: Any) -> None:

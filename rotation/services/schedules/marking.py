@@ -11,6 +11,7 @@ from typing import Any
 
 from django.db.models import F, Q
 
+from keyvault.access.permissions import Permission
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Credential
 from keyvault.services.recording.signals import accounts_changed, keys_changed
@@ -47,7 +48,9 @@ def connect_signals() -> None:
     accounts_changed.connect(_mark_accounts, dispatch_uid="rotation.schedules.accounts_changed")
 
 
-def _mark_keys(key_ids: Collection[str], now: datetime, **_: Any) -> None:
+def _mark_keys(key_ids: Collection[str], permission: Permission | None, now: datetime, **_: Any) -> None:
+    if permission is Permission.ROTATIONS_ADVANCE:
+        return  # A rotation is open, and marks its credential when it closes.
     rows = Credential.objects.filter(keys__in=key_ids, kind=KeyKind.PRIVATE)
     credentials = list(rows.values_list("pk", "account__environment"))
     if credentials:

@@ -273,7 +273,7 @@ def test_sign_in_without_its_audit_entry_creates_no_session(desk: Desk) -> None:
     """No session exists without its entry in the audit log."""
     client = Client(raise_request_exception=False)
     with mock.patch(
-        "keyvault.services.recording.transaction.append_entry", side_effect=RuntimeError("the log is full")
+        "keyvault.services.recording.transaction.append_entries", side_effect=RuntimeError("the log is full")
     ):
         assert sign_in(client=client).status_code == 500
     assert client.get("/admin/").status_code == 302

@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 from datetime import datetime
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,19 @@ from keyvault.domain.keys import DEAD_STATES, KeyKind
 from rotation.domain.events import Event
 from rotation.domain.plan_fields import AtDeadline, Proof, Reinstatement
 from rotation.domain.silence import SourceFacts
-from rotation.domain.states import CLOSED, TRANSITIONS, Facts, KeyFacts, Move, RotationAction, Wait, next_step
+from rotation.domain.states import (
+    CLOSED,
+    READ_IN,
+    TRANSITIONS,
+    FactGroup,
+    Facts,
+    KeyFacts,
+    Move,
+    RotationAction,
+    Wait,
+    list_awaited_sources,
+    next_step,
+)
 from tests.rotation.situation import DAY, NOW, PLAN, QUARANTINE, QUIET, SECOND, STALLING, K, S, facts, plan
 
 moments = st.sampled_from(
@@ -89,6 +102,48 @@ many = settings(max_examples=250)
 def test_random_facts_include_every_fact() -> None:
     """A new fact of the machine must be added to the random facts here."""
     assert {field.name for field in fields(Facts)} == {"state", "stalled_from", *KNOWN}
+
+
+FACTS_OF = {
+    FactGroup.APPROVAL: {"Facts.has_approval"},
+    FactGroup.ACCEPTANCE: {"Facts.is_accepted", "Facts.unconfirmed"},
+    FactGroup.NOTIFICATION: {"Facts.is_notified", "Facts.notification_failed"},
+    FactGroup.TRAFFIC: {f"KeyFacts.{name}" for name in ("count", "sources", "minutes", "first_used_at")},
+    FactGroup.LAST_USES: {"KeyFacts.last_used_at"},
+    FactGroup.SOURCES: {"Facts.sources"},
+    FactGroup.OBSERVATION: {"Facts.observed_through", "Facts.lost_at"},
+}
+read: set[str] = set()
+"""What a step has read of `WatchedFacts` and `WatchedKeyFacts`."""
+
+
+class WatchedFacts(Facts):
+    def __getattribute__(self, name: str) -> object:
+        read.add(f"Facts.{name}")
+        return super().__getattribute__(name)
+
+
+class WatchedKeyFacts(KeyFacts):
+    def __getattribute__(self, name: str) -> object:
+        read.add(f"KeyFacts.{name}")
+        return super().__getattribute__(name)
+
+
+def values_of(known: Facts | KeyFacts) -> dict[str, Any]:
+    return {field.name: getattr(known, field.name) for field in fields(known)}
+
+
+@many
+@given(any_facts, moments)
+def test_step_reads_only_the_groups_of_its_stage(known: Facts, now: datetime) -> None:
+    """Guarantee: no step is decided on a fact that the engine does not gather in that stage."""
+    old, new = (WatchedKeyFacts(**values_of(key)) for key in (known.predecessor, known.replacement) if key is not None)
+    watched = WatchedFacts(**values_of(known) | {"predecessor": old, "replacement": new})
+    read.clear()
+    assert next_step(watched, now) == next_step(known, now)
+    list_awaited_sources(watched)
+    unread = [group for group, stages in READ_IN.items() if known.stage not in stages]
+    assert read.isdisjoint(set().union(*(FACTS_OF[group] for group in unread)))
 
 
 @many

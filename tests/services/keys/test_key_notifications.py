@@ -159,7 +159,7 @@ def test_notice_of_a_failed_revocation_is_not_written(scene: Scene, monkeypatch:
         raise StateConflictError("The log cannot be written.")
 
     with monkeypatch.context() as broken:
-        broken.setattr(transaction, "append_entry", fail)
+        broken.setattr(transaction, "append_entries", fail)
         with pytest.raises(StateConflictError):
             report(scene, key)
     assert notices_about(key) == []

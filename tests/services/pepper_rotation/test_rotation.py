@@ -115,7 +115,7 @@ def test_pepper_rotation_killed_before_its_row_is_continued(scene: Scene, monkey
         raise OSError("power cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(transaction, "append_entry", die)
+        patch.setattr(transaction, "append_entries", die)
         with pytest.raises(OSError, match="power cut"):
             rotate()
     assert PepperVersion.objects.filter(pepper_set=SANDBOX).count() == 1

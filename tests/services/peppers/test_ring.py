@@ -128,7 +128,7 @@ def test_peppers_of_a_first_run_killed_before_its_row_are_adopted(
 
     ensure_installation(now())
     with monkeypatch.context() as patch:
-        patch.setattr(transaction, "append_entry", die)
+        patch.setattr(transaction, "append_entries", die)
         with pytest.raises(OSError, match="power cut"):
             ensure_peppers(now())
     assert not PepperVersion.objects.exists()

@@ -693,7 +693,7 @@ def test_service_whose_entry_cannot_be_written_changes_nothing(
     def fail(**_: object) -> None:
         raise OSError("the log is full")
 
-    monkeypatch.setattr(recording, "append_entry", fail)
+    monkeypatch.setattr(recording, "append_entries", fail)
     with pytest.raises(OSError, match="the log is full"):
         call()
     assert changed_tables(before, dump_tables()) == set()

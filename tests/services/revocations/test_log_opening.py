@@ -249,7 +249,7 @@ def test_loss_accepted_without_an_audit_entry_is_refused(
     def fail(**_: object) -> None:
         raise OSError("the log is full")
 
-    monkeypatch.setattr(transaction, "append_entry", fail)
+    monkeypatch.setattr(transaction, "append_entries", fail)
     with pytest.raises(OSError, match="the log is full"):
         accept_loss_by(scene.admin)
     assert not path.exists()

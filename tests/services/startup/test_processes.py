@@ -104,7 +104,7 @@ def test_queue_age_is_that_of_the_oldest_work_however_often_it_is_dispatched(clo
     assert meter("keyvault_queue_age_seconds", queue="queue") == 310
     assert meter("keyvault_queue_due", queue="queue") == 3
     for number in range(3):
-        assert leases.claim_early(f"work {number}", clock()) is not None
+        assert leases.claim_early(f"work {number}", ["queue"], clock()) is not None
     measure(clock(), ["queue"])
     assert meter("keyvault_queue_age_seconds", queue="queue") == 0
     assert meter("keyvault_queue_due", queue="queue") == 0

@@ -147,11 +147,11 @@ def test_lease_that_fails_after_a_wake_up_is_not_dispatched_before_its_pause_end
     """A message that is still in the queue claims nothing."""
     enqueue("work", "queue", at)
     take_due("queue", at, 1, is_urgent=False)
-    lease = claim_dispatched("work", at)
+    lease = claim_dispatched("work", ["queue"], at)
     assert lease is not None
     wake(["work"], at)
     postpone(lease, at, "it failed")
-    assert claim_dispatched("work", at) is None
+    assert claim_dispatched("work", ["queue"], at) is None
     assert take_due("queue", at + 2 * SECOND, 1, is_urgent=False) == ["work"]
 
 

@@ -87,7 +87,7 @@ def test_notice_shares_the_transaction_of_its_transition(
         raise RuntimeError("the log is full")
 
     with monkeypatch.context() as full:
-        full.setattr("keyvault.services.recording.transaction.append_entry", refuse)
+        full.setattr("keyvault.services.recording.transaction.append_entries", refuse)
         assert advance(rotation, clock, 120).state == S.AWAITING_PROOF
     assert Notice.objects.count() == before
     stalled = advance(rotation, clock, 60)

@@ -523,7 +523,7 @@ def test_waiver_whose_audit_entry_cannot_be_written_does_not_happen(
         raise StateConflictError("no audit")
 
     with monkeypatch.context() as patch:
-        patch.setattr("keyvault.services.recording.transaction.append_entry", refuse)
+        patch.setattr("keyvault.services.recording.transaction.append_entries", refuse)
         with pytest.raises(StateConflictError, match="no audit"):
             fleet.waive(JOB)
     assert not rotation.evidence.filter(kind="source_waived").exists()

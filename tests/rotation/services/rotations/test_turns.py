@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from queue import SimpleQueue
 from threading import Event
+from typing import Any
 
 import pytest
 from django.db import connection, transaction
@@ -219,6 +220,19 @@ def test_repeated_message_changes_nothing(clock: Clock, verifier: UsageLog, monk
     before = row_of(rotation)
     assert advance_rotation(rotation.rotation_id, clock, is_dispatched=True) is None
     assert row_of(rotation).__dict__.items() >= {"due_at": before.due_at, "attempts": 0, "last_error": ""}.items()
+
+
+def test_message_for_an_environment_that_is_not_served_changes_nothing(
+    clock: Clock, verifier: UsageLog, settings: Any
+) -> None:
+    """Guarantee: a process performs no rotation of an environment that it does not serve, and delays none."""
+    rotation = begun(clock)
+    assert dispatch_due(clock, lambda turn: None) == 1
+    before = row_of(rotation).__dict__
+    settings.ENVIRONMENTS = ("production",)
+    for is_dispatched in (False, True):
+        assert advance_rotation(rotation.rotation_id, clock, is_dispatched=is_dispatched) is None
+    assert {**row_of(rotation).__dict__, "_state": None} == {**before, "_state": None}
 
 
 def test_event_during_a_turn_makes_the_next_one_due(
