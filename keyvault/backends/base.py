@@ -58,15 +58,28 @@ class Health:
 
 
 class BackendError(KeyvaultError):
-    """Base class of backend errors. `status`: the HTTP status of the reply, if there was one."""
+    """Base class of backend errors.
 
-    def __init__(self, detail: str, *, internal: str = "", status: int | None = None, **more: int) -> None:
+    `status`: the HTTP status of the reply, if there was one. `may_be_applied`: the backend may have received a write,
+    and may carry it out even after this error.
+    """
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        internal: str = "",
+        status: int | None = None,
+        may_be_applied: bool = False,
+        **more: int,
+    ) -> None:
         super().__init__(detail, internal=internal, **more)
         self.status = status
+        self.may_be_applied = may_be_applied
 
 
 class BackendUnavailableError(BackendError, DependencyUnavailableError):
-    """No reply, or an ambiguous one. Retry; after a write, read back first."""
+    """No reply, or an ambiguous one. Retry; after a write that may be applied, read back first."""
 
 
 class BackendDeniedError(BackendError):

@@ -95,6 +95,7 @@ class WebhookDelivery(models.Model):
                 name="webhook_delivery_due",
                 condition=Q(state="due"),
             ),
+            models.Index(fields=["is_urgent", "due_at"], name="webhook_delivery_due_at", condition=Q(state="due")),
             models.Index(fields=["due_at"], name="webhook_delivery_settled", condition=~Q(state="due")),
         ]
 

@@ -7,11 +7,17 @@ import pytest
 from keyvault.models import UsageReporter
 from keyvault.services.usage.recorder import UsageLog
 from tests.clocks import Clock
+from tests.rotation.copies import DelayedKeystore
 
 
 @pytest.fixture
 def clock() -> Clock:
     return Clock(datetime(2026, 11, 21, 12, tzinfo=UTC))
+
+
+@pytest.fixture
+def keystore(monkeypatch: pytest.MonkeyPatch) -> DelayedKeystore:
+    return DelayedKeystore(monkeypatch)
 
 
 @pytest.fixture

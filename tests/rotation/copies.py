@@ -1,9 +1,15 @@
-"""What the secret backend holds of a rotation's keys, and one maintenance run."""
+"""What the secret backend holds of a rotation's keys, a backend with slow writes, and one maintenance run."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
+import pytest
 from django.utils import timezone
 
+from keyvault.backends.base import BackendConflictError, BackendUnavailableError
+from keyvault.backends.local import LocalKeystore
 from keyvault.models import Key, WorkLease
 from keyvault.services import maintenance
 from keyvault.services.secrets.backend import MOUNT, secret_backend
@@ -35,3 +41,36 @@ def versions_of(key: Key) -> list[str]:
     return [
         each.state.value for each in secret_backend().versions(MOUNT[credential.environment], credential.backend_path)
     ]
+
+
+class DelayedKeystore:
+    """The keystore behind a network: `late` has the writes that got no reply and have not arrived yet."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.late: list[Callable[[], object]] = []
+        self._monkeypatch = monkeypatch
+
+    @contextmanager
+    def delaying(self) -> Iterator[None]:
+        """Let no write arrive before `arrive`; its caller gets no reply in time."""
+        put = LocalKeystore.put
+
+        def delay(*args: Any, **kwargs: Any) -> int:
+            self.late.append(lambda: put(*args, **kwargs))
+            raise BackendUnavailableError("no answer in time", may_be_applied=True)
+
+        with self._monkeypatch.context() as outage:
+            outage.setattr(LocalKeystore, "put", delay)
+            yield
+
+    def arrive(self) -> list[type[Exception] | None]:
+        """Let the delayed writes arrive; return the error of each."""
+        errors: list[type[Exception] | None] = []
+        for write in self.late:
+            try:
+                write()
+            except BackendConflictError as error:
+                errors.append(type(error))
+            else:
+                errors.append(None)
+        return errors

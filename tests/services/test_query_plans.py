@@ -114,7 +114,7 @@ def test_webhook_turns_read_one_message_of_each_endpoint() -> None:
     WebhookDelivery.objects.filter(notice=notices[1]).delete()
     copy_row(Notice, notice_id="'ntc_' || n")
     copy_row(WebhookDelivery, notice="'ntc_' || n")
-    first, second = explain(lambda: list(EndpointTurns(is_urgent=False).visit()))[:2]
+    first, second = explain(lambda: list(EndpointTurns(is_urgent=False).visit(now())))[:2]
     for plan in (first, second):
         assert "webhook_delivery_due" in plan
         assert "Seq Scan" not in plan

@@ -161,7 +161,11 @@ class VaultClient:
             if instead_of is not None and held is not None and held.token.text.reveal() != instead_of.reveal():
                 return held.token.text
             self._held = None
-            token = self._request(self.login.log_in, None)
+            try:
+                token = self._request(self.login.log_in, None)
+            except BackendUnavailableError as error:
+                error.may_be_applied = False  # The caller's own request was not sent.
+                raise
             self._hold(token)
         if instead_of is not None and held is not None and held.token.lease_seconds:
             self._end(held.token.text)

@@ -77,7 +77,7 @@ class VaultBackend:
             )
 
         answer = self.client(role, scope).call(write)
-        with parsing_reply("write"):
+        with parsing_reply("write", may_be_applied=True):
             return int(answer["data"]["version"])
 
     def read(self, mount: Mount, path: str, version: int | None = None) -> StoredSecret:

@@ -6,11 +6,13 @@ The server's text is only logged; no client receives it.
 
 import json
 import re
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import requests
+import urllib3
 from hvac.adapters import JSONAdapter
 
 from keyvault.backends.base import (
@@ -29,6 +31,9 @@ _MAX_TEXT_LENGTH: Final = 200
 _MIN_SECRET_LENGTH: Final = 6
 """Minimum length of a masked text, in characters: shorter texts are no secrets and appear in ordinary sentences."""
 _CONFLICT: Final = "check-and-set parameter did not match"
+_SEALED: Final = "Vault is sealed"
+_READS: Final = frozenset({"GET", "HEAD", "LIST"})
+"""The methods that change nothing."""
 _NO_SUCH_LOGIN: Final = re.compile(r"invalid (role|secret)[ _]?id|invalid role or secret|role.*not found", re.I)
 _RETRY_AFTER: Final = re.compile(r"[0-9]{1,6}")
 
@@ -41,14 +46,16 @@ class PlainAdapter(JSONAdapter):
 
     seen: Callable[[str], None] = staticmethod(lambda outcome: None)
 
-    def request(self, *args: Any, **kwargs: Any) -> Any:
+    def request(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return the reply's JSON object, or the response when it has no body or the caller accepts any status.
 
         Raises errors of `backends.base`.
         """
         try:
-            answer = self._request(*args, **kwargs)
+            answer = self._request(method, *args, **kwargs)
         except BackendError as error:
+            if method.upper() in _READS:
+                error.may_be_applied = False
             self.seen(outcome_of(error))
             raise
         self.seen("ok")
@@ -59,12 +66,16 @@ class PlainAdapter(JSONAdapter):
             answer = super().request(*args, **kwargs)
         except requests.exceptions.SSLError as error:
             raise BackendUnavailableError(
-                "The secrets manager's certificate is not trusted.", internal=f"TLS: {type(error).__name__}"
+                "The secrets manager's certificate is not trusted.",
+                internal=f"TLS: {type(error).__name__}",
+                may_be_applied=not _is_unsent(error),
             ) from None
         except (requests.exceptions.RequestException, OSError) as error:
             # The text of such an exception may contain the address, never a header or a body.
             raise BackendUnavailableError(
-                "The secrets manager is unavailable.", internal=f"{type(error).__name__}: {error}"[:_MAX_TEXT_LENGTH]
+                "The secrets manager is unavailable.",
+                internal=f"{type(error).__name__}: {error}"[:_MAX_TEXT_LENGTH],
+                may_be_applied=not _is_unsent(error),
             ) from None
         if isinstance(answer, requests.Response) and 300 <= answer.status_code < 400:
             # hvac treats a 307 to another node as a success. The token is not sent to the other node.
@@ -72,28 +83,41 @@ class PlainAdapter(JSONAdapter):
                 "The secrets manager's node is not the active one.",
                 internal=f"{answer.status_code}: VAULT_ADDR is a node that redirects, or not a Vault",
                 status=answer.status_code,
+                # A standby also redirects after it lost the reply to a request that it had forwarded.
+                may_be_applied=True,
             )
         if not isinstance(answer, dict) and getattr(answer, "status_code", 200) == 200:
             # A proxy's page: the server may or may not have received the request.
-            raise invalid_reply_error("the body is not a JSON object")
+            raise invalid_reply_error("the body is not a JSON object", may_be_applied=True)
         return answer
 
     def _raise_for_error(self, method: str, url: str, response: requests.Response) -> None:
         raise read_failure(method, url, response)
 
 
-def invalid_reply_error(what: str) -> BackendUnavailableError:
+def _is_unsent(error: Exception) -> bool:
+    """Whether the request was certainly not sent: there was no connection, or the certificate is not trusted."""
+    reason = getattr(error.args[0] if error.args else None, "reason", None)
+    if isinstance(reason, urllib3.exceptions.SSLError):
+        # Other TLS errors may follow the request, for example while the reply is read.
+        return any(isinstance(cause, ssl.SSLCertVerificationError) for cause in reason.args)
+    return isinstance(reason, urllib3.exceptions.NewConnectionError | urllib3.exceptions.ConnectTimeoutError)
+
+
+def invalid_reply_error(what: str, *, may_be_applied: bool) -> BackendUnavailableError:
     """Return the error for a success without the expected data, which is treated like a missing reply."""
-    return BackendUnavailableError("The secrets manager's response is not valid.", internal=what, status=200)
+    return BackendUnavailableError(
+        "The secrets manager's response is not valid.", internal=what, status=200, may_be_applied=may_be_applied
+    )
 
 
 @contextmanager
-def parsing_reply(what: str) -> Iterator[None]:
+def parsing_reply(what: str, *, may_be_applied: bool = False) -> Iterator[None]:
     """Convert errors about missing or wrong data in a reply. Raises BackendUnavailableError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise invalid_reply_error(f"{what}: {type(error).__name__}") from None
+        raise invalid_reply_error(f"{what}: {type(error).__name__}", may_be_applied=may_be_applied) from None
 
 
 def outcome_of(error: BackendError) -> str:
@@ -129,6 +153,8 @@ def read_failure(method: str, url: str, response: requests.Response) -> BackendE
             "The secrets manager is temporarily unavailable.",
             internal=internal,
             status=status,
+            # The server rejects these before it carries them out. A 503 without its text may be a proxy's.
+            may_be_applied=not (status in {412, 429} or (status == 503 and _SEALED in said)),
             retry_after_seconds=_retry_after(response),
         )
     return BackendInvalidError("The secrets manager does not accept the request.", internal=internal, status=status)

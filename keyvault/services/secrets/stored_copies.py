@@ -72,7 +72,7 @@ def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None =
     Safe to repeat after an ambiguous response: the stored version is read back and identified by its key id.
 
     Raises:
-        BackendUnavailableError: the outcome is unknown; try again.
+        BackendUnavailableError: try again. If `may_be_applied`, the string may be stored, even after this error.
         BackendConflictError: another version was written.
         ForeignWriterError: Keyvault did not write the newest version.
     """
@@ -90,8 +90,13 @@ def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None =
     known = newest_version(credential) if after is None else after
     try:
         return secret_backend().put(mount, path, text, labels, expected_version=known)
-    except (BackendConflictError, BackendUnavailableError):
-        stored = find_stored(credential)
+    except (BackendConflictError, BackendUnavailableError) as error:
+        try:
+            stored = find_stored(credential)
+        except BackendUnavailableError:
+            if error.may_be_applied:
+                raise error from None
+            raise
         is_ours = stored is not None and stored.labels.get("key_id") == key.key_id
         if stored is not None and is_ours and (not again or stored.version > known):
             return stored.version

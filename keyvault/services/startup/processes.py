@@ -123,10 +123,13 @@ def measure(now: datetime, queues: Sequence[str]) -> None:
         depth, since = measure_queue(queue, now)
         meters.note_queue(queue, depth, 0.0 if since is None else max(0.0, (now - since).total_seconds()))
     meters.note_queue("issuance", IssuanceRequest.objects.filter(state=IssuanceState.APPROVED)[:_MAX_COUNTED].count())
-    due = WebhookDelivery.objects.filter(state=DeliveryState.DUE, due_at__lte=now)
-    oldest = due.order_by("due_at").values_list("due_at", flat=True).first()
-    age = 0.0 if oldest is None else (now - oldest).total_seconds()
-    meters.note_queue("webhooks", due[:_MAX_COUNTED].count(), age)
+    depth, age = 0, 0.0
+    for is_urgent in (True, False):
+        due = WebhookDelivery.objects.filter(state=DeliveryState.DUE, is_urgent=is_urgent, due_at__lte=now)
+        depth += due[:_MAX_COUNTED].count()
+        oldest = due.order_by("due_at").values_list("due_at", flat=True).first()
+        age = age if oldest is None else max(age, (now - oldest).total_seconds())
+    meters.note_queue("webhooks", min(depth, _MAX_COUNTED), age)
     if settings.BROKER_URL.startswith("redis"):
         _measure_broker([queue.name for queue in settings.CELERY_TASK_QUEUES])
 

@@ -3,7 +3,7 @@
 Messages are sent outside any transaction. One worker at a time runs a round. It sends to several endpoints
 concurrently, one message at a time for each, so that a slow endpoint delays only itself.
 
-The worker visits the endpoints with pending messages in turn, so that no backlog delays another account. It visits
+The worker visits the endpoints with due messages in turn, so that no backlog delays another account. It visits
 them for urgent messages first, and then for the others. An account holds at most MAX_PER_ACCOUNT attempts. The breaker
 of an endpoint pauses it when it repeatedly does not reply; a paused message is not counted as attempted.
 
@@ -162,27 +162,28 @@ def _attempt_all(pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: 
 
 @dataclass(slots=True)
 class EndpointTurns:
-    """Take the endpoints with pending messages in turn. `after`: the endpoint visited last, kept between rounds."""
+    """Take the endpoints with due messages in turn. `after`: the endpoint visited last, kept between rounds."""
 
     is_urgent: bool
     after: int = 0
 
-    def visit(self) -> Iterator[WebhookDelivery]:
-        """Yield the next message of each endpoint, due or not, once around from the endpoint visited last.
+    def visit(self, now: datetime) -> Iterator[WebhookDelivery]:
+        """Yield the oldest due message of each endpoint that has one, once around from the endpoint visited last.
 
-        Each step is one index lookup, whatever the number of messages that wait.
+        Each step is one lookup. With few due messages it reads those only (`webhook_delivery_due_at`); with many it
+        finds the next one in the order of endpoints, whatever the backlog of each (`webhook_delivery_due`).
         """
-        pending = (
-            WebhookDelivery.objects.filter(state=DeliveryState.DUE, is_urgent=self.is_urgent)
+        due = (
+            WebhookDelivery.objects.filter(state=DeliveryState.DUE, is_urgent=self.is_urgent, due_at__lte=now)
             .select_related("notice__account", "endpoint__account__merchant", "endpoint__breaker")
             .order_by("endpoint_id", "due_at", "pk")
         )
         first, has_wrapped = self.after, False
         for _ in range(MAX_VISITS):
-            delivery = pending.filter(endpoint_id__gt=self.after).first()
+            delivery = due.filter(endpoint_id__gt=self.after).first()
             if delivery is None and not has_wrapped:
                 self.after, has_wrapped = 0, True
-                delivery = pending.first()
+                delivery = due.first()
             if delivery is None or (has_wrapped and delivery.endpoint_id > first):
                 return
             self.after = delivery.endpoint_id
@@ -196,12 +197,12 @@ def _next_due(now: datetime, under_way: Sequence[WebhookDelivery]) -> list[Webho
     """Return the messages to send now beside those under way, at most one for each endpoint."""
     chosen = list(under_way)
     for turns in _turns:
-        visits = turns.visit()
+        visits = turns.visit(now)
         while len(chosen) < MAX_CONCURRENT and (delivery := next(visits, None)) is not None:
             if _is_withdrawn(delivery.endpoint):
                 # Queued by a transaction that ended after the one that disabled the endpoint.
                 _current_attempt(delivery).update(state=DeliveryState.GIVEN_UP, last_error="the endpoint was disabled")
-            elif _is_due(delivery, now) and _has_room(delivery, chosen):
+            elif _may_send(delivery, now) and _has_room(delivery, chosen):
                 chosen.append(delivery)
     return chosen[len(under_way) :]
 
@@ -214,14 +215,11 @@ def _is_withdrawn(endpoint: WebhookEndpoint) -> bool:
     return endpoint.disabled_at is not None and endpoint.account.merchant.status != MerchantStatus.OFFBOARDED
 
 
-def _is_due(delivery: WebhookDelivery, now: datetime) -> bool:
-    """Whether this process may send the message now."""
+def _may_send(delivery: WebhookDelivery, now: datetime) -> bool:
+    """Whether this process may send the due message now."""
     endpoint, breaker = delivery.endpoint, breaker_of(delivery.endpoint)
-    return (
-        delivery.due_at <= now
-        and (breaker is None or breaker.open_until is None or breaker.open_until <= now)
-        and endpoint.account.environment in settings.ENVIRONMENTS
-    )
+    is_open = breaker is not None and breaker.open_until is not None and breaker.open_until > now
+    return not is_open and endpoint.account.environment in settings.ENVIRONMENTS
 
 
 def _has_room(delivery: WebhookDelivery, chosen: Sequence[WebhookDelivery]) -> bool:

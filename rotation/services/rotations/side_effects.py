@@ -143,7 +143,7 @@ class Effects:
         """Deliver the replacement; make another one if its string was lost with the process that made it."""
         key = _replacement(rotation)
         held = self._held if self._held is not None and self._held.key_id == key.key_id else None
-        entry = self._begin(rotation, key, grant.at)
+        entry, is_settled = self._begin(rotation, key, grant.at), True
         handover = self._sealed(rotation, held.text if held is not None else None)
         try:
             if held is None and list_pending(rotation, key).exists() and (pending := find_pending(key)) is not None:
@@ -154,8 +154,11 @@ class Effects:
                 # Written by a worker that died before it recorded the delivery and the handover.
                 handover = self._sealed(rotation, self._newest_text(key))
         except DependencyUnavailableError as error:
+            # The entry of a write that may still arrive stays open, so that the end of the rotation prevents it.
+            is_settled = not (isinstance(error, BackendError) and error.may_be_applied)
             if handover is None:
-                self._fail(entry, error.internal or error.detail, grant.at)
+                if is_settled:
+                    self._fail(entry, error.internal or error.detail, grant.at)
                 raise
             version = None
         except KeyvaultError as error:
@@ -174,7 +177,11 @@ class Effects:
             note_evidence(rotation, EvidenceKind.DELIVERED, seen, grant.at)
             announce_replacement(grant, rotation)
             leases.hold(self.lease)
-        self._finish(entry, f"stored as version {version}" if version is not None else "sealed to its recipient")
+        if version is not None:
+            # An older write expects an older version to be the newest, and fails.
+            self._finish_deliveries(rotation, f"stored as version {version}")
+        elif is_settled:
+            self._finish(entry, "sealed to its recipient")
         for kept in list_pending(rotation, key):
             forget_copy(kept, self.clock())
 
@@ -298,6 +305,9 @@ class Effects:
     def _finish(self, entry: LedgerEntry, detail: str, state: LedgerState = LedgerState.DONE) -> None:
         LedgerEntry.objects.filter(pk=entry.pk).update(state=state, finished_at=self.clock(), detail=detail[:300])
 
+    def _finish_deliveries(self, rotation: Rotation, detail: str) -> None:
+        _open_deliveries(rotation).update(state=LedgerState.DONE, finished_at=self.clock(), detail=detail)
+
 
 def list_pending(rotation: Rotation, key: Key) -> QuerySet[LedgerEntry]:
     """List the entries of a key's pending copies that may still exist."""
@@ -343,9 +353,12 @@ def forget_copy(entry: LedgerEntry, now: datetime) -> bool:
 
 
 def has_unsettled_delivery(rotation: Rotation) -> bool:
-    """Whether a worker began to deliver the replacement and never recorded the outcome."""
-    begun = rotation.ledger.filter(step=S.PUBLISHING, key=rotation.replacement, state=LedgerState.STARTED)
-    return rotation.delivered_at is None and rotation.replacement is not None and begun.exists()
+    """Whether a write of the replacement, or of one that was discarded since, may still arrive in the backend."""
+    return _open_deliveries(rotation).exists()
+
+
+def _open_deliveries(rotation: Rotation) -> QuerySet[LedgerEntry]:
+    return rotation.ledger.filter(step=S.PUBLISHING, state=LedgerState.STARTED)
 
 
 def announce_replacement(grant: Grant, rotation: Rotation) -> None:

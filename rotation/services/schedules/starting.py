@@ -80,7 +80,7 @@ def begin_due(now: datetime) -> list[str]:
     for _ in range(MAX_BATCHES):
         room = min(MAX_TRIED - tried, MAX_BEGUN - len(begun))
         due = _list_due(now)
-        claims = _compute_dates(due, now, room)
+        claims = _claim_due(due, now, room)
         begun += [rotation_id for claim in claims if (rotation_id := _try(claim, now)) is not None]
         tried += len(claims)
         is_all = len(due) < BATCH and len(claims) < room
@@ -101,19 +101,29 @@ def _list_due(now: datetime) -> list[ScheduledCredential]:
 # --- dates ----------------------------------------------------------------------------------------------------
 
 
-def _compute_dates(rows: list[ScheduledCredential], now: datetime, max_claims: int = 0) -> list[Claim]:
-    """Compute the dates from the current keys and schedules, and claim up to `max_claims` of those that are due.
+def _claim_due(rows: list[ScheduledCredential], now: datetime, max_claims: int) -> list[Claim]:
+    """Compute the dates of due credentials, and claim up to `max_claims` of those that are still due.
 
-    A claim moves the date ahead before the credential is tried, so that a worker that dies counts as refused.
+    A claim moves the date ahead before the credential is tried, so that a worker that dies counts as refused. A row
+    that another worker writes meanwhile stays as that worker leaves it, due or not.
     """
-    if not rows:
-        return []
+    before = {row.pk: _values_of(row) for row in rows}
+    claims = _compute_dates(rows, now, max_claims)
+    stored = _store([row for row in rows if before[row.pk] != _values_of(row)])
+    return [claim for claim in claims if claim.row.pk in stored]
+
+
+def _values_of(row: ScheduledCredential) -> tuple[datetime | None, int, str]:
+    return row.ask_at, row.refusals, row.why
+
+
+def _compute_dates(rows: list[ScheduledCredential], now: datetime, max_claims: int = 0) -> list[Claim]:
+    """Set the dates from the current keys and schedules, and claim up to `max_claims` of those that are due."""
     candidates = find_candidates([row.pk for row in rows])
     unnoted = _note_faults(candidates.values(), now)
     claims: list[Claim] = []
-    written = []
     for row in rows:
-        candidate, before = candidates.get(row.pk), (row.ask_at, row.refusals, row.why)
+        candidate = candidates.get(row.pk)
         ask_at = None if candidate is None else candidate.ask_at
         if candidate is not None and ask_at is not None and ask_at <= now and max_claims:
             if len(claims) == max_claims:
@@ -124,10 +134,7 @@ def _compute_dates(rows: list[ScheduledCredential], now: datetime, max_claims: i
             _back_off(row, now)
         else:
             row.ask_at, row.refusals, row.why = ask_at, 0, ""
-        if before != (row.ask_at, row.refusals, row.why):
-            written.append(row)
-    stored = _store(written) if written else set()
-    return [claim for claim in claims if claim.row.pk in stored]
+    return claims
 
 
 def _back_off(row: ScheduledCredential, now: datetime) -> None:
@@ -136,7 +143,9 @@ def _back_off(row: ScheduledCredential, now: datetime) -> None:
 
 
 def _store(rows: list[ScheduledCredential]) -> set[str]:
-    """Write the rows that are unchanged since they were read; return their keys. Others were marked or claimed."""
+    """Write the rows that are unchanged since they were read, and not locked; return their keys."""
+    if not rows:
+        return set()
     with transaction.atomic():
         found = ScheduledCredential.objects.filter(pk__in=[row.pk for row in rows]).order_by("pk")
         current = dict(found.select_for_update(skip_locked=True).values_list("pk", "revision"))
@@ -183,16 +192,30 @@ def _sweep_batch(sweep: ScheduleSweep, now: datetime) -> int:
     scope = {"account__environment": sweep.environment} if sweep.account is None else {"account": sweep.account}
     credentials = Credential.objects.filter(**scope, kind=KeyKind.PRIVATE, pk__gt=sweep.after)
     ids = list(credentials.order_by("pk").values_list("pk", flat=True)[:BATCH])
-    rows = ScheduledCredential.objects.filter(pk__in=ids)
-    if rows.count() < len(ids):
+    found = ScheduledCredential.objects.filter(pk__in=ids)
+    if found.count() < len(ids):
         add_missing((pk, sweep.environment) for pk in ids)
-    _compute_dates(list(rows), now)
+    rows = list(found)
+    _compute_dates(rows, now)
+    # Also the unchanged ones: a worker that read them before, and computes from older facts, then stores nothing.
+    stored = _store(rows)
+    for row in rows:
+        if row.pk not in stored:
+            _mark_overtaken(row, now)
     if len(ids) < BATCH:
         sweeps.delete()
     else:
         sweeps.update(after=ids[-1])
         sweep.after = ids[-1]
     return len(ids)
+
+
+def _mark_overtaken(row: ScheduledCredential, now: datetime) -> None:
+    """Make a credential due that another writer holds or wrote, perhaps from older facts or without a commit.
+
+    One row at a time: a statement that holds no other lock cannot be part of a deadlock.
+    """
+    ScheduledCredential.objects.filter(pk=row.pk).update(ask_at=now, revision=F("revision") + 1)
 
 
 # --- unreadable schedules -------------------------------------------------------------------------------------

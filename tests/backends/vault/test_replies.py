@@ -198,6 +198,63 @@ def test_reply_with_a_missing_ca_file_is_unavailable(fake: FakeVault, tmp_path: 
     assert "none.pem" in error.internal
 
 
+# --- writes without a known outcome -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "may_be_applied"),
+    [
+        (refused(412, "required index state not present"), False),
+        (refused(429, "request path: rate limit quota exceeded"), False),
+        (refused(503, "Vault is sealed"), False),
+        (refused(500, "internal error"), True),
+        (Fault(307, headers={"Location": "https://standby.test/"}), True),
+        (Fault(502, HTML, "text/html"), True),
+        (Fault(503, HTML, "text/html"), True),
+        (Fault(504, HTML, "text/html"), True),
+        (Fault(200, HTML, "text/html"), True),
+        (Fault(200, b"{}"), True),
+        (Fault(), True),
+        (Fault(is_reset=True), True),
+    ],
+    ids=lambda each: f"{each.status}-{each.content_type}-{each.is_reset}" if isinstance(each, Fault) else "",
+)
+def test_failed_write_tells_whether_it_may_still_be_applied(
+    fake: FakeVault, store: VaultBackend, fault: Fault, *, may_be_applied: bool
+) -> None:
+    """Guarantee: no write that a server or a proxy may have received counts as refused. A read changes nothing."""
+    store.versions(BOX, "1/crd_a")
+    fake.fail(fault, DATA)
+    assert failure(lambda: put(store)).may_be_applied is may_be_applied
+    fake.fail(fault, DATA)
+    assert not failure(lambda: store.read(BOX, "1/crd_a")).may_be_applied
+
+
+def test_write_that_takes_too_long_may_still_be_applied(fake: FakeVault) -> None:
+    until = threading.Event()
+    fake.fail(slow(until), "sys/seal")
+    error = failure(open_client(VaultServer(fake.address, timeout=SHORT_TIMEOUTS)).sys.seal)
+    until.set()
+    assert error.may_be_applied
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "https://vault.invalid:8200"])
+def test_write_without_a_connection_is_not_applied(address: str) -> None:
+    client = open_client(VaultServer(address, timeout=LONG_TIMEOUTS))
+    assert not failure(client.sys.seal).may_be_applied
+
+
+def test_write_to_a_server_with_an_untrusted_certificate_is_not_applied(tmp_path: Path) -> None:
+    with running_fake(make_authority(tmp_path).server("127.0.0.1")) as fake:
+        assert not failure(open_client(VaultServer(fake.address, timeout=LONG_TIMEOUTS)).sys.seal).may_be_applied
+
+
+def test_write_whose_login_gets_no_reply_is_not_applied(fake: FakeVault, store: VaultBackend) -> None:
+    fake.fail(Fault(), "login")
+    assert not failure(lambda: put(store)).may_be_applied
+    assert fake.calls_to(DATA) == []
+
+
 # --- redirects, repetition, secrets -----------------------------------------------------------------------
 
 

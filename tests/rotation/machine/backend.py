@@ -26,11 +26,16 @@ T = TypeVar("T")
 
 
 class Fault(StrEnum):
-    """The effect on one call. `lost`: executed, and the reply lost. `late`: a write that executes some calls later."""
+    """The effect on one call.
+
+    `lost`: executed, and the reply lost. `late`: a write that executes after the next answered call. `stuck`: a write
+    that executes when the faults end, possibly long after the rotation.
+    """
 
     UNAVAILABLE = "unavailable"
     LOST = "lost"
     LATE = "late"
+    STUCK = "stuck"
     DENIED = "denied"
 
 
@@ -46,14 +51,15 @@ class _Version:
 class MemoryBackend:
     """An in-memory backend with injected faults.
 
-    `faults`: for the next calls, one each. `late`: pending writes. `on_call` is called before and after each call that
-    could change something; it may raise. `delivered`: ids of keys that a reader could have read here.
+    `faults`: for the next calls, one each. `late`, `stuck`: pending writes. `on_call` is called before and after each
+    call that could change something; it may raise. `delivered`: ids of keys that a reader could have read here.
     """
 
     versions_at: dict[Place, tuple[_Version, ...]] = field(default_factory=dict)
     is_down: bool = False
     faults: list[Fault] = field(default_factory=list)
     late: list[Callable[[], object]] = field(default_factory=list)
+    stuck: list[Callable[[], object]] = field(default_factory=list)
     delivered: set[str] = field(default_factory=set)
     arrived_late: set[str] = field(default_factory=set)
     on_call: Callable[[str], None] | None = None
@@ -62,7 +68,7 @@ class MemoryBackend:
     def copied(self) -> "MemoryBackend":
         again = copy(self)
         again.versions_at = dict(self.versions_at)
-        again.faults, again.late = list(self.faults), list(self.late)
+        again.faults, again.late, again.stuck = list(self.faults), list(self.late), list(self.stuck)
         again.delivered, again.arrived_late = set(self.delivered), set(self.arrived_late)
         return again
 
@@ -73,6 +79,8 @@ class MemoryBackend:
     def clear_faults(self) -> None:
         self.is_down = False
         self.faults.clear()
+        self.late += self.stuck
+        self.stuck.clear()
         self._arrive()
 
     def newest(self, mount: Mount, path: str) -> _Version | None:
@@ -156,11 +164,12 @@ class MemoryBackend:
         if self.is_down:
             raise BackendUnavailableError("The backend is sealed.")
         fault = self.faults.pop(0) if self.faults else None
-        if fault is Fault.LATE and late is not None:
-            self.late.append(late)
+        if fault in {Fault.LATE, Fault.STUCK} and late is not None:
+            (self.late if fault is Fault.LATE else self.stuck).append(late)
+            raise BackendUnavailableError("No answer.", may_be_applied=True)
         if fault is Fault.DENIED:
             raise BackendDeniedError("The backend denies access.")
-        if fault in {Fault.UNAVAILABLE, Fault.LATE}:
+        if fault in {Fault.UNAVAILABLE, Fault.LATE, Fault.STUCK}:
             raise BackendUnavailableError("No answer.")
         answer = act()
         if late is None:
@@ -168,7 +177,7 @@ class MemoryBackend:
         if self.on_call is not None:
             self.on_call(name)
         if fault is Fault.LOST:
-            raise BackendUnavailableError("The reply was lost.")
+            raise BackendUnavailableError("The reply was lost.", may_be_applied=late is not None)
         return answer
 
     def _arrive(self) -> None:

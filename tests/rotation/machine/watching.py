@@ -390,9 +390,9 @@ class Watcher:
         """
         mount = Mount(self.world.variant.environment.value)
         newest = self.world.backend.newest(mount, self.world.credential().backend_path)
-        key_id = None if newest is None else newest.labels.get("key_id")
-        if newest is None or key_id in self.world.backend.arrived_late:
+        if newest is None:
             return
+        key_id = newest.labels.get("key_id")
         good = [key_id for key_id in self.keys if self.is_good(key_id)]
         is_read = newest.state is VersionState.LIVE and key_id in good
         self.require(

@@ -478,9 +478,19 @@ def test_endpoints_are_visited_in_turn_across_searches(scene: Scene, monkeypatch
     send_notice(scene)
     turns = EndpointTurns(is_urgent=False)
     monkeypatch.setattr(deliveries, "MAX_VISITS", 2)
-    searches = [[delivery.endpoint_id for delivery in turns.visit()] for _ in range(3)]
+    searches = [[delivery.endpoint_id for delivery in turns.visit(now())] for _ in range(3)]
     one, two, three = endpoints
     assert searches == [[one, two], [three, one], [two, three]]
+
+
+def test_endpoints_that_wait_are_not_visited(scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise thousands of endpoints that await their next attempt would delay the one with a new message."""
+    monkeypatch.setattr(deliveries, "MAX_VISITS", 2)
+    endpoints = [add(scene, f"https://acme.example/{number}")[0].pk for number in range(4)]
+    send_notice(scene)
+    WebhookDelivery.objects.exclude(endpoint=endpoints[-1]).update(due_at=clock() + timedelta(hours=1))
+    assert deliver_due(clock, replying(200)) == 1
+    assert WebhookDelivery.objects.get(state=DeliveryState.DELIVERED).endpoint_id == endpoints[-1]
 
 
 def test_message_delayed_by_its_endpoint_is_given_up_at_its_time_only(scene: Scene, clock: Clock) -> None:

@@ -7,6 +7,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 
 from keyvault.access.permissions import Permission as P
+from keyvault.backends.base import BackendConflictError
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.issuance import Delivery
@@ -16,16 +17,18 @@ from keyvault.services.keys.lifecycle import last_sequence
 from keyvault.services.keys.records import prove_service_token
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets.stored_copies import find_stored
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import DeliveryChannel
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.interventions import resume_rotation
+from rotation.services.rotations.interventions import abort_rotation, resume_rotation
 from rotation.services.rotations.reports import describe
 from tests.clocks import Clock
 from tests.factories import make_token
 from tests.rotation import scene
+from tests.rotation.copies import DelayedKeystore
 from tests.rotation.steps import advance, begun, wait
 from tests.verifiers import confirm, make_verifier
 
@@ -156,6 +159,23 @@ def test_sealed_replacement_after_a_worker_death_is_still_collectable(
     rotation = wait(rotation, clock, verifier, 60)
     assert rotation.state == S.AWAITING_PROOF
     assert (rotation.replacement_id or "nothing") in opened(rotation, clock)
+
+
+def test_sealed_replacement_rolled_back_makes_its_unanswered_write_fail(
+    clock: Clock, verifier: UsageLog, keystore: DelayedKeystore
+) -> None:
+    """It is delivered without the backend. Guarantee: the merchant does not read it there after the rollback."""
+    rotation = scene.rotate(sealed_key(clock).credential, clock())
+    with keystore.delaying():
+        rotation = advance(rotation, clock)
+    assert rotation.delivered_at is not None
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    rotation = advance(abort_rotation(grant, rotation, "not today"), clock)
+    assert rotation.written_back_at is not None
+    assert keystore.arrive() == [BackendConflictError]
+    newest = find_stored(rotation.credential)
+    assert newest is not None
+    assert newest.labels["key_id"] == rotation.predecessor_id
 
 
 def test_sealed_replacement_staged_during_an_outage_is_sealed_at_once_and_shown_once_accepted(

@@ -10,13 +10,15 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.secrets.stored_copies import find_stored, read_string
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
-from rotation.models import Rotation
+from rotation.models import LedgerState, Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation
 from tests.clocks import Clock
 from tests.rotation import scene
+from tests.rotation.copies import DelayedKeystore
 from tests.rotation.steps import advance, begun, key_states, revoke
+from tests.verifiers import make_verifier
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -35,7 +37,7 @@ def after_a_late_write(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple[R
 
     def lost(self: LocalKeystore, *args: object, **kwargs: object) -> int:
         late.append(lambda: put(self, *args, **kwargs))  # type: ignore[arg-type]  # forwarded arguments
-        raise BackendUnavailableError("no answer in time")
+        raise BackendUnavailableError("no answer in time", may_be_applied=True)
 
     def beaten(self: LocalKeystore, *args: object, **kwargs: object) -> int:
         late[0]()
@@ -115,3 +117,66 @@ def test_rotation_aborted_during_a_write_makes_that_write_fail(
     with pytest.raises(BackendConflictError):
         late[0]()
     assert stored_key(rotation) == rotation.predecessor_id
+
+
+# --- a write without a reply --------------------------------------------------------------------------------
+
+
+def abort(rotation: Rotation, clock: Clock) -> Rotation:
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    return abort_rotation(grant, get_rotation(rotation.rotation_id), "not today")
+
+
+def test_rotation_aborted_after_a_write_without_a_reply_makes_that_write_fail(
+    clock: Clock, verifier: UsageLog, keystore: DelayedKeystore
+) -> None:
+    """Guarantee: the merchant never reads a discarded key, however late its write arrives."""
+    rotation = begun(clock)
+    with keystore.delaying():
+        rotation = advance(rotation, clock)
+    assert abort(rotation, clock).state == S.ROLLING_BACK
+    rotation = advance(rotation, clock)
+    assert keystore.arrive() == [BackendConflictError]
+    assert stored_key(rotation) == rotation.predecessor_id
+
+
+def test_rotation_aborted_after_its_key_was_made_again_makes_the_first_write_fail(
+    clock: Clock, verifier: UsageLog, keystore: DelayedKeystore
+) -> None:
+    """A discarded replacement's write may still arrive, too."""
+    rotation = begun(clock)
+    with keystore.delaying():
+        first = advance(rotation, clock).replacement_id
+    make_verifier()
+    rotation = advance(rotation, clock, 10)
+    assert rotation.state == S.STAGED
+    assert rotation.replacement_id != first
+    assert abort(rotation, clock).state == S.ROLLING_BACK
+    rotation = advance(rotation, clock)
+    assert keystore.arrive() == [BackendConflictError]
+    assert stored_key(rotation) == rotation.predecessor_id
+
+
+def test_rotation_aborted_after_a_write_that_was_not_sent_is_canceled(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage does not turn each abort into a rollback."""
+    rotation = begun(clock)
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "put", scene.unavailable)
+        rotation = advance(rotation, clock)
+    assert abort(rotation, clock).state == S.CANCELLED
+    assert stored_key(rotation) == rotation.predecessor_id
+
+
+def test_write_without_a_reply_is_settled_by_the_next_delivery(
+    clock: Clock, verifier: UsageLog, keystore: DelayedKeystore
+) -> None:
+    rotation = begun(clock)
+    with keystore.delaying():
+        rotation = advance(rotation, clock)
+    rotation = advance(rotation, clock, 30)
+    assert rotation.delivered_at is not None
+    assert keystore.arrive() == [BackendConflictError]
+    assert not rotation.ledger.filter(state=LedgerState.STARTED).exists()
+    assert stored_key(rotation) == rotation.replacement_id

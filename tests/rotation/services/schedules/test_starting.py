@@ -3,6 +3,7 @@
 import random
 from contextlib import suppress
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import pytest
@@ -26,12 +27,14 @@ from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules import starting
 from rotation.services.schedules.candidates import find_candidates
+from rotation.services.schedules.marking import mark_credentials
 from rotation.services.schedules.schedules import disable_schedule, enable_schedule, place_of
 from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock
 from tests.plans import copy_row, explain
 from tests.rotation import scene
 from tests.rotation.services.schedules.test_schedules import NIGHTS, calendar, damage, save
+from tests.services.racing import TIMEOUT_SECONDS, start
 from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -165,7 +168,7 @@ def test_change_while_dates_are_computed_is_not_overwritten(clock: Clock, monkey
         return found
 
     monkeypatch.setattr(starting, "find_candidates", outdated)
-    starting._compute_dates([row_of(key)], clock())
+    starting._claim_due([row_of(key)], clock(), 0)
     assert row_of(key).ask_at == clock()
     monkeypatch.undo()
     begin_due(clock())
@@ -178,8 +181,73 @@ def test_credential_claimed_by_another_worker_is_not_tried(clock: Clock, monkeyp
     begin_due(clock())
     due_at = clock() + 90 * DAY
     stale = row_of(key)
-    assert len(starting._compute_dates([row_of(key)], due_at, 1)) == 1
-    assert starting._compute_dates([stale], due_at, 1) == []
+    assert len(starting._claim_due([row_of(key)], due_at, 1)) == 1
+    assert starting._claim_due([stale], due_at, 1) == []
+
+
+# --- sweeps beside other writers ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scheduled(clock: Clock) -> Key:
+    """Return a key whose date follows from a schedule of 30 days."""
+    key, _ = scene.issue(scene.account(), clock())
+    save(SANDBOX, clock(), cryptoperiod_days=30)
+    begin_due(clock())
+    assert row_of(key).ask_at == clock() + 30 * DAY
+    return key
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_sweep_computes_the_date_of_a_credential_whose_own_change_is_rolled_back(
+    clock: Clock, scheduled: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: a sweep passes over no locked row, since the lock's holder may leave nothing behind."""
+    store, is_locked, is_stored = starting._store, Event(), Event()
+
+    def change_and_fail() -> None:
+        with suppress(RuntimeError), transaction.atomic():
+            mark_credentials([(scheduled.credential_id, SANDBOX)], clock())
+            is_locked.set()
+            assert is_stored.wait(TIMEOUT_SECONDS)
+            raise RuntimeError("rolled back")
+
+    def store_and_tell(rows: list[ScheduledCredential]) -> set[str]:
+        stored = store(rows)
+        is_stored.set()
+        return stored
+
+    save(SANDBOX, clock(), cryptoperiod_days=60)
+    change = start(change_and_fail)
+    assert is_locked.wait(TIMEOUT_SECONDS)
+    monkeypatch.setattr(starting, "_store", store_and_tell)
+    begin_due(clock())
+    change.result(TIMEOUT_SECONDS)
+    assert row_of(scheduled).ask_at == clock() + 60 * DAY
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_sweep_is_not_undone_by_a_worker_with_older_facts(
+    clock: Clock, scheduled: Key, monkeypatch: pytest.MonkeyPatch, *, is_first: bool
+) -> None:
+    """The older date is stored before the sweep stores its own one, or after it; the sweep's is the one before."""
+    older = row_of(scheduled)
+    older.ask_at = clock() + 90 * DAY  # by a schedule that was saved and changed back since
+
+    def meanwhile(ids: list[str]) -> Any:
+        found = find_candidates(ids)
+        monkeypatch.undo()
+        assert starting._store([older]) == {older.pk}
+        return found
+
+    save(SANDBOX, clock(), cryptoperiod_days=30)
+    if is_first:
+        monkeypatch.setattr(starting, "find_candidates", meanwhile)
+    begin_due(clock())
+    if not is_first:
+        assert starting._store([older]) == set()
+    assert row_of(scheduled).ask_at == clock() + 30 * DAY
 
 
 def test_worker_that_dies_while_it_begins_leaves_a_claim_that_ends(
