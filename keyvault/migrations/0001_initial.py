@@ -470,7 +470,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('request_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
                 ('at', models.DateTimeField(db_index=True)),
-                ('door', models.CharField(max_length=32)),
+                ('door', models.CharField(choices=[('integration', 'integration'), ('verify', 'verify'), ('traefik', 'traefik'), ('nginx', 'nginx'), ('envoy', 'envoy')], max_length=32)),
                 ('environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
                 ('endpoint', models.CharField(blank=True, max_length=100)),
                 ('code', models.CharField(max_length=64)),
@@ -482,7 +482,7 @@ class Migration(migrations.Migration):
                 ('trace', models.JSONField(default=list)),
             ],
             options={
-                'constraints': [models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='refusal_environment')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('door__in', ['integration', 'verify', 'traefik', 'nginx', 'envoy'])), name='refusal_door'), models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='refusal_environment')],
             },
         ),
         migrations.CreateModel(
