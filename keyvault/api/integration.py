@@ -43,6 +43,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import usage_log
 from keyvault.services.verification.judging import Judgement, VerificationRequest, judge_presented, note_use
 from keyvault.services.verification.refusals import refusal_log
+from keyvault.wire.entry_points import VerificationEntryPoint
 from keyvault.wire.headers import API_KEY, address_from_environ, is_repeated, read_bearer
 from keyvault.wire.limits import limit_headers
 
@@ -189,7 +190,7 @@ class IntegrationView(APIView):
         refusal_log.note(
             judgement,
             request_id=request_id_of(request._request),
-            door="integration",
+            door=VerificationEntryPoint.INTEGRATION,
             environment=self.environment,
             endpoint=endpoint.name if isinstance(endpoint, Endpoint) else "",
             source=address_from_environ(request.META, settings.TRUSTED_PROXIES) or "unknown",

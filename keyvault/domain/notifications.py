@@ -20,6 +20,8 @@ class NoticeKind(StrEnum):
     ROTATION_BLOCKED = "rotation.blocked"
     ROTATION_ENDED = "rotation.ended"
     SCHEDULE_STALLED = "schedule.stalled"
+    STANDING_APPROVAL_EXPIRING = "standing_approval.expiring"
+    STANDING_APPROVAL_EXPIRED = "standing_approval.expired"
     CAMPAIGN_HALTED = "campaign.halted"
     CREDENTIAL_WITHOUT_KEY = "credential.without_key"
     WEBHOOK_FAILED = "webhook.failed"
@@ -42,6 +44,7 @@ ALARMS = frozenset(
         NoticeKind.ROTATION_BYPASSED,
         NoticeKind.ROTATION_BLOCKED,
         NoticeKind.SCHEDULE_STALLED,
+        NoticeKind.STANDING_APPROVAL_EXPIRED,
         NoticeKind.CAMPAIGN_HALTED,
         NoticeKind.CREDENTIAL_WITHOUT_KEY,
         NoticeKind.WEBHOOK_FAILED,
@@ -64,6 +67,7 @@ WITHOUT_ACCOUNT = frozenset(
 
 INTERNAL = frozenset(
     {NoticeKind.ROTATION_BYPASSED, NoticeKind.ROTATION_BLOCKED, NoticeKind.SCHEDULE_STALLED}
+    | {NoticeKind.STANDING_APPROVAL_EXPIRING, NoticeKind.STANDING_APPROVAL_EXPIRED}
     | {NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
     | {NoticeKind.BACKEND_UNATTRIBUTED, NoticeKind.BACKEND_DENIED}
     | {NoticeKind.REVOCATION_LOG_FAILED, NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED}

@@ -408,7 +408,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('notice_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
-                ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted'), ('clock.differs', 'clock.differs'), ('process.lost', 'process.lost')], max_length=32)),
+                ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('standing_approval.expiring', 'standing approval.expiring'), ('standing_approval.expired', 'standing approval.expired'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted'), ('clock.differs', 'clock.differs'), ('process.lost', 'process.lost')], max_length=32)),
                 ('subject', models.CharField(max_length=64)),
                 ('payload', models.JSONField()),
                 ('is_alarm', models.BooleanField(default=False)),
@@ -470,7 +470,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('request_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
                 ('at', models.DateTimeField(db_index=True)),
-                ('door', models.CharField(max_length=32)),
+                ('door', models.CharField(choices=[('integration', 'integration'), ('verify', 'verify'), ('traefik', 'traefik'), ('nginx', 'nginx'), ('envoy', 'envoy')], max_length=32)),
                 ('environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
                 ('endpoint', models.CharField(blank=True, max_length=100)),
                 ('code', models.CharField(max_length=64)),
@@ -482,7 +482,7 @@ class Migration(migrations.Migration):
                 ('trace', models.JSONField(default=list)),
             ],
             options={
-                'constraints': [models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='refusal_environment')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('door__in', ['integration', 'verify', 'traefik', 'nginx', 'envoy'])), name='refusal_door'), models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='refusal_environment')],
             },
         ),
         migrations.CreateModel(
@@ -761,7 +761,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='notice',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted', 'clock.differs', 'process.lost'])), name='notice_kind'),
+            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'standing_approval.expiring', 'standing_approval.expired', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted', 'clock.differs', 'process.lost'])), name='notice_kind'),
         ),
         migrations.AddConstraint(
             model_name='notice',

@@ -4,6 +4,7 @@ from django.db import models
 
 from keyvault.domain.environments import Environment
 from keyvault.models.columns import choice, choices_check
+from keyvault.wire.entry_points import VerificationEntryPoint
 
 
 class Refusal(models.Model):
@@ -14,7 +15,7 @@ class Refusal(models.Model):
 
     request_id = models.CharField(primary_key=True, max_length=32)
     at = models.DateTimeField(db_index=True)
-    door = models.CharField(max_length=32)
+    door = choice(VerificationEntryPoint)
     environment = choice(Environment)
     endpoint = models.CharField(max_length=100, blank=True)
     code = models.CharField(max_length=64)
@@ -26,7 +27,10 @@ class Refusal(models.Model):
     trace = models.JSONField(default=list)
 
     class Meta:
-        constraints = [choices_check("refusal_environment", "environment", Environment)]
+        constraints = [
+            choices_check("refusal_door", "door", VerificationEntryPoint),
+            choices_check("refusal_environment", "environment", Environment),
+        ]
         indexes = [models.Index(fields=["at"], name="refusal_unproved", condition=models.Q(key_id=""))]
 
     def __str__(self) -> str:

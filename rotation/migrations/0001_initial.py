@@ -353,6 +353,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddField(
             model_name='scheduleapproval',
+                ('notice_at', models.DateTimeField(blank=True, null=True)),
             name='approver',
             field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL),
         ),
@@ -381,6 +382,10 @@ class Migration(migrations.Migration):
             constraint=models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'approved', 'rejected', 'withdrawn', 'void'])), name='standing_approval_state'),
         ),
         migrations.AddConstraint(
+        migrations.AddIndex(
+            model_name='standingapproval',
+            index=models.Index(condition=models.Q(('notice_at__isnull', False), ('state', 'approved')), fields=['notice_at'], name='standing_approval_expiring'),
+        ),
             model_name='standingapproval',
             constraint=models.UniqueConstraint(condition=models.Q(('state__in', ('awaiting_approval', 'approved'))), fields=('schedule', 'state'), name='standing_approval_one'),
         ),

@@ -24,6 +24,7 @@ class StandingApproval(RequestColumns):
 
     `terms`: the schedule's plan and selection as requested; the digest covers them and `expires_at`. The requester is
     the schedule's author, who also requests its rotations. Each change of the schedule or its calendar voids it.
+    `notice_at`: when a worker next announces that an approved row expires, or has expired; None: it has done so.
     """
 
     approval_id = models.CharField(primary_key=True, max_length=32)
@@ -34,6 +35,7 @@ class StandingApproval(RequestColumns):
     requester = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="+")
     approval_expires_at = models.DateTimeField()
     expires_at = models.DateTimeField()
+    notice_at = at()
     closed_at = at()
 
     class Meta:
@@ -42,6 +44,13 @@ class StandingApproval(RequestColumns):
             models.UniqueConstraint(
                 fields=["schedule", "state"], name="standing_approval_one", condition=Q(state__in=LIVE)
             ),
+        ]
+        indexes = [
+            models.Index(
+                fields=["notice_at"],
+                name="standing_approval_expiring",
+                condition=Q(state=StandingApprovalState.APPROVED, notice_at__isnull=False),
+            )
         ]
 
     def __str__(self) -> str:

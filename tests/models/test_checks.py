@@ -106,6 +106,7 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     *(("endpoint_limit_whole", "keyvault_catalogendpoint", limit) for limit in HALF_OR_OUTSIDE),
     *(("limit_whole", "keyvault_limitoverride", limit) for limit in HALF_OR_OUTSIDE),
     ("limit_environment", "keyvault_limitoverride", {"environment": "staging"}),
+    ("refusal_door", "keyvault_refusal", {"door": "other"}),
     ("refusal_environment", "keyvault_refusal", {"environment": "staging"}),
 ]
 """A constraint, a table, and values that it must refuse. The first entry violates the constraint in the plainest

@@ -192,7 +192,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
     list_display = ("name", "method", "path_text", "keys", "bearer", "limit", "state")
     list_filter = (
         state_filter({"active": Q(withdrawn_at__isnull=True), "withdrawn": Q(withdrawn_at__isnull=False)}),
-        "method",
+        state_filter({method: Q(method=method) for method in METHODS}, name="method", title="method"),
         "bearer",
     )
     search_fields = ("name", "path")

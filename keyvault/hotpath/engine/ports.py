@@ -14,6 +14,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.ids import Subject
 from keyvault.domain.keys import KeyRecord
 from keyvault.domain.keystring import KeyString
+from keyvault.wire.entry_points import VerificationEntryPoint
 
 
 class EngineBudgets(Protocol):
@@ -40,7 +41,7 @@ class EngineVerdict:
 
     judgement: Judgement
     request_id: str
-    entry_point: str
+    entry_point: VerificationEntryPoint
     environment: Environment
     endpoint: str
     source: str

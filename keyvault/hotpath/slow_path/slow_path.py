@@ -64,6 +64,7 @@ from keyvault.hotpath.messages.requests import (
 )
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.hotpath.slow_path.sources import CachedSources, read_for
+from keyvault.wire.entry_points import VerificationEntryPoint
 from keyvault.wire.gateways import (
     AUTH_CODE,
     AUTH_STATUS,
@@ -235,7 +236,7 @@ class SlowPath:
             verdict = EngineVerdict(
                 judgement,
                 request_id,
-                "verify",
+                VerificationEntryPoint.VERIFY,
                 environment,
                 endpoint.name if isinstance(endpoint, Endpoint) else "",
                 request.client_ip or f"token:{service.token_id}",
@@ -320,7 +321,7 @@ class SlowPath:
             EngineVerdict(
                 judgement,
                 pending.request_id,
-                dialect,
+                VerificationEntryPoint(dialect),
                 environment,
                 name,
                 forwarded.address or f"token:{service.token_id}",

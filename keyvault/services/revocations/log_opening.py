@@ -11,7 +11,7 @@ from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictErro
 from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation_log import Opened
-from keyvault.models import CustomerToken, Key, ServiceToken
+from keyvault.models import Key, ServiceToken
 from keyvault.services.peppers.installation import installation_id
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.revocation_log import (
@@ -22,8 +22,11 @@ from keyvault.services.recording.revocation_log import (
 )
 from keyvault.services.recording.transaction import recorded
 
-_ISSUED = (Key, ServiceToken, CustomerToken)
-"""Models that can be revoked. Their rows are never deleted."""
+_ISSUED = (Key, ServiceToken)
+"""Models whose rows prove that something was issued, because they are never deleted.
+
+Rows of customer tokens are deleted after their expiry; each was issued with a key, whose row stays.
+"""
 
 
 def has_issued() -> bool:

@@ -24,6 +24,7 @@ from keyvault.services.usage.recorder import usage_log
 from keyvault.services.verification.judging import Judgement
 from keyvault.services.work.background_thread import FlushThread, forget_at_fork
 from keyvault.services.work.deletion import delete_batch
+from keyvault.wire.entry_points import VerificationEntryPoint
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class _RefusalEntry:
     key_id: str
     merchant_id: str
     request_id: str
-    door: str
+    door: VerificationEntryPoint
     environment: Environment
     endpoint: str
     source: str
@@ -85,7 +86,7 @@ class _RefusalEntry:
         return Refusal(
             request_id=self.request_id[:32],
             at=self.at,
-            door=self.door[:32],
+            door=self.door,
             environment=self.environment,
             endpoint=clean_text(self.endpoint, 100),
             code=self.denial.code,
@@ -122,7 +123,7 @@ class RefusalLog(FlushThread):
         judgement: Judgement,
         *,
         request_id: str,
-        door: str,
+        door: VerificationEntryPoint,
         environment: Environment,
         endpoint: str,
         source: str,

@@ -89,13 +89,16 @@ class Candidate:
 
 def list_candidates(environments: Collection[str], merchant: str | None = None) -> Iterator[Candidate]:
     """Yield the scheduled credentials that are due first, and others without a date; up to MAX_LISTED of each."""
-    rows = ScheduledCredential.objects.filter(environment__in=environments)
-    if merchant is not None:
-        rows = rows.filter(credential__account__merchant=merchant)
-    dated, others = rows.filter(ask_at__isnull=False), rows.filter(ask_at__isnull=True)
-    ids: list[str] = []
-    for found in (dated.order_by("ask_at", "pk"), others.order_by("pk")):
-        ids += found.values_list("pk", flat=True)[:MAX_LISTED]
+    dated: list[tuple[datetime, str]] = []
+    others: list[tuple[None, str]] = []
+    for environment in environments:  # one walk through the index for each; together they would sort all rows
+        rows = ScheduledCredential.objects.filter(environment=environment).order_by("ask_at", "pk")
+        if merchant is not None:
+            rows = rows.filter(credential__account__merchant=merchant)
+        found = rows.values_list("ask_at", "pk")
+        dated += found.filter(ask_at__isnull=False)[:MAX_LISTED]
+        others += found.filter(ask_at__isnull=True)[:MAX_LISTED]
+    ids = [pk for _, pk in [*sorted(dated)[:MAX_LISTED], *others[:MAX_LISTED]]]
     for start in range(0, len(ids), BATCH):
         yield from find_candidates(ids[start : start + BATCH]).values()
 

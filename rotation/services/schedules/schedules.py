@@ -250,6 +250,12 @@ def place_of(schedule: RotationSchedule) -> Account | None:
     return schedule.account if schedule.credential is None else schedule.credential.account
 
 
+def find_alarm_account(schedule: RotationSchedule) -> Account | None:
+    """Find the account whose notices concern the schedule; for an environment's schedule, any account there."""
+    accounts = Account.objects.select_related("merchant").filter(environment=schedule.environment)
+    return place_of(schedule) or accounts.order_by("pk").first()
+
+
 class UnreadableScheduleError(StateConflictError):
     """A stored schedule or its calendar has a field or value that this release does not know, or lacks one."""
 

@@ -30,6 +30,9 @@ DEFAULT_DAYS = 90
 MAX_DAYS = 366
 """Maximum lifetime of a standing approval, in days."""
 
+_NOTICE_PERIOD = timedelta(days=14)
+"""Time before the expiry at which operators are notified; for a short approval, the last tenth of its lifetime."""
+
 
 def request_standing_approval(grant: Grant, schedule: RotationSchedule, days: int) -> StandingApproval:
     """Request that the schedule's rotations need no approval of their own for `days`.
@@ -102,7 +105,7 @@ def approve_standing_approval(grant: Grant, row: StandingApproval, plan_digest: 
         event = "standing_approval.approved"
         if record_approval(grant, row, operator, approval, environment=environment, event=event):
             _replace(grant, row.schedule, A.APPROVED)
-            row.compare_and_swap(state=A.APPROVED)
+            row.compare_and_swap(state=A.APPROVED, notice_at=_notice_time(row))
     return row
 
 
@@ -190,6 +193,11 @@ def _digest(row: StandingApproval) -> str:
             "expires_at": row.expires_at.isoformat(),
         }
     )
+
+
+def _notice_time(row: StandingApproval) -> datetime:
+    at: datetime = row.expires_at - min(_NOTICE_PERIOD, (row.expires_at - row.created_at) / 10)
+    return at
 
 
 def _replace(grant: Grant, schedule: RotationSchedule, state: StandingApprovalState) -> None:

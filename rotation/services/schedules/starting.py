@@ -20,7 +20,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import KeyvaultError, RequestInvalidError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Account, Credential, Key
+from keyvault.models import Credential, Key
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -29,8 +29,9 @@ from rotation.domain.states import CLOSED
 from rotation.models import Rotation, RotationSchedule, ScheduleCheck, ScheduledCredential, ScheduleSweep
 from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules.candidates import BATCH, Candidate, find_candidates, overrides_for
+from rotation.services.schedules.expiries import announce_expiries
 from rotation.services.schedules.marking import add_missing, mark_scope
-from rotation.services.schedules.schedules import find_unreadable, place_of, scope_of
+from rotation.services.schedules.schedules import find_alarm_account, find_unreadable, scope_of
 from rotation.services.schedules.standing_approvals import find_standing_approval
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ def begin_due(now: datetime) -> list[str]:
     unreadable schedule begins nothing and raises one alarm.
     """
     _check_schedules(now)
+    announce_expiries(now)
     _sweep(now)
     begun: list[str] = []
     tried = 0
@@ -246,13 +248,12 @@ def _note_faults(candidates: Iterable[Candidate], now: datetime) -> set[int]:
 
 
 def _note_fault(schedule: RotationSchedule, fault: str, now: datetime) -> bool:
-    """Record why the schedule cannot be read, and raise an alarm unless that is known; return whether that succeeded.
+    """Record why the schedule cannot be read, and raise an alarm unless that is known.
 
-    The alarm is for the schedule's account; for an environment's schedule, for any account there.
+    Return whether that succeeded.
     """
     why = fault[:300]
-    accounts = Account.objects.select_related("merchant").filter(environment=schedule.environment)
-    account = place_of(schedule) or accounts.order_by("pk").first()
+    account = find_alarm_account(schedule)
     payload: dict[str, JsonValue] = {"schedule_id": schedule.pk, "scope": str(scope_of(schedule)), "why": why}
     try:
         ScheduleCheck.objects.bulk_create([ScheduleCheck(schedule=schedule, check_at=now)], ignore_conflicts=True)

@@ -247,6 +247,20 @@ def test_sign_in_device_cookie_is_void_after_a_password_reset(desk: Desk) -> Non
     assert sign_in(password="another long pass phrase", client=known).status_code == 429
 
 
+@pytest.mark.parametrize(("extra_seconds", "status"), [(0, 302), (1, 429)])
+def test_sign_in_device_cookie_expires_ninety_days_after_the_devices_last_sign_in(
+    desk: Desk, extra_seconds: int, status: int
+) -> None:
+    """A cookie stolen long ago gives no extra guesses, whatever lifetime the browser was told."""
+    known = Client()
+    with mock.patch("django.core.signing.time") as time:
+        time.time.return_value = 1_800_000_000
+        assert is_in(sign_in(client=known))
+        fail()
+        time.time.return_value += 90 * 24 * 60 * 60 + extra_seconds
+        assert sign_in(client=known).status_code == status
+
+
 def test_sign_in_device_cookie_stays_within_the_console_and_out_of_scripts(desk: Desk) -> None:
     cookie = sign_in().cookies["device"]
     assert (cookie["path"], cookie["httponly"], cookie["samesite"]) == ("/admin/", True, "Strict")

@@ -6,19 +6,26 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.db import DatabaseError
 from django.db.models import QuerySet
 from django.test import override_settings
 
+from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import Channel, OperatorPrincipal
 from keyvault.access.roles import Role
+from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
-from keyvault.models import AuditEntry, BreakGlass
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Account, AuditEntry, BreakGlass, Notice
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.notifications import announce
 from rotation.domain.events import RotationState as S
 from rotation.domain.policy import APPROVAL_LIFETIME
 from rotation.models import Rotation, RotationSchedule, StandingApproval, StandingApprovalState
+from rotation.services.schedules import expiries
+from rotation.services.schedules.expiries import announce_expiries
 from rotation.services.schedules.schedules import disable_schedule, enable_schedule, place_of
 from rotation.services.schedules.standing_approvals import (
     MAX_DAYS,
@@ -229,3 +236,80 @@ def test_standing_approval_given_on_a_command_line_requires_a_review(clock: Cloc
         row.pk,
         scene.tam().person,
     )
+
+
+# --- expiry ---------------------------------------------------------------------------------------------------
+
+
+def announced() -> list[tuple[str, bool]]:
+    """Return the kinds of the notices about expiries, in order, and whether each is an alarm."""
+    rows = Notice.objects.filter(kind__startswith="standing_approval.").order_by("created_at")
+    return list(rows.values_list("kind", "is_alarm"))
+
+
+@pytest.mark.parametrize(("days", "ahead"), [(366, 14 * DAY), (90, 9 * DAY), (1, DAY / 10)])
+def test_standing_approval_that_expires_is_announced_in_advance_and_alarmed_afterwards(
+    clock: Clock, days: int, ahead: timedelta
+) -> None:
+    """Guarantee: a schedule whose rotations will wait for approvals again does not surprise its operators."""
+    row = approve(ask(schedule(clock), clock, days=days), clock)
+    notice, alarm = (NoticeKind.STANDING_APPROVAL_EXPIRING, False), (NoticeKind.STANDING_APPROVAL_EXPIRED, True)
+    for at, expected in (
+        (row.expires_at - ahead - timedelta(seconds=1), []),
+        (row.expires_at - ahead, [notice]),
+        (row.expires_at - timedelta(seconds=1), [notice]),
+        (row.expires_at, [notice, alarm]),
+        (row.expires_at + DAY, [notice, alarm]),
+    ):
+        announce_expiries(at)
+        assert announced() == expected
+    found = Notice.objects.get(kind=NoticeKind.STANDING_APPROVAL_EXPIRED)
+    assert (found.subject, found.account) == (row.pk, place_of(row.schedule))
+    assert [entry["standing_approval_id"] for entry in details_of("standing_approval.expir")] == [row.pk] * 2
+
+
+def test_standing_approval_that_expired_while_no_worker_ran_raises_only_the_alarm(clock: Clock) -> None:
+    row = approve(ask(schedule(clock), clock), clock)
+    for _ in range(2):
+        begin_due(row.expires_at + DAY)
+    assert announced() == [(NoticeKind.STANDING_APPROVAL_EXPIRED, True)]
+
+
+def _withdraw(row: StandingApproval, clock: Clock) -> None:
+    withdraw_standing_approval(authorize(scene.tam(), P.SCHEDULES_WRITE, place_of(row.schedule), now=clock()), row, "")
+
+
+def _disable(row: StandingApproval, clock: Clock) -> None:
+    disable_schedule(authorize(scene.tam(), P.SCHEDULES_WRITE, place_of(row.schedule), now=clock()), row.schedule)
+
+
+def _renew(row: StandingApproval, clock: Clock) -> None:
+    approve(ask(row.schedule, clock, days=366), clock)
+
+
+@pytest.mark.parametrize("end", [_withdraw, _disable, _renew])
+def test_standing_approval_that_nothing_relies_on_expires_silently(
+    clock: Clock, end: Callable[[StandingApproval, Clock], None]
+) -> None:
+    row = approve(ask(schedule(clock), clock), clock)
+    end(get_standing_approval(row.pk), clock)
+    announce_expiries(row.expires_at)
+    assert announced() == []
+
+
+def test_standing_approval_whose_notice_fails_delays_no_other(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors are isolated per approval, and the next tick tries again."""
+    first = approve(ask(schedule(clock), clock), clock)
+    second = approve(ask(save(PRODUCTION, clock()), clock), clock)
+
+    def fail_for_first(grant: Grant, kind: NoticeKind, account: Account, subject: str, **payload: JsonValue) -> None:
+        if subject == first.pk:
+            raise DatabaseError
+        announce(grant, kind, account, subject, **payload)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(expiries, "announce", fail_for_first)
+        announce_expiries(first.expires_at)
+    assert Notice.objects.get(kind=NoticeKind.STANDING_APPROVAL_EXPIRED).subject == second.pk
+    announce_expiries(first.expires_at)
+    assert len(announced()) == 2
