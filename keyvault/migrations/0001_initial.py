@@ -897,6 +897,10 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='webhookdelivery',
+            index=models.Index(condition=models.Q(('state', 'due')), fields=['due_at'], name='webhook_delivery_waiting'),
+        ),
+        migrations.AddIndex(
+            model_name='webhookdelivery',
             index=models.Index(condition=models.Q(('state', 'due'), _negated=True), fields=['due_at'], name='webhook_delivery_settled'),
         ),
         migrations.AddConstraint(

@@ -95,6 +95,7 @@ class WebhookDelivery(models.Model):
                 name="webhook_delivery_due",
                 condition=Q(state="due"),
             ),
+            models.Index(fields=["due_at"], name="webhook_delivery_waiting", condition=Q(state="due")),
             models.Index(fields=["due_at"], name="webhook_delivery_settled", condition=~Q(state="due")),
         ]
 
