@@ -60,7 +60,7 @@ def multiply_statistics(factor: int) -> None:
     """Let the planner believe that each table has `factor` times its rows, until the transaction ends.
 
     The planner takes the number of pages from the file and the number of rows on a page from pg_class. A column with
-    more than 20 values gets more of them with more rows. Of a column that is nearly unique, no value is common.
+    more than 20 values gets more of them with more rows. No value of a nearly unique column is common.
     """
     with connection.cursor() as cursor:
         cursor.execute(

@@ -39,7 +39,7 @@ def test_copies_equal_the_rows_that_the_services_wrote() -> None:
 
 def test_function_runs_in_a_database_with_rows() -> None:
     """Copies would collide with rows that a test made before."""
-    make_operator("somebody", Role.AUDITOR)
+    make_operator("auditor", Role.AUDITOR)
     assert start_with(make, "other") == "other"
     assert calls.count("other") == 1
     assert Operator.objects.count() == 2

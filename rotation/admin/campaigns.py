@@ -32,13 +32,13 @@ from keyvault.admin.framework.actions import (
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import (
-    OWN_REQUEST_NOTE,
-    ApproveForm,
+    ApproveStoredForm,
     approvals_table,
     approve_action,
-    is_requester,
     reject_action,
+    requester_column,
     submitted,
+    undecided_notes,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
@@ -120,14 +120,6 @@ class CampaignForm(PlanForm):
     reason = form_field(FIELDS["reason"])
 
 
-class ApproveCampaignForm(ApproveForm):
-    """Form with the stored digest; the service recomputes the digest from the stored campaign and compares."""
-
-    @classmethod
-    def initial_for(cls, row: Campaign) -> dict[str, Any]:
-        return {"plan_digest": row.plan_digest}
-
-
 class OptionalReasonForm(ActionForm):
     why = reason_field(
         "Reason", required=False, help_text="Recorded in the audit log. Required to resume after a halt."
@@ -193,7 +185,7 @@ class CampaignAdmin(ConsoleModelAdmin):
             ),
             approved="Approved. The worker starts at the approved pace.",
             is_undecided=_is_undecided,
-            form=ApproveCampaignForm,
+            form=ApproveStoredForm,
         ),
         reject_action(
             P.ROTATIONS_APPROVE,
@@ -243,15 +235,12 @@ class CampaignAdmin(ConsoleModelAdmin):
 
     state_badge = badge_column("state", "state")
     environment_badge = badge_column("environment", "environment")
+    requested_by = requester_column
     created = moment_column("requested (UTC)", "created_at")
 
     @admin.display(description="credentials")
     def credentials(self, row: Campaign) -> int:
         return row.members.count()
-
-    @admin.display(description="requested by", ordering="requester__username")
-    def requested_by(self, row: Campaign) -> str:
-        return row.requester.username
 
     def name_of(self, row: Campaign) -> str:
         return f"{row.environment} · {row.reason[:60]}"
@@ -332,9 +321,7 @@ def _notes(request: HttpRequest, row: Campaign, report: Any) -> Iterable[str]:
     """Yield the state of the campaign and what the operator can do."""
     waiting = report["progress"]["waiting"]
     if row.state == C.AWAITING_APPROVAL:
-        yield f"Awaiting approval until {row.approval_expires_at:%Y-%m-%d %H:%M} UTC."
-        if is_requester(request, row):
-            yield OWN_REQUEST_NOTE
+        yield from undecided_notes(request, row)
     elif row.state == C.HALTED:
         yield (
             f"Halted: {row.why}. No more rotations start; rotations in progress continue, and the old keys of stalled "

@@ -15,7 +15,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import RowAction, Tone, VersionedForm, run_service
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, is_requester
+from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, is_requester, requester_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -91,15 +91,12 @@ class RetirementAdmin(ConsoleModelAdmin):
 
     retired_at = moment_column("date (UTC)", "retire_at")
     state_badge = badge_column("state", _state)
+    requested_by = requester_column
     created = moment_column("requested (UTC)", "created_at")
 
     @admin.display(ordering="rotation__credential__account__merchant_id")
     def account(self, row: Retirement) -> str:
         return str(row.rotation.credential.account)
-
-    @admin.display(description="requested by", ordering="requester__username")
-    def requested_by(self, row: Retirement) -> str:
-        return row.requester.username
 
     def name_of(self, row: Retirement) -> str:
         return f"{row.rotation.credential.account} · {row.rotation.credential.label}"

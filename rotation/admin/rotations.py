@@ -16,7 +16,7 @@ from keyvault.admin.framework.actions import RowAction
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
-from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, approvals_table, is_requester, requester_name
+from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, approvals_table, is_requester, requester_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     AttentionItem,
@@ -133,10 +133,7 @@ class RotationAdmin(ConsoleModelAdmin):
             return format_html("{} {}", badge(row.state), badge("bypass_not_reviewed"))
         return badge(row.state)
 
-    @admin.display(description="requested by", ordering="requester__username")
-    def requested_by(self, row: Rotation) -> str:
-        return requester_name(row.requester, row.requested_via)
-
+    requested_by = requester_column
     created = moment_column("requested (UTC)", "created_at")
 
     def name_of(self, row: Rotation) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
-from keyvault.admin.framework.widgets import NOTHING, FactTable, Table, badge, link, moment, short_moment
+from keyvault.admin.framework.widgets import NOTHING, FactTable, Table, badge, link, moment, mono, short_moment
 from keyvault.domain.environments import Environment
 from rotation.admin.plan_fields import WEEKDAYS, show_override
 from rotation.domain.plan_fields import SHARED_FIELDS
@@ -23,6 +23,8 @@ DEFAULT_LOOKAHEAD_DAYS = 90
 """Default lookahead of the calendar, in days."""
 
 _MAX_LINES = 1_000
+_MAX_ROTATIONS = 20
+"""Maximum number of rotations on the page of a schedule or standing approval, the latest first."""
 
 
 def calendar_notes(dates: list[ScheduledDate], days: int, merchant: str | None) -> Iterable[str]:
@@ -72,6 +74,25 @@ def next_facts(date: ScheduledDate | None) -> FactTable:
 
 def credential_link(credential_id: str, label: str) -> SafeString:
     return link(reverse("admin:keyvault_credential_change", args=[credential_id]), label)
+
+
+def rotations_table(title: str, rotations: Any, which: str) -> Table:
+    """List the latest of these rotations. `which`: the ones that appear here, such as "this schedule requests"."""
+    latest = rotations.select_related("credential__account").order_by("-created_at")[:_MAX_ROTATIONS]
+    return Table(
+        title,
+        ["rotation", "state", "credential", "requested (UTC)"],
+        [
+            [
+                link(reverse("admin:rotation_rotation_change", args=[item.pk]), mono(item)),
+                badge(item.state),
+                credential_link(item.credential_id, f"{item.credential.account} · {item.credential.label}"),
+                short_moment(item.created_at),
+            ]
+            for item in latest
+        ],
+        empty=f"No rotations yet. The rotations that {which} appear here.",
+    )
 
 
 def _state_link(date: ScheduledDate) -> SafeString:

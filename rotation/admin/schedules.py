@@ -42,21 +42,16 @@ from keyvault.admin.framework.widgets import (
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Credential
-from rotation.admin.schedule_forms import (
-    EditForm,
-    ScheduleForm,
-    scope_from,
-    terms_from,
-)
+from rotation.admin.schedule_forms import EditForm, ScheduleForm, scope_from, terms_from
 from rotation.admin.schedule_widgets import (
     DEFAULT_LOOKAHEAD_DAYS,
     LOOKAHEAD_DAYS,
     calendar_notes,
-    credential_link,
     format_schedule_window,
     format_scope,
     month_tables,
     next_facts,
+    rotations_table,
     schedule_facts,
 )
 from rotation.admin.standing_approvals import approval_state, request_action
@@ -191,21 +186,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         notes = (
             [] if row.is_enabled else ["This schedule is disabled. The next broader schedule applies, if there is one."]
         )
-        latest = row.rotations.select_related("credential__account").order_by("-created_at")[:20]
-        requested = Table(
-            "Latest rotations",
-            ["rotation", "state", "credential", "requested (UTC)"],
-            [
-                [
-                    link(reverse("admin:rotation_rotation_change", args=[item.pk]), mono(item)),
-                    badge(item.state),
-                    credential_link(item.credential_id, f"{item.credential.account} · {item.credential.label}"),
-                    short_moment(item.created_at),
-                ]
-                for item in latest
-            ],
-            empty="No rotations yet. Rotations requested by this schedule appear here.",
-        )
+        requested = rotations_table("Latest rotations", row.rotations, "this schedule requests")
         sections: list[FactTable | Table] = [self.summary(row), *self._standing_approvals(row), requested]
         return Detail(title=self.name_of(row), state=state_of_schedule(row), sections=sections, notes=notes)
 

@@ -24,12 +24,12 @@ from keyvault.admin.framework.actions import (
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import (
-    OWN_REQUEST_NOTE,
-    ApproveForm,
+    ApproveStoredForm,
     approvals_table,
     approve_action,
-    is_requester,
     reject_action,
+    requester_column,
+    undecided_notes,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
@@ -37,16 +37,13 @@ from keyvault.admin.framework.widgets import (
     Detail,
     FactTable,
     Line,
-    Table,
-    badge,
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.domain.environments import Environment
 from keyvault.models import Account
-from rotation.admin.schedule_widgets import format_scope, schedule_facts
+from rotation.admin.schedule_widgets import format_scope, rotations_table, schedule_facts
 from rotation.models import RotationSchedule, StandingApproval, StandingApprovalState
 from rotation.services.schedules.reports import state_of_approval
 from rotation.services.schedules.schedules import place_of
@@ -98,14 +95,6 @@ request_action = RowAction(
 """Action on a schedule's page. Only the schedule's author may request its standing approval."""
 
 
-class ApproveStandingForm(ApproveForm):
-    """Form with the stored digest; the service recomputes the digest from the stored terms and compares."""
-
-    @classmethod
-    def initial_for(cls, row: StandingApproval) -> dict[str, Any]:
-        return {"plan_digest": row.plan_digest}
-
-
 def _is_undecided(row: StandingApproval) -> bool:
     return is_undecided(row, datetime.now(UTC))
 
@@ -128,7 +117,7 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
             ),
             approved="Approved. The schedule's rotations start without further approval.",
             is_undecided=_is_undecided,
-            form=ApproveStandingForm,
+            form=ApproveStoredForm,
         ),
         reject_action(
             P.ROTATIONS_APPROVE,
@@ -169,15 +158,12 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
 
     state_badge = badge_column("state", approval_state, ordering="state")
     expires = moment_column("expires (UTC)", "expires_at")
+    requested_by = requester_column
     created = moment_column("requested (UTC)", "created_at")
 
     @admin.display(description="for")
     def scope(self, row: StandingApproval) -> str:
         return format_scope(row.schedule)
-
-    @admin.display(description="requested by", ordering="requester__username")
-    def requested_by(self, row: StandingApproval) -> str:
-        return row.requester.username
 
     def name_of(self, row: StandingApproval) -> str:
         return f"Schedule for {format_scope(row.schedule)}"
@@ -203,26 +189,15 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: StandingApproval) -> Detail:
-        latest = row.rotations.select_related("credential__account").order_by("-created_at")[:20]
-        begun = Table(
-            "Latest rotations under this approval",
-            ["rotation", "state", "credential", "requested (UTC)"],
-            [
-                [
-                    link(reverse("admin:rotation_rotation_change", args=[item.pk]), mono(item)),
-                    badge(item.state),
-                    f"{item.credential.account} · {item.credential.label}",
-                    short_moment(item.created_at),
-                ]
-                for item in latest
-            ],
-            empty="No rotations yet.",
-        )
         return Detail(
             title=self.name_of(row),
             state=approval_state(row),
             notes=list(_notes(request, row)),
-            sections=[self.summary(row), approvals_table(row), begun],
+            sections=[
+                self.summary(row),
+                approvals_table(row),
+                rotations_table("Latest rotations under this approval", row.rotations, "this approval covers"),
+            ],
         )
 
     def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
@@ -248,6 +223,4 @@ def _notes(request: HttpRequest, row: StandingApproval) -> Iterable[str]:
     elif not is_current(row):
         yield "The schedule was changed after the request. This approval covers no rotation; request another one."
     elif _is_undecided(row):
-        yield f"Awaiting approval until {row.approval_expires_at:%Y-%m-%d %H:%M} UTC."
-        if is_requester(request, row):
-            yield OWN_REQUEST_NOTE
+        yield from undecided_notes(request, row)

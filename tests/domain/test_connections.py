@@ -93,7 +93,7 @@ REFUSED = ["{}" + "x" * MAX_BYTES, '{{"a": "{}", ', '{{"a": 1, "b": "{}"}}', "\x
 
 @given(st.text(max_size=40), st.sampled_from(REFUSED))
 def test_credentials_refused_are_in_no_message_and_no_traceback(text: str, shape: str) -> None:
-    """Whatever is wrong with a secret, what is told of it holds none of it, nor is it chained to what does."""
+    """Guarantee: the error and its chained exceptions contain no part of the secret."""
     marker = secrets.token_hex(8)
     with pytest.raises(RequestInvalidError) as refused:
         read(shape.format(marker + text))

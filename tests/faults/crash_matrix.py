@@ -67,7 +67,7 @@ VERIFIER = "verifier-1"
 
 @dataclass(frozen=True, slots=True)
 class Journey:
-    """A rotation's way: how it begins, whether it is aborted once delivered, how it and its two keys must end.
+    """The course of a rotation: how it begins, whether it is aborted once delivered, how it and its keys must end.
 
     `is_awaited`: a verifier accepts the replacement only after the turn that makes it.
     """

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery.beat import Scheduler
 from kombu import Connection, Exchange, Producer, Queue
 
+from keyvault.project.celery import app
 from keyvault.project.file_broker import EXCHANGE, FileTransport, prepare_folder, remove_parts
 
 TASKS: Any = Queue("tasks", Exchange(EXCHANGE), "tasks")
@@ -27,7 +29,7 @@ def connect(folder: Path) -> Connection:
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Connection]:
-    FileTransport.global_state.clear()  # each test has a folder of its own, and a process otherwise only one
+    FileTransport.global_state.clear()  # the state of the previous test's folder
     with connect(tmp_path) as connection:
         TASKS(connection.default_channel).declare()
         yield connection
@@ -68,13 +70,36 @@ def test_files_are_private_and_none_stays_behind(broker: Connection, tmp_path: P
 
 
 def test_unreadable_message_is_removed_when_it_is_read(broker: Connection, tmp_path: Path) -> None:
-    """Guarantee: it ends its reader once at most."""
+    """Guarantee: a damaged message fails its reader once, not again and again."""
     (tmp_path / "messages" / "00_a.tasks.msg").write_bytes(b"\x00 no message")
     publish(tmp_path, 1)
     queue = TASKS(broker.default_channel)
     with pytest.raises(ValueError, match="Expecting value"):
         queue.get()
     assert queue.get(no_ack=True).payload == {"number": 0}
+
+
+def test_search_for_due_rotations_does_not_wait_for_a_backlog_of_rotations(broker: Connection) -> None:
+    """Guarantee: however many turns wait in a queue, a worker soon reads the tick that finds an emergency."""
+    app.loader.import_default_modules()
+    find_due, turn = app.tasks["rotation.tasks.dispatch_due"], app.tasks["rotation.tasks.advance_rotation"]
+    beat, received = Scheduler(app=app), []
+    with broker.Producer() as producer:
+        for number in range(50):
+            turn.apply_async((f"rot_{number}",), queue="rotations.sandbox", producer=producer)
+        for entry in beat.schedule.values():
+            if entry.task == find_due.name:
+                beat.apply_async(entry, producer=producer, advance=False)
+
+    def note(_: Any, message: Any) -> None:
+        received.append(message.headers["task"])
+        message.ack()
+
+    with broker.Consumer(list(app.amqp.queues.values()), callbacks=[note], accept=["json"]):
+        for _ in range(10):
+            broker.drain_events(timeout=SECONDS)
+    assert received.count(find_due.name) == 2, "one tick for each environment"
+    assert turn.name in received
 
 
 def test_incomplete_files_of_killed_processes_are_removed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from keyvault.services.keys import lifecycle
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions import sign_in
+from keyvault.services.startup.processes import measure
 from keyvault.services.tokens import customer_tokens
 from keyvault.services.verification import refusals
 from keyvault.services.webhooks import deliveries
@@ -103,8 +104,8 @@ def test_retention_reads_only_expired_rows(forget: Callable[[datetime], object],
         assert "Sort" not in plan
 
 
-def test_webhook_turns_read_one_message_of_each_endpoint() -> None:
-    """The backlog of one endpoint costs the next one nothing."""
+def make_backlog() -> None:
+    """Make many messages for one endpoint."""
     have_peppers()
     tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     allowed = grant(tam, Permission.WEBHOOKS_WRITE, account())
@@ -114,6 +115,22 @@ def test_webhook_turns_read_one_message_of_each_endpoint() -> None:
     WebhookDelivery.objects.filter(notice=notices[1]).delete()
     copy_row(Notice, notice_id="'ntc_' || n")
     copy_row(WebhookDelivery, notice="'ntc_' || n")
+
+
+def test_measuring_the_queues_reads_only_due_rows() -> None:
+    """Every process measures every few seconds, also beside the backlog of an outage."""
+    make_backlog()
+    plans = [plan for plan in explain(lambda: measure(now(), [])) if "webhookdelivery" in plan]
+    assert len(plans) == 4  # the depth and the oldest, urgent and other
+    for plan in plans:
+        assert "webhook_delivery_due_at" in plan
+        assert "Seq Scan" not in plan
+        assert "Sort" not in plan
+
+
+def test_webhook_turns_read_one_message_of_each_endpoint() -> None:
+    """The backlog of one endpoint costs the next one nothing."""
+    make_backlog()
     first, second = explain(lambda: list(EndpointTurns(is_urgent=False).visit(now())))[:2]
     for plan in (first, second):
         assert "webhook_delivery_due" in plan

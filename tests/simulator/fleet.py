@@ -93,14 +93,30 @@ class Consumer:
         if (known := self.known.get(key.key_id)) is not None:
             known.used_at = max(known.used_at, at)
 
-    def report(self, key: StoredKey, first_at: datetime, last_at: datetime, count: int, run: int) -> None:
-        """Write reported uses to the service's tables, and to the truth."""
-        key.add_uses(self.source, first_at, last_at, count)
-        known = self.known.get(key.key_id)
+    def add(self, uses: "Uses") -> None:
+        """Add reported uses to the known ones."""
+        known = self.known.get(uses.key.key_id)
         if known is None:
-            self.known[key.key_id] = KnownUse(last_at, last_at, run)
+            self.known[uses.key.key_id] = KnownUse(uses.last_at, uses.last_at, uses.run)
         else:
-            known.add(first_at, last_at, run)
+            known.add(uses.first_at, uses.last_at, uses.run)
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """The uses of one key by one consumer, one or more in each minute, in its run of this number."""
+
+    consumer: Consumer
+    key: StoredKey
+    first_at: datetime
+    last_at: datetime
+    count: int
+    run: int
+
+    def report(self) -> None:
+        """Write the uses to the service's tables, and to the truth."""
+        self.key.add_uses(self.consumer.source, self.first_at, self.last_at, self.count)
+        self.consumer.add(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +211,7 @@ class Fleet:
 
     def remember(self, consumer: Consumer, key: StoredKey, first_at: datetime, last_at: datetime) -> None:
         """Add one run of the time before the simulation."""
-        consumer.report(key, first_at, last_at, consumer.habit.calls, consumer.runs)
+        Uses(consumer, key, first_at, last_at, consumer.habit.calls, consumer.runs).report()
 
 
 def next_gap(habit: Habit, random: Random) -> timedelta:

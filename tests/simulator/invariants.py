@@ -83,7 +83,7 @@ def _judge_refusal(consumer: Consumer, key: StoredKey, step: Step) -> str | None
         return None if step.now - rotation.tried_at <= SLACK else "its first attempt did not reinstate the key"
     silence = find_silence(known, rotation, has_moved=any(host.key is not key for host in consumer.hosts))
     if silence is None:
-        return "it was seen once, and nobody waived it"
+        return "it was seen once, and no operator waived it"
     if step.now < known.used_at + silence - SLACK:
         return f"it used the key at {known.used_at:%Y-%m-%d %H:%M}, and may be silent for {silence}"
     return None

@@ -116,7 +116,7 @@ class People:
             world.note(rotation.credential, f"{rotation.rotation_id} is approved")
         world.engine.wake(rotation)
 
-    # --- what the service tells them ------------------------------------------------------------------------
+    # --- notifications of the service -----------------------------------------------------------------------
 
     def receive_notice(self, rotation: StoredRotation) -> None:
         """The merchant's webhook endpoint accepts the message, or all attempts are given up."""

@@ -11,7 +11,7 @@ from rotation.domain.pacing import Pace
 from tests.simulator.campaign import SimulatedCampaign
 from tests.simulator.clock import VirtualClock
 from tests.simulator.engine import ConflictError, Engine
-from tests.simulator.fleet import Consumer, Fleet, FleetOptions
+from tests.simulator.fleet import Consumer, Fleet, FleetOptions, Uses
 from tests.simulator.invariants import INVARIANTS, Step, judge_stuck
 from tests.simulator.people import People
 from tests.simulator.rules import Rules
@@ -80,11 +80,12 @@ class Simulation:
 
     def _make_service(self) -> None:
         """Make the fleet and the service."""
-        self.verifiers = VerifierFleet(
-            [Verifier(f"verifier {number}", self.draw_clock()) for number in range(VERIFIERS)], self.draw_clock
-        )
+        self.verifiers = VerifierFleet(VERIFIERS, self._start_verifier)
         self.engine = Engine(self, [self.draw_clock() for _ in range(WORKERS)])
         self.fleet = Fleet(self.random, self.options, self.clock.now)
+
+    def _start_verifier(self, number: int) -> Verifier:
+        return Verifier(f"verifier {number}", self.draw_clock())
 
     # --- what every part uses -------------------------------------------------------------------------------
 
@@ -114,18 +115,9 @@ class Simulation:
         self.counts[f"keys {state} by {by}"] += 1
         self.note(credential, f"{key.key_id}: {was} to {state} by {by}")
 
-    def record_use(
-        self,
-        consumer: Consumer,
-        key: StoredKey,
-        verifier: Verifier,
-        first_at: datetime,
-        last_at: datetime,
-        count: int,
-        run: int,
-    ) -> None:
+    def record_uses(self, uses: Uses, verifier: Verifier) -> None:
         """Let the verifier count uses that it allowed."""
-        verifier.note(lambda: consumer.report(key, first_at, last_at, count, run))
+        verifier.note(uses.report)
 
     def record_attempt(self, consumer: Consumer, key: StoredKey, verifier: Verifier) -> None:
         """Let the verifier count an attempt with a suspended key, which wakes the engine."""

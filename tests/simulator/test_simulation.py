@@ -49,7 +49,7 @@ FOUND = {
         "took the merchant's last key",
     ),
     "a dead key may live again": (6, BUSY, ", by the person"),
-    "quarantine ends at once": (6, BUSY, "without a whole quarantine"),
+    "quarantine is skipped": (6, BUSY, "without a whole quarantine"),
     "a lost message is not sent again": (2, BUSY, "is stuck in"),
     "a campaign does not count its open rotations": (6, FleetOptions(credentials=100), "a campaign "),
     "the deadline has no effect": (2, BUSY, "is stuck in"),

@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from keyvault.domain.keys import KeyState
-from tests.simulator.fleet import Consumer, Host, next_gap
+from tests.simulator.fleet import Consumer, Host, Uses, next_gap
 from tests.simulator.store import StoredCredential, StoredKey
 
 if TYPE_CHECKING:
@@ -72,12 +72,13 @@ class Traffic:
 
     def _use(self, consumer: Consumer, host: Host, *, minutes: int, calls: int, is_retry: bool = False) -> None:
         """Use the key in the last `minutes`."""
-        world, key, run = self._world, host.key, consumer.runs
+        world, key = self._world, host.key
         verifier = self._random.choice(world.verifiers.verifiers)
         if key.is_usable(world.clock.now) and key.accepted_at <= world.clock.now:
             at = verifier.clock()
             consumer.note_use(key, at)
-            world.record_use(consumer, key, verifier, at - (minutes - 1) * MINUTE, at, max(calls, minutes), run)
+            uses = Uses(consumer, key, at - (minutes - 1) * MINUTE, at, max(calls, minutes), consumer.runs)
+            world.record_uses(uses, verifier)
             return
         world.step.note_refusal(consumer, key)
         world.counts[f"refusals with a key {key.state} by {key.ended_by}"] += 1

@@ -55,18 +55,18 @@ class Verifier:
 class VerifierFleet:
     """The verifiers of all environments. A dead one is replaced by a new process; the loss of the old one remains."""
 
-    def __init__(self, verifiers: list[Verifier], clock_of: Callable[[], Callable[[], datetime]]) -> None:
-        self.verifiers, self._clock_of = verifiers, clock_of
+    def __init__(self, size: int, start: Callable[[int], Verifier]) -> None:
+        self.verifiers = [start(number) for number in range(size)]
+        self._start, self._number = start, size
         self._gone: list[Verifier] = []
-        self._number = len(verifiers)
 
     def replace(self, place: int) -> int:
         """Let the verifier die and start another one; return the number of uses that are lost."""
         dead = self.verifiers[place]
         lost = dead.die()
         self._gone.append(dead)
+        self.verifiers[place] = self._start(self._number)
         self._number += 1
-        self.verifiers[place] = Verifier(f"verifier {self._number}", self._clock_of())
         return lost
 
     def observe(self, now: datetime) -> Observation:

@@ -1,10 +1,11 @@
 """Shared parts of the pages that require approval by a second person."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from django import forms
+from django.contrib import admin
 from django.db.models import Model
 from django.http import HttpRequest
 
@@ -41,6 +42,14 @@ class ApproveForm(ActionForm):
     @classmethod
     def initial_for(cls, row: Any) -> dict[str, Any]:
         return {"plan_digest": cls.plan_of(row).digest()}
+
+
+class ApproveStoredForm(ApproveForm):
+    """Form with the stored digest; the service recomputes the digest from the stored terms and compares."""
+
+    @classmethod
+    def initial_for(cls, row: Any) -> dict[str, Any]:
+        return {"plan_digest": row.plan_digest}
 
 
 def approve_action(
@@ -97,6 +106,13 @@ def is_requester(request: HttpRequest, row: Any) -> bool:
     return bool(row.requester_person == operator_of(request).person)
 
 
+def undecided_notes(request: HttpRequest, row: Any) -> Iterable[str]:
+    """Yield until when the row can be approved, and why the operator who requested it cannot approve it."""
+    yield f"Awaiting approval until {row.approval_expires_at:%Y-%m-%d %H:%M} UTC."
+    if is_requester(request, row):
+        yield OWN_REQUEST_NOTE
+
+
 def approvals_table(row: Any) -> Table:
     """List the approvers with the digest that each approved."""
     approvals = row.approvals.select_related("approver").order_by("created_at")
@@ -113,6 +129,12 @@ def requester_name(requester: OperatorRow | None, token: ServiceToken | None) ->
     if token is not None:
         return f"service {token}"
     return "none" if requester is None else requester.username
+
+
+@admin.display(description="requested by", ordering="requester__username")
+def requester_column(model_admin: Any, row: Any) -> str:
+    """Column of the requesters' names."""
+    return requester_name(row.requester, getattr(row, "requested_via", None))
 
 
 def break_glass_warning(account: Account) -> str:

@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
-from django.contrib import admin
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
@@ -31,6 +30,7 @@ from keyvault.admin.framework.four_eyes import (
     break_glass_warning,
     is_requester,
     reject_action,
+    requester_column,
     requester_name,
     submitted,
 )
@@ -203,11 +203,8 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         )
 
     state_badge = badge_column("state", "state")
+    requested_by = requester_column
     created = moment_column("requested (UTC)", "created_at")
-
-    @admin.display(description="requested by", ordering="requester__username")
-    def requested_by(self, row: IssuanceRequest) -> str:
-        return requester_name(row.requester, row.requested_via)
 
     def name_of(self, row: IssuanceRequest) -> str:
         return f"{row.account} · {row.label}"

@@ -117,9 +117,10 @@ def forget_old(now: datetime) -> None:
                 outcome=outcome, span__in=UseSpan, minute__lt=oldest, last_at__lt=oldest
             ).values_list("pk", "key_id")
             found += old[: MAX_DELETED - len(found)]
-    UseBucket.objects.filter(pk__in=[pk for pk, _ in found]).delete()
+    # Before their buckets, by which a run that is repeated after a failure finds them.
     is_silent = ~Q(last_at__gte=oldest) & ~Q(denied_at__gte=oldest)
     KeySource.objects.filter(is_silent, key__in={key_id for _, key_id in found}).delete()
+    UseBucket.objects.filter(pk__in=[pk for pk, _ in found]).delete()
     long_ago = now - _GONE_KEPT_FOR
     UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
     lost = UsageReporter.objects.filter(lost_at__isnull=False)

@@ -30,7 +30,7 @@ from tests.rotation.campaigning import asked as request_campaign
 pytestmark = pytest.mark.database
 
 DECIDING = frozenset({P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW})
-"""Permissions to decide on what somebody requested. To reject does not take a second person."""
+"""Permissions to decide on a request. A rejection needs no second person."""
 
 
 def issuance(desk: Desk) -> Any:

@@ -86,7 +86,7 @@ def test_campaign_requested_has_the_plan_and_pace_of_the_form(desk: Desk, clock:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("merchants", "nobody", "Unknown merchants: nobody."),
+        ("merchants", "unknown", "Unknown merchants: unknown."),
         ("per_minute", "0", "greater than or equal to 1"),
         ("concurrency", "many", "Enter a whole number"),
         ("halt_at_failed_percent", "101", "less than or equal to 100"),

@@ -249,7 +249,7 @@ def test_source_is_waived_by_name_and_with_a_reason(desk: Desk) -> None:
 
 
 def test_key_in_quarantine_is_held_and_released(desk: Desk) -> None:
-    """Whoever may suspend keys holds it, and whoever may resume keys releases it."""
+    """An operator who may suspend keys holds it; an operator who may resume keys releases it."""
     row = delivered(desk)
     assert browser(desk.tam).get(page(row, "hold")).status_code == 409
     _quarantine(row)

@@ -296,7 +296,7 @@ def test_change_wakes_other_hosts_after_its_commit(
 
 
 def test_wake_ups_within_some_milliseconds_are_merged(notices: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is sent at once; of the next, one waits and speaks for all that committed before it is sent."""
+    """The first is sent immediately; one of the next waits, and covers all commits before it is sent."""
     is_waiting, may_send = threading.Event(), threading.Event()
 
     def sleep(_: float) -> None:

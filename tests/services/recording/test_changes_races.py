@@ -68,6 +68,11 @@ class Writer:
         self.connection.rollback()
         self.drawn = []
 
+    def draw_and_roll_back(self, times: int) -> None:
+        for _ in range(times):
+            self.draw()
+        self.rollback()
+
 
 @pytest.fixture
 def recorded(transactional_db: None) -> Iterator[RecordedFollower]:
@@ -314,9 +319,7 @@ def test_feed_whose_sequence_went_back_is_followed_from_there(recorded: Recorded
     change("before")
     recorded.follower.poll_once()
     with writers(1) as (writer,):
-        for _ in range(100):
-            writer.draw()
-        writer.rollback()
+        writer.draw_and_roll_back(100)
     recorded.follower.poll_once()
     was = confirmed()
     with connection.cursor() as cursor:
@@ -462,72 +465,65 @@ def pointed_at(url: str) -> Iterator[None]:
         connection.close()
 
 
-def _make_feed() -> None:
-    with connection.schema_editor() as editor:
-        for model in (Change, Verifier, Confirmation):
-            editor.create_model(model)
+@pytest.fixture
+def own_server(recorded: RecordedFollower) -> Iterator[servers.Restartable]:
+    """A PostgreSQL server that the test stops and starts, with the tables of the feed. New connections go to it."""
+    with ExitStack() as stack:
+        try:
+            server = stack.enter_context(servers.running("postgres"))
+        except MissingServerError as missing:
+            pytest.skip(missing.reason)
+        stack.enter_context(pointed_at(server.url))
+        with connection.schema_editor() as editor:
+            for model in (Change, Verifier, Confirmation):
+                editor.create_model(model)
+        yield server
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["fast", "immediate"])
 def test_follower_of_a_restarted_database_is_stale_meanwhile_and_recovers(
-    recorded: RecordedFollower, how: signal.Signals
+    recorded: RecordedFollower, own_server: servers.Restartable, how: signal.Signals
 ) -> None:
-    """The test's own server is stopped and started: no freshness in between, and later changes are applied."""
-    with ExitStack() as stack:
-        try:
-            server = stack.enter_context(servers.running("postgres"))
-        except MissingServerError as missing:
-            pytest.skip(missing.reason)
-        stack.enter_context(pointed_at(server.url))
-        _make_feed()
-        with running(recorded):
-            change("before")
-            connection.close()
-            wait_until(lambda: recorded.applied == [key("before")], "the change")
-            server.stop(how)
-            wait_until(lambda: recorded.follower._is_failing, "the outage")
-            confirmations = len(recorded.confirmed)
-            wait_until(lambda: not recorded.follower.is_fresh, "the end of its freshness")
-            assert len(recorded.confirmed) == confirmations
-            assert follower.is_feed_followed() is False
-            server.start()
-            change("after")
-            wait_until(lambda: recorded.applied == [key("before"), key("after")], "the change")
-            wait_until(lambda: recorded.follower.is_fresh, "fresh state")
-        assert recorded.cleared == 1
+    """Without the database no process is fresh; afterwards, later changes are applied."""
+    with running(recorded):
+        change("before")
+        connection.close()
+        wait_until(lambda: recorded.applied == [key("before")], "the change")
+        own_server.stop(how)
+        wait_until(lambda: recorded.follower._is_failing, "the outage")
+        confirmations = len(recorded.confirmed)
+        wait_until(lambda: not recorded.follower.is_fresh, "the end of its freshness")
+        assert len(recorded.confirmed) == confirmations
+        assert follower.is_feed_followed() is False
+        own_server.start()
+        change("after")
+        wait_until(lambda: recorded.applied == [key("before"), key("after")], "the change")
+        wait_until(lambda: recorded.follower.is_fresh, "fresh state")
+    assert recorded.cleared == 1
 
 
 def test_follower_of_a_database_that_crashed_before_its_report_recovers(
-    recorded: RecordedFollower, monkeypatch: pytest.MonkeyPatch
+    recorded: RecordedFollower, own_server: servers.Restartable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sequences that the follower saw were drawn by a transaction that rolled back, and were never durable."""
-    with ExitStack() as stack:
-        try:
-            server = stack.enter_context(servers.running("postgres"))
-        except MissingServerError as missing:
-            pytest.skip(missing.reason)
-        stack.enter_context(pointed_at(server.url))
-        _make_feed()
-        change("before")
-        recorded.follower.poll_once()
-        with writers(1) as (writer,):
-            for _ in range(100):
-                writer.draw()
-            writer.rollback()
+    change("before")
+    recorded.follower.poll_once()
+    with writers(1) as (writer,):
+        writer.draw_and_roll_back(100)
 
-        def crash() -> None:
-            server.stop(signal.SIGQUIT)
-            raise OperationalError("the server crashed")
+    def crash() -> None:
+        own_server.stop(signal.SIGQUIT)
+        raise OperationalError("the server crashed")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(recorded.follower, "_write_report", crash)
-            with pytest.raises(OperationalError):
-                recorded.follower.poll_once()
-        connection.close()
-        server.start()
-        sequence = change("after")
-        recorded.follower.poll_once()
-        assert (recorded.lost, confirmed()) == (0, sequence)
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded.follower, "_write_report", crash)
+        with pytest.raises(OperationalError):
+            recorded.follower.poll_once()
+    connection.close()
+    own_server.start()
+    sequence = change("after")
+    recorded.follower.poll_once()
+    assert (recorded.lost, confirmed()) == (0, sequence)
 
 
 KILLED_BEFORE_NOTIFYING = """

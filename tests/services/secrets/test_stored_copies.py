@@ -11,7 +11,10 @@ pytestmark = pytest.mark.django_db
 
 
 def test_string_of_another_key_at_the_version_of_this_one_is_not_returned() -> None:
-    """Guarantee: nobody gets another key's string. A restored backup of the backend may reuse a version's number."""
+    """Guarantee: no caller gets another key's string.
+
+    A restored backup of the backend may reuse a version's number.
+    """
     make_merchant("acme")
     key, text = issue(account())
     assert read_string(key).reveal() == text.reveal()

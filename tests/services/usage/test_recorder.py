@@ -17,6 +17,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import UseOutcome
+from keyvault.services.recording.signals import keys_refused
 from keyvault.services.usage import recorder
 from keyvault.services.usage.recorder import (
     LOST_AFTER,
@@ -30,44 +31,15 @@ from tests.clocks import Clock
 from tests.domain.minting import mint
 from tests.factories import account, issue, make_merchant
 from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
+from tests.services.usage.conftest import NOON, SECOND, make_key, make_reporter, use
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
-
-NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
-SECOND = timedelta(seconds=1)
 
 
 def observe_at(now: datetime) -> Observation:
     """Observe as an engine run does."""
     note_lost(now)
     return observe(now, Environment.SANDBOX)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock(NOON)
-
-
-@pytest.fixture
-def key(db: None) -> Key:
-    make_merchant("acme")
-    return issue(account())[0]
-
-
-@pytest.fixture
-def log(clock: Clock) -> UsageLog:
-    """A reporter without its thread; the test flushes."""
-    log = UsageLog(now=clock)
-    UsageReporter.objects.create(
-        reporter_id=log.reporter_id, started_at=clock(), flushed_through_at=clock(), peppers={}
-    )
-    return log
-
-
-def use(log: UsageLog, key: Key, times: int = 1, source: str = "192.0.2.1", **options: Any) -> None:
-    fields = {"user_agent": "curl", "endpoint": "orders.create", "outcome": UseOutcome.ALLOWED, **options}
-    for _ in range(times):
-        log.note(key.key_id, source=source, **fields)
 
 
 def count_of(key: Key) -> int:
@@ -513,7 +485,7 @@ def test_usage_flush_that_fails_keeps_counts_and_watermark(
 def test_usage_flush_is_atomic() -> None:
     """Counts and watermark share one transaction."""
     clock = Clock(NOON)
-    key, log = _reporting_key(clock)
+    key, log = make_key(), make_reporter(clock)
     use(log, key, 3)
     clock.tick(1)
     with failing_watermarks(), pytest.raises(DatabaseError):
@@ -580,7 +552,7 @@ def test_usage_shreds_used_secrets_after_its_reporter_was_deleted(
 @pytest.mark.django_db(transaction=True)
 def test_usage_report_repeated_while_the_first_is_in_progress_waits_for_it() -> None:
     """After a lost connection the first statement may still run; the repeated one waits and adds nothing."""
-    key, log = _reporting_key(Clock(NOON))
+    key, log = make_key(), make_reporter(Clock(NOON))
     use(log, key)
     log.flush()
     use(log, key)
@@ -598,7 +570,7 @@ def test_usage_report_repeated_while_the_first_is_in_progress_waits_for_it() -> 
 @pytest.mark.django_db(transaction=True)
 def test_usage_is_written_buckets_before_keys() -> None:
     """PostgreSQL guarantees no order within one statement, and reporters with different lock orders could deadlock."""
-    key, log = _reporting_key(Clock(NOON))
+    key, log = make_key(), make_reporter(Clock(NOON))
     use(log, key)
     log.flush()
     use(log, key)
@@ -618,11 +590,26 @@ def test_usage_is_written_buckets_before_keys() -> None:
     assert (count_of(key), KeyUse.objects.get().count) == (3, 3)
 
 
-def _reporting_key(clock: Clock) -> tuple[Key, UsageLog]:
-    make_merchant("acme")
-    key, log = issue(account())[0], UsageLog(now=clock)
-    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON, peppers={})
-    return key, log
+def test_usage_report_is_not_disturbed_by_a_receiver_that_fails(
+    key: Key, log: UsageLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The report is stored when receivers learn of refused keys: a failure repeats nothing and stops no report."""
+    received = []
+
+    def fail(key_ids: set[str], **_: Any) -> None:
+        received.append(key_ids)
+        raise DatabaseError("gone")
+
+    use(log, key, outcome=UseOutcome.REFUSED)
+    keys_refused.connect(fail)
+    try:
+        log.flush()
+    finally:
+        keys_refused.disconnect(fail)
+    assert "receivers were not notified of refused keys" in caplog.messages
+    use(log, key)
+    log.flush()
+    assert (received, count_of(key)) == ([{key.key_id}], 2)
 
 
 @contextmanager
@@ -647,10 +634,8 @@ def failing_watermarks() -> Iterator[None]:
 @pytest.mark.django_db(transaction=True)
 def test_usage_watermark_never_passes_a_flush_that_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two concurrent flushes the first fails: no watermark covers the first one's uses."""
-    make_merchant("acme")
-    key, clock = issue(account())[0], Clock(NOON)
-    log = UsageLog(now=clock)
-    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON, peppers={})
+    key, clock = make_key(), Clock(NOON)
+    log = make_reporter(clock)
     use(log, key)
     clock.tick(1)
     writing, may_fail = threading.Event(), threading.Event()
@@ -734,8 +719,7 @@ def test_usage_of_concurrent_reporters_sums_exactly(small_portions: None) -> Non
 @pytest.mark.django_db(transaction=True)
 def test_usage_noted_during_a_flush_is_not_lost() -> None:
     """Each use is written exactly once."""
-    make_merchant("acme")
-    key, log = issue(account())[0], UsageLog()
+    key, log = make_key(), UsageLog()
     done = threading.Event()
 
     def flush_repeatedly() -> None:
@@ -757,9 +741,7 @@ def test_usage_noted_during_a_flush_is_not_lost() -> None:
 
 def test_usage_silence_ends_at_the_slowest_live_reporter(clock: Clock) -> None:
     """Silence is observed: a reporter that lags holds the observation back for all."""
-    fast, slow = UsageLog(now=clock), UsageLog(now=clock)
-    for log in (fast, slow):
-        UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON, peppers={})
+    fast, slow = make_reporter(clock), make_reporter(clock)
     clock.tick(3)
     fast.flush()
     assert observe_at(clock()).through == NOON
@@ -774,8 +756,7 @@ def test_usage_without_reporters_is_no_silence() -> None:
 
 def test_usage_reporter_without_deregistration_is_lost_and_delays_no_longer(log: UsageLog, clock: Clock) -> None:
     """It may have lost uses, so the time at which it was missed is recorded."""
-    other = UsageLog(now=clock)
-    UsageReporter.objects.create(reporter_id=other.reporter_id, started_at=NOON, flushed_through_at=NOON, peppers={})
+    other = make_reporter(clock)
     clock.tick(LOST_AFTER.total_seconds())
     other.flush()
     assert observe_at(clock()).lost_at is None, "the reporter is late, but not lost yet"
@@ -835,8 +816,7 @@ def test_usage_reporter_that_deregistered_is_never_lost(log: UsageLog, clock: Cl
 @pytest.mark.django_db(transaction=True)
 def test_usage_thread_reports_and_deregisters_when_stopped() -> None:
     """Started twice it is one reporter; when stopped it has written everything."""
-    make_merchant("acme")
-    key, log = issue(account())[0], UsageLog()
+    key, log = make_key(), UsageLog()
     log.start()
     log.start()
     try:
@@ -856,8 +836,7 @@ def test_usage_thread_reports_and_deregisters_when_stopped() -> None:
 
 @pytest.mark.django_db(transaction=True)
 def test_usage_thread_survives_a_failed_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_merchant("acme")
-    key, log = issue(account())[0], UsageLog()
+    key, log = make_key(), UsageLog()
     failed, real = threading.Event(), recorder._write
 
     def fail_once(*_: object) -> None:

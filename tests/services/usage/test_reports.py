@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -22,19 +22,13 @@ from keyvault.services.usage.reports import (
     list_users,
     list_versions,
 )
-from tests.factories import account, issue, make_merchant
+from tests.factories import account, issue
+from tests.services.usage.conftest import NOON
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
-NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)
 ALLOWED, DENIED, REFUSED, PROBED = UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED
-
-
-@pytest.fixture
-def key(db: None) -> Key:
-    make_merchant("acme")
-    return issue(account())[0]
 
 
 def use(

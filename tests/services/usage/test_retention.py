@@ -1,12 +1,12 @@
 """Retention of usage: coarser buckets, the same totals, and a bounded number of rows in each step."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from random import Random
 from typing import Any
 
 import pytest
-from django.db import DatabaseError
+from django.db import DatabaseError, OperationalError, connection
 from django.db.models import Sum
 
 from keyvault.domain.environments import Environment
@@ -25,37 +25,13 @@ from keyvault.services.usage.reports import (
     list_networks,
 )
 from tests.clocks import Clock
-from tests.factories import account, issue, make_merchant
 from tests.services.racing import race
+from tests.services.usage.conftest import NOON, SECOND, use
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
-NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
-SECOND, DAY = timedelta(seconds=1), timedelta(days=1)
+DAY = timedelta(days=1)
 KEPT_FOR = timedelta(days=400)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock(NOON)
-
-
-@pytest.fixture
-def key(db: None) -> Key:
-    make_merchant("acme")
-    return issue(account())[0]
-
-
-@pytest.fixture
-def log(clock: Clock) -> UsageLog:
-    """A reporter without its thread; the test flushes."""
-    return UsageLog(now=clock)
-
-
-def use(log: UsageLog, key: Key, times: int = 1, source: str = "192.0.2.1", **options: Any) -> None:
-    fields = {"user_agent": "curl", "endpoint": "orders.create", "outcome": UseOutcome.ALLOWED, **options}
-    for _ in range(times):
-        log.note(key.key_id, source=source, **fields)
 
 
 def use_at_random(key: Key, log: UsageLog, clock: Clock, random: Random, times: int = 60) -> None:
@@ -135,7 +111,7 @@ def test_usage_by_minute_becomes_usage_by_hour_and_by_day(key: Key, log: UsageLo
 
 
 def test_usage_loses_addresses_and_user_agents_after_its_hours(key: Key, log: UsageLog, clock: Clock) -> None:
-    """What is kept longer names a network and a product. The sources, which are evidence, keep their names."""
+    """Older buckets name a network and a product. The sources, which are evidence, keep their names."""
     for outcome in (UseOutcome.ALLOWED, *EXPOSURES):
         for number in (1, 2):
             use(log, key, source=f"192.0.2.{number}", user_agent=f"curl/8.{number} (Ada's laptop)", outcome=outcome)
@@ -150,7 +126,7 @@ def test_usage_loses_addresses_and_user_agents_after_its_hours(key: Key, log: Us
 
 
 def test_attempt_by_a_source_that_used_the_key_long_ago_is_known(key: Key, log: UsageLog, clock: Clock) -> None:
-    """A month-end job that tries the old key in quarantine is no stranger, although its address is erased."""
+    """A month-end job that tries the old key in quarantine is a known source, although its address is erased."""
     use(log, key)
     log.flush()
     since = clock.tick(60 * 86_400)
@@ -225,6 +201,24 @@ def test_usage_of_a_source_is_forgotten_with_its_last_minute(key: Key, log: Usag
     retention.forget_old(NOON + KEPT_FOR + SECOND)
     assert list(find_sources(key.key_id)) == ["192.0.2.0/24 curl"]
     retention.forget_old(clock() + KEPT_FOR + SECOND)
+    assert not find_sources(key.key_id)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_usage_of_a_source_is_forgotten_after_a_run_that_failed(key: Key, log: UsageLog) -> None:
+    """The next run finds sources by their buckets, so these are deleted last."""
+    use(log, key)
+    log.flush()
+
+    def fail(execute: Any, sql: str, *rest: Any) -> Any:
+        if sql.startswith("DELETE") and "keyvault_keysource" in sql:
+            raise OperationalError("killed")
+        return execute(sql, *rest)
+
+    long_after = NOON + 2 * KEPT_FOR
+    with connection.execute_wrapper(fail), pytest.raises(OperationalError):
+        retention.forget_old(long_after)
+    retention.forget_old(long_after)
     assert not find_sources(key.key_id)
 
 

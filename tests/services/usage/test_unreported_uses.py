@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from keyvault.domain.environments import Environment
 from keyvault.models import Key, UsageReporter, UseBucket
-from keyvault.models.usage import UseOutcome
 from keyvault.services.usage import recorder, unreported_uses
 from keyvault.services.usage.recorder import LOST_AFTER, UsageLog, note_lost, observe, report_dead
 from keyvault.services.usage.reports import find_sources
 from keyvault.services.usage.unreported_uses import Entry, UnreportedUses, list_dead
 from tests.clocks import Clock
 from tests.factories import account, issue, make_merchant, now
+from tests.services.usage.conftest import use
 
 USED: Entry = ("key", "orders.create", "192.0.2.1", "curl", "", "allowed", 1_000_000.0)
 MINUTE = 60
@@ -48,10 +48,6 @@ def log(clock: Clock, folder: Path, key: Key) -> UsageLog:
     log = UsageLog(now=clock)
     log._prepare()
     return log
-
-
-def use(log: UsageLog, key: Key, source: str = "192.0.2.1") -> None:
-    log.note(key.key_id, source=source, user_agent="curl", endpoint="orders.create", outcome=UseOutcome.ALLOWED)
 
 
 def kill(log: UsageLog) -> None:
@@ -108,7 +104,7 @@ def test_uses_of_a_killed_process_are_reported_by_another(clock: Clock, folder: 
 def test_uses_that_were_reported_are_not_reported_again(log: UsageLog, key: Key, clock: Clock) -> None:
     use(log, key)
     log.flush()
-    use(log, key, "198.51.100.1")
+    use(log, key, source="198.51.100.1")
     kill(log)
     report_dead(clock())
     assert counts() == {"192.0.2.1": 1, "198.51.100.1": 1}
@@ -137,7 +133,7 @@ def test_uses_of_a_failed_report_are_reported(
         for source in ("198.51.100.1", "203.0.113.1"):
             with pytest.raises(OperationalError):
                 log.flush()
-            use(log, key, source)
+            use(log, key, source=source)
     kill(log)
     report_dead(clock())
     assert counts() == {"192.0.2.1": 1, "198.51.100.1": 1, "203.0.113.1": 1}

@@ -1,5 +1,6 @@
 """The simulation over the real services: rows in PostgreSQL, a secret backend in memory, one virtual clock."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
 
@@ -29,7 +30,7 @@ from rotation.services.rotations.facts import list_waived
 from tests.factories import the_operator
 from tests.rotation import scene
 from tests.rotation.machine.backend import MemoryBackend
-from tests.simulator.fleet import Consumer, Fleet, FleetOptions
+from tests.simulator.fleet import Consumer, Fleet, FleetOptions, Uses
 from tests.simulator.rules import Rules
 from tests.simulator.service.engine import ServiceEngine
 from tests.simulator.service.people import ServicePeople
@@ -45,8 +46,8 @@ _VERIFIERS, _WORKERS = 2, 3
 class ReportingVerifier(Verifier):
     """A verifier with the product's usage log."""
 
-    def __init__(self, simulation: "ServiceSimulation", name: str) -> None:
-        super().__init__(name, simulation.draw_clock())
+    def __init__(self, name: str, clock: Callable[[], datetime]) -> None:
+        super().__init__(name, clock)
         self._noted_at: datetime | None = None
         self.log = UsageLog(now=lambda: self._noted_at or self.clock(), reporter_id=f"simulated-{name}")
         now = self.clock()
@@ -98,8 +99,7 @@ class ServiceSimulation(Simulation):
     def _make_service(self) -> None:
         fleet = RememberingFleet(self.random, self.options, self.clock.now)
         self.fleet, self.people = fleet, ServicePeople(self)
-        self._number = 0
-        self.verifiers = VerifierFleet([self._start_verifier() for _ in range(_VERIFIERS)], self.draw_clock)
+        self.verifiers = VerifierFleet(_VERIFIERS, self._start_verifier)
         self.engine = ServiceEngine(self, [self.draw_clock() for _ in range(_WORKERS)])
         for credential in fleet.credentials:
             self._issue(credential)
@@ -114,14 +114,13 @@ class ServiceSimulation(Simulation):
         key.expires_at = row.expires_at
 
     def _report_history(self, fleet: RememberingFleet) -> None:
-        verifier = self._start_verifier()
+        verifier = ReportingVerifier("history", self.draw_clock())
         for at, key, consumer in sorted(getattr(fleet, "uses", []), key=lambda use: use[0]):
             verifier.count_use(self._ids[key], consumer.source, at, UseOutcome.ALLOWED)
         verifier.log.flush(is_final=True)
 
-    def _start_verifier(self) -> ReportingVerifier:
-        self._number += 1
-        return ReportingVerifier(self, str(self._number))
+    def _start_verifier(self, number: int) -> ReportingVerifier:
+        return ReportingVerifier(str(number), self.draw_clock())
 
     # --- what the parts use ---------------------------------------------------------------------------------
 
@@ -145,37 +144,29 @@ class ServiceSimulation(Simulation):
             if verifier.cut_since is None and isinstance(verifier, ReportingVerifier):
                 verifier.log.flush()
 
-    def record_use(
-        self,
-        consumer: Consumer,
-        key: StoredKey,
-        verifier: Verifier,
-        first_at: datetime,
-        last_at: datetime,
-        count: int,
-        run: int,
-    ) -> None:
+    def record_uses(self, uses: Uses, verifier: Verifier) -> None:
         assert isinstance(verifier, ReportingVerifier)
-        minutes = (last_at - first_at) // MINUTE + 1
+        key_id, source = self._ids[uses.key], uses.consumer.source
+        minutes = (uses.last_at - uses.first_at) // MINUTE + 1
         for minute in range(minutes):
-            for _ in range(min(20, -(-count // minutes))):
-                verifier.count_use(self._ids[key], consumer.source, first_at + minute * MINUTE, UseOutcome.ALLOWED)
+            for _ in range(min(20, -(-uses.count // minutes))):
+                verifier.count_use(key_id, source, uses.first_at + minute * MINUTE, UseOutcome.ALLOWED)
 
         def report() -> None:
             verifier.log.flush()
-            consumer.report(key, first_at, last_at, count, run)
+            uses.report()
 
         verifier.note(report)
 
     def record_attempt(self, consumer: Consumer, key: StoredKey, verifier: Verifier) -> None:
-        assert isinstance(verifier, ReportingVerifier)
-        verifier.count_use(self._ids[key], consumer.source, verifier.clock(), UseOutcome.REFUSED)
-        verifier.note(verifier.log.flush)
+        self._note_attempt(verifier, key, consumer.source)
 
     def try_key(self, key: StoredKey, source: str, product: str) -> None:
-        verifier = self.random.choice(self.verifiers.verifiers)
+        self._note_attempt(self.random.choice(self.verifiers.verifiers), key, f"{source} {product}")
+
+    def _note_attempt(self, verifier: Verifier, key: StoredKey, source: str) -> None:
         assert isinstance(verifier, ReportingVerifier)
-        verifier.count_use(self._ids[key], f"{source} {product}", verifier.clock(), UseOutcome.REFUSED)
+        verifier.count_use(self._ids[key], source, verifier.clock(), UseOutcome.REFUSED)
         verifier.note(verifier.log.flush)
 
     def _begin(self) -> None:
@@ -215,12 +206,6 @@ class ServiceSimulation(Simulation):
     def _unseal(self) -> None:
         self.touch(None, "fault")
         self.backend.is_down = False
-
-    def _replace(self, dead: Verifier) -> None:
-        self.touch(None, "fault")
-        if dead in self.verifiers.verifiers:
-            self.counts["lost reports of uses"] += dead.die()
-            self.verifiers.verifiers[self.verifiers.verifiers.index(dead)] = self._start_verifier()
 
     # --- the mirror -----------------------------------------------------------------------------------------
 

@@ -225,9 +225,7 @@ def test_approve_of_an_altered_campaign_is_refused(clock: Clock, altered: str) -
 
 @pytest.mark.parametrize("altered", ["pace", "overrides", "selection", "members"])
 def test_tick_of_a_campaign_altered_after_its_approval_begins_nothing(clock: Clock, altered: str) -> None:
-    """The approval covers what was shown: any later alteration halts the campaign for good and no resume restarts
-    it.
-    """
+    """The approval covers what was shown: an altered campaign halts, and no operator can resume it."""
     issued(clock, 1)
     campaign = asked(clock)
     alter(campaign, altered, clock)

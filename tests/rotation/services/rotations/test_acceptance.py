@@ -33,7 +33,7 @@ def test_unconfirmed_are_live_verifiers_without_the_newest_change_of_the_key(clo
 
 
 def test_staged_rotation_is_published_once_its_verifier_has_confirmed(clock: Clock, verifier: UsageLog) -> None:
-    """The turn does not wait; another worker's turn delivers the very key that was confirmed."""
+    """The turn does not wait; another worker's turn delivers the key that was confirmed."""
     caching = make_verifier()
     rotation = advance(begun(clock), clock)
     assert (rotation.state, rotation.delivered_at) == (S.STAGED, None)

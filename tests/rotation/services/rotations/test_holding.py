@@ -79,7 +79,7 @@ def test_held_key_is_not_reinstated_by_an_attempt_until_its_release(clock: Clock
 
 
 def test_held_key_stays_suspended_when_the_replacement_is_revoked(clock: Clock, verifier: UsageLog) -> None:
-    """Without a hold the predecessor would be reinstated at once; with one, the operator decides."""
+    """Without a hold, the next turn would reinstate the predecessor; with one, the operator decides."""
     rotation = held(clock, verifier)
     assert rotation.replacement is not None
     revoke(rotation.replacement, clock)

@@ -217,7 +217,7 @@ def test_monthly_job_that_ran_once_shortly_before_the_delivery_finds_its_key_a_m
 
 
 def test_client_in_use_for_more_than_a_day_was_seen_more_than_once(fleet: Fleet) -> None:
-    """A client that called for hours on end has a habit: once it stops, it is silent after the quiet period."""
+    """A client that called for more than a day has a habit: once it stops, it is silent after the quiet period."""
     fleet.day = 1
     fleet.live(3, job_every=1000)
     for _ in range(26):

@@ -60,7 +60,7 @@ def test_turn_interval_grows_with_the_wait_up_to_its_maximum(clock: Clock, verif
 
 
 def test_turn_is_due_when_the_wait_ends_and_not_before(clock: Clock, verifier: UsageLog) -> None:
-    """A waiting rotation sleeps: no turn looks at it until then."""
+    """No worker takes a turn of a waiting rotation until then."""
     key, _ = scene.issue(scene.account(), clock())
     rotation = scene.rotate(key.credential, clock(), not_before=clock() + timedelta(days=3))
     assert run_due(clock) == 1
@@ -146,7 +146,7 @@ def test_turns_own_changes_do_not_make_it_due_again(clock: Clock, verifier: Usag
 
 
 def test_rotation_that_is_closed_leaves_the_queue(clock: Clock, verifier: UsageLog) -> None:
-    """Guarantee: the queue holds open rotations only, whoever closed the others."""
+    """Guarantee: the queue holds open rotations only, whether the engine or an operator closed the others."""
     aborted, completed = begun(clock), quarantined(clock, verifier)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, aborted.credential.account, now=clock())
     abort_rotation(grant, aborted, "not needed")

@@ -273,7 +273,7 @@ def test_worker_that_dies_while_it_begins_leaves_a_claim_that_ends(
 def test_alarm_of_an_unreadable_schedule_that_fails_delays_no_other_and_is_raised_later(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: no credential waits for a schedule whose fault nobody knows."""
+    """Guarantee: no credential waits for a schedule whose fault raised no alarm."""
     broken, _ = scene.issue(scene.account(), clock())
     sound, _ = scene.issue(scene.account("globex"), clock())
     row = save(scene.account(), clock())
