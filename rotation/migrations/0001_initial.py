@@ -349,11 +349,11 @@ class Migration(migrations.Migration):
                 ('approval_expires_at', models.DateTimeField()),
                 ('expires_at', models.DateTimeField()),
                 ('closed_at', models.DateTimeField(blank=True, null=True)),
+                ('notice_at', models.DateTimeField(blank=True, null=True)),
             ],
         ),
         migrations.AddField(
             model_name='scheduleapproval',
-                ('notice_at', models.DateTimeField(blank=True, null=True)),
             name='approver',
             field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL),
         ),

@@ -125,13 +125,11 @@ def measure(now: datetime, queues: Sequence[str]) -> None:
     meters.note_queue("issuance", IssuanceRequest.objects.filter(state=IssuanceState.APPROVED)[:_MAX_COUNTED].count())
     depth, age = 0, 0.0
     for is_urgent in (True, False):
-        depth, starts = 0, []
-    for is_urgent in (True, False):
         due = WebhookDelivery.objects.filter(state=DeliveryState.DUE, is_urgent=is_urgent, due_at__lte=now)
         depth += due[:_MAX_COUNTED].count()
-        starts.append(due.order_by("due_at").values_list("due_at", flat=True).first())
-    oldest = min((at for at in starts if at is not None), default=now)
-    meters.note_queue("webhooks", min(depth, _MAX_COUNTED), (now - oldest).total_seconds())
+        oldest = due.order_by("due_at").values_list("due_at", flat=True).first()
+        age = age if oldest is None else max(age, (now - oldest).total_seconds())
+    meters.note_queue("webhooks", min(depth, _MAX_COUNTED), age)
     if settings.BROKER_URL.startswith("redis"):
         _measure_broker([queue.name for queue in settings.CELERY_TASK_QUEUES])
 
