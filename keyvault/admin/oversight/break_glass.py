@@ -42,8 +42,6 @@ REVIEW_FILTER = state_filter(
     labels={"open": "not reviewed", "done": "reviewed"},
 )
 
-_CONFIRMS = "the approver who was named confirms it in the console"
-
 
 def _run_review(grant: Grant, action: BreakGlass, cleaned: Cleaned) -> ActionResult:
     review_break_glass(grant, action)
@@ -57,7 +55,14 @@ def _explain_review(action: BreakGlass) -> str:
     checked = "You confirm that you have checked who did this and why."
     if not action.is_claimed:
         return f"{checked} The reviewer must be neither the person who did it nor the requester."
-    return f"{checked} Ask {action.operator.username} in person: two persons must review it unless {_CONFIRMS}."
+    return f"{checked} Ask {action.operator.username} in person. {_who_reviews(action)}"
+
+
+def _who_reviews(claim: BreakGlass) -> str:
+    """State who reviews an approval that was given on a command line."""
+    if may_confirm(claim, claim.person):
+        return f"Two persons must review it, unless {claim.operator.username} confirms it in the console."
+    return f"Two persons other than {claim.operator.username} must review it."
 
 
 def _state(action: BreakGlass) -> str:
@@ -92,7 +97,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             P.BREAK_GLASS_REVIEW,
             run_service(disown_approval, "Recorded. All operators get an alarm, and two other persons must review it."),
             (
-                "You state that somebody else gave this approval in your name. This raises an alarm and is final. It "
+                "You state that another person gave this approval in your name. This raises an alarm and is final. It "
                 "revokes no key: review the subject and revoke its key if necessary."
             ),
             tone=Tone.DANGER,
@@ -174,13 +179,12 @@ def _notes(person: str, action: BreakGlass) -> Iterable[str]:
     """State what the review of a claimed approval takes, and why the review button is missing."""
     if action.reviewed_at is not None:
         return
-    name = action.operator.username
     if may_confirm(action, person):
         yield "Was this you? This approval was given in your name on a command line, which does not prove an identity."
     elif action.is_claimed:
         yield (
-            f"This approval was given in the name of {name} on a command line, which does not prove an identity. "
-            f"Two persons must review it unless {_CONFIRMS}."
+            f"This approval was given in the name of {action.operator.username} on a command line, which does not "
+            f"prove an identity. {_who_reviews(action)}"
         )
     if (fault := find_review_fault(action, person)) is not None:
         yield fault

@@ -89,7 +89,7 @@ def test_break_glass_claim_asks_its_approver_was_this_you(desk: Desk, claimed: B
 
 
 def test_break_glass_claim_disowned_takes_two_others(desk: Desk, claimed: BreakGlass) -> None:
-    """The approver raises an alarm; each of two others reviews once and is told that one more is needed."""
+    """The approver raises an alarm. Each of two others reviews once."""
     client = browser(desk.approver)
     assert submit(client, claimed, "disown") == 302
     assert offered(client, claimed) == set()

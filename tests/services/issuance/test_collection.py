@@ -143,7 +143,7 @@ def test_service_request_names_its_token_and_the_responsible_person(scene: Scene
 def test_service_request_is_approved_by_an_operator_who_did_not_create_the_token(
     scene: Scene, requester: Requester, environment: Environment
 ) -> None:
-    """A service gets no key without another person, in the sandbox neither: the creator of its token is the requester."""
+    """No service gets a key without a person, in the sandbox neither. The creator of its token is the requester."""
     request = request_key_for(requester.service, account("acme", environment))
     assert (request.state, request.approvals_needed) == (S.PENDING, 1)
     with pytest.raises(StateConflictError, match="second person"):
