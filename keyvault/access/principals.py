@@ -84,6 +84,10 @@ class KeyHolder:
         return f"key:{self.key_id}"
 
 
+SYSTEM_PREFIX = "system:"
+"""Prefix of the actor of a part of the service; no person's id begins with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     """A part of the service itself, such as its jobs or the host's command line, with its minimal permissions."""
@@ -94,7 +98,7 @@ class System:
 
     @property
     def actor(self) -> str:
-        return f"system:{self.name}"
+        return f"{SYSTEM_PREFIX}{self.name}"
 
 
 WORKER = System(

@@ -34,6 +34,7 @@ class NoticeKind(StrEnum):
     REVOCATION_LOG_LOSS_ACCEPTED = "journal.loss_accepted"
     CLOCK_DIFFERS = "clock.differs"
     PROCESS_LOST = "process.lost"
+    APPROVAL_DISOWNED = "approval.disowned"
 
 
 ALARMS = frozenset(
@@ -56,12 +57,14 @@ ALARMS = frozenset(
         NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED,
         NoticeKind.CLOCK_DIFFERS,
         NoticeKind.PROCESS_LOST,
+        NoticeKind.APPROVAL_DISOWNED,
     }
 )
 """Events that require an operator's attention."""
 
 WITHOUT_ACCOUNT = frozenset(
     {NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED, NoticeKind.CLOCK_DIFFERS, NoticeKind.PROCESS_LOST}
+    | {NoticeKind.APPROVAL_DISOWNED}
 )
 """Events of the installation, which belong to no merchant's account."""
 

@@ -205,11 +205,15 @@ class Migration(migrations.Migration):
                 ('subject', models.CharField(max_length=160)),
                 ('person', models.CharField(max_length=32)),
                 ('requester_person', models.CharField(max_length=32)),
+                ('excluded_persons', models.TextField()),
                 ('host_user', models.CharField(blank=True, max_length=64)),
+                ('is_claimed', models.BooleanField()),
                 ('why', models.CharField(max_length=300)),
                 ('created_at', models.DateTimeField()),
+                ('first_reviewer_person', models.CharField(blank=True, max_length=32, null=True)),
                 ('reviewed_at', models.DateTimeField(blank=True, null=True)),
                 ('reviewer_person', models.CharField(blank=True, max_length=32, null=True)),
+                ('first_reviewer', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='first_break_glass_reviews', to=settings.AUTH_USER_MODEL)),
                 ('operator', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='break_glass_acts', to=settings.AUTH_USER_MODEL)),
                 ('reviewer', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='break_glass_reviews', to=settings.AUTH_USER_MODEL)),
             ],
@@ -408,7 +412,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('notice_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
-                ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('standing_approval.expiring', 'standing approval.expiring'), ('standing_approval.expired', 'standing approval.expired'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted'), ('clock.differs', 'clock.differs'), ('process.lost', 'process.lost')], max_length=32)),
+                ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('standing_approval.expiring', 'standing approval.expiring'), ('standing_approval.expired', 'standing approval.expired'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted'), ('clock.differs', 'clock.differs'), ('process.lost', 'process.lost'), ('approval.disowned', 'approval.disowned')], max_length=32)),
                 ('subject', models.CharField(max_length=64)),
                 ('payload', models.JSONField()),
                 ('is_alarm', models.BooleanField(default=False)),
@@ -607,17 +611,33 @@ class Migration(migrations.Migration):
             model_name='auditentry',
             constraint=models.UniqueConstraint(fields=('chain', 'sequence'), name='audit_entry_unique'),
         ),
-        migrations.AddConstraint(
+        migrations.AddIndex(
             model_name='breakglass',
-            constraint=models.CheckConstraint(condition=models.Q(('reviewer_person__isnull', True), models.Q(('reviewer_person', models.F('person')), _negated=True), _connector='OR'), name='break_glass_second_person'),
+            index=models.Index(fields=['subject'], name='break_glass_by_subject'),
+        ),
+        migrations.AddIndex(
+            model_name='breakglass',
+            index=models.Index(condition=models.Q(('reviewed_at__isnull', True)), fields=['created_at'], name='break_glass_open'),
         ),
         migrations.AddConstraint(
             model_name='breakglass',
-            constraint=models.CheckConstraint(condition=models.Q(('reviewer_person__isnull', True), models.Q(('reviewer_person', models.F('requester_person')), _negated=True), _connector='OR'), name='break_glass_not_requester'),
+            constraint=models.CheckConstraint(condition=models.Q(('excluded_persons__contains', models.F('requester_person')), models.Q(('excluded_persons__contains', models.F('person')), models.Q(('is_claimed', True), models.Q(('requester_person__startswith', 'system:'), _negated=True)), _connector='OR')), name='break_glass_excluded'),
+        ),
+        migrations.AddConstraint(
+            model_name='breakglass',
+            constraint=models.CheckConstraint(condition=models.Q(('reviewer_person__isnull', True), models.Q(('excluded_persons__contains', models.F('reviewer_person')), _negated=True), _connector='OR'), name='break_glass_second_person'),
+        ),
+        migrations.AddConstraint(
+            model_name='breakglass',
+            constraint=models.CheckConstraint(condition=models.Q(('first_reviewer_person__isnull', True), models.Q(('excluded_persons__contains', models.F('first_reviewer_person')), _negated=True), _connector='OR'), name='break_glass_first_second_person'),
         ),
         migrations.AddConstraint(
             model_name='breakglass',
             constraint=models.CheckConstraint(condition=models.Q(models.Q(('reviewed_at__isnull', True), ('reviewer_person__isnull', True)), models.Q(('reviewed_at__isnull', False), ('reviewer_person__isnull', False)), _connector='OR'), name='break_glass_reviewed'),
+        ),
+        migrations.AddConstraint(
+            model_name='breakglass',
+            constraint=models.CheckConstraint(condition=models.Q(('is_claimed', False), ('reviewer_person__isnull', True), ('reviewer_person', models.F('person')), models.Q(('first_reviewer_person__isnull', False), models.Q(('first_reviewer_person', models.F('reviewer_person')), _negated=True)), _connector='OR'), name='break_glass_claim_reviewed'),
         ),
         migrations.AddConstraint(
             model_name='credential',
@@ -761,11 +781,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='notice',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'standing_approval.expiring', 'standing_approval.expired', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted', 'clock.differs', 'process.lost'])), name='notice_kind'),
+            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'standing_approval.expiring', 'standing_approval.expired', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted', 'clock.differs', 'process.lost', 'approval.disowned'])), name='notice_kind'),
         ),
         migrations.AddConstraint(
             model_name='notice',
-            constraint=models.CheckConstraint(condition=models.Q(('account__isnull', False), ('kind__in', ['address.locked', 'clock.differs', 'operator.locked', 'process.lost']), _connector='OR'), name='notice_of_an_account'),
+            constraint=models.CheckConstraint(condition=models.Q(('account__isnull', False), ('kind__in', ['address.locked', 'approval.disowned', 'clock.differs', 'operator.locked', 'process.lost']), _connector='OR'), name='notice_of_an_account'),
         ),
         migrations.AddConstraint(
             model_name='order',

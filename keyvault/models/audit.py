@@ -4,6 +4,7 @@ from django.conf import settings
 from django.db import models
 from django.db.models import F, Q
 
+from keyvault.access.principals import SYSTEM_PREFIX
 from keyvault.domain.digests import PepperSet
 from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.recording import RecordedModel
@@ -83,9 +84,13 @@ class Change(models.Model):
 
 
 class BreakGlass(RecordedModel):
-    """A break-glass action: a rule was bypassed on purpose. It stays listed until a second person has reviewed it.
+    """A break-glass action: a rule was bypassed on purpose. It stays listed until it is reviewed.
 
-    `person` acted, or was named on the command line. `requester_person` requested the subject. Neither may review it.
+    `person` acted, or was named on the command line. `requester_person` requested the subject. `excluded_persons`:
+    everyone who must not review the action, separated by spaces; persons are only added.
+
+    `is_claimed`: an approval on a command line, which proves no identity. The claimed approver reviews it, or two other
+    persons do: `first_reviewer` and `reviewer`.
     """
 
     act_id = models.CharField(primary_key=True, max_length=32)
@@ -94,9 +99,15 @@ class BreakGlass(RecordedModel):
     operator = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="break_glass_acts")
     person = models.CharField(max_length=32)
     requester_person = models.CharField(max_length=32)
+    excluded_persons = models.TextField()
     host_user = models.CharField(max_length=64, blank=True)
+    is_claimed = models.BooleanField()
     why = models.CharField(max_length=300)
     created_at = created_at()
+    first_reviewer = models.ForeignKey(
+        settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="first_break_glass_reviews"
+    )
+    first_reviewer_person = models.CharField(max_length=32, null=True, blank=True)
     reviewed_at = at()
     reviewer = models.ForeignKey(
         settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="break_glass_reviews"
@@ -106,18 +117,38 @@ class BreakGlass(RecordedModel):
     class Meta:
         constraints = [
             models.CheckConstraint(
-                name="break_glass_second_person",
-                condition=Q(reviewer_person__isnull=True) | ~Q(reviewer_person=F("person")),
+                name="break_glass_excluded",
+                condition=Q(excluded_persons__contains=F("requester_person"))
+                & (
+                    Q(excluded_persons__contains=F("person"))
+                    | (Q(is_claimed=True) & ~Q(requester_person__startswith=SYSTEM_PREFIX))
+                ),
             ),
             models.CheckConstraint(
-                name="break_glass_not_requester",
-                condition=Q(reviewer_person__isnull=True) | ~Q(reviewer_person=F("requester_person")),
+                name="break_glass_second_person",
+                condition=Q(reviewer_person__isnull=True) | ~Q(excluded_persons__contains=F("reviewer_person")),
+            ),
+            models.CheckConstraint(
+                name="break_glass_first_second_person",
+                condition=Q(first_reviewer_person__isnull=True)
+                | ~Q(excluded_persons__contains=F("first_reviewer_person")),
             ),
             models.CheckConstraint(
                 name="break_glass_reviewed",
                 condition=Q(reviewed_at__isnull=True, reviewer_person__isnull=True)
                 | Q(reviewed_at__isnull=False, reviewer_person__isnull=False),
             ),
+            models.CheckConstraint(
+                name="break_glass_claim_reviewed",
+                condition=Q(is_claimed=False)
+                | Q(reviewer_person__isnull=True)
+                | Q(reviewer_person=F("person"))
+                | (Q(first_reviewer_person__isnull=False) & ~Q(first_reviewer_person=F("reviewer_person"))),
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["subject"], name="break_glass_by_subject"),
+            models.Index(fields=["created_at"], name="break_glass_open", condition=Q(reviewed_at__isnull=True)),
         ]
 
     def __str__(self) -> str:

@@ -354,13 +354,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_SANDBOX_APPROVALS",
         "0",
-        "Number of approvals by other operators that a sandbox request needs.",
+        "Number of approvals by other operators that an operator's sandbox request needs. A service's request needs at "
+        "least one.",
         _count(0),
     ),
     Setting(
         "KEYVAULT_PRODUCTION_APPROVALS",
         "1",
-        "The same in production; at least 1.",
+        "The same in production; at least 1. Two or more are given in the console only.",
         _count(1),
     ),
     Setting(

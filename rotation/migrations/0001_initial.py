@@ -381,11 +381,11 @@ class Migration(migrations.Migration):
             model_name='standingapproval',
             constraint=models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'approved', 'rejected', 'withdrawn', 'void'])), name='standing_approval_state'),
         ),
-        migrations.AddConstraint(
         migrations.AddIndex(
             model_name='standingapproval',
             index=models.Index(condition=models.Q(('notice_at__isnull', False), ('state', 'approved')), fields=['notice_at'], name='standing_approval_expiring'),
         ),
+        migrations.AddConstraint(
             model_name='standingapproval',
             constraint=models.UniqueConstraint(condition=models.Q(('state__in', ('awaiting_approval', 'approved'))), fields=('schedule', 'state'), name='standing_approval_one'),
         ),

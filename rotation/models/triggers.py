@@ -1,5 +1,6 @@
 """Rotation's rules for the database triggers, which `keyvault.models.triggers` installs."""
 
+from keyvault.models.triggers.guards import CLAIM_OF_SEVERAL
 from keyvault.models.triggers.rules import (
     AppendOnly,
     FinalStates,
@@ -9,6 +10,7 @@ from keyvault.models.triggers.rules import (
     TriggerRule,
     WriteGuard,
     is_changed,
+    short_name,
     sql_list,
 )
 from rotation.domain.states import CLOSED
@@ -181,6 +183,19 @@ GUARDS = (
         "OR EXISTS (SELECT 1 FROM rotation_standingapproval s "
         "WHERE s.approval_id = NEW.subject AND s.requester_person <> NEW.requester_person)",
         "a break-glass action names the requester of its rotation, retirement date, campaign or standing approval",
+    ),
+    *(
+        WriteGuard(
+            f"breakglass_claim_alone_of_{short_name(request.table)}",
+            "keyvault_breakglass",
+            "INSERT",
+            # One person approves a retirement date, whatever its rotation requires.
+            "NEW.is_claimed AND NEW.event <> 'rotation.retirement_approved' "  # noqa: S608  our own names only
+            f"AND EXISTS (SELECT 1 FROM {request.table} r "
+            f"WHERE r.{request.key} = NEW.subject AND r.approvals_needed > 1)",
+            CLAIM_OF_SEVERAL,
+        )
+        for request in FOUR_EYES
     ),
 )
 

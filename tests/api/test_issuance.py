@@ -104,7 +104,7 @@ def test_issuance_requested_answers_with_the_request(call: Call) -> None:
     assert request.expires_in_days == 30
     assert answer.body == {
         "issuance_request_id": request.issuance_request_id,
-        "state": "approved",
+        "state": "pending",
         "merchant_id": "acme",
         "environment": "sandbox",
         "kind": "private",
@@ -112,7 +112,7 @@ def test_issuance_requested_answers_with_the_request(call: Call) -> None:
         "delivery": "secret_backend",
         "created_at": request.created_at.isoformat(),
         "expires_at": (request.created_at + REQUEST_LIFETIME).isoformat(),
-        "approvals_needed": 0,
+        "approvals_needed": 1,
         "credential_id": None,
         "key_id": None,
     }
@@ -285,7 +285,7 @@ def test_issuance_read_shows_the_state_and_never_the_key(call: Call) -> None:
     """The answer shows state, credential and key once they exist; never the key string."""
     asked = ask(call, recipient_public_key=PUBLIC).body
     assert call("GET", f"{REQUESTS}/{asked['issuance_request_id']}").body == asked
-    key = issue_request(fresh(asked["issuance_request_id"]))
+    key = issue_request(approve(fresh(asked["issuance_request_id"])))
     seen = call("GET", f"{REQUESTS}/{asked['issuance_request_id']}")
     assert seen.body == {**asked, "state": "issued", "credential_id": key.credential_id, "key_id": key.key_id}
     text = unsealed(collect(call, asked["issuance_request_id"]).body["sealed"])
@@ -379,7 +379,7 @@ def test_issuance_collected_before_it_is_issued_is_a_conflict(call: Call) -> Non
     asked = ask(call, delivery="show_once").body
     answer = collect(call, asked["issuance_request_id"], "k")
     assert (answer.status_code, answer.body["code"]) == (409, "state_conflict")
-    issue_request(fresh(asked["issuance_request_id"]))
+    issue_request(approve(fresh(asked["issuance_request_id"])))
     assert collect(call, asked["issuance_request_id"], "k").status_code == 200, "a refusal is not stored"
 
 

@@ -21,7 +21,7 @@ from keyvault.services.keys.lifecycle import last_sequence
 from keyvault.services.merchants.client_configuration import MAX_SECONDS
 from tests.api.integration import change_account
 from tests.environment import ROOT
-from tests.factories import account, issue, issue_request, make_merchant, make_token
+from tests.factories import account, approve, issue, issue_request, make_merchant, make_token
 from tests.fuzz.drive import UNLIMITED
 from tests.fuzz.served import serving
 
@@ -48,7 +48,7 @@ def test_live_server_conforms_to_the_openapi_page(tmp_path: Path) -> None:
         customer = _post(port, "/sandbox/customers/carol/access-tokens", {"ttl_seconds": 3600}, key)
         order = _post(port, "/sandbox/merchants/orders", {"amount_minor": 4200, "currency": "EUR"}, key)
         asked = _post(port, "/v1/issuance-requests", SHOWN_ONCE, bearer)
-        issue_request(IssuanceRequest.objects.get(pk=asked["issuance_request_id"]))
+        issue_request(approve(IssuanceRequest.objects.get(pk=asked["issuance_request_id"])))
         rotation = _post(port, "/v1/rotations", {"credential_id": theirs[0].credential_id}, bearer)
         exists = {
             "order_token": [order["order_token"]],

@@ -102,10 +102,20 @@ def test_issue_key_in_production_is_break_glass_until_reviewed(seeded: Any) -> N
     act = BreakGlass.objects.get()
     assert (act.event, act.reviewed_at) == ("issuance.approved", None)
     assert act.host_user
-    assert act.requester_person == Operator.objects.get(username="tam").person, "the requester may not review it"
+    person = Operator.objects.get(username="tam").person
+    assert (act.is_claimed, act.requester_person, act.excluded_persons) == (True, person, person)
     approved = AuditEntry.objects.get(event="issuance.approved")
     assert json.loads(bytes(approved.body))["details"]["host_user"] == act.host_user
     assert json.loads(bytes(approved.body))["channel"] == "command_line"
+
+
+@override_settings(APPROVALS_NEEDED={"sandbox": 0, "production": 2})
+def test_issue_key_that_takes_two_approvals_leaves_them_to_the_console(seeded: Any) -> None:
+    """One of two approvers cannot claim the other on a command line."""
+    with pytest.raises(CommandError, match="Each approver uses the console"):
+        issue("production")
+    request = IssuanceRequest.objects.get()
+    assert (request.state, request.approvals.count(), BreakGlass.objects.count()) == ("pending", 0, 0)
 
 
 def test_rotation_is_requested_shown_and_collected_once(seeded: Any) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError
+from django.test import override_settings
 
 from keyvault.models import BreakGlass, Operator
 from keyvault.services.usage.recorder import UsageLog
@@ -58,6 +59,15 @@ def test_rotate_key_by_bypass_starts_in_production_and_is_recorded(seeded: Any) 
     assert asked["state"] == "scheduled"
     act = BreakGlass.objects.get(event="rotation.bypassed", subject=asked["rotation_id"])
     assert act.requester_person == act.person == Operator.objects.get(username="admin").person
+
+
+def test_rotate_key_that_takes_two_approvals_leaves_them_to_the_console(seeded: Any) -> None:
+    credential_id = issue("production")["credential_id"]
+    arguments = ("rotate_key", "--credential", credential_id, "--requested-by", "tam")
+    with override_settings(APPROVALS_NEEDED={"sandbox": 0, "production": 2}):
+        with pytest.raises(CommandError, match="Each approver uses the console"):
+            run(*arguments, "--approved-by", "approver")
+        assert run(*arguments)["state"] == "awaiting_approval"
 
 
 def test_rotation_is_aborted_before_delivery_and_rolled_back_afterwards(seeded: Any) -> None:

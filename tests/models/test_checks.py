@@ -92,6 +92,14 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     ("request_recipient", "keyvault_issuancerequest", {"delivery": "sealed"}),
     ("request_recipient", "keyvault_issuancerequest", {"delivery": "sealed", "recipient_public_key": "k" * 42}),
     ("request_collected_at", "keyvault_issuancerequest", {"state": "collected", "collected_at": None}),
+    ("break_glass_excluded", "keyvault_breakglass", {"excluded_persons": ""}),
+    ("break_glass_excluded", "keyvault_breakglass", {"requester_person": "per_x", "is_claimed": True}),
+    ("break_glass_excluded", "keyvault_breakglass", {"person": "per_x"}),
+    (
+        "break_glass_excluded",
+        "keyvault_breakglass",
+        {"requester_person": "system:host", "excluded_persons": "system:host", "is_claimed": True},
+    ),
     ("break_glass_reviewed", "keyvault_breakglass", {"reviewed_at": LONG_AGO}),
     ("break_glass_reviewed", "keyvault_breakglass", {"reviewer_person": "per_x"}),
     ("use_outcome", "keyvault_usebucket", {"outcome": "other"}),
@@ -156,7 +164,8 @@ def test_checks_every_constraint_of_keyvault_is_tested() -> None:
                 checks.add(constraint.name)
             elif isinstance(constraint, UniqueConstraint):
                 uniques.add(constraint.name)
-    assert checks == {name for name, _, _ in FORBIDDEN} | {"break_glass_second_person", "break_glass_not_requester"}
+    of_reviews = {"break_glass_second_person", "break_glass_first_second_person", "break_glass_claim_reviewed"}
+    assert checks == {name for name, _, _ in FORBIDDEN} | of_reviews
     assert uniques == set(ONCE)
 
 
@@ -176,9 +185,24 @@ def test_checks_forbidden_value_is_refused_by_its_constraint(bare_world: World, 
 def test_checks_break_glass_reviewed_by_the_same_person_is_refused(bare_world: World) -> None:
     """No person reviews a break-glass act that they did or requested, under any of their logins."""
     act = read_row("keyvault_breakglass")
-    for column, name in (("person", "break_glass_second_person"), ("requester_person", "break_glass_not_requester")):
-        with pytest.raises(IntegrityError, match=name), transaction.atomic():
-            update("keyvault_breakglass", {"reviewed_at": act["created_at"], "reviewer_person": act[column]})
+    for person in (act["person"], act["requester_person"]):
+        for review, name in (
+            ({"reviewed_at": act["created_at"], "reviewer_person": person}, "break_glass_second_person"),
+            ({"first_reviewer_person": person}, "break_glass_first_second_person"),
+        ):
+            with pytest.raises(IntegrityError, match=rf"\b{name}\b"), transaction.atomic():
+                update("keyvault_breakglass", review)
+
+
+@pytest.mark.parametrize("first", [None, "per_x"])
+def test_checks_claimed_approval_reviewed_by_one_other_person_is_refused(bare_world: World, first: str | None) -> None:
+    """The claimed approver reviews alone; another person does not, not even twice."""
+    act = read_row("keyvault_breakglass")
+    update("keyvault_breakglass", {"is_claimed": True, "excluded_persons": act["requester_person"]})
+    review = {"reviewed_at": act["created_at"], "first_reviewer_person": first}
+    with pytest.raises(IntegrityError, match="break_glass_claim_reviewed"), transaction.atomic():
+        update("keyvault_breakglass", {**review, "reviewer_person": "per_x"})
+    update("keyvault_breakglass", {**review, "reviewer_person": act["person"]})
 
 
 def test_checks_duplicate_row_is_refused(bare_world: World, subtests: pytest.Subtests) -> None:

@@ -23,7 +23,8 @@ from keyvault.models.triggers import (
     list_rules,
     list_triggers,
 )
-from keyvault.models.triggers.rules import AppendOnly, Kept
+from keyvault.models.triggers.rules import AppendOnly, FourEyes, Kept
+from keyvault.services.recording.authorization import operator_principal
 from tests.factories import make_operator
 
 from .attacks import (
@@ -446,6 +447,28 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     ),
     "breakglass_second_person": lambda world: _review_act(world.tam_too),
     "breakglass_reviewer_is_person": lambda world: _review_act(world.approver, reviewer_person="per_nobody"),
+    "breakglass_first_reviewer_is_person": lambda world: update(
+        "keyvault_breakglass", {"first_reviewer_id": _row_of("approver").pk, "first_reviewer_person": "per_nobody"}
+    ),
+    "breakglass_excluded": lambda world: _note_act(excluded_persons=world.approver.person),
+    "breakglass_excluded_stay": lambda world: update(
+        "keyvault_breakglass", {"excluded_persons": f"{world.approver.person} {world.tam.person}"}
+    ),
+    "breakglass_claimed": lambda _: _note_act(event="rotation.approved", host_user="root"),
+    "breakglass_claim_reviewed": lambda world: _review_claim(world, "reviewer", reviewed_at=world.waiting.created_at),
+    "breakglass_first_review_stays": lambda world: update(
+        "keyvault_breakglass", {"first_reviewer_person": None}, act_id=_review_claim(world, "first_reviewer")
+    ),
+    "breakglass_claim_alone": lambda world: _claim_one_of_two(world, "keyvault_issuancerequest", world.pending.pk),
+    "breakglass_claim_alone_of_rotation": lambda world: _claim_one_of_two(
+        world, "rotation_rotation", world.waiting.pk, credential_id=world.dead_key.credential_id
+    ),
+    "breakglass_claim_alone_of_campaign": lambda world: _claim_one_of_two(
+        world, "rotation_campaign", world.campaign.pk
+    ),
+    "breakglass_claim_alone_of_standingapproval": lambda world: _claim_one_of_two(
+        world, "rotation_standingapproval", world.standing.pk, state="awaiting_approval"
+    ),
     "breakglass_no_delete": lambda _: delete("keyvault_breakglass"),
     "breakglass_no_replace": lambda _: _replace("keyvault_breakglass", {"why": "nothing"}),
     **PEPPER_ATTACKS,
@@ -453,7 +476,37 @@ ATTACKS: dict[str, Callable[[World], object]] = {
 
 
 def _note_act(**changes: Any) -> None:
-    insert_copy("keyvault_breakglass", {"act_id": fresh_id(), **changes})
+    act = read_row("keyvault_breakglass") | changes
+    excluded = f"{act['requester_person']} {act['person']}"
+    insert_copy("keyvault_breakglass", {"act_id": fresh_id(), "excluded_persons": excluded, **changes})
+
+
+def _claim(world: World, **changes: Any) -> str:
+    """Record an approval that was claimed on a command line; return its id."""
+    act_id = fresh_id()
+    claim = {"is_claimed": True, "host_user": "root", "event": "x.approved", "excluded_persons": world.tam.person}
+    insert_copy("keyvault_breakglass", {"act_id": act_id, **claim, **changes})
+    return act_id
+
+
+def _claim_one_of_two(world: World, table: str, key: str, **changes: Any) -> None:
+    """Claim an approval of a new request that takes two."""
+    column, subject = REQUEST_KEYS[table], fresh_id()
+    if table == "rotation_standingapproval":  # A schedule has one in each living state.
+        update(table, {"state": "withdrawn"})
+    insert_copy(table, {column: subject, "approvals_needed": 2, **changes}, **{column: key})
+    _claim(world, subject=subject)
+
+
+REQUEST_KEYS = {rule.table: rule.key for rule in list_rules() if isinstance(rule, FourEyes)}
+
+
+def _review_claim(world: World, reviewer: str, **changes: Any) -> str:
+    """Review a claimed approval as one other person; return its id."""
+    act_id, admin = _claim(world), _row_of("admin")
+    review = {f"{reviewer}_id": admin.pk, f"{reviewer}_person": admin.person}
+    update("keyvault_breakglass", {**review, **changes}, act_id=act_id)
+    return act_id
 
 
 def _review_act(operator: principals.OperatorPrincipal, **changes: Any) -> None:
@@ -474,6 +527,26 @@ def test_triggers_act_on_a_rotation_with_a_wrong_requester_is_refused(world: Wor
         "a break-glass action names the requester of its rotation, retirement date, campaign or standing approval"
     ):
         _note_act(subject=world.campaign.pk, requester_person="per_nobody")
+
+
+def test_triggers_review_of_an_act_is_final(world: World) -> None:
+    """A review cannot be taken back, nor replaced."""
+    _review_act(operator_principal(_row_of("admin")))
+    with refused("is reviewed only once"):
+        update("keyvault_breakglass", {"reviewed_at": None, "reviewer_id": None, "reviewer_person": None})
+
+
+def test_triggers_service_request_without_an_approval_is_refused_in_the_sandbox(world: World) -> None:
+    """An operator's own request suffices there; a service's does not."""
+    own = {"issuance_request_id": fresh_id(), "approvals_needed": 0, "account_id": world.sandbox.pk}
+    insert_copy("keyvault_issuancerequest", own, issuance_request_id=world.pending.pk)
+    token = {"requester_id": None, "requested_via_id": world.token.pk, "requester_person": world.token.creator_person}
+    with refused("a request in production or by a service requires a second person"):
+        insert_copy(
+            "keyvault_issuancerequest",
+            {**own, **token, "issuance_request_id": fresh_id()},
+            issuance_request_id=world.pending.pk,
+        )
 
 
 @pytest.mark.parametrize("requester", ["per_nobody", ""])
@@ -819,7 +892,7 @@ def test_triggers_plan_of_a_rotation_changed_afterwards_is_refused(world: World)
 def test_triggers_request_in_production_without_approvals_needed_is_refused(world: World) -> None:
     """Production requires at least one second person; sandbox may require none."""
     changes = {"issuance_request_id": fresh_id(), "approvals_needed": 0}
-    with refused("a production request requires a second person"):
+    with refused("a request in production or by a service requires a second person"):
         insert_copy("keyvault_issuancerequest", changes, issuance_request_id=world.pending.pk)
     insert_copy(
         "keyvault_issuancerequest", changes | {"account_id": world.sandbox.pk}, issuance_request_id=world.pending.pk
@@ -830,7 +903,7 @@ def test_triggers_request_for_a_missing_account_without_approvals_is_refused(wor
     """A missing account does not count as sandbox: the rule is checked before the deferred foreign key."""
     defer_foreign_keys()
     changes = {"issuance_request_id": fresh_id(), "approvals_needed": 0, "account_id": 999_999}
-    with refused("a production request requires a second person"):
+    with refused("a request in production or by a service requires a second person"):
         insert_copy("keyvault_issuancerequest", changes, issuance_request_id=world.pending.pk)
 
 

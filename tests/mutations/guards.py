@@ -39,6 +39,7 @@ _JUDGEMENT = "keyvault/access/judgement.py"
 _DECISION = "keyvault/access/decision.py"
 _VERIFICATION = "keyvault/access/verification.py"
 _FOUR_EYES = "keyvault/services/approvals/four_eyes.py"
+_BREAK_GLASS = "keyvault/services/approvals/break_glass.py"
 _LIFECYCLE = "keyvault/services/keys/lifecycle.py"
 _TRANSACTION = "keyvault/services/recording/transaction.py"
 _RECORDING = "keyvault/models/recording.py"
@@ -46,6 +47,7 @@ _RULES = "keyvault/models/triggers/rules.py"
 _COPIES = "keyvault/services/secrets/stored_copies.py"
 _ENGINE = "keyvault/hotpath/engine/engine.py"
 
+_BREAK_GLASS_TESTS = "tests/services/approvals/test_break_glass.py"
 _ENGINE_TESTS = "tests/rotation/services/rotations/test_engine.py"
 _TRIPWIRE_TESTS = "tests/rotation/services/rotations/test_tripwire.py"
 _RUNNER_TESTS = "tests/rotation/services/campaigns/test_runner.py"
@@ -450,6 +452,30 @@ GUARDS = (
         '"1 = 0"',
         "The database takes no approval of another digest.",
         _TRIGGER_TESTS,
+    ),
+    Guard(
+        "claim-reviewed-by-two",
+        _BREAK_GLASS,
+        "is_last = not act.is_claimed or",
+        "is_last = act.is_claimed or",
+        "One other person does not close an approval that was claimed on a command line.",
+        f"{_BREAK_GLASS_TESTS}::test_break_glass_claim_is_closed_by_two_others",
+    ),
+    Guard(
+        "claim-of-one-of-several",
+        _FOUR_EYES,
+        "operator.channel is Channel.COMMAND_LINE and row.approvals_needed > 1",
+        "row.approvals_needed < 1",
+        "One of several approvers does not claim another on a command line.",
+        f"{_BREAK_GLASS_TESTS}::test_approval_on_the_command_line_is_refused_where_several_are_needed",
+    ),
+    Guard(
+        "collector-reviews-nothing",
+        _BREAK_GLASS,
+        "return person in act.excluded_persons.split()",
+        "return person == act.requester_person",
+        "Who collected a key does not review its approval.",
+        "tests/rotation/services/rotations/test_requests.py::test_replacement_collector_does_not_review_its_approval",
     ),
     Guard(
         "sealed-to-the-approved-recipient",

@@ -1,4 +1,4 @@
-"""Break-glass actions in the console, shown until a second person has reviewed them."""
+"""Break-glass actions in the console. Approvals on a command line ask the approver who was named: was this you?"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,8 +9,9 @@ from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
+from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import RowAction, Tone, VersionedForm, run_service
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, Tone, VersionedForm, run_service
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
@@ -27,7 +28,12 @@ from keyvault.admin.framework.widgets import (
     mono,
 )
 from keyvault.models import BreakGlass, Operator
-from keyvault.services.approvals.break_glass import review_break_glass
+from keyvault.services.approvals.break_glass import (
+    disown_approval,
+    find_review_fault,
+    may_confirm,
+    review_break_glass,
+)
 
 REVIEW_FILTER = state_filter(
     {"open": Q(reviewed_at__isnull=True), "done": Q(reviewed_at__isnull=False)},
@@ -35,6 +41,28 @@ REVIEW_FILTER = state_filter(
     title="review",
     labels={"open": "not reviewed", "done": "reviewed"},
 )
+
+
+def _run_review(grant: Grant, action: BreakGlass, cleaned: Cleaned) -> ActionResult:
+    review_break_glass(grant, action)
+    is_open = action.reviewed_at is None
+    return ActionResult(
+        f"Marked as reviewed under your name.{' Another person must review it too.' if is_open else ''}"
+    )
+
+
+def _explain_review(action: BreakGlass) -> str:
+    checked = "You confirm that you have checked who did this and why."
+    if not action.is_claimed:
+        return f"{checked} The reviewer must be neither the person who did it nor the requester."
+    return f"{checked} Ask {action.operator.username} in person. {_who_reviews(action)}"
+
+
+def _who_reviews(claim: BreakGlass) -> str:
+    """State who reviews an approval that was given on a command line."""
+    if may_confirm(claim, claim.person):
+        return f"Two persons must review it, unless {claim.operator.username} confirms it in the console."
+    return f"Two persons other than {claim.operator.username} must review it."
 
 
 def _state(action: BreakGlass) -> str:
@@ -49,14 +77,30 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             "review",
             "Mark as reviewed",
             P.BREAK_GLASS_REVIEW,
-            run_service(review_break_glass, "Marked as reviewed under your name."),
-            (
-                "You confirm that you have checked who did this and why. "
-                "The reviewer must be neither the person who did it nor the requester."
-            ),
+            _run_review,
+            _explain_review,
             form=VersionedForm,
-            is_available=lambda action: action.reviewed_at is None,
             tone=Tone.GOOD,
+        ),
+        RowAction(
+            "confirm",
+            "This was me",
+            P.BREAK_GLASS_REVIEW,
+            run_service(review_break_glass, "Confirmed under your name."),
+            "You confirm that you gave this approval yourself on the command line, and that you had checked it.",
+            form=VersionedForm,
+            tone=Tone.GOOD,
+        ),
+        RowAction(
+            "disown",
+            "This was not me",
+            P.BREAK_GLASS_REVIEW,
+            run_service(disown_approval, "Recorded. All operators get an alarm, and two other persons must review it."),
+            (
+                "You state that another person gave this approval in your name. This raises an alarm and is final. It "
+                "revokes no key: review the subject and revoke its key if necessary."
+            ),
+            tone=Tone.DANGER,
         ),
     )
 
@@ -66,7 +110,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return super().get_queryset(request).select_related("operator", "reviewer")
+        return super().get_queryset(request).select_related("operator", "first_reviewer", "reviewer")
 
     @admin.display(description="by", ordering="operator__username")
     def operator_name(self, action: BreakGlass) -> str:
@@ -76,7 +120,8 @@ class BreakGlassAdmin(ConsoleModelAdmin):
     review_badge = badge_column("review", _state, ordering="reviewed_at")
 
     def requester_person_of(self, row: BreakGlass) -> str:
-        return row.person
+        # The claimed approver is asked, too. The service checks everyone who must not review.
+        return row.requester_person if row.is_claimed else row.person
 
     def summary(self, row: BreakGlass) -> FactTable:
         return FactTable(
@@ -93,8 +138,14 @@ class BreakGlassAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: BreakGlass) -> Detail:
-        reviewer = NOTHING if row.reviewer is None else row.reviewer.username
-        review = FactTable("Review", [("Reviewed", moment(row.reviewed_at, missing="not yet")), ("By", reviewer)])
+        review = FactTable(
+            "Review",
+            [
+                *([("First review by", _username(row.first_reviewer))] if row.is_claimed else []),
+                ("Reviewed", moment(row.reviewed_at, missing="not yet")),
+                ("By", _username(row.reviewer)),
+            ],
+        )
         return Detail(
             title=f"{row.event} by {row.operator}",
             state=_state(row),
@@ -103,14 +154,19 @@ class BreakGlassAdmin(ConsoleModelAdmin):
         )
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: BreakGlass) -> bool:
-        return super()._is_available(request, action, row) and operator_of(request).person != row.requester_person
+        person = operator_of(request).person
+        is_own = action.name in {"confirm", "disown"}
+        return find_review_fault(row, person) is None and is_own == may_confirm(row, person)
 
     def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
-        """Return the unreviewed actions of others for reviewers, and all of them for auditors."""
+        """Return the unreviewed actions that wait for the reviewer, and all of them for auditors."""
         rows = self.get_queryset(request).filter(reviewed_at__isnull=True).order_by("created_at")
         if may(request, P.BREAK_GLASS_REVIEW):
-            of_others = rows.exclude(requester_person=operator_of(request).person)
-            others = self.list_decidable(request, P.BREAK_GLASS_REVIEW, of_others)
+            person = operator_of(request).person
+            rows = rows.exclude(excluded_persons__contains=person).exclude(first_reviewer_person=person)
+            claims = rows.filter(is_claimed=True, person=person)
+            yield self.attention_item("Was this you? Approvals in your name", claims, "?review=open", "action")
+            others = self.list_decidable(request, P.BREAK_GLASS_REVIEW, rows.exclude(person=person))
             yield self.attention_item("Break-glass actions to review", others, "?review=open", "action")
         else:
             yield self.attention_item("Break-glass actions not reviewed yet", rows, "?review=open")
@@ -120,11 +176,22 @@ class BreakGlassAdmin(ConsoleModelAdmin):
 
 
 def _notes(person: str, action: BreakGlass) -> Iterable[str]:
-    """Explain why the review button is missing."""
-    if action.reviewed_at is None and person == action.person:
-        yield "This was done under your name, so another person must review it."
-    elif action.reviewed_at is None and person == action.requester_person:
-        yield "You requested this, so another person must review it."
+    """State what the review of a claimed approval takes, and why the review button is missing."""
+    if action.reviewed_at is not None:
+        return
+    if may_confirm(action, person):
+        yield "Was this you? This approval was given in your name on a command line, which does not prove an identity."
+    elif action.is_claimed:
+        yield (
+            f"This approval was given in the name of {action.operator.username} on a command line, which does not "
+            f"prove an identity. {_who_reviews(action)}"
+        )
+    if (fault := find_review_fault(action, person)) is not None:
+        yield fault
+
+
+def _username(operator: Operator | None) -> str:
+    return NOTHING if operator is None else operator.username
 
 
 def _names(person: str) -> str:

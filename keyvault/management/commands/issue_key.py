@@ -17,7 +17,8 @@ from keyvault.services.maintenance import issue_one
 class Command(AccountMixin, ApprovalMixin):
     help = (
         "Issue a new credential with its first key. If the environment's policy requires a second person, "
-        "--approved-by must name one. In production an approval on the command line is break-glass."
+        "--approved-by must name one. In production an approval on the command line is break-glass: the approver "
+        "confirms it in the console, or two other persons review it."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -64,18 +65,16 @@ class Command(AccountMixin, ApprovalMixin):
         return answer
 
     def _approve(self, request: Any, approver_name: str | None) -> None:
-        """Approve the request. When that is refused, withdraw it, so that no operator approves it by mistake."""
+        """Approve the request. When that is refused, withdraw it, so that no operator approves it by mistake.
+
+        A request that takes several approvals stays open: they are given in the console.
+        """
         try:
             if approver_name is None:
                 raise StateConflictError("A second person must approve this. Name one with --approved-by.")
             approver = self.operator(approver_name)
             grant = self.grant(approver, Permission.ISSUANCE_APPROVE, request.account, request.requester_person)
             requests.approve_issuance(grant, request, request.plan_digest)
-            if request.state != IssuanceState.APPROVED:
-                raise StateConflictError(
-                    f"{request.issuance_request_id} needs {request.approvals_needed} persons; the others approve in "
-                    "the console."
-                )
         except Exception:
             if request.state == IssuanceState.PENDING and request.approvals_needed == 1:
                 requester = self.operator(request.requester.username)

@@ -1,6 +1,9 @@
 """Keyvault's guards across rows and tables, by name."""
 
-from keyvault.models.triggers.rules import OnWrite, WriteGuard
+from keyvault.access.principals import SYSTEM_PREFIX
+from keyvault.models.triggers.rules import OnWrite, SetOnce, WriteGuard
+
+CLAIM_OF_SEVERAL = "one of several approvals is never claimed on a command line"
 
 _ACTIVE_KEY_OF_OFFBOARDED = (
     "NEW.state = 'active' AND EXISTS (SELECT 1 FROM keyvault_credential c "
@@ -78,6 +81,12 @@ KEYS = (
     ),
 )
 
+
+def _is_excluded(column: str) -> str:
+    """Return the condition that the person in the column must not review the break-glass action; NULL for no person."""
+    return f"replace(NEW.excluded_persons, NEW.{column}, '') <> NEW.excluded_persons"
+
+
 BREAK_GLASS = (
     WriteGuard(
         "breakglass_requester",
@@ -88,26 +97,74 @@ BREAK_GLASS = (
         "a break-glass action names the person who requested its subject",
     ),
     WriteGuard(
+        "breakglass_excluded",
+        "keyvault_breakglass",
+        "INSERT",
+        f"NOT ({_is_excluded('requester_person')}) OR (NOT ({_is_excluded('person')}) "
+        f"AND (NOT NEW.is_claimed OR NEW.requester_person LIKE '{SYSTEM_PREFIX}%'))",
+        "a break-glass action excludes its operator and the requester from its review",
+    ),
+    WriteGuard(
+        "breakglass_claimed",
+        "keyvault_breakglass",
+        "INSERT",
+        "NEW.is_claimed <> (NEW.host_user <> '' AND NEW.event LIKE '%approved')",
+        "an approval on a command line is recorded as claimed",
+    ),
+    WriteGuard(
+        "breakglass_claim_alone",
+        "keyvault_breakglass",
+        "INSERT",
+        "NEW.is_claimed AND EXISTS (SELECT 1 FROM keyvault_issuancerequest r "
+        "WHERE r.issuance_request_id = NEW.subject AND r.approvals_needed > 1)",
+        CLAIM_OF_SEVERAL,
+    ),
+    WriteGuard(
         "breakglass_not_reviewed_yet",
         "keyvault_breakglass",
         "INSERT",
-        "NEW.reviewed_at IS NOT NULL OR NEW.reviewer_id IS NOT NULL OR NEW.reviewer_person IS NOT NULL",
+        "NEW.reviewed_at IS NOT NULL OR NEW.reviewer_id IS NOT NULL OR NEW.reviewer_person IS NOT NULL "
+        "OR NEW.first_reviewer_id IS NOT NULL OR NEW.first_reviewer_person IS NOT NULL",
         "a break-glass action is recorded before it is reviewed",
+    ),
+    WriteGuard(
+        "breakglass_excluded_stay",
+        "keyvault_breakglass",
+        "UPDATE",
+        "substr(NEW.excluded_persons, 1, length(OLD.excluded_persons)) <> OLD.excluded_persons",
+        "a person who must not review a break-glass action stays excluded",
     ),
     WriteGuard(
         "breakglass_second_person",
         "keyvault_breakglass",
         "UPDATE",
-        "NEW.reviewer_person IN (NEW.person, NEW.requester_person)",
-        "a break-glass action is reviewed by neither its operator nor the requester",
+        f"({_is_excluded('reviewer_person')}) OR ({_is_excluded('first_reviewer_person')})",
+        "a break-glass action is reviewed by neither its operator, the requester nor a collector",
     ),
     WriteGuard(
-        "breakglass_reviewer_is_person",
+        "breakglass_claim_reviewed",
         "keyvault_breakglass",
         "UPDATE",
-        "NEW.reviewer_person IS NOT NULL AND NOT EXISTS (SELECT 1 FROM keyvault_operator o "
-        "WHERE o.id = NEW.reviewer_id AND o.person = NEW.reviewer_person)",
-        "a review names the person of the reviewing operator",
+        "NEW.is_claimed AND NEW.reviewer_person <> NEW.person "
+        "AND coalesce(NEW.first_reviewer_person, NEW.reviewer_person) = NEW.reviewer_person",
+        "a claimed approval is reviewed by the claimed approver or by two others",
+    ),
+    *(
+        WriteGuard(
+            f"breakglass_{reviewer}_is_person",
+            "keyvault_breakglass",
+            "UPDATE",
+            f"NEW.{reviewer}_person IS NOT NULL AND NOT EXISTS (SELECT 1 FROM keyvault_operator o "  # noqa: S608  our own names only
+            f"WHERE o.id = NEW.{reviewer}_id AND o.person = NEW.{reviewer}_person)",
+            "a review names the person of the reviewing operator",
+        )
+        for reviewer in ("reviewer", "first_reviewer")
+    ),
+    SetOnce(
+        "breakglass_first_review_stays",
+        "keyvault_breakglass",
+        "first_reviewer_person",
+        "a review stays recorded",
     ),
 )
 

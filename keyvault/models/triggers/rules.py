@@ -221,12 +221,15 @@ class FourEyes:
             "AND v.person <> NEW.requester_person)"
         )
         yield from OnWrite(f"{short}_enough", self.table, counted, "the request has too few approvals").guards()
+        needs_another = f"coalesce({self.environment}, '') <> 'sandbox'"
+        if self.by_services:
+            needs_another = f"({needs_another} OR NEW.requested_via_id IS NOT NULL)"
         yield WriteGuard(
             f"{short}_production_policy",
             self.table,
             "INSERT",
-            f"NEW.approvals_needed < 1 AND coalesce({self.environment}, '') <> 'sandbox'",
-            "a production request requires a second person",
+            f"NEW.approvals_needed < 1 AND {needs_another}",
+            "a request in production or by a service requires a second person",
         )
         columns = (self.key, "plan_digest", "approvals_needed", "requester_person", *self.frozen)
         yield from Frozen(self.table, tuple(map(as_text, columns)), "the content of a request is immutable").guards()

@@ -74,8 +74,9 @@ FROZEN = (
     ),
     Frozen(
         "keyvault_breakglass",
-        ("act_id", "event", "subject", "person", "requester_person"),
-        "the record of a break-glass action is immutable",
+        ("act_id", "event", "subject", "person", "requester_person", "is_claimed"),
+        "the record of a break-glass action is immutable, and is reviewed only once",
+        refused_if="OLD.reviewed_at IS NOT NULL",
     ),
     Frozen(
         "keyvault_servicetoken",

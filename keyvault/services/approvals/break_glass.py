@@ -1,26 +1,38 @@
-"""Break-glass actions: recorded in the transaction of the action, and listed until reviewed."""
+"""Break-glass actions: recorded in the transaction of the action, and listed until reviewed.
+
+A second person reviews what a person did. An approval on a command line is only claimed: the claimed approver reviews
+it, or two other persons do. `BreakGlass.excluded_persons` has everyone who must not.
+"""
 
 import secrets
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.principals import SYSTEM_PREFIX, Channel, OperatorPrincipal
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
+from keyvault.domain.notifications import NoticeKind
 from keyvault.models import BreakGlass
 from keyvault.models import Operator as OperatorRow
+from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 
 
-def note_break_glass(grant: Grant, *, event: str, subject: str, requester_person: str, why: str) -> None:
+def note_break_glass(
+    grant: Grant, *, event: str, subject: str, requester_person: str, why: str, is_claimed: bool = False
+) -> None:
     """Record a break-glass action, inside the `recorded` block of that action.
 
-    `requester_person`: the person who requested the subject.
+    Args:
+        requester_person: the person who requested the subject.
+        is_claimed: it is an approval on a command line. The claimed approver may review it, unless a token without an
+            operator requested the subject: the approver may have created that token.
     """
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only an operator can use break-glass")
+    may_confirm = is_claimed and not requester_person.startswith(SYSTEM_PREFIX)
     BreakGlass(
         act_id=mint_id("brk", secrets.token_bytes),
         event=event,
@@ -28,29 +40,101 @@ def note_break_glass(grant: Grant, *, event: str, subject: str, requester_person
         operator=OperatorRow.objects.get(username=operator.username),
         person=operator.person,
         requester_person=requester_person,
+        excluded_persons=requester_person if may_confirm else f"{requester_person} {operator.person}",
         host_user=operator.host_user or "",
+        is_claimed=is_claimed,
         why=clean_text(why, 300),
         created_at=grant.at,
     ).save()
 
 
-def review_break_glass(grant: Grant, act: BreakGlass) -> None:
-    """Record the review of a second person.
-
-    Raises StateConflictError when it is already reviewed, or the reviewer performed or requested the action.
-    """
+def find_review_fault(act: BreakGlass, person: str) -> str | None:
+    """Return why the person must not review the action, or None."""
     if act.reviewed_at is not None:
-        raise StateConflictError("This action is already reviewed.")
+        return "This action is already reviewed."
+    if person == act.requester_person:
+        return "You requested this, so another person must review it."
+    if _is_excluded(act, person) and person == act.person:
+        return "This was done under your name, so another person must review it."
+    if _is_excluded(act, person):
+        return "You collected the key, so another person must review it."
+    if person == act.first_reviewer_person:
+        return "You have reviewed this, and another person must review it too."
+    return None
+
+
+def review_break_glass(grant: Grant, act: BreakGlass) -> None:
+    """Record a review. It is the last one, except the first of two persons who review a claimed approval.
+
+    Raises StateConflictError for a person with a fault, see `find_review_fault`, and on a command line.
+    """
+    operator = _reviewer(grant)
+    if (fault := find_review_fault(act, operator.person)) is not None:
+        raise StateConflictError(fault)
+    is_last = not act.is_claimed or operator.person == act.person or act.first_reviewer_person is not None
+    reviewer = OperatorRow.objects.get(username=operator.username)
+    with recorded(
+        grant,
+        Permission.BREAK_GLASS_REVIEW,
+        "break_glass.reviewed",
+        act_id=act.act_id,
+        act=act.event,
+        is_last=is_last,
+    ):
+        if is_last:
+            act.compare_and_swap(reviewed_at=grant.at, reviewer=reviewer, reviewer_person=operator.person)
+        else:
+            act.compare_and_swap(first_reviewer=reviewer, first_reviewer_person=operator.person)
+
+
+def disown_approval(grant: Grant, act: BreakGlass) -> None:
+    """Record that the claimed approver did not approve, and raise an alarm; two other persons review it.
+
+    Raises StateConflictError unless the operator could confirm the approval.
+    """
+    operator = _reviewer(grant)
+    if not may_confirm(act, operator.person):
+        raise StateConflictError("Only the claimed approver can disown an approval, before it is reviewed.")
+    with recorded(grant, Permission.BREAK_GLASS_REVIEW, "break_glass.disowned", act_id=act.act_id, act=act.event):
+        act.compare_and_swap(excluded_persons=f"{act.excluded_persons} {operator.person}")
+        announce(
+            grant,
+            NoticeKind.APPROVAL_DISOWNED,
+            None,
+            act.subject,
+            act_id=act.act_id,
+            event=act.event,
+            by=operator.username,
+            host_user=act.host_user,
+        )
+
+
+def may_confirm(act: BreakGlass, person: str) -> bool:
+    """Whether the person is the claimed approver of an open action, and may review it alone."""
+    return act.is_claimed and person == act.person and find_review_fault(act, person) is None
+
+
+def exclude_collector(person: str, *subjects: str) -> None:
+    """Exclude the collector of a key from the reviews of what approved it, inside the `recorded` block.
+
+    `subjects`: the rotation, and the campaign or standing approval that covers it. Raises StateConflictError when the
+    person reviewed one of their actions.
+    """
+    for act in BreakGlass.objects.filter(subject__in=subjects):
+        if person in {act.first_reviewer_person, act.reviewer_person}:
+            raise StateConflictError("You reviewed the approval of this key. Another person must collect it.")
+        if act.reviewed_at is None and not _is_excluded(act, person):
+            act.compare_and_swap(excluded_persons=f"{act.excluded_persons} {person}")
+
+
+def _reviewer(grant: Grant) -> OperatorPrincipal:
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only an operator can review")
-    if operator.person == act.person:
-        raise StateConflictError("This requires a second person: the operator who acted cannot review it.")
-    if operator.person == act.requester_person:
-        raise StateConflictError("This requires a second person: the requester cannot review it.")
-    with recorded(grant, Permission.BREAK_GLASS_REVIEW, "break_glass.reviewed", act_id=act.act_id, act=act.event):
-        act.compare_and_swap(
-            reviewed_at=grant.at,
-            reviewer=OperatorRow.objects.get(username=operator.username),
-            reviewer_person=operator.person,
-        )
+    if operator.channel is not Channel.CONSOLE:
+        raise StateConflictError("Review it in the console: a command line does not prove an identity.")
+    return operator
+
+
+def _is_excluded(act: BreakGlass, person: str) -> bool:
+    return person in act.excluded_persons.split()

@@ -3,16 +3,12 @@
 from typing import Any, Protocol
 
 from keyvault.access.decision import Grant
-from keyvault.access.principals import Channel, OperatorPrincipal
-from keyvault.access.rules import Target
+from keyvault.access.principals import SYSTEM_PREFIX, Channel, OperatorPrincipal
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.models.recording import RecordedModel
 from keyvault.services.approvals.break_glass import note_break_glass
 from keyvault.services.merchants.operators import operator_row
-
-_SYSTEM_PREFIX = "system:"
-"""Prefix of a token's creator when it is not a person; see `System.actor`."""
 
 
 class _Approvable(Protocol):
@@ -31,7 +27,7 @@ def approving_operator(grant: Grant, row: _Approvable, shown_digest: str) -> Ope
     """Return the approving operator.
 
     Raises StateConflictError when the operator made the request, was shown another version of it, or has already
-    approved it.
+    approved it; and on a command line, where one of several approvers could claim the others.
     """
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
@@ -42,6 +38,11 @@ def approving_operator(grant: Grant, row: _Approvable, shown_digest: str) -> Ope
         raise StateConflictError("The plan is not what you were shown. Review it again.")
     if row.approvals.filter(person=operator.person).exists():
         raise StateConflictError("You have already approved this. Another person must approve it too.")
+    if operator.channel is Channel.COMMAND_LINE and row.approvals_needed > 1:
+        raise StateConflictError(
+            f"{row.pk} requires {row.approvals_needed} approvals, and a command line does not prove an identity. "
+            "Each approver uses the console."
+        )
     return operator
 
 
@@ -79,13 +80,16 @@ def note_command_line_approval(
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal) or environment != Environment.PRODUCTION:
         return
-    why = None
-    if operator.channel is Channel.COMMAND_LINE:
+    is_claimed = operator.channel is Channel.COMMAND_LINE
+    if is_claimed:
         why = "approved on a command line, which does not prove an identity"
-    elif isinstance(grant.target, Target) and (grant.target.requester_person or "").startswith(_SYSTEM_PREFIX):
+    elif requester_person.startswith(SYSTEM_PREFIX):
         why = "requested with a token that was created on the host without an operator"
-    if why is not None:
-        note_break_glass(grant, event=event, subject=subject, requester_person=requester_person, why=why)
+    else:
+        return
+    note_break_glass(
+        grant, event=event, subject=subject, requester_person=requester_person, why=why, is_claimed=is_claimed
+    )
 
 
 def lock_row(row: RecordedModel | _Approvable) -> None:

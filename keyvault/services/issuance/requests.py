@@ -56,9 +56,14 @@ from keyvault.services.work.row_turns import BATCH, batch_after
 
 
 def approvals_needed(environment: Environment) -> int:
-    """Return the approvals that the settings require, but at least the environment's own minimum."""
+    """Return the approvals that an operator's request needs: those of the settings, but at least the minimum."""
     chosen: int = settings.APPROVALS_NEEDED[environment]
     return max(APPROVALS_NEEDED[environment], chosen)
+
+
+def approvals_needed_by(principal: OperatorPrincipal | Service, environment: Environment) -> int:
+    """Return the approvals that the principal's request needs: a service's needs one even in the sandbox."""
+    return max(approvals_needed(environment), 1 if isinstance(principal, Service) else 0)
 
 
 def request_issuance(
@@ -73,8 +78,8 @@ def request_issuance(
 ) -> IssuanceRequest:
     """Request a new credential.
 
-    The request is approved immediately if the environment's policy requires no second person. A service acts for the
-    person who created its token.
+    An operator's request is approved immediately if the environment's policy requires no second person. A service acts
+    for the person who created its token; its request needs an approval in every environment.
 
     Raises RequestInvalidError with every fault, StateConflictError if the merchant was offboarded, and NotFoundError if
     this process does not serve the environment.
@@ -86,7 +91,7 @@ def request_issuance(
     require_served(environment)
     plan = IssuancePlan(account.merchant_id, environment, kind, label, delivery, expires_in_days, recipient_public_key)
     _require_valid(plan, principal)
-    needed = approvals_needed(environment)
+    needed = approvals_needed_by(principal, environment)
     request = IssuanceRequest(
         issuance_request_id=mint_id("req", secrets.token_bytes),
         account=account,

@@ -36,7 +36,9 @@ class Command(ApprovalMixin):
             credential,
             read_overrides(options),
         )
-        if rotation.state == RotationState.AWAITING_APPROVAL:
+        # Several approvals are given in the console.
+        decides_here = options["bypass"] or options["approved_by"] or rotation.approvals_needed == 1
+        if rotation.state == RotationState.AWAITING_APPROVAL and decides_here:
             self._approve(rotation, credential, options)
         return {"rotation_id": rotation.rotation_id, "state": rotation.state}
 

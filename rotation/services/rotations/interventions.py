@@ -13,7 +13,7 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import BreakGlass, Material
-from keyvault.services.approvals.break_glass import note_break_glass
+from keyvault.services.approvals.break_glass import exclude_collector, note_break_glass
 from keyvault.services.approvals.four_eyes import note_command_line_approval
 from keyvault.services.issuance.requests import approvals_needed
 from keyvault.services.keys.lifecycle import discard_key, resume_key
@@ -474,6 +474,8 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
         rotation.compare_and_swap(collected_at=grant.at)
         is_secret = rotation.credential.kind != KeyKind.PUBLIC
         if is_secret and account.environment == Environment.PRODUCTION:
+            covering = [row for row in (rotation.campaign_id, rotation.standing_approval_id) if row is not None]
+            exclude_collector(operator.person, rotation.rotation_id, *covering)
             note_break_glass(
                 grant,
                 event="rotation.collected",

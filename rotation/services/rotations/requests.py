@@ -18,7 +18,7 @@ from keyvault.models import Credential, Key, ServiceToken
 from keyvault.models import Operator as OperatorRow
 from keyvault.services.approvals.break_glass import note_break_glass
 from keyvault.services.approvals.four_eyes import approving_operator, record_approval
-from keyvault.services.issuance.requests import approvals_needed
+from keyvault.services.issuance.requests import approvals_needed, approvals_needed_by
 from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.notifications import announce
@@ -116,14 +116,13 @@ def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
 
 
 def _requester_of(grant: Grant, credential: Credential) -> _Requester:
-    principal, needed = grant.principal, approvals_needed(credential.environment)
+    principal = grant.principal
+    if not isinstance(principal, OperatorPrincipal | Service):
+        raise TypeError("only operators and services request rotations")
+    needed = approvals_needed_by(principal, credential.environment)
     if isinstance(principal, OperatorPrincipal):
         return _Requester(principal.person, needed, operator=operator_row(principal))
-    if isinstance(principal, Service):
-        # A service's request needs an operator's approval even where an operator's own request needs none.
-        token = ServiceToken.objects.get(pk=principal.token_id)
-        return _Requester(principal.person, max(needed, 1), token=token)
-    raise TypeError("only operators and services request rotations")
+    return _Requester(principal.person, needed, token=ServiceToken.objects.get(pk=principal.token_id))
 
 
 def _store_request(

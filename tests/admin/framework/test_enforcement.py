@@ -140,6 +140,8 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_breakglass_changelist": frozenset({P.BREAK_GLASS_REVIEW, P.AUDIT_READ}),
     "keyvault_breakglass_change": frozenset({P.BREAK_GLASS_REVIEW, P.AUDIT_READ}),
     "keyvault_breakglass_review": frozenset({P.BREAK_GLASS_REVIEW}),
+    "keyvault_breakglass_confirm": frozenset({P.BREAK_GLASS_REVIEW}),
+    "keyvault_breakglass_disown": frozenset({P.BREAK_GLASS_REVIEW}),
     "rotation_rotation_changelist": frozenset({P.ROTATIONS_READ}),
     "rotation_rotation_change": frozenset({P.ROTATIONS_READ}),
     "rotation_rotation_request": frozenset({P.ROTATIONS_WRITE}),

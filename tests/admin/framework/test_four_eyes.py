@@ -1,5 +1,6 @@
 """Actions that need a second person: one table of them, and the rule for each."""
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from django.contrib import admin
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import Channel
 from keyvault.access.roles import Role
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
@@ -73,6 +75,13 @@ def collected(desk: Desk) -> Any:
     return BreakGlass.objects.get()
 
 
+def claimed(desk: Desk) -> Any:
+    """An approval of `admin`'s request that a command line gave in the approver's name."""
+    shell = replace(desk.approver, channel=Channel.COMMAND_LINE, host_user="root")
+    approve(request_key(desk.production, by=desk.admin), by=shell)
+    return BreakGlass.objects.get()
+
+
 ROWS: dict[str, dict[Any, str | None]] = {
     "keyvault_issuancerequest_approve": {issuance: "approved"},
     "rotation_rotation_approve": {rotation: "scheduled", emergency: "emergency"},
@@ -80,6 +89,8 @@ ROWS: dict[str, dict[Any, str | None]] = {
     "rotation_standingapproval_approve": {standing: "approved"},
     "rotation_retirement_approve": {retirement: None},
     "keyvault_breakglass_review": {collected: None},
+    "keyvault_breakglass_confirm": {claimed: None},
+    "keyvault_breakglass_disown": {claimed: None},
 }
 """Each page that takes a second person, rows that `admin`, who has its permission, requested, and their next state."""
 

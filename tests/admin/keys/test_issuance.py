@@ -156,7 +156,7 @@ def test_issuance_sealed_cannot_be_requested_in_the_console(desk: Desk) -> None:
 
 def test_issuance_requested_by_a_service_is_not_collectable_in_the_console(desk: Desk) -> None:
     """Not even the creator of the token can collect it."""
-    row = asked_by_service(desk, Delivery.SHOW_ONCE)
+    row = approve(asked_by_service(desk, Delivery.SHOW_ONCE))
     issue_request(row)
     client = browser(desk.admin)
     page = address("keyvault_issuancerequest_collect", row.pk)
@@ -170,7 +170,7 @@ def test_issuance_requested_by_a_service_is_not_collectable_in_the_console(desk:
 
 
 def test_issuance_discarded_shows_it(desk: Desk) -> None:
-    row = asked_by_service(desk, Delivery.SHOW_ONCE, at=now() - COLLECT_WITHIN)
+    row = approve(asked_by_service(desk, Delivery.SHOW_ONCE, at=now() - COLLECT_WITHIN))
     issue_request(row, at=now() - COLLECT_WITHIN)
     discard_due()
     text = text_of(browser(desk.auditor).get(address("keyvault_issuancerequest_change", row.pk)))

@@ -1,22 +1,26 @@
-"""Actions that bypassed a rule: recorded in the action's transaction and listed until a second person reviews them."""
+"""Actions that bypassed a rule: recorded in the action's transaction and listed until they are reviewed."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from django.db import IntegrityError, transaction
+from django.test import override_settings
 
+from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import HOST, Channel
+from keyvault.access.principals import HOST, Channel, OperatorPrincipal
 from keyvault.access.roles import Role
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
-from keyvault.models import BreakGlass
+from keyvault.models import BreakGlass, Notice
 from keyvault.models.recording import UnrecordedWriteError
-from keyvault.services.approvals.break_glass import note_break_glass, review_break_glass
+from keyvault.services.approvals.break_glass import disown_approval, note_break_glass, review_break_glass
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.records import prove_service_token
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.rotations.requests import approve_rotation, request_rotation
-from tests.factories import approve, grant, issue, issue_request, make_operator, make_token, now, request_key
+from tests.factories import account, approve, grant, issue, issue_request, make_operator, make_token, now, request_key
 from tests.services.conftest import Scene
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -46,47 +50,139 @@ def test_break_glass_reviewed_by_its_own_person_is_refused(scene: Scene, bypass:
     with pytest.raises(StateConflictError, match="second person"):
         grant(second_login, P.BREAK_GLASS_REVIEW, requester_person=bypass.person)
     misplaced = grant(second_login, P.BREAK_GLASS_REVIEW, requester_person="per_another")
-    # A service that receives the wrong person is stopped by the database constraint.
-    bypass.person = bypass.requester_person = "per_another"
+    with pytest.raises(StateConflictError, match="You requested this"):
+        review_break_glass(misplaced, bypass)
+    # A service that receives the wrong person is stopped by the database.
+    bypass.person = bypass.requester_person = bypass.excluded_persons = "per_another"
     with (
-        pytest.raises(IntegrityError, match="reviewed by neither its operator nor the requester"),
+        pytest.raises(IntegrityError, match="reviewed by neither its operator, the requester nor a collector"),
         transaction.atomic(),
     ):
         review_break_glass(misplaced, bypass)
     assert BreakGlass.objects.get().reviewed_at is None
 
 
+def on_host(operator: OperatorPrincipal) -> OperatorPrincipal:
+    """Return the operator as a command line names it."""
+    return replace(operator, channel=Channel.COMMAND_LINE, host_user="root")
+
+
 @pytest.fixture
 def claimed(scene: Scene) -> BreakGlass:
     """`admin` requested; the approval on the command line claims the approver, but `admin` may have entered it."""
     request = request_key(scene.production, by=scene.admin)
-    approve(request, by=replace(scene.approver, channel=Channel.COMMAND_LINE, host_user="root"))
+    approve(request, by=on_host(scene.approver))
     return BreakGlass.objects.get()
 
 
-def test_break_glass_reviewed_by_the_requester_is_refused(scene: Scene, claimed: BreakGlass) -> None:
-    """One person with a shell cannot request, approve in another's name, and review, even with a second login.
+def review(operator: OperatorPrincipal, act: BreakGlass) -> BreakGlass:
+    """Review the act as it is stored now, and return it as it is stored then."""
+    stored = BreakGlass.objects.get(pk=act.pk)
+    review_break_glass(grant(operator, P.BREAK_GLASS_REVIEW, requester_person=act.requester_person), stored)
+    return BreakGlass.objects.get(pk=act.pk)
 
-    The claimed approver cannot review either; a third person can.
-    """
+
+def test_break_glass_reviewed_by_the_requester_is_refused(scene: Scene, claimed: BreakGlass) -> None:
+    """One person with a shell cannot request, approve in another's name, and review, even with a second login."""
     second_login = make_operator("admin-second-login", Role.APPROVER, person=scene.admin.person)
     for operator in (scene.admin, second_login):
-        allowed = grant(operator, P.BREAK_GLASS_REVIEW, requester_person=claimed.person)
-        with pytest.raises(StateConflictError, match="requester cannot review it"):
-            review_break_glass(allowed, claimed)
-    with pytest.raises(StateConflictError, match="second person"):
-        grant(scene.approver, P.BREAK_GLASS_REVIEW, requester_person=claimed.person)
-    claimed.requester_person = "per_another"
+        with pytest.raises(StateConflictError, match="second person"):
+            review(operator, claimed)
+        misplaced = grant(operator, P.BREAK_GLASS_REVIEW, requester_person=claimed.person)
+        with pytest.raises(StateConflictError, match="You requested this"):
+            review_break_glass(misplaced, claimed)
+    claimed.requester_person = claimed.excluded_persons = "per_another"
     with (
-        pytest.raises(IntegrityError, match="reviewed by neither its operator nor the requester"),
+        pytest.raises(IntegrityError, match="reviewed by neither its operator, the requester nor a collector"),
         transaction.atomic(),
     ):
-        review_break_glass(allowed, claimed)
-    claimed = BreakGlass.objects.get()
-    assert claimed.reviewed_at is None
+        review_break_glass(misplaced, claimed)
+    stored = BreakGlass.objects.get()
+    assert (stored.reviewed_at, stored.first_reviewer) == (None, None)
+
+
+def test_break_glass_claim_is_closed_by_the_claimed_approver(scene: Scene, claimed: BreakGlass) -> None:
+    """The command line named the approver; the approver's own session proves it. A review by another is kept."""
     third = make_operator("third", Role.APPROVER)
-    review_break_glass(grant(third, P.BREAK_GLASS_REVIEW, requester_person=claimed.person), claimed)
-    assert BreakGlass.objects.get().reviewer_person == third.person
+    assert review(third, claimed).reviewed_at is None
+    closed = review(scene.approver, claimed)
+    assert (closed.first_reviewer_person, closed.reviewer_person) == (third.person, scene.approver.person)
+    assert closed.reviewed_at is not None
+
+
+def test_break_glass_claim_is_closed_by_two_others(scene: Scene, claimed: BreakGlass) -> None:
+    """One other person may be the one who entered the command; two logins of one person count once."""
+    third, fourth = make_operator("third", Role.APPROVER), make_operator("fourth", Role.KEY_ADMINISTRATOR)
+    third_too = make_operator("third-too", Role.KEY_ADMINISTRATOR, person=third.person)
+    assert review(third, claimed).reviewed_at is None
+    for again in (third, third_too):
+        with pytest.raises(StateConflictError, match="another person must review it too"):
+            review(again, claimed)
+    stored = BreakGlass.objects.get()
+    stored.first_reviewer_person = "per_another"
+    with pytest.raises(IntegrityError, match="by the claimed approver or by two others"), transaction.atomic():
+        review_break_glass(grant(third_too, P.BREAK_GLASS_REVIEW), stored)
+    closed = review(fourth, claimed)
+    assert (closed.first_reviewer_person, closed.reviewer_person) == (third.person, fourth.person)
+    assert closed.reviewed_at is not None
+
+
+def test_break_glass_claim_disowned_alarms_and_takes_two_others(scene: Scene, claimed: BreakGlass) -> None:
+    """The approver answers "this was not me" once, and cannot confirm afterwards."""
+    third, fourth = make_operator("third", Role.APPROVER), make_operator("fourth", Role.APPROVER)
+    for other in (third, scene.admin):
+        with pytest.raises(StateConflictError, match="Only the claimed approver"):
+            disown_approval(grant(other, P.BREAK_GLASS_REVIEW), claimed)
+    allowed = grant(scene.approver, P.BREAK_GLASS_REVIEW, requester_person=claimed.requester_person)
+    disown_approval(allowed, claimed)
+    alarm = Notice.objects.get(kind="approval.disowned")
+    assert (alarm.subject, alarm.is_alarm, alarm.payload["host_user"]) == (claimed.subject, True, "root")
+    with pytest.raises(StateConflictError, match="Only the claimed approver"):
+        disown_approval(allowed, claimed)
+    with pytest.raises(StateConflictError, match="under your name"):
+        review(scene.approver, claimed)
+    assert review(third, claimed).reviewed_at is None
+    assert review(fourth, claimed).reviewed_at is not None
+
+
+@pytest.mark.parametrize("answer", [review_break_glass, disown_approval])
+def test_break_glass_answered_on_a_command_line_is_refused(
+    scene: Scene, claimed: BreakGlass, answer: Callable[[Grant, BreakGlass], None]
+) -> None:
+    """A second claim does not confirm the first."""
+    allowed = grant(on_host(scene.approver), P.BREAK_GLASS_REVIEW, requester_person=claimed.requester_person)
+    with pytest.raises(StateConflictError, match="in the console"):
+        answer(allowed, claimed)
+
+
+def test_break_glass_claim_about_a_token_without_operator_is_reviewed_by_two_others(scene: Scene) -> None:
+    """The claimed approver may have created the token that requested."""
+    key, _ = issue(scene.production)
+    _, text = make_token(P.ROTATIONS_WRITE, by=HOST)
+    service = prove_service_token(text.reveal(), now())
+    assert service is not None
+    rotation = request_rotation(grant(service, P.ROTATIONS_WRITE, scene.production), key.credential, PlanOverrides())
+    shell = on_host(scene.approver)
+    approve_rotation(grant(shell, P.ROTATIONS_APPROVE, scene.production), rotation, rotation.plan_digest)
+    act = BreakGlass.objects.get()
+    with pytest.raises(StateConflictError, match="under your name"):
+        review(scene.approver, act)
+    assert review(scene.admin, act).reviewed_at is None
+    assert review(make_operator("third", Role.APPROVER), act).reviewed_at is not None
+
+
+@override_settings(APPROVALS_NEEDED={"sandbox": 2, "production": 2})
+@pytest.mark.parametrize("environment", list(Environment))
+def test_approval_on_the_command_line_is_refused_where_several_are_needed(
+    scene: Scene, environment: Environment
+) -> None:
+    """One of two approvers cannot claim the other."""
+    request = request_key(account("acme", environment))
+    approve(request, by=scene.admin)
+    with pytest.raises(StateConflictError, match="requires 2 approvals"):
+        approve(request, by=on_host(scene.approver))
+    assert [approval.person for approval in request.approvals.all()] == [scene.admin.person]
+    assert not BreakGlass.objects.exists()
 
 
 def test_break_glass_reviewed_without_the_permission_is_refused(scene: Scene, bypass: BreakGlass) -> None:

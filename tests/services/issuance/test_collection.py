@@ -136,14 +136,16 @@ def test_service_request_names_its_token_and_the_responsible_person(scene: Scene
     request = request_key_for(requester.service, scene.production)
     assert (request.requested_via, request.requester) == (requester.token, None)
     assert request.requester_person == scene.admin.person
-    assert (request.state, request.approvals_needed) == (S.PENDING, 1)
     assert last_body("issuance.requested")["actor"] == f"service:{requester.token.pk}"
-    assert request_key_for(requester.service, scene.sandbox).state == S.APPROVED
 
 
-def test_service_request_approved_by_the_token_creator_is_refused(scene: Scene, requester: Requester) -> None:
-    """The person who created a token counts as the requester."""
-    request = request_key_for(requester.service, scene.production)
+@pytest.mark.parametrize("environment", list(Environment))
+def test_service_request_is_approved_by_an_operator_who_did_not_create_the_token(
+    scene: Scene, requester: Requester, environment: Environment
+) -> None:
+    """No service gets a key without a person, in the sandbox neither. The creator of its token is the requester."""
+    request = request_key_for(requester.service, account("acme", environment))
+    assert (request.state, request.approvals_needed) == (S.PENDING, 1)
     with pytest.raises(StateConflictError, match="second person"):
         approve(request, by=scene.admin)
     assert approve(request, by=scene.approver).state == S.APPROVED
@@ -200,7 +202,7 @@ def test_service_request_to_show_a_production_key_is_refused(scene: Scene, reque
         request_key_for(requester.service, scene.production, delivery=Delivery.SHOW_ONCE)
     assert [fault.pointer for fault in caught.value.faults] == ["/delivery"]
     assert request_key(scene.production, delivery=Delivery.SHOW_ONCE).state == S.PENDING
-    assert request_key_for(requester.service, scene.sandbox, delivery=Delivery.SHOW_ONCE).state == S.APPROVED
+    assert request_key_for(requester.service, scene.sandbox, delivery=Delivery.SHOW_ONCE).state == S.PENDING
 
 
 # ------------------------------------------------------------------------------------------------- collecting

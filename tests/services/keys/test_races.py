@@ -5,6 +5,7 @@ SQLite has one writer at a time; there, tests with stale copies prove the versio
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from django.db import connection, transaction
 from django.test import override_settings
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER, KeyHolder, OperatorPrincipal
+from keyvault.access.principals import WORKER, Channel, KeyHolder, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.backends.base import Mount
 from keyvault.domain.audit import CUSTOMER_TOKEN_SLOTS, customer_token_chains
@@ -25,6 +26,7 @@ from keyvault.models import (
     Account,
     AuditChain,
     AuditEntry,
+    BreakGlass,
     Credential,
     CustomerToken,
     IssuanceApproval,
@@ -33,6 +35,7 @@ from keyvault.models import (
     WorkLease,
 )
 from keyvault.services import maintenance
+from keyvault.services.approvals.break_glass import review_break_glass
 from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
 from keyvault.services.recording.audit_chain import AuditReport, verify_audit
@@ -153,6 +156,27 @@ def test_race_of_two_needed_approvals_records_one_and_needs_a_retry(busy: Scene)
         assert reload_request(request).state == "pending"
         late = busy.admin if isinstance(outcomes[0], IssuanceRequest) else busy.approver
         assert approve(reload_request(request), by=late).state == "approved"
+
+
+def test_race_of_reviews_of_a_claimed_approval_by_two_logins_of_one_person_counts_once(busy: Scene) -> None:
+    """Two concurrent logins are not the two other persons; the second other person closes the action."""
+    third = make_operator("third", Role.APPROVER)
+    logins = (busy.admin, make_operator("admin-second-login", Role.APPROVER, person=busy.admin.person))
+    for _ in range(ROUNDS):
+        request = request_key(busy.production)
+        approve(request, by=replace(busy.approver, channel=Channel.COMMAND_LINE, host_user="root"))
+        reviews = [_review(request, operator) for operator in (*logins, *logins)]
+        outcomes = race(*reviews)
+        assert sorted(str(type(outcome).__name__) for outcome in outcomes) == ["NoneType", *["StateConflictError"] * 3]
+        act = BreakGlass.objects.get(subject=request.pk)
+        assert (act.first_reviewer_person, act.reviewed_at) == (busy.admin.person, None)
+        _review(request, third)()
+        assert BreakGlass.objects.get(subject=request.pk).reviewer_person == third.person
+
+
+def _review(request: IssuanceRequest, operator: OperatorPrincipal) -> Callable[[], object]:
+    allowed = grant(operator, P.BREAK_GLASS_REVIEW, requester_person=request.requester_person)
+    return partial(review_break_glass, allowed, BreakGlass.objects.get(subject=request.pk))
 
 
 # ------------------------------------------------------------------------------------------------ issuing and keys

@@ -401,6 +401,12 @@ def _review(scene: Scene) -> Callable[[], object]:
     return lambda: break_glass.review_break_glass(allowed, bypass)
 
 
+def _disown(scene: Scene) -> Callable[[], object]:
+    approve(request_key(scene.production), by=replace(scene.approver, channel=Channel.COMMAND_LINE, host_user="root"))
+    allowed = grant(scene.approver, P.BREAK_GLASS_REVIEW)
+    return lambda: break_glass.disown_approval(allowed, BreakGlass.objects.get())
+
+
 def _webhook(scene: Scene) -> WebhookEndpoint:
     allowed = grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox)
     return webhook_endpoints.add_endpoint(allowed, scene.sandbox, "https://acme.example/hooks")[0]
@@ -563,6 +569,7 @@ ACTIONS: dict[str, Action] = {
     "issuance.collection.record_collection": Action(_record_collection, ["issuance.collected"], ["key"]),
     "issuance.collection.discard_uncollected": Action(_discard_uncollected, ["issuance.burned", "key.burned"], ["key"]),
     "approvals.break_glass.review_break_glass": Action(_review, ["break_glass.reviewed"], []),
+    "approvals.break_glass.disown_approval": Action(_disown, ["break_glass.disowned"], []),
     "webhooks.endpoints.add_endpoint": Action(
         lambda scene: lambda: _webhook(scene),
         ["webhook_endpoint.added"],

@@ -1,10 +1,12 @@
 """Rotations as operators request, decide and read them."""
 
+from dataclasses import replace
+
 import pytest
 from django.db import IntegrityError, connection, transaction
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import OperatorPrincipal, Service
+from keyvault.access.principals import Channel, OperatorPrincipal, Service
 from keyvault.access.roles import Role
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
@@ -13,6 +15,7 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyState
 from keyvault.domain.keystring import StringScope
 from keyvault.models import BreakGlass, Material
+from keyvault.services.approvals.break_glass import review_break_glass
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.tokens.service_tokens import create_service_token
 from keyvault.services.usage.recorder import UsageLog
@@ -24,7 +27,7 @@ from rotation.services.rotations.interventions import abort_rotation, acknowledg
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, reject_rotation, request_rotation
 from tests.clocks import Clock
-from tests.factories import make_operator
+from tests.factories import make_operator, the_operator
 from tests.rotation import scene
 from tests.rotation.scene import unavailable
 
@@ -245,6 +248,51 @@ def test_replacement_shown_in_production_awaits_review(clock: Clock) -> None:
     shown = BreakGlass.objects.filter(event="rotation.collected", reviewed_at=None)
     assert shown.count() == before + 1
     assert {act.requester_person for act in shown.filter(subject=rotation.pk)} == {rotation.requester_person}
+
+
+def delivered_for_responder(clock: Clock) -> Rotation:
+    """Return a delivered rotation of an incident responder, who collects no keys, approved on a command line."""
+    key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
+    responder = the_operator("responder", Role.INCIDENT_RESPONDER)
+    allowed = authorize(responder, P.ROTATIONS_WRITE, key.credential.account, now=clock())
+    rotation = request_rotation(allowed, key.credential, PlanOverrides())
+    approve(rotation, replace(scene.approver(), channel=Channel.COMMAND_LINE, host_user="root"), clock)
+    advance_rotation(rotation.rotation_id, clock)
+    return get_rotation(rotation.rotation_id)
+
+
+def collect(rotation: Rotation, who: OperatorPrincipal, clock: Clock) -> None:
+    allowed = authorize(who, P.ISSUANCE_COLLECT, rotation.credential.account, now=clock())
+    collect_replacement(allowed, get_rotation(rotation.rotation_id))
+
+
+def review(rotation: Rotation, who: OperatorPrincipal, clock: Clock) -> None:
+    """Review the approval that was claimed on the command line."""
+    act = BreakGlass.objects.get(subject=rotation.rotation_id, is_claimed=True)
+    review_break_glass(authorize(who, P.BREAK_GLASS_REVIEW, now=clock(), requester_person=act.requester_person), act)
+
+
+def test_replacement_collector_does_not_review_its_approval(clock: Clock) -> None:
+    """One person with a shell cannot request and approve in others' names, collect the key, and review."""
+    rotation = delivered_for_responder(clock)
+    collect(rotation, scene.admin(), clock)
+    act = BreakGlass.objects.get(is_claimed=True)
+    assert act.excluded_persons.split() == [rotation.requester_person, scene.admin().person]
+    with pytest.raises(StateConflictError, match="You collected the key"):
+        review(rotation, scene.admin(), clock)
+    review(rotation, scene.approver(), clock)
+
+
+def test_replacement_whose_approval_a_person_reviewed_is_not_shown_to_that_person(clock: Clock) -> None:
+    rotation = delivered_for_responder(clock)
+    review(rotation, scene.admin(), clock)
+    with pytest.raises(StateConflictError, match="Another person must collect it"):
+        collect(rotation, scene.admin(), clock)
+    assert get_rotation(rotation.rotation_id).collected_at is None
+    other = make_operator("other", Role.KEY_ADMINISTRATOR)
+    collect(rotation, other, clock)
+    review(rotation, scene.approver(), clock)
+    assert BreakGlass.objects.get(is_claimed=True).reviewed_at is not None
 
 
 def test_rotation_description_names_its_wait_and_the_users_of_the_old_key(clock: Clock, verifier: UsageLog) -> None:
