@@ -137,7 +137,7 @@ class Migration(migrations.Migration):
                 ('last_error', models.CharField(blank=True, max_length=300)),
             ],
             options={
-                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due'), models.Index(condition=models.Q(('due_since__isnull', False)), fields=['queue', 'due_since'], name='work_lease_waiting')],
+                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due'), models.Index(condition=models.Q(('due_since__isnull', False)), fields=['queue', 'due_since'], name='work_lease_waiting'), models.Index(condition=models.Q(('last_error', ''), _negated=True), fields=['subject'], name='work_lease_failing')],
             },
         ),
         migrations.CreateModel(
@@ -606,6 +606,18 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name='auditentry',
             constraint=models.UniqueConstraint(fields=('chain', 'sequence'), name='audit_entry_unique'),
+        ),
+        migrations.AddIndex(
+            model_name='breakglass',
+            index=models.Index(fields=['subject'], name='break_glass_by_subject'),
+        ),
+        migrations.AddIndex(
+            model_name='breakglass',
+            index=models.Index(fields=['-created_at', '-act_id'], name='break_glass_newest'),
+        ),
+        migrations.AddIndex(
+            model_name='breakglass',
+            index=models.Index(condition=models.Q(('reviewed_at__isnull', True)), fields=['created_at'], name='break_glass_unreviewed'),
         ),
         migrations.AddConstraint(
             model_name='breakglass',

@@ -120,6 +120,12 @@ class BreakGlass(RecordedModel):
             ),
         ]
 
+        indexes = [
+            models.Index(fields=["subject"], name="break_glass_by_subject"),
+            models.Index(fields=["-created_at", "-act_id"], name="break_glass_newest"),
+            models.Index(fields=["created_at"], name="break_glass_unreviewed", condition=Q(reviewed_at__isnull=True)),
+        ]
+
     def __str__(self) -> str:
         return f"{self.event} {self.subject}"
 

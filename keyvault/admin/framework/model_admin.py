@@ -350,9 +350,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         self, title: str, rows: QuerySet[Any] | list[Any], query: str, tone: str = "plain"
     ) -> AttentionItem:
         """Build the attention item for these rows; `query` filters the list that it links to."""
-        found = list(rows[:_MAX_ATTENTION_ROWS])
+        found = list(rows[: _MAX_ATTENTION_ROWS + 1])
         lines = [self.line_of(row) for row in found[:_MAX_LINES]]
-        return AttentionItem(title, self.list_url(query), len(found), lines, tone)
+        count = min(len(found), _MAX_ATTENTION_ROWS)
+        return AttentionItem(title, self.list_url(query), count, lines, tone, has_more=len(found) > count)
 
     def create_links(self, request: HttpRequest) -> list[Link]:
         """Return links to the create actions that the operator may use, for the front page."""
