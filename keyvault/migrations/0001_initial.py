@@ -892,6 +892,14 @@ class Migration(migrations.Migration):
             index=models.Index(condition=models.Q(('key_id', '')), fields=['at'], name='refusal_unproved'),
         ),
         migrations.AddIndex(
+            model_name='refusal',
+            index=models.Index(condition=models.Q(('key_id', ''), _negated=True), fields=['key_id'], name='refusal_by_key'),
+        ),
+        migrations.AddIndex(
+            model_name='refusal',
+            index=models.Index(condition=models.Q(('merchant_id', ''), _negated=True), fields=['merchant_id'], name='refusal_by_merchant'),
+        ),
+        migrations.AddIndex(
             model_name='worklease',
             index=models.Index(condition=models.Q(('due_at__isnull', False), ('queue', '')), fields=['due_at'], name='work_lease_abandoned'),
         ),

@@ -131,9 +131,10 @@ class RotationAdmin(ConsoleModelAdmin):
         "=credential__credential_id",
         "=predecessor__key_id",
         "=replacement__key_id",
-        "credential__account__merchant__merchant_id",
+        "=credential__account__merchant__merchant_id",
     )
-    search_help_text = "By rotation id, credential id, key id or merchant."
+    search_help_text = "By rotation id, credential id, key id or merchant id."
+    sortable_by = ()
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
@@ -148,21 +149,19 @@ class RotationAdmin(ConsoleModelAdmin):
             "requested_via",
         )
 
-    @admin.display(ordering="credential__account__merchant_id")
     def account(self, row: Rotation) -> str:
         return str(row.credential.account)
 
-    @admin.display(ordering="credential__label")
     def label(self, row: Rotation) -> str:
         return row.credential.label
 
-    @admin.display(description="state", ordering="state")
+    @admin.display(description="state")
     def state_badge(self, row: Any) -> SafeString:
         if row.is_unreviewed:
             return format_html("{} {}", badge(row.state), badge("bypass_not_reviewed"))
         return badge(row.state)
 
-    @admin.display(description="requested by", ordering="requester__username")
+    @admin.display(description="requested by")
     def requested_by(self, row: Rotation) -> str:
         return requester_name(row.requester, row.requested_via)
 

@@ -187,9 +187,10 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         "=issuance_request_id",
         "=key__key_id",
         "=credential__credential_id",
-        "account__merchant__merchant_id",
+        "=account__merchant__merchant_id",
     )
-    search_help_text = "By request id, key id, credential id or merchant."
+    search_help_text = "By request id, key id, credential id or merchant id."
+    sortable_by = ()
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
@@ -205,7 +206,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
     state_badge = badge_column("state", "state")
     created = moment_column("requested (UTC)", "created_at")
 
-    @admin.display(description="requested by", ordering="requester__username")
+    @admin.display(description="requested by")
     def requested_by(self, row: IssuanceRequest) -> str:
         return requester_name(row.requester, row.requested_via)
 
