@@ -137,7 +137,7 @@ class Migration(migrations.Migration):
                 ('last_error', models.CharField(blank=True, max_length=300)),
             ],
             options={
-                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due'), models.Index(condition=models.Q(('due_since__isnull', False)), fields=['queue', 'due_since'], name='work_lease_waiting')],
+                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due'), models.Index(condition=models.Q(('due_since__isnull', False)), fields=['queue', 'due_since'], name='work_lease_waiting'), models.Index(condition=models.Q(('last_error', ''), _negated=True), fields=['subject'], name='work_lease_failing')],
             },
         ),
         migrations.CreateModel(
@@ -617,7 +617,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='breakglass',
-            index=models.Index(condition=models.Q(('reviewed_at__isnull', True)), fields=['created_at'], name='break_glass_open'),
+            index=models.Index(condition=models.Q(('reviewed_at__isnull', True)), fields=['created_at'], name='break_glass_unreviewed'),
+        ),
+        migrations.AddIndex(
+            model_name='breakglass',
+            index=models.Index(fields=['-created_at', '-act_id'], name='break_glass_newest'),
         ),
         migrations.AddConstraint(
             model_name='breakglass',
@@ -898,6 +902,14 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='refusal',
             index=models.Index(condition=models.Q(('key_id', '')), fields=['at'], name='refusal_unproved'),
+        ),
+        migrations.AddIndex(
+            model_name='refusal',
+            index=models.Index(condition=models.Q(('key_id', ''), _negated=True), fields=['key_id'], name='refusal_by_key'),
+        ),
+        migrations.AddIndex(
+            model_name='refusal',
+            index=models.Index(condition=models.Q(('merchant_id', ''), _negated=True), fields=['merchant_id'], name='refusal_by_merchant'),
         ),
         migrations.AddIndex(
             model_name='worklease',

@@ -146,9 +146,11 @@ class BreakGlass(RecordedModel):
                 | (Q(first_reviewer_person__isnull=False) & ~Q(first_reviewer_person=F("reviewer_person"))),
             ),
         ]
+
         indexes = [
             models.Index(fields=["subject"], name="break_glass_by_subject"),
-            models.Index(fields=["created_at"], name="break_glass_open", condition=Q(reviewed_at__isnull=True)),
+            models.Index(fields=["-created_at", "-act_id"], name="break_glass_newest"),
+            models.Index(fields=["created_at"], name="break_glass_unreviewed", condition=Q(reviewed_at__isnull=True)),
         ]
 
     def __str__(self) -> str:

@@ -31,6 +31,7 @@ class WorkLease(models.Model):
             models.Index(
                 fields=["queue", "due_since"], name="work_lease_waiting", condition=Q(due_since__isnull=False)
             ),
+            models.Index(fields=["subject"], name="work_lease_failing", condition=~Q(last_error="")),
             models.Index(fields=["due_at"], name="work_lease_abandoned", condition=Q(queue="", due_at__isnull=False)),
             models.Index(fields=["until"], name="work_lease_held", condition=Q(queue="", due_at__isnull=True)),
         ]

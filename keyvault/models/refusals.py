@@ -31,7 +31,11 @@ class Refusal(models.Model):
             choices_check("refusal_door", "door", VerificationEntryPoint),
             choices_check("refusal_environment", "environment", Environment),
         ]
-        indexes = [models.Index(fields=["at"], name="refusal_unproved", condition=models.Q(key_id=""))]
+        indexes = [
+            models.Index(fields=["at"], name="refusal_unproved", condition=models.Q(key_id="")),
+            models.Index(fields=["key_id"], name="refusal_by_key", condition=~models.Q(key_id="")),
+            models.Index(fields=["merchant_id"], name="refusal_by_merchant", condition=~models.Q(merchant_id="")),
+        ]
 
     def __str__(self) -> str:
         return f"{self.request_id}: {self.code}"

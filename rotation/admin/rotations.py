@@ -31,7 +31,7 @@ from keyvault.admin.framework.widgets import (
     short_moment,
 )
 from keyvault.domain.issuance import Delivery
-from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
 from rotation.admin.rotation_actions import REQUEST, ROW_ACTIONS, has_old_key, may_be_collected
 from rotation.admin.rotation_sections import (
@@ -58,15 +58,10 @@ from rotation.services.rotations.requests import is_undecided
 
 S = RotationState
 
+_MAX_LISTED = 1_000
+"""Maximum number of rotations that a filter selects for each reason."""
+
 _UNREVIEWED = BreakGlass.objects.filter(event="rotation.bypassed", reviewed_at__isnull=True)
-
-
-BYPASS_FILTER = state_filter(
-    {"open": Q(is_unreviewed=True), "all": Q(bypassed_at__isnull=False)},
-    name="bypass",
-    title="bypass",
-    labels={"open": "not reviewed yet", "all": "every bypass"},
-)
 
 
 def _is_blocked() -> Q:
@@ -75,9 +70,43 @@ def _is_blocked() -> Q:
     Either the last attempt of a step failed, or the merchant's endpoint does not accept the notification.
     """
     failed = WorkLease.objects.filter(subject__startswith=subject_of("")).exclude(last_error="")
-    ids = [subject.removeprefix(subject_of("")) for subject in failed.values_list("subject", flat=True)]
-    is_undelivered = Q(state=S.PUBLISHING, delivered_at__isnull=False)
-    return (Q(pk__in=ids) | is_undelivered) & ~Q(state__in=[S.STALLED, *CLOSED])
+    subjects = failed.order_by("subject").values_list("subject", flat=True)[:_MAX_LISTED]
+    undelivered = Rotation.objects.filter(state=S.PUBLISHING, delivered_at__isnull=False).order_by("created_at")
+    ids = [
+        *(subject.removeprefix(subject_of("")) for subject in subjects),
+        *undelivered.values_list("pk", flat=True)[:_MAX_LISTED],
+    ]
+    return Q(pk__in=ids) & ~Q(state__in=[S.STALLED, *CLOSED])
+
+
+def _is_unreviewed() -> Q:
+    """Select rotations that bypassed approval, the longest unreviewed ones."""
+    subjects = _UNREVIEWED.order_by("created_at").values_list("subject", flat=True)
+    return Q(pk__in=list(subjects[:_MAX_LISTED]))
+
+
+_TO_COLLECT = (
+    Q(awaits_requester=True, delivered_at__isnull=False, replacement__state__in=set(KeyState) - DEAD_STATES)
+    & ~Q(state=S.ROLLING_BACK)
+    & ~Q(state=S.STALLED, stalled_from=S.ROLLING_BACK)
+)
+"""Rotations whose replacement the requester may collect, see `may_be_collected`."""
+
+
+BYPASS_FILTER = state_filter(
+    lambda: {"open": _is_unreviewed(), "all": Q(bypassed_at__isnull=False)},
+    name="bypass",
+    title="bypass",
+    labels={"open": "not reviewed yet", "all": "every bypass"},
+)
+
+
+COLLECTION_FILTER = state_filter(
+    {"open": _TO_COLLECT},
+    name="collection",
+    title="collection",
+    labels={"open": "waits for the requester"},
+)
 
 
 BLOCKED_FILTER = state_filter(
@@ -96,15 +125,16 @@ class RotationAdmin(ConsoleModelAdmin):
     row_actions = ROW_ACTIONS
 
     list_display = ("rotation_id", "state_badge", "account", "label", "requested_by", "created")
-    list_filter = ("state", "credential__account__environment", BYPASS_FILTER, BLOCKED_FILTER)
+    list_filter = ("state", "credential__account__environment", BYPASS_FILTER, BLOCKED_FILTER, COLLECTION_FILTER)
     search_fields = (
         "=rotation_id",
         "=credential__credential_id",
         "=predecessor__key_id",
         "=replacement__key_id",
-        "credential__account__merchant__merchant_id",
+        "=credential__account__merchant__merchant_id",
     )
-    search_help_text = "By rotation id, credential id, key id or merchant."
+    search_help_text = "By rotation id, credential id, key id or merchant id."
+    sortable_by = ()
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
@@ -119,15 +149,13 @@ class RotationAdmin(ConsoleModelAdmin):
             "requested_via",
         )
 
-    @admin.display(ordering="credential__account__merchant_id")
     def account(self, row: Rotation) -> str:
         return str(row.credential.account)
 
-    @admin.display(ordering="credential__label")
     def label(self, row: Rotation) -> str:
         return row.credential.label
 
-    @admin.display(description="state", ordering="state")
+    @admin.display(description="state")
     def state_badge(self, row: Any) -> SafeString:
         if row.is_unreviewed:
             return format_html("{} {}", badge(row.state), badge("bypass_not_reviewed"))
@@ -239,12 +267,11 @@ class RotationAdmin(ConsoleModelAdmin):
                 "Rotations awaiting an operator's confirmation", _to_confirm(rows), _TO_CONFIRM, "action"
             )
         if may(request, P.ISSUANCE_COLLECT):
-            mine = rows.filter(requester_person=me, requested_via=None, credential__delivery=Delivery.SHOW_ONCE)
-            ready = [row for row in mine.filter(delivered_at__isnull=False, collected_at=None) if may_be_collected(row)]
-            yield self.attention_item("Replacements to collect", ready, "", "action")
+            mine = rows.filter(_TO_COLLECT, requester_person=me)
+            yield self.attention_item("Replacements to collect", mine, "?collection=open", "action")
         blocked = rows.filter(_is_blocked())
         yield self.attention_item("Rotations blocked by a failing step or an endpoint", blocked, "?held=up", "alarm")
-        bypassed = rows.filter(is_unreviewed=True)
+        bypassed = rows.filter(_is_unreviewed())
         yield self.attention_item("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:

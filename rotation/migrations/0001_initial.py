@@ -83,6 +83,7 @@ class Migration(migrations.Migration):
                 ('acknowledged_at', models.DateTimeField(blank=True, null=True)),
                 ('used_at', models.DateTimeField(blank=True, null=True)),
                 ('silent_at', models.DateTimeField(blank=True, null=True)),
+                ('awaits_requester', models.BooleanField(default=False)),
                 ('collected_at', models.DateTimeField(blank=True, null=True)),
                 ('closed_at', models.DateTimeField(blank=True, null=True)),
                 ('deadline_at', models.DateTimeField(blank=True, null=True)),
@@ -273,6 +274,14 @@ class Migration(migrations.Migration):
             model_name='rotation',
             index=models.Index(fields=['-created_at', '-rotation_id'], name='rotation_newest'),
         ),
+        migrations.AddIndex(
+            model_name='rotation',
+            index=models.Index(condition=models.Q(('awaits_requester', True)), fields=['requester_person', 'created_at'], name='rotation_to_collect'),
+        ),
+        migrations.AddIndex(
+            model_name='rotation',
+            index=models.Index(condition=models.Q(('bypassed_at__isnull', False)), fields=['-created_at', '-rotation_id'], name='rotation_bypassed'),
+        ),
         migrations.AddConstraint(
             model_name='rotation',
             constraint=models.CheckConstraint(condition=models.Q(('state__in', ['requested', 'awaiting_approval', 'scheduled', 'emergency', 'staged', 'publishing', 'awaiting_proof', 'overlap', 'quarantine', 'revoking', 'rolling_back', 'completed', 'rolled_back', 'rejected', 'expired', 'cancelled', 'stalled'])), name='rotation_state'),
@@ -348,8 +357,8 @@ class Migration(migrations.Migration):
                 ('terms', models.JSONField()),
                 ('approval_expires_at', models.DateTimeField()),
                 ('expires_at', models.DateTimeField()),
-                ('closed_at', models.DateTimeField(blank=True, null=True)),
                 ('notice_at', models.DateTimeField(blank=True, null=True)),
+                ('closed_at', models.DateTimeField(blank=True, null=True)),
             ],
         ),
         migrations.AddField(
@@ -377,13 +386,13 @@ class Migration(migrations.Migration):
             name='standing_approval',
             field=models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='rotation.standingapproval'),
         ),
-        migrations.AddConstraint(
-            model_name='standingapproval',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'approved', 'rejected', 'withdrawn', 'void'])), name='standing_approval_state'),
-        ),
         migrations.AddIndex(
             model_name='standingapproval',
             index=models.Index(condition=models.Q(('notice_at__isnull', False), ('state', 'approved')), fields=['notice_at'], name='standing_approval_expiring'),
+        ),
+        migrations.AddConstraint(
+            model_name='standingapproval',
+            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'approved', 'rejected', 'withdrawn', 'void'])), name='standing_approval_state'),
         ),
         migrations.AddConstraint(
             model_name='standingapproval',

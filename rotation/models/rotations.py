@@ -36,6 +36,7 @@ class Rotation(RequestColumns):
     when the predecessor went into quarantine on an approved date, its silence unproved. `bypassed_at`: when the
     approval was bypassed; the break-glass act stays listed until reviewed. `handover`: for a sealed credential, the
     replacement's string sealed to the recipient's key.
+    `awaits_requester`: the replacement is shown once, to the operator who requested it, and was not collected yet.
     `standing_approval`: the schedule's approval that covers this rotation.
     `reminded_percent`, `alarmed_at`: the last reminder to the merchant and the last alarm to the operators.
     """
@@ -59,6 +60,7 @@ class Rotation(RequestColumns):
     acknowledged_at = at()
     used_at = at()
     silent_at = at()
+    awaits_requester = models.BooleanField(default=False)
     collected_at = at()
     closed_at = at()
     deadline_at = at()
@@ -106,6 +108,16 @@ class Rotation(RequestColumns):
         indexes = [
             models.Index(fields=["state", "created_at"], name="rotation_by_state"),
             models.Index(fields=["-created_at", "-rotation_id"], name="rotation_newest"),
+            models.Index(
+                fields=["requester_person", "created_at"],
+                name="rotation_to_collect",
+                condition=Q(awaits_requester=True),
+            ),
+            models.Index(
+                fields=["-created_at", "-rotation_id"],
+                name="rotation_bypassed",
+                condition=Q(bypassed_at__isnull=False),
+            ),
         ]
 
     def __str__(self) -> str:

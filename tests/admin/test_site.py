@@ -13,11 +13,12 @@ from django.test import Client
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
+from keyvault.admin.framework import model_admin
 from keyvault.admin.keys.keys import KeyAdmin
 from keyvault.models import Operator
 from keyvault.models.recording import collect_subjects
 from keyvault.services.merchants.operators import disable_operator
-from tests.factories import PASSWORD, grant, issue, make_operator, request_key
+from tests.factories import PASSWORD, SANDBOX, account, grant, issue, make_merchant, make_operator, request_key
 
 from .desk import Desk, address, browser, text_of
 
@@ -154,6 +155,40 @@ def test_site_front_page_of_a_person_with_two_log_ins_offers_no_own_request(desk
     assert "live-checkout" not in text_of(browser(twin).get("/admin/"))
 
 
+def test_site_front_page_states_that_more_items_exist_than_it_counts(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front page reads a bounded number of rows, and does not present that number as the total."""
+    monkeypatch.setattr(model_admin, "_MAX_ATTENTION_ROWS", 2)
+    for label in ("first", "second"):
+        request_key(desk.production, label=label, by=desk.tam)
+    counted = '<span class="count">2{}</span>'.format
+    assert counted("") in text_of(browser(desk.tam).get("/admin/"))
+    request_key(desk.production, label="third", by=desk.tam)
+    assert counted("+") in text_of(browser(desk.tam).get("/admin/"))
+
+
+@pytest.mark.parametrize("word", ["KEY", "CREDENTIAL", "acme"])
+def test_site_search_finds_rows_by_any_field_and_by_all_words(desk: Desk, word: str) -> None:
+    make_merchant("other")
+    issue(account("other", SANDBOX))
+    key, _ = issue(desk.sandbox)
+    client = browser(desk.admin)
+    text = {"KEY": key.key_id, "CREDENTIAL": key.credential_id}.get(word, word)
+    for page, row in (("keyvault_key_changelist", key), ("keyvault_credential_changelist", key.credential)):
+        for query, expected in ((text, [row]), (f"{text} acme", [row]), (f"{text} other", []), (f"{text}x", [])):
+            found = list(client.get(address(page), {"q": query}).context["cl"].result_list)
+            assert found == expected, query
+
+
+def test_site_list_of_keys_is_not_sorted_by_a_column_of_the_query_string(desk: Desk) -> None:
+    """Sorting by a column without an index would read all keys."""
+    client, page = browser(desk.admin), address("keyvault_key_changelist")
+    for query in ({}, {"o": "1"}, {"o": "-6.2"}):
+        found = client.get(page, query).context["cl"].queryset
+        assert set(found.query.order_by) == {"-created_at", "-pk"}
+
+
 def test_site_side_bar_lists_what_the_role_may_see(desk: Desk) -> None:
     text = text_of(browser(desk.approver).get("/admin/"))
     assert "Break-glass actions" in text
@@ -165,8 +200,8 @@ def test_site_filters_list_no_values_of_rows() -> None:
     """The cost of opening a list does not grow with its rows: a filter's values are those that the code defines."""
     fields = [
         (model._meta.label, name, get_fields_from_path(model, name)[-1])
-        for model, model_admin in admin.site._registry.items()
-        for name in model_admin.list_filter
+        for model, registered in admin.site._registry.items()
+        for name in registered.list_filter
         if isinstance(name, str)
     ]
     assert len(fields) > 20

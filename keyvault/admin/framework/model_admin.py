@@ -60,6 +60,10 @@ _MAX_COUNTED = 10_000
 """Maximum rows that a list counts and paginates. Filters and the search reach all rows."""
 
 
+_MAX_FOUND = 1_000
+"""Maximum rows that a search finds by each field and word, the first in the order of the list."""
+
+
 class BoundedPaginator(_Paginator):
     """Paginator of the first _MAX_COUNTED rows, so that the count does not read a whole table."""
 
@@ -74,7 +78,7 @@ class BoundedPaginator(_Paginator):
 
 
 class ConsoleList(ChangeList):
-    """List whose rows link to their own pages."""
+    """List whose rows link to their own pages, and which is sorted only by the columns of `sortable_by`."""
 
     def url_for_result(self, result: Model) -> str:
         model_admin = self.model_admin
@@ -82,9 +86,17 @@ class ConsoleList(ChangeList):
             raise TypeError(f"{model_admin} is not a ConsoleModelAdmin")
         return model_admin.url_of(result)
 
+    def get_ordering_field(self, field_name: Any) -> str | None:
+        is_sortable = self.sortable_by is None or field_name in self.sortable_by
+        return super().get_ordering_field(field_name) if is_sortable else None
+
 
 class ConsoleModelAdmin(Guarded, _ModelAdmin):
-    """Model admin of one model. Subclasses define the view permissions, the page contents and the actions."""
+    """Model admin of one model. Subclasses define the view permissions, the page contents and the actions.
+
+    Models with a row for each key or request set `sortable_by = ()`, since sorting by a column reads all rows, and
+    search by `=` fields only, each of which has an index.
+    """
 
     section = ""
     singular = ""
@@ -142,6 +154,23 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         """Return what this model admin adds to the page of another model's row."""
         return None
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Return the rows that have each of the words in a field of `search_fields`; the second value is for Django.
+
+        A field with `=` equals the word, others contain it. Each field is searched by itself, with its own index: one
+        condition over the columns of several tables would read all rows.
+        """
+        rows = self.model._base_manager.order_by(*self.get_ordering(request))
+        for word in search_term.split():
+            ids: set[object] = set()
+            for name in self.search_fields:
+                lookup = f"{name[1:]}__exact" if name.startswith("=") else f"{name}__icontains"
+                ids.update(rows.filter(**{lookup: word}).values_list("pk", flat=True)[:_MAX_FOUND])
+            queryset = queryset.filter(pk__in=ids)
+        return queryset, False
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return ConsoleList
@@ -350,9 +379,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         self, title: str, rows: QuerySet[Any] | list[Any], query: str, tone: str = "plain"
     ) -> AttentionItem:
         """Build the attention item for these rows; `query` filters the list that it links to."""
-        found = list(rows[:_MAX_ATTENTION_ROWS])
+        found = list(rows[: _MAX_ATTENTION_ROWS + 1])
         lines = [self.line_of(row) for row in found[:_MAX_LINES]]
-        return AttentionItem(title, self.list_url(query), len(found), lines, tone)
+        count = min(len(found), _MAX_ATTENTION_ROWS)
+        return AttentionItem(title, self.list_url(query), count, lines, tone, has_more=len(found) > count)
 
     def create_links(self, request: HttpRequest) -> list[Link]:
         """Return links to the create actions that the operator may use, for the front page."""

@@ -73,13 +73,17 @@ class Extras:
 
 @dataclass(frozen=True, slots=True)
 class AttentionItem:
-    """Rows that need the operator's attention; `lines` shows the first few, `count` is the total."""
+    """Rows that need the operator's attention.
+
+    `lines` shows the first few. `count`: all of them, or the maximum that is counted, and then `has_more`.
+    """
 
     title: str
     url: str
     count: int
     lines: Sequence["Line"] = field(default_factory=tuple)
     tone: str = "plain"
+    has_more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,9 +187,10 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         "=issuance_request_id",
         "=key__key_id",
         "=credential__credential_id",
-        "account__merchant__merchant_id",
+        "=account__merchant__merchant_id",
     )
-    search_help_text = "By request id, key id, credential id or merchant."
+    search_help_text = "By request id, key id, credential id or merchant id."
+    sortable_by = ()
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:

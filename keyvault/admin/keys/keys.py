@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
-from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
@@ -176,10 +175,11 @@ class KeyAdmin(ConsoleModelAdmin):
 
     list_display = ("key_id", "state_badge", "account", "kind", "first_used", "last_used", "expires")
     list_filter = ("state", "credential__account__environment", "credential__kind", EXPOSED_FILTER)
-    search_fields = ("=key_id", "=credential__credential_id", "credential__account__merchant__merchant_id")
+    search_fields = ("=key_id", "=credential__credential_id", "=credential__account__merchant__merchant_id")
     search_help_text = (
-        "By key id (the 16 characters after the third underscore), credential id or merchant. Times are UTC."
+        "By key id (the 16 characters after the third underscore), credential id or merchant id. Times are UTC."
     )
+    sortable_by = ()
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
@@ -207,19 +207,15 @@ class KeyAdmin(ConsoleModelAdmin):
         context = {"title": detail.title, "detail": detail, "sections": detail.sections, "crumbs": crumbs}
         return page(self.admin_site, request, "detail", context)
 
-    @admin.display(ordering="credential__account__merchant_id")
     def account(self, key: Key) -> str:
         return str(key.credential.account)
 
-    @admin.display(ordering="credential__kind")
     def kind(self, key: Key) -> str:
         return str(key.credential.kind)
 
     state_badge = badge_column("state", "state")
-    first_used = moment_column(
-        "first used", lambda key: use_of(key, "first_at"), ordering="use__first_at", missing="never"
-    )
-    last_used = moment_column("last used", lambda key: use_of(key, "last_at"), ordering="use__last_at", missing="never")
+    first_used = moment_column("first used", lambda key: use_of(key, "first_at"), missing="never")
+    last_used = moment_column("last used", lambda key: use_of(key, "last_at"), missing="never")
     expires = moment_column("expires", "expires_at", missing="never")
 
     def account_of(self, row: Key) -> Account:

@@ -100,6 +100,7 @@ class NoticeAdmin(ConsoleModelAdmin):
     list_display = ("kind", "state_badge", "merchant", "environment_badge", "about", "created")
     list_filter = (ALARM_FILTER, "account__environment", "kind")
     search_fields = ("=subject", "=notice_id", "=account__merchant__merchant_id")
+    sortable_by = ()
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return list_notices().select_related("account__merchant", "seen_by")
@@ -107,11 +108,10 @@ class NoticeAdmin(ConsoleModelAdmin):
     state_badge = badge_column("state", _state)
     created = moment_column("when (UTC)", "created_at")
 
-    @admin.display(ordering="account__merchant_id")
     def merchant(self, notice: Notice) -> str:
         return NOTHING if notice.account is None else str(notice.account.merchant_id)
 
-    @admin.display(description="environment", ordering="account__environment")
+    @admin.display(description="environment")
     def environment_badge(self, notice: Notice) -> SafeString | str:
         return NOTHING if notice.account is None else badge(notice.account.environment)
 

@@ -39,6 +39,7 @@ class RefusalAdmin(ConsoleModelAdmin):
     list_filter = ("environment", state_filter(_BY_CODE, name="code", title="code"), "door")
     search_fields = ("=request_id", "=key_id", "=merchant_id")
     search_help_text = "By request id, key id or merchant id. Refusals are stored for 30 days."
+    sortable_by = ()
     ordering = ("-at",)
 
     def get_urls(self) -> list[URLPattern]:
@@ -60,7 +61,7 @@ class RefusalAdmin(ConsoleModelAdmin):
 
     when = moment_column("when (UTC)", "at")
 
-    @admin.display(description="key", ordering="key_id")
+    @admin.display(description="key")
     def key(self, row: Refusal) -> SafeString | str:
         return _key(row)
 

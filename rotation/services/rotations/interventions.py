@@ -471,7 +471,7 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
     with recorded(
         grant, P.ISSUANCE_COLLECT, "rotation.collected", account=account, **about(rotation), key_id=key.key_id
     ):
-        rotation.compare_and_swap(collected_at=grant.at)
+        rotation.compare_and_swap(collected_at=grant.at, awaits_requester=False)
         is_secret = rotation.credential.kind != KeyKind.PUBLIC
         if is_secret and account.environment == Environment.PRODUCTION:
             covering = [row for row in (rotation.campaign_id, rotation.standing_approval_id) if row is not None]

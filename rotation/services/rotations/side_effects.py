@@ -22,7 +22,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
 from keyvault.domain.issuance import Delivery
-from keyvault.domain.keys import DEAD_STATES
+from keyvault.domain.keys import DEAD_STATES, KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import seal_to
@@ -172,7 +172,11 @@ class Effects:
         with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.delivered", account=account, **about(rotation)):
             if version is not None and version != key.backend_version:
                 note_stored(grant, key, version)
-            rotation.compare_and_swap(delivered_at=grant.at, handover=handover or rotation.handover)
+            rotation.compare_and_swap(
+                delivered_at=grant.at,
+                handover=handover or rotation.handover,
+                awaits_requester=_is_shown_to_requester(rotation),
+            )
             seen: dict[str, JsonValue] = {"key_id": key.key_id, "backend_version": version}
             note_evidence(rotation, EvidenceKind.DELIVERED, seen, grant.at)
             announce_replacement(grant, rotation)
@@ -383,6 +387,13 @@ def find_recipient(credential: Credential) -> str | None:
         return None
     asked = IssuanceRequest.objects.filter(key__credential=credential).exclude(recipient_public_key="")
     return asked.order_by("-created_at").values_list("recipient_public_key", flat=True).first()
+
+
+def _is_shown_to_requester(rotation: Rotation) -> bool:
+    """Whether only the operator who requested the rotation receives the replacement, and has not collected it."""
+    credential = rotation.credential
+    is_shown_once = credential.delivery == Delivery.SHOW_ONCE and credential.kind == KeyKind.PRIVATE
+    return is_shown_once and rotation.requested_via_id is None and rotation.collected_at is None
 
 
 def _replacement(rotation: Rotation) -> Key:

@@ -311,6 +311,34 @@ def test_key_of_a_reissued_credential_is_collected_after_it_completed(desk: Desk
     assert SHAPED.search(text_of(send(row, "collect", client))) is not None
 
 
+def test_replacement_is_listed_for_its_requester_until_it_is_collected(desk: Desk) -> None:
+    """The list that the front page links to shows each replacement that waits, and no other."""
+    rows = []
+    for label in ("collected", "revoked", "waiting"):
+        key, _ = issue(desk.sandbox, delivery=Delivery.SHOW_ONCE, label=label)
+        row = request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox), key.credential, PlanOverrides())
+        advance_rotation(row.pk)
+        rows.append(get_rotation(row.pk))
+    stored, _ = issue(desk.sandbox, delivery=Delivery.SECRET_BACKEND, label="stored")
+    row = request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox), stored.credential, PlanOverrides())
+    advance_rotation(row.pk)
+    client = browser(desk.tam)
+    listed = f"{address('rotation_rotation_changelist')}?collection=open"
+
+    def waiting() -> set[str]:
+        return set(client.get(listed).context["cl"].result_list.values_list("credential__label", flat=True))
+
+    assert waiting() == {"collected", "revoked", "waiting"}
+    assert SHAPED.search(text_of(send(rows[0], "collect", client))) is not None
+    assert rows[1].replacement is not None
+    allowed = grant(desk.responder, P.KEYS_REVOKE, desk.sandbox)
+    revoke_key(allowed, rows[1].replacement, RevocationReason.UNSPECIFIED)
+    assert waiting() == {"waiting"}
+    front = client.get("/admin/")
+    (item,) = [each for each in front.context["attention_items"] if each.title == "Replacements to collect"]
+    assert (item.url, item.count, [line.label for line in item.lines]) == (listed, 1, ["acme/sandbox · waiting"])
+
+
 def test_public_replacement_is_shown_on_its_own_page_and_not_collectable(desk: Desk) -> None:
     row = delivered(desk, KeyKind.PUBLIC)
     client = browser(desk.tam)
