@@ -1,5 +1,10 @@
-# anchor: signs checkpoints of the audit chain. The signing key never leaves the server.
+# anchor: signs checkpoints of the audit chain, and records the newest one. The signing key never leaves the server.
 
 path "PREFIX-anchor-SCOPE/sign/audit" {
   capabilities = ["update"]
+}
+
+# The number and digest of the newest checkpoint. A database that was set back or rewritten does not match them.
+path "PREFIX-evidence-SCOPE/data/checkpoint" {
+  capabilities = ["create", "update"]
 }

@@ -18,3 +18,13 @@ path "PREFIX-peppers-SCOPE/config" {
 path "PREFIX-anchor-SCOPE/keys/audit" {
   capabilities = ["read"]
 }
+
+# The number and digest of the newest checkpoint. Only the anchor can write them.
+path "PREFIX-evidence-SCOPE/data/checkpoint" {
+  capabilities = ["read"]
+}
+
+# vault_doctor checks the configuration of the mount.
+path "PREFIX-evidence-SCOPE/config" {
+  capabilities = ["read"]
+}

@@ -30,6 +30,7 @@ class NoticeKind(StrEnum):
     OPERATOR_LOCKED = "operator.locked"
     ADDRESS_LOCKED = "address.locked"
     REVOCATION_LOG_LOSS_ACCEPTED = "journal.loss_accepted"
+    AUDIT_ROLLBACK_ACCEPTED = "audit.rollback_accepted"
     CLOCK_DIFFERS = "clock.differs"
     PROCESS_LOST = "process.lost"
 
@@ -51,6 +52,7 @@ ALARMS = frozenset(
         NoticeKind.OPERATOR_LOCKED,
         NoticeKind.ADDRESS_LOCKED,
         NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED,
+        NoticeKind.AUDIT_ROLLBACK_ACCEPTED,
         NoticeKind.CLOCK_DIFFERS,
         NoticeKind.PROCESS_LOST,
     }
@@ -59,6 +61,7 @@ ALARMS = frozenset(
 
 WITHOUT_ACCOUNT = frozenset(
     {NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED, NoticeKind.CLOCK_DIFFERS, NoticeKind.PROCESS_LOST}
+    | {NoticeKind.AUDIT_ROLLBACK_ACCEPTED}
 )
 """Events of the installation, which belong to no merchant's account."""
 

@@ -33,6 +33,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
 from keyvault.backends.private_files import ensure_private_directory, sync_folder
+from keyvault.domain.checkpoints import CheckpointMark
 from keyvault.domain.ids import Subject
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation_log import Committed, DamagedLineError, Ended, LogLine, Opened, line_bytes, parse_line
@@ -147,13 +148,28 @@ def read_lines(offset: int = 0) -> Iterator[tuple[int, LogLine | None]]:
 
 
 def find_progress_line() -> int:
-    """Return the byte offset of the last `CaughtUp` line, 0 without one. Searches from the end. Raises OSError."""
+    """Return the byte offset of the last `CaughtUp` line, 0 without one. Raises OSError."""
+    return next(_find_backwards(_CAUGHT_UP_MARKER), 0)
+
+
+def find_checkpoint_mark(scope: str) -> CheckpointMark | None:
+    """Return the newest checkpoint of a scope that this host's log records. Raises OSError."""
+    for offset in _find_backwards(f'"scope":"{scope}","what":"checkpoint"'.encode()):
+        line = next((line for _, line in read_lines(offset)), None)
+        if isinstance(line, CheckpointMark):
+            return line
+    return None
+
+
+def _find_backwards(marker: bytes) -> Iterator[int]:
+    """Yield the byte offset of each line that contains the marker, the last one first. Raises OSError."""
     with settings.REVOCATION_LOG.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
-            return 0
+            return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            found = text.rfind(_CAUGHT_UP_MARKER)
-            return 0 if found < 0 else text.rfind(b"\n", 0, found) + 1
+            found = len(text)
+            while (found := text.rfind(marker, 0, found)) >= 0:
+                yield text.rfind(b"\n", 0, found) + 1
 
 
 @cache

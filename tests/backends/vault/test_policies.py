@@ -57,6 +57,18 @@ ANCHOR: dict[str, Act] = {
     "take out": lambda client, mount: client.read(f"{mount}/export/signing-key/audit"),
     "other key": lambda client, mount: client.write_data(f"{mount}/keys/other", data={"type": "ed25519"}),
 }
+EVIDENCE: dict[str, Act] = {
+    "record": lambda client, mount: _put(client, mount, "checkpoint", 1),
+    "record elsewhere": lambda client, mount: _put(client, mount, "other", 0),
+    "read evidence": lambda client, mount: client.read(f"{mount}/data/checkpoint"),
+    "list": lambda client, mount: client.list(f"{mount}/metadata"),
+    "delete newest": lambda client, mount: client.delete(f"{mount}/data/checkpoint"),
+    "delete": lambda client, mount: client.write_data(f"{mount}/delete/checkpoint", data={"versions": [1]}),
+    "forget": lambda client, mount: client.delete(f"{mount}/metadata/checkpoint"),
+    "destroy": lambda client, mount: client.write_data(f"{mount}/destroy/checkpoint", data={"versions": [1]}),
+    "configure": lambda client, mount: client.write_data(f"{mount}/config", data={"cas_required": False}),
+    "see configuration": lambda client, mount: client.read(f"{mount}/config"),
+}
 SERVER: dict[str, Act] = {
     "make a token": lambda client, own: client.write_data("auth/token/create", data={}),
     "widen its policy": lambda client, own: client.write_data(f"sys/policies/acl/{own}", data={"policy": ""}),
@@ -68,6 +80,7 @@ SERVER: dict[str, Act] = {
     "look at entities": lambda client, own: client.list("identity/entity/id"),
 }
 ACTS = {SecretsEngine.KEYS: KEYS, SecretsEngine.PEPPERS: PEPPERS, SecretsEngine.ANCHOR: ANCHOR}
+ACTS[SecretsEngine.EVIDENCE] = EVIDENCE
 
 ALLOWED: dict[VaultRole, set[str]] = {
     VaultRole.ISSUER: {"create", "replace"},
@@ -80,7 +93,7 @@ ALLOWED: dict[VaultRole, set[str]] = {
     VaultRole.KEEPER: {"replace", "destroy"},
     VaultRole.ANCHOR: {"sign"},
 }
-"""Acts on the role's own mount; except for the public keys that `lookup` reads, none on any other mount."""
+"""Acts on the role's own mount. On others, `lookup` reads public keys and evidence, and `anchor` writes evidence."""
 
 LOGINS = list_logins(SCOPES)
 
@@ -96,6 +109,8 @@ def _fill(made: InstalledVault) -> None:
             _put(made.admin, made.layout.mount(SecretsEngine.KEYS, scope), f"1/{path}", 0)
     for scope in scopes_of(SecretsEngine.PEPPERS):
         _put(made.admin, made.layout.mount(SecretsEngine.PEPPERS, scope), "hmac", 0)
+    for scope in scopes_of(SecretsEngine.EVIDENCE):
+        _put(made.admin, made.layout.mount(SecretsEngine.EVIDENCE, scope), "checkpoint", 0)
 
 
 def _logged_in(made: InstalledVault, name: str) -> hvac.Client:
@@ -131,6 +146,10 @@ def test_policy_of_a_role_allows_only_its_own_calls(
     wanted = {(installed_vault.layout.mount(_engine(role), scope), act) for act in ALLOWED[role]}
     if role is VaultRole.LOOKUP:
         wanted.add((installed_vault.layout.mount(SecretsEngine.ANCHOR, scope), "see public key"))
+        evidence = installed_vault.layout.mount(SecretsEngine.EVIDENCE, scope)
+        wanted |= {(evidence, "read evidence"), (evidence, "see configuration")}
+    if role is VaultRole.ANCHOR:
+        wanted.add((installed_vault.layout.mount(SecretsEngine.EVIDENCE, scope), "record"))
     found = {
         (mount, act)
         for engine, _, mount in _places(installed_vault.layout)
