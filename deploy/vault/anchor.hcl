@@ -1,4 +1,4 @@
-# anchor: signs checkpoints of the audit chain, and records the newest one. The signing key never leaves the server.
+# anchor: signs checkpoints of the audit chain, and records evidence. The signing key never leaves the server.
 
 path "PREFIX-anchor-SCOPE/sign/audit" {
   capabilities = ["update"]
@@ -7,4 +7,14 @@ path "PREFIX-anchor-SCOPE/sign/audit" {
 # The number and digest of the newest checkpoint. A database that was set back or rewritten does not match them.
 path "PREFIX-evidence-SCOPE/data/checkpoint" {
   capabilities = ["create", "update"]
+}
+
+# The newest revocations.
+path "PREFIX-evidence-SCOPE/data/revocations" {
+  capabilities = ["create", "update"]
+}
+
+# Segments of older revocations: written once.
+path "PREFIX-evidence-SCOPE/data/revocations/*" {
+  capabilities = ["create"]
 }

@@ -24,6 +24,15 @@ path "PREFIX-evidence-SCOPE/data/checkpoint" {
   capabilities = ["read"]
 }
 
+# The revocation anchor, from which a host without a revocation log rebuilds it.
+path "PREFIX-evidence-SCOPE/data/revocations" {
+  capabilities = ["read"]
+}
+
+path "PREFIX-evidence-SCOPE/data/revocations/*" {
+  capabilities = ["read"]
+}
+
 # vault_doctor checks the configuration of the mount.
 path "PREFIX-evidence-SCOPE/config" {
   capabilities = ["read"]

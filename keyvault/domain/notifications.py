@@ -31,6 +31,7 @@ class NoticeKind(StrEnum):
     ADDRESS_LOCKED = "address.locked"
     REVOCATION_LOG_LOSS_ACCEPTED = "journal.loss_accepted"
     AUDIT_ROLLBACK_ACCEPTED = "audit.rollback_accepted"
+    ANCHOR_LATE = "anchor.late"
     CLOCK_DIFFERS = "clock.differs"
     PROCESS_LOST = "process.lost"
 
@@ -53,6 +54,7 @@ ALARMS = frozenset(
         NoticeKind.ADDRESS_LOCKED,
         NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED,
         NoticeKind.AUDIT_ROLLBACK_ACCEPTED,
+        NoticeKind.ANCHOR_LATE,
         NoticeKind.CLOCK_DIFFERS,
         NoticeKind.PROCESS_LOST,
     }
@@ -61,7 +63,7 @@ ALARMS = frozenset(
 
 WITHOUT_ACCOUNT = frozenset(
     {NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED, NoticeKind.CLOCK_DIFFERS, NoticeKind.PROCESS_LOST}
-    | {NoticeKind.AUDIT_ROLLBACK_ACCEPTED}
+    | {NoticeKind.AUDIT_ROLLBACK_ACCEPTED, NoticeKind.ANCHOR_LATE}
 )
 """Events of the installation, which belong to no merchant's account."""
 

@@ -12,6 +12,7 @@ from keyvault.backends.vault.layout import (
     CHECKPOINT_PATH,
     ENGINE_OF,
     PEPPER_PATH,
+    REVOCATIONS_PATH,
     SCOPES,
     SIGNING_KEY,
     Layout,
@@ -43,8 +44,12 @@ _OWN: Final[Mapping[VaultRole, Mapping[str, str]]] = {
 
 _FURTHER: Final[Mapping[tuple[VaultRole, SecretsEngine], Mapping[str, str]]] = {
     (VaultRole.LOOKUP, SecretsEngine.ANCHOR): {"keys": "read"},
-    (VaultRole.LOOKUP, SecretsEngine.EVIDENCE): {"data": "read", "config": "read"},
-    (VaultRole.ANCHOR, SecretsEngine.EVIDENCE): {"data": "create update"},
+    (VaultRole.LOOKUP, SecretsEngine.EVIDENCE): {"data": "read", "newest": "read", "segment": "read", "config": "read"},
+    (VaultRole.ANCHOR, SecretsEngine.EVIDENCE): {
+        "data": "create update",
+        "newest": "create update",
+        "segment": "create",
+    },
 }
 """Capabilities in other mounts of the role's scope."""
 
@@ -100,6 +105,9 @@ def _mount_paths(layout: Layout, engine: SecretsEngine, scope: str) -> Iterator[
     place = {SecretsEngine.PEPPERS: PEPPER_PATH, SecretsEngine.EVIDENCE: CHECKPOINT_PATH}.get(engine, "0/probe")
     for kind in _KV_KINDS:
         yield kind, f"{mount}/{kind}/{place}"
+    if engine is SecretsEngine.EVIDENCE:
+        yield "newest", f"{mount}/data/{REVOCATIONS_PATH}"
+        yield "segment", f"{mount}/data/{REVOCATIONS_PATH}/probe"
     yield "config", f"{mount}/config"
 
 

@@ -19,12 +19,14 @@ SIGNING_KEY = "audit"
 PEPPER_PATH = "hmac"
 CHECKPOINT_PATH = "checkpoint"
 """Path of the newest checkpoint's number and digest in each mount of evidence."""
+REVOCATIONS_PATH = "revocations"
+"""Path of the newest revocations in the mount of evidence; the segments of older ones are below it."""
 
 
 class SecretsEngine(StrEnum):
     """Kinds of mount: one of each per scope; scope `service` has no `keys` mount.
 
-    `anchor` signs audit checkpoints. `evidence` holds the number and digest of the newest one.
+    `anchor` signs audit checkpoints. `evidence` holds the number and digest of the newest one, and the revocations.
     """
 
     KEYS = "keys"

@@ -59,6 +59,11 @@ ANCHOR: dict[str, Act] = {
 }
 EVIDENCE: dict[str, Act] = {
     "record": lambda client, mount: _put(client, mount, "checkpoint", 1),
+    "record revocations": lambda client, mount: _put(client, mount, "revocations", 1),
+    "add segment": lambda client, mount: _put(client, mount, "revocations/new", 0),
+    "replace segment": lambda client, mount: _put(client, mount, "revocations/old", 1),
+    "read revocations": lambda client, mount: client.read(f"{mount}/data/revocations"),
+    "read segment": lambda client, mount: client.read(f"{mount}/data/revocations/old"),
     "record elsewhere": lambda client, mount: _put(client, mount, "other", 0),
     "read evidence": lambda client, mount: client.read(f"{mount}/data/checkpoint"),
     "list": lambda client, mount: client.list(f"{mount}/metadata"),
@@ -110,7 +115,8 @@ def _fill(made: InstalledVault) -> None:
     for scope in scopes_of(SecretsEngine.PEPPERS):
         _put(made.admin, made.layout.mount(SecretsEngine.PEPPERS, scope), "hmac", 0)
     for scope in scopes_of(SecretsEngine.EVIDENCE):
-        _put(made.admin, made.layout.mount(SecretsEngine.EVIDENCE, scope), "checkpoint", 0)
+        for path in ("checkpoint", "revocations", "revocations/old"):
+            _put(made.admin, made.layout.mount(SecretsEngine.EVIDENCE, scope), path, 0)
 
 
 def _logged_in(made: InstalledVault, name: str) -> hvac.Client:
@@ -147,9 +153,11 @@ def test_policy_of_a_role_allows_only_its_own_calls(
     if role is VaultRole.LOOKUP:
         wanted.add((installed_vault.layout.mount(SecretsEngine.ANCHOR, scope), "see public key"))
         evidence = installed_vault.layout.mount(SecretsEngine.EVIDENCE, scope)
-        wanted |= {(evidence, "read evidence"), (evidence, "see configuration")}
+        acts = ("read evidence", "read revocations", "read segment", "see configuration")
+        wanted |= {(evidence, act) for act in acts}
     if role is VaultRole.ANCHOR:
-        wanted.add((installed_vault.layout.mount(SecretsEngine.EVIDENCE, scope), "record"))
+        evidence = installed_vault.layout.mount(SecretsEngine.EVIDENCE, scope)
+        wanted |= {(evidence, act) for act in ("record", "record revocations", "add segment")}
     found = {
         (mount, act)
         for engine, _, mount in _places(installed_vault.layout)

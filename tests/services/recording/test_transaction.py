@@ -191,7 +191,9 @@ def _replay(scene: Scene) -> Callable[[], object]:
 def _accept_loss(scene: Scene) -> Callable[[], object]:
     issue(scene.sandbox)
     settings.REVOCATION_LOG.unlink()
-    return lambda: log_opening.accept_loss(grant(HOST, P.REVOCATIONS_REPLAY), scene.admin, "the disk is gone")
+    return lambda: log_opening.accept_loss(
+        grant(HOST, P.REVOCATIONS_REPLAY), scene.admin, scene.tam, "the disk is gone"
+    )
 
 
 def _accept_rollback(scene: Scene) -> Callable[[], object]:
