@@ -266,9 +266,10 @@ def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> None:
     from keyvault.services.limits.sign_in_attempts import attempts
     from keyvault.services.usage.recorder import usage_log
 
-    from .factories import renew_revocation_log
+    from .factories import forget_evidence, renew_revocation_log
 
     renew_revocation_log(data_dir / "revocation_log")
+    forget_evidence(data_dir / "keystore.sqlite3")
     limiter.cache_clear()
     failed_proofs.cache_clear()
     attempts.cache_clear()

@@ -14,8 +14,9 @@ test that asks for peppers and builds nothing calls `have_peppers()`; one that h
 Every builder acts at `now()` unless it gets `at=`.
 """
 
+import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
@@ -63,6 +64,16 @@ INSTALLATION = "installation-of-the-tests"
 def renew_revocation_log(path: Path) -> None:
     """An empty log of this host, as the first start of the tests' installation makes it."""
     path.write_bytes(line_bytes(Opened(INSTALLATION, now())))
+
+
+def forget_evidence(keystore: Path) -> None:
+    """Empty the keystore's evidence of earlier tests' databases, which would make this one's look set back."""
+    if not keystore.exists():
+        return
+    with closing(sqlite3.connect(keystore, timeout=20, isolation_level=None)) as connection:
+        has_table = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'records'").fetchone()
+        if has_table and connection.execute("SELECT 1 FROM records WHERE mount = 'evidence' LIMIT 1").fetchone():
+            connection.execute("DELETE FROM records WHERE mount = 'evidence'")
 
 
 def have_peppers() -> None:

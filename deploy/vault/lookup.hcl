@@ -18,3 +18,22 @@ path "PREFIX-peppers-SCOPE/config" {
 path "PREFIX-anchor-SCOPE/keys/audit" {
   capabilities = ["read"]
 }
+
+# The number and digest of the newest checkpoint. Only the anchor can write them.
+path "PREFIX-evidence-SCOPE/data/checkpoint" {
+  capabilities = ["read"]
+}
+
+# The revocation anchor, from which a host without a revocation log rebuilds it.
+path "PREFIX-evidence-SCOPE/data/revocations" {
+  capabilities = ["read"]
+}
+
+path "PREFIX-evidence-SCOPE/data/revocations/*" {
+  capabilities = ["read"]
+}
+
+# vault_doctor checks the configuration of the mount.
+path "PREFIX-evidence-SCOPE/config" {
+  capabilities = ["read"]
+}

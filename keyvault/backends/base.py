@@ -8,22 +8,28 @@ happen inside a database transaction. After an ambiguous reply to a write, the c
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 from keyvault.domain.errors import DependencyUnavailableError, ErrorCode, KeyvaultError
 from keyvault.domain.plaintext import Plaintext
 
 
 class Mount(StrEnum):
-    """Separate stores that share nothing: one for each environment's keys, one for the peppers.
+    """Separate stores that share nothing: one for each environment's keys, one for the peppers, one for evidence.
 
+    `evidence` has what must outlive the database, and nothing secret. A path begins with its scope.
     `audit` has the keys that sign the audit log and exists in the local keystore only. In a Vault they are in Transit.
     """
 
     SANDBOX = "sandbox"
     PRODUCTION = "production"
     PEPPERS = "peppers"
+    EVIDENCE = "evidence"
     AUDIT = "audit"
+
+
+EVIDENCE_VERSIONS: Final = 10
+"""Maximum versions per path of evidence; the backend erases older ones."""
 
 
 class VersionState(StrEnum):

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.backends.base import (
+    EVIDENCE_VERSIONS,
     BackendConflictError,
     BackendInvalidError,
     BackendMissingError,
@@ -116,6 +117,11 @@ class LocalKeystore:
                 "INSERT INTO records (mount, path, version, state, nonce, sealed) VALUES (?, ?, ?, 'live', ?, ?)",
                 (mount, path, version, nonce, sealed),
             )
+            if mount is Mount.EVIDENCE:
+                connection.execute(
+                    "DELETE FROM records WHERE mount = ? AND path = ? AND version <= ?",
+                    (mount, path, version - EVIDENCE_VERSIONS),
+                )
         return version
 
     def read(self, mount: Mount, path: str, version: int | None = None) -> StoredSecret:

@@ -32,6 +32,12 @@ _checkpoint = Gauge(
     multiprocess_mode="livemax",
 )
 
+_anchor = Gauge(
+    "keyvault_revocation_anchor_timestamp_seconds",
+    "Time up to which every revocation is in the revocation anchor; the age of this time is the anchor's lag.",
+    multiprocess_mode="livemax",
+)
+
 _from_memory = Counter("keyvault_verdicts_from_memory", "Verdicts from memory: allowed keys and repeated refusals.")
 _denials = Counter("keyvault_denials", "Denied requests for an endpoint, by the code of the answer.", ["code"])
 _feed_age = Gauge(
@@ -116,6 +122,10 @@ def note_ready(is_ready: bool) -> None:
 
 def note_pepper(pepper_set: str, version: int) -> None:
     _pepper.labels(pepper_set).set(version)
+
+
+def note_anchor(until: datetime) -> None:
+    _anchor.set(until.timestamp())
 
 
 def note_checkpoint(scope: str, at: datetime) -> None:

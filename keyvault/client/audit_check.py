@@ -12,9 +12,11 @@ database, no network.
   regularly.
 - `--partial`: required for an export made with `--scope` or `--since`. An incomplete export is refused otherwise.
 
-It proves that without the signing key, no entry up to the newest checkpoint of its scope was edited, reordered, added
-or removed. It does not prove that an entry was true when it was written. Entries after that checkpoint are chained,
-not signed. Only `--kept` detects that the newest checkpoints were removed together with their entries.
+It proves that without the signing key, no entry was edited, reordered, added or removed after the checkpoint that signs
+it. It proves nothing about the time before: a checkpoint that signs an entry older than an hour is reported as late.
+Nor does it prove that an entry was true when it was written. Entries after the newest checkpoint are chained, not
+signed. Only `--kept` detects a log whose checkpoints were removed, and which was then cut, or rewritten and signed
+again. On the service's host, `manage.py audit_verify` compares with the newest checkpoint outside the database.
 
 Exit status 0: the log is intact. 1: it is not. 2: the files or the arguments are invalid.
 """
@@ -31,10 +33,11 @@ from typing import Any
 from keyvault.client.export_check import ExportCheck, ExportError, ScopeCheck
 from keyvault.domain.audit_records import gather_kept, parse_public_keys, parse_record
 
-PROVES = "Without the signing key, no entry that a checkpoint signs was edited, reordered, added or removed."
+PROVES = "Without the signing key, no entry was edited, reordered, added or removed after the checkpoint that signs it."
 LIMITS = (
     "Entries after a scope's newest checkpoint are chained, but not signed yet.",
-    "Only --kept detects newest checkpoints that were removed together with their entries.",
+    "Until a checkpoint signs an entry, a person who can write to the database can change it.",
+    "Only --kept detects that checkpoints were removed and the log was cut, or rewritten and signed again.",
     "The public keys are trusted as given: compare them with those of the Vault.",
 )
 
@@ -136,6 +139,8 @@ def _scope_answer(scope: ScopeCheck) -> dict[str, Any]:
         "signer": None if signed is None else signed.signer,
         "key_version": None if signed is None else signed.key_version,
         "unsigned_entries": scope.unsigned,
+        "late": scope.walk.late,
+        "first_late": scope.walk.first_late,
         "broken": None if scope.broken is None else asdict(scope.broken),
     }
 
@@ -167,6 +172,8 @@ def _format_scope(name: str, scope: dict[str, Any], exported_at: datetime | None
             f"{_age(scope['newest_checkpoint_at'], exported_at)}, signed by {scope['signer']} (key version "
             f"{scope['key_version']}). Entries after it: {scope['unsigned_entries']}."
         )
+    if scope["late"]:
+        yield f"  LATE: {scope['late']} checkpoints sign entries older than an hour. The first: {scope['first_late']}."
     if scope["broken"] is not None:
         broken = scope["broken"]
         yield f"  BROKEN at {broken['chain']} {broken['sequence']}: {broken['why']}."

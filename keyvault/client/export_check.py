@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from keyvault.domain.audit import GENESIS, Break, ChainedEntry, find_fault
-from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportRecord, ExportStart
+from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportRecord, ExportStart, parse_time
 from keyvault.domain.checkpoints import CheckpointWalk, Head, KeptCheckpoints, PublicKeys, SignedCheckpoint, scope_of
 from keyvault.domain.digests import PepperSet
 
@@ -18,12 +18,16 @@ class ExportError(ValueError):
 
 @dataclass(slots=True)
 class ScopeCheck:
-    """The verification state of one scope. It stops at the first break."""
+    """The verification state of one scope. It stops at the first break.
+
+    `unsigned_since`: when the oldest entry of each chain was written that no checkpoint has signed yet.
+    """
 
     walk: CheckpointWalk
     entries: int = 0
     positions: dict[str, Head] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
+    unsigned_since: dict[str, datetime] = field(default_factory=dict)
     broken: Break | None = None
 
     @property
@@ -44,12 +48,16 @@ class ScopeCheck:
             self.broken = Break(entry.chain, sequence, why)
             return
         self.entries += 1
+        if entry.chain not in self.unsigned_since and (at := parse_time(entry.body)) is not None:
+            self.unsigned_since[entry.chain] = at
         self.positions[entry.chain] = Head(sequence, entry.hash)
 
     def take_checkpoint(self, signed: SignedCheckpoint, *, is_partial: bool) -> None:
         begins_later = is_partial and self.walk.newest is None and not self.positions
         self.walk.may_begin_later = begins_later
-        why = self.walk.take(signed, self._find_hash)
+        why = self.walk.take(signed, self._find_hash, lambda chain, _: self.unsigned_since.get(chain))
+        # Every checkpoint follows exactly the entries that it signs.
+        self.unsigned_since.clear()
         if why is not None:
             self.broken = Break(f"checkpoints:{self.walk.scope}", signed.number, why)
         elif begins_later and self.walk.newest is not None:

@@ -197,6 +197,15 @@ def _matches_position(body: bytes, chain: str, sequence: int) -> bool:
         return False
 
 
+def parse_time(body: bytes) -> datetime | None:
+    """Return when an entry was written, according to its bytes; None if they do not say."""
+    try:
+        at = datetime.fromisoformat(json.loads(body.decode())["at"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return at if at.tzinfo is not None else None
+
+
 def _text(raw: bytes) -> str:
     return base64.b64encode(raw).decode("ascii")
 

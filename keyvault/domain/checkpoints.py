@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from cryptography.exceptions import InvalidSignature
@@ -23,6 +23,7 @@ from keyvault.domain.canonical import canonical_bytes
 from keyvault.domain.digests import PepperSet
 
 FORMAT = "keyvault/checkpoint/v1"
+ROLLED_BACK = "the log was rolled back"
 FIRST = bytes(32)
 """Previous digest of the first checkpoint of a scope, 32 bytes."""
 
@@ -36,6 +37,11 @@ KeptCheckpoints = Mapping[tuple[str, int], frozenset[bytes]]
 """Digests of the checkpoints that an auditor kept, by scope and number. More than one digest means a forked log."""
 FindHash = Callable[[str, int], bytes | None]
 """Looks up the current hash of an entry by chain and number; None when the entry does not exist."""
+FindTime = Callable[[str, int], datetime | None]
+"""Looks up when an entry was written, by chain and number; None when that is unknown."""
+
+UNSIGNED_FOR = timedelta(hours=1)
+"""Maximum age of an unsigned entry. Until it is signed, a database writer can change it unnoticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,19 @@ class SignedCheckpoint:
     def digest(self) -> bytes:
         """SHA-256 over format, body and signature; the next checkpoint contains it as `previous`."""
         return hashlib.sha256(f"{FORMAT}\0".encode() + hashlib.sha256(self.body).digest() + self.signature).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMark:
+    """The newest checkpoint of a scope, recorded outside the database.
+
+    `number` 0: an operator accepted that there is none. `digest`: hexadecimal. `at`: when this was recorded.
+    """
+
+    scope: str
+    number: int
+    digest: str
+    at: datetime
 
 
 def scope_of(chain: str) -> str | None:
@@ -136,7 +155,8 @@ class CheckpointWalk:
     """Incremental verification of one scope's checkpoints, in their order.
 
     `keys` None: signatures are not checked. `may_begin_later`: the first checkpoint may have any number, and
-    verification starts from its content.
+    verification starts from its content. `late`: number of checkpoints that sign an entry older than UNSIGNED_FOR, and
+    `first_late` describes the first one.
     """
 
     scope: str
@@ -147,8 +167,10 @@ class CheckpointWalk:
     first: Checkpoint | None = None
     newest: Checkpoint | None = None
     newest_signed: SignedCheckpoint | None = None
+    late: int = 0
+    first_late: str | None = None
 
-    def take(self, signed: SignedCheckpoint, find_hash: FindHash) -> str | None:
+    def take(self, signed: SignedCheckpoint, find_hash: FindHash, find_time: FindTime) -> str | None:
         """Verify the next checkpoint against its predecessors and the entries.
 
         Returns why it is not valid, or None after making it the newest.
@@ -166,19 +188,36 @@ class CheckpointWalk:
             return why
         kept = self.kept.get((signed.scope, signed.number), frozenset())
         if kept - {signed.digest}:
-            return "it differs from the one that the auditor kept: the log was rewritten"
+            return "it differs from the one that was recorded outside the database: the log was rewritten"
+        self._note_late(checkpoint, find_time)
         self.count += 1
         self.first = self.first or checkpoint
         self.newest, self.newest_signed = checkpoint, signed
         return None
 
     def find_end_fault(self) -> tuple[int, str] | None:
-        """Return the first number that the auditor kept but this log lacks, with the fault. Call it last."""
+        """Return the first number that was kept but this log lacks, with the fault. Call it last."""
         last = 0 if self.newest is None else self.newest.number
         beyond = min((number for scope, number in self.kept if scope == self.scope and number > last), default=None)
         if beyond is None:
             return None
-        return beyond, f"the auditor kept it, but the checkpoints here end at {last}: the log was rolled back"
+        return beyond, f"it was recorded outside the database, but the checkpoints here end at {last}: {ROLLED_BACK}"
+
+    def _note_late(self, checkpoint: Checkpoint, find_time: FindTime) -> None:
+        """Note a checkpoint that signs an entry older than UNSIGNED_FOR."""
+        if self.newest is None and self.may_begin_later:
+            return
+        before = {} if self.newest is None else self.newest.heads
+        for chain, head in checkpoint.heads.items():
+            first = before[chain].sequence + 1 if chain in before else 1
+            written_at = find_time(chain, first) if first <= head.sequence else None
+            if written_at is not None and checkpoint.at - written_at > UNSIGNED_FOR:
+                self.late += 1
+                self.first_late = self.first_late or (
+                    f"checkpoint {checkpoint.number} of {checkpoint.at:%Y-%m-%d %H:%M} UTC signs entry {first} of "
+                    f"chain {chain}, written {written_at:%Y-%m-%d %H:%M} UTC"
+                )
+                return
 
     def _find_content_fault(self, signed: SignedCheckpoint, checkpoint: Checkpoint) -> str | None:
         columns = (self.scope, signed.number, signed.at or checkpoint.at)

@@ -32,6 +32,8 @@ class NoticeKind(StrEnum):
     OPERATOR_LOCKED = "operator.locked"
     ADDRESS_LOCKED = "address.locked"
     REVOCATION_LOG_LOSS_ACCEPTED = "journal.loss_accepted"
+    AUDIT_ROLLBACK_ACCEPTED = "audit.rollback_accepted"
+    ANCHOR_LATE = "anchor.late"
     CLOCK_DIFFERS = "clock.differs"
     PROCESS_LOST = "process.lost"
     APPROVAL_DISOWNED = "approval.disowned"
@@ -55,6 +57,8 @@ ALARMS = frozenset(
         NoticeKind.OPERATOR_LOCKED,
         NoticeKind.ADDRESS_LOCKED,
         NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED,
+        NoticeKind.AUDIT_ROLLBACK_ACCEPTED,
+        NoticeKind.ANCHOR_LATE,
         NoticeKind.CLOCK_DIFFERS,
         NoticeKind.PROCESS_LOST,
         NoticeKind.APPROVAL_DISOWNED,
@@ -65,6 +69,7 @@ ALARMS = frozenset(
 WITHOUT_ACCOUNT = frozenset(
     {NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED, NoticeKind.CLOCK_DIFFERS, NoticeKind.PROCESS_LOST}
     | {NoticeKind.APPROVAL_DISOWNED}
+    | {NoticeKind.AUDIT_ROLLBACK_ACCEPTED, NoticeKind.ANCHOR_LATE}
 )
 """Events of the installation, which belong to no merchant's account."""
 

@@ -8,6 +8,8 @@ feed. Any other line that fails its checksum is damaged.
     {"unit":"9f…","what":"committed"} a0…
     {"unit":"c4…","what":"dropped"} 77…
     {"sequence":7,"what":"looked"} 51…
+    {"sequence":7,"what":"anchored"} 0b…
+    {"at":…,"digest":"d0…","number":7,"scope":"sandbox","what":"checkpoint"} 6e…
 """
 
 import hashlib
@@ -17,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 
 from keyvault.domain.canonical import JsonValue, canonical_bytes
+from keyvault.domain.checkpoints import CheckpointMark
 
 
 class DamagedLineError(ValueError):
@@ -78,7 +81,14 @@ class CaughtUp:
     sequence: int
 
 
-LogLine = Opened | Ended | Committed | Dropped | CaughtUp
+@dataclass(frozen=True, slots=True)
+class Anchored:
+    """The log contains what the revocation anchor had up to this change sequence."""
+
+    sequence: int
+
+
+LogLine = Opened | Ended | Committed | Dropped | CaughtUp | Anchored | CheckpointMark
 
 _KINDS: dict[str, type[LogLine]] = {
     "opened": Opened,
@@ -86,6 +96,8 @@ _KINDS: dict[str, type[LogLine]] = {
     "committed": Committed,
     "dropped": Dropped,
     "looked": CaughtUp,
+    "anchored": Anchored,
+    "checkpoint": CheckpointMark,
 }
 _KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
 
@@ -93,7 +105,7 @@ _KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
 def line_bytes(line: LogLine) -> bytes:
     """Serialize a line, including its line feed."""
     fields: dict[str, JsonValue] = {**asdict(line), "what": _KIND_NAMES[type(line)]}
-    if isinstance(line, Ended | Opened):
+    if isinstance(line, Ended | Opened | CheckpointMark):
         fields["at"] = _format_time(line.at)
     if isinstance(line, Ended):
         del fields["expires_at"]
@@ -136,7 +148,7 @@ class ConfirmedLines:
         if isinstance(line, Ended) and line.unit:
             self._unconfirmed.setdefault(line.unit, []).append(line)
             return []
-        return [] if isinstance(line, Opened) else [line]
+        return [] if isinstance(line, Opened | Anchored | CheckpointMark) else [line]
 
     def list_unconfirmed(self, boot: str) -> list[list[Ended]]:
         """Return the unconfirmed revocations of the current boot, by transaction; none when `boot` is empty."""

@@ -346,8 +346,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_CHANGE_DAYS",
         "400",
-        "Retention of the change feed and its receipts, in days; at least 30. A new revocation log is filled from the "
-        "feed, so it does not protect a backup that is older.",
+        "Retention of the change feed and its receipts, in days; at least 30. A new revocation log or anchor is filled "
+        "from the feed, so it does not protect a backup that is older.",
         _count(30),
     ),
     Setting("KEYVAULT_KEY_PREFIX", "kv", "First field of every key string.", _key_prefix),

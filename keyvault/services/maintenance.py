@@ -31,7 +31,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.revocation_log import host_name
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.revocations import log_backfill
+from keyvault.services.revocations import anchor, log_backfill
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.usage.retention import roll_up
@@ -188,6 +188,11 @@ def forget_due() -> None:
 def backfill_revocation_log() -> None:
     """Append missing revocations to this host's revocation log, a bounded number at a time."""
     log_backfill.backfill_log(datetime.now(UTC))
+
+
+def anchor_revocations() -> None:
+    """Copy new revocations to the revocation anchor, a bounded number at a time."""
+    anchor.anchor_revocations(datetime.now(UTC))
 
 
 def destroy_due() -> None:

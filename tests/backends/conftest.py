@@ -67,6 +67,8 @@ def write_real_logins(made: InstalledVault, folder: Path) -> None:
         _empty(made.admin, made.layout.mount(SecretsEngine.KEYS, scope), "")
     for scope in scopes_of(SecretsEngine.PEPPERS):
         _forget(made.admin, made.layout.mount(SecretsEngine.PEPPERS, scope), PEPPER_PATH)
+    for scope in scopes_of(SecretsEngine.EVIDENCE):
+        _empty(made.admin, made.layout.mount(SecretsEngine.EVIDENCE, scope), "")
 
 
 def _empty(admin: Any, mount: str, folder: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from keyvault.backends.base import (
+    EVIDENCE_VERSIONS,
     BackendConflictError,
     BackendInvalidError,
     BackendMissingError,
@@ -55,6 +56,17 @@ def text_at(backend: SecretBackend, version: int | None = None, path: str = "a",
 
 def states(backend: SecretBackend, path: str = "a") -> dict[int, VersionState]:
     return {each.version: each.state for each in backend.versions(BOX, path)}
+
+
+def test_evidence_of_a_scope_keeps_its_newest_versions(backend: SecretBackend) -> None:
+    """Evidence is written every few minutes for ever, so each path keeps a bounded number of versions."""
+    for version in range(EVIDENCE_VERSIONS + 2):
+        put(backend, str(version), version, "service/checkpoint", Mount.EVIDENCE)
+    for erased in (1, 2):
+        with pytest.raises(BackendMissingError):
+            backend.read(Mount.EVIDENCE, "service/checkpoint", erased)
+    assert text_at(backend, 3, "service/checkpoint", Mount.EVIDENCE) == "2"
+    assert text_at(backend, path="service/checkpoint", mount=Mount.EVIDENCE) == str(EVIDENCE_VERSIONS + 1)
 
 
 # --- put and read -----------------------------------------------------------------------------------------

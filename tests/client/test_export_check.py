@@ -12,6 +12,7 @@ from keyvault.client.export_check import ExportCheck, ExportError
 from keyvault.domain.audit import Break, ChainedEntry
 from keyvault.domain.audit_records import ExportStart, gather_kept, parse_record
 from keyvault.domain.checkpoints import (
+    UNSIGNED_FOR,
     Checkpoint,
     CheckpointWalk,
     Head,
@@ -21,7 +22,7 @@ from keyvault.domain.checkpoints import (
     parse_checkpoint,
 )
 
-from .logbook import ACME, CHAINS, GLOBEX, KEY, OTHER_KEY, PUBLIC_KEYS, SCOPES, Logbook, signed
+from .logbook import ACME, AT, CHAINS, GLOBEX, KEY, OTHER_KEY, PUBLIC_KEYS, SCOPES, Logbook, signed
 
 STEPS = [*CHAINS, *SCOPES]
 
@@ -188,9 +189,8 @@ def test_export_check_log_written_on_after_it_was_set_back_is_found_with_kept_on
     made.sign("sandbox")
     assert checked(made).first_broken is None
     broken = found(made, kept)
-    assert broken == Break(
-        "checkpoints:sandbox", 2, "it differs from the one that the auditor kept: the log was rewritten"
-    )
+    why = "it differs from the one that was recorded outside the database: the log was rewritten"
+    assert broken == Break("checkpoints:sandbox", 2, why)
 
 
 def test_export_check_edit_after_the_newest_checkpoint_is_chained_and_no_more() -> None:
@@ -264,12 +264,32 @@ def test_export_check_first_checkpoint_that_depends_on_another_is_named() -> Non
     assert found(made).why == "it is the first but contains a previous digest"
 
 
+def test_export_check_reports_a_checkpoint_that_signs_an_old_entry() -> None:
+    """Until an entry is signed, a database writer can change it, so the check claims nothing about that time."""
+    made = signed_book([])
+    scope = checked(made).scopes["sandbox"]
+    assert (scope.walk.late, scope.walk.first_late) == (0, None)
+    made.write(ACME)
+    number, newest = len(made.checkpoints["sandbox"]) + 1, made.checkpoints["sandbox"][-1]
+    late = Checkpoint("sandbox", number, AT + 2 * UNSIGNED_FOR, newest.digest, made.heads("sandbox"))
+    made.checkpoints["sandbox"].append(signed(late))
+    check = checked(made)
+    assert check.first_broken is None
+    assert check.scopes["sandbox"].walk.late == 1
+    assert f"checkpoint {number} " in str(check.scopes["sandbox"].walk.first_late)
+    assert check.scopes["service"].walk.late == 0
+
+
+def _find_nothing(chain: str, sequence: int) -> None:
+    return None
+
+
 def test_walk_body_that_is_no_checkpoint_is_named() -> None:
     """Guarantee: no bytes in the checkpoint table can abort the check."""
     walk = CheckpointWalk("sandbox", None)
     for body in (b"", b"\xff", b"[1]", b"{}", b"[" * 100_000, checkpoint_bytes(_at(signed_book([]))) + b" "):
         found = SignedCheckpoint("sandbox", 1, body, KEY.sign(body), "x", 1)
-        assert walk.take(found, lambda chain, sequence: None) == "its bytes are no checkpoint"
+        assert walk.take(found, _find_nothing, _find_nothing) == "its bytes are no checkpoint"
 
 
 # --- the file --------------------------------------------------------------------------------------------------

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.core.management import CommandError, call_command
 from django.db import connection
 
 from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
 from keyvault.models.triggers import drop_triggers, ensure_triggers
 from keyvault.services.audit.checkpoints import CHECKPOINT_EVERY, sign_due
-from tests.factories import account, issue, make_merchant, now, own_keystore
+from tests.factories import account, issue, make_merchant, make_operator, now, own_keystore
+from tests.services.audit.test_checkpoints import lose_marks
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -208,6 +210,7 @@ def test_audit_verify_of_a_rolled_back_database_fails_with_kept_checkpoints(file
     """The exit code, texts and JSON equal those of a broken chain."""
     _, keys, kept = files
     _cut_tail()
+    lose_marks()
     assert json.loads(printed("audit_verify", "--json"))["intact"]
     output = io.StringIO()
     with pytest.raises(SystemExit) as ended:
@@ -246,3 +249,28 @@ def test_audit_public_key_before_the_first_signature_is_refused(db: None, tmp_pa
 
 def test_audit_public_key_in_both_formats_is_the_same_key(signed: None) -> None:
     assert json.loads(printed("audit_public_key")) == json.loads(printed("audit_public_key", "--json"))
+
+
+# --- a restored backup -----------------------------------------------------------------------------------------
+
+
+def test_audit_verify_and_accept_audit_rollback_after_a_restore(signed: None) -> None:
+    """Verification fails below the recorded checkpoint until an operator accepts the rollback."""
+    make_operator("admin")
+    _cut_tail()
+    with pytest.raises(SystemExit):
+        printed("audit_verify")
+    accepted = json.loads(printed("accept_audit_rollback", "--by", "admin", "--reason", "restored", "--json"))
+    assert "sandbox" in accepted["accepted"]
+    answer = json.loads(printed("audit_verify", "--json"))
+    assert answer["intact"]
+    assert answer["checkpoints"]["sandbox"]["recorded_newest"] == "compared"
+    with pytest.raises(CommandError, match="was not set back"):
+        printed("accept_audit_rollback", "--by", "admin", "--reason", "restored")
+
+
+def test_accept_audit_rollback_without_the_revocation_log_is_refused(signed: None) -> None:
+    make_operator("admin")
+    settings.REVOCATION_LOG.unlink()
+    with pytest.raises(CommandError, match="revocation log"):
+        printed("accept_audit_rollback", "--by", "admin", "--reason", "restored")

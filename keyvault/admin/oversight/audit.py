@@ -220,12 +220,12 @@ def _signer(status: CheckpointStatus) -> SafeString:
 
 def _holds(status: CheckpointStatus) -> SafeString:
     """Render whether the newest checkpoint's signature and entries verify."""
-    if status.newest is None:
-        return badge("pending")
     if status.fault is not None:
         return format_html("{} {}", badge("broken"), status.fault)
+    if status.newest is None:
+        return badge("pending")
     if status.unchecked is not None:
-        return format_html("{} the public key of the signer is unavailable", badge("not_checked"))
+        return format_html("{} {}", badge("not_checked"), status.unchecked)
     return badge("holds")
 
 

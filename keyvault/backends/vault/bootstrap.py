@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar, cast
 import hvac
 
 import keyvault
-from keyvault.backends.base import BackendInvalidError, BackendMissingError
+from keyvault.backends.base import EVIDENCE_VERSIONS, BackendInvalidError, BackendMissingError
 from keyvault.backends.private_files import ensure_private_directory, write_private_file
 from keyvault.backends.vault.capabilities import list_hosts
 from keyvault.backends.vault.layout import (
@@ -33,7 +33,11 @@ T = TypeVar("T")
 
 POLICY_FILES: Final = Path(keyvault.__file__).resolve().parent.parent / "deploy" / "vault"
 
-KEPT_VERSIONS: Final[Mapping[SecretsEngine, int]] = {SecretsEngine.KEYS: 10, SecretsEngine.PEPPERS: 100}
+KEPT_VERSIONS: Final[Mapping[SecretsEngine, int]] = {
+    SecretsEngine.KEYS: 10,
+    SecretsEngine.PEPPERS: 100,
+    SecretsEngine.EVIDENCE: EVIDENCE_VERSIONS,
+}
 """Maximum versions per path; the server erases older ones. An erased pepper would invalidate its keys."""
 
 TOKEN_SECONDS: Final = 3600

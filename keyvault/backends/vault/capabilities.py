@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from keyvault.backends.vault.layout import (
+    CHECKPOINT_PATH,
     ENGINE_OF,
     PEPPER_PATH,
+    REVOCATIONS_PATH,
     SCOPES,
     SIGNING_KEY,
     Layout,
@@ -38,7 +40,18 @@ _OWN: Final[Mapping[VaultRole, Mapping[str, str]]] = {
     VaultRole.KEEPER: {"data": "create update", "destroy": "update"},
     VaultRole.ANCHOR: {"sign": "update"},
 }
-"""Capabilities by kind of path in the role's own mount; `wanted_capabilities` adds one exception."""
+"""Capabilities by kind of path in the role's own mount."""
+
+_FURTHER: Final[Mapping[tuple[VaultRole, SecretsEngine], Mapping[str, str]]] = {
+    (VaultRole.LOOKUP, SecretsEngine.ANCHOR): {"keys": "read"},
+    (VaultRole.LOOKUP, SecretsEngine.EVIDENCE): {"data": "read", "newest": "read", "segment": "read", "config": "read"},
+    (VaultRole.ANCHOR, SecretsEngine.EVIDENCE): {
+        "data": "create update",
+        "newest": "create update",
+        "segment": "create",
+    },
+}
+"""Capabilities in other mounts of the role's scope."""
 
 _KV_KINDS: Final = ("data", "metadata", "delete", "undelete", "destroy")
 
@@ -64,10 +77,8 @@ def wanted_capabilities(layout: Layout, role: VaultRole, scope: str) -> dict[str
     for engine in SecretsEngine:
         for other in scopes_of(engine):
             for kind, path in _mount_paths(layout, engine, other):
-                is_own = engine is ENGINE_OF[role] and other == scope
-                wanted[path] = frozenset(_OWN[role].get(kind, "").split()) if is_own else nothing
-    if role is VaultRole.LOOKUP:
-        wanted[f"{layout.mount(SecretsEngine.ANCHOR, scope)}/keys/{SIGNING_KEY}"] = frozenset({"read"})
+                own = _OWN[role] if engine is ENGINE_OF[role] else _FURTHER.get((role, engine), {})
+                wanted[path] = frozenset(own.get(kind, "").split()) if other == scope else nothing
     return wanted
 
 
@@ -91,9 +102,12 @@ def _mount_paths(layout: Layout, engine: SecretsEngine, scope: str) -> Iterator[
         yield "change", f"{mount}/keys/{SIGNING_KEY}/config"
         yield "take out", f"{mount}/export/signing-key/{SIGNING_KEY}"
         return
-    place = PEPPER_PATH if engine is SecretsEngine.PEPPERS else "0/probe"
+    place = {SecretsEngine.PEPPERS: PEPPER_PATH, SecretsEngine.EVIDENCE: CHECKPOINT_PATH}.get(engine, "0/probe")
     for kind in _KV_KINDS:
         yield kind, f"{mount}/{kind}/{place}"
+    if engine is SecretsEngine.EVIDENCE:
+        yield "newest", f"{mount}/data/{REVOCATIONS_PATH}"
+        yield "segment", f"{mount}/data/{REVOCATIONS_PATH}/probe"
     yield "config", f"{mount}/config"
 
 

@@ -186,6 +186,7 @@ class Diagnosis:
             self._check_secrets(client, SecretsEngine.KEYS, scope)
         elif role is VaultRole.LOOKUP:
             self._check_secrets(client, SecretsEngine.PEPPERS, scope)
+            self._check_secrets(client, SecretsEngine.EVIDENCE, scope)
             self._check_peppers(client, scope)
             self._check_signing(client, scope)
 

@@ -33,6 +33,9 @@ SCHEMA: Final = "1"
 
 _SECRET: Final = "secret"  # noqa: S105  the name of a field
 _OURS: Final = frozenset({_SECRET, "schema"})
+_OF_KEYS: Final = frozenset({Mount.SANDBOX, Mount.PRODUCTION})
+_WRITERS: Final[Mapping[Mount, VaultRole]] = {Mount.PEPPERS: VaultRole.KEEPER, Mount.EVIDENCE: VaultRole.ANCHOR}
+"""Who writes to a mount that is not of an environment's keys."""
 
 
 @dataclass(slots=True)
@@ -67,7 +70,7 @@ class VaultBackend:
     ) -> int:
         if _OURS & labels.keys():
             raise ValueError("a label has the name of a field of the payload")
-        role = VaultRole.KEEPER if mount is Mount.PEPPERS else VaultRole.ISSUER
+        role = _WRITERS.get(mount, VaultRole.ISSUER)
         scope, engine, place = self._place(mount, path)
 
         def write(client: hvac.Client) -> Any:
@@ -81,7 +84,7 @@ class VaultBackend:
             return int(answer["data"]["version"])
 
     def read(self, mount: Mount, path: str, version: int | None = None) -> StoredSecret:
-        role = VaultRole.LOOKUP if mount is Mount.PEPPERS else VaultRole.READER
+        role = VaultRole.READER if mount in _OF_KEYS else VaultRole.LOOKUP
         scope, engine, place = self._place(mount, path)
         _require_number(version, engine, place)
         answer = self.client(role, scope).call(

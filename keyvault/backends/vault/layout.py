@@ -17,14 +17,22 @@ SIGNING_KEY = "audit"
 """Name of the key in each signing mount: Ed25519, not exportable."""
 
 PEPPER_PATH = "hmac"
+CHECKPOINT_PATH = "checkpoint"
+"""Path of the newest checkpoint's number and digest in each mount of evidence."""
+REVOCATIONS_PATH = "revocations"
+"""Path of the newest revocations in the mount of evidence; the segments of older ones are below it."""
 
 
 class SecretsEngine(StrEnum):
-    """Kinds of mount: one of each per scope; scope `service` has no `keys` mount. `anchor` signs audit checkpoints."""
+    """Kinds of mount: one of each per scope; scope `service` has no `keys` mount.
+
+    `anchor` signs audit checkpoints. `evidence` holds the number and digest of the newest one, and the revocations.
+    """
 
     KEYS = "keys"
     PEPPERS = "peppers"
     ANCHOR = "anchor"
+    EVIDENCE = "evidence"
 
 
 class VaultRole(StrEnum):
@@ -78,7 +86,10 @@ class Layout:
         return f"{self.prefix}-{name}-{scope}"
 
     def place(self, mount: Mount, path: str) -> tuple[str, str, str]:
-        """Return scope, mount and path in the server. Each pepper set has its own mount."""
+        """Return scope, mount and path in the server. Each pepper set and each scope's evidence has its own mount."""
         if mount is Mount.PEPPERS:
             return path, self.mount(SecretsEngine.PEPPERS, path), PEPPER_PATH
+        if mount is Mount.EVIDENCE:
+            scope, _, place = path.partition("/")
+            return scope, self.mount(SecretsEngine.EVIDENCE, scope), place
         return mount.value, self.mount(SecretsEngine.KEYS, mount.value), path

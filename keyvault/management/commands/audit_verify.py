@@ -17,8 +17,8 @@ from keyvault.services.recording.audit_chain import verify_audit
 
 class Command(JsonCommand):
     help = (
-        "Verify every audit chain and checkpoint; exit 1 when one is broken or missing, or when entries have been "
-        "unsigned for more than an hour."
+        "Verify every audit chain and checkpoint, and compare them with the newest checkpoint that is recorded outside "
+        "the database; exit 1 when one is broken or missing, or when entries have been unsigned for more than an hour."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -71,6 +71,9 @@ class Command(JsonCommand):
             "key_version": None if newest is None else newest.key_version,
             "unsigned_entries": report.unsigned,
             "signatures": "checked" if report.unchecked is None else f"not checked: {report.unchecked}",
+            "recorded_newest": "compared" if report.unmarked is None else f"not compared: {report.unmarked}",
+            "late": report.late,
+            "first_late": report.first_late,
             "broken": None if report.broken is None else asdict(report.broken),
         }
 
@@ -101,8 +104,11 @@ def _format_scope(scope: Mapping[str, Any]) -> str:
         text = (
             f"{scope['count']}, the newest is {scope['newest']} of {scope['newest_at']:%Y-%m-%d %H:%M:%S} UTC "
             f"({scope['newest_age_seconds']} s old, {scope['signer']} version {scope['key_version']}), "
-            f"{scope['unsigned_entries']} entries after it; signatures {scope['signatures']}"
+            f"{scope['unsigned_entries']} entries after it; signatures {scope['signatures']}; newest checkpoint "
+            f"outside the database {scope['recorded_newest']}"
         )
+        if scope["late"]:
+            text += f"; LATE: {scope['late']} sign entries older than an hour, the first: {scope['first_late']}"
     return (
         text
         if scope["broken"] is None

@@ -12,7 +12,7 @@ from keyvault.access.principals import HOST
 from keyvault.domain.ids import Subject
 from keyvault.management.json_command import JsonCommand
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.revocations.log_opening import accept_loss, is_lost
+from keyvault.services.revocations.log_opening import accept_loss, is_lost, recover_revocation_log
 from keyvault.services.revocations.replay import Replay, compare_revocation_log, replay_revocations
 from keyvault.services.startup.startup_checks import format_log_damage, format_log_loss
 
@@ -20,28 +20,34 @@ from keyvault.services.startup.startup_checks import format_log_damage, format_l
 class Command(JsonCommand):
     help = (
         "After restoring a backup or a failover to a replica: reapply the revocations in this host's revocation log, "
-        "and advance the sequence of changes. The service does not start before that. Repeatable. If the log is lost, "
-        "--accept-loss creates a new one; revoke by hand what was revoked since the backup."
+        "and advance the sequence of changes. The service does not start before that. Repeatable. A lost or old "
+        "log is completed from the revocation anchor first. Without an anchor, --accept-loss creates a new log; revoke "
+        "by hand what was revoked since the backup."
     )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--dry-run", action="store_true", help="report the changes without applying them")
         parser.add_argument("--accept-loss", action="store_true", help="create a new revocation log for a lost one")
         parser.add_argument("--by", metavar="NAME", help="with --accept-loss: the responsible operator")
+        parser.add_argument("--approved-by", metavar="NAME", help="with --accept-loss: a second operator")
         parser.add_argument("--reason", metavar="WHY", help="with --accept-loss: cause of the loss, for the audit log")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         is_accepting: bool = options["accept_loss"]
-        if is_accepting != bool(options["by"]) or is_accepting != bool(options["reason"]):
-            raise CommandError("--accept-loss, --by NAME and --reason WHY go together", returncode=2)
+        if any(is_accepting != bool(options[name]) for name in ("by", "approved_by", "reason")):
+            raise CommandError(
+                "--accept-loss, --by NAME, --approved-by NAME and --reason WHY go together", returncode=2
+            )
         if is_accepting and options["dry_run"]:
             raise CommandError("--accept-loss cannot be combined with --dry-run", returncode=2)
         grant = authorize(HOST, Permission.REVOCATIONS_REPLAY, now=self.now)
         try:
             if is_accepting:
-                accept_loss(grant, self.operator(options["by"]), options["reason"])
+                operator, approver = self.operator(options["by"]), self.operator(options["approved_by"])
+                accept_loss(grant, operator, approver, options["reason"])
+            unread = recover_revocation_log(self.now)
             if is_lost():
-                raise CommandError(format_log_loss())
+                raise CommandError(format_log_loss(unread))
             if options["dry_run"]:
                 found = compare_revocation_log()
                 replay = Replay(found, [], list(found.lost), found.counter)

@@ -11,7 +11,7 @@ from django.db.migrations.executor import MigrationExecutor
 from keyvault.management.json_command import JsonCommand
 from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers.ring import ensure_peppers
-from keyvault.services.revocations.log_opening import open_revocation_log
+from keyvault.services.revocations.log_opening import open_revocation_log, recover_revocation_log
 from keyvault.services.startup.startup_checks import format_log_loss
 
 
@@ -22,8 +22,9 @@ class Command(JsonCommand):
         if self._needs_migration():
             call_command("migrate", interactive=False, verbosity=0)
         ensure_peppers(self.now)
+        unread = recover_revocation_log(self.now)
         if not open_revocation_log(self.now):
-            raise CommandError(f"The database is set up, but the service will not start: {format_log_loss()}")
+            raise CommandError(f"The database is set up, but the service will not start: {format_log_loss(unread)}")
         return {"database": connection.vendor, "ready": True}
 
     def _needs_migration(self) -> bool:

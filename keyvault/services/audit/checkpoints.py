@@ -18,6 +18,8 @@ from keyvault.backends import meters
 from keyvault.domain.audit import Break
 from keyvault.domain.checkpoints import (
     FIRST,
+    ROLLED_BACK,
+    UNSIGNED_FOR,
     Checkpoint,
     CheckpointWalk,
     Head,
@@ -33,6 +35,7 @@ from keyvault.domain.checkpoints import (
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import IntegrityError, KeyvaultError
 from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
+from keyvault.services.audit.checkpoint_marks import CheckpointMarks, read_marks, write_marks
 from keyvault.services.audit.signers import audit_signer
 from keyvault.services.peppers.ring import list_served_sets
 from keyvault.services.recording.audit_chain import stored_bytes
@@ -40,9 +43,6 @@ from keyvault.services.recording.authorization import authorize
 
 CHECKPOINT_EVERY = timedelta(minutes=5)
 """Minimum interval between two checkpoints of a scope. An entry waits at most this plus one scheduler tick."""
-
-UNSIGNED_FOR = timedelta(hours=1)
-"""Maximum age of an unsigned entry. Beyond it the signer is unavailable, or checkpoints were deleted."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +67,11 @@ def find_newest(scope: str) -> SignedCheckpoint | None:
     return None if row is None else _signed(row)
 
 
+def find_checkpoint(scope: str, number: int) -> SignedCheckpoint | None:
+    row = AuditCheckpoint.objects.filter(scope=scope, number=number).first()
+    return None if row is None else _signed(row)
+
+
 def list_checkpoints(scope: str, *, first: int = 0) -> Iterator[SignedCheckpoint]:
     """Iterate over the scope's checkpoints from number `first` on, oldest first, in bounded memory."""
     rows = AuditCheckpoint.objects.filter(scope=scope, number__gte=first).order_by("number")
@@ -83,6 +88,11 @@ def find_entry_hash(chain: str, sequence: int) -> bytes | None:
     found = AuditEntry.objects.filter(chain_id=chain, sequence=sequence).order_by("sequence")
     digest = found.values_list("hash", flat=True).first()
     return None if digest is None else stored_bytes(digest)
+
+
+def find_entry_time(chain: str, sequence: int) -> datetime | None:
+    found = AuditEntry.objects.filter(chain_id=chain, sequence=sequence).order_by("sequence")
+    return found.values_list("at", flat=True).first()
 
 
 def gather_public_keys(given: PublicKeys) -> tuple[dict[KeyName, bytes], dict[str, str]]:
@@ -129,17 +139,68 @@ def _sign_next(scope: PepperSet, now: datetime) -> bool:
     newest_at = _find_newest_at(scope)
     if newest_at is not None and timedelta(0) <= now - newest_at < CHECKPOINT_EVERY:
         return False
-    # Read the newest checkpoint before the heads, so that concurrent writes cannot put it ahead of them.
+    # Read the marks before the newest checkpoint, and that before the heads, so that concurrent writes cannot put one
+    # ahead of the next.
+    marks = read_marks(scope)
     signed = find_newest(scope)
     heads = read_heads(scope)
+    _require_marked(scope, signed, marks)
     before = None if signed is None else _require_intact(signed, heads)
+    if signed is not None and (marks.stored is None or marks.stored.number < signed.number):
+        # A worker was killed between the two, or the backend is new. The next run signs.
+        _require_signature(signed)
+        write_marks(signed, now, marks)
+        return False
     if heads == ({} if before is None else before.heads):
         return False
     number, previous = (1, FIRST) if signed is None else (signed.number + 1, signed.digest)
     body = checkpoint_bytes(Checkpoint(scope, number, now, previous, heads))
     signer = audit_signer()
     result = signer.sign(scope, body)
-    return _store(SignedCheckpoint(scope, number, body, result.signature, signer.name(scope), result.key_version), now)
+    made = SignedCheckpoint(scope, number, body, result.signature, signer.name(scope), result.key_version)
+    if not _store(made, now):
+        return False
+    write_marks(made, now, marks)
+    return True
+
+
+def _require_marked(scope: str, newest: SignedCheckpoint | None, marks: CheckpointMarks) -> None:
+    """Require every checkpoint that was recorded outside the database. Raises IntegrityError.
+
+    Otherwise the service would sign a log that was rewritten without its checkpoints.
+    """
+    why = find_mark_fault(scope, newest, marks)
+    if why is not None:
+        raise IntegrityError(
+            "The audit log is damaged.",
+            internal=f"{scope} {why}; after restoring a backup, run: manage.py accept_audit_rollback",
+        )
+
+
+def find_mark_fault(scope: str, newest: SignedCheckpoint | None, marks: CheckpointMarks) -> str | None:
+    """Return how the checkpoints differ from the marks, or None."""
+    for mark in marks:
+        found = newest if newest is not None and newest.number == mark.number else find_checkpoint(scope, mark.number)
+        if found is None:
+            return f"checkpoint {mark.number} was recorded outside the database and is missing: {ROLLED_BACK}"
+        if found.digest.hex() != mark.digest:
+            return f"checkpoint {mark.number} differs from the one that was recorded outside the database"
+    return None
+
+
+def _require_signature(signed: SignedCheckpoint) -> None:
+    """Require that this service's signer, unless it was replaced, has signed a checkpoint. Raises IntegrityError.
+
+    A lost signing key must be restored, and no forged checkpoint is recorded outside the database.
+    """
+    signer = audit_signer()
+    name = signer.name(signed.scope)
+    if signed.signer != name:
+        return
+    versions = signer.read_public_keys(signed.scope)
+    why = find_signature_fault(signed, {(signed.scope, name, version): key for version, key in versions.items()})
+    if why is not None:
+        raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
 
 
 def _require_intact(signed: SignedCheckpoint, heads: dict[str, Head]) -> Checkpoint:
@@ -218,7 +279,9 @@ class ScopeReport:
     """Result of verifying one scope.
 
     `unsigned`: number of entries after the newest checkpoint, which are chained only. `unchecked`: why the signatures
-    could not be verified; None: all were. `overdue`: which entries exceed UNSIGNED_FOR; None: none do.
+    could not be verified; None: all were. `unmarked`: why the checkpoints could not be compared with the newest one
+    recorded outside the database; None: they were. `overdue`: which entries exceed UNSIGNED_FOR; None: none do.
+    `late`: number of checkpoints that sign an entry older than that, which could have been changed until then.
     """
 
     scope: str
@@ -226,14 +289,19 @@ class ScopeReport:
     newest: SignedCheckpoint | None
     unsigned: int
     unchecked: str | None
+    unmarked: str | None
     broken: Break | None
     overdue: str | None
+    late: int
+    first_late: str | None
 
 
 def verify_checkpoints(
     keys: PublicKeys, kept: KeptCheckpoints, unchecked: Mapping[str, str], now: datetime
 ) -> list[ScopeReport]:
-    """Verify every checkpoint: its signature, its predecessor, the entries, and the checkpoints an auditor kept.
+    """Verify every checkpoint: its signature, its predecessor, the entries, and the checkpoints recorded elsewhere.
+
+    Those are the ones that an auditor kept, and the newest one that the service recorded outside the database.
 
     `unchecked`: why the signatures of a scope cannot be verified. Everything else in that scope is still verified.
     """
@@ -243,10 +311,12 @@ def verify_checkpoints(
 def _verify_scope(
     scope: str, keys: PublicKeys, kept: KeptCheckpoints, unchecked: str | None, now: datetime
 ) -> ScopeReport:
-    walk = CheckpointWalk(scope, None if unchecked else keys, kept)
+    # Read the marks first, so that concurrent signing cannot put them ahead.
+    marks, unmarked = _read_available_marks(scope)
+    walk = CheckpointWalk(scope, None if unchecked else keys, _add_marks(kept, marks))
     broken: tuple[int, str] | None = None
     for signed in list_checkpoints(scope):
-        why = walk.take(signed, find_entry_hash)
+        why = walk.take(signed, find_entry_hash, find_entry_time)
         if why is not None:
             broken = (signed.number, why)
             break
@@ -263,9 +333,31 @@ def _verify_scope(
         newest=walk.newest_signed,
         unsigned=count_unsigned(walk.newest, heads),
         unchecked=unchecked,
+        unmarked=unmarked,
         broken=None if broken is None else Break(f"checkpoints:{scope}", *broken),
         overdue=_find_overdue(walk.newest, heads, now) if broken is None else None,
+        late=walk.late,
+        first_late=walk.first_late,
     )
+
+
+def _read_available_marks(scope: str) -> tuple[CheckpointMarks | None, str | None]:
+    """Return the marks of a scope, or None and the reason why there is nothing to compare with."""
+    if scope not in list_served_sets():
+        return None, "this process does not serve it"
+    try:
+        marks = read_marks(scope)
+    except KeyvaultError as error:
+        return None, error.internal or error.detail
+    return marks, None if list(marks) else "none is recorded yet"
+
+
+def _add_marks(kept: KeptCheckpoints, marks: CheckpointMarks | None) -> KeptCheckpoints:
+    merged = dict(kept)
+    for mark in marks or ():
+        name = (mark.scope, mark.number)
+        merged[name] = merged.get(name, frozenset()) | {bytes.fromhex(mark.digest)}
+    return merged
 
 
 def _find_overdue(newest: Checkpoint | None, heads: dict[str, Head], now: datetime) -> str | None:
@@ -311,13 +403,17 @@ def list_checkpoint_status() -> list[CheckpointStatus]:
 
 
 def _checkpoint_status(scope: str, keys: PublicKeys, unchecked: str | None) -> CheckpointStatus:
+    marks, unmarked = _read_available_marks(scope)
     signed = find_newest(scope)
     heads = read_heads(scope)
+    fault = None if marks is None else find_mark_fault(scope, signed, marks)
     if signed is None:
-        return CheckpointStatus(scope, None, count_unsigned(None, heads), unchecked, None)
+        return CheckpointStatus(scope, None, count_unsigned(None, heads), unchecked, fault)
+    if fault is not None:
+        return CheckpointStatus(scope, signed, 0, unchecked, fault)
     try:
         checkpoint = _require_intact(signed, heads)
     except IntegrityError as error:
         return CheckpointStatus(scope, signed, 0, unchecked, error.internal)
     fault = None if unchecked else find_signature_fault(signed, keys)
-    return CheckpointStatus(scope, signed, count_unsigned(checkpoint, heads), unchecked, fault)
+    return CheckpointStatus(scope, signed, count_unsigned(checkpoint, heads), unchecked or unmarked, fault)

@@ -33,9 +33,19 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
 from keyvault.backends.private_files import ensure_private_directory, sync_folder
+from keyvault.domain.checkpoints import CheckpointMark
 from keyvault.domain.ids import Subject
 from keyvault.domain.notifications import NoticeKind
-from keyvault.domain.revocation_log import Committed, DamagedLineError, Ended, LogLine, Opened, line_bytes, parse_line
+from keyvault.domain.revocation_log import (
+    Anchored,
+    CaughtUp,
+    Committed,
+    DamagedLineError,
+    Ended,
+    LogLine,
+    line_bytes,
+    parse_line,
+)
 from keyvault.models import Account, CustomerToken, Key, Merchant, Notice, ServiceToken
 from keyvault.models.recording import RecordedModel, collect_subjects
 from keyvault.services.recording.authorization import authorize
@@ -53,6 +63,7 @@ ENDING: Mapping[str, type[RecordedModel]] = {
 
 _BLOCK_BYTES = 4096
 _CAUGHT_UP_MARKER = b'"what":"looked"'
+_ANCHORED_MARKER = b'"what":"anchored"'
 
 
 def append_ended(subjects: Mapping[Subject, bool], sequence: int | None, now: datetime) -> None:
@@ -108,18 +119,20 @@ def append_lines(lines: Sequence[LogLine], *, is_synced: bool = True) -> None:
             os.fsync(descriptor)
 
 
-def create_revocation_log(opened: Opened) -> bool:
-    """Create the file with its first line; return False when it already has lines. Raises OSError."""
+def create_revocation_log(lines: Iterable[LogLine]) -> bool:
+    """Create the file with these lines, or not at all; return False when it already has lines. Raises OSError."""
     path = settings.REVOCATION_LOG
-    ensure_private_directory(path.parent)
-    with _open_file(path, os.O_CREAT) as descriptor:
-        with _lock(descriptor):
-            _remove_torn_line(descriptor)
-            if os.fstat(descriptor).st_size > 0:
-                return False
-            _write(descriptor, line_bytes(opened))
-        os.fsync(descriptor)
-    sync_folder(path.parent)
+    folder = ensure_private_directory(path.parent)
+    with _open_file(folder, os.O_RDONLY) as descriptor, _lock(descriptor):
+        if next(read_lines(), None) is not None:
+            return False
+        new = path.with_name(f"{path.name}.new")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.writelines(map(line_bytes, lines))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        sync_folder(folder)
     return True
 
 
@@ -147,13 +160,35 @@ def read_lines(offset: int = 0) -> Iterator[tuple[int, LogLine | None]]:
 
 
 def find_progress_line() -> int:
-    """Return the byte offset of the last `CaughtUp` line, 0 without one. Searches from the end. Raises OSError."""
+    """Return the byte offset of the last `CaughtUp` line, 0 without one. Raises OSError."""
+    return next(_find_backwards(_CAUGHT_UP_MARKER), 0)
+
+
+def find_anchored() -> int:
+    """Return the change sequence up to which the log has what the revocation anchor has. Raises OSError."""
+    found = [next(_find_backwards(marker), None) for marker in (_CAUGHT_UP_MARKER, _ANCHORED_MARKER)]
+    lines = [next((line for _, line in read_lines(offset)), None) for offset in found if offset is not None]
+    return max((line.sequence for line in lines if isinstance(line, CaughtUp | Anchored)), default=0)
+
+
+def find_checkpoint_mark(scope: str) -> CheckpointMark | None:
+    """Return the newest checkpoint of a scope that this host's log records. Raises OSError."""
+    for offset in _find_backwards(f'"scope":"{scope}","what":"checkpoint"'.encode()):
+        line = next((line for _, line in read_lines(offset)), None)
+        if isinstance(line, CheckpointMark):
+            return line
+    return None
+
+
+def _find_backwards(marker: bytes) -> Iterator[int]:
+    """Yield the byte offset of each line that contains the marker, the last one first. Raises OSError."""
     with settings.REVOCATION_LOG.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
-            return 0
+            return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            found = text.rfind(_CAUGHT_UP_MARKER)
-            return 0 if found < 0 else text.rfind(b"\n", 0, found) + 1
+            found = len(text)
+            while (found := text.rfind(marker, 0, found)) >= 0:
+                yield text.rfind(b"\n", 0, found) + 1
 
 
 @cache
@@ -208,9 +243,9 @@ def _note_committed(unit: str) -> None:
 
 
 @contextmanager
-def _open_file(path: Path, extra_flags: int = 0) -> Iterator[int]:
-    """Open the file for one call, so that a file moved away is not written to. `extra_flags`: of `os.open`."""
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | extra_flags, 0o600)
+def _open_file(path: Path, flags: int = os.O_RDWR | os.O_APPEND) -> Iterator[int]:
+    """Open the file for one call, so that a file moved away is not written to."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         yield descriptor
     finally:

@@ -1,8 +1,7 @@
 """Append missing revocations to this host's revocation log: those of other hosts, and those that were not written.
 
 The change feed supplies the candidates: rows after the newest one checked, up to the last one below which no row can
-still appear. On PostgreSQL that is the newest sequence that any verifier has confirmed. On SQLite, which has one
-writer, it is the newest row.
+still appear (`settled`).
 
 The backfill also settles lines without an outcome, left by a failed commit or a killed process. An unsettled line would
 count as a revocation after a machine restart.
@@ -11,23 +10,20 @@ count as a revocation after a machine restart.
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db import connection
-from django.db.models import Max
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.domain.ids import Subject
 from keyvault.domain.revocation_log import CaughtUp, Committed, ConfirmedLines, Dropped, Ended
-from keyvault.models import Change, Key, Verifier
+from keyvault.models import Key
 from keyvault.models.recording import RecordedModel
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.revocation_log import (
-    ENDING,
     announce_failure,
     append_lines,
     boot_id,
@@ -39,6 +35,7 @@ from keyvault.services.recording.revocation_log import (
 )
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.revocations.replay import have_ended, read_counter
+from keyvault.services.revocations.settled import find_last_settled, list_ended
 
 _log = logging.getLogger(__name__)
 
@@ -83,16 +80,14 @@ class LogBackfill:
         self._open()
         self._catch_up()
         self._settle(now)
-        last = _last_settled()
+        last = find_last_settled()
         if last < self.position:
             # Either the database was set back, or no verifier follows it and nothing is known to be settled.
             self._detect_rewind(read_counter())
         if last <= self.position:
             return 0
-        changes = Change.objects.filter(sequence__gt=self.position, sequence__lte=last, subject_kind__in=ENDING)
-        found = list(changes.order_by("sequence")[:_BATCH])
-        end = found[-1].sequence if len(found) == _BATCH else last
-        missing = describe_ended(self._list_missing(found), end, now)
+        ended, end = list_ended(self.position, last, _BATCH)
+        missing = describe_ended([subject for subject, row in ended if not self._is_logged(row)], end, now)
         progress_line = [] if self._confirmed.list_unconfirmed(boot_id()) else [CaughtUp(end)]
         if missing or (progress_line and end - self._noted_position >= _PROGRESS_INTERVAL):
             append_lines([*missing, *progress_line], is_synced=bool(missing))
@@ -147,14 +142,6 @@ class LogBackfill:
         self.position = max(self.position, sequence)
         self._known = {subject: line for subject, line in self._known.items() if line.sequence > self.position}
 
-    def _list_missing(self, found: Sequence[Change]) -> list[Subject]:
-        missing: list[Subject] = []
-        for kind, model in ENDING.items():
-            names = {change.subject_id for change in found if change.subject_kind == kind}
-            rows = model._default_manager.filter(pk__in=names) if names else ()
-            missing += [(kind, str(row.pk)) for row in rows if row.has_ended() and not self._is_logged(row)]
-        return missing
-
     def _is_logged(self, row: RecordedModel) -> bool:
         """Whether the log has the row's revocation. A key's state must match too: it may become compromised later."""
         subject = row.alters()
@@ -168,15 +155,6 @@ _backfill = LogBackfill()
 def backfill_log(now: datetime) -> int:
     """Run one round of this process's backfill. Return how many lines it appended."""
     return _backfill.run(now)
-
-
-def _last_settled() -> int:
-    """Return the newest sequence up to which no further change can appear; 0 if none is known."""
-    settled = Change.objects.all()
-    if connection.vendor == "postgresql":
-        confirmed = Verifier.objects.aggregate(newest=Max("confirmed_sequence"))["newest"]
-        settled = settled.filter(sequence__lte=confirmed or 0)
-    return settled.order_by("-sequence").values_list("sequence", flat=True).first() or 0
 
 
 def _raise_alarm(error: OSError, now: datetime) -> None:

@@ -1,5 +1,6 @@
-"""Create this host's revocation log, at the first start or after an operator accepts its loss."""
+"""Create this host's revocation log: at the first start, from the anchor, or after operators accept its loss."""
 
+import logging
 from datetime import datetime
 
 from django.conf import settings
@@ -7,6 +8,7 @@ from django.conf import settings
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal
+from keyvault.backends.base import BackendError
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.notifications import NoticeKind
@@ -21,6 +23,9 @@ from keyvault.services.recording.revocation_log import (
     read_lines,
 )
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.revocations.anchor import find_anchor, update_log
+
+_log = logging.getLogger(__name__)
 
 _ISSUED = (Key, ServiceToken)
 """Models whose rows prove that something was issued, because they are never deleted.
@@ -49,22 +54,41 @@ def open_revocation_log(now: datetime) -> bool:
     """
     if is_lost():
         return False
-    create_revocation_log(Opened(installation_id(), now))
+    create_revocation_log([Opened(installation_id(), now)])
     return True
 
 
-def accept_loss(grant: Grant, operator: OperatorPrincipal, reason: str) -> None:
+def recover_revocation_log(now: datetime) -> str | None:
+    """Add to this host's log what only the anchor has, or rebuild a lost log from it.
+
+    Returns why the anchor could not be read, or None. Raises OSError, IntegrityError before setup and for the anchor
+    of another installation.
+    """
+    try:
+        anchor = find_anchor()
+        if anchor is not None:
+            update_log(anchor, now)
+    except BackendError as error:
+        why = error.internal or error.detail
+        _log.error("the revocation log was not compared with the revocation anchor", extra={"why": why})
+        return why
+    return None
+
+
+def accept_loss(grant: Grant, operator: OperatorPrincipal, approver: OperatorPrincipal, reason: str) -> None:
     """Create a new revocation log in place of a lost one, with an audit entry and an alarm.
 
     The grant is for the platform.
 
-    Raises RequestInvalidError without a reason, StateConflictError if no log is lost, OSError if the log cannot be
-    read or written.
+    Raises RequestInvalidError without a reason, StateConflictError if no log is lost, the anchor can replace it, or the
+    approver is not a second person, OSError if the log cannot be read or written.
     """
     if (fault := find_reason_fault(reason)) is not None:
         raise RequestInvalidError(
             "Accepting the loss of the revocation log requires a reason.", [Fault("/reason", fault)]
         )
+    if approver.person == operator.person:
+        raise StateConflictError("This requires a second person: the operator cannot approve it.")
     path = str(settings.REVOCATION_LOG)
     if not is_lost():
         raise StateConflictError(
@@ -72,12 +96,17 @@ def accept_loss(grant: Grant, operator: OperatorPrincipal, reason: str) -> None:
             "creates it. Run manage.py replay_revocations without --accept-loss. Move a log that is damaged or belongs "
             "to another installation away first."
         )
+    if _has_anchor():
+        raise StateConflictError(
+            "The revocation anchor replaces the lost log. Run manage.py replay_revocations without --accept-loss."
+        )
     why = clean_text(reason, 300)
     with recorded(
         grant,
         P.REVOCATIONS_REPLAY,
         "journal.loss_accepted",
         by=operator.username,
+        approved_by=approver.username,
         why=why,
         host=host_name(),
         journal=path,
@@ -85,4 +114,12 @@ def accept_loss(grant: Grant, operator: OperatorPrincipal, reason: str) -> None:
         if (account := any_account()) is not None:
             announce(grant, NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED, account, host_name(), why=why)
     # After the commit: a log that exists lets the service start, so the audit entry comes first.
-    create_revocation_log(Opened(installation_id(), grant.at, operator.username, why))
+    create_revocation_log([Opened(installation_id(), grant.at, operator.username, why)])
+
+
+def _has_anchor() -> bool:
+    """Whether there is an anchor that can be read."""
+    try:
+        return find_anchor() is not None
+    except BackendError:
+        return False

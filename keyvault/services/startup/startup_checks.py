@@ -17,7 +17,7 @@ from keyvault.domain.errors import IntegrityError, KeyvaultError
 from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers.installation import installation_id
 from keyvault.services.peppers.ring import list_served_sets, load_peppers
-from keyvault.services.revocations.log_opening import open_revocation_log
+from keyvault.services.revocations.log_opening import open_revocation_log, recover_revocation_log
 from keyvault.services.revocations.replay import Comparison, compare_revocation_log
 
 _log = logging.getLogger(__name__)
@@ -119,17 +119,16 @@ def require_triggers() -> None:
 def require_current() -> None:
     """Refuse a database restored from a backup, or failed over to a lagging replica: revoked keys would be valid again.
 
-    Creates the revocation log of an installation that has issued nothing. Raises ImproperlyConfigured, also if the log
-    is lost.
+    Adds to the log what only the revocation anchor has, or rebuilds a lost log from it. Creates the log of an
+    installation that has issued nothing. Raises ImproperlyConfigured, also if the log is lost.
     """
     path = settings.REVOCATION_LOG
-    try:
-        found = compare_revocation_log()
-    except OSError as error:
-        raise ImproperlyConfigured(f"the revocation log {path} cannot be read: {error.strerror}") from error
-    if found.damaged:
-        raise ImproperlyConfigured(f"the revocation log {path} is damaged: {format_log_damage(found.damaged)}")
-    _require_own(found)
+    _require_own(_compare())
+    # Before the comparison that counts.
+    unread = _append(recover_revocation_log)
+    if not _append(open_revocation_log):
+        raise ImproperlyConfigured(format_log_loss(unread))
+    found = _compare()
     if found.lost:
         raise ImproperlyConfigured(
             f"the database is behind the revocation log {path}: {len(found.lost)} revoked items are valid again, "
@@ -142,11 +141,21 @@ def require_current() -> None:
         )
 
 
+def _compare() -> Comparison:
+    """Compare the revocation log with the database. Raises ImproperlyConfigured if the log is unreadable or damaged."""
+    path = settings.REVOCATION_LOG
+    try:
+        found = compare_revocation_log()
+    except OSError as error:
+        raise ImproperlyConfigured(f"the revocation log {path} cannot be read: {error.strerror}") from error
+    if found.damaged:
+        raise ImproperlyConfigured(f"the revocation log {path} is damaged: {format_log_damage(found.damaged)}")
+    return found
+
+
 def _require_own(found: Comparison) -> None:
-    """Raise ImproperlyConfigured if the revocation log is lost or not known to belong to this installation."""
-    if not _append(open_revocation_log):
-        raise ImproperlyConfigured(format_log_loss())
-    ours = installation_id()
+    """Raise ImproperlyConfigured if the revocation log is not known to belong to this installation."""
+    ours = _append(lambda _: installation_id())
     if found.lines and not found.installations:
         raise ImproperlyConfigured(
             f"the revocation log {settings.REVOCATION_LOG} does not name its installation: restore it from its own "
@@ -171,13 +180,17 @@ def _append(write: Callable[[datetime], T]) -> T:
         raise ImproperlyConfigured("the service was not set up; run: manage.py setup") from error
 
 
-def format_log_loss() -> str:
-    """Explain why nothing starts without the revocation log, and what to do."""
+def format_log_loss(unread: str | None) -> str:
+    """Explain why nothing starts without the revocation log, and what to do.
+
+    `unread`: why the revocation anchor cannot be read; None: there is none.
+    """
+    anchor = "there is no revocation anchor" if unread is None else f"the revocation anchor cannot be read ({unread})"
     return (
-        f"the revocation log {settings.REVOCATION_LOG} is missing or empty, and this database has issued keys or "
-        "tokens: those revoked since a backup was made could be valid again. Restore the log from its own backup, or "
-        "on a new host copy another host's, and run: manage.py replay_revocations; if it is permanently lost, run: "
-        "manage.py replay_revocations --accept-loss --by NAME --reason WHY"
+        f"the revocation log {settings.REVOCATION_LOG} is missing or empty, {anchor}, and this database has issued "
+        "keys or tokens: those revoked since a backup was made could be valid again. Restore the log from its own "
+        "backup, or on a new host copy another host's, and run: manage.py replay_revocations; if it is permanently "
+        "lost, run: manage.py replay_revocations --accept-loss --by NAME --approved-by NAME --reason WHY"
     )
 
 

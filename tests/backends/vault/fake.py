@@ -212,7 +212,7 @@ class FakeVault:
         kind, _, place = rest.partition("/")
         if "-anchor-" in mount:
             return self._transit(call, kind)
-        if "-keys-" not in mount and "-peppers-" not in mount:
+        if not any(f"-{engine}-" in mount for engine in ("keys", "peppers", "evidence")):
             return _errors(404, f'no handler for route "{call.path}". route entry not found.')
         return self._kv(call, f"{mount}/", kind, f"{mount}/{place}")
 

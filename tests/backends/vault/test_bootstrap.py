@@ -80,7 +80,7 @@ def test_bootstrap_dry_run_lists_what_a_run_changes(installed_vault: InstalledVa
     planned = changes(fresh, is_dry_run=True)
     assert snapshot(installed_vault) == before
     assert changes(fresh) == planned
-    assert len(planned) == 2 * 5 + 3 * 2 + 2 + 2 * 21  # KV mounts and their options, signing, merchants, logins
+    assert len(planned) == 2 * 8 + 3 * 2 + 2 + 2 * 21  # KV mounts and their options, signing, merchants, logins
 
 
 def test_bootstrap_of_one_environment_skips_the_other(installed_vault: InstalledVault) -> None:

@@ -57,6 +57,23 @@ ANCHOR: dict[str, Act] = {
     "take out": lambda client, mount: client.read(f"{mount}/export/signing-key/audit"),
     "other key": lambda client, mount: client.write_data(f"{mount}/keys/other", data={"type": "ed25519"}),
 }
+EVIDENCE: dict[str, Act] = {
+    "record": lambda client, mount: _put(client, mount, "checkpoint", 1),
+    "record revocations": lambda client, mount: _put(client, mount, "revocations", 1),
+    "add segment": lambda client, mount: _put(client, mount, "revocations/new", 0),
+    "replace segment": lambda client, mount: _put(client, mount, "revocations/old", 1),
+    "read revocations": lambda client, mount: client.read(f"{mount}/data/revocations"),
+    "read segment": lambda client, mount: client.read(f"{mount}/data/revocations/old"),
+    "record elsewhere": lambda client, mount: _put(client, mount, "other", 0),
+    "read evidence": lambda client, mount: client.read(f"{mount}/data/checkpoint"),
+    "list": lambda client, mount: client.list(f"{mount}/metadata"),
+    "delete newest": lambda client, mount: client.delete(f"{mount}/data/checkpoint"),
+    "delete": lambda client, mount: client.write_data(f"{mount}/delete/checkpoint", data={"versions": [1]}),
+    "forget": lambda client, mount: client.delete(f"{mount}/metadata/checkpoint"),
+    "destroy": lambda client, mount: client.write_data(f"{mount}/destroy/checkpoint", data={"versions": [1]}),
+    "configure": lambda client, mount: client.write_data(f"{mount}/config", data={"cas_required": False}),
+    "see configuration": lambda client, mount: client.read(f"{mount}/config"),
+}
 SERVER: dict[str, Act] = {
     "make a token": lambda client, own: client.write_data("auth/token/create", data={}),
     "widen its policy": lambda client, own: client.write_data(f"sys/policies/acl/{own}", data={"policy": ""}),
@@ -68,6 +85,7 @@ SERVER: dict[str, Act] = {
     "look at entities": lambda client, own: client.list("identity/entity/id"),
 }
 ACTS = {SecretsEngine.KEYS: KEYS, SecretsEngine.PEPPERS: PEPPERS, SecretsEngine.ANCHOR: ANCHOR}
+ACTS[SecretsEngine.EVIDENCE] = EVIDENCE
 
 ALLOWED: dict[VaultRole, set[str]] = {
     VaultRole.ISSUER: {"create", "replace"},
@@ -80,7 +98,7 @@ ALLOWED: dict[VaultRole, set[str]] = {
     VaultRole.KEEPER: {"replace", "destroy"},
     VaultRole.ANCHOR: {"sign"},
 }
-"""Acts on the role's own mount; except for the public keys that `lookup` reads, none on any other mount."""
+"""Acts on the role's own mount. On others, `lookup` reads public keys and evidence, and `anchor` writes evidence."""
 
 LOGINS = list_logins(SCOPES)
 
@@ -96,6 +114,9 @@ def _fill(made: InstalledVault) -> None:
             _put(made.admin, made.layout.mount(SecretsEngine.KEYS, scope), f"1/{path}", 0)
     for scope in scopes_of(SecretsEngine.PEPPERS):
         _put(made.admin, made.layout.mount(SecretsEngine.PEPPERS, scope), "hmac", 0)
+    for scope in scopes_of(SecretsEngine.EVIDENCE):
+        for path in ("checkpoint", "revocations", "revocations/old"):
+            _put(made.admin, made.layout.mount(SecretsEngine.EVIDENCE, scope), path, 0)
 
 
 def _logged_in(made: InstalledVault, name: str) -> hvac.Client:
@@ -131,6 +152,12 @@ def test_policy_of_a_role_allows_only_its_own_calls(
     wanted = {(installed_vault.layout.mount(_engine(role), scope), act) for act in ALLOWED[role]}
     if role is VaultRole.LOOKUP:
         wanted.add((installed_vault.layout.mount(SecretsEngine.ANCHOR, scope), "see public key"))
+        evidence = installed_vault.layout.mount(SecretsEngine.EVIDENCE, scope)
+        acts = ("read evidence", "read revocations", "read segment", "see configuration")
+        wanted |= {(evidence, act) for act in acts}
+    if role is VaultRole.ANCHOR:
+        evidence = installed_vault.layout.mount(SecretsEngine.EVIDENCE, scope)
+        wanted |= {(evidence, act) for act in ("record", "record revocations", "add segment")}
     found = {
         (mount, act)
         for engine, _, mount in _places(installed_vault.layout)

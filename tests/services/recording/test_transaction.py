@@ -24,6 +24,7 @@ from keyvault.access.principals import HOST, WORKER, Channel
 from keyvault.access.roles import Role
 from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.canonical import JsonValue
+from keyvault.domain.checkpoints import CheckpointMark
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import KeyvaultError, PermissionMissingError, StateConflictError
 from keyvault.domain.issuance import COLLECT_WITHIN, Delivery
@@ -53,6 +54,7 @@ from keyvault.models import (
 from keyvault.models.keys import OriginHeader
 from keyvault.services import offboarding
 from keyvault.services.approvals import break_glass, inbox
+from keyvault.services.audit import rollback
 from keyvault.services.catalog import endpoints
 from keyvault.services.issuance import collection, requests
 from keyvault.services.keys import credentials, lifecycle
@@ -189,7 +191,14 @@ def _replay(scene: Scene) -> Callable[[], object]:
 def _accept_loss(scene: Scene) -> Callable[[], object]:
     issue(scene.sandbox)
     settings.REVOCATION_LOG.unlink()
-    return lambda: log_opening.accept_loss(grant(HOST, P.REVOCATIONS_REPLAY), scene.admin, "the disk is gone")
+    return lambda: log_opening.accept_loss(
+        grant(HOST, P.REVOCATIONS_REPLAY), scene.admin, scene.tam, "the disk is gone"
+    )
+
+
+def _accept_rollback(scene: Scene) -> Callable[[], object]:
+    revocation_log.append_lines([CheckpointMark("service", 7, "00" * 32, now())])
+    return lambda: rollback.accept_rollback(grant(HOST, P.REVOCATIONS_REPLAY), scene.admin, "restored a backup")
 
 
 def _create_order(scene: Scene) -> Callable[[], object]:
@@ -511,6 +520,7 @@ ACTIONS: dict[str, Action] = {
         _issue_customer_token, ["customer_token.issued"], ["customer_token"]
     ),
     "keys.lifecycle.reapply_revocation": Action(_reapply_revocation, ["key.revocation_replayed"], ["key"]),
+    "audit.rollback.accept_rollback": Action(_accept_rollback, ["audit.rollback_accepted"], []),
     "revocations.log_opening.accept_loss": Action(_accept_loss, ["journal.loss_accepted"], []),
     "revocations.replay.replay_revocations": Action(_replay, ["key.revocation_replayed"], ["key"]),
     "tokens.customer_tokens.revoke_customer_token": Action(

@@ -21,6 +21,7 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.revocation_log import CaughtUp, Ended, Opened, line_bytes
 from keyvault.models import AuditEntry, CustomerToken, Key, Notice
 from keyvault.services.keys import lifecycle
+from keyvault.services.merchants.operators import find_operator
 from keyvault.services.recording import transaction
 from keyvault.services.recording.revocation_log import append_lines, read_lines
 from keyvault.services.revocations.log_backfill import LogBackfill
@@ -60,7 +61,7 @@ def read_bytes_if_any(path: Path) -> bytes | None:
 
 
 def accept_loss_by(operator: Any, reason: str = "the disk is gone") -> None:
-    accept_loss(grant(HOST, P.REVOCATIONS_REPLAY), operator, reason)
+    accept_loss(grant(HOST, P.REVOCATIONS_REPLAY), operator, find_operator("tam", "root"), reason)
 
 
 def command(*options: str) -> str:
@@ -226,7 +227,7 @@ def test_loss_accepted_is_audited_alarmed_and_recorded_in_the_new_log(scene: Sce
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
     path.unlink()
-    output = command("--accept-loss", "--by", "admin", "--reason", "the disk is gone")
+    output = command("--accept-loss", "--by", "admin", "--approved-by", "tam", "--reason", "the disk is gone")
     assert "the loss is accepted" in output
     body = last_body("journal.loss_accepted")
     assert (body["actor"], body["channel"]) == ("system:host", "command_line")
@@ -272,13 +273,13 @@ def test_loss_accepted_without_a_reason_or_a_known_operator_is_refused(scene: Sc
     with pytest.raises(RequestInvalidError, match="requires a reason"):
         accept_loss_by(scene.admin, " ")
     with pytest.raises(CommandError, match="There is no operator unknown"):
-        command("--accept-loss", "--by", "unknown", "--reason", "x")
+        command("--accept-loss", "--by", "unknown", "--approved-by", "tam", "--reason", "x")
     for options in (("--accept-loss",), ("--accept-loss", "--by", "admin"), ("--by", "admin", "--reason", "x")):
-        with pytest.raises(CommandError, match="--by NAME and --reason WHY go together") as usage:
+        with pytest.raises(CommandError, match="go together") as usage:
             command(*options)
         assert usage.value.returncode == 2
     with pytest.raises(CommandError, match="cannot be combined with --dry-run"):
-        command("--accept-loss", "--by", "admin", "--reason", "x", "--dry-run")
+        command("--accept-loss", "--by", "admin", "--approved-by", "tam", "--reason", "x", "--dry-run")
     assert not path.exists()
     assert not AuditEntry.objects.filter(event="journal.loss_accepted").exists()
 
