@@ -83,18 +83,14 @@ _BODY_CODES = (Code.PAYLOAD_TOO_LARGE, Code.REQUEST_TIMEOUT, Code.MEDIA_TYPE_UNS
 _IDEMPOTENCY_CODES = (Code.IDEMPOTENCY_KEY_MISSING, Code.IDEMPOTENCY_IN_PROGRESS, Code.IDEMPOTENCY_BODY_MISMATCH)
 
 
-def _idempotency_key(required: bool) -> OpenApiParameter:
-    return OpenApiParameter(
-        IDEMPOTENCY_KEY,
-        {"type": "string", "pattern": '^(?!"+$)[!-~]([ -~]{0,253}[!-~])?$'},
-        OpenApiParameter.HEADER,
-        required=required,
-        description="1 to 255 printable ASCII characters; a retry sends the same key and the same body.",
-    )
-
-
-NEEDED, MAY_BE_SENT = _idempotency_key(required=True), _idempotency_key(required=False)
-"""The Idempotency-Key parameter: required, or optional."""
+NEEDED = OpenApiParameter(
+    IDEMPOTENCY_KEY,
+    {"type": "string", "pattern": '^(?!"+$)[!-~]([ -~]{0,253}[!-~])?$'},
+    OpenApiParameter.HEADER,
+    required=True,
+    description="1 to 255 printable ASCII characters; a retry sends the same key and the same body.",
+)
+"""The Idempotency-Key parameter."""
 
 PREFER_WAIT = OpenApiParameter(
     "Prefer",

@@ -1,5 +1,6 @@
 """Bodies that the OpenAPI page documents and no serializer parses; a test checks a live server against them."""
 
+from keyvault.access.catalog import Bearer, LimiterFailurePolicy
 from keyvault.api.openapi_components import (
     ANY_OBJECT,
     FLAG,
@@ -56,7 +57,7 @@ KEY_BODY = define(
     ),
 )
 
-_CREDENTIAL_BODY = define(
+CREDENTIAL_BODY = define(
     "CredentialBody",
     obj(
         credential_id=TEXT,
@@ -70,7 +71,7 @@ _CREDENTIAL_BODY = define(
     ),
 )
 
-CREDENTIALS_BODY = define("CredentialsBody", obj(credentials=list_of(_CREDENTIAL_BODY), next_cursor=nullable(TEXT)))
+CREDENTIALS_BODY = define("CredentialsBody", obj(credentials=list_of(CREDENTIAL_BODY), next_cursor=nullable(TEXT)))
 
 _VERIFIER_BODY = define(
     "VerifierBody",
@@ -106,6 +107,31 @@ REVOKED_BODY = define(
         optional={"receipt": RECEIPT_BODY},
     ),
 )
+
+# --- the catalog ------------------------------------------------------------------------------------------
+
+_ENDPOINT_BODY = define(
+    "EndpointBody",
+    obj(
+        "An endpoint of the catalog. `authorization` is its authorization panel: what it requires of a caller.",
+        name=TEXT,
+        method=TEXT,
+        path=TEXT,
+        credential=TEXT,
+        credentials=list_of(one_of(KeyKind)),
+        bearer=one_of(Bearer),
+        merchant_from=nullable(TEXT),
+        store_from=nullable(TEXT),
+        idempotency_key=FLAG,
+        limit=nullable(define("EndpointLimitBody", obj(count=INTEGER, seconds=INTEGER))),
+        on_limiter_loss=one_of(LimiterFailurePolicy),
+        built_in=FLAG,
+        summary=TEXT,
+        authorization={"type": "object", "additionalProperties": TEXT},
+    ),
+)
+
+ENDPOINTS_BODY = define("EndpointsBody", obj(endpoints=list_of(_ENDPOINT_BODY)))
 
 # --- verification -----------------------------------------------------------------------------------------
 
@@ -197,6 +223,11 @@ ISSUANCE_REQUEST_BODY = define(
         key_id=nullable(TEXT),
         optional={"recipient_public_key": TEXT},
     ),
+)
+
+ISSUANCE_REQUESTS_BODY = define(
+    "IssuanceRequestsBody",
+    obj(issuance_requests=list_of(ISSUANCE_REQUEST_BODY), next_cursor=nullable(TEXT)),
 )
 
 _SEALED_BODY = define(

@@ -1,6 +1,5 @@
 """Servers of the integration endpoints in this package; rotation adds its own."""
 
-from datetime import datetime
 from typing import Any
 
 from rest_framework.response import Response
@@ -16,6 +15,7 @@ from keyvault.api.serializers import StrictSerializer
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Order
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.keys.lifecycle import get_key, revoke_own_key
@@ -51,13 +51,8 @@ def order_as_json(order: Order) -> dict[str, Any]:
         "amount_minor": order.amount_minor,
         "currency": order.currency,
         "customer_id": order.customer_id,
-        "created_at": _as_text(order.created_at),
+        "created_at": format_timestamp(order.created_at),
     }
-
-
-def _as_text(at: datetime) -> str:
-    """Format a time as ISO 8601 in UTC, like every time of the API: the stored response is text."""
-    return at.isoformat().replace("+00:00", "Z")
 
 
 def _read_configuration(call: Call) -> Response:
@@ -85,7 +80,7 @@ def _create_customer_token(call: Call) -> Effect:
             "token_id": token.token_id,
             "token": None,
             "customer_id": token.customer_id,
-            "expires_at": _as_text(token.expires_at),
+            "expires_at": format_timestamp(token.expires_at),
         }
         return StoredResponse(201, body, secret_field="token", secret=text, secret_of=token.token_id)  # noqa: S106  its name
 
@@ -101,7 +96,9 @@ def _revoke_customer_token(call: Call) -> Response:
 def _show_customer(call: Call) -> Response:
     if call.customer is None:
         raise NotFoundError
-    return Response({"customer_id": call.customer.customer_id, "expires_at": _as_text(call.customer.expires_at)})
+    return Response(
+        {"customer_id": call.customer.customer_id, "expires_at": format_timestamp(call.customer.expires_at)}
+    )
 
 
 def _revoke_self(call: Call) -> Response:

@@ -13,21 +13,22 @@ from keyvault.access.permissions import Permission
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.idempotency import answer_once
 from keyvault.api.integration import Call, EndpointServer
-from keyvault.api.openapi import MAY_BE_SENT, documented, in_path
-from keyvault.api.serializers import OneOf, StrictBoolean, StrictInteger, StrictSerializer, StrictText
+from keyvault.api.openapi import NEEDED, documented, in_path
+from keyvault.api.pages import read_page
+from keyvault.api.serializers import OneOf, PageQuery, StrictBoolean, StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError
 from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.recording.authorization import authorize
-from keyvault.wire.idempotency import IDEMPOTENCY_KEY
-from rotation.api.schemas import ROTATION_BODY
+from rotation.api.schemas import ROTATION_BODY, ROTATIONS_BODY
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField, PlanOverrides, find_value_faults
 from rotation.domain.windows import Window
+from rotation.models import Rotation
 from rotation.services.rotations.interventions import abort_rotation, acknowledge
-from rotation.services.rotations.reports import describe, find_introduction, get_rotation
+from rotation.services.rotations.reports import describe, find_introduction, get_rotation, summarize
 from rotation.services.rotations.requests import request_rotation
 
 
@@ -104,8 +105,27 @@ def _read_window(values: dict[str, Any]) -> Window:
         raise RequestInvalidError(error.detail, faults) from error
 
 
+class RotationQuery(PageQuery):
+    state = OneOf(RotationState, required=False, help_text="Rotations in this state only.")
+
+
 class RotationsView(ServiceView):
-    permission = Permission.ROTATIONS_WRITE
+    def initial(self, request: Request, *args: object, **kwargs: object) -> None:
+        self.permission = Permission.ROTATIONS_WRITE if request.method == "POST" else Permission.ROTATIONS_READ
+        super().initial(request, *args, **kwargs)
+
+    @documented(
+        "rotations_list",
+        summary="List rotations, paginated.",
+        answers={200: ROTATIONS_BODY},
+        parameters=[RotationQuery],
+    )
+    def get(self, request: Request) -> Response:
+        form = RotationQuery(data=request.query_params)
+        form.is_valid(raise_exception=True)
+        query, rows = form.validated_data, Rotation.objects.select_related("account")
+        page = read_page(self, rows, query, [{"state": query["state"]} if "state" in query else {}])
+        return Response({"rotations": [*map(summarize, page.rows)], "next_cursor": page.next_cursor})
 
     @documented(
         "rotations_create",
@@ -113,12 +133,9 @@ class RotationsView(ServiceView):
         takes=RotationRequest,
         answers={201: ROTATION_BODY},
         codes=[ErrorCode.STATE_CONFLICT],
-        idempotency_key=MAY_BE_SENT,
+        idempotency_key=NEEDED,
     )
     def post(self, request: Request) -> Response:
-        if IDEMPOTENCY_KEY not in request.headers:
-            answer = self._prepare(request)()
-            return Response(answer.body, status=answer.status)
         return answer_once(
             request,
             holder=self.service.lineage,

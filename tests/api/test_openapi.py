@@ -23,14 +23,14 @@ from keyvault.project.engine_view import verifying_view
 OPERATION_IDS = """
 authorize_envoy authorize_nginx authorize_traefik
 client_configuration
-credentials_acknowledge credentials_list credentials_revoke_self
+credentials_acknowledge credentials_list credentials_read credentials_revoke_self
 customer_tokens_create customer_tokens_revoke customers_me
-docs healthz
-issuance_requests_collect issuance_requests_create issuance_requests_read
+docs endpoints_list healthz
+issuance_requests_collect issuance_requests_create issuance_requests_list issuance_requests_read
 keys_read keys_revoke keys_verify keys_verify_batch
 metrics openapi orders_create orders_retrieve readyz
 revocations_read
-rotations_abort rotations_create rotations_read
+rotations_abort rotations_create rotations_list rotations_read
 """
 """Stable ids: generated clients have methods of these names."""
 

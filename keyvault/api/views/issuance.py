@@ -12,8 +12,9 @@ from keyvault.api.enforcement import ServiceView
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.idempotency import answer_once
 from keyvault.api.openapi import NEEDED, documented, in_path
-from keyvault.api.schemas import COLLECTED_BODY, ISSUANCE_REQUEST_BODY
-from keyvault.api.serializers import CollectRequest, CredentialRequest
+from keyvault.api.pages import read_page
+from keyvault.api.schemas import COLLECTED_BODY, ISSUANCE_REQUEST_BODY, ISSUANCE_REQUESTS_BODY
+from keyvault.api.serializers import CollectRequest, CredentialRequest, IssuanceQuery
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.domain.issuance import Delivery
@@ -22,7 +23,7 @@ from keyvault.domain.recipients import SUITE
 from keyvault.models import Account, IssuanceRequest, Key
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.issuance.collection import Handover, is_requested_by, read_handover, record_collection
-from keyvault.services.issuance.requests import describe_request, get_request, request_issuance
+from keyvault.services.issuance.requests import describe_request, get_request, request_issuance, select_requests
 from keyvault.services.merchants.merchants import find_account
 
 _ISSUANCE_REQUEST_ID = in_path("issuance_request_id", "^req_[0-9A-Za-z]{20}$")
@@ -30,6 +31,19 @@ _ISSUANCE_REQUEST_ID = in_path("issuance_request_id", "^req_[0-9A-Za-z]{20}$")
 
 class IssuanceRequestsView(ServiceView):
     permission = Permission.ISSUANCE_REQUEST
+
+    @documented(
+        "issuance_requests_list",
+        summary="List issuance requests, paginated.",
+        answers={200: ISSUANCE_REQUESTS_BODY},
+        parameters=[IssuanceQuery],
+    )
+    def get(self, request: Request) -> Response:
+        form = IssuanceQuery(data=request.query_params)
+        form.is_valid(raise_exception=True)
+        query = form.validated_data
+        page = read_page(self, select_requests(), query, [{"state": query["state"]} if "state" in query else {}])
+        return Response({"issuance_requests": [*map(describe_request, page.rows)], "next_cursor": page.next_cursor})
 
     @documented(
         "issuance_requests_create",

@@ -43,6 +43,7 @@ def append_entry(
 ) -> None:
     """Append one entry. Only `services.recording` calls this, inside the transaction of the change.
 
+    Its time is `at`, or the time of the entry before it where that is later: the time of a chain never runs backwards.
     Locks the chain's head row until the commit: writers of one chain are serialized, writers of others do not wait.
     (On SQLite the transaction holds the lock of the whole database.)
     """
@@ -56,6 +57,8 @@ def append_entry(
             open_chain(chain)
         head = AuditChain.objects.select_for_update().get(name=chain)
     sequence, previous = head.sequence + 1, bytes(head.head_hash)
+    # Clocks of several hosts differ, and a writer that waited for the lock chose its time before.
+    at = at if head.newest_at is None else max(at, head.newest_at)
     body = entry_bytes(
         chain=chain, sequence=sequence, at=at, event=event, actor=actor, channel=channel, details=details
     )
@@ -70,8 +73,8 @@ def append_entry(
         previous=previous,
         hash=digest,
     )
-    head.sequence, head.head_hash = sequence, digest
-    head.save(update_fields=["sequence", "head_hash"])
+    head.sequence, head.head_hash, head.newest_at = sequence, digest, at
+    head.save(update_fields=["sequence", "head_hash", "newest_at"])
 
 
 @dataclass(frozen=True, slots=True)
