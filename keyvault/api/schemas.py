@@ -15,6 +15,7 @@ from keyvault.api.openapi_components import (
     one_of,
     reference,
 )
+from keyvault.api.openapi_examples import KEY
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.issuance import Delivery, IssuanceState
@@ -116,7 +117,7 @@ _ENDPOINT_BODY = define(
         "An endpoint of the catalog. `authorization` is its authorization panel: what it requires of a caller.",
         name=TEXT,
         method=TEXT,
-        path=TEXT,
+        path={**TEXT, "examples": ["/merchants/orders"]},
         credential=TEXT,
         credentials=list_of(one_of(KeyKind)),
         bearer=one_of(Bearer),
@@ -162,6 +163,7 @@ VERIFY_REQUEST_BODY = define(
                 "dry_run": FLAG,
             },
         ),
+        "examples": [{"key": KEY, "environment": "sandbox", "endpoint": "orders.create", "client_ip": "192.0.2.1"}],
         "oneOf": [
             {"required": ["endpoint"], "properties": {"method": False, "path": False}},
             {"required": ["method", "path"], "properties": {"endpoint": False}},

@@ -123,11 +123,29 @@ def _may_still_revoke(judgement: Judgement) -> bool:
 
 SERVERS: Servers = {
     "orders.retrieve": EndpointServer(
-        answers=_retrieve_order, gives=ORDER_BODY, parameters=(in_path("order_token", "^ord_[0-9A-Za-z]{20}$"),)
+        description="An order of the key's merchant in this environment. Another merchant's order, another "
+        "environment's and, with a Bearer, another customer's order are 404 as if they did not exist.",
+        answers=_retrieve_order,
+        gives=ORDER_BODY,
+        parameters=(in_path("order_token", "^ord_[0-9A-Za-z]{20}$"),),
     ),
-    "orders.create": EndpointServer(prepares=_create_order, status=201, takes=OrderRequest, gives=ORDER_BODY),
-    "client.configuration": EndpointServer(answers=_read_configuration, gives=CONFIGURATION_BODY),
+    "orders.create": EndpointServer(
+        description="Creates an order of `amount_minor` in the currency's minor unit. `currency` is a current ISO "
+        "4217 code. A repetition with the same `Idempotency-Key` and body returns the same order.",
+        prepares=_create_order,
+        status=201,
+        takes=OrderRequest,
+        gives=ORDER_BODY,
+    ),
+    "client.configuration": EndpointServer(
+        description="What the merchant's browser or app code needs to start. It is the one endpoint for public keys "
+        "and answers cross-origin requests of the origins that the account lists.",
+        answers=_read_configuration,
+        gives=CONFIGURATION_BODY,
+    ),
     "customer_tokens.create": EndpointServer(
+        description="Issues a token for a customer who signed in at the merchant. The token is in the first answer "
+        "only; it adds customer context to a private key and never replaces it.",
         prepares=_create_customer_token,
         status=201,
         takes=CustomerTokenRequest,
@@ -135,10 +153,20 @@ SERVERS: Servers = {
         parameters=(in_path("customer_id", CUSTOMER_ID),),
     ),
     "customer_tokens.revoke": EndpointServer(
-        answers=_revoke_customer_token, status=204, parameters=(in_path("token_id", "^[0-9A-Za-z]{16}$"),)
+        description="Ends a customer access token of this merchant and environment. Repeatable.",
+        answers=_revoke_customer_token,
+        status=204,
+        parameters=(in_path("token_id", "^[0-9A-Za-z]{16}$"),),
     ),
-    "customers.me": EndpointServer(answers=_show_customer, gives=CUSTOMER_BODY),
+    "customers.me": EndpointServer(
+        description="Shows which customer the Bearer token stands for and when it expires. It needs the private key "
+        "as well.",
+        answers=_show_customer,
+        gives=CUSTOMER_BODY,
+    ),
     "credentials.revoke_self": EndpointServer(
+        description="Whoever holds a leaked private key may end it, without a sign-in. The answer has the sequence of "
+        "the revocation. Repeatable, up to 10 times a minute.",
         answers=_revoke_self,
         serves_denied=_may_still_revoke,
         status=202,

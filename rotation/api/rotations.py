@@ -117,6 +117,10 @@ class RotationsView(ServiceView):
     @documented(
         "rotations_list",
         summary="List rotations, paginated.",
+        description="The rotations of the merchants and environments that the token names, the newest first, without "
+        "their plans and evidence. To read on, send `next_cursor` as `cursor` with the same filters; it "
+        "is null on the last page.",
+        permission=Permission.ROTATIONS_READ,
         answers={200: ROTATIONS_BODY},
         parameters=[RotationQuery],
     )
@@ -130,6 +134,10 @@ class RotationsView(ServiceView):
     @documented(
         "rotations_create",
         summary="Request a rotation.",
+        description="Asks for a replacement of the credential's key. An operator approves the plan; fields that you "
+        "omit have the environment's defaults. A credential has at most one open rotation: a second "
+        "request is refused with `state_conflict`, which names the open one.",
+        permission=Permission.ROTATIONS_WRITE,
         takes=RotationRequest,
         answers={201: ROTATION_BODY},
         codes=[ErrorCode.STATE_CONFLICT],
@@ -174,6 +182,10 @@ class RotationView(ServiceView):
     @documented(
         "rotations_read",
         summary="Get a rotation's state and what it waits for.",
+        description="The whole rotation: its approved plan, what it waits for, its evidence, and who still uses the "
+        "old key. The replacement appears in `handover` only if it is sealed to the credential's "
+        "recipient key.",
+        permission=Permission.ROTATIONS_READ,
         answers={200: ROTATION_BODY},
         parameters=[in_path("rotation_id", "^rot_[0-9A-Za-z]{20}$")],
     )
@@ -189,6 +201,10 @@ class RotationAbortView(ServiceView):
     @documented(
         "rotations_abort",
         summary="End a rotation: cancel it before delivery, roll it back afterwards.",
+        description="Before delivery the rotation is canceled and its replacement discarded. Afterwards it is rolled "
+        "back: both keys verify until the replacement is proved unused. Repeatable: a rotation that is "
+        "already ending is returned as it is.",
+        permission=Permission.ROTATIONS_WRITE,
         takes=AbortRequest,
         answers={200: ROTATION_BODY},
         codes=[ErrorCode.STATE_CONFLICT, ErrorCode.DEPENDENCY_UNAVAILABLE],
@@ -218,5 +234,12 @@ def _acknowledge(call: Call) -> Response:
     return Response(status=204)
 
 
-SERVERS = {ACKNOWLEDGEMENT: EndpointServer(answers=_acknowledge, status=204)}
+SERVERS = {
+    ACKNOWLEDGEMENT: EndpointServer(
+        description="Proves that the merchant has the replacement: send the request with the replacement itself. "
+        "Repeatable. Any other key is 404, and no service token can acknowledge for a merchant.",
+        answers=_acknowledge,
+        status=204,
+    )
+}
 """Rotation's endpoints on the integration plane."""

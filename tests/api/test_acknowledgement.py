@@ -35,6 +35,7 @@ def test_rotation_over_rest_is_requested_approved_and_read(call: Call) -> None:
     assert requested.body["plan"]["quiet_seconds"] == 1
     read = call("GET", f"/v1/rotations/{requested.body['rotation_id']}")
     assert read.body["waiting_for"] == "approval by a second person"
+    assert b"+00:00" not in read.content
     assert read.body["predecessor_key_id"] == key.key_id
     duplicate = call("POST", "/v1/rotations", {"credential_id": key.credential_id}, **new_key())
     assert (duplicate.status_code, duplicate.body["code"]) == (409, "state_conflict")

@@ -17,6 +17,9 @@ class EndpointsView(ServiceView):
     @documented(
         "endpoints_list",
         summary="List the endpoints that keys can be verified for.",
+        description="The catalog: the built-in endpoints and those that operators added, each with its rule, its "
+        "limit and its authorization panel. `name` is what `POST /v1/keys/verify` takes as `endpoint`.",
+        permission=Permission.KEYS_VERIFY,
         answers={200: ENDPOINTS_BODY},
     )
     def get(self, request: Request) -> Response:

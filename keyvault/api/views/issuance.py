@@ -35,6 +35,10 @@ class IssuanceRequestsView(ServiceView):
     @documented(
         "issuance_requests_list",
         summary="List issuance requests, paginated.",
+        description="The requests of the merchants and environments that the token names, whoever made them, the "
+        "newest first. To read on, send `next_cursor` as `cursor` with the same filters; it is null on "
+        "the last page.",
+        permission=Permission.ISSUANCE_REQUEST,
         answers={200: ISSUANCE_REQUESTS_BODY},
         parameters=[IssuanceQuery],
     )
@@ -48,6 +52,11 @@ class IssuanceRequestsView(ServiceView):
     @documented(
         "issuance_requests_create",
         summary="Request a new credential.",
+        description="Asks for a credential with its first key. Operators approve the request where the environment's "
+        "policy wants it; then a worker issues the key. With a `recipient_public_key` (X25519, base64url) "
+        "the key is only ever sent sealed to it. Repeat the request with the same `Idempotency-Key` after "
+        "a lost answer.",
+        permission=Permission.ISSUANCE_REQUEST,
         takes=CredentialRequest,
         answers={201: ISSUANCE_REQUEST_BODY},
         idempotency_key=NEEDED,
@@ -86,6 +95,9 @@ class IssuanceRequestView(ServiceView):
     @documented(
         "issuance_requests_read",
         summary="Read an issuance request.",
+        description="The state of the request, and the ids of its credential and key once they exist. Poll it until "
+        "the state is `issued`, then collect the key.",
+        permission=Permission.ISSUANCE_REQUEST,
         answers={200: ISSUANCE_REQUEST_BODY},
         parameters=[_ISSUANCE_REQUEST_ID],
     )
@@ -101,6 +113,10 @@ class CollectionView(ServiceView):
     @documented(
         "issuance_requests_collect",
         summary="Collect the issued key, once, with the token that requested it.",
+        description="Hands over the key of an issued request, within 72 hours of its issue. Only the requesting "
+        "token, or its successor after a rotation, may collect it. A repetition with the same "
+        "`Idempotency-Key` gets the same answer for 15 minutes; a production key is only sent sealed.",
+        permission=Permission.ISSUANCE_COLLECT,
         takes=CollectRequest,
         answers={200: COLLECTED_BODY},
         codes=[ErrorCode.STATE_CONFLICT],

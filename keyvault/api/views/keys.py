@@ -24,7 +24,15 @@ _KEY_ID = in_path("key_id", "^[0-9A-Za-z]{16}$")
 class KeyView(ServiceView):
     permission = Permission.KEYS_READ
 
-    @documented("keys_read", summary="Read a key's state.", answers={200: KEY_BODY}, parameters=[_KEY_ID])
+    @documented(
+        "keys_read",
+        summary="Read a key's state.",
+        description="The key's state, its credential, and when it was issued, first used and last used; never its "
+        "material. A key outside the token's merchants is 404.",
+        permission=Permission.KEYS_READ,
+        answers={200: KEY_BODY},
+        parameters=[_KEY_ID],
+    )
     def get(self, request: Request, key_id: str) -> Response:
         return Response(describe_key(_visible_key(self, key_id)))
 
@@ -36,7 +44,8 @@ class RevokeView(ServiceView):
         "keys_revoke",
         summary="Revoke a key permanently; repeatable.",
         description="The response means that the key is revoked. The receipt lists the verifiers that have confirmed "
-        "it so far.",
+        "it so far. No approval is needed: approval gates issuing, never revoking.",
+        permission=Permission.KEYS_REVOKE,
         takes=RevokeRequest,
         answers={202: REVOKED_BODY},
         codes=[ErrorCode.STATE_CONFLICT],
@@ -65,6 +74,10 @@ class CredentialsView(ServiceView):
     @documented(
         "credentials_list",
         summary="List credentials with their keys, paginated.",
+        description="The credentials of the merchants and environments that the token names, the newest first, each "
+        "with its keys. To read on, send `next_cursor` as `cursor` with the same filters; it is null on "
+        "the last page.",
+        permission=Permission.KEYS_READ,
         answers={200: CREDENTIALS_BODY},
         parameters=[CredentialQuery],
     )
@@ -83,6 +96,9 @@ class CredentialView(ServiceView):
     @documented(
         "credentials_read",
         summary="Read a credential with its keys.",
+        description="A credential's id never changes; a rotation adds a key to it and retires another. The answer has "
+        "the state of each key and never its material. A credential outside the token's merchants is 404.",
+        permission=Permission.KEYS_READ,
         answers={200: CREDENTIAL_BODY},
         parameters=[in_path("credential_id", "^crd_[0-9A-Za-z]{20}$")],
     )
