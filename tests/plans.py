@@ -118,7 +118,9 @@ def list_plan_faults(plan: Mapping[str, Any], sizes: Mapping[str, float], *, is_
     """Yield the steps whose cost grows with a large table."""
     kind, table, rows = plan["Node Type"], plan.get("Relation Name", ""), plan["Plan Rows"]
     is_limited = is_limited or kind == "Limit"
-    if sizes.get(table, 0) >= LARGE:
+    # A limit ends a scan early if most rows of the table pass the filter.
+    ends_early = is_limited and kind != "Seq Scan" and rows > sizes.get(table, 0) / 2
+    if sizes.get(table, 0) >= LARGE and not ends_early:
         if kind == "Seq Scan":
             if "Filter" in plan or not is_limited:
                 yield f"reads all of {table}"

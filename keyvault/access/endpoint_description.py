@@ -1,7 +1,9 @@
 """The authorization panel of an endpoint: its requirements as text.
 
-The console, the OpenAPI page and `manage.py show_catalog` show it.
+The console, the OpenAPI page, `GET /v1/endpoints` and `manage.py show_catalog` show it.
 """
+
+from typing import Any
 
 from keyvault.access.catalog import Bearer, Endpoint, LimiterFailurePolicy
 from keyvault.access.limits import Limit
@@ -51,3 +53,24 @@ def _limit(endpoint: Endpoint) -> str:
     return (
         "the account's" if endpoint.limit is None else f"{format_limit(endpoint.limit)}, in addition to the account's"
     )
+
+
+def describe_endpoint(endpoint: Endpoint) -> dict[str, Any]:
+    """Describe an endpoint for the service plane and the command line, with its authorization panel."""
+    limit = endpoint.limit
+    return {
+        "name": endpoint.name,
+        "method": endpoint.method,
+        "path": endpoint.path,
+        "credential": endpoint.kinds,
+        "credentials": sorted(endpoint.credentials),
+        "bearer": endpoint.bearer,
+        "merchant_from": str(endpoint.merchant_from or "") or None,
+        "store_from": str(endpoint.store_from or "") or None,
+        "idempotency_key": endpoint.idempotent_by_key,
+        "limit": None if limit is None else {"count": limit.count, "seconds": limit.seconds},
+        "on_limiter_loss": endpoint.on_limiter_loss,
+        "built_in": endpoint.is_built_in,
+        "summary": endpoint.summary,
+        "authorization": dict(authorization_panel(endpoint)),
+    }

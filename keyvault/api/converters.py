@@ -8,6 +8,10 @@ class KeyIdConverter(StringConverter):
     regex = "[0-9A-Za-z]{16}"
 
 
+class CredentialIdConverter(StringConverter):
+    regex = "crd_[0-9A-Za-z]{20}"
+
+
 class IssuanceRequestIdConverter(StringConverter):
     regex = "req_[0-9A-Za-z]{20}"
 
@@ -19,5 +23,6 @@ class SequenceConverter(StringConverter):
 
 
 register_converter(KeyIdConverter, "key_id")
+register_converter(CredentialIdConverter, "credential_id")
 register_converter(IssuanceRequestIdConverter, "issuance_request_id")
 register_converter(SequenceConverter, "sequence")

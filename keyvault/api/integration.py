@@ -76,10 +76,11 @@ class EndpointServer:
     `serves_denied` selects denied requests, with a proved key, that are served anyway: a holder may repeat the
     revocation of a leaked key.
 
-    The other fields are for the OpenAPI page: the success status, the bodies' schemas, the path parameters, and the
-    error codes that do not come from the judgement.
+    The other fields are for the OpenAPI page: the description, the success status, the bodies' schemas, the path
+    parameters, and the error codes that do not come from the judgement.
     """
 
+    description: str
     answers: Callable[[Call], Response] | None = None
     prepares: Callable[[Call], Effect] | None = None
     serves_denied: Callable[[Judgement], bool] = lambda judgement: False

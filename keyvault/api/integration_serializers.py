@@ -1,18 +1,30 @@
 """Request bodies of the integration plane."""
 
+from typing import Any
+
 from django.core.validators import RegexValidator
+from drf_spectacular.utils import extend_schema_field
+from rest_framework.serializers import ValidationError
 
 from keyvault.access.customers import CUSTOMER_ID
 from keyvault.api.serializers import StrictInteger, StrictSerializer, StrictText
+from keyvault.domain.currencies import CURRENCIES
 from keyvault.services.merchants.client_configuration import MAX_SECONDS
-from keyvault.services.merchants.orders import CURRENCY, MAX_AMOUNT_MINOR
+from keyvault.services.merchants.orders import CURRENCY_RULE, MAX_AMOUNT_MINOR
+
+
+@extend_schema_field({"type": "string", "enum": sorted(CURRENCIES)})
+class CurrencyField(StrictText):
+    def to_internal_value(self, data: Any) -> str:
+        currency = super().to_internal_value(data)
+        if currency not in CURRENCIES:
+            raise ValidationError(f"Not {CURRENCY_RULE}.")
+        return currency
 
 
 class OrderRequest(StrictSerializer):
     amount_minor = StrictInteger(min_value=1, max_value=MAX_AMOUNT_MINOR)
-    currency = StrictText(
-        min_length=3, max_length=3, validators=[RegexValidator(CURRENCY, "Three capital letters (ISO 4217).")]
-    )
+    currency = CurrencyField()
     customer_id = StrictText(
         required=False,
         allow_null=True,

@@ -2,7 +2,7 @@
 
 `documented` describes a view's method; its codes determine every status, problem body and header. `finish` adds what
 all operations share. `openapi_unrouted` has the operations without a view method, `openapi_components` the bodies that
-no serializer parses, `openapi_fields` the schema of our own text field.
+no serializer parses, `openapi_fields` the schema of our own text field, `openapi_examples` the examples.
 """
 
 from collections import defaultdict
@@ -14,7 +14,9 @@ from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_sche
 from rest_framework import serializers
 
 from keyvault.access.endpoint_description import EXEMPT
+from keyvault.access.permissions import Permission
 from keyvault.api.openapi_components import COMPONENTS, TEXT, Schema, define
+from keyvault.api.openapi_examples import add_examples
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode as Code
 from keyvault.wire.headers import PREFERENCE_APPLIED
@@ -83,18 +85,14 @@ _BODY_CODES = (Code.PAYLOAD_TOO_LARGE, Code.REQUEST_TIMEOUT, Code.MEDIA_TYPE_UNS
 _IDEMPOTENCY_CODES = (Code.IDEMPOTENCY_KEY_MISSING, Code.IDEMPOTENCY_IN_PROGRESS, Code.IDEMPOTENCY_BODY_MISMATCH)
 
 
-def _idempotency_key(required: bool) -> OpenApiParameter:
-    return OpenApiParameter(
-        IDEMPOTENCY_KEY,
-        {"type": "string", "pattern": '^(?!"+$)[!-~]([ -~]{0,253}[!-~])?$'},
-        OpenApiParameter.HEADER,
-        required=required,
-        description="1 to 255 printable ASCII characters; a retry sends the same key and the same body.",
-    )
-
-
-NEEDED, MAY_BE_SENT = _idempotency_key(required=True), _idempotency_key(required=False)
-"""The Idempotency-Key parameter: required, or optional."""
+NEEDED = OpenApiParameter(
+    IDEMPOTENCY_KEY,
+    {"type": "string", "pattern": '^(?!"+$)[!-~]([ -~]{0,253}[!-~])?$'},
+    OpenApiParameter.HEADER,
+    required=True,
+    description="1 to 255 printable ASCII characters; a retry sends the same key and the same body.",
+)
+"""The Idempotency-Key parameter."""
 
 PREFER_WAIT = OpenApiParameter(
     "Prefer",
@@ -162,20 +160,22 @@ def documented(
     operation_id: str,
     *,
     summary: str,
+    description: str,
     answers: Mapping[int | tuple[int, str], BodySchema],
+    permission: Permission | None = None,
     codes: Iterable[Code] = (),
     plane: Iterable[Code] = SERVICE_CODES,
     auth: Auth = SERVICE_TOKEN,
     takes: BodySchema = None,
     parameters: Sequence[OpenApiParameter | type[serializers.Serializer[Any]]] = (),
     idempotency_key: OpenApiParameter | None = None,
-    description: str = "",
     tag: str = "service plane",
     panel: Mapping[str, str] | None = None,
     sent_as: Callable[[int], int] = lambda status: status,
 ) -> Documenter:
-    """Document a view's method.
+    """Document a view's method. `openapi_examples` adds the examples.
 
+    `permission`: what the service token needs; the view enforces it, and a test compares the two.
     `answers` has the bodies by status, or by status and media type where it is not JSON. `codes` are added to the
     plane's. `sent_as` maps a problem's status to the one sent.
     """
@@ -184,7 +184,7 @@ def documented(
     return extend_schema(
         operation_id=operation_id,
         summary=summary,
-        description=description,
+        description=description if permission is None else f"{description}\n\nPermission: `{permission}`.",
         tags=[tag],
         request={"application/json": takes} if isinstance(takes, dict) else takes,
         responses={
@@ -193,7 +193,10 @@ def documented(
         },
         auth=[{name: [] for name in schemes} for schemes in auth],  # type: ignore[misc]  # as the specification has it; spectacular passes it through
         parameters=[*parameters, *([] if idempotency_key is None else [idempotency_key])],
-        extensions=None if panel is None else {"x-authorization": dict(panel)},
+        extensions={
+            **({} if panel is None else {"x-authorization": dict(panel)}),
+            **({} if permission is None else {"x-permission": permission.value}),
+        },
     )
 
 
@@ -241,6 +244,7 @@ def finish(result: dict[str, Any], **_: Any) -> dict[str, Any]:
     result["servers"] = [{"url": settings.ORIGIN}]
     for path_item in result["paths"].values():
         for operation in path_item.values():
+            add_examples(operation, components["schemas"])
             _add_headers(operation)
             _require_body(operation, components["schemas"])
             if "x-authorization" in operation and not is_based_on_origin():

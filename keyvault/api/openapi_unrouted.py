@@ -13,6 +13,7 @@ from rest_framework.views import APIView
 
 from keyvault.access.catalog import BUILT_IN, Bearer, Endpoint
 from keyvault.access.endpoint_description import authorization_panel
+from keyvault.access.permissions import Permission
 from keyvault.api.integration import EndpointServer, IntegrationView
 from keyvault.api.openapi import (
     NEEDED,
@@ -99,7 +100,7 @@ def _document(endpoint: Endpoint, server: EndpointServer) -> Documenter:
     return documented(
         endpoint.name.replace(".", "_"),
         summary=endpoint.summary,
-        description="\n".join(f"- {label}: {text}" for label, text in panel.items()),
+        description="\n".join((f"{server.description}\n", *(f"- {label}: {text}" for label, text in panel.items()))),
         panel=panel,
         answers={server.status: server.gives},
         takes=server.takes,
@@ -156,10 +157,23 @@ def _cors(endpoint: Endpoint, status: int) -> Iterator[OpenApiParameter]:
 
 
 def _verify() -> Iterator[Any]:
-    one = documented("keys_verify", summary="Verify a key.", takes=VERIFY_REQUEST_BODY, answers={200: DECISION_BODY})
+    one = documented(
+        "keys_verify",
+        summary="Verify a key.",
+        description="Judges a key for one endpoint and answers what to tell the client: `allowed`, or `status`, "
+        "`headers` and `problem`. The call itself is 200 whenever a decision was reached. An allowed "
+        "request counts as one use and spends from the limits, unless it is a `dry_run`, which adds the "
+        "trace of the rules. A `cost` is a whole number; `2.0` is one.",
+        permission=Permission.KEYS_VERIFY,
+        takes=VERIFY_REQUEST_BODY,
+        answers={200: DECISION_BODY},
+    )
     several = documented(
         "keys_verify_batch",
         summary="Verify up to 100 keys.",
+        description="Judges each request as `POST /v1/keys/verify` does, and answers the decisions in their order. "
+        "One malformed request refuses the batch.",
+        permission=Permission.KEYS_VERIFY,
         takes=VERIFY_BATCH_REQUEST_BODY,
         answers={200: DECISIONS_BODY},
     )
@@ -206,7 +220,11 @@ def _gateway(dialect: Dialect, parameters: Iterable[OpenApiParameter]) -> Docume
     return documented(
         f"authorize_{dialect}",
         summary=f"Authorize a request that a client sent to {dialect.title()}.",
-        description="The response does not depend on the method. Only 200 allows the request.",
+        description="For the gateway's subrequest. It describes the client's request in headers, which only the "
+        "gateway may set, and authenticates itself with `X-Service-Token`, which names exactly one "
+        "environment. The response does not depend on the method. Only 200 allows the request; its "
+        "headers are for the upstream.",
+        permission=Permission.KEYS_VERIFY,
         answers={200: None},
         plane=SERVICE_CODES,
         codes=_UPSTREAM_CODES,

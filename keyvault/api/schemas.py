@@ -1,5 +1,6 @@
 """Bodies that the OpenAPI page documents and no serializer parses; a test checks a live server against them."""
 
+from keyvault.access.catalog import Bearer, LimiterFailurePolicy
 from keyvault.api.openapi_components import (
     ANY_OBJECT,
     FLAG,
@@ -14,6 +15,7 @@ from keyvault.api.openapi_components import (
     one_of,
     reference,
 )
+from keyvault.api.openapi_examples import KEY
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.issuance import Delivery, IssuanceState
@@ -56,7 +58,7 @@ KEY_BODY = define(
     ),
 )
 
-_CREDENTIAL_BODY = define(
+CREDENTIAL_BODY = define(
     "CredentialBody",
     obj(
         credential_id=TEXT,
@@ -70,7 +72,7 @@ _CREDENTIAL_BODY = define(
     ),
 )
 
-CREDENTIALS_BODY = define("CredentialsBody", obj(credentials=list_of(_CREDENTIAL_BODY), next_cursor=nullable(TEXT)))
+CREDENTIALS_BODY = define("CredentialsBody", obj(credentials=list_of(CREDENTIAL_BODY), next_cursor=nullable(TEXT)))
 
 _VERIFIER_BODY = define(
     "VerifierBody",
@@ -107,6 +109,31 @@ REVOKED_BODY = define(
     ),
 )
 
+# --- the catalog ------------------------------------------------------------------------------------------
+
+_ENDPOINT_BODY = define(
+    "EndpointBody",
+    obj(
+        "An endpoint of the catalog. `authorization` is its authorization panel: what it requires of a caller.",
+        name=TEXT,
+        method=TEXT,
+        path={**TEXT, "examples": ["/merchants/orders"]},
+        credential=TEXT,
+        credentials=list_of(one_of(KeyKind)),
+        bearer=one_of(Bearer),
+        merchant_from=nullable(TEXT),
+        store_from=nullable(TEXT),
+        idempotency_key=FLAG,
+        limit=nullable(define("EndpointLimitBody", obj(count=INTEGER, seconds=INTEGER))),
+        on_limiter_loss=one_of(LimiterFailurePolicy),
+        built_in=FLAG,
+        summary=TEXT,
+        authorization={"type": "object", "additionalProperties": TEXT},
+    ),
+)
+
+ENDPOINTS_BODY = define("EndpointsBody", obj(endpoints=list_of(_ENDPOINT_BODY)))
+
 # --- verification -----------------------------------------------------------------------------------------
 
 
@@ -136,6 +163,7 @@ VERIFY_REQUEST_BODY = define(
                 "dry_run": FLAG,
             },
         ),
+        "examples": [{"key": KEY, "environment": "sandbox", "endpoint": "orders.create", "client_ip": "192.0.2.1"}],
         "oneOf": [
             {"required": ["endpoint"], "properties": {"method": False, "path": False}},
             {"required": ["method", "path"], "properties": {"endpoint": False}},
@@ -197,6 +225,11 @@ ISSUANCE_REQUEST_BODY = define(
         key_id=nullable(TEXT),
         optional={"recipient_public_key": TEXT},
     ),
+)
+
+ISSUANCE_REQUESTS_BODY = define(
+    "IssuanceRequestsBody",
+    obj(issuance_requests=list_of(ISSUANCE_REQUEST_BODY), next_cursor=nullable(TEXT)),
 )
 
 _SEALED_BODY = define(

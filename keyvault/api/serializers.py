@@ -9,7 +9,7 @@ from django.http import QueryDict
 from rest_framework import serializers
 
 from keyvault.domain.environments import Environment
-from keyvault.domain.issuance import MAX_EXPIRES_IN_DAYS, Delivery
+from keyvault.domain.issuance import MAX_EXPIRES_IN_DAYS, Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.recipients import KEY_CHARACTERS
 from keyvault.domain.redaction import redact
@@ -103,12 +103,27 @@ class QueryInteger(serializers.IntegerField):
         return super().to_internal_value(data)
 
 
-class CredentialQuery(QuerySerializer):
-    merchant = StrictText(required=False, max_length=64)
-    environment = OneOf(Environment, required=False)
-    kind = OneOf(KeyKind, required=False)
-    cursor = StrictText(required=False, pattern="crd_[0-9A-Za-z]{20}")
-    limit = QueryInteger(required=False, min_value=1, max_value=200, default=50)
+class PageQuery(QuerySerializer):
+    """One page of a list. `cursor`: the `next_cursor` of the page before; `api.pages` reads it."""
+
+    merchant = StrictText(required=False, max_length=64, help_text="Rows of this merchant only.")
+    environment = OneOf(Environment, required=False, help_text="Rows of this environment only.")
+    cursor = StrictText(
+        required=False,
+        pattern=r"[0-9]{1,16}\.[a-z]{3}_[0-9A-Za-z]{20}",
+        help_text="`next_cursor` of the page before.",
+    )
+    limit = QueryInteger(
+        required=False, min_value=1, max_value=200, default=50, help_text="Maximum number of rows of the page."
+    )
+
+
+class CredentialQuery(PageQuery):
+    kind = OneOf(KeyKind, required=False, help_text="Credentials of this kind only.")
+
+
+class IssuanceQuery(PageQuery):
+    state = OneOf(IssuanceState, required=False, help_text="Requests in this state only.")
 
 
 class CredentialRequest(StrictSerializer):

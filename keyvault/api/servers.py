@@ -1,6 +1,5 @@
 """Servers of the integration endpoints in this package; rotation adds its own."""
 
-from datetime import datetime
 from typing import Any
 
 from rest_framework.response import Response
@@ -16,6 +15,7 @@ from keyvault.api.serializers import StrictSerializer
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Order
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.keys.lifecycle import get_key, revoke_own_key
@@ -51,13 +51,8 @@ def order_as_json(order: Order) -> dict[str, Any]:
         "amount_minor": order.amount_minor,
         "currency": order.currency,
         "customer_id": order.customer_id,
-        "created_at": _as_text(order.created_at),
+        "created_at": format_timestamp(order.created_at),
     }
-
-
-def _as_text(at: datetime) -> str:
-    """Format a time as ISO 8601 in UTC, like every time of the API: the stored response is text."""
-    return at.isoformat().replace("+00:00", "Z")
 
 
 def _read_configuration(call: Call) -> Response:
@@ -85,7 +80,7 @@ def _create_customer_token(call: Call) -> Effect:
             "token_id": token.token_id,
             "token": None,
             "customer_id": token.customer_id,
-            "expires_at": _as_text(token.expires_at),
+            "expires_at": format_timestamp(token.expires_at),
         }
         return StoredResponse(201, body, secret_field="token", secret=text, secret_of=token.token_id)  # noqa: S106  its name
 
@@ -101,7 +96,9 @@ def _revoke_customer_token(call: Call) -> Response:
 def _show_customer(call: Call) -> Response:
     if call.customer is None:
         raise NotFoundError
-    return Response({"customer_id": call.customer.customer_id, "expires_at": _as_text(call.customer.expires_at)})
+    return Response(
+        {"customer_id": call.customer.customer_id, "expires_at": format_timestamp(call.customer.expires_at)}
+    )
 
 
 def _revoke_self(call: Call) -> Response:
@@ -126,11 +123,29 @@ def _may_still_revoke(judgement: Judgement) -> bool:
 
 SERVERS: Servers = {
     "orders.retrieve": EndpointServer(
-        answers=_retrieve_order, gives=ORDER_BODY, parameters=(in_path("order_token", "^ord_[0-9A-Za-z]{20}$"),)
+        description="An order of the key's merchant in this environment. Another merchant's order, another "
+        "environment's and, with a Bearer, another customer's order are 404 as if they did not exist.",
+        answers=_retrieve_order,
+        gives=ORDER_BODY,
+        parameters=(in_path("order_token", "^ord_[0-9A-Za-z]{20}$"),),
     ),
-    "orders.create": EndpointServer(prepares=_create_order, status=201, takes=OrderRequest, gives=ORDER_BODY),
-    "client.configuration": EndpointServer(answers=_read_configuration, gives=CONFIGURATION_BODY),
+    "orders.create": EndpointServer(
+        description="Creates an order of `amount_minor` in the currency's minor unit. `currency` is a current ISO "
+        "4217 code. A repetition with the same `Idempotency-Key` and body returns the same order.",
+        prepares=_create_order,
+        status=201,
+        takes=OrderRequest,
+        gives=ORDER_BODY,
+    ),
+    "client.configuration": EndpointServer(
+        description="What the merchant's browser or app code needs to start. It is the one endpoint for public keys "
+        "and answers cross-origin requests of the origins that the account lists.",
+        answers=_read_configuration,
+        gives=CONFIGURATION_BODY,
+    ),
     "customer_tokens.create": EndpointServer(
+        description="Issues a token for a customer who signed in at the merchant. The token is in the first answer "
+        "only; it adds customer context to a private key and never replaces it.",
         prepares=_create_customer_token,
         status=201,
         takes=CustomerTokenRequest,
@@ -138,10 +153,20 @@ SERVERS: Servers = {
         parameters=(in_path("customer_id", CUSTOMER_ID),),
     ),
     "customer_tokens.revoke": EndpointServer(
-        answers=_revoke_customer_token, status=204, parameters=(in_path("token_id", "^[0-9A-Za-z]{16}$"),)
+        description="Ends a customer access token of this merchant and environment. Repeatable.",
+        answers=_revoke_customer_token,
+        status=204,
+        parameters=(in_path("token_id", "^[0-9A-Za-z]{16}$"),),
     ),
-    "customers.me": EndpointServer(answers=_show_customer, gives=CUSTOMER_BODY),
+    "customers.me": EndpointServer(
+        description="Shows which customer the Bearer token stands for and when it expires. It needs the private key "
+        "as well.",
+        answers=_show_customer,
+        gives=CUSTOMER_BODY,
+    ),
     "credentials.revoke_self": EndpointServer(
+        description="Whoever holds a leaked private key may end it, without a sign-in. The answer has the sequence of "
+        "the revocation. Repeatable, up to 10 times a minute.",
         answers=_revoke_self,
         serves_denied=_may_still_revoke,
         status=202,

@@ -4,13 +4,14 @@ from django.urls import path
 
 from keyvault.api import converters  # noqa: F401  registers the ids used below
 from keyvault.api.views.docs import DocsView, OpenAPIView
+from keyvault.api.views.endpoints import EndpointsView
 from keyvault.api.views.health import HealthView, ReadinessView
 from keyvault.api.views.issuance import (
     CollectionView,
     IssuanceRequestsView,
     IssuanceRequestView,
 )
-from keyvault.api.views.keys import CredentialsView, KeyView, RevokeView
+from keyvault.api.views.keys import CredentialsView, CredentialView, KeyView, RevokeView
 from keyvault.api.views.metrics import MetricsView
 from keyvault.api.views.revocations import RevocationView
 
@@ -24,6 +25,8 @@ urlpatterns = [
     path("v1/keys/<key_id:key_id>/revoke", RevokeView.as_view()),
     path("v1/revocations/<sequence:sequence>", RevocationView.as_view()),
     path("v1/credentials", CredentialsView.as_view()),
+    path("v1/credentials/<credential_id:credential_id>", CredentialView.as_view()),
+    path("v1/endpoints", EndpointsView.as_view()),
     path("v1/issuance-requests", IssuanceRequestsView.as_view()),
     path("v1/issuance-requests/<issuance_request_id:issuance_request_id>", IssuanceRequestView.as_view()),
     path("v1/issuance-requests/<issuance_request_id:issuance_request_id>/collect", CollectionView.as_view()),

@@ -32,6 +32,7 @@ from typing import Any
 
 from keyvault.client.export_check import ExportCheck, ExportError, ScopeCheck
 from keyvault.domain.audit_records import gather_kept, parse_public_keys, parse_record
+from keyvault.domain.timestamps import format_timestamp
 
 PROVES = "Without the signing key, no entry was edited, reordered, added or removed after the checkpoint that signs it."
 LIMITS = (
@@ -118,7 +119,7 @@ def _answer(check: ExportCheck) -> dict[str, Any]:
         "entries": sum(scope.entries for scope in check.scopes.values()),
         "intact": broken is None,
         "first_broken": None if broken is None else asdict(broken),
-        "exported_at": None if check.start is None else check.start.at.isoformat(),
+        "exported_at": None if check.start is None else format_timestamp(check.start.at),
         "scopes": {name: _scope_answer(scope) for name, scope in check.scopes.items()},
         "kept_compared": sum(len(digests) for digests in check.kept.values()) - check.count_uncompared(),
         "kept_not_compared": check.count_uncompared(),
@@ -135,7 +136,7 @@ def _scope_answer(scope: ScopeCheck) -> dict[str, Any]:
         "checkpoints": scope.walk.count,
         "begins_with": None if scope.walk.first is None else scope.walk.first.number,
         "newest_checkpoint": None if newest is None else newest.number,
-        "newest_checkpoint_at": None if newest is None else newest.at.isoformat(),
+        "newest_checkpoint_at": None if newest is None else format_timestamp(newest.at),
         "signer": None if signed is None else signed.signer,
         "key_version": None if signed is None else signed.key_version,
         "unsigned_entries": scope.unsigned,

@@ -29,6 +29,7 @@ from keyvault.domain.checkpoints import (
     SignedCheckpoint,
     find_signature_fault,
 )
+from keyvault.domain.timestamps import format_timestamp
 
 EXPORT_FORMAT = "keyvault/audit-export/v1"
 KEYS_FORMAT = "keyvault/audit-public-keys/v1"
@@ -68,8 +69,8 @@ def record_line(record: ExportRecord) -> str:
     data: dict[str, Any]
     match record:
         case ExportStart():
-            since = None if record.since is None else record.since.isoformat()
-            data = {"record": "export", "format": EXPORT_FORMAT, "at": record.at.isoformat()}
+            since = format_timestamp(record.since)
+            data = {"record": "export", "format": EXPORT_FORMAT, "at": format_timestamp(record.at)}
             data |= {"scopes": list(record.scopes), "since": since}
         case ChainedEntry():
             data = {"record": "entry", "chain": record.chain, "sequence": record.sequence, "body": _text(record.body)}

@@ -18,6 +18,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.errors import KeyvaultError, RequestInvalidError
 from keyvault.domain.redaction import redact
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account
 from keyvault.services.merchants.operators import find_operator
 from keyvault.services.recording.authorization import authorize
@@ -85,10 +86,12 @@ def _plain(value: Any) -> str:
         return "".join(f"\n  - {_plain(item)}" for item in value) or "none"
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(item)}" for name, item in value.items())
+    if isinstance(value, datetime):
+        return format_timestamp(value)
     return "-" if value is None else str(value)
 
 
 def _as_json(value: object) -> str:
     if isinstance(value, datetime):
-        return value.isoformat()
+        return format_timestamp(value)
     raise TypeError(f"{type(value).__name__} has no JSON form here")

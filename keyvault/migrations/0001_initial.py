@@ -65,6 +65,7 @@ class Migration(migrations.Migration):
                 ('name', models.CharField(max_length=96, primary_key=True, serialize=False)),
                 ('sequence', models.PositiveBigIntegerField(default=0)),
                 ('head_hash', models.BinaryField(max_length=32)),
+                ('newest_at', models.DateTimeField(blank=True, null=True)),
             ],
         ),
         migrations.CreateModel(
@@ -258,6 +259,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('credential_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
+                ('account_environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
                 ('kind', models.CharField(choices=[('public', 'public'), ('private', 'private')], max_length=32)),
                 ('label', models.CharField(max_length=100)),
                 ('delivery', models.CharField(choices=[('secret_backend', 'secret backend'), ('show_once', 'show once'), ('sealed', 'sealed')], max_length=32)),
@@ -265,7 +267,7 @@ class Migration(migrations.Migration):
                 ('networks', models.JSONField(blank=True, default=list)),
                 ('created_at', models.DateTimeField()),
                 ('forgotten_at', models.DateTimeField(blank=True, null=True)),
-                ('account', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='credentials', to='keyvault.account')),
+                ('account', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='credentials', to='keyvault.account')),
             ],
         ),
         migrations.CreateModel(
@@ -308,6 +310,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('issuance_request_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
+                ('account_environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
                 ('kind', models.CharField(choices=[('public', 'public'), ('private', 'private')], max_length=32)),
                 ('label', models.CharField(max_length=100)),
                 ('delivery', models.CharField(choices=[('secret_backend', 'secret backend'), ('show_once', 'show once'), ('sealed', 'sealed')], max_length=32)),
@@ -322,7 +325,7 @@ class Migration(migrations.Migration):
                 ('decided_at', models.DateTimeField(blank=True, null=True)),
                 ('issued_at', models.DateTimeField(blank=True, null=True)),
                 ('collected_at', models.DateTimeField(blank=True, null=True)),
-                ('account', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='issuance_requests', to='keyvault.account')),
+                ('account', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='issuance_requests', to='keyvault.account')),
                 ('credential', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='requests', to='keyvault.credential')),
                 ('requester', models.ForeignKey(null=True, on_delete=django.db.models.deletion.PROTECT, related_name='issuance_requests', to=settings.AUTH_USER_MODEL)),
             ],
@@ -659,6 +662,14 @@ class Migration(migrations.Migration):
             model_name='credential',
             index=models.Index(fields=['-created_at', '-credential_id'], name='credential_newest'),
         ),
+        migrations.AddIndex(
+            model_name='credential',
+            index=models.Index(fields=['account', 'kind', '-created_at', '-credential_id'], name='credential_account_kind'),
+        ),
+        migrations.AddIndex(
+            model_name='credential',
+            index=models.Index(fields=['account_environment', 'kind', '-created_at', '-credential_id'], name='credential_env_kind'),
+        ),
         migrations.AddConstraint(
             model_name='issuanceapproval',
             constraint=models.UniqueConstraint(fields=('request', 'person'), name='issuance_approval_once'),
@@ -826,6 +837,22 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='issuancerequest',
             index=models.Index(fields=['-created_at', '-issuance_request_id'], name='request_newest'),
+        ),
+        migrations.AddIndex(
+            model_name='issuancerequest',
+            index=models.Index(fields=['account', '-created_at', '-issuance_request_id'], name='request_account'),
+        ),
+        migrations.AddIndex(
+            model_name='issuancerequest',
+            index=models.Index(fields=['account_environment', '-created_at', '-issuance_request_id'], name='request_env'),
+        ),
+        migrations.AddIndex(
+            model_name='issuancerequest',
+            index=models.Index(fields=['account', 'state', '-created_at', '-issuance_request_id'], name='request_account_state'),
+        ),
+        migrations.AddIndex(
+            model_name='issuancerequest',
+            index=models.Index(fields=['account_environment', 'state', '-created_at', '-issuance_request_id'], name='request_env_state'),
         ),
         migrations.AddIndex(
             model_name='issuancerequest',

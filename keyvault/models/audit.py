@@ -11,11 +11,12 @@ from keyvault.models.recording import RecordedModel
 
 
 class AuditChain(models.Model):
-    """The head of a chain. Adding an entry locks the row and advances it by one."""
+    """The head of a chain. Adding an entry locks the row and advances it by one; `newest_at` is that entry's time."""
 
     name = models.CharField(primary_key=True, max_length=96)
     sequence = models.PositiveBigIntegerField(default=0)
     head_hash = models.BinaryField(max_length=32)
+    newest_at = at()
 
     def __str__(self) -> str:
         return self.name

@@ -9,6 +9,7 @@ from django.db.models import Q
 
 from keyvault.access.limits import MAX_COUNT, MAX_SECONDS
 from keyvault.domain.digests import DIGEST_BYTES
+from keyvault.domain.environments import Environment
 from keyvault.models.recording import RecordedModel
 
 
@@ -20,6 +21,28 @@ def choice(values: type[StrEnum] | type[models.TextChoices], **options: Any) -> 
 
 def choices_check(name: str, column: str, values: type[StrEnum] | type[models.TextChoices]) -> models.CheckConstraint:
     return models.CheckConstraint(name=name, condition=Q(**{f"{column}__in": [value.value for value in values]}))
+
+
+def account_environment() -> "models.CharField[Any, Any]":
+    """Return a column with a copy of the account's environment, which begins the indexes of the lists by environment.
+
+    A trigger compares it with the account.
+    """
+    return choice(Environment)
+
+
+def page_indexes(name: str, primary_key: str, filtered: str = "") -> list[models.Index]:
+    """Return the indexes of a list's pages, the newest rows first: of an account, and of an environment.
+
+    `filtered`: a column with few values by which the list is filtered; the indexes then are for one of its values.
+    """
+    by = [filtered] if filtered else []
+    suffix = f"_{filtered}" if filtered else ""
+    page = ["-created_at", f"-{primary_key}"]
+    return [
+        models.Index(fields=["account", *by, *page], name=f"{name}_account{suffix}"),
+        models.Index(fields=["account_environment", *by, *page], name=f"{name}_env{suffix}"),
+    ]
 
 
 def created_at() -> "models.DateTimeField[Any, Any]":

@@ -8,7 +8,15 @@ from django.db.models.functions import Length
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import COLLECTED_DELIVERIES, MAX_EXPIRES_IN_DAYS, Delivery, IssuancePlan, IssuanceState
 from keyvault.domain.keys import KeyKind
-from keyvault.models.columns import ApprovalColumns, RequestColumns, at, choice, choices_check
+from keyvault.models.columns import (
+    ApprovalColumns,
+    RequestColumns,
+    account_environment,
+    at,
+    choice,
+    choices_check,
+    page_indexes,
+)
 from keyvault.models.keys import Credential, Key
 from keyvault.models.merchants import Account
 from keyvault.models.tokens import ServiceToken
@@ -20,7 +28,9 @@ class IssuanceRequest(RequestColumns):
     """A request for a credential. Approvers differ from `requester_person`; `requested_via`: the service's token."""
 
     issuance_request_id = models.CharField(primary_key=True, max_length=32)
-    account = models.ForeignKey(Account, models.PROTECT, related_name="issuance_requests")
+    # The index of the account's pages serves the foreign key.
+    account = models.ForeignKey(Account, models.PROTECT, related_name="issuance_requests", db_index=False)
+    account_environment = account_environment()
     kind = choice(KeyKind)
     label = models.CharField(max_length=100)
     delivery = choice(Delivery)
@@ -63,6 +73,8 @@ class IssuanceRequest(RequestColumns):
         indexes = [
             models.Index(fields=["state", "created_at", "issuance_request_id"], name="request_by_state"),
             models.Index(fields=["-created_at", "-issuance_request_id"], name="request_newest"),
+            *page_indexes("request", "issuance_request_id"),
+            *page_indexes("request", "issuance_request_id", "state"),
             models.Index(
                 fields=["issued_at", "issuance_request_id"],
                 name="request_uncollected",

@@ -10,7 +10,15 @@ from keyvault.domain.ids import Subject
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models.columns import DigestColumns, at, choice, choices_check, created_at
+from keyvault.models.columns import (
+    DigestColumns,
+    account_environment,
+    at,
+    choice,
+    choices_check,
+    created_at,
+    page_indexes,
+)
 from keyvault.models.merchants import Account
 from keyvault.models.recording import RecordedModel
 
@@ -31,7 +39,9 @@ class Credential(RecordedModel):
     """
 
     credential_id = models.CharField(primary_key=True, max_length=32)
-    account = models.ForeignKey(Account, models.PROTECT, related_name="credentials")
+    # The index of the account's pages serves the foreign key.
+    account = models.ForeignKey(Account, models.PROTECT, related_name="credentials", db_index=False)
+    account_environment = account_environment()
     kind = choice(KeyKind)
     label = models.CharField(max_length=100)
     delivery = choice(Delivery)
@@ -46,7 +56,10 @@ class Credential(RecordedModel):
             choices_check("credential_delivery", "delivery", Delivery),
             choices_check("credential_origin_header", "origin_header", OriginHeader),
         ]
-        indexes = [models.Index(fields=["-created_at", "-credential_id"], name="credential_newest")]
+        indexes = [
+            models.Index(fields=["-created_at", "-credential_id"], name="credential_newest"),
+            *page_indexes("credential", "credential_id", "kind"),
+        ]
 
     def __str__(self) -> str:
         return self.credential_id

@@ -223,8 +223,8 @@ class RotationAdmin(ConsoleModelAdmin):
         if is_undecided(row) and is_requester(request, row):
             yield OWN_REQUEST_NOTE
         is_waited_for = row.credential.delivery == Delivery.SHOW_ONCE and may_be_collected(row)
-        if is_waited_for and is_requester(request, row):
-            yield "You requested this, so only you can collect the replacement, once."
+        if is_waited_for and may(request, P.ISSUANCE_COLLECT) and may_collect(row, operator_of(request).person):
+            yield "You can collect the replacement, once."
 
     def _bypass_note(self, request: HttpRequest, row: Rotation) -> SafeString:
         action = _UNREVIEWED.filter(subject=row.pk).select_related("operator").latest("created_at")

@@ -13,21 +13,22 @@ from keyvault.access.permissions import Permission
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.idempotency import answer_once
 from keyvault.api.integration import Call, EndpointServer
-from keyvault.api.openapi import MAY_BE_SENT, documented, in_path
-from keyvault.api.serializers import OneOf, StrictBoolean, StrictInteger, StrictSerializer, StrictText
+from keyvault.api.openapi import NEEDED, documented, in_path
+from keyvault.api.pages import read_page
+from keyvault.api.serializers import OneOf, PageQuery, StrictBoolean, StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError
 from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.recording.authorization import authorize
-from keyvault.wire.idempotency import IDEMPOTENCY_KEY
-from rotation.api.schemas import ROTATION_BODY
+from rotation.api.schemas import ROTATION_BODY, ROTATIONS_BODY
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField, PlanOverrides, find_value_faults
 from rotation.domain.windows import Window
+from rotation.models import Rotation
 from rotation.services.rotations.interventions import abort_rotation, acknowledge
-from rotation.services.rotations.reports import describe, find_introduction, get_rotation
+from rotation.services.rotations.reports import describe, find_introduction, get_rotation, summarize
 from rotation.services.rotations.requests import request_rotation
 
 
@@ -104,21 +105,45 @@ def _read_window(values: dict[str, Any]) -> Window:
         raise RequestInvalidError(error.detail, faults) from error
 
 
+class RotationQuery(PageQuery):
+    state = OneOf(RotationState, required=False, help_text="Rotations in this state only.")
+
+
 class RotationsView(ServiceView):
-    permission = Permission.ROTATIONS_WRITE
+    def initial(self, request: Request, *args: object, **kwargs: object) -> None:
+        self.permission = Permission.ROTATIONS_WRITE if request.method == "POST" else Permission.ROTATIONS_READ
+        super().initial(request, *args, **kwargs)
+
+    @documented(
+        "rotations_list",
+        summary="List rotations, paginated.",
+        description="The rotations of the merchants and environments that the token names, the newest first, without "
+        "their plans and evidence. To read on, send `next_cursor` as `cursor` with the same filters; it "
+        "is null on the last page.",
+        permission=Permission.ROTATIONS_READ,
+        answers={200: ROTATIONS_BODY},
+        parameters=[RotationQuery],
+    )
+    def get(self, request: Request) -> Response:
+        form = RotationQuery(data=request.query_params)
+        form.is_valid(raise_exception=True)
+        query, rows = form.validated_data, Rotation.objects.select_related("account")
+        page = read_page(self, rows, query, [{"state": query["state"]} if "state" in query else {}])
+        return Response({"rotations": [*map(summarize, page.rows)], "next_cursor": page.next_cursor})
 
     @documented(
         "rotations_create",
         summary="Request a rotation.",
+        description="Asks for a replacement of the credential's key. An operator approves the plan; fields that you "
+        "omit have the environment's defaults. A credential has at most one open rotation: a second "
+        "request is refused with `state_conflict`, which names the open one.",
+        permission=Permission.ROTATIONS_WRITE,
         takes=RotationRequest,
         answers={201: ROTATION_BODY},
         codes=[ErrorCode.STATE_CONFLICT],
-        idempotency_key=MAY_BE_SENT,
+        idempotency_key=NEEDED,
     )
     def post(self, request: Request) -> Response:
-        if IDEMPOTENCY_KEY not in request.headers:
-            answer = self._prepare(request)()
-            return Response(answer.body, status=answer.status)
         return answer_once(
             request,
             holder=self.service.lineage,
@@ -157,6 +182,10 @@ class RotationView(ServiceView):
     @documented(
         "rotations_read",
         summary="Get a rotation's state and what it waits for.",
+        description="The whole rotation: its approved plan, what it waits for, its evidence, and who still uses the "
+        "old key. The replacement appears in `handover` only if it is sealed to the credential's "
+        "recipient key.",
+        permission=Permission.ROTATIONS_READ,
         answers={200: ROTATION_BODY},
         parameters=[in_path("rotation_id", "^rot_[0-9A-Za-z]{20}$")],
     )
@@ -172,6 +201,10 @@ class RotationAbortView(ServiceView):
     @documented(
         "rotations_abort",
         summary="End a rotation: cancel it before delivery, roll it back afterwards.",
+        description="Before delivery the rotation is canceled and its replacement discarded. Afterwards it is rolled "
+        "back: both keys verify until the replacement is proved unused. Repeatable: a rotation that is "
+        "already ending is returned as it is.",
+        permission=Permission.ROTATIONS_WRITE,
         takes=AbortRequest,
         answers={200: ROTATION_BODY},
         codes=[ErrorCode.STATE_CONFLICT, ErrorCode.DEPENDENCY_UNAVAILABLE],
@@ -201,5 +234,12 @@ def _acknowledge(call: Call) -> Response:
     return Response(status=204)
 
 
-SERVERS = {ACKNOWLEDGEMENT: EndpointServer(answers=_acknowledge, status=204)}
+SERVERS = {
+    ACKNOWLEDGEMENT: EndpointServer(
+        description="Proves that the merchant has the replacement: send the request with the replacement itself. "
+        "Repeatable. Any other key is 404, and no service token can acknowledge for a merchant.",
+        answers=_acknowledge,
+        status=204,
+    )
+}
 """Rotation's endpoints on the integration plane."""

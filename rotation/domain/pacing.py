@@ -33,6 +33,9 @@ UNPROVED = frozenset(
 """States that hold a slot. A stalled rotation holds none: it waits for a person, and `judge_halt` counts it."""
 
 PROVED = frozenset({S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED})
+"""States of a proved rotation. A completed one counts only with its proof: it also completes when its predecessor is
+revoked by hand or expires."""
+
 FAILED = frozenset({S.ROLLING_BACK, S.ROLLED_BACK, S.CANCELLED, S.REJECTED, S.EXPIRED})
 
 

@@ -14,6 +14,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault
 from keyvault.domain.issuance import MAX_EXPIRES_IN_DAYS
+from keyvault.domain.timestamps import format_timestamp
 from rotation.domain.windows import Window
 
 
@@ -201,7 +202,7 @@ def find_far_fault(at: datetime, now: datetime) -> str | None:
     """Return why nothing can be computed from a time that is too far away; None: it is near enough."""
     if now - FARTHEST <= at <= now + FARTHEST:
         return None
-    return f"{at.isoformat()} is too far away. Use a time in the next {FARTHEST.days} days."
+    return f"{at.isoformat().replace('+00:00', 'Z')} is too far away. Use a time in the next {FARTHEST.days} days."
 
 
 def _plan(type_: FieldType, **columns: Any) -> dict[str, PlanField]:
@@ -514,7 +515,7 @@ def has_excess(values: object) -> bool:
 def to_json(value: Any) -> JsonValue:
     """Return a plan's value as JSON."""
     if isinstance(value, datetime):
-        return value.isoformat()
+        return format_timestamp(value)
     if isinstance(value, Window):
         return value.as_json()
     if isinstance(value, tuple):

@@ -8,6 +8,7 @@ from keyvault.domain.canonical import JsonValue, canonical_digest
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, StateConflictError
 from keyvault.domain.keys import KeyKind
+from keyvault.domain.timestamps import format_timestamp
 from rotation.domain.plan_fields import (
     LONGEST_SECONDS,
     AtDeadline,
@@ -135,7 +136,7 @@ def find_faults(
         return
     needed = plan.soak_seconds + plan.quiet_seconds
     if plan.deadline < opens_at + timedelta(seconds=needed):
-        late = "" if opens_at == begins_at else f" from {opens_at.isoformat()}, when the window opens,"
+        late = "" if opens_at == begins_at else f" from {format_timestamp(opens_at)}, when the window opens,"
         yield Fault("/deadline", f"soak and quiet period need {needed} seconds{late}, which is past the deadline")
     if plan.expires_in_days is not None and opens_at + timedelta(days=plan.expires_in_days) < plan.deadline:
         yield Fault("/expires_in_days", "the replacement would expire before the deadline; set an earlier deadline")
@@ -146,7 +147,7 @@ def find_faults(
     ):
         yield Fault(
             "/deadline",
-            f"the predecessor expires before it, at {predecessor_expires_at.isoformat()}; "
+            f"the predecessor expires before it, at {format_timestamp(predecessor_expires_at)}; "
             "set an earlier deadline, or predecessor_may_expire",
         )
 

@@ -13,6 +13,7 @@ from zoneinfo import ZoneInfo
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.free_text import find_text_fault
+from keyvault.domain.timestamps import format_timestamp
 
 LOOK_AHEAD = timedelta(days=2 * 366)
 """How far ahead an opening is searched; a window without one counts as never open."""
@@ -34,7 +35,11 @@ class Blackout:
     why: str = ""
 
     def as_json(self) -> dict[str, JsonValue]:
-        return {"begins_at": self.begins_at.isoformat(), "ends_at": self.ends_at.isoformat(), "why": self.why}
+        return {
+            "begins_at": format_timestamp(self.begins_at),
+            "ends_at": format_timestamp(self.ends_at),
+            "why": self.why,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('rotation_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
+                ('account_environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
                 ('state', models.CharField(choices=[('requested', 'requested'), ('awaiting_approval', 'awaiting approval'), ('scheduled', 'scheduled'), ('emergency', 'emergency'), ('staged', 'staged'), ('publishing', 'publishing'), ('awaiting_proof', 'awaiting proof'), ('overlap', 'overlap'), ('quarantine', 'quarantine'), ('revoking', 'revoking'), ('rolling_back', 'rolling back'), ('completed', 'completed'), ('rolled_back', 'rolled back'), ('rejected', 'rejected'), ('expired', 'expired'), ('cancelled', 'cancelled'), ('stalled', 'stalled')], max_length=32)),
                 ('stalled_from', models.CharField(blank=True, choices=[('requested', 'requested'), ('awaiting_approval', 'awaiting approval'), ('scheduled', 'scheduled'), ('emergency', 'emergency'), ('staged', 'staged'), ('publishing', 'publishing'), ('awaiting_proof', 'awaiting proof'), ('overlap', 'overlap'), ('quarantine', 'quarantine'), ('revoking', 'revoking'), ('rolling_back', 'rolling back'), ('completed', 'completed'), ('rolled_back', 'rolled back'), ('rejected', 'rejected'), ('expired', 'expired'), ('cancelled', 'cancelled'), ('stalled', 'stalled')], max_length=32, null=True)),
                 ('why', models.CharField(blank=True, max_length=300)),
@@ -99,6 +100,7 @@ class Migration(migrations.Migration):
                 ('alarmed_at', models.DateTimeField(blank=True, null=True)),
                 ('reminded_percent', models.PositiveSmallIntegerField(default=0)),
                 ('handover', models.JSONField(blank=True, null=True)),
+                ('account', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='keyvault.account')),
                 ('campaign', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='rotation.campaign')),
                 ('credential', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='keyvault.credential')),
                 ('predecessor', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='retiring_rotations', to='keyvault.key')),
@@ -281,6 +283,22 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='rotation',
             index=models.Index(condition=models.Q(('bypassed_at__isnull', False)), fields=['-created_at', '-rotation_id'], name='rotation_bypassed'),
+        ),
+        migrations.AddIndex(
+            model_name='rotation',
+            index=models.Index(fields=['account', '-created_at', '-rotation_id'], name='rotation_account'),
+        ),
+        migrations.AddIndex(
+            model_name='rotation',
+            index=models.Index(fields=['account_environment', '-created_at', '-rotation_id'], name='rotation_env'),
+        ),
+        migrations.AddIndex(
+            model_name='rotation',
+            index=models.Index(fields=['account', 'state', '-created_at', '-rotation_id'], name='rotation_account_state'),
+        ),
+        migrations.AddIndex(
+            model_name='rotation',
+            index=models.Index(fields=['account_environment', 'state', '-created_at', '-rotation_id'], name='rotation_env_state'),
         ),
         migrations.AddConstraint(
             model_name='rotation',

@@ -9,8 +9,17 @@ from django.db.models import F, Q
 
 from keyvault.domain.errors import RequestInvalidError
 from keyvault.domain.keys import KeyState
-from keyvault.models.columns import ApprovalColumns, RequestColumns, at, choice, choices_check
+from keyvault.models.columns import (
+    ApprovalColumns,
+    RequestColumns,
+    account_environment,
+    at,
+    choice,
+    choices_check,
+    page_indexes,
+)
 from keyvault.models.keys import Credential, Key
+from keyvault.models.merchants import Account
 from keyvault.models.tokens import ServiceToken
 from rotation.domain.events import RotationState
 from rotation.domain.policy import PLAN_UNREADABLE, Plan, UnreadablePlanError
@@ -43,6 +52,9 @@ class Rotation(RequestColumns):
 
     rotation_id = models.CharField(primary_key=True, max_length=32)
     credential = models.ForeignKey(Credential, models.PROTECT, related_name="rotations")
+    # A copy of the credential's account. The index of the account's pages serves the foreign key.
+    account = models.ForeignKey(Account, models.PROTECT, related_name="rotations", db_index=False)
+    account_environment = account_environment()
     predecessor = models.ForeignKey(Key, models.PROTECT, related_name="retiring_rotations")
     replacement = models.ForeignKey(Key, models.PROTECT, null=True, blank=True, related_name="introducing_rotations")
     state = choice(RotationState)
@@ -118,6 +130,8 @@ class Rotation(RequestColumns):
                 name="rotation_bypassed",
                 condition=Q(bypassed_at__isnull=False),
             ),
+            *page_indexes("rotation", "rotation_id"),
+            *page_indexes("rotation", "rotation_id", "state"),
         ]
 
     def __str__(self) -> str:

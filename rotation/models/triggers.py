@@ -76,7 +76,14 @@ FOUR_EYES = (
         "WHERE g.event = 'rotation.bypassed' AND g.subject = NEW.rotation_id))",
         environment="(SELECT a.environment FROM keyvault_account a JOIN keyvault_credential c "
         "ON c.account_id = a.id WHERE c.credential_id = NEW.credential_id)",
-        frozen=("credential_id", "predecessor_id", "plan", "standing_approval_id"),
+        frozen=(
+            "credential_id",
+            "account_id",
+            "account_environment",
+            "predecessor_id",
+            "plan",
+            "standing_approval_id",
+        ),
     ),
     FourEyes(
         table="rotation_campaign",
@@ -116,6 +123,14 @@ _ONE_OPEN = tuple(
 
 GUARDS = (
     *_ONE_OPEN,
+    WriteGuard(
+        "rotation_account",
+        "rotation_rotation",
+        "INSERT",
+        "NOT EXISTS (SELECT 1 FROM keyvault_credential c WHERE c.credential_id = NEW.credential_id "
+        "AND c.account_id = NEW.account_id AND c.account_environment = NEW.account_environment)",
+        "a rotation has the account and environment of its credential",
+    ),
     WriteGuard(
         "rotation_bypass_stays",
         "rotation_rotation",

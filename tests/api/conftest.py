@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.test import Client
@@ -61,8 +62,12 @@ def call(token: str) -> Call:
 
 
 def _json(body: Any) -> bytes:
-
     return json.dumps(body).encode()
+
+
+def new_key() -> dict[str, str]:
+    """Return an Idempotency-Key that no other request has, for `Call`."""
+    return {"HTTP_IDEMPOTENCY_KEY": uuid4().hex}
 
 
 @pytest.fixture

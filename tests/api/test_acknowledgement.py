@@ -18,7 +18,7 @@ from rotation.services.rotations.reports import get_rotation
 from tests.factories import grant, issue, make_token, the_operator
 from tests.rotation import scene
 
-from .conftest import Call
+from .conftest import Call, new_key
 
 pytestmark = pytest.mark.django_db
 
@@ -28,15 +28,18 @@ JSON = "application/json"
 
 def test_rotation_over_rest_is_requested_approved_and_read(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
-    requested = call("POST", "/v1/rotations", {"credential_id": key.credential_id, "proof": "ack", "quiet_seconds": 1})
+    wanted = {"credential_id": key.credential_id, "proof": "ack", "quiet_seconds": 1}
+    requested = call("POST", "/v1/rotations", wanted, **new_key())
     assert requested.status_code == 201
     assert requested.body["state"] == "awaiting_approval"
     assert requested.body["plan"]["quiet_seconds"] == 1
     read = call("GET", f"/v1/rotations/{requested.body['rotation_id']}")
     assert read.body["waiting_for"] == "approval by a second person"
+    assert b"+00:00" not in read.content
     assert read.body["predecessor_key_id"] == key.key_id
-    duplicate = call("POST", "/v1/rotations", {"credential_id": key.credential_id})
+    duplicate = call("POST", "/v1/rotations", {"credential_id": key.credential_id}, **new_key())
     assert (duplicate.status_code, duplicate.body["code"]) == (409, "state_conflict")
+    assert requested.body["rotation_id"] in duplicate.body["detail"]
 
 
 @pytest.mark.parametrize(
@@ -53,14 +56,14 @@ def test_rotation_over_rest_is_requested_approved_and_read(call: Call) -> None:
 def test_rotation_request_with_invalid_fields_is_refused(
     call: Call, body: dict[str, object], status: int, code: str
 ) -> None:
-    response = call("POST", "/v1/rotations", body)
+    response = call("POST", "/v1/rotations", body, **new_key())
     assert (response.status_code, response.body["code"]) == (status, code)
 
 
 def test_rotation_request_with_an_infeasible_deadline_names_the_field(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     body = {"credential_id": key.credential_id, "deadline": "2027-01-01T00:00:00Z", "quiet_seconds": 360 * 86_400}
-    response = call("POST", "/v1/rotations", body)
+    response = call("POST", "/v1/rotations", body, **new_key())
     assert response.status_code == 400
     assert [fault["pointer"] for fault in response.body["errors"]] == ["/deadline"]
 
@@ -69,7 +72,7 @@ def test_rotation_of_another_merchant_is_not_found(call: Call) -> None:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     _, scoped = make_token(P.ROTATIONS_WRITE, P.ROTATIONS_READ, merchants=["globex"])
     header = {"HTTP_AUTHORIZATION": f"Bearer {scoped.reveal()}"}
-    assert call("POST", "/v1/rotations", {"credential_id": key.credential_id}, **header).status_code == 404
+    assert call("POST", "/v1/rotations", {"credential_id": key.credential_id}, **new_key(), **header).status_code == 404
     rotation = scene.rotate(key.credential, datetime.now(UTC))
     assert call("GET", f"/v1/rotations/{rotation.rotation_id}", **header).status_code == 404
 

@@ -40,10 +40,10 @@ def test_rotation_requested_twice_with_one_key_is_created_once(call: Call, wante
     assert Rotation.objects.count() == 1
 
 
-def test_rotation_requested_without_a_key_is_not_idempotent(call: Call, wanted: dict[str, Any]) -> None:
-    assert call("POST", "/v1/rotations", wanted).status_code == 201
-    assert call("POST", "/v1/rotations", wanted).body["code"] == "state_conflict"
-    assert not IdempotentRequest.objects.exists()
+def test_rotation_requested_without_a_key_is_refused(call: Call, wanted: dict[str, Any]) -> None:
+    response = call("POST", "/v1/rotations", wanted)
+    assert (response.status_code, response.body["code"]) == (400, "idempotency_key_missing")
+    assert not Rotation.objects.exists()
 
 
 @pytest.mark.parametrize(

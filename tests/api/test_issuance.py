@@ -17,6 +17,7 @@ from keyvault.backends.base import BackendUnavailableError
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import COLLECT_WITHIN, REQUEST_LIFETIME
 from keyvault.domain.keystring import StringScope
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import AuditEntry, IssuanceRequest, Key, Material, ServiceToken
 from keyvault.models.idempotency import IdempotentRequest
 from keyvault.services import maintenance
@@ -110,8 +111,8 @@ def test_issuance_requested_answers_with_the_request(call: Call) -> None:
         "kind": "private",
         "label": "checkout-backend",
         "delivery": "secret_backend",
-        "created_at": request.created_at.isoformat(),
-        "expires_at": (request.created_at + REQUEST_LIFETIME).isoformat(),
+        "created_at": format_timestamp(request.created_at),
+        "expires_at": format_timestamp(request.created_at + REQUEST_LIFETIME),
         "approvals_needed": 1,
         "credential_id": None,
         "key_id": None,
@@ -267,7 +268,7 @@ def test_issuance_request_with_an_unknown_id_is_not_found(call: Call, name: str)
 @pytest.mark.parametrize(
     ("method", "tail", "allow"),
     [
-        ("GET", "", "POST"),
+        ("PUT", "", "GET, HEAD, POST"),
         ("POST", "/req_00000000000000000000", "GET, HEAD"),
         ("GET", "/req_00000000000000000000/collect", "POST"),
     ],

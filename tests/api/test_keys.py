@@ -5,7 +5,6 @@ from django.test import Client
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
-from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, Change
@@ -113,38 +112,31 @@ def test_revoke_for_an_unknown_reason_lists_the_valid_ones(call: Call, sent: obj
     assert text.reveal()[30:] not in str(shown.body)
 
 
-def test_credentials_are_filtered_and_paged(call: Call) -> None:
-    place = find_account("acme", Environment.SANDBOX)
-    made = {issue(place)[0].credential_id for _ in range(3)}
-    issue(place, kind=KeyKind.PUBLIC)
-    issue(find_account("globex", Environment.SANDBOX))
-    seen: list[str] = []
-    query = "merchant=acme&environment=sandbox&kind=private&limit=2"
-    cursor = ""
-    while True:
-        body = call("GET", f"/v1/credentials?{query}{cursor}").body
-        seen += [credential["credential_id"] for credential in body["credentials"]]
-        if body["next_cursor"] is None:
-            break
-        cursor = f"&cursor={body['next_cursor']}"
-    assert len(seen) == 3
-    assert set(seen) == made
+def test_credential_is_shown_with_its_keys_and_nothing_secret(call: Call) -> None:
+    key, text = issue(find_account("acme", Environment.SANDBOX))
+    response = call("GET", f"/v1/credentials/{key.credential_id}")
+    assert response.status_code == 200
+    assert (response.body["merchant_id"], response.body["kind"]) == ("acme", "private")
+    assert [each["key_id"] for each in response.body["keys"]] == [key.key_id]
+    assert text.reveal() not in str(response.body)
 
 
-def test_credentials_listed_by_a_scoped_token_are_its_merchants_only(call: Call) -> None:
-    issue(find_account("acme", Environment.SANDBOX))
-    own, _ = issue(find_account("globex", Environment.SANDBOX))
-    _, scoped = make_token(P.KEYS_READ, merchants=["globex"], scope=StringScope.SANDBOX)
-    header = {"HTTP_AUTHORIZATION": f"Bearer {scoped.reveal()}"}
-    body = call("GET", "/v1/credentials", **header).body
-    assert [credential["credential_id"] for credential in body["credentials"]] == [own.credential_id]
-    assert call("GET", "/v1/credentials?environment=production", **header).status_code == 403
+@pytest.mark.parametrize("credential_id", ["crd_00000000000000000000", "crd_x", "..", "%00", "crd_" + "a" * 5000])
+def test_credential_with_an_unknown_id_is_not_found(call: Call, credential_id: str) -> None:
+    response = call("GET", f"/v1/credentials/{credential_id}")
+    assert (response.status_code, response.body["code"]) == (404, "not_found")
 
 
-@pytest.mark.parametrize("query", ["colour=red", "environment=x", "limit=0", "limit=999", "cursor=../etc"])
-def test_credentials_with_an_invalid_query_is_refused(call: Call, query: str) -> None:
-    response = call("GET", f"/v1/credentials?{query}")
-    assert (response.status_code, response.body["code"]) == (400, "request_invalid")
+def test_credential_outside_the_token_is_not_found_or_permission_missing(call: Call) -> None:
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    path = f"/v1/credentials/{key.credential_id}"
+    for options, status, code in (
+        ({"merchants": ["globex"]}, 404, "not_found"),
+        ({"scope": StringScope.PRODUCTION}, 403, "permission_missing"),
+    ):
+        _, scoped = make_token(P.KEYS_READ, **options)  # type: ignore[arg-type]  # one of the options in each round
+        response = call("GET", path, HTTP_AUTHORIZATION=f"Bearer {scoped.reveal()}")
+        assert (response.status_code, response.body["code"]) == (status, code)
 
 
 @pytest.mark.parametrize("credential", ["", "Bearer", "Bearer x", "Basic eA==", "bearer  ", "Bearer a,b"])

@@ -10,27 +10,32 @@ from django.core.management import call_command
 from django.test import Client, override_settings
 from django.urls import URLPattern, URLResolver, get_resolver
 from drf_spectacular.generators import SchemaGenerator
+from jsonschema import Draft202012Validator
 
 from keyvault.access.catalog import BUILT_IN
 from keyvault.access.endpoint_description import authorization_panel
+from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.api.integration import IntegrationView
 from keyvault.api.views.docs import CONTENT_SECURITY_POLICY, openapi_page
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.hotpath.messages.pending_requests import BATCH, GATEWAYS, VERIFY
 from keyvault.project.engine_view import verifying_view
+from tests.factories import make_token
+
+from .conftest import Call
 
 OPERATION_IDS = """
 authorize_envoy authorize_nginx authorize_traefik
 client_configuration
-credentials_acknowledge credentials_list credentials_revoke_self
+credentials_acknowledge credentials_list credentials_read credentials_revoke_self
 customer_tokens_create customer_tokens_revoke customers_me
-docs healthz
-issuance_requests_collect issuance_requests_create issuance_requests_read
+docs endpoints_list healthz
+issuance_requests_collect issuance_requests_create issuance_requests_list issuance_requests_read
 keys_read keys_revoke keys_verify keys_verify_batch
 metrics openapi orders_create orders_retrieve readyz
 revocations_read
-rotations_abort rotations_create rotations_read
+rotations_abort rotations_create rotations_list rotations_read
 """
 """Stable ids: generated clients have methods of these names."""
 
@@ -126,7 +131,49 @@ def test_endpoints_show_the_authorization_panel_as_text_and_data() -> None:
         operation = found[endpoint.name.replace(".", "_")]
         panel = authorization_panel(endpoint)
         assert operation["x-authorization"] == dict(panel)
-        assert operation["description"] == "\n".join(f"- {label}: {text}" for label, text in panel)
+        assert operation["description"].endswith("\n\n" + "\n".join(f"- {label}: {text}" for label, text in panel))
+
+
+def test_every_operation_has_a_description_and_an_example() -> None:
+    for _, path, operation in operations():
+        first = operation["description"].partition("\n")[0]
+        assert len(first) > 70, path
+        assert first != operation["summary"], path
+        assert list(examples(operation)), path
+
+
+def test_every_example_is_one_that_its_schema_accepts() -> None:
+    components = openapi_page()["components"]
+    for _, path, operation in operations():
+        for schema, example in examples(operation):
+            faults = Draft202012Validator({**schema, "components": components}).iter_errors(example)
+            assert [fault.message for fault in faults] == [], path
+
+
+def examples(operation: Operation) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yield each example of the operation with its schema."""
+    bodies = [operation.get("requestBody", {}), *operation["responses"].values()]
+    contents = [content for body in bodies for content in body.get("content", {}).values()]
+    for each in (*operation.get("parameters", ()), *contents):
+        if "example" in each:
+            yield each["schema"], each["example"]
+
+
+@pytest.mark.django_db
+def test_permission_of_every_operation_is_the_one_that_it_requires(call: Call) -> None:
+    """A token with every other permission is refused, whatever it sends."""
+    documented = set()
+    for method, path, operation in operations():
+        if operation.get("security") != [{"serviceToken": []}]:
+            continue
+        permission = Permission(operation["x-permission"])
+        assert operation["description"].endswith(f"Permission: `{permission}`."), path
+        _, token = make_token(*SERVICE_PERMISSIONS - {permission})
+        shown = {parameter["name"]: parameter["example"] for parameter in operation.get("parameters", ())}
+        refused = call(method.upper(), path.format(**shown), {}, HTTP_AUTHORIZATION=f"Bearer {token.reveal()}")
+        assert (refused.status_code, refused.body["code"]) == (403, "permission_missing"), path
+        documented.add(permission)
+    assert documented == SERVICE_PERMISSIONS
 
 
 @pytest.mark.parametrize(

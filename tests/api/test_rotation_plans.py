@@ -15,7 +15,7 @@ from rotation.services.rotations.engine import advance_rotation
 from tests.factories import issue, make_token
 from tests.rotation import scene
 
-from .conftest import Call
+from .conftest import Call, new_key
 
 pytestmark = pytest.mark.django_db
 
@@ -24,7 +24,7 @@ WINDOW = {"time_zone": "Europe/Berlin", "weekdays": [0, 1, 2], "opens": "09:00",
 
 def asked(call: Call, **plan: Any) -> Any:
     key, _ = issue(find_account("acme", Environment.SANDBOX))
-    return call("POST", "/v1/rotations", {"credential_id": key.credential_id, **plan})
+    return call("POST", "/v1/rotations", {"credential_id": key.credential_id, **plan}, **new_key())
 
 
 def test_rotation_plan_over_rest_shows_every_approved_field(call: Call) -> None:

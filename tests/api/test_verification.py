@@ -279,6 +279,11 @@ def test_verify_reports_the_remaining_limit(call: Call, key: tuple[Key, str]) ->
     assert "Retry-After" not in answer["headers"]
 
 
+def test_verify_with_a_whole_cost_written_as_a_decimal_spends_it(call: Call, key: tuple[Key, str]) -> None:
+    limit(key[0], 10)
+    assert ask(call, key[1], cost=2.0)["limit"]["remaining"] == 8
+
+
 def test_verify_beyond_the_limit_is_rate_limited_with_retry_after(call: Call, key: tuple[Key, str]) -> None:
     limit(key[0], 3)
     assert ask(call, key[1], cost=3)["allowed"] is True

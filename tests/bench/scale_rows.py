@@ -337,19 +337,22 @@ def load_rotations(size: Size, samples: Samples) -> None:
     for state, percent in SHARES.items():
         share += percent
         last = size.rotations * share // 100
-        load_rotation(samples.rotations[state], first, last, predecessor=key("n"), replacement=hashed_id("new", "n"))
+        load_rotation(
+            size, samples.rotations[state], first, last, predecessor=key("n"), replacement=hashed_id("new", "n")
+        )
         first = last + 1
     last = size.rotations + size.closed
     completed = samples.rotations[S.COMPLETED]
-    load_rotation(completed, size.rotations + 1, last, predecessor=hashed_id("old", "n"), replacement=key("n"))
+    load_rotation(size, completed, size.rotations + 1, last, predecessor=hashed_id("old", "n"), replacement=key("n"))
 
 
-def load_rotation(sample: Rotation, first: int, last: int, *, predecessor: str, replacement: str) -> None:
+def load_rotation(size: Size, sample: Rotation, first: int, last: int, *, predecessor: str, replacement: str) -> None:
     """Copy a rotation with its keys and what the engine wrote about it."""
     about, has_replacement = rotation("n"), sample.replacement is not None
     keys = {"predecessor_id": predecessor, **({"replacement_id": replacement} if has_replacement else {})}
     begun = spread_over("created_at", 1)
-    copy(sample, first, last, rotation_id=about, credential_id=credential("n"), created_at=begun, **keys)
+    place = {"credential_id": credential("n"), "account_id": account_of("n", size)}
+    copy(sample, first, last, rotation_id=about, created_at=begun, **place, **keys)
     changed = {"credential_id": credential("n"), "digest": hashed("digest", "n")}
     copy(sample.predecessor, first, last, key_id=predecessor, **changed)
     if sample.replacement is not None:

@@ -116,6 +116,7 @@ def add_keys(accounts: list[Any], count: int, listed: int) -> list[str]:
         credential = Credential(
             credential_id=mint_id("crd", secrets.token_bytes),
             account=accounts[number % len(accounts)],
+            account_environment=accounts[number % len(accounts)].environment,
             kind=KeyKind.PRIVATE,
             label="benchmark",
             delivery=Delivery.SECRET_BACKEND,

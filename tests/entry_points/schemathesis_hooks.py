@@ -8,7 +8,7 @@ from schemathesis.core import NotSet
 
 @schemathesis.hook
 def before_call(context: schemathesis.HookContext, case: schemathesis.Case[Any], kwargs: dict[str, Any]) -> None:
-    """Send 1.0 as 1: JSON Schema accepts 1.0 as an integer, and the service does not."""
+    """Send 1.0 as 1: JSON Schema accepts 1.0 as an integer, and the service does so for a cost only."""
     if not isinstance(case.body, NotSet):
         case.body = _without_whole_floats(case.body)
 

@@ -41,7 +41,7 @@ def test_rotate_key_accepts_every_plan_option(seeded: Any) -> None:
         "revoke",
         "never",
     )
-    assert plan["deadline"] == "2027-01-15T09:00:00+01:00"
+    assert plan["deadline"] == "2027-01-15T08:00:00Z"
 
 
 @pytest.mark.parametrize("arguments", [("--deadline", "soon"), ("--webhook",), ("--retire-at", "2027-01-01")])
@@ -84,7 +84,7 @@ def test_rotation_is_aborted_before_delivery_and_rolled_back_afterwards(seeded: 
 def test_rotation_is_extended_and_resumed_only_when_stalled(seeded: Any) -> None:
     rotation_id = requested("--proof", "ack")
     run("extend_rotation", rotation_id, "--by", "tam", "--deadline", "2028-01-01")
-    assert run("show_rotation", rotation_id)["deadline"] == "2028-01-01T00:00:00+00:00"
+    assert run("show_rotation", rotation_id)["deadline"] == "2028-01-01T00:00:00Z"
     with pytest.raises(CommandError, match="current deadline"):
         run("extend_rotation", rotation_id, "--by", "tam", "--deadline", "2027-12-31")
     with pytest.raises(CommandError, match="Only a stalled"):
@@ -136,7 +136,7 @@ def test_retirement_date_is_set_for_public_keys_only(seeded: Any) -> None:
     with pytest.raises(CommandError, match="second person"):
         run("retire_key", rotation_id, "--at", "2027-12-01", "--requested-by", "tam")
     answer = run("retire_key", rotation_id, "--at", "2027-12-01", *people)
-    assert answer == {"rotation_id": rotation_id, "retire_at": "2027-12-01T00:00:00+00:00", "approved": True}
+    assert answer == {"rotation_id": rotation_id, "retire_at": "2027-12-01T00:00:00Z", "approved": True}
     act = BreakGlass.objects.get(event="rotation.retirement_approved")
     assert act.requester_person == Operator.objects.get(username="tam").person, "the requester may not review it"
     with pytest.raises(CommandError, match="public key"):

@@ -250,6 +250,11 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "credential_stays": lambda world: update(
         "keyvault_credential", {"account_id": world.sandbox.pk}, credential_id=world.key.credential_id
     ),
+    "credential_environment": lambda world: insert_copy(
+        "keyvault_credential",
+        {"credential_id": fresh_id(), "account_environment": "sandbox"},
+        credential_id=world.key.credential_id,
+    ),
     "credential_no_delete": lambda world: delete("keyvault_credential", credential_id=world.key.credential_id),
     "credential_no_replace": lambda world: _replace(
         "keyvault_credential", {"kind": "public"}, credential_id=world.key.credential_id
@@ -288,6 +293,11 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "issuancerequest_production_policy": lambda world: insert_copy(
         "keyvault_issuancerequest",
         {"issuance_request_id": fresh_id(), "approvals_needed": 0},
+        issuance_request_id=world.pending.pk,
+    ),
+    "issuancerequest_environment": lambda world: insert_copy(
+        "keyvault_issuancerequest",
+        {"issuance_request_id": fresh_id(), "account_environment": "sandbox"},
         issuance_request_id=world.pending.pk,
     ),
     "issuancerequest_stays": lambda world: update(
@@ -399,6 +409,11 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "rotation_no_replace": lambda world: _replace("rotation_rotation", {"why": "x"}, rotation_id=world.waiting.pk),
     "rotation_one_open_insert": lambda world: _replace(
         "rotation_rotation", {"rotation_id": fresh_id()}, rotation_id=world.waiting.pk
+    ),
+    "rotation_account": lambda world: insert_copy(
+        "rotation_rotation",
+        {"rotation_id": fresh_id(), "state": "rejected", "account_id": world.sandbox.pk},
+        rotation_id=world.waiting.pk,
     ),
     "rotation_one_open_update": lambda world: _reopen(world),
     # The requester and the person responsible.
@@ -731,6 +746,13 @@ def test_triggers_chain_head_moves_by_any_other_step_is_refused(world: World, st
         update("keyvault_auditchain", {"sequence": head["sequence"] + step}, name="platform")
 
 
+def test_triggers_chain_set_back_in_time_is_refused(world: World) -> None:
+    head = read_row("keyvault_auditchain", name="platform")
+    with refused("an audit chain advances by exactly one entry, and never back in time"):
+        changes = {"sequence": head["sequence"] + 1, "newest_at": "2000-01-01 00:00:00+00:00"}
+        update("keyvault_auditchain", changes, name="platform")
+
+
 def test_triggers_chain_renamed_is_refused(world: World) -> None:
     """A chain keeps its name, so that no chain can replace another."""
     head = read_row("keyvault_auditchain", name="platform")
@@ -894,16 +916,15 @@ def test_triggers_request_in_production_without_approvals_needed_is_refused(worl
     changes = {"issuance_request_id": fresh_id(), "approvals_needed": 0}
     with refused("a request in production or by a service requires a second person"):
         insert_copy("keyvault_issuancerequest", changes, issuance_request_id=world.pending.pk)
-    insert_copy(
-        "keyvault_issuancerequest", changes | {"account_id": world.sandbox.pk}, issuance_request_id=world.pending.pk
-    )
+    sandbox = {"account_id": world.sandbox.pk, "account_environment": "sandbox"}
+    insert_copy("keyvault_issuancerequest", changes | sandbox, issuance_request_id=world.pending.pk)
 
 
 def test_triggers_request_for_a_missing_account_without_approvals_is_refused(world: World) -> None:
     """A missing account does not count as sandbox: the rule is checked before the deferred foreign key."""
     defer_foreign_keys()
     changes = {"issuance_request_id": fresh_id(), "approvals_needed": 0, "account_id": 999_999}
-    with refused("a request in production or by a service requires a second person"):
+    with refused("an issuance request has the environment of its account"):
         insert_copy("keyvault_issuancerequest", changes, issuance_request_id=world.pending.pk)
 
 

@@ -40,6 +40,14 @@ SIZE = Size(1_000)
 FACTOR = 1_000
 DUE = 3
 
+PAGES = (
+    ("/v1/credentials", "kind=public"),
+    ("/v1/issuance-requests", "state=pending"),
+    ("/v1/rotations", "state=completed"),
+    ("/v1/rotations", "state=stalled"),
+)
+"""The lists of the service plane, each with a filter; some filters find no row."""
+
 
 @pytest.fixture(autouse=True)
 def usage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,16 +135,24 @@ def make_requests(samples: Samples, queries: SlowQueries) -> None:
     text = read_string(rotation.replacement).reveal()
     merchant = {"X-Api-Key": text}
 
-    def ask(name: str, method: str, path: str, body: object = None, /, **headers: str) -> None:
+    def ask(name: str, method: str, path: str, body: object = None, /, **headers: str) -> Any:
         with queries.watch(name):
             response = client.generic(
                 method, path, json.dumps(body) if body else b"", content_type="application/json", headers=headers
             )
         assert response.status_code in (200, 202, 204), (name, response.content)
+        return response.json() if response.content else None
 
     verified = {"key": text, "environment": "production", "endpoint": "orders.create"}
     ask("verify", "POST", "/v1/keys/verify", verified, **service)
     ask("rotation", "GET", f"/v1/rotations/{rotation.rotation_id}", **service)
+    for path, condition in PAGES:
+        for place in ("", "environment=production", "environment=sandbox", "merchant=merchant-7"):
+            for query in (place, f"{place}&{condition}"):
+                name = f"{path}?{query}"
+                cursor = ask(name, "GET", name, **service)["next_cursor"]
+                if cursor is not None:
+                    ask(f"{name}, second page", "GET", f"{name}&cursor={cursor}", **service)
     ask("acknowledge", "POST", "/production/credentials/acknowledge", **merchant)
     ask("revoke-self", "POST", "/production/credentials/revoke-self", **merchant)
     ask("revoke-self, repeated", "POST", "/production/credentials/revoke-self", **merchant)

@@ -7,6 +7,7 @@ from random import Random
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
+from keyvault.domain.timestamps import format_timestamp
 from rotation.domain.plan_fields import (
     AtDeadline,
     DeliveryChannel,
@@ -49,7 +50,7 @@ def plan_rotation(
     if fitting and random.random() < 0.5:
         plan = replace(plan, deadline=min(max(fitting), now + LATEST))
         late = dict(_list_late(plan, credential, key, rules, now))
-    shown = {name: None if at is None else at.isoformat() for name, at in late.items()}
+    shown = {name: format_timestamp(at) for name, at in late.items()}
     plan = replace(plan, late_sources=shown or None)
     return None if any(find_faults(plan, environment, kind, key.expires_at, now)) else plan
 

@@ -39,6 +39,8 @@ class OpenAPIView(PublicView):
     @documented(
         "openapi",
         summary="This OpenAPI page.",
+        description="The reference of this release, for client generators and contract tests. It needs no credential "
+        "and is the same for every caller.",
         answers={200: dict},
         plane=PUBLIC_CODES,
         auth=NO_CREDENTIAL,
@@ -52,6 +54,8 @@ class DocsView(PublicView):
     @documented(
         "docs",
         summary="This OpenAPI page in Swagger UI.",
+        description="The same reference for people. The page loads nothing from other hosts and sends no request by "
+        "itself.",
         answers={(200, "text/html"): str},
         plane=PUBLIC_CODES,
         auth=NO_CREDENTIAL,

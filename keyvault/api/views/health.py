@@ -15,6 +15,8 @@ class HealthView(PublicView):
     @documented(
         "healthz",
         summary="Liveness of the process.",
+        description="Answers while the process lives. It checks no dependency, so that an outage elsewhere restarts "
+        "nothing: use `/readyz` to decide whether to send requests here.",
         answers={200: HEALTH_BODY},
         plane=PUBLIC_CODES,
         auth=NO_CREDENTIAL,
@@ -34,6 +36,9 @@ class ReadinessView(PublicView):
     @documented(
         "readyz",
         summary="Readiness of the process, with each dependency by name.",
+        description="Answers 200 while the process can judge a key, and 503 otherwise. `checks` names each "
+        "dependency: the database with its triggers, the peppers and, where verdicts come from memory, "
+        "the change feed. Neither the worker nor the broker counts.",
         answers={200: READINESS_BODY, 503: READINESS_BODY},
         plane=PUBLIC_CODES,
         auth=NO_CREDENTIAL,

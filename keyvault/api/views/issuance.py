@@ -12,8 +12,9 @@ from keyvault.api.enforcement import ServiceView
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.idempotency import answer_once
 from keyvault.api.openapi import NEEDED, documented, in_path
-from keyvault.api.schemas import COLLECTED_BODY, ISSUANCE_REQUEST_BODY
-from keyvault.api.serializers import CollectRequest, CredentialRequest
+from keyvault.api.pages import read_page
+from keyvault.api.schemas import COLLECTED_BODY, ISSUANCE_REQUEST_BODY, ISSUANCE_REQUESTS_BODY
+from keyvault.api.serializers import CollectRequest, CredentialRequest, IssuanceQuery
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.domain.issuance import Delivery
@@ -22,7 +23,7 @@ from keyvault.domain.recipients import SUITE
 from keyvault.models import Account, IssuanceRequest, Key
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.issuance.collection import Handover, is_requested_by, read_handover, record_collection
-from keyvault.services.issuance.requests import describe_request, get_request, request_issuance
+from keyvault.services.issuance.requests import describe_request, get_request, request_issuance, select_requests
 from keyvault.services.merchants.merchants import find_account
 
 _ISSUANCE_REQUEST_ID = in_path("issuance_request_id", "^req_[0-9A-Za-z]{20}$")
@@ -32,8 +33,30 @@ class IssuanceRequestsView(ServiceView):
     permission = Permission.ISSUANCE_REQUEST
 
     @documented(
+        "issuance_requests_list",
+        summary="List issuance requests, paginated.",
+        description="The requests of the merchants and environments that the token names, whoever made them, the "
+        "newest first. To read on, send `next_cursor` as `cursor` with the same filters; it is null on "
+        "the last page.",
+        permission=Permission.ISSUANCE_REQUEST,
+        answers={200: ISSUANCE_REQUESTS_BODY},
+        parameters=[IssuanceQuery],
+    )
+    def get(self, request: Request) -> Response:
+        form = IssuanceQuery(data=request.query_params)
+        form.is_valid(raise_exception=True)
+        query = form.validated_data
+        page = read_page(self, select_requests(), query, [{"state": query["state"]} if "state" in query else {}])
+        return Response({"issuance_requests": [*map(describe_request, page.rows)], "next_cursor": page.next_cursor})
+
+    @documented(
         "issuance_requests_create",
         summary="Request a new credential.",
+        description="Asks for a credential with its first key. Operators approve the request where the environment's "
+        "policy wants it; then a worker issues the key. With a `recipient_public_key` (X25519, base64url) "
+        "the key is only ever sent sealed to it. Repeat the request with the same `Idempotency-Key` after "
+        "a lost answer.",
+        permission=Permission.ISSUANCE_REQUEST,
         takes=CredentialRequest,
         answers={201: ISSUANCE_REQUEST_BODY},
         idempotency_key=NEEDED,
@@ -72,6 +95,9 @@ class IssuanceRequestView(ServiceView):
     @documented(
         "issuance_requests_read",
         summary="Read an issuance request.",
+        description="The state of the request, and the ids of its credential and key once they exist. Poll it until "
+        "the state is `issued`, then collect the key.",
+        permission=Permission.ISSUANCE_REQUEST,
         answers={200: ISSUANCE_REQUEST_BODY},
         parameters=[_ISSUANCE_REQUEST_ID],
     )
@@ -87,6 +113,10 @@ class CollectionView(ServiceView):
     @documented(
         "issuance_requests_collect",
         summary="Collect the issued key, once, with the token that requested it.",
+        description="Hands over the key of an issued request, within 72 hours of its issue. Only the requesting "
+        "token, or its successor after a rotation, may collect it. A repetition with the same "
+        "`Idempotency-Key` gets the same answer for 15 minutes; a production key is only sent sealed.",
+        permission=Permission.ISSUANCE_COLLECT,
         takes=CollectRequest,
         answers={200: COLLECTED_BODY},
         codes=[ErrorCode.STATE_CONFLICT],

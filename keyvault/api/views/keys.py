@@ -1,20 +1,17 @@
 """Keys and credentials on the service plane: read their state, never their material, and revoke keys."""
 
-from typing import Any
-
+from django.db.models import QuerySet
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from keyvault.access.decision import Denial, decide
 from keyvault.access.permissions import Permission
-from keyvault.access.rules import Target, operation
 from keyvault.api.enforcement import ServiceView
-from keyvault.api.exceptions import DeniedError
 from keyvault.api.openapi import PREFER_WAIT, documented, in_path
-from keyvault.api.schemas import CREDENTIALS_BODY, KEY_BODY, REVOKED_BODY
+from keyvault.api.pages import read_page
+from keyvault.api.schemas import CREDENTIAL_BODY, CREDENTIALS_BODY, KEY_BODY, REVOKED_BODY
 from keyvault.api.serializers import CredentialQuery, RevokeRequest, credential_as_json
-from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
+from keyvault.domain.keys import KeyKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential, Key
 from keyvault.services.change_feed.receipts import describe_receipt, wait_for_receipt
@@ -27,7 +24,15 @@ _KEY_ID = in_path("key_id", "^[0-9A-Za-z]{16}$")
 class KeyView(ServiceView):
     permission = Permission.KEYS_READ
 
-    @documented("keys_read", summary="Read a key's state.", answers={200: KEY_BODY}, parameters=[_KEY_ID])
+    @documented(
+        "keys_read",
+        summary="Read a key's state.",
+        description="The key's state, its credential, and when it was issued, first used and last used; never its "
+        "material. A key outside the token's merchants is 404.",
+        permission=Permission.KEYS_READ,
+        answers={200: KEY_BODY},
+        parameters=[_KEY_ID],
+    )
     def get(self, request: Request, key_id: str) -> Response:
         return Response(describe_key(_visible_key(self, key_id)))
 
@@ -39,7 +44,8 @@ class RevokeView(ServiceView):
         "keys_revoke",
         summary="Revoke a key permanently; repeatable.",
         description="The response means that the key is revoked. The receipt lists the verifiers that have confirmed "
-        "it so far.",
+        "it so far. No approval is needed: approval gates issuing, never revoking.",
+        permission=Permission.KEYS_REVOKE,
         takes=RevokeRequest,
         answers={202: REVOKED_BODY},
         codes=[ErrorCode.STATE_CONFLICT],
@@ -68,6 +74,10 @@ class CredentialsView(ServiceView):
     @documented(
         "credentials_list",
         summary="List credentials with their keys, paginated.",
+        description="The credentials of the merchants and environments that the token names, the newest first, each "
+        "with its keys. To read on, send `next_cursor` as `cursor` with the same filters; it is null on "
+        "the last page.",
+        permission=Permission.KEYS_READ,
         answers={200: CREDENTIALS_BODY},
         parameters=[CredentialQuery],
     )
@@ -75,35 +85,33 @@ class CredentialsView(ServiceView):
         form = CredentialQuery(data=request.query_params)
         form.is_valid(raise_exception=True)
         query = form.validated_data
-        rows = list(self._rows(query)[: query["limit"] + 1])
-        page = rows[: query["limit"]]
-        return Response(
-            {
-                "credentials": [credential_as_json(row) for row in page],
-                "next_cursor": page[-1].credential_id if len(rows) > len(page) else None,
-            }
-        )
+        kinds = [query["kind"]] if "kind" in query else list(KeyKind)
+        page = read_page(self, _credentials(), query, [{"kind": kind} for kind in kinds])
+        return Response({"credentials": [*map(credential_as_json, page.rows)], "next_cursor": page.next_cursor})
 
-    def _rows(self, query: dict[str, Any]) -> Any:
-        """Return the credentials in the token's scope. Raises DeniedError for an environment outside it."""
-        environments = self.service.environments
-        if "environment" in query:
-            environment = Environment(query["environment"])
-            verdict = decide(operation(self.permission), self.service, Target(environment=environment), self.now)
-            if isinstance(verdict, Denial):
-                raise DeniedError(verdict)
-            environments = frozenset({environment})
-        rows = Credential.objects.select_related("account").prefetch_related("keys__credential__account")
-        rows = rows.filter(account__environment__in=environments).order_by("credential_id")
-        if self.service.merchants is not None:
-            rows = rows.filter(account__merchant__in=self.service.merchants)
-        if "merchant" in query:
-            rows = rows.filter(account__merchant=query["merchant"])
-        if "kind" in query:
-            rows = rows.filter(kind=query["kind"])
-        if "cursor" in query:
-            rows = rows.filter(credential_id__gt=query["cursor"])
-        return rows
+
+class CredentialView(ServiceView):
+    permission = Permission.KEYS_READ
+
+    @documented(
+        "credentials_read",
+        summary="Read a credential with its keys.",
+        description="A credential's id never changes; a rotation adds a key to it and retires another. The answer has "
+        "the state of each key and never its material. A credential outside the token's merchants is 404.",
+        permission=Permission.KEYS_READ,
+        answers={200: CREDENTIAL_BODY},
+        parameters=[in_path("credential_id", "^crd_[0-9A-Za-z]{20}$")],
+    )
+    def get(self, request: Request, credential_id: str) -> Response:
+        credential = _credentials().filter(pk=credential_id).first()
+        if credential is None:
+            raise NotFoundError
+        self.grant_for(credential.account)
+        return Response(credential_as_json(credential))
+
+
+def _credentials() -> QuerySet[Credential]:
+    return Credential.objects.select_related("account").prefetch_related("keys__credential__account")
 
 
 def _visible_key(view: ServiceView, key_id: str) -> Key:

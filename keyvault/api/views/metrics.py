@@ -14,6 +14,8 @@ class MetricsView(PublicView):
     @documented(
         "metrics",
         summary="Counters and gauges in Prometheus' text format.",
+        description="The metrics of this process, without ids, merchants and secrets. Processes that share "
+        "PROMETHEUS_MULTIPROC_DIR report a sum.",
         answers={(200, "text/plain"): str},
         plane=PUBLIC_CODES,
         auth=NO_CREDENTIAL,

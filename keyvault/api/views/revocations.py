@@ -17,7 +17,9 @@ class RevocationView(ServiceView):
     @documented(
         "revocations_read",
         summary="Read which verifiers have confirmed a revocation.",
-        description="Also available for any other change. A change of an account outside the token's scope is 404.",
+        description="`complete` is true once every live verifier has applied the change with this sequence number. "
+        "Also available for any other change. A change of an account outside the token's scope is 404.",
+        permission=Permission.KEYS_READ,
         answers={200: RECEIPT_BODY},
         parameters=[in_path("sequence", "^[0-9]{1,19}$")],
     )

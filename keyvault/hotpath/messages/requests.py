@@ -203,6 +203,8 @@ def _read_one(value: Any, pointer: str, faults: list[Fault]) -> VerifyRequest | 
     request = VerifyRequest(**value)
     if isinstance(request.client_ip, str):
         request.client_ip = _canonical_address(request.client_ip)
+    if request.cost is not UNSET:
+        request.cost = int(request.cost)
     return request
 
 
@@ -293,7 +295,8 @@ def _canonical_address(text: str) -> str | None:
 
 
 def _cost(value: object) -> str | None:
-    if not isinstance(value, int) or isinstance(value, bool):
+    """Accept 2.0 too: in JSON Schema a number without a fraction is an integer."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
         return "Not an integer."
     if value < 1:
         return "Ensure this value is greater than or equal to 1."

@@ -10,6 +10,7 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.revocation import RevocationReason
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.management.mixins import OperatorMixin
 from keyvault.services.change_feed.receipts import MAX_WAIT_SECONDS, describe_receipt, wait_for_receipt
 from keyvault.services.keys.lifecycle import get_key, last_sequence, revoke_key
@@ -51,7 +52,9 @@ def _format_receipt(receipt: Mapping[str, Any]) -> str:
     lines = [f"receipt: {'complete' if receipt['complete'] else 'not complete: some verifiers have yet to confirm'}"]
     for verifier in receipt["verifiers"]:
         at = verifier["confirmed_at"]
-        lines.append(f"  - {verifier['verifier_id']}: {verifier['state']}{'' if at is None else f', {at.isoformat()}'}")
+        lines.append(
+            f"  - {verifier['verifier_id']}: {verifier['state']}{'' if at is None else f', {format_timestamp(at)}'}"
+        )
     return "\n".join(lines)
 
 

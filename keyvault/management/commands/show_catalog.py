@@ -5,8 +5,7 @@ from typing import Any
 
 from django.conf import settings
 
-from keyvault.access.catalog import Endpoint
-from keyvault.access.endpoint_description import format_limit
+from keyvault.access.endpoint_description import describe_endpoint, format_limit
 from keyvault.access.limits import Limit
 from keyvault.management.json_command import JsonCommand
 from keyvault.services.catalog.catalog import current_catalog
@@ -19,7 +18,7 @@ class Command(JsonCommand):
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "endpoints": [_describe(endpoint) for endpoint in current_catalog().endpoints],
+            "endpoints": [describe_endpoint(endpoint) for endpoint in current_catalog().endpoints],
             "account_limits": {
                 environment: {"count": count, "seconds": seconds}
                 for environment, (count, seconds) in settings.ACCOUNT_LIMITS.items()
@@ -32,24 +31,6 @@ class Command(JsonCommand):
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         accounts = [f"{name} {_limit_text(limit)}" for name, limit in answer["account_limits"].items()]
         return "\n".join([*lines, "", f"Default limit of an account: {', '.join(accounts)}"])
-
-
-def _describe(endpoint: Endpoint) -> dict[str, Any]:
-    return {
-        "name": endpoint.name,
-        "method": endpoint.method,
-        "path": endpoint.path,
-        "credential": endpoint.kinds,
-        "credentials": sorted(endpoint.credentials),
-        "bearer": endpoint.bearer,
-        "merchant_from": str(endpoint.merchant_from or "") or None,
-        "store_from": str(endpoint.store_from or "") or None,
-        "idempotency_key": endpoint.idempotent_by_key,
-        "limit": None if endpoint.limit is None else {"count": endpoint.limit.count, "seconds": endpoint.limit.seconds},
-        "on_limiter_loss": endpoint.on_limiter_loss,
-        "built_in": endpoint.is_built_in,
-        "summary": endpoint.summary,
-    }
 
 
 def _row(described: Mapping[str, Any]) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ AUDIT_CHAINS = (
         "auditchain_forward",
         "keyvault_auditchain",
         "UPDATE",
-        "NEW.name <> OLD.name OR NEW.sequence <> OLD.sequence + 1",
-        "an audit chain advances by exactly one entry",
+        "NEW.name <> OLD.name OR NEW.sequence <> OLD.sequence + 1 OR NEW.newest_at < OLD.newest_at",
+        "an audit chain advances by exactly one entry, and never back in time",
     ),
 )
 
@@ -57,7 +57,26 @@ MERCHANTS = (
     ),
 )
 
+_ACCOUNTS_ENVIRONMENT = (
+    "NOT EXISTS (SELECT 1 FROM keyvault_account a "
+    "WHERE a.id = NEW.account_id AND a.environment = NEW.account_environment)"
+)
+
 KEYS = (
+    WriteGuard(
+        "credential_environment",
+        "keyvault_credential",
+        "INSERT",
+        _ACCOUNTS_ENVIRONMENT,
+        "a credential has the environment of its account",
+    ),
+    WriteGuard(
+        "issuancerequest_environment",
+        "keyvault_issuancerequest",
+        "INSERT",
+        _ACCOUNTS_ENVIRONMENT,
+        "an issuance request has the environment of its account",
+    ),
     WriteGuard(
         "key_of_a_merchant_insert",
         "keyvault_key",

@@ -64,7 +64,7 @@ FROZEN = (
     Frozen("keyvault_operator", ("id", "username", "person"), "an operator keeps the user name and the person"),
     Frozen(
         "keyvault_credential",
-        ("credential_id", "account_id", "kind", "delivery"),
+        ("credential_id", "account_id", "account_environment", "kind", "delivery"),
         "a credential keeps its account, kind and delivery",
     ),
     Frozen(
@@ -150,6 +150,7 @@ FOUR_EYES = (
         environment="(SELECT a.environment FROM keyvault_account a WHERE a.id = NEW.account_id)",
         frozen=(
             "account_id",
+            "account_environment",
             "kind",
             "label",
             "delivery",

@@ -9,6 +9,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Notice
 from keyvault.models.notifications import IS_UNSEEN, UNSEEN_NOTICE
 from keyvault.services.merchants.operators import operator_row
@@ -48,7 +49,7 @@ def mark_all_seen(grant: Grant, until: datetime) -> int:
 
     `until`: when the operator loaded the list. Raises StateConflictError when there is none.
     """
-    with recorded(grant, Permission.NOTICES_MARK, "notice.all_seen", until=until.isoformat()) as record:
+    with recorded(grant, Permission.NOTICES_MARK, "notice.all_seen", until=format_timestamp(until)) as record:
         notices = list(list_unseen().filter(created_at__lte=until).select_for_update()[:MAX_MARKED])
         if not notices:
             raise StateConflictError("There are no unseen alarms.")

@@ -31,6 +31,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import find_recipient_fault
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account, Credential, IssuanceApproval, IssuanceRequest, Key, ServiceToken
 from keyvault.services.approvals.break_glass import note_break_glass
 from keyvault.services.approvals.four_eyes import approving_operator, record_approval
@@ -95,6 +96,7 @@ def request_issuance(
     request = IssuanceRequest(
         issuance_request_id=mint_id("req", secrets.token_bytes),
         account=account,
+        account_environment=account.environment,
         kind=kind,
         label=label,
         delivery=delivery,
@@ -289,8 +291,8 @@ def describe_request(request: IssuanceRequest) -> dict[str, JsonValue]:
         "kind": request.kind,
         "label": request.label,
         "delivery": request.delivery,
-        "created_at": request.created_at.isoformat(),
-        "expires_at": request.expires_at.isoformat(),
+        "created_at": format_timestamp(request.created_at),
+        "expires_at": format_timestamp(request.expires_at),
         "approvals_needed": request.approvals_needed,
         "credential_id": None if request.key is None else request.credential_id,
         "key_id": request.key_id,
@@ -335,10 +337,11 @@ def list_withdrawn(after: IssuanceRequest | None = None) -> list[IssuanceRequest
 
 
 def get_request(issuance_request_id: str) -> IssuanceRequest | None:
-    return _requests().filter(issuance_request_id=issuance_request_id).first()
+    return select_requests().filter(issuance_request_id=issuance_request_id).first()
 
 
-def _requests() -> QuerySet[IssuanceRequest]:
+def select_requests() -> QuerySet[IssuanceRequest]:
+    """Return all requests, each with what its description needs."""
     return IssuanceRequest.objects.select_related(
         "account__merchant", "requested_via", "credential__account", "key__credential__account"
     )
@@ -346,7 +349,7 @@ def _requests() -> QuerySet[IssuanceRequest]:
 
 def _served() -> QuerySet[IssuanceRequest]:
     """Select requests in the environments that this process serves. It has no other environment's peppers."""
-    return _requests().filter(account__environment__in=settings.ENVIRONMENTS)
+    return select_requests().filter(account__environment__in=settings.ENVIRONMENTS)
 
 
 def _uncollected(now: datetime) -> QuerySet[IssuanceRequest]:
@@ -363,6 +366,7 @@ def _stage(grant: Grant, request: IssuanceRequest, lease: Lease) -> tuple[Key, P
             credential = Credential(
                 credential_id=mint_id("crd", secrets.token_bytes),
                 account=request.account,
+                account_environment=request.account_environment,
                 kind=request.kind,
                 label=request.label,
                 delivery=request.delivery,

@@ -1,11 +1,11 @@
 """Orders: a merchant's private keys create and read them, each in its own environment."""
 
-import re
 import secrets
 
 from keyvault.access.customers import Customer, find_customer_id_fault
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
+from keyvault.domain.currencies import CURRENCIES
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError
 from keyvault.domain.ids import mint_id
 from keyvault.models import Account, Order
@@ -14,7 +14,7 @@ from keyvault.services.recording.transaction import recorded
 MAX_AMOUNT_MINOR = 999_999_999_999
 """Maximum order amount, in the currency's minor unit."""
 
-CURRENCY = r"^[A-Z]{3}$"
+CURRENCY_RULE = "a current ISO 4217 code of a currency with a minor unit, such as EUR"
 
 
 def create_order(
@@ -24,8 +24,8 @@ def create_order(
     faults = []
     if not 1 <= amount_minor <= MAX_AMOUNT_MINOR:
         faults.append(Fault("/amount_minor", f"1 to {MAX_AMOUNT_MINOR}"))
-    if re.fullmatch(CURRENCY, currency) is None:
-        faults.append(Fault("/currency", "three capital letters (ISO 4217)"))
+    if currency not in CURRENCIES:
+        faults.append(Fault("/currency", CURRENCY_RULE))
     if customer_id is not None and (fault := find_customer_id_fault(customer_id)) is not None:
         faults.append(Fault("/customer_id", fault))
     if faults:

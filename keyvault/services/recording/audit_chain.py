@@ -52,6 +52,7 @@ class NewEntry:
 def append_entries(*, chain: str, entries: Sequence[NewEntry]) -> None:
     """Append entries to one chain. Only `services.recording` calls this, inside the transaction of the change.
 
+    An entry's time is its `at`, or the time of the entry before it if that is later: a chain's time never runs backwards.
     Locks the chain's head row until the commit: writers of one chain are serialized, writers of others do not wait.
     (On SQLite the transaction holds the lock of the whole database.)
     """
@@ -66,10 +67,12 @@ def append_entries(*, chain: str, entries: Sequence[NewEntry]) -> None:
         head = AuditChain.objects.select_for_update().get(name=chain)
     for new in entries:
         sequence, previous = head.sequence + 1, bytes(head.head_hash)
+        # Clocks of several hosts differ, and a writer that waited for the lock chose its time before.
+        at = new.at if head.newest_at is None else max(new.at, head.newest_at)
         body = entry_bytes(
             chain=chain,
             sequence=sequence,
-            at=new.at,
+            at=at,
             event=new.event,
             actor=new.actor,
             channel=new.channel,
@@ -79,15 +82,15 @@ def append_entries(*, chain: str, entries: Sequence[NewEntry]) -> None:
         AuditEntry.objects.create(
             chain_id=chain,
             sequence=sequence,
-            at=new.at,
+            at=at,
             event=new.event,
             actor=new.actor,
             body=body,
             previous=previous,
             hash=digest,
         )
-        head.sequence, head.head_hash = sequence, digest
-        head.save(update_fields=["sequence", "head_hash"])
+        head.sequence, head.head_hash, head.newest_at = sequence, digest, at
+        head.save(update_fields=["sequence", "head_hash", "newest_at"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 import secrets
 from collections.abc import Mapping
-from datetime import UTC
 
 from keyvault.access.decision import Grant
 from keyvault.domain.canonical import JsonValue, canonical_bytes
 from keyvault.domain.ids import mint_id
 from keyvault.domain.notifications import ALARMS, INTERNAL, NoticeKind
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account, Notice, WebhookDelivery, WebhookEndpoint
 from keyvault.wire.webhooks import GIVE_UP_AFTER
 
@@ -49,7 +49,7 @@ def message_of(notice: Notice) -> bytes:
         raise TypeError(f"{notice.kind} is for operators only")
     account_ids = {"merchant_id": account.merchant_id, "environment": account.environment}
     data = {**notice.payload, "account": account_ids, "subject": notice.subject}
-    timestamp = notice.created_at.astimezone(UTC).isoformat().replace("+00:00", "Z")
+    timestamp = format_timestamp(notice.created_at)
     return canonical_bytes({"type": notice.kind, "timestamp": timestamp, "data": data})
 
 

@@ -15,6 +15,7 @@ from keyvault.domain.ids import Subject
 from keyvault.domain.keys import DEAD_STATES, KeyState
 from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.revocation_log import CaughtUp, ConfirmedLines, Ended, Opened
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account, CustomerToken, Merchant, MerchantStatus, ServiceToken
 from keyvault.services.keys.lifecycle import get_key, reapply_revocation
 from keyvault.services.recording.authorization import authorize
@@ -251,4 +252,4 @@ def _account_grant(grant: Grant, account: Account) -> Grant:
 
 def _line_details(line: Ended) -> dict[str, JsonValue]:
     """Describe the line of the revocation log for the audit entry."""
-    return {"at": line.at.astimezone(UTC).isoformat(), "sequence": line.sequence}
+    return {"at": format_timestamp(line.at), "sequence": line.sequence}

@@ -22,6 +22,7 @@ from keyvault.backends import meters
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.issuance import IssuanceState
 from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import DeliveryState, IssuanceRequest, ServiceProcess, WebhookDelivery
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
@@ -105,7 +106,7 @@ def report_lost(now: datetime) -> None:
 
 
 def _report(process: ServiceProcess, still_silent: QuerySet[ServiceProcess], now: datetime) -> None:
-    grant, seen_at = authorize(WORKER, P.PROCESSES_WATCH, now=now), process.seen_at.isoformat()
+    grant, seen_at = authorize(WORKER, P.PROCESSES_WATCH, now=now), format_timestamp(process.seen_at)
     with recorded(grant, P.PROCESSES_WATCH, "process.lost", name=process.name, seen_at=seen_at):
         if still_silent.update(lost_at=now) != 1:
             raise StateConflictError("Another process reported it first, or it has returned.", internal=process.name)

@@ -14,6 +14,7 @@ from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictErro
 from keyvault.domain.free_text import find_text_fault
 from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Merchant, ServiceToken
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.peppers.ring import load_peppers, refresh_peppers
@@ -111,7 +112,7 @@ def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) 
         "service_token.rotated",
         token_id=token.token_id,
         successor_id=successor.token_id,
-        expires_at=ends_at.isoformat(),
+        expires_at=format_timestamp(ends_at),
     ):
         token.compare_and_swap(expires_at=ends_at)
         successor.save()

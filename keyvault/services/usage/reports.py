@@ -9,6 +9,7 @@ from django.db.models import Count, Exists, Max, Min, OuterRef, Q, QuerySet, Sub
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.sources import OCCASION, OTHERS, name_source, network_of
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key, KeySource, KeyUse, UseBucket
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
 
@@ -47,8 +48,8 @@ class KeyUser:
             "outcome": self.outcome.value,
             "is_probe": self.is_probe,
             "count": self.count,
-            "first_at": self.first_at.isoformat(),
-            "last_at": self.last_at.isoformat(),
+            "first_at": format_timestamp(self.first_at),
+            "last_at": format_timestamp(self.last_at),
         }
 
 

@@ -16,7 +16,7 @@ from rotation.services.rotations.reports import get_rotation
 class Command(OperatorMixin):
     help = "Collect a key, once. In production this is break-glass and must be reviewed."
 
-    operator_help = "the requester"
+    operator_help = "the requester; of a rotation, also an operator who did not approve it"
 
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)

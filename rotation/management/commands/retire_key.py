@@ -7,6 +7,7 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import StateConflictError
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.management.mixins import ApprovalMixin
 from rotation.management.plan_options import read_time
 from rotation.models import Retirement
@@ -31,7 +32,7 @@ class Command(ApprovalMixin):
             retirement = self._approve(retirement, account, options)
         return {
             "rotation_id": rotation.rotation_id,
-            "retire_at": retirement.retire_at.isoformat(),
+            "retire_at": format_timestamp(retirement.retire_at),
             "approved": retirement.approved_at is not None,
         }
 

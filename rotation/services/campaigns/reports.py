@@ -3,9 +3,10 @@
 from collections import Counter
 from datetime import datetime, timedelta
 
-from django.db.models import Count, Sum
+from django.db.models import Count, Q, Sum
 
 from keyvault.domain.canonical import JsonValue
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import UseBucket
 from keyvault.models.usage import UseOutcome
 from rotation.domain.events import RotationState
@@ -19,10 +20,11 @@ S = RotationState
 def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]:
     """Describe the campaign for the console and the command line.
 
-    `progress` counts members. `waiting` and `skipped` have no rotation; `begun` is the sum of `unproved`, `proved`
-    (including `completed`), `failed` and `stalled`. `percent_proved`: replacements in use. `percent_ended`: members
-    without further automatic progress. `all_begun_at`: the earliest time, at the approved pace. `requests`:
-    verifications with keys of these credentials since the campaign began, allowed and refused.
+    `progress` counts members. `waiting` and `skipped` have no rotation; `begun` is the sum of `unproved`, `proved`,
+    `failed` and `stalled`. A `completed` rotation is proved, or unproved if its old key ended before the proof.
+    `percent_proved`: replacements in use. `percent_ended`: members without further automatic progress. `all_begun_at`:
+    the earliest time, at the approved pace. `requests`: verifications with keys of these credentials since the
+    campaign began, allowed and refused.
     """
     progress, by_state = _count(campaign)
     pace = Pace.from_json(campaign.pace)
@@ -45,17 +47,17 @@ def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]
         "requested_by": campaign.requester.username,
         "approvals": [approval.approver.username for approval in campaign.approvals.select_related("approver")],
         "approvals_needed": campaign.approvals_needed,
-        "created_at": _text(campaign.created_at),
-        "approval_expires_at": _text(campaign.approval_expires_at),
-        "began_at": _text(campaign.began_at),
-        "start_by": _text(start_by),
-        "closed_at": _text(campaign.closed_at),
+        "created_at": format_timestamp(campaign.created_at),
+        "approval_expires_at": format_timestamp(campaign.approval_expires_at),
+        "began_at": format_timestamp(campaign.began_at),
+        "start_by": format_timestamp(start_by),
+        "closed_at": format_timestamp(campaign.closed_at),
         "progress": progress,
         "rotations_by_state": by_state,
         "percent_proved": 100 * progress["proved"] // members,
         "percent_ended": 100 * ended // members,
         "begun_in_last_minute": lately,
-        "all_begun_at": _text(begun_at) if is_running and progress["waiting"] else None,
+        "all_begun_at": format_timestamp(begun_at) if is_running and progress["waiting"] else None,
         "requests": _requests(campaign),
     }
 
@@ -63,8 +65,10 @@ def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]
 def list_failed_first(campaign: Campaign, limit: int) -> list[CampaignMember]:
     """List at most `limit` members: stalled and failed first, then skipped, unproved, proved and waiting ones."""
     rows = CampaignMember.objects.filter(campaign=campaign).select_related("credential__account", "rotation")
-    states = [{S.STALLED}, FAILED, UNPROVED, PROVED]
-    groups = [rows.filter(rotation__state__in=group) for group in states]
+    is_unproved = Q(rotation__state__in=UNPROVED) | Q(rotation__state=S.COMPLETED, rotation__used_at=None)
+    is_proved = Q(rotation__state__in=PROVED, rotation__used_at__isnull=False)
+    states = [Q(rotation__state=S.STALLED), Q(rotation__state__in=FAILED), is_unproved, is_proved]
+    groups = [rows.filter(group) for group in states]
     groups.insert(2, rows.filter(outcome=SKIPPED))
     groups.append(list_waiting(campaign).select_related("credential__account"))
     found: list[CampaignMember] = []
@@ -77,13 +81,14 @@ def _count(campaign: Campaign) -> tuple[dict[str, int], dict[str, int]]:
     rows = campaign.rotations.values_list("state").annotate(n=Count("pk"))
     by_state: Counter[str] = Counter(dict(rows.order_by("state")))
     members = CampaignMember.objects.filter(campaign=campaign)
+    ended_unproved = campaign.rotations.filter(state=S.COMPLETED, used_at=None).count()
     progress = {
         "members": members.count(),
         "waiting": list_waiting(campaign).count(),
         "skipped": members.filter(outcome=SKIPPED).count(),
         "begun": by_state.total(),
-        "unproved": sum(by_state[state] for state in UNPROVED),
-        "proved": sum(by_state[state] for state in PROVED),
+        "unproved": sum(by_state[state] for state in UNPROVED) + ended_unproved,
+        "proved": sum(by_state[state] for state in PROVED) - ended_unproved,
         "completed": by_state[S.COMPLETED],
         "failed": sum(by_state[state] for state in FAILED),
         "stalled": by_state[S.STALLED],
@@ -96,7 +101,3 @@ def _requests(campaign: Campaign) -> dict[str, JsonValue]:
     uses = UseBucket.objects.filter(key__credential__in=begun, last_at__gte=campaign.began_at or campaign.created_at)
     totals = dict(uses.order_by("outcome").values_list("outcome").annotate(total=Sum("count")))
     return {"allowed": totals.get(UseOutcome.ALLOWED, 0), "refused": totals.get(UseOutcome.REFUSED, 0)}
-
-
-def _text(at: datetime | None) -> str | None:
-    return None if at is None else at.isoformat()

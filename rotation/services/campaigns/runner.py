@@ -11,7 +11,6 @@ from datetime import datetime, timedelta
 from django.conf import settings
 from django.db import transaction
 from django.db.models import Count, QuerySet
-from django.db.models.functions import Coalesce
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
@@ -170,7 +169,7 @@ def _tally(campaign: Campaign) -> CampaignTally:
     since = campaign.resumed_at or campaign.began_at
     rotations = campaign.rotations.filter(state__in=[*PROVED, *FAILED, S.STALLED])
     # A proved rotation counts from its proof on, any other from when it failed or stalled.
-    good = rotations.filter(state__in=PROVED).annotate(at=Coalesce("used_at", "entered_at")).filter(at__gte=since)
+    good = rotations.filter(state__in=PROVED, used_at__gte=since)
     bad = rotations.exclude(state__in=PROVED).filter(entered_at__gt=since)
     counts = [*good.values_list("state").annotate(n=Count("pk")), *bad.values_list("state").annotate(n=Count("pk"))]
     return tally_of({S(state): count for state, count in counts})

@@ -14,6 +14,7 @@ from keyvault.domain.ids import mint_id
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.sources import OTHERS, name_source
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key, KeyUse, Material, MerchantStatus, UseBucket
 from keyvault.models.usage import UseOutcome
 from keyvault.services.change_feed import receipts
@@ -208,15 +209,15 @@ def proof_seen(rotation: Rotation, facts: Facts) -> dict[str, JsonValue]:
     seen: dict[str, JsonValue] = {
         "key_id": rotation.replacement_id,
         "policy": facts.plan.proof.value,
-        "acknowledged_at": _text(facts.acknowledged_at),
-        "confirmed_at": _text(facts.confirmed_at),
+        "acknowledged_at": format_timestamp(facts.acknowledged_at),
+        "confirmed_at": format_timestamp(facts.confirmed_at),
     }
     if replacement is not None:
         seen |= {
             "authentications": replacement.count,
             "sources": replacement.sources,
             "minutes": replacement.minutes,
-            "first_used_at": _text(replacement.first_used_at),
+            "first_used_at": format_timestamp(replacement.first_used_at),
             "by_source": _count_by_source(rotation.replacement_id or ""),
         }
     return seen
@@ -231,8 +232,8 @@ def _count_by_source(key_id: str) -> list[JsonValue]:
         {
             "source": name,
             "count": sum(user.count for user in users),
-            "first_at": _text(min(user.first_at for user in users)),
-            "last_at": _text(max(user.last_at for user in users)),
+            "first_at": format_timestamp(min(user.first_at for user in users)),
+            "last_at": format_timestamp(max(user.last_at for user in users)),
         }
         for name, users in counts.items()
     ]
@@ -245,9 +246,9 @@ def silence_seen(
     return {
         "key_id": key_id,
         "period_seconds": period_seconds,
-        "since": _text(facts.entered_at),
-        "last_seen_at": _text(last_at),
-        "observed_through": _text(facts.observed_through),
+        "since": format_timestamp(facts.entered_at),
+        "last_seen_at": format_timestamp(last_at),
+        "observed_through": format_timestamp(facts.observed_through),
     }
 
 
@@ -260,14 +261,10 @@ def sources_seen(facts: Facts) -> list[JsonValue]:
     return [
         {
             "source": source.name,
-            "last_used_at": _text(source.used_at),
-            "moved_at": _text(source.moved_at),
+            "last_used_at": format_timestamp(source.used_at),
+            "moved_at": format_timestamp(source.moved_at),
             "longest_gap_seconds": source.gap_seconds,
             "is_waived": source.is_waived,
         }
         for source in facts.sources[:_MAX_CITED]
     ]
-
-
-def _text(at: datetime | None) -> str | None:
-    return None if at is None else at.isoformat()

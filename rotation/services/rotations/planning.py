@@ -9,6 +9,7 @@ from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictErro
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.sources import MAX_NAME_LENGTH
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Credential, Key, KeyUse, WebhookEndpoint
 from keyvault.services.usage.reports import find_sources
 from rotation.domain.plan_fields import (
@@ -111,7 +112,7 @@ def _late_sources(plan: Plan, environment: Environment, now: datetime) -> Iterat
         fitting = find_fitting_deadline(source.seen_at, gap_seconds, plan.quiet_seconds, begins_at, plan.deadline)
         if fitting != plan.deadline and found < _MAX_LISTED:
             found += 1
-            yield source.name, None if fitting is None else fitting.isoformat()
+            yield source.name, format_timestamp(fitting)
 
 
 def _latest(predecessor: Key, overrides: PlanOverrides, not_before: datetime, seconds: int) -> datetime:

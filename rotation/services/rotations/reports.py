@@ -6,6 +6,7 @@ from django.db.models import Q
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import NotFoundError
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.services.usage.reports import list_users
 from rotation.domain.events import RotationState
 from rotation.domain.silence import AwaitedSource
@@ -21,50 +22,61 @@ def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
     plan = rotation.readable_plan
     waiting_for, awaited = find_waits(rotation, now)
     return {
-        "rotation_id": rotation.rotation_id,
-        "state": rotation.state,
+        **summarize(rotation),
         "waiting_for": waiting_for,
         "waiting_sources": [
-            {"source": source.name, "last_used_at": _text(source.used_at), "until": _text(source.until)}
+            {
+                "source": source.name,
+                "last_used_at": format_timestamp(source.used_at),
+                "until": format_timestamp(source.until),
+            }
             for source in awaited[:_MAX_SHOWN]
         ],
-        "why": rotation.why,
-        "stalled_from": rotation.stalled_from,
-        "credential_id": rotation.credential_id,
-        "merchant_id": rotation.credential.account.merchant_id,
-        "environment": rotation.credential.account.environment,
-        "predecessor_key_id": rotation.predecessor_id,
-        "replacement_key_id": rotation.replacement_id,
         "plan": rotation.plan if plan is None else plan.as_shown(),
-        "plan_digest": rotation.plan_digest,
         "approvals": [approval.approver.username for approval in rotation.approvals.select_related("approver")],
-        "approvals_needed": rotation.approvals_needed,
-        "is_bypass": rotation.bypassed_at is not None,
-        "campaign_id": rotation.campaign_id,
-        "created_at": _text(rotation.created_at),
-        "deadline": _text(rotation.deadline_at),
-        "retire_at": _text(rotation.retire_at),
-        "accepted_at": _text(rotation.accepted_at),
-        "delivered_at": _text(rotation.delivered_at),
-        "acknowledged_at": _text(rotation.acknowledged_at),
-        "confirmed_at": _text(rotation.confirmed_at),
-        "used_at": _text(rotation.used_at),
-        "silent_at": _text(rotation.silent_at),
-        "quarantined_at": _text(rotation.quarantined_at),
-        "held_at": _text(rotation.held_at),
-        "reinstated_at": _text(rotation.reinstated_at),
-        "closed_at": _text(rotation.closed_at),
         "handover": None if rotation.delivered_at is None else rotation.handover,
         "evidence": [
             {
                 "evidence_id": evidence.evidence_id,
                 "kind": evidence.kind,
                 "seen": evidence.seen,
-                "created_at": _text(evidence.created_at),
+                "created_at": format_timestamp(evidence.created_at),
             }
             for evidence in rotation.evidence.order_by("created_at", "evidence_id")
         ],
         "predecessor_users": list_users(rotation.predecessor_id),
+    }
+
+
+def summarize(rotation: Rotation) -> dict[str, JsonValue]:
+    """Describe the rotation by its own columns, for lists."""
+    return {
+        "rotation_id": rotation.rotation_id,
+        "state": rotation.state,
+        "why": rotation.why,
+        "stalled_from": rotation.stalled_from,
+        "credential_id": rotation.credential_id,
+        "merchant_id": rotation.account.merchant_id,
+        "environment": rotation.account_environment,
+        "predecessor_key_id": rotation.predecessor_id,
+        "replacement_key_id": rotation.replacement_id,
+        "plan_digest": rotation.plan_digest,
+        "approvals_needed": rotation.approvals_needed,
+        "is_bypass": rotation.bypassed_at is not None,
+        "campaign_id": rotation.campaign_id,
+        "created_at": format_timestamp(rotation.created_at),
+        "deadline": format_timestamp(rotation.deadline_at),
+        "retire_at": format_timestamp(rotation.retire_at),
+        "accepted_at": format_timestamp(rotation.accepted_at),
+        "delivered_at": format_timestamp(rotation.delivered_at),
+        "acknowledged_at": format_timestamp(rotation.acknowledged_at),
+        "confirmed_at": format_timestamp(rotation.confirmed_at),
+        "used_at": format_timestamp(rotation.used_at),
+        "silent_at": format_timestamp(rotation.silent_at),
+        "quarantined_at": format_timestamp(rotation.quarantined_at),
+        "held_at": format_timestamp(rotation.held_at),
+        "reinstated_at": format_timestamp(rotation.reinstated_at),
+        "closed_at": format_timestamp(rotation.closed_at),
     }
 
 
@@ -108,13 +120,9 @@ def about(rotation: Rotation) -> dict[str, JsonValue]:
 
 def _find(wanted: Q) -> Rotation | None:
     """Find the newest matching rotation, with all that its keys need, in one query."""
-    rows = Rotation.objects.select_related("credential__account__merchant", "predecessor", "replacement")
+    rows = Rotation.objects.select_related("account", "credential__account__merchant", "predecessor", "replacement")
     rotation: Rotation | None = rows.filter(wanted).order_by("-created_at").first()
     if rotation is not None:
         for key in filter(None, (rotation.predecessor, rotation.replacement)):
             key.credential = rotation.credential
     return rotation
-
-
-def _text(at: datetime | None) -> str | None:
-    return None if at is None else at.isoformat()

@@ -14,6 +14,7 @@ from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.ids import mint_id
 from keyvault.domain.keys import DEAD_STATES, KeyState
 from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Credential, Key, ServiceToken
 from keyvault.models import Operator as OperatorRow
 from keyvault.services.approvals.break_glass import note_break_glass
@@ -27,6 +28,7 @@ from keyvault.services.work.leases import forget
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.policy import APPROVAL_LIFETIME, Plan
+from rotation.domain.states import CLOSED
 from rotation.models import (
     Campaign,
     EvidenceKind,
@@ -132,6 +134,8 @@ def _store_request(
     rotation = Rotation(
         rotation_id=mint_id("rot", secrets.token_bytes),
         credential=credential,
+        account=credential.account,
+        account_environment=credential.account_environment,
         predecessor=predecessor,
         state=approved if approved is S.EMERGENCY or not requester.approvals else S.AWAITING_APPROVAL,
         plan=plan.as_json(),
@@ -175,9 +179,21 @@ def _store_request(
     except DatabaseIntegrityError as error:
         # Matched by text, since the open rotation may have closed by now: the trigger's message or the index's name.
         if any(text in str(error) for text in (ONE_OPEN_ROTATION, "rotation_one_open")):
-            raise StateConflictError("The credential has an open rotation already.") from None
+            raise _open_rotation_error(credential) from None
         raise
     return rotation
+
+
+def _open_rotation_error(credential: Credential) -> StateConflictError:
+    """Return the refusal of a second rotation; it names the open one unless that has closed meanwhile."""
+    is_open = Rotation.objects.filter(credential=credential).exclude(state__in=CLOSED)
+    found = is_open.values_list("rotation_id", "state").first()
+    if found is None:
+        return StateConflictError("The credential had an open rotation, which has closed meanwhile. Try again.")
+    rotation_id, state = found
+    return StateConflictError(
+        f"The credential has an open rotation already: {rotation_id}, which is {state}. Wait for its end or abort it."
+    )
 
 
 def _copy_approvals(rotation: Rotation, covering: Campaign | StandingApproval) -> None:
@@ -217,8 +233,8 @@ def _announce_plan(grant: Grant, rotation: Rotation) -> None:
         rotation.rotation_id,
         **about(rotation),
         predecessor_key_id=rotation.predecessor_id,
-        not_before=plan.not_before.isoformat(),
-        deadline=None if plan.deadline is None else plan.deadline.isoformat(),
+        not_before=format_timestamp(plan.not_before),
+        deadline=format_timestamp(plan.deadline),
         is_emergency=rotation.state == S.EMERGENCY,
     )
 

@@ -12,6 +12,7 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key, Notice
 from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
 from keyvault.services.recording.notifications import announce
@@ -244,7 +245,7 @@ def _attempts(rotation: Rotation) -> list[JsonValue]:
     if key is None or since is None:
         return []
     return [
-        {"source": attempt.source, "last_at": attempt.last_at.isoformat(), "is_known": attempt.is_known}
+        {"source": attempt.source, "last_at": format_timestamp(attempt.last_at), "is_known": attempt.is_known}
         for attempt in list_attempts(key.key_id, since)
     ]
 
@@ -311,7 +312,7 @@ def _reminder(rotation: Rotation, facts: Facts, now: datetime) -> tuple[Changes,
     payload: dict[str, JsonValue] = {
         "replacement_key_id": rotation.replacement_id,
         "percent_of_deadline": percent,
-        "deadline": facts.deadline.isoformat(),
+        "deadline": format_timestamp(facts.deadline),
     }
     return {"reminded_percent": percent}, [(NoticeKind.REPLACEMENT_AWAITED, payload)]
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
+from keyvault.domain.timestamps import format_timestamp
 from rotation.domain.events import RotationState
 from rotation.services.rotations.planning import plan_rotation
 from rotation.services.schedules.candidates import Candidate, find_candidates, list_candidates, overrides_for
@@ -51,9 +52,9 @@ class ScheduledDate:
             "environment": self.environment,
             "schedule": self.schedule,
             "state": self.state.value,
-            "due_at": _text(self.due_at),
-            "begins_at": _text(self.begins_at),
-            "ask_at": _text(self.ask_at),
+            "due_at": format_timestamp(self.due_at),
+            "begins_at": format_timestamp(self.begins_at),
+            "ask_at": format_timestamp(self.ask_at),
             "rotation_id": self.rotation_id,
             "why": self.why,
         }
@@ -144,7 +145,3 @@ def _date(
         rotation_id,
         why,
     )
-
-
-def _text(at: datetime | None) -> str | None:
-    return None if at is None else at.isoformat()

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from datetime import datetime
 
 from keyvault.domain.canonical import JsonValue
+from keyvault.domain.timestamps import format_timestamp
 from rotation.models import RotationSchedule, StandingApproval, StandingApprovalState
 from rotation.models.standing_approvals import LIVE
 from rotation.services.schedules.schedules import find_unreadable, list_all, scope_of
@@ -45,7 +46,7 @@ def describe_standing_approval(row: StandingApproval, now: datetime) -> dict[str
         "requester": row.requester.get_username(),
         "approvals": row.approvals.count(),
         "approvals_needed": row.approvals_needed,
-        "expires_at": row.expires_at.isoformat(),
+        "expires_at": format_timestamp(row.expires_at),
     }
 
 

@@ -16,6 +16,7 @@ from keyvault.domain.canonical import JsonValue, canonical_digest
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.services.approvals.four_eyes import approving_operator, lock_row, record_approval
 from keyvault.services.issuance.requests import approvals_needed
 from keyvault.services.merchants.operators import operator_row
@@ -75,7 +76,7 @@ def request_standing_approval(grant: Grant, schedule: RotationSchedule, days: in
         **about(row),
         plan_digest=row.plan_digest,
         terms=row.terms,
-        expires_at=row.expires_at.isoformat(),
+        expires_at=format_timestamp(row.expires_at),
         approvals_needed=needed,
     ):
         # The schedule and its calendar stay as requested: a concurrent change either fails, or finds this request.
@@ -190,7 +191,7 @@ def _digest(row: StandingApproval) -> str:
             "what": "standing approval",
             "schedule_id": row.schedule_id,
             "terms": row.terms,
-            "expires_at": row.expires_at.isoformat(),
+            "expires_at": format_timestamp(row.expires_at),
         }
     )
 

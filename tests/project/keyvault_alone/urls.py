@@ -12,7 +12,7 @@ from keyvault.domain.environments import Environment
 # The catalog has an endpoint that rotation serves.
 _SERVERS = {
     **SERVERS,
-    "credentials.acknowledge": EndpointServer(answers=lambda call: Response(status=501), status=501),
+    "credentials.acknowledge": EndpointServer("Not served.", answers=lambda call: Response(status=501), status=501),
 }
 require_matching_servers(_SERVERS)
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -201,6 +202,19 @@ def test_audit_hash_covers_the_stored_bytes(written: Scene) -> None:
         assert (bytes(entry.previous), bytes(entry.hash)) == (previous, digest)
         previous = digest
     assert bytes(AuditChain.objects.get(name=CHAIN).head_hash) == previous
+
+
+def test_audit_time_of_a_chain_never_runs_backwards(db: None) -> None:
+    """A writer whose clock is behind, or that waited for the lock, gets the time of the entry before it."""
+    make_merchant("acme")
+    begun = now()
+    for seconds in (0, 5, -60, 3, 6):
+        allowed = grant(HOST, P.MERCHANTS_WRITE, at=begun + timedelta(seconds=seconds))
+        with recorded(allowed, P.MERCHANTS_WRITE, "test.wrote"):
+            pass
+    entries = AuditEntry.objects.filter(event="test.wrote").order_by("sequence")
+    assert [(entry.at - begun).total_seconds() for entry in entries] == [0, 5, 5, 5, 6]
+    assert verify_audit().first_broken is None
 
 
 # ------------------------------------------------------------------------------------------ concurrent writes

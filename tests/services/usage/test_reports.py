@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 from keyvault.services.usage import reports
@@ -104,8 +105,8 @@ def test_users_are_listed_with_every_field(key: Key) -> None:
         "outcome": "probed",
         "is_probe": True,
         "count": 1,
-        "first_at": NOON.isoformat(),
-        "last_at": NOON.isoformat(),
+        "first_at": format_timestamp(NOON),
+        "last_at": format_timestamp(NOON),
     }
 
 

@@ -19,6 +19,7 @@ from django.test import override_settings
 from keyvault.access.permissions import Permission as P
 from keyvault.backends.outbound import OutboundError, Reply, ResolversBusyError
 from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import (
     Account,
     AuditEntry,
@@ -133,7 +134,7 @@ def test_message_arrives_signed_with_the_event(scene: Scene, endpoint_server: Re
     assert verify(secret, received.headers, received.body, now()) == notice.notice_id
     assert json.loads(received.body) == {
         "type": "rotation.replacement_available",
-        "timestamp": notice.created_at.isoformat().replace("+00:00", "Z"),
+        "timestamp": format_timestamp(notice.created_at),
         "data": {
             "account": {"environment": "sandbox", "merchant_id": "acme"},
             "key_id": "k" * 16,

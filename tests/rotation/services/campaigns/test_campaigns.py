@@ -14,6 +14,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.revocation import RevocationReason
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import AuditEntry, BreakGlass
 from keyvault.services.keys.lifecycle import revoke_key, suspend_key
 from keyvault.services.merchants.merchants import suspend_account
@@ -334,5 +335,5 @@ def test_describe_contains_no_secret_and_counts_from_the_start(clock: Clock) -> 
         "stalled": 0,
     }
     assert (description["percent_proved"], description["percent_ended"]) == (0, 0)
-    assert description["all_begun_at"] == (clock.now + timedelta(seconds=90)).isoformat()
+    assert description["all_begun_at"] == format_timestamp(clock.now + timedelta(seconds=90))
     assert description["requests"] == {"allowed": 0, "refused": 0}

@@ -338,6 +338,27 @@ def test_members_that_stalled_or_failed_are_listed_first(clock: Clock) -> None:
     assert listed == [S.STALLED, S.CANCELLED, S.SCHEDULED, S.OVERLAP, None]
 
 
+def test_rotation_that_completed_without_proof_is_not_counted_as_proved(clock: Clock) -> None:
+    """A rotation also completes when its old key is revoked by hand; nothing then shows that the new one is in use."""
+    issued(clock, 4)
+    campaign = asked(clock, pace=Pace(per_minute=48, halt_on_stall=False, halt_at_failed_percent=50))
+    ticked(clock)
+    become(oldest(campaign), S.OVERLAP, clock)
+    unproved = oldest(campaign)
+    become(unproved, S.COMPLETED, clock)
+    models.QuerySet(Rotation).filter(pk=unproved.pk).update(used_at=None)
+    described = describe_campaign(fresh(campaign), clock.now)
+    progress = described["progress"]
+    assert (progress["proved"], progress["unproved"], progress["completed"], progress["begun"]) == (1, 3, 1, 4)
+    assert described["percent_proved"] == 25
+    states = [member.rotation.state if member.rotation else None for member in list_failed_first(campaign, 4)]
+    assert states == [S.COMPLETED, S.SCHEDULED, S.SCHEDULED, S.OVERLAP]
+    become(oldest(campaign), S.CANCELLED, clock)
+    become(oldest(campaign), S.CANCELLED, clock)
+    ticked(clock)
+    assert fresh(campaign).why == "2 of 3 rotations failed or stalled, which is more than 50 percent"
+
+
 # --- dead, duplicate and late workers -----------------------------------------------------------------------
 
 

@@ -126,7 +126,7 @@ def test_replacement_requested_by_a_service_is_collected_by_a_non_approver(clock
     approving = authorize(scene.admin(), P.ROTATIONS_APPROVE, account, now=clock())
     approve_rotation(approving, rotation, rotation.plan_digest)
     rotation = advance(rotation, clock)
-    with pytest.raises(StateConflictError, match="requester can collect"):
+    with pytest.raises(StateConflictError, match="approved the rotation"):
         collect_replacement(authorize(scene.admin(), P.ISSUANCE_COLLECT, account, now=clock()), rotation)
     collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, account, now=clock()), rotation)
     assert get_rotation(rotation.rotation_id).collected_at is not None

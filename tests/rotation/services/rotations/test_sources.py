@@ -10,6 +10,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER, OperatorPrincipal
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import AuditEntry, UsageReporter
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import get_key
@@ -323,7 +324,7 @@ def test_plan_lists_the_sources_that_cannot_be_silent_by_the_deadline(fleet: Fle
     early = now + timedelta(days=20)
     plan = plan_rotation(fleet.credential, PlanOverrides(deadline=early), now)
     fitting = now + timedelta(seconds=600, days=61)
-    assert plan.late_sources == {JOB: fitting.isoformat()}
+    assert plan.late_sources == {JOB: format_timestamp(fitting)}
     assert plan.digest() != dataclasses.replace(plan, late_sources=None).digest()
     assert plan_rotation(fleet.credential, PlanOverrides(deadline=fitting), now).late_sources is None
     rotation = fleet.begin(deadline=early)
@@ -427,8 +428,8 @@ def test_rotation_says_which_sources_it_waits_for_and_until_when(fleet: Fleet) -
     expected = [
         {
             "source": JOB,
-            "last_used_at": last_at.isoformat(),
-            "until": (last_at + timedelta(days=60)).isoformat(),
+            "last_used_at": format_timestamp(last_at),
+            "until": format_timestamp(last_at + timedelta(days=60)),
         }
     ]
     awaited = described["waiting_sources"]

@@ -52,6 +52,7 @@ def crowd(key: Key, count: int) -> None:
         Credential(
             credential_id=f"crd_copy{number}",
             account=credential.account,
+            account_environment=credential.account_environment,
             kind=credential.kind,
             label=f"copy{number}",
             delivery=credential.delivery,

@@ -1,0 +1,103 @@
+"""Pages of the service plane's lists: the newest rows first, each page by a cursor.
+
+A page costs some short index scans however many rows there are. The indexes of `page_indexes` begin with the account or
+with its environment, so there is one scan for each account of the query, or for each environment.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Generic, TypeVar
+
+from django.db.models import F, Model, QuerySet
+from django.db.models.fields.tuple_lookups import Tuple, TupleLessThan
+
+from keyvault.access.decision import Denial, decide
+from keyvault.access.principals import Service
+from keyvault.access.rules import Target, operation
+from keyvault.api.enforcement import ServiceView
+from keyvault.api.exceptions import DeniedError
+from keyvault.domain.environments import Environment
+from keyvault.models import Account
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+_RowT = TypeVar("_RowT", bound=Model)
+_Position = tuple[datetime, str]
+"""A row's `created_at` and primary key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[_RowT]):
+    """`next_cursor` None: there are no more rows."""
+
+    rows: list[_RowT]
+    next_cursor: str | None
+
+
+def read_page(
+    view: ServiceView, rows: QuerySet[_RowT], query: Mapping[str, Any], filters: list[dict[str, Any]]
+) -> Page[_RowT]:
+    """Read the page of the rows that the view's token may see.
+
+    Args:
+        rows: all rows of a model with `account`, `account_environment` and `created_at`.
+        query: the validated `PageQuery`.
+        filters: conditions that exclude each other; each of them, with an account or an environment, has an index.
+
+    Raises DeniedError for an environment outside the token.
+    """
+    limit: int = query["limit"]
+    after = None if "cursor" not in query else _read_cursor(query["cursor"])
+    found: list[_Position] = []
+    for place in _places(view, query):
+        for condition in filters:
+            found += _list_positions(rows.filter(**place, **condition), after, limit + 1)
+    # The database orders the rows of one time: it may compare ids in another way than Python does.
+    newest_first = sorted(found, key=lambda position: position[0], reverse=True)
+    oldest = newest_first[: limit + 1][-1:]
+    ids = [pk for at, pk in newest_first if at >= oldest[0][0]]
+    read = list(rows.filter(pk__in=ids).order_by("-created_at", "-pk")[: limit + 1]) if ids else []
+    page = read[:limit]
+    return Page(page, _write_cursor(page[-1]) if len(read) > limit else None)
+
+
+def _list_positions(rows: QuerySet[_RowT], after: _Position | None, limit: int) -> QuerySet[Any, _Position]:
+    if after is not None:
+        rows = rows.filter(TupleLessThan(Tuple(F("created_at"), F("pk")), after))
+    return rows.order_by("-created_at", "-pk").values_list("created_at", "pk")[:limit]
+
+
+def _places(view: ServiceView, query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the accounts of the query, or its environments if neither it nor the token names a merchant."""
+    environments = _environments(view, query)
+    merchants = view.service.merchants
+    if "merchant" in query:
+        named = frozenset({query["merchant"]})
+        merchants = named if merchants is None else named & merchants
+    if merchants is None:
+        yield from ({"account_environment": environment} for environment in sorted(environments))
+    else:
+        accounts = Account.objects.filter(merchant__in=merchants, environment__in=environments)
+        yield from ({"account": pk} for pk in accounts.values_list("pk", flat=True))
+
+
+def _environments(view: ServiceView, query: Mapping[str, Any]) -> frozenset[Environment]:
+    service: Service = view.service
+    if "environment" not in query:
+        return service.environments
+    environment = Environment(query["environment"])
+    verdict = decide(operation(view.permission), service, Target(environment=environment), view.now)
+    if isinstance(verdict, Denial):
+        raise DeniedError(verdict)
+    return frozenset({environment})
+
+
+def _write_cursor(row: Any) -> str:
+    return f"{(row.created_at - _EPOCH) // _MICROSECOND}.{row.pk}"
+
+
+def _read_cursor(text: str) -> _Position:
+    microseconds, _, pk = text.partition(".")
+    return _EPOCH + int(microseconds) * _MICROSECOND, pk
