@@ -52,7 +52,7 @@ class NewEntry:
 def append_entries(*, chain: str, entries: Sequence[NewEntry]) -> None:
     """Append entries to one chain. Only `services.recording` calls this, inside the transaction of the change.
 
-    An entry's time is its `at`, or the time of the entry before it if that is later: a chain's time never runs backwards.
+    The time of an entry is its `at`, or that of the entry before it if later: the time of a chain never runs backwards.
     Locks the chain's head row until the commit: writers of one chain are serialized, writers of others do not wait.
     (On SQLite the transaction holds the lock of the whole database.)
     """
