@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import product
+from itertools import chain, product
 
-from django.db.models import Count, Exists, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum
+from django.db.models import Count, Exists, Max, Min, OuterRef, Q, QuerySet, Sum
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.sources import OCCASION, OTHERS, name_source, network_of
@@ -257,14 +257,24 @@ def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
 
 def find_last(key_id: str, outcomes: Iterable[UseOutcome] = SIGNS_OF_LIFE) -> datetime | None:
     """Return when the key was last seen with one of these outcomes. The latest bucket of a span has its latest time."""
-    latest = Q()
-    for outcome, span in product(outcomes, UseSpan):
-        # With the key in each part, each is one search of the index.
-        buckets = {"key_id": key_id, "outcome": outcome, "span": span}
-        minutes = UseBucket.objects.filter(**buckets).order_by("-minute").values("minute")
-        latest |= Q(**buckets, minute=Subquery(minutes[:1]))
-    at: datetime | None = UseBucket.objects.filter(latest).aggregate(at=Max("last_at"))["at"]
-    return at
+    kinds = [(outcome.value, span.value) for outcome, span in product(outcomes, UseSpan)]
+    sql = _LAST.format(kinds=", ".join(["(%s, %s)"] * len(kinds)))
+    found = UseBucket.objects.raw(sql, [key_id, key_id, *chain.from_iterable(kinds)])
+    return next((bucket.last_at for bucket in found), None)
+
+
+_LAST = """
+    SELECT id, last_at FROM keyvault_usebucket
+    WHERE key_id = %s AND (outcome, span, minute) IN (
+        SELECT kinds.column1, kinds.column2, (
+            SELECT max(minute) FROM keyvault_usebucket AS bucket
+            WHERE bucket.key_id = %s AND bucket.outcome = kinds.column1 AND bucket.span = kinds.column2
+        )
+        FROM (VALUES {kinds}) AS kinds
+    )
+    ORDER BY last_at DESC LIMIT 1
+"""
+"""The buckets of the last minute of each outcome and span, each a search of one index. A rotation asks this often."""
 
 
 def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:

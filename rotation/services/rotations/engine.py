@@ -121,15 +121,18 @@ def _next_due(wait: Wait, rotation: Rotation, facts: Facts, now: datetime) -> da
 
 
 def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetime]) -> _DoneTurn:
-    """Advance until the rotation waits."""
-    effects, renewed_at = Effects(lease, clock), clock()
+    """Advance until the rotation waits.
+
+    A transition leaves the rotation and its keys as they are stored. A person's change in the meantime makes the next
+    write of that row fail, and wakes the rotation.
+    """
+    effects, renewed_at, rotation = Effects(lease, clock), clock(), get_rotation(rotation_id)
     note_lost(renewed_at)
     for _ in range(_MAX_STEPS):
         now = clock()
         if now - renewed_at >= _RENEW_AFTER:
             leases.renew(lease, now)
             renewed_at = now
-        rotation = get_rotation(rotation_id)
         facts = gather_facts(rotation, now)
         step = next_step(facts, now)
         grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=now)
@@ -148,6 +151,7 @@ def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetim
                 return _DoneTurn(Wait("nothing: the rotation is closed"), now)
         else:
             effects.act(grant, rotation)
+            rotation = get_rotation(rotation_id)  # Much may have changed during a slow call of the backend.
     return _DoneTurn(Wait("its next turn"), clock())
 
 

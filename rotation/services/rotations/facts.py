@@ -91,8 +91,8 @@ def _gather_sources(rotation: Rotation) -> Iterator[SourceFacts]:
     staying, retiring = keys if rolls_back else reversed(keys)
     if staying is None or retiring is None:
         return
-    waived = list_waived(rotation, retiring)
     sources = find_sources(retiring.key_id)
+    waived = list_waived(rotation, retiring) if sources else set()
     moved = find_last_of_sources(staying.key_id, sources)
     delivered_at = rotation.written_back_at if rolls_back else rotation.delivered_at
     for use in sources.values():
