@@ -5,6 +5,7 @@ is imported. Markers: `database` runs on SQLite and on PostgreSQL, `postgres` on
 `openbao` are put on every test that asks for such a server.
 """
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -51,6 +52,21 @@ hypothesis.settings.load_profile("suite")
 
 
 # --------------------------------------------------------------------------------------------- choosing tests
+
+GARBAGE_THRESHOLDS = 20_000, 20, 20
+"""Thresholds of the garbage collector while tests run, instead of (700, 10, 10)."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Exempt modules and collected tests from garbage collection: they live until the end, and to search them is slow."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(*GARBAGE_THRESHOLDS)
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
