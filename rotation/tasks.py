@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 
-from celery import shared_task
+from celery import current_app, shared_task
 
 from rotation.services.campaigns.runner import tick
 from rotation.services.rotations import engine, side_effects, turns
@@ -13,7 +13,7 @@ from rotation.services.schedules.starting import begin_due
 @shared_task(name="rotation.tasks.dispatch_due")
 def dispatch_due(environment: str) -> None:
     """Send one message per due rotation of the environment."""
-    turns.dispatch_due(dispatch=send_turn, environments=[environment])
+    turns.dispatch_due(dispatch=send_turn, environments=[environment], count_messages=count_messages)
 
 
 @shared_task(name="rotation.tasks.advance_rotation")
@@ -23,8 +23,18 @@ def advance_rotation(rotation_id: str) -> None:
 
 def send_turn(turn: Turn) -> None:
     """Send the message of one turn. Raises what the broker's client raises, after one attempt."""
-    queue = "emergencies" if turn.is_urgent else "rotations"
-    advance_rotation.apply_async((turn.rotation_id,), queue=f"{queue}.{turn.environment}", retry=False)
+    advance_rotation.apply_async((turn.rotation_id,), queue=_queue_of(turn.environment, turn.is_urgent), retry=False)
+
+
+def count_messages(environment: str, is_urgent: bool) -> int:
+    """Return how many messages wait in the broker's queue. Raises what the broker's client raises."""
+    queue = current_app.amqp.queues[_queue_of(environment, is_urgent)]
+    with current_app.pool.acquire(block=True) as connection:
+        return int(queue(connection.default_channel).queue_declare().message_count)
+
+
+def _queue_of(environment: str, is_urgent: bool) -> str:
+    return f"{'emergencies' if is_urgent else 'rotations'}.{environment}"
 
 
 @shared_task(name="rotation.tasks.forget_pending")

@@ -686,6 +686,10 @@ class Migration(migrations.Migration):
             model_name='key',
             index=models.Index(fields=['-created_at', '-key_id'], name='key_newest'),
         ),
+        migrations.AddIndex(
+            model_name='key',
+            index=models.Index(condition=models.Q(('state', 'pre_activation')), fields=['credential'], name='key_staged'),
+        ),
         migrations.AddConstraint(
             model_name='key',
             constraint=models.CheckConstraint(condition=models.Q(('state__in', ['pre_activation', 'active', 'suspended', 'deactivated', 'compromised', 'destroyed'])), name='key_state'),

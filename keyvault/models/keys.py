@@ -159,6 +159,7 @@ class Key(DigestColumns):
                 fields=["expires_at", "key_id"], name="key_expiring", condition=Q(state__in=["active", "suspended"])
             ),
             models.Index(fields=["-created_at", "-key_id"], name="key_newest"),
+            models.Index(fields=["credential"], name="key_staged", condition=Q(state="pre_activation")),
         ]
 
     def __str__(self) -> str:

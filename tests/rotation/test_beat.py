@@ -14,6 +14,8 @@ from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations import engine
+from rotation.services.rotations.turns import Turn
+from rotation.tasks import count_messages, send_turn
 from tests.clocks import Clock
 from tests.rotation.services.schedules.test_schedules import save
 from tests.rotation.steps import begun
@@ -52,6 +54,21 @@ def tick_all(*beats: Scheduler) -> list[str]:
 def test_beat_has_exactly_the_entries_of_the_settings() -> None:
     assert set(Scheduler(app=app).schedule) == set(ENTRIES)
     assert app.conf.beat_scheduler == "celery.beat:Scheduler"
+
+
+def test_messages_that_wait_in_the_broker_are_counted() -> None:
+    """Guarantee: the tick knows the length of a queue with every transport, so that it can bound it."""
+    app.loader.import_default_modules()
+    before = count_messages("sandbox", is_urgent=False), count_messages("sandbox", is_urgent=True)
+    try:
+        for is_urgent in (True, False, False):
+            send_turn(Turn("rot_unknown", "sandbox", is_urgent))
+        after = count_messages("sandbox", is_urgent=False), count_messages("sandbox", is_urgent=True)
+    finally:
+        with app.pool.acquire(block=True) as broker:
+            for queue in ("rotations.sandbox", "emergencies.sandbox"):
+                broker.default_channel.queue_purge(queue)
+    assert after == (before[0] + 2, before[1] + 1)
 
 
 def test_entries_name_existing_tasks_and_queues() -> None:

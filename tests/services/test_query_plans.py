@@ -74,6 +74,16 @@ def test_batch_of_due_rows_is_read_in_the_order_of_its_index(
         assert "Sort" not in plan
 
 
+def test_list_withdrawn_reads_only_requests_with_a_staged_key() -> None:
+    """The cost does not grow with the withdrawn requests, which are kept."""
+    issue(account())
+    copy_row(IssuanceRequest, issuance_request_id="'req_' || n", state="'withdrawn'")
+    for after in (None, IssuanceRequest.objects.order_by("created_at")[0]):
+        (plan,) = explain(partial(requests.list_withdrawn, after))
+        assert "key_staged" in plan
+        assert "request_by_state" not in plan
+
+
 def test_list_used_uncollected_after_a_request_skips_the_earlier_ones() -> None:
     (plan,) = explain(lambda: requests.list_used_uncollected(now(), after=(now(), "req_0")))
     assert "request_uncollected" in plan

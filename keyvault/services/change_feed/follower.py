@@ -19,7 +19,7 @@ from weakref import WeakSet
 import psycopg
 from django.conf import settings
 from django.db import DatabaseError, OperationalError, close_old_connections, connection, connections, transaction
-from django.db.models import Min
+from django.db.models import Exists, Min, OuterRef
 from django.db.models.functions import Now
 from psycopg import sql
 
@@ -352,9 +352,14 @@ def is_feed_followed() -> bool | None:
 
 
 def forget_old(now: datetime) -> None:
-    """Delete confirmations older than 30 days, some thousands at a time, and verifiers gone for 7 days."""
+    """Delete a batch of confirmations older than 30 days, and one of those of verifiers gone for 7 days.
+
+    A verifier is deleted once it has no confirmations, because they would all be deleted with it.
+    """
     delete_batch(Confirmation.objects.filter(at__lt=now - CONFIRMATIONS_KEPT_FOR).order_by("at"))
-    Verifier.objects.filter(seen_at__lt=now - GONE_KEPT_FOR).delete()
+    gone = Verifier.objects.filter(seen_at__lt=now - GONE_KEPT_FOR)
+    delete_batch(Confirmation.objects.filter(verifier__in=gone).order_by("verifier", "sequence"))
+    delete_batch(gone.filter(~Exists(Confirmation.objects.filter(verifier=OuterRef("pk")))).order_by("pk"))
 
 
 def forget_old_changes(now: datetime) -> None:

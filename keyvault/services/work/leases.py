@@ -204,22 +204,28 @@ def enqueue(subject: str, queue: str, due_at: datetime, *, is_urgent: bool = Fal
     WorkLease.objects.create(subject=subject, queue=queue, due_at=due_at, is_urgent=is_urgent)
 
 
-def wake(subjects: Collection[str], now: datetime, *, is_urgent: bool = False) -> None:
+def wake(subjects: Collection[str], now: datetime, *, is_urgent: bool = False) -> set[str]:
     """Make work in a queue due now, in the transaction of the event; after a failure, once its pause is over.
 
-    A wake-up for work that is claimed takes effect when it is released.
+    A wake-up for work that is claimed takes effect when it is released. Return the work that needs a message: other
+    work is paused, or was woken or dispatched already and waits for a worker.
     """
     is_paused = ~Q(last_error="") & Q(until__isnull=True)
+    is_waiting = Q(due_since__isnull=False) & (Q(is_urgent=True) if is_urgent else Q())
+    rows = WorkLease.objects.filter(subject__in=subjects)
     with transaction.atomic(savepoint=False):
         if len(subjects) > 1:
             # Locked in order, so that two transactions with several rows each do not deadlock.
-            list(WorkLease.objects.filter(subject__in=subjects).order_by("subject").select_for_update())
-        WorkLease.objects.filter(subject__in=subjects).update(
+            list(rows.order_by("subject").select_for_update())
+        idle = set(rows.exclude(is_paused | is_waiting).values_list("subject", flat=True))
+        # Also the others: a worker that claims one meanwhile may not see the event's changes.
+        rows.update(
             wakes=F("wakes") + 1,
-            due_at=Case(When(is_paused, then=F("due_at")), default=Value(now)),
+            due_at=Case(When(is_paused | is_waiting, then=F("due_at")), default=Value(now)),
             due_since=Case(When(is_paused, then=F("due_since")), default=Coalesce("due_since", Value(now))),
             is_urgent=Value(True) if is_urgent else F("is_urgent"),
         )
+    return idle
 
 
 def take_due(queue: str, now: datetime, limit: int, *, is_urgent: bool) -> list[str]:
@@ -228,7 +234,7 @@ def take_due(queue: str, now: datetime, limit: int, *, is_urgent: bool) -> list[
     The statement that selects them makes them due again after REDISPATCH. Concurrent callers take different ones.
     """
     due = WorkLease.objects.filter(queue=queue, is_urgent=is_urgent, due_at__lte=now)
-    if not due.exists():
+    if limit <= 0 or not due.exists():
         return []  # On SQLite the statement below would take the write lock.
     is_postgres = connection.vendor == "postgresql"
     adapt = connection.ops.adapt_datetimefield_value

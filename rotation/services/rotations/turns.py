@@ -36,8 +36,12 @@ S = RotationState
 
 _log = logging.getLogger(__name__)
 
-MAX_DISPATCHED = 200
-"""Maximum number of rotations that one tick dispatches, of each environment and urgency."""
+MAX_QUEUED = 200
+"""Maximum number of messages in a queue of the broker up to which a tick fills it.
+
+A rotation that waits for a worker is dispatched again and again, since its message may be lost. Without this maximum,
+slow workers would let the queue grow without end. Rotations beyond it stay due in the database, the longest due first.
+"""
 
 
 class Turn(NamedTuple):
@@ -50,6 +54,9 @@ class Turn(NamedTuple):
 
 Dispatch = Callable[[Turn], object]
 """Send the message of one turn."""
+
+CountMessages = Callable[[str, bool], int]
+"""Return how many messages wait in the broker's queue of an environment; True: its queue of urgent turns."""
 
 
 # --- the queue ----------------------------------------------------------------------------------------------
@@ -74,25 +81,27 @@ def _turn_of(rotation: Rotation) -> Turn:
 def _wake(turns: Sequence[Turn], now: datetime) -> None:
     if turns:
         is_urgent = any(turn.is_urgent for turn in turns)
-        leases.wake([subject_of(turn.rotation_id) for turn in turns], now, is_urgent=is_urgent)
-        _dispatch_on_commit(turns)
+        woken = leases.wake([subject_of(turn.rotation_id) for turn in turns], now, is_urgent=is_urgent)
+        _dispatch_on_commit([turn for turn in turns if subject_of(turn.rotation_id) in woken])
 
 
 def dispatch_due(
     clock: Callable[[], datetime] = utc_now,
     dispatch: Dispatch | None = None,
     environments: Sequence[str] | None = None,
+    count_messages: CountMessages = lambda environment, is_urgent: 0,
 ) -> int:
     """Dispatch due rotations, urgent ones first; return how many.
 
-    The cost depends on the number of due rotations, not on that of open ones. `environments`: those to dispatch among
-    the ones that this process serves; None: all of these.
+    The cost depends on the number of due rotations, not on that of open ones. No queue gets more than MAX_QUEUED
+    messages. `environments`: those to dispatch among the ones that this process serves; None: all of these.
     """
     served = [each for each in settings.ENVIRONMENTS if environments is None or each in environments]
     send, dispatched = dispatch or dispatcher.require_sender(), 0
     for is_urgent in (True, False):
         for environment in served:
-            for subject in leases.take_due(_queue_of(environment), clock(), MAX_DISPATCHED, is_urgent=is_urgent):
+            room = MAX_QUEUED - count_messages(environment, is_urgent)
+            for subject in leases.take_due(_queue_of(environment), clock(), room, is_urgent=is_urgent):
                 send(Turn(subject.removeprefix(subject_of("")), environment, is_urgent))
                 dispatched += 1
     return dispatched
@@ -160,6 +169,8 @@ forget_at_fork(dispatcher)
 
 
 def _dispatch_on_commit(turns: Sequence[Turn]) -> None:
+    """Dispatch turns in the environments of this process; the tick of another one finds the others."""
+    turns = [turn for turn in turns if turn.environment in settings.ENVIRONMENTS]
     transaction.on_commit(partial(dispatcher.put, tuple(turns)), robust=True)
 
 

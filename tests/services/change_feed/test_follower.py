@@ -662,6 +662,22 @@ def test_follower_deletes_old_confirmations_and_verifiers() -> None:
     assert list(Confirmation.objects.values_list("verifier_id", "sequence")) == [("here", 2)]
 
 
+@pytest.mark.database
+@pytest.mark.django_db
+def test_follower_deletes_a_verifier_with_many_confirmations_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keyvault.services.work.deletion.MAX_DELETED", 2)
+    at = now()
+    gone = Verifier.objects.create(
+        verifier_id="gone", door="test", started_at=at, seen_at=at - timedelta(days=8), staleness_ms=1
+    )
+    Confirmation.objects.bulk_create(Confirmation(verifier=gone, sequence=number, at=at) for number in range(5))
+    remaining = []
+    for _ in range(3):
+        follower.forget_old(at)
+        remaining.append((Verifier.objects.count(), Confirmation.objects.count()))
+    assert remaining == [(1, 3), (1, 1), (0, 0)]
+
+
 @on_every_database
 def test_old_changes_are_deleted_below_what_every_live_verifier_has_confirmed(
     recorded: RecordedFollower, monkeypatch: pytest.MonkeyPatch

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 from django.db import connection, transaction
+from django.test import TestCase
 from django.test.utils import CaptureQueriesContext
+from pytest_django import Settings
 
 from keyvault.access.permissions import Permission as P
 from keyvault.models import Verifier, WorkLease
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import get_key, resume_key, suspend_key
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.signals import changes_confirmed
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.work.leases import LEASE, REDISPATCH, claim, postpone
 from rotation.domain.states import Facts, Move, RotationAction, Wait, next_step
@@ -178,7 +181,7 @@ def test_tick_dispatches_an_urgent_rotation_before_many_others(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guarantee: a backlog of regular turns does not delay a merchant without a usable key."""
-    monkeypatch.setattr(turns, "MAX_DISPATCHED", 2)
+    monkeypatch.setattr(turns, "MAX_QUEUED", 2)
     urgent = advance(overlapping(clock, verifier), clock)
     assert urgent.replacement is not None
     waiting = [begun(clock).rotation_id for _ in range(5)]
@@ -198,6 +201,63 @@ def test_tick_with_nothing_due_makes_one_query_per_queue(clock: Clock, verifier:
         assert run_due(clock) == 0
     assert len(made) == 4
     assert all(query["sql"].startswith("SELECT 1") for query in made)
+
+
+def test_ticks_without_a_worker_fill_the_queue_up_to_its_maximum(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: the broker's queue stays small, however long no worker takes its messages, and none is forgotten."""
+    monkeypatch.setattr(turns, "MAX_QUEUED", 3)
+    waiting = {begun(clock).rotation_id for _ in range(8)}
+    queue: list[Turn] = []
+
+    def tick() -> None:
+        clock.tick(1)
+        dispatch_due(clock, queue.append, count_messages=lambda environment, urgent: 0 if urgent else len(queue))
+
+    for _ in range(100):
+        tick()
+        assert len(queue) <= 3
+    done: list[str] = []
+    while len(done) < 8:
+        tick()
+        turn = queue.pop(0)  # one slow worker
+        if advance_rotation(turn.rotation_id, clock, is_dispatched=True) is not None:
+            done.append(turn.rotation_id)
+    assert set(done[:8]) == waiting
+
+
+def test_events_of_a_waiting_rotation_send_one_message(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that goes on with a refused key adds no messages while no worker takes them."""
+    sent: list[Turn] = []
+    monkeypatch.setattr(TurnDispatcher, "put", lambda _, found: sent.extend(found))
+    rotation = advance(quarantined(clock, verifier), clock)
+    sent.clear()
+    for _ in range(3):
+        with TestCase.captureOnCommitCallbacks(execute=True):
+            scene.use(verifier, rotation.predecessor_id, outcome=UseOutcome.REFUSED)
+        clock.tick(1)
+    assert [turn.rotation_id for turn in sent] == [rotation.rotation_id]
+    assert list_due(clock) == [rotation.rotation_id]
+
+
+def test_event_of_an_unserved_environment_sends_no_message(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, settings: Settings
+) -> None:
+    """A worker of the environment finds it: no other one takes messages of this process's broker."""
+    sent: list[Turn] = []
+    monkeypatch.setattr(TurnDispatcher, "put", lambda _, found: sent.extend(found))
+    make_verifier()
+    rotation = advance(begun(clock), clock)
+    assert rotation.state == "staged"
+    settings.ENVIRONMENTS = ("production",)
+    sent.clear()
+    with TestCase.captureOnCommitCallbacks(execute=True):
+        changes_confirmed.send(None, above=0, through=2**40, now=clock())
+    assert [turn.rotation_id for turn in sent] == []
+    assert list_due(clock) == [rotation.rotation_id]
 
 
 @pytest.mark.django_db(transaction=True)
