@@ -86,7 +86,7 @@ class ConsoleList(ChangeList):
             raise TypeError(f"{model_admin} is not a ConsoleModelAdmin")
         return model_admin.url_of(result)
 
-    def get_ordering_field(self, field_name: Any) -> str | None:
+    def get_ordering_field(self, field_name: Any) -> Any:
         is_sortable = self.sortable_by is None or field_name in self.sortable_by
         return super().get_ordering_field(field_name) if is_sortable else None
 
