@@ -129,7 +129,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             [
                 ("Event", mono(row.event)),
                 ("Subject", _subject(row)),
-                ("By", row.operator.username),
+                (_by(row).capitalize(), row.operator.username),
                 ("Requested by", _names(row.requester_person)),
                 ("Host user", row.host_user or NOTHING),
                 ("Reason for break-glass", row.why),
@@ -147,7 +147,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             ],
         )
         return Detail(
-            title=f"{row.event} by {row.operator}",
+            title=f"{row.event} {_by(row)} {row.operator}",
             state=_state(row),
             sections=[self.summary(row), review],
             notes=list(_notes(operator_of(request).person, row)),
@@ -172,7 +172,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             yield self.attention_item("Break-glass actions not reviewed yet", rows, "?review=open")
 
     def line_of(self, row: BreakGlass) -> Line:
-        return Line(self.url_of(row), str(row), f"by {row.operator.username}", row.created_at)
+        return Line(self.url_of(row), str(row), f"{_by(row)} {row.operator.username}", row.created_at)
 
 
 def _notes(person: str, action: BreakGlass) -> Iterable[str]:
@@ -188,6 +188,10 @@ def _notes(person: str, action: BreakGlass) -> Iterable[str]:
         )
     if (fault := find_review_fault(action, person)) is not None:
         yield fault
+
+
+def _by(action: BreakGlass) -> str:
+    return "in the name of" if action.is_claimed else "by"
 
 
 def _username(operator: Operator | None) -> str:

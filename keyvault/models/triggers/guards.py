@@ -1,7 +1,7 @@
 """Keyvault's guards across rows and tables, by name."""
 
 from keyvault.access.principals import SYSTEM_PREFIX
-from keyvault.models.triggers.rules import OnWrite, SetOnce, WriteGuard
+from keyvault.models.triggers.rules import OnWrite, SetOnce, TriggerRule, WriteGuard
 
 CLAIM_OF_SEVERAL = "one of several approvals is never claimed on a command line"
 
@@ -106,7 +106,7 @@ def _is_excluded(column: str) -> str:
     return f"replace(NEW.excluded_persons, NEW.{column}, '') <> NEW.excluded_persons"
 
 
-BREAK_GLASS = (
+BREAK_GLASS: tuple[TriggerRule, ...] = (
     WriteGuard(
         "breakglass_requester",
         "keyvault_breakglass",
@@ -187,4 +187,4 @@ BREAK_GLASS = (
     ),
 )
 
-GUARDS = (*AUDIT_CHAINS, *MERCHANTS, *KEYS, *BREAK_GLASS)
+GUARDS: tuple[TriggerRule, ...] = (*AUDIT_CHAINS, *MERCHANTS, *KEYS, *BREAK_GLASS)
