@@ -261,8 +261,8 @@ def drill_without_log(folder: Path, database: Database) -> None:
     log.unlink()
     database.restore()
     accept = ("manage.py", "replay_revocations", "--accept-loss", "--by", "admin")
-    accept += ("--approved-by", "approver", "--reason", "the disk is gone")
-    assert host.run_json(*accept, "--json")["accepted"]
+    more = ("--approved-by", "approver", "--reason", "the disk is gone")
+    assert host.run_json(*accept, *more, "--json")["accepted"]
     assert host.run("-c", START).returncode == 0, "an operator accepted the loss"
     assert [kind for kind, _ in host.run_json("-c", LIST_ALARMS)] == ["journal.loss_accepted"]
     assert host.run_json("-c", DUMP_STATE)["audit"] == "None"
