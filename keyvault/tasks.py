@@ -42,7 +42,7 @@ def run_maintenance() -> None:
         maintenance.settle_connections_due,
         maintenance.forget_paths_due,
     )
-    for step in (*ends, *copies, maintenance.anchor_revocations, maintenance.renew_peppers, maintenance.forget_due):
+    for step in (*ends, maintenance.anchor_revocations, *copies, maintenance.renew_peppers, maintenance.forget_due):
         try:
             step()
         except Exception as error:  # noqa: BLE001  logged here, raised below

@@ -45,7 +45,7 @@ class Command(JsonCommand):
             if is_accepting:
                 operator, approver = self.operator(options["by"]), self.operator(options["approved_by"])
                 accept_loss(grant, operator, approver, options["reason"])
-            unread = recover_revocation_log(self.now)
+            unread = recover_revocation_log(self.now).unread
             if is_lost():
                 raise CommandError(format_log_loss(unread))
             if options["dry_run"]:

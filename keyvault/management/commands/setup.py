@@ -22,7 +22,7 @@ class Command(JsonCommand):
         if self._needs_migration():
             call_command("migrate", interactive=False, verbosity=0)
         ensure_peppers(self.now)
-        unread = recover_revocation_log(self.now)
+        unread = recover_revocation_log(self.now).unread
         if not open_revocation_log(self.now):
             raise CommandError(f"The database is set up, but the service will not start: {format_log_loss(unread)}")
         return {"database": connection.vendor, "ready": True}

@@ -1,6 +1,7 @@
 """Create this host's revocation log: at the first start, from the anchor, or after operators accept its loss."""
 
 import logging
+from dataclasses import dataclass
 from datetime import datetime
 
 from django.conf import settings
@@ -58,21 +59,26 @@ def open_revocation_log(now: datetime) -> bool:
     return True
 
 
-def recover_revocation_log(now: datetime) -> str | None:
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """`is_changed`: the log has lines that it lacked. `unread`: why the anchor could not be read; None: it was."""
+
+    is_changed: bool
+    unread: str | None = None
+
+
+def recover_revocation_log(now: datetime) -> Recovery:
     """Add to this host's log what only the anchor has, or rebuild a lost log from it.
 
-    Returns why the anchor could not be read, or None. Raises OSError, IntegrityError before setup and for the anchor
-    of another installation.
+    Raises OSError, and IntegrityError before setup.
     """
     try:
         anchor = find_anchor()
-        if anchor is not None:
-            update_log(anchor, now)
+        return Recovery(anchor is not None and update_log(anchor, now) > 0)
     except BackendError as error:
         why = error.internal or error.detail
         _log.error("the revocation log was not compared with the revocation anchor", extra={"why": why})
-        return why
-    return None
+        return Recovery(is_changed=False, unread=why)
 
 
 def accept_loss(grant: Grant, operator: OperatorPrincipal, approver: OperatorPrincipal, reason: str) -> None:

@@ -123,12 +123,13 @@ def require_current() -> None:
     installation that has issued nothing. Raises ImproperlyConfigured, also if the log is lost.
     """
     path = settings.REVOCATION_LOG
-    _require_own(_compare())
-    # Before the comparison that counts.
-    unread = _append(recover_revocation_log)
-    if not _append(open_revocation_log):
-        raise ImproperlyConfigured(format_log_loss(unread))
     found = _compare()
+    _require_own(found)
+    recovery = _append(recover_revocation_log)
+    if not _append(open_revocation_log):
+        raise ImproperlyConfigured(format_log_loss(recovery.unread))
+    if recovery.is_changed:
+        found = _compare()
     if found.lost:
         raise ImproperlyConfigured(
             f"the database is behind the revocation log {path}: {len(found.lost)} revoked items are valid again, "

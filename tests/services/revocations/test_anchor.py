@@ -304,14 +304,14 @@ def test_writer_with_a_stale_version_writes_nothing(scene: Scene, settle: Callab
     revoke(scene, keys[0])
     settle()
     writer = AnchorWriter()
-    real = anchors.describe_ended
+    real = anchors._write
 
-    def after_another(*args: Any) -> Any:
-        with mock.patch.object(anchors, "describe_ended", real):
+    def after_another(*arguments: Any) -> None:
+        with mock.patch.object(anchors, "_write", real):
             AnchorWriter().run(now())
-        return real(*args)
+        real(*arguments)
 
-    with mock.patch.object(anchors, "describe_ended", after_another):
+    with mock.patch.object(anchors, "_write", after_another):
         assert writer.run(now()) == 0
     assert anchored_ids() == [keys[0].key_id]
     writer.run(now())

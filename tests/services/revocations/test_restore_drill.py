@@ -261,8 +261,8 @@ def drill_without_log(folder: Path, database: Database) -> None:
     log.unlink()
     database.restore()
     accept = ("manage.py", "replay_revocations", "--accept-loss", "--by", "admin")
-    accept += ("--approved-by", "approver", "--reason", "the disk is gone")
-    assert host.run_json(*accept, "--json")["accepted"]
+    more = ("--approved-by", "approver", "--reason", "the disk is gone")
+    assert host.run_json(*accept, *more, "--json")["accepted"]
     assert host.run("-c", START).returncode == 0, "an operator accepted the loss"
     assert [kind for kind, _ in host.run_json("-c", LIST_ALARMS)] == ["journal.loss_accepted"]
     assert host.run_json("-c", DUMP_STATE)["audit"] == "None"
@@ -278,3 +278,31 @@ def test_restore_drill_without_the_log_on_sqlite_starts_nothing(tmp_path: Path, 
 @pytest.mark.timeout(300)
 def test_restore_drill_without_the_log_on_postgresql_starts_nothing(tmp_path: Path, postgres_dump: Database) -> None:
     drill_without_log(tmp_path, postgres_dump)
+
+
+ANCHOR = """
+import django
+django.setup()
+from keyvault.services.maintenance import anchor_revocations
+anchor_revocations()
+"""
+
+
+def test_restore_drill_with_an_anchor_needs_no_log(tmp_path: Path, sqlite_copy: Database) -> None:
+    """A new host without a log, on a restored database: refused, replayed from the anchor, started."""
+    host = Host(tmp_path, sqlite_copy)
+    log = tmp_path / "data" / "revocation_log"
+    created = host.run_json("-c", CREATE)
+    sqlite_copy.back_up()
+    host.run_json("-c", REVOKE, json.dumps(created))
+    before = host.run_json("-c", DUMP_STATE)
+    assert host.run("-c", ANCHOR).returncode == 0
+    log.unlink()
+    assert host.run("-c", START).returncode == 0, "the database is not behind the anchor"
+    assert log.exists()
+    sqlite_copy.restore()
+    log.unlink()
+    assert "5 revoked items are valid again" in host.run("-c", START).stderr
+    assert host.run_json("manage.py", "replay_revocations", "--json")["ok"]
+    assert host.run_json("-c", DUMP_STATE)["keys"] == before["keys"]
+    assert host.run("-c", START).returncode == 0
