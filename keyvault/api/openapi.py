@@ -98,7 +98,7 @@ PREFER_WAIT = OpenApiParameter(
     "Prefer",
     {"type": "string"},
     OpenApiParameter.HEADER,
-    description="`wait=5` (RFC 7240): wait up to 5 seconds (maximum 10) for the receipt to be complete.",
+    description="`wait=5` (RFC 7240): wait up to 5 seconds, which is the maximum, for the receipt to be complete.",
 )
 
 PROBLEM = define(

@@ -23,22 +23,22 @@ from keyvault.models import Account
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
-_RowT = TypeVar("_RowT", bound=Model)
+_ListedT = TypeVar("_ListedT", bound=Model)
 _Position = tuple[datetime, str]
 """A row's `created_at` and primary key."""
 
 
 @dataclass(frozen=True, slots=True)
-class Page(Generic[_RowT]):
+class Page(Generic[_ListedT]):
     """`next_cursor` None: there are no more rows."""
 
-    rows: list[_RowT]
+    rows: list[_ListedT]
     next_cursor: str | None
 
 
 def read_page(
-    view: ServiceView, rows: QuerySet[_RowT], query: Mapping[str, Any], filters: list[dict[str, Any]]
-) -> Page[_RowT]:
+    view: ServiceView, rows: QuerySet[_ListedT], query: Mapping[str, Any], filters: list[dict[str, Any]]
+) -> Page[_ListedT]:
     """Read the page of the rows that the view's token may see.
 
     Args:
@@ -63,7 +63,7 @@ def read_page(
     return Page(page, _write_cursor(page[-1]) if len(read) > limit else None)
 
 
-def _list_positions(rows: QuerySet[_RowT], after: _Position | None, limit: int) -> QuerySet[Any, _Position]:
+def _list_positions(rows: QuerySet[_ListedT], after: _Position | None, limit: int) -> QuerySet[Any, _Position]:
     if after is not None:
         rows = rows.filter(TupleLessThan(Tuple(F("created_at"), F("pk")), after))
     return rows.order_by("-created_at", "-pk").values_list("created_at", "pk")[:limit]

@@ -134,7 +134,7 @@ def test_credential_outside_the_token_is_not_found_or_permission_missing(call: C
         ({"merchants": ["globex"]}, 404, "not_found"),
         ({"scope": StringScope.PRODUCTION}, 403, "permission_missing"),
     ):
-        _, scoped = make_token(P.KEYS_READ, **options)  # type: ignore[arg-type]  # one of the options in each round
+        _, scoped = make_token(P.KEYS_READ, **options)
         response = call("GET", path, HTTP_AUTHORIZATION=f"Bearer {scoped.reveal()}")
         assert (response.status_code, response.body["code"]) == (status, code)
 

@@ -10,7 +10,7 @@ from django.core.management import call_command
 from django.test import Client, override_settings
 from django.urls import URLPattern, URLResolver, get_resolver
 from drf_spectacular.generators import SchemaGenerator
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]  # no stubs
 
 from keyvault.access.catalog import BUILT_IN
 from keyvault.access.endpoint_description import authorization_panel

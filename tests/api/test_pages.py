@@ -6,6 +6,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
@@ -127,6 +129,18 @@ def test_list_of_a_scoped_token_has_only_its_merchants(call: Call, rows: Rows) -
     assert read(call, rows, **other) == read(call, rows, "merchant=acme", **other) == []
     refused = call("GET", f"{rows.path}?environment=production", **header)
     assert (refused.status_code, refused.body["code"]) == (403, "permission_missing")
+
+
+@lists
+def test_page_takes_as_many_queries_for_many_rows_as_for_one(call: Call, rows: Rows) -> None:
+    place = account("acme")
+    counts = []
+    for _ in range(2):
+        rows.make(place, now())
+        with CaptureQueriesContext(connection) as made:
+            call("GET", f"{rows.path}?merchant=acme")
+        counts.append(len(made))
+    assert counts[0] == counts[1]
 
 
 @lists

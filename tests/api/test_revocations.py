@@ -82,7 +82,7 @@ def test_revoke_with_an_unreadable_receipt_succeeds(call: Call, monkeypatch: pyt
 
 def test_revoke_wait_is_capped_by_the_server(call: Call) -> None:
     response = revoke(call, issue_key(), "wait=86400")
-    assert response["Preference-Applied"] == "wait=10"
+    assert response["Preference-Applied"] == "wait=5"
     assert response.body["receipt"]["complete"] is True
 
 

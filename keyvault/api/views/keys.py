@@ -1,6 +1,6 @@
 """Keys and credentials on the service plane: read their state, never their material, and revoke keys."""
 
-from django.db.models import QuerySet
+from django.db.models import Prefetch, QuerySet
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -111,7 +111,8 @@ class CredentialView(ServiceView):
 
 
 def _credentials() -> QuerySet[Credential]:
-    return Credential.objects.select_related("account").prefetch_related("keys__credential__account")
+    keys = Key.objects.select_related("credential__account", "use")
+    return Credential.objects.select_related("account").prefetch_related(Prefetch("keys", keys))
 
 
 def _visible_key(view: ServiceView, key_id: str) -> Key:

@@ -34,7 +34,7 @@ from keyvault.models import Account, Change, Confirmation, Verifier
 
 _log = logging.getLogger(__name__)
 
-MAX_WAIT_SECONDS = 10
+MAX_WAIT_SECONDS = 5
 """Maximum wait for a receipt, in seconds."""
 
 MAX_WAITERS = 2

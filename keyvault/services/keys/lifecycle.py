@@ -309,7 +309,7 @@ def last_sequence(key: Key) -> int:
 
 def describe_key(key: Key) -> dict[str, Any]:
     """Return the public fields of a key, without its material or anything derived from it."""
-    use = KeyUse.objects.filter(key=key).first()
+    use: KeyUse | None = getattr(key, "use", None)  # a key that was never used has none
     credential = key.credential
     return {
         "key_id": key.key_id,

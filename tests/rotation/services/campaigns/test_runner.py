@@ -347,7 +347,7 @@ def test_rotation_that_completed_without_proof_is_not_counted_as_proved(clock: C
     unproved = oldest(campaign)
     become(unproved, S.COMPLETED, clock)
     models.QuerySet(Rotation).filter(pk=unproved.pk).update(used_at=None)
-    described = describe_campaign(fresh(campaign), clock.now)
+    described: dict[str, Any] = {**describe_campaign(fresh(campaign), clock.now)}
     progress = described["progress"]
     assert (progress["proved"], progress["unproved"], progress["completed"], progress["begun"]) == (1, 3, 1, 4)
     assert described["percent_proved"] == 25
