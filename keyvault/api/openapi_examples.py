@@ -137,7 +137,7 @@ def add_examples(operation: dict[str, Any], components: Mapping[str, Schema]) ->
 
 
 TEXTS = {
-    "text/plain": 'keyvault_verdicts_total{door="verify",code="allowed"} 4711\n',
+    "text/plain": 'keyvault_denials_total{code="key_revoked"} 3\n',
     "text/html": "<!doctype html>\n<title>Keyvault</title>\n",
 }
 """Examples of responses that are not JSON, by media type."""

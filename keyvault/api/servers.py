@@ -165,7 +165,7 @@ SERVERS: Servers = {
         gives=CUSTOMER_BODY,
     ),
     "credentials.revoke_self": EndpointServer(
-        description="Whoever holds a leaked private key may end it, without a sign-in. The answer has the sequence of "
+        description="The holder of a leaked private key ends it, without a sign-in. The answer has the sequence of "
         "the revocation. Repeatable, up to 10 times a minute.",
         answers=_revoke_self,
         serves_denied=_may_still_revoke,

@@ -35,9 +35,9 @@ class IssuanceRequestsView(ServiceView):
     @documented(
         "issuance_requests_list",
         summary="List issuance requests, paginated.",
-        description="The requests of the merchants and environments that the token names, whoever made them, the "
-        "newest first. To read on, send `next_cursor` as `cursor` with the same filters; it is null on "
-        "the last page.",
+        description="The requests of the merchants and environments that the token names, also those of other tokens "
+        "and of operators, the newest first. To read on, send `next_cursor` as `cursor` with the same "
+        "filters; it is null on the last page.",
         permission=Permission.ISSUANCE_REQUEST,
         answers={200: ISSUANCE_REQUESTS_BODY},
         parameters=[IssuanceQuery],

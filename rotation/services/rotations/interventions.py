@@ -437,11 +437,12 @@ def acknowledge(grant: Grant, rotation: Rotation) -> None:
 
 
 def may_collect(rotation: Rotation, person: str) -> bool:
-    """Whether the person may collect the replacement: the requester, or one who neither approved nor bypassed it.
+    """Whether the person may collect the replacement: anyone who neither approved the rotation nor bypassed it.
 
-    The requester of a scheduled rotation is the author of its schedule, who may be absent when the key is there.
+    An operator who requested it and bypassed the approval may, too. A scheduled rotation's requester is the author of
+    the schedule, who may be absent when the key is there.
     """
-    if person == rotation.requester_person:
+    if rotation.requested_via_id is None and person == rotation.requester_person:
         return True
     began = BreakGlass.objects.filter(event="rotation.bypassed", subject=rotation.rotation_id, person=person)
     return not rotation.approvals.filter(person=person).exists() and not began.exists()

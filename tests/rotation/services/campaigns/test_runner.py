@@ -9,6 +9,8 @@ import pytest
 from django.db import models
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
@@ -28,10 +30,12 @@ from rotation.services.campaigns.campaigns import cancel_campaign, pause_campaig
 from rotation.services.campaigns.reports import describe_campaign, list_failed_first
 from rotation.services.campaigns.runner import subject_of, tick
 from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import may_collect
 from rotation.services.rotations.requests import begin_rotation
 from tests.clocks import Clock
+from tests.factories import the_operator
 from tests.killing import KilledError
-from tests.rotation.campaigning import asked, become, details_of, events, fresh, issued, oldest, on_platform
+from tests.rotation.campaigning import approved, asked, become, details_of, events, fresh, issued, oldest, on_platform
 from tests.rotation.scene import account, acknowledge_replacement, admin, issue, rotate, tam
 from tests.services.racing import held_open, race, start, wait_until_blocked
 
@@ -336,6 +340,16 @@ def test_members_that_stalled_or_failed_are_listed_first(clock: Clock) -> None:
     become(oldest(campaign), S.STALLED, clock)
     listed = [member.rotation.state if member.rotation else None for member in list_failed_first(campaign, 5)]
     assert listed == [S.STALLED, S.CANCELLED, S.SCHEDULED, S.OVERLAP, None]
+
+
+def test_key_of_a_campaign_is_collected_by_whoever_did_not_approve_the_campaign(clock: Clock) -> None:
+    """The campaign's author may be absent when the key is there; its approver never gets the key."""
+    issued(clock, 1, Environment.PRODUCTION)
+    campaign = approved(clock, asked(clock, environment=Environment.PRODUCTION), by=admin())
+    ticked(clock)
+    rotation = campaign.rotations.get()
+    deputy = the_operator("deputy", Role.KEY_ADMINISTRATOR)
+    assert [may_collect(rotation, each.person) for each in (tam(), deputy, admin())] == [True, True, False]
 
 
 def test_rotation_that_completed_without_proof_is_not_counted_as_proved(clock: Clock) -> None:

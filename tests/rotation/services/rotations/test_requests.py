@@ -210,7 +210,7 @@ def test_replacement_is_collected_once(clock: Clock) -> None:
 
 
 def test_replacement_of_an_absent_requester_is_collected_by_an_operator_who_did_not_approve(clock: Clock) -> None:
-    """Whoever approved a rotation never gets its key; the collection still awaits a review."""
+    """An approver never gets the key; the collection still awaits a review."""
     rotation = in_production(clock)
     approve(rotation, scene.admin(), clock)
     advance_rotation(rotation.rotation_id, clock)
