@@ -19,8 +19,8 @@ def issue_approved() -> None:
 
 
 @shared_task(name="keyvault.tasks.deliver_webhooks")
-def deliver_webhooks() -> None:
-    deliveries.deliver_due()
+def deliver_webhooks(environment: str) -> None:
+    deliveries.deliver_due(environments=[environment])
 
 
 @shared_task(name="keyvault.tasks.sign_checkpoints")

@@ -1,6 +1,7 @@
 """Celery tasks. Messages carry ids only; a lost or duplicate message changes nothing."""
 
 from datetime import UTC, datetime
+from typing import Any
 
 from celery import current_app, shared_task
 
@@ -29,8 +30,9 @@ def send_turn(turn: Turn) -> None:
 def count_messages(environment: str, is_urgent: bool) -> int:
     """Return how many messages wait in the broker's queue. Raises what the broker's client raises."""
     queue = current_app.amqp.queues[_queue_of(environment, is_urgent)]
-    with current_app.pool.acquire(block=True) as connection:
-        return int(queue(connection.default_channel).queue_declare().message_count)
+    with current_app.connection_or_acquire() as connection:
+        declared: Any = queue(connection.default_channel).queue_declare()
+    return int(declared.message_count)
 
 
 def _queue_of(environment: str, is_urgent: bool) -> str:
@@ -43,10 +45,10 @@ def forget_pending() -> None:
 
 
 @shared_task(name="rotation.tasks.begin_scheduled")
-def begin_scheduled() -> None:
-    begin_due(datetime.now(UTC))
+def begin_scheduled(environment: str) -> None:
+    begin_due(datetime.now(UTC), [environment])
 
 
 @shared_task(name="rotation.tasks.advance_campaigns")
-def advance_campaigns() -> None:
-    tick(datetime.now(UTC))
+def advance_campaigns(environment: str) -> None:
+    tick(datetime.now(UTC), [environment])

@@ -245,43 +245,46 @@ CELERY_WORKER_ENABLE_REMOTE_CONTROL = False
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_WORKER_SEND_TASK_EVENTS = False
 CELERY_TIMEZONE = "UTC"
-# Each environment has its own queues for rotations, because a worker serves only some environments.
-_own = ("emergencies", "rotations", "ticks")
-_own_queues = [f"{name}.{environment}" for name in _own for environment in ENVIRONMENTS]
+# Each environment has its own queues, because a worker serves only some environments.
+_queues = ("emergencies", "rotations", "ticks", "issuance", "webhooks", "maintenance")
 CELERY_TASK_QUEUES = [
-    Queue(name, Exchange(EXCHANGE), routing_key=name) for name in (*_own_queues, "issuance", "webhooks", "maintenance")
+    Queue(f"{name}.{environment}", Exchange(EXCHANGE), routing_key=f"{name}.{environment}")
+    for name in _queues
+    for environment in ENVIRONMENTS
 ]
-CELERY_TASK_DEFAULT_QUEUE = "maintenance"
+CELERY_TASK_DEFAULT_QUEUE = f"maintenance.{ENVIRONMENTS[0]}"
 CELERY_TASK_DEFAULT_EXCHANGE = EXCHANGE
-CELERY_TASK_DEFAULT_ROUTING_KEY = "maintenance"
-CELERY_TASK_ROUTES = {
-    "keyvault.tasks.issue_approved": {"queue": "issuance"},
-    "keyvault.tasks.deliver_webhooks": {"queue": "webhooks"},
-}
+CELERY_TASK_DEFAULT_ROUTING_KEY = CELERY_TASK_DEFAULT_QUEUE
 # Beat stores no state: after a restart each entry is due after its interval, and its task finds the due rows.
 CELERY_BEAT_SCHEDULER = "celery.beat:Scheduler"
 CELERY_BEAT_MAX_LOOP_INTERVAL = 1
-CELERY_BEAT_SCHEDULE = {
-    "issue-approved": {"task": "keyvault.tasks.issue_approved", "schedule": 2.0},
-    "run-maintenance": {"task": "keyvault.tasks.run_maintenance", "schedule": 5.0},
-    "deliver-webhooks": {"task": "keyvault.tasks.deliver_webhooks", "schedule": 2.0},
-    **{
-        f"dispatch-due-rotations-{environment}": {
-            "task": "rotation.tasks.dispatch_due",
-            "schedule": 1.0,
-            "args": (environment,),
-            # A queue of their own: ticks that collect while no worker runs must not delay an emergency.
-            "options": {"queue": f"ticks.{environment}"},
-        }
-        for environment in ENVIRONMENTS
-    },
-    "advance-campaigns": {"task": "rotation.tasks.advance_campaigns", "schedule": 5.0},
-    "forget-pending-copies": {"task": "rotation.tasks.forget_pending", "schedule": 30.0},
-    "begin-scheduled-rotations": {"task": "rotation.tasks.begin_scheduled", "schedule": 30.0},
-    "watch-backend": {"task": "keyvault.tasks.watch_backend", "schedule": 15.0},
-    "sign-checkpoints": {"task": "keyvault.tasks.sign_checkpoints", "schedule": 60.0},
+# Jobs by name: task, interval in seconds, queue. The task gets the environment.
+_jobs = {
+    "deliver-webhooks": ("keyvault.tasks.deliver_webhooks", 2.0, "webhooks"),
+    # A queue of their own: ticks that collect while no worker runs must not delay an emergency.
+    "dispatch-due-rotations": ("rotation.tasks.dispatch_due", 1.0, "ticks"),
+    "advance-campaigns": ("rotation.tasks.advance_campaigns", 5.0, "maintenance"),
+    "begin-scheduled-rotations": ("rotation.tasks.begin_scheduled", 30.0, "maintenance"),
+}
+# These do the work of all environments that their worker serves.
+_shared_jobs = {
+    "issue-approved": ("keyvault.tasks.issue_approved", 2.0, "issuance"),
+    "run-maintenance": ("keyvault.tasks.run_maintenance", 5.0, "maintenance"),
+    "forget-pending-copies": ("rotation.tasks.forget_pending", 30.0, "maintenance"),
+    "watch-backend": ("keyvault.tasks.watch_backend", 15.0, "maintenance"),
+    "sign-checkpoints": ("keyvault.tasks.sign_checkpoints", 60.0, "maintenance"),
     # The task checks whether the nightly run is due.
-    "reconcile-backend": {"task": "keyvault.tasks.reconcile_backend", "schedule": 600.0},
+    "reconcile-backend": ("keyvault.tasks.reconcile_backend", 600.0, "maintenance"),
+}
+CELERY_BEAT_SCHEDULE = {
+    f"{name}-{environment}": {
+        "task": task,
+        "schedule": seconds,
+        "args": (environment,) if name in _jobs else (),
+        "options": {"queue": f"{queue}.{environment}"},
+    }
+    for name, (task, seconds, queue) in {**_jobs, **_shared_jobs}.items()
+    for environment in ENVIRONMENTS
 }
 
 # --- Logs: one JSON object per line, redacted as the last step before it is written ------------------------

@@ -96,10 +96,10 @@ class Book:
             "settle_due": lambda: rows.make_settlements_due(size, count),
             "forget_paths_due": lambda: rows.make_paths_due(size, count),
             "forget_due": lambda: rows.make_rows_old(size, samples, count),
-            "deliver-webhooks": lambda: rows.make_deliveries_due(size, samples, count),
+            "deliver-webhooks-production": lambda: rows.make_deliveries_due(size, samples, count),
             "dispatch-due-rotations-production": lambda: rows.make_rotations_due(size, count),
-            "begin-scheduled-rotations": lambda: rows.make_schedules_due(size, count),
-            "sign-checkpoints": lambda: rows.make_heads_due(size, count),
+            "begin-scheduled-rotations-production": lambda: rows.make_schedules_due(size, count),
+            "sign-checkpoints-production": lambda: rows.make_heads_due(size, count),
         }
         found = {}
         with rows.accept_messages(), _checkpoints_due():

@@ -65,7 +65,7 @@ def test_messages_that_wait_in_the_broker_are_counted() -> None:
             send_turn(Turn("rot_unknown", "sandbox", is_urgent))
         after = count_messages("sandbox", is_urgent=False), count_messages("sandbox", is_urgent=True)
     finally:
-        with app.pool.acquire(block=True) as broker:
+        with app.connection_or_acquire() as broker:
             for queue in ("rotations.sandbox", "emergencies.sandbox"):
                 broker.default_channel.queue_purge(queue)
     assert after == (before[0] + 2, before[1] + 1)
@@ -75,9 +75,17 @@ def test_entries_name_existing_tasks_and_queues() -> None:
     app.loader.import_default_modules()
     assert {entry["task"] for entry in ENTRIES.values()} <= set(app.tasks)
     queues = {queue.name for queue in settings.CELERY_TASK_QUEUES}
-    routed = {route["queue"] for route in settings.CELERY_TASK_ROUTES.values()}
-    assert {entry["options"]["queue"] for entry in ENTRIES.values() if "options" in entry} | routed <= queues
-    assert set(settings.CELERY_TASK_ROUTES) <= set(app.tasks)
+    assert {entry["options"]["queue"] for entry in ENTRIES.values()} <= queues
+
+
+def test_each_environment_has_its_own_entries_and_queues() -> None:
+    """Guarantee: a worker of one environment takes no message about another one's work."""
+    environments = settings.ENVIRONMENTS
+    tasks = {entry["task"] for entry in ENTRIES.values()}
+    found = [(entry["task"], entry["options"]["queue"].partition(".")[2]) for entry in ENTRIES.values()]
+    assert sorted(found) == sorted((task, environment) for task in tasks for environment in environments)
+    assert {queue.name.partition(".")[2] for queue in settings.CELERY_TASK_QUEUES} == set(environments)
+    assert app.conf.task_default_queue in {queue.name for queue in settings.CELERY_TASK_QUEUES}
 
 
 def test_messages_expire_by_no_clock() -> None:
@@ -95,7 +103,7 @@ def test_two_beats_start_each_rotation_once(eager: None) -> None:
         scene.issue(place, now - timedelta(days=91), label=f"n{number}")
     save(Environment.PRODUCTION, now)
     sent = tick_all(Scheduler(app=app), Scheduler(app=app))
-    assert sent.count("rotation.tasks.begin_scheduled") == 2
+    assert sent.count("rotation.tasks.begin_scheduled") == 2 * len(settings.ENVIRONMENTS)
     assert Rotation.objects.count() == 3
     assert Rotation.objects.exclude(state__in=CLOSED).values("credential").distinct().count() == 3
 

@@ -1,7 +1,7 @@
 """Deliver notices to the merchants' webhook endpoints, at least once and with identical content on each attempt.
 
-Messages are sent outside any transaction. One worker at a time runs a round. It sends to several endpoints
-concurrently, one message at a time for each, so that a slow endpoint delays only itself.
+Messages are sent outside any transaction. One worker at a time runs a round of an environment. It sends to several
+endpoints concurrently, one message at a time for each, so that a slow endpoint delays only itself.
 
 The worker visits the endpoints with due messages in turn, so that no backlog delays another account. It visits
 them for urgent messages first, and then for the others. An account holds at most MAX_PER_ACCOUNT attempts. The breaker
@@ -14,7 +14,8 @@ message is due again after HOLD. A worker that returns late stores nothing.
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -64,7 +65,6 @@ BEGIN_SECONDS = 4.0
 HOLD = timedelta(seconds=30)
 """Exclusive time of a started attempt. Longer than an attempt can take."""
 
-_LEASE = "webhooks"
 _P = Permission.WEBHOOKS_DELIVER
 _NO_REPLY = DeliveryAssessment(DeliveryOutcome.RETRY)
 
@@ -132,25 +132,35 @@ def forget_old_notices(now: datetime) -> None:
 # --- one round -------------------------------------------------------------------------------------------------
 
 
-def deliver_due(clock: Callable[[], datetime] = utc_now, send: Send = post) -> int:
-    """Make the attempts that are due, for a few seconds. Return how many; 0 while another worker runs."""
-    lease = leases.claim(_LEASE, clock())
+def deliver_due(
+    clock: Callable[[], datetime] = utc_now, send: Send = post, *, environments: Collection[str] | None = None
+) -> int:
+    """Make the attempts that are due, for a few seconds. Return how many; 0 while another worker runs.
+
+    `environments`: those to deliver in, among the ones that this process serves; None: all of these.
+    """
+    served = [each for each in settings.ENVIRONMENTS if environments is None or each in environments]
+    return sum(_run_round(environment, clock, send) for environment in served)
+
+
+def _run_round(environment: str, clock: Callable[[], datetime], send: Send) -> int:
+    lease = leases.claim(f"webhooks:{environment}", clock())
     if lease is None:
         return 0
     try:
         with ThreadPoolExecutor(MAX_CONCURRENT, "webhook") as pool:
-            return _attempt_all(pool, clock, send)
+            return _attempt_all(environment, pool, clock, send)
     finally:
         leases.release(lease)
 
 
-def _attempt_all(pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: Send) -> int:
+def _attempt_all(environment: str, pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: Send) -> int:
     """Run a round. Only this thread uses the database; the pool's threads only send."""
     begun, stop_at = 0, time.monotonic() + BEGIN_SECONDS
     under_way: dict[Future[Reply], WebhookDelivery] = {}
     while True:
         if time.monotonic() < stop_at:
-            for delivery in _next_due(clock(), list(under_way.values())):
+            for delivery in _next_due(environment, clock(), list(under_way.values())):
                 if _begin(delivery, clock()):
                     begun += 1
                     under_way[pool.submit(_prepared(delivery, clock(), send))] = delivery
@@ -190,19 +200,22 @@ class EndpointTurns:
             yield delivery
 
 
-_turns = (EndpointTurns(is_urgent=True), EndpointTurns(is_urgent=False))
+_turns: defaultdict[str, tuple[EndpointTurns, EndpointTurns]] = defaultdict(
+    lambda: (EndpointTurns(is_urgent=True), EndpointTurns(is_urgent=False))
+)
+"""The turns of each environment: those of urgent messages, and those of the others."""
 
 
-def _next_due(now: datetime, under_way: Sequence[WebhookDelivery]) -> list[WebhookDelivery]:
+def _next_due(environment: str, now: datetime, under_way: Sequence[WebhookDelivery]) -> list[WebhookDelivery]:
     """Return the messages to send now beside those under way, at most one for each endpoint."""
     chosen = list(under_way)
-    for turns in _turns:
+    for turns in _turns[environment]:
         visits = turns.visit(now)
         while len(chosen) < MAX_CONCURRENT and (delivery := next(visits, None)) is not None:
             if _is_withdrawn(delivery.endpoint):
                 # Queued by a transaction that ended after the one that disabled the endpoint.
                 _current_attempt(delivery).update(state=DeliveryState.GIVEN_UP, last_error="the endpoint was disabled")
-            elif _may_send(delivery, now) and _has_room(delivery, chosen):
+            elif _may_send(delivery, environment, now) and _has_room(delivery, chosen):
                 chosen.append(delivery)
     return chosen[len(under_way) :]
 
@@ -215,11 +228,11 @@ def _is_withdrawn(endpoint: WebhookEndpoint) -> bool:
     return endpoint.disabled_at is not None and endpoint.account.merchant.status != MerchantStatus.OFFBOARDED
 
 
-def _may_send(delivery: WebhookDelivery, now: datetime) -> bool:
-    """Whether this process may send the due message now."""
+def _may_send(delivery: WebhookDelivery, environment: str, now: datetime) -> bool:
+    """Whether the round of the environment may send the due message now."""
     endpoint, breaker = delivery.endpoint, breaker_of(delivery.endpoint)
     is_open = breaker is not None and breaker.open_until is not None and breaker.open_until > now
-    return not is_open and endpoint.account.environment in settings.ENVIRONMENTS
+    return not is_open and endpoint.account.environment == environment
 
 
 def _has_room(delivery: WebhookDelivery, chosen: Sequence[WebhookDelivery]) -> bool:

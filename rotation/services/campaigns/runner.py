@@ -6,6 +6,7 @@ no half-begun member, two workers never begin the same one, and none begins afte
 """
 
 import logging
+from collections.abc import Collection
 from datetime import datetime, timedelta
 
 from django.conf import settings
@@ -54,9 +55,13 @@ _MAX_SKIPS = 100
 _ALTERED = "the approved campaign was altered"
 
 
-def tick(now: datetime) -> None:
-    """Advance every open campaign by one turn. Safe to run in several workers at the same time."""
-    under_way = Campaign.objects.filter(environment__in=settings.ENVIRONMENTS).exclude(state__in=CLOSED)
+def tick(now: datetime, environments: Collection[str] | None = None) -> None:
+    """Advance every open campaign by one turn. Safe to run in several workers at the same time.
+
+    `environments`: those to advance in, among the ones that this process serves; None: all of these.
+    """
+    served = [each for each in settings.ENVIRONMENTS if environments is None or each in environments]
+    under_way = Campaign.objects.filter(environment__in=served).exclude(state__in=CLOSED)
     for campaign_id in under_way.order_by("created_at").values_list("campaign_id", flat=True):
         try:
             advance_campaign(campaign_id, now)

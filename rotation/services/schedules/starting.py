@@ -5,7 +5,7 @@ Each tick does a bounded amount of work and continues where the last one stopped
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -67,21 +67,24 @@ class Claim:
     before: str
 
 
-def begin_due(now: datetime) -> list[str]:
+def begin_due(now: datetime, environments: Collection[str] | None = None) -> list[str]:
     """Begin the due rotations of the environments that this process serves; return their ids.
+
+    `environments`: those of them in which to begin; None: all.
 
     Safe to run concurrently: a worker claims a credential before it tries, and a credential has one open rotation. A
     credential that is refused is logged once, shown in the calendar, and tried again after a delay that grows. An
     unreadable schedule begins nothing and raises one alarm.
     """
-    _check_schedules(now)
+    served = [each for each in settings.ENVIRONMENTS if environments is None or each in environments]
+    _check_schedules(now, served)
     announce_expiries(now)
-    _sweep(now)
+    _sweep(now, served)
     begun: list[str] = []
     tried = 0
     for _ in range(MAX_BATCHES):
         room = min(MAX_TRIED - tried, MAX_BEGUN - len(begun))
-        due = _list_due(now)
+        due = _list_due(now, served)
         claims = _claim_due(due, now, room)
         begun += [rotation_id for claim in claims if (rotation_id := _try(claim, now)) is not None]
         tried += len(claims)
@@ -91,10 +94,10 @@ def begin_due(now: datetime) -> list[str]:
     return begun
 
 
-def _list_due(now: datetime) -> list[ScheduledCredential]:
+def _list_due(now: datetime, environments: Collection[str]) -> list[ScheduledCredential]:
     """List the credentials that are due, the longest due first; one indexed query per environment."""
     rows: list[ScheduledCredential] = []
-    for environment in settings.ENVIRONMENTS:
+    for environment in environments:
         due = ScheduledCredential.objects.filter(environment=environment, ask_at__lte=now)
         rows += due.order_by("ask_at", "pk")[:BATCH]
     return sorted(rows, key=lambda row: (row.ask_at, row.pk))[:BATCH]
@@ -172,9 +175,9 @@ def _settle(row: ScheduledCredential, **changes: Any) -> None:
 # --- sweeps ---------------------------------------------------------------------------------------------------
 
 
-def _sweep(now: datetime) -> None:
+def _sweep(now: datetime, environments: Collection[str]) -> None:
     """Continue the pending sweeps in turns, so that a small one never waits for a large one."""
-    rows = ScheduleSweep.objects.filter(environment__in=settings.ENVIRONMENTS).select_related("account")
+    rows = ScheduleSweep.objects.filter(environment__in=environments).select_related("account")
     pending, room = deque(rows.order_by("pk")[:_MAX_SWEEPS]), MAX_SWEPT
     while pending and room > 0:
         sweep = pending.popleft()
@@ -223,10 +226,10 @@ def _mark_overtaken(row: ScheduledCredential, now: datetime) -> None:
 # --- unreadable schedules -------------------------------------------------------------------------------------
 
 
-def _check_schedules(now: datetime) -> None:
+def _check_schedules(now: datetime, environments: Collection[str]) -> None:
     """Verify that this release can read the schedules: raise one alarm for a fault, and resume after it."""
     checks = ScheduleCheck.objects.filter(check_at__lte=now, schedule__is_enabled=True)
-    served = checks.filter(schedule__environment__in=settings.ENVIRONMENTS).select_related(
+    served = checks.filter(schedule__environment__in=environments).select_related(
         "schedule__account__merchant", "schedule__credential__account__merchant", "schedule__calendar"
     )
     for check in served.order_by("check_at")[:_MAX_CHECKED]:

@@ -468,7 +468,7 @@ def test_endpoints_without_a_reply_leave_room_for_others(scene: Scene, clock: Cl
         send_notice(scene, account=account(f"other{number}"))
     add(scene, "https://acme.example/")
     send_notice(scene)
-    chosen = _next_due(clock(), [])
+    chosen = _next_due("sandbox", clock(), [])
     assert len(chosen) == MAX_WITHOUT_REPLY + 1
     assert scene.sandbox.pk in {delivery.endpoint.account_id for delivery in chosen}
 
