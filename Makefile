@@ -10,7 +10,7 @@ CODE = keyvault rotation tests manage.py
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run check test test-long test-next fuzz faults simulate mutations bench errors lock clean ready-to-run ready-to-test
+.PHONY: help demo run check check-types check-pure test test-long test-next fuzz faults simulate mutations bench errors lock clean ready-to-run ready-to-test
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -26,7 +26,13 @@ check: ready-to-test ## run ruff, the import contracts, mypy and the tests of th
 	$(BIN)/ruff check --quiet $(CODE)
 	$(BIN)/ruff format --check --quiet $(CODE)
 	$(BIN)/lint-imports --no-logo
+	@$(MAKE) --no-print-directory --jobs=2 check-types check-pure
+
+# mypy uses one core, so that the tests run beside it.
+check-types:
 	$(BIN)/mypy $(CODE)
+
+check-pure:
 	KEYVAULT_TEST_DATABASE=sqlite $(BIN)/python -m tests -q $(PURE:%=tests/%)
 
 test: ready-to-test ## run the test suite on SQLite and on PostgreSQL (ARGS='-k rotate -x': options for pytest)

@@ -8,7 +8,8 @@ is imported. Markers: `database` runs on SQLite and on PostgreSQL, `postgres` on
 import gc
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +47,9 @@ PURE = ("domain/", "access/", "wire/", "rotation/domain/")
 VAULTS = frozenset({"vault", "vault_on_disk"})
 """Fixtures that start a Vault: every test that uses one, directly or indirectly, is marked."""
 
+MARKED = re.compile(r"\bmark\.(?:database|postgres)\b")
+"""Marks a test that runs on PostgreSQL, which `_belongs_here` reads from the test itself."""
+
 # Two workers share two cores, so a slow example says nothing about the code. CI repeats itself exactly.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("suite")
@@ -54,12 +58,12 @@ hypothesis.settings.load_profile("suite")
 # --------------------------------------------------------------------------------------------- choosing tests
 
 GARBAGE_THRESHOLDS = 20_000, 20, 20
-"""Thresholds of the garbage collector while tests run, instead of (700, 10, 10)."""
+"""Thresholds of the garbage collector while tests run; Python starts with 700, 10 and 10."""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection() -> Iterator[None]:
-    """Exempt modules and collected tests from garbage collection: they live until the end, and to search them is slow."""
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempt modules and collected tests from garbage collection, because they live until the end."""
     gc.disable()
     try:
         return (yield)
@@ -67,6 +71,13 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
         gc.set_threshold(*GARBAGE_THRESHOLDS)
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Import no file without a test that is marked for PostgreSQL, in a run on PostgreSQL that does not name it."""
+    if PLACE.database == "sqlite" or not collection_path.match("test_*.py"):
+        return None
+    return None if MARKED.search(collection_path.read_text()) else True
 
 
 @pytest.hookimpl(tryfirst=True)

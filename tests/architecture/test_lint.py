@@ -13,6 +13,7 @@ def test_lint_every_suppression_names_a_code_and_a_reason() -> None:
     unexplained = [
         f"{relative(path)}:{number}: {comment}"
         for path in python_files(*CODE, "tests")
+        if SUPPRESSION.search(path.read_text())  # To split a file into tokens takes much longer than to search it.
         for number, comment in comments(path)
         if SUPPRESSION.search(comment) and not EXPLAINED.search(comment)
     ]

@@ -72,16 +72,11 @@ def test_names_no_two_classes_or_type_aliases_share_one() -> None:
 
 def test_names_a_grant_is_made_in_exactly_one_place() -> None:
     """Nothing starts valid: the one `Grant(...)` call is the end of the one decision function."""
-    made = [
-        f"{relative(path)}:{call.lineno}"
-        for path in python_files(*CODE)
-        for name, call in calls(path)
-        if name == "Grant"
-    ]
+    made = [f"{relative(path)}:{call.lineno}" for path in python_files(*CODE) for call in calls(path, "Grant")]
     assert [place.partition(":")[0] for place in made] == [THE_ONE_GRANT], made
 
 
 def test_names_plaintext_is_revealed_only_where_it_was_decided() -> None:
     """Every file where a secret leaves its redacted type is listed, with a reason, and no other is."""
-    reveals = {relative(path) for path in python_files(*CODE) if any(name == "reveal" for name, _ in calls(path))}
+    reveals = {relative(path) for path in python_files(*CODE) if calls(path, "reveal")}
     assert reveals == set(REVEALS)

@@ -1,9 +1,8 @@
 """Notices to operators about standing approvals that expire: one in advance, and an alarm afterwards."""
 
 import logging
+from collections.abc import Sequence
 from datetime import datetime
-
-from django.conf import settings
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
@@ -21,13 +20,13 @@ _MAX_ANNOUNCED = 100
 """Maximum number of standing approvals announced per tick."""
 
 
-def announce_expiries(now: datetime) -> None:
+def announce_expiries(now: datetime, environments: Sequence[str]) -> None:
     """Announce the approvals that expire soon and those that have expired, once each.
 
     An approval that is no longer relied on was withdrawn, replaced or voided. Safe to run concurrently.
     """
     due = StandingApproval.objects.filter(state=StandingApprovalState.APPROVED, notice_at__lte=now)
-    served = due.filter(schedule__environment__in=settings.ENVIRONMENTS).select_related(
+    served = due.filter(schedule__environment__in=environments).select_related(
         "schedule__account__merchant", "schedule__credential__account__merchant"
     )
     for row in served.order_by("notice_at")[:_MAX_ANNOUNCED]:

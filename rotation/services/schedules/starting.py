@@ -78,7 +78,7 @@ def begin_due(now: datetime, environments: Collection[str] | None = None) -> lis
     """
     served = [each for each in settings.ENVIRONMENTS if environments is None or each in environments]
     _check_schedules(now, served)
-    announce_expiries(now)
+    announce_expiries(now, served)
     _sweep(now, served)
     begun: list[str] = []
     tried = 0
