@@ -34,6 +34,7 @@ from keyvault.domain.checkpoints import (
 )
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import IntegrityError, KeyvaultError
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
 from keyvault.services.audit.checkpoint_marks import CheckpointMarks, read_marks, write_marks
 from keyvault.services.audit.signers import audit_signer
@@ -262,7 +263,7 @@ def _find_newest_at(scope: str) -> datetime | None:
 
 def _log_fields(scope: PepperSet, error: KeyvaultError) -> dict[str, str]:
     newest = _find_newest_at(scope)
-    since = "none yet" if newest is None else newest.isoformat()
+    since = "none yet" if newest is None else format_timestamp(newest)
     return {"scope": scope.value, "why": error.internal or error.detail, "newest_checkpoint": since}
 
 

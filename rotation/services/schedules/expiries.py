@@ -7,6 +7,7 @@ from datetime import datetime
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -39,7 +40,7 @@ def announce_expiries(now: datetime, environments: Sequence[str]) -> None:
 def _announce(row: StandingApproval, now: datetime) -> None:
     is_over, account = now >= row.expires_at, find_alarm_account(row.schedule)
     kind = NoticeKind.STANDING_APPROVAL_EXPIRED if is_over else NoticeKind.STANDING_APPROVAL_EXPIRING
-    payload = {**about(row), "expires_at": row.expires_at.isoformat()}
+    payload = {**about(row), "expires_at": format_timestamp(row.expires_at)}
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, account, now=now)
     with recorded(grant, P.ROTATIONS_BEGIN, kind.value, account=account, **payload):
         row.compare_and_swap(notice_at=None if is_over else row.expires_at)

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.db import DatabaseError
 from django.db.models import QuerySet
 from django.test import override_settings
@@ -261,7 +262,7 @@ def test_standing_approval_that_expires_is_announced_in_advance_and_alarmed_afte
         (row.expires_at, [notice, alarm]),
         (row.expires_at + DAY, [notice, alarm]),
     ):
-        announce_expiries(at)
+        announce_expiries(at, settings.ENVIRONMENTS)
         assert announced() == expected
     found = Notice.objects.get(kind=NoticeKind.STANDING_APPROVAL_EXPIRED)
     assert (found.subject, found.account) == (row.pk, place_of(row.schedule))
@@ -293,7 +294,7 @@ def test_standing_approval_that_nothing_relies_on_expires_silently(
 ) -> None:
     row = approve(ask(schedule(clock), clock), clock)
     end(get_standing_approval(row.pk), clock)
-    announce_expiries(row.expires_at)
+    announce_expiries(row.expires_at, settings.ENVIRONMENTS)
     assert announced() == []
 
 
@@ -309,7 +310,7 @@ def test_standing_approval_whose_notice_fails_delays_no_other(clock: Clock, monk
 
     with monkeypatch.context() as patched:
         patched.setattr(expiries, "announce", fail_for_first)
-        announce_expiries(first.expires_at)
+        announce_expiries(first.expires_at, settings.ENVIRONMENTS)
     assert Notice.objects.get(kind=NoticeKind.STANDING_APPROVAL_EXPIRED).subject == second.pk
-    announce_expiries(first.expires_at)
+    announce_expiries(first.expires_at, settings.ENVIRONMENTS)
     assert len(announced()) == 2
