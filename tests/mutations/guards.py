@@ -285,8 +285,8 @@ GUARDS = (
     Guard(
         "watermark-of-the-slowest-verifier",
         "keyvault/services/usage/recorder.py",
-        'aggregate(through=Min("flushed_through_at"))',
-        'aggregate(through=Max("flushed_through_at"))',
+        'through=Min("flushed_through_at", filter=_LIVE)',
+        'through=Max("flushed_through_at", filter=_LIVE)',
         "Silence advances to the watermark of the slowest live verifier.",
         f"{_USAGE_TESTS}::test_usage_silence_ends_at_the_slowest_live_reporter",
     ),

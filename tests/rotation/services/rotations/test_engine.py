@@ -69,11 +69,11 @@ def test_rotation_by_acknowledgement_deploys_before_it_revokes(clock: Clock, ver
     assert None not in (rotation.accepted_at, rotation.delivered_at, rotation.used_at, rotation.silent_at)
 
 
-MAX_QUERIES = 200
-"""Statements of the engine's four turns in a rotation by acknowledgement, with those that begin and end transactions.
+MAX_QUERIES = 180
+"""Maximum statements of the four turns of a rotation by acknowledgement, with BEGIN, COMMIT and savepoints.
 
-Two workers complete the rotations of all merchants, and most of their time is spent on these. About two thirds belong
-to the transactions of the eleven steps: key, rotation, evidence, notice, lease, change feed and audit chain.
+Statements take most of a turn's processor time, so their number bounds the rotations that a worker completes a second.
+A step that needs more says here why.
 """
 
 
