@@ -53,6 +53,14 @@ EXPERIMENTS = (
         servers=frozenset({"postgres"}),
     ),
     Experiment(
+        "restore",
+        "restore",
+        "a database set back under every kind of revocation log, with and without the revocation anchor",
+        3,
+        database="sqlite",
+        servers=_ON_SQLITE,
+    ),
+    Experiment(
         "vault",
         "vault",
         "an OpenBao or Vault sealed, killed, full, slow, … at every call of a rotation",
