@@ -127,6 +127,16 @@ def test_show_catalog_prints_every_endpoint_with_its_rule_and_limits() -> None:
         "on_limiter_loss": "local_share",
         "built_in": False,
         "summary": "",
+        "authorization": {
+            "Method": "POST",
+            "Path": "/refunds/<refund_id>",
+            "X-Api-Key": "public or private API key",
+            "Bearer": "not supported",
+            "Context": "merchant from path:refund_id",
+            "Idempotency-Key": "not used",
+            "Limit": "5 per 60 s, in addition to the account's",
+            "Limiter lost": "each process allows a share of the limit",
+        },
     }
     assert endpoints["orders.create"]["limit"] is None
     assert endpoints["orders.create"]["idempotency_key"] is True

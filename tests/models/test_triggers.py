@@ -553,7 +553,8 @@ def test_triggers_review_of_an_act_is_final(world: World) -> None:
 
 def test_triggers_service_request_without_an_approval_is_refused_in_the_sandbox(world: World) -> None:
     """An operator's own request suffices there; a service's does not."""
-    own = {"issuance_request_id": fresh_id(), "approvals_needed": 0, "account_id": world.sandbox.pk}
+    sandbox = {"account_id": world.sandbox.pk, "account_environment": "sandbox"}
+    own = {"issuance_request_id": fresh_id(), "approvals_needed": 0, **sandbox}
     insert_copy("keyvault_issuancerequest", own, issuance_request_id=world.pending.pk)
     token = {"requester_id": None, "requested_via_id": world.token.pk, "requester_person": world.token.creator_person}
     with refused("a request in production or by a service requires a second person"):
