@@ -67,7 +67,7 @@ def run(asked: Asked) -> Result:
             nursery.close()
     truth.judge_traffic(result, traffic.answers)
     truth.judge_end(result, merchants)
-    truth.judge_logs(result, nursery.log.parent)
+    truth.judge_logs(result, nursery.log.parent, kills_workers=True)
     return result
 
 
