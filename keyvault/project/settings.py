@@ -228,6 +228,8 @@ CELERY_BROKER_URL = BROKER_URL
 if IS_FILE_BROKER:
     CELERY_BROKER_TRANSPORT = "keyvault.project.file_broker:FileTransport"
     CELERY_BROKER_TRANSPORT_OPTIONS = prepare_folder(BROKER_DIR)
+elif BROKER_URL.startswith(("redis://", "rediss://")):
+    CELERY_BROKER_TRANSPORT = "keyvault.project.redis_broker:RedisTransport"
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_RESULT_EXPIRES = None
 # A message is acknowledged before its task runs, so a task that kills its worker does not kill the next one.

@@ -1,0 +1,29 @@
+"""The broker Redis: kombu's transport, whose worker consumes again after Redis was lost.
+
+A worker reserves a limited number of messages. If Redis is lost while it has reserved them all, each acknowledgement
+fails, and the stock transport counts the messages as reserved for good: the worker never asks for another one. Without
+remote control, it has no other connection on which it would notice the loss.
+"""
+
+from kombu.transport import redis
+from kombu.transport.virtual import base
+
+
+class _QoS(redis.QoS):
+    def ack(self, delivery_tag: str) -> None:
+        """Acknowledge a message. If Redis cannot be reached, raise its error and reserve the message no longer."""
+        try:
+            super().ack(delivery_tag)
+        except Exception:
+            base.QoS.ack(self, delivery_tag)
+            raise
+
+
+class _Channel(redis.Channel):
+    QoS = _QoS
+
+
+class RedisTransport(redis.Transport):
+    """The transport for `redis://` and `rediss://`."""
+
+    Channel = _Channel
