@@ -18,6 +18,14 @@ class _QoS(redis.QoS):
             base.QoS.ack(self, delivery_tag)
             raise
 
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        """Reject a message, with the same exception as `ack`."""
+        try:
+            super().reject(delivery_tag, requeue)
+        except Exception:
+            base.QoS.ack(self, delivery_tag)
+            raise
+
 
 class _Channel(redis.Channel):
     QoS = _QoS

@@ -1,5 +1,6 @@
 """Django's settings, safe by default. Every choice of the host comes from `configuration`."""
 
+import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -230,6 +231,9 @@ if IS_FILE_BROKER:
     CELERY_BROKER_TRANSPORT_OPTIONS = prepare_folder(BROKER_DIR)
 elif BROKER_URL.startswith(("redis://", "rediss://")):
     CELERY_BROKER_TRANSPORT = "keyvault.project.redis_broker:RedisTransport"
+    if BROKER_URL.startswith("rediss:"):
+        # Kombu derives TLS from the name of its own transport. Parameters of the URL (`ssl_ca_certs`) override this.
+        CELERY_BROKER_USE_SSL = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_RESULT_EXPIRES = None
 # A message is acknowledged before its task runs, so a task that kills its worker does not kill the next one.

@@ -112,7 +112,7 @@ def test_issue_key_in_production_is_break_glass_until_reviewed(seeded: Any) -> N
 @override_settings(APPROVALS_NEEDED={"sandbox": 0, "production": 2})
 def test_issue_key_that_takes_two_approvals_leaves_them_to_the_console(seeded: Any) -> None:
     """One of two approvers cannot claim the other on a command line."""
-    with pytest.raises(CommandError, match="Each approver uses the console"):
+    with pytest.raises(CommandError, match="Each approver approves it in the console"):
         issue("production")
     request = IssuanceRequest.objects.get()
     assert (request.state, request.approvals.count(), BreakGlass.objects.count()) == ("pending", 0, 0)

@@ -1,5 +1,10 @@
-"""The broker Redis after a loss."""
+"""The broker Redis: after a loss, and over TLS."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +15,9 @@ from keyvault.project.redis_broker import RedisTransport
 from tests.servers.redis import find_redis, redis_server
 
 
+@pytest.mark.parametrize("settle", ["ack", "reject"])
 @pytest.mark.skipif(find_redis() is None, reason="no Redis server on this machine")
-def test_message_that_cannot_be_acknowledged_is_reserved_no_longer() -> None:
+def test_message_that_cannot_be_settled_is_reserved_no_longer(settle: str) -> None:
     """Guarantee: a worker that had reserved all its messages when Redis was lost consumes again."""
     received: list[Message] = []
     with redis_server() as url:
@@ -26,6 +32,22 @@ def test_message_that_cannot_be_acknowledged_is_reserved_no_longer() -> None:
         assert not channel.qos.can_consume()
     (message,) = received
     with pytest.raises(RedisConnectionError):
-        message.ack()
+        getattr(message, settle)()
     assert channel.qos.can_consume()
     connection.release()
+
+
+@pytest.mark.parametrize(("query", "required"), [("", "CERT_REQUIRED"), ("?ssl_cert_reqs=optional", "CERT_OPTIONAL")])
+def test_broker_of_a_rediss_url_uses_tls(tmp_path: Path, query: str, required: str) -> None:
+    """Guarantee: the password and the messages are never sent in clear text, and the certificate is verified."""
+    code = (
+        "import json; from keyvault.project.celery import app; c = app.connection_for_write();"
+        "print(json.dumps([type(c.transport).__name__, c.ssl['ssl_cert_reqs'].name]))"
+    )
+    environment = os.environ | {
+        "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
+        "KEYVAULT_DATA_DIR": str(tmp_path),
+        "KEYVAULT_BROKER_URL": f"rediss://:secret@127.0.0.1:6380/0{query}",
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["RedisTransport", required]

@@ -57,11 +57,14 @@ _MAX_ATTENTION_ROWS = 200
 
 
 _MAX_COUNTED = 10_000
-"""Maximum rows that a list counts and paginates. Filters and the search reach all rows."""
+"""Maximum rows that a list counts and paginates. Filters reach all rows."""
 
 
 _MAX_FOUND = 1_000
-"""Maximum rows that a search finds by each field and word, the first in the order of the list."""
+"""Maximum rows that a search finds by each field and word, the first in the order of the list.
+
+The id of an older row still finds that row alone.
+"""
 
 
 class BoundedPaginator(_Paginator):
@@ -371,7 +374,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the first rows that the operator may decide on, as second person where one is required."""
         return [
             row
-            for row in rows[:_MAX_ATTENTION_ROWS]
+            for row in rows[: _MAX_ATTENTION_ROWS + 1]
             if may(request, permission, self.account_of(row), requester_person=self.requester_person_of(row))
         ]
 

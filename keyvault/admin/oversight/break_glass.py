@@ -60,6 +60,8 @@ def _explain_review(action: BreakGlass) -> str:
 
 def _who_reviews(claim: BreakGlass) -> str:
     """State who reviews an approval that was given on a command line."""
+    if claim.first_reviewer_person is not None:
+        return "One person has reviewed it, and another one must review it too."
     if may_confirm(claim, claim.person):
         return f"Two persons must review it, unless {claim.operator.username} confirms it in the console."
     return f"Two persons other than {claim.operator.username} must review it."

@@ -67,8 +67,13 @@ class Command(AccountMixin, ApprovalMixin):
     def _approve(self, request: Any, approver_name: str | None) -> None:
         """Approve the request. When that is refused, withdraw it, so that no operator approves it by mistake.
 
-        A request that takes several approvals stays open: they are given in the console.
+        A request that requires several approvals stays open, because they are given in the console.
         """
+        if request.approvals_needed > 1:
+            raise StateConflictError(
+                f"{request.issuance_request_id} requires {request.approvals_needed} approvals. "
+                "Each approver approves it in the console."
+            )
         try:
             if approver_name is None:
                 raise StateConflictError("A second person must approve this. Name one with --approved-by.")
@@ -76,7 +81,7 @@ class Command(AccountMixin, ApprovalMixin):
             grant = self.grant(approver, Permission.ISSUANCE_APPROVE, request.account, request.requester_person)
             requests.approve_issuance(grant, request, request.plan_digest)
         except Exception:
-            if request.state == IssuanceState.PENDING and request.approvals_needed == 1:
+            if request.state == IssuanceState.PENDING:
                 requester = self.operator(request.requester.username)
                 grant = self.grant(requester, Permission.ISSUANCE_WITHDRAW, request.account)
                 requests.withdraw_issuance(grant, request)

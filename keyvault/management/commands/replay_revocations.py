@@ -58,7 +58,7 @@ class Command(JsonCommand):
                 f"the revocation log {settings.REVOCATION_LOG} cannot be used: {error.strerror}"
             ) from error
         found = replay.found
-        self.is_repaired = not (replay.left or found.damaged or replay.counter < found.highest)
+        self.is_repaired = not (replay.left or found.damaged or unread or replay.counter < found.highest)
         return {
             "ok": self.is_repaired,
             "accepted": is_accepting,
@@ -68,6 +68,7 @@ class Command(JsonCommand):
             "left": _named(replay.left),
             "unknown": _named(sorted(found.unknown)),
             "damaged": found.damaged,
+            "anchor_unread": unread,
             "journal_sequence": found.highest,
             "sequence_before": found.counter,
             "sequence": replay.counter,
@@ -82,9 +83,12 @@ class Command(JsonCommand):
             lines.append(f"{len(answer['unknown'])} are not in the database, so they are not valid (--json lists them)")
         if answer["damaged"]:
             lines.append(f"DAMAGED: {format_log_damage(answer['damaged'])}")
+        if answer["anchor_unread"]:
+            lines.append(f"the revocation anchor was NOT compared: {answer['anchor_unread']}")
         before, now = answer["sequence_before"], answer["sequence"]
         lines.append(f"the sequence of changes is {now}" + (f", it was {before}" if now != before else ""))
-        done = "the database is not behind the log" if answer["ok"] else "the database is BEHIND the log"
+        is_behind = answer["left"] or answer["damaged"] or now < answer["journal_sequence"]
+        done = "the database is BEHIND the log" if is_behind else "the database is not behind the log"
         return "\n".join([*lines, done])
 
     def handle(self, *args: Any, **options: Any) -> None:

@@ -38,7 +38,6 @@ from keyvault.domain.ids import Subject
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation_log import (
     Anchored,
-    CaughtUp,
     Committed,
     DamagedLineError,
     Ended,
@@ -165,10 +164,15 @@ def find_progress_line() -> int:
 
 
 def find_anchored() -> int:
-    """Return the change sequence up to which the log has what the revocation anchor has. Raises OSError."""
-    found = [next(_find_backwards(marker), None) for marker in (_CAUGHT_UP_MARKER, _ANCHORED_MARKER)]
-    lines = [next((line for _, line in read_lines(offset)), None) for offset in found if offset is not None]
-    return max((line.sequence for line in lines if isinstance(line, CaughtUp | Anchored)), default=0)
+    """Return the change sequence up to which the log has what the revocation anchor has. Raises OSError.
+
+    Lines of progress through the change feed do not count: a database that was set back reuses sequences.
+    """
+    for offset in _find_backwards(_ANCHORED_MARKER):
+        line = next((line for _, line in read_lines(offset)), None)
+        if isinstance(line, Anchored):
+            return line.sequence
+    return 0
 
 
 def find_checkpoint_mark(scope: str) -> CheckpointMark | None:

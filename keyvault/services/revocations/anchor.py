@@ -12,8 +12,9 @@ killed midway leaves an unused segment at most.
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from threading import Lock
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
@@ -137,12 +138,31 @@ def _whole_log(opened: Opened, lines: Iterator[Ended], sequence: int) -> Iterato
 
 @dataclass(slots=True)
 class AnchorWriter:
-    """This process's progress through the change feed. `position`: None: the anchor was not read yet."""
+    """This process's progress through the change feed.
+
+    `position`: None: the anchor was not read yet. `anchored`: the anchor's sequence when it was last read or written.
+    `began_at`: time of the first round.
+    """
 
     position: int | None = None
+    anchored: int = 0
+    began_at: datetime | None = None
+    _running: Lock = field(default_factory=Lock)
 
     def run(self, now: datetime) -> int:
-        """Anchor the next revocations, a bounded number. Return how many. An unavailable backend delays them."""
+        """Anchor the next revocations, a bounded number. Return how many. An unavailable backend delays them.
+
+        Another thread that runs meanwhile anchors nothing.
+        """
+        if not self._running.acquire(blocking=False):
+            return 0
+        try:
+            return self._run_alone(now)
+        finally:
+            self._running.release()
+
+    def _run_alone(self, now: datetime) -> int:
+        self.began_at = self.began_at or now
         try:
             count = self._run(now)
         except BackendError as error:
@@ -166,6 +186,11 @@ class AnchorWriter:
             self.position = end
             return 0
         anchor = self._read()
+        if anchor.sequence < self.anchored:
+            # The secret backend was set back, so that the anchor lacks what this process has passed.
+            self.position, self.anchored = min(self.position, anchor.sequence), anchor.sequence
+            return 0
+        self.anchored = anchor.sequence
         if self.position < anchor.sequence <= read_counter():
             # Another worker was faster.
             self.position = anchor.sequence
@@ -177,7 +202,7 @@ class AnchorWriter:
             _write(anchor, lines, sequence)
         except BackendConflictError:
             return 0  # Another worker was faster; the next round reads its version.
-        self.position = end
+        self.position, self.anchored = end, sequence
         return len(lines)
 
     def _read(self) -> Anchor:
@@ -189,13 +214,16 @@ class AnchorWriter:
 
     def _note_time(self, now: datetime) -> None:
         """Record the time up to which every revocation is anchored."""
-        if self.position is None:
-            return
-        waiting = Change.objects.filter(sequence__gt=self.position, subject_kind__in=ENDING).order_by("sequence")
-        until = min(now, waiting.values_list("at", flat=True).first() or now)
+        until = self._find_anchored_time(now)
         meters.note_anchor(until)
         if now - until > LATE_AFTER:
             _raise_alarm(now - until, now)
+
+    def _find_anchored_time(self, now: datetime) -> datetime:
+        if self.position is None:
+            return self.began_at or now  # The anchor could not be read since then.
+        waiting = Change.objects.filter(sequence__gt=self.position, subject_kind__in=ENDING).order_by("sequence")
+        return min(now, waiting.values_list("at", flat=True).first() or now)
 
 
 def _write(anchor: Anchor, new: Sequence[Ended], sequence: int) -> None:

@@ -9,7 +9,7 @@ from django.conf import settings
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal
-from keyvault.backends.base import BackendError
+from keyvault.backends.base import BackendError, BackendUnavailableError
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.notifications import NoticeKind
@@ -87,7 +87,8 @@ def accept_loss(grant: Grant, operator: OperatorPrincipal, approver: OperatorPri
     The grant is for the platform.
 
     Raises RequestInvalidError without a reason, StateConflictError if no log is lost, the anchor can replace it, or the
-    approver is not a second person, OSError if the log cannot be read or written.
+    approver is not a second person, BackendUnavailableError if the anchor cannot be read now, OSError if the log cannot
+    be read or written.
     """
     if (fault := find_reason_fault(reason)) is not None:
         raise RequestInvalidError(
@@ -102,10 +103,7 @@ def accept_loss(grant: Grant, operator: OperatorPrincipal, approver: OperatorPri
             "creates it. Run manage.py replay_revocations without --accept-loss. Move a log that is damaged or belongs "
             "to another installation away first."
         )
-    if _has_anchor():
-        raise StateConflictError(
-            "The revocation anchor replaces the lost log. Run manage.py replay_revocations without --accept-loss."
-        )
+    anchor = _require_no_anchor()
     why = clean_text(reason, 300)
     with recorded(
         grant,
@@ -116,6 +114,7 @@ def accept_loss(grant: Grant, operator: OperatorPrincipal, approver: OperatorPri
         why=why,
         host=host_name(),
         journal=path,
+        anchor=anchor,
     ):
         if (account := any_account()) is not None:
             announce(grant, NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED, account, host_name(), why=why)
@@ -123,9 +122,19 @@ def accept_loss(grant: Grant, operator: OperatorPrincipal, approver: OperatorPri
     create_revocation_log([Opened(installation_id(), grant.at, operator.username, why)])
 
 
-def _has_anchor() -> bool:
-    """Whether there is an anchor that can be read."""
+def _require_no_anchor() -> str:
+    """Return "none", or why the anchor can never be read.
+
+    Raises StateConflictError if there is an anchor, and BackendUnavailableError if it cannot be read now.
+    """
     try:
-        return find_anchor() is not None
-    except BackendError:
-        return False
+        anchor = find_anchor()
+    except BackendUnavailableError:
+        raise
+    except BackendError as error:
+        return error.internal or error.detail
+    if anchor is not None:
+        raise StateConflictError(
+            "The revocation anchor replaces the lost log. Run manage.py replay_revocations without --accept-loss."
+        )
+    return "none"

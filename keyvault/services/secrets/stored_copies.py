@@ -14,6 +14,7 @@ from keyvault.access.permissions import Permission
 from keyvault.backends.base import (
     BackendConflictError,
     BackendDeniedError,
+    BackendError,
     BackendInvalidError,
     BackendMissingError,
     BackendUnavailableError,
@@ -93,7 +94,7 @@ def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None =
     except (BackendConflictError, BackendUnavailableError) as error:
         try:
             stored = find_stored(credential)
-        except BackendUnavailableError:
+        except BackendError:
             if error.may_be_applied:
                 raise error from None
             raise

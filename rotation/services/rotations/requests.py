@@ -67,6 +67,7 @@ def request_rotation(grant: Grant, credential: Credential, overrides: PlanOverri
     Raises RequestInvalidError, listing why the plan cannot be met; StateConflictError when the credential has an open
     rotation, or not exactly one key to replace.
     """
+    _require_no_open_rotation(credential)
     plan = plan_rotation(credential, overrides, grant.at)
     requester = _requester_of(grant, credential)
     return _store_request(grant, credential, find_predecessor(credential), plan, requester, S.SCHEDULED)
@@ -87,6 +88,7 @@ def begin_rotation(
     The approvals of the campaign, or of the schedule's standing approval, cover this plan. Raises what
     `request_rotation` raises.
     """
+    _require_no_open_rotation(credential)
     plan = plan_rotation(credential, overrides, grant.at)
     needed = approvals_needed(credential.environment)
     requester = _Requester(
@@ -107,6 +109,7 @@ def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
     """
     if (fault := find_reason_fault(reason)) is not None:
         raise RequestInvalidError("A reissue needs a reason.", [Fault("/reason", fault)])
+    _require_no_open_rotation(credential)
     for key in credential.keys.exclude(state__in=DEAD_STATES):
         if key.state != KeyState.PRE_ACTIVATION and (key.expires_at is None or key.expires_at > grant.at):
             raise StateConflictError(f"The credential has a key that is {key.state}: rotate, resume or revoke it.")
@@ -179,21 +182,22 @@ def _store_request(
     except DatabaseIntegrityError as error:
         # Matched by text, since the open rotation may have closed by now: the trigger's message or the index's name.
         if any(text in str(error) for text in (ONE_OPEN_ROTATION, "rotation_one_open")):
-            raise _open_rotation_error(credential) from None
+            _require_no_open_rotation(credential)
+            raise StateConflictError(
+                "The credential had an open rotation, which has closed meanwhile. Try again."
+            ) from None
         raise
     return rotation
 
 
-def _open_rotation_error(credential: Credential) -> StateConflictError:
-    """Return the refusal of a second rotation; it names the open one unless that has closed meanwhile."""
+def _require_no_open_rotation(credential: Credential) -> None:
+    """Raise StateConflictError, which names the open rotation, if there is one."""
     is_open = Rotation.objects.filter(credential=credential).exclude(state__in=CLOSED)
-    found = is_open.values_list("rotation_id", "state").first()
-    if found is None:
-        return StateConflictError("The credential had an open rotation, which has closed meanwhile. Try again.")
-    rotation_id, state = found
-    return StateConflictError(
-        f"The credential has an open rotation already: {rotation_id}, which is {state}. Wait for its end or abort it."
-    )
+    for rotation_id, state in is_open.values_list("rotation_id", "state")[:1]:
+        raise StateConflictError(
+            f"The credential has an open rotation already: {rotation_id}, which is {state}. "
+            "Wait for its end or abort it."
+        )
 
 
 def _copy_approvals(rotation: Rotation, covering: Campaign | StandingApproval) -> None:

@@ -362,7 +362,8 @@ def has_unsettled_delivery(rotation: Rotation) -> bool:
 
 
 def _open_deliveries(rotation: Rotation) -> QuerySet[LedgerEntry]:
-    return rotation.ledger.filter(step=S.PUBLISHING, state=LedgerState.STARTED)
+    deliveries = rotation.ledger.filter(step=S.PUBLISHING, state=LedgerState.STARTED)
+    return deliveries.exclude(key=rotation.predecessor_id)  # a cancellation writes that one back
 
 
 def announce_replacement(grant: Grant, rotation: Rotation) -> None:

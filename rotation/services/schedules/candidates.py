@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from operator import itemgetter
 from typing import Any
 
 from django.db.models import Count, Max, Q
@@ -98,7 +99,7 @@ def list_candidates(environments: Collection[str], merchant: str | None = None) 
         found = rows.values_list("ask_at", "pk")
         dated += found.filter(ask_at__isnull=False)[:MAX_LISTED]
         others += found.filter(ask_at__isnull=True)[:MAX_LISTED]
-    ids = [pk for _, pk in [*sorted(dated)[:MAX_LISTED], *others[:MAX_LISTED]]]
+    ids = [pk for _, pk in [*sorted(dated)[:MAX_LISTED], *sorted(others, key=itemgetter(1))[:MAX_LISTED]]]
     for start in range(0, len(ids), BATCH):
         yield from find_candidates(ids[start : start + BATCH]).values()
 

@@ -27,7 +27,14 @@ from keyvault.models import AuditEntry, Key, Notice
 from keyvault.services.keys import lifecycle
 from keyvault.services.recording.revocation_log import append_lines, describe_ended, read_lines
 from keyvault.services.revocations import anchor as anchors
-from keyvault.services.revocations.anchor import LATE_AFTER, AnchorWriter, find_anchor, list_anchored, update_log
+from keyvault.services.revocations.anchor import (
+    LATE_AFTER,
+    Anchor,
+    AnchorWriter,
+    find_anchor,
+    list_anchored,
+    update_log,
+)
 from keyvault.services.revocations.log_opening import accept_loss
 from keyvault.services.revocations.replay import read_counter
 from keyvault.services.secrets.backend import secret_backend
@@ -226,6 +233,8 @@ def test_loss_needs_two_persons_and_no_anchor(scene: Scene, settle: Callable[[],
     path.unlink()
     with pytest.raises(StateConflictError, match="revocation anchor replaces"):
         accept_loss(allowed, scene.admin, scene.tam, "gone")
+    with unavailable(), pytest.raises(BackendUnavailableError):
+        accept_loss(allowed, scene.admin, scene.tam, "gone")
     assert not AuditEntry.objects.filter(event="journal.loss_accepted").exists()
 
 
@@ -297,6 +306,37 @@ def test_two_writers_lose_nothing(scene: Scene, settle: Callable[[], None]) -> N
         while not writer.run(now()):
             pass
     assert sorted(anchored_ids()) == sorted(key.key_id for key in keys)
+
+
+def test_anchor_that_was_set_back_is_completed(scene: Scene, settle: Callable[[], None]) -> None:
+    """Guarantee: after a Vault was restored from a snapshot, no revocation stays missing."""
+    keys, writer = issued(scene, 3), AnchorWriter()
+    revoke(scene, keys[0])
+    settle()
+    writer.run(now())
+    old = find_anchor()
+    revoke(scene, keys[1])
+    settle()
+    writer.run(now())
+    newest = find_anchor()
+    assert old is not None
+    assert newest is not None
+    anchors._write(Anchor(version=newest.version), old.lines, old.sequence)
+    assert anchored_ids() == [keys[0].key_id]
+    revoke(scene, keys[2])
+    settle()
+    for _ in range(2):
+        writer.run(now())
+    assert anchored_ids() == [key.key_id for key in keys]
+
+
+def test_anchor_that_was_never_read_raises_the_alarm(scene: Scene, settle: Callable[[], None]) -> None:
+    writer, began_at = AnchorWriter(), now()
+    with unavailable():
+        writer.run(began_at)
+        assert not Notice.objects.filter(kind="anchor.late").exists()
+        writer.run(began_at + LATE_AFTER + timedelta(seconds=1))
+    assert Notice.objects.get(kind="anchor.late").is_alarm
 
 
 def test_writer_with_a_stale_version_writes_nothing(scene: Scene, settle: Callable[[], None]) -> None:
