@@ -1,8 +1,8 @@
 """The broker Redis: kombu's transport, whose worker consumes again after Redis was lost.
 
 A worker reserves a limited number of messages. If Redis is lost while it has reserved them all, each acknowledgement
-fails, and the stock transport counts the messages as reserved for good: the worker never asks for another one. Without
-remote control, it has no other connection on which it would notice the loss.
+fails, and the stock transport counts the messages as reserved permanently: the worker never asks for another one.
+Without remote control, it has no other connection on which it would notice the loss.
 """
 
 from kombu.transport import redis

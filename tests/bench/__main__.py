@@ -27,7 +27,7 @@ from .telling import tell
 PARTS = ("verify", "revoke", "growth", "scale")
 
 DEFAULT_PARTS = PARTS[:3]
-"""What is measured unless a part is named: `scale` loads a million credentials first."""
+"""The parts that run unless one is named; `scale` loads a million credentials first."""
 
 
 def main() -> int:
