@@ -21,14 +21,14 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.domain.revocation_log import CaughtUp, Committed, Dropped, Ended, Opened
+from keyvault.domain.revocation_log import Anchored, CaughtUp, Committed, Dropped, Ended, Opened
 from keyvault.models import AuditEntry, Change, Key, Notice, Verifier
 from keyvault.models.recording import RecordedModel
 from keyvault.services import offboarding
 from keyvault.services.keys import lifecycle
 from keyvault.services.merchants import merchants
 from keyvault.services.recording import revocation_log
-from keyvault.services.recording.revocation_log import ENDING, append_lines, read_lines
+from keyvault.services.recording.revocation_log import ENDING, append_lines, find_anchored, read_lines
 from keyvault.services.revocations import log_backfill, replay
 from keyvault.services.revocations.log_backfill import LogBackfill
 from keyvault.services.revocations.log_opening import open_revocation_log
@@ -205,6 +205,13 @@ def test_log_written_by_many_processes_loses_and_tears_no_line() -> None:
         own = [line.id for line in found_lines if isinstance(line, Ended) and line.id.startswith(name)]
         assert own == [f"{name}{number}" for number in range(100)]
     assert all(isinstance(line, Ended if number % 2 == 0 else Committed) for number, line in enumerate(found_lines))
+
+
+def test_log_covers_the_anchor_only_up_to_what_it_took_from_there() -> None:
+    """A database that was set back reuses sequences, so progress through its changes covers nothing of the anchor."""
+    assert find_anchored() == 0
+    append_lines([Anchored(5), CaughtUp(9)])
+    assert find_anchored() == 5
 
 
 # --- damage -----------------------------------------------------------------------------------------------

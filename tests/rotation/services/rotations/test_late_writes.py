@@ -7,7 +7,7 @@ from keyvault.backends.base import BackendConflictError, BackendUnavailableError
 from keyvault.backends.local import LocalKeystore
 from keyvault.models import Key, Material
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.secrets.stored_copies import find_stored, read_string
+from keyvault.services.secrets.stored_copies import find_stored, newest_version, read_string
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.models import LedgerState, Rotation
@@ -180,3 +180,19 @@ def test_write_without_a_reply_is_settled_by_the_next_delivery(
     assert keystore.arrive() == [BackendConflictError]
     assert not rotation.ledger.filter(state=LedgerState.STARTED).exists()
     assert stored_key(rotation) == rotation.replacement_id
+
+
+def test_cancellation_after_a_write_that_was_not_sent_writes_nothing(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A credential has few versions, and the predecessor is the newest one already."""
+    rotation = begun(clock)
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "put", scene.unavailable)
+        rotation = advance(rotation, clock)
+    before = newest_version(rotation.credential)
+    assert rotation.replacement is not None
+    revoke(rotation.replacement, clock)
+    rotation = advance(rotation, clock, 30)
+    assert rotation.state == S.CANCELLED
+    assert newest_version(rotation.credential) == before
