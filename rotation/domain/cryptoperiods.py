@@ -75,12 +75,12 @@ def _fit(window: Window | None, due_at: datetime, ends_at: datetime, earliest_at
     first = window.next_opening(due_at)
     if first is not None and first <= ends_at:
         return first
-    at = due_at - _DAY
-    while at >= earliest_at:
+    at = due_at
+    while at > earliest_at:
+        at = max(at - _DAY, earliest_at)
         opening = window.next_opening(at)
         if opening is not None and opening <= ends_at:
             return opening
-        at -= _DAY
     return first
 
 

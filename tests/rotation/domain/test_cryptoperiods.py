@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rotation.domain.cryptoperiods import Terms, find_term_faults, jitter_of, next_date
@@ -42,6 +42,8 @@ def test_jitter_of_many_credentials_spreads_them() -> None:
     assert all(days.count(day) > 50 for day in range(10))
 
 
+# The only opening is in the first day of the second half.
+@example(Terms(15, 14, 0, Window("America/New_York", (5,), 481, 541)), "", datetime(2025, 10, 17, 12, tzinfo=UTC))
 @given(terms, st.text(max_size=9), moments)
 def test_next_date_is_in_the_window_and_within_the_cryptoperiod(
     chosen: Terms, credential_id: str, activated_at: datetime
