@@ -55,7 +55,7 @@ def _limit(endpoint: Endpoint) -> str:
     )
 
 
-def describe_endpoint(endpoint: Endpoint) -> dict[str, Any]:
+def describe_catalog_endpoint(endpoint: Endpoint) -> dict[str, Any]:
     """Describe an endpoint for the service plane and the command line, with its authorization panel."""
     limit = endpoint.limit
     return {

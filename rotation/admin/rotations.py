@@ -105,7 +105,7 @@ COLLECTION_FILTER = state_filter(
     {"open": _TO_COLLECT},
     name="collection",
     title="collection",
-    labels={"open": "waits for the requester"},
+    labels={"open": "not collected yet"},
 )
 
 

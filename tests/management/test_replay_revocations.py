@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -14,6 +15,7 @@ from django.db import connection
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
+from keyvault.backends.base import BackendUnavailableError
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.revocation_log import CaughtUp, Ended
@@ -22,6 +24,7 @@ from keyvault.services import offboarding
 from keyvault.services.keys import lifecycle
 from keyvault.services.recording.audit_chain import verify_audit
 from keyvault.services.recording.revocation_log import append_lines, describe_ended
+from keyvault.services.revocations import anchor
 from keyvault.services.revocations import replay as revocation_replays
 from keyvault.services.revocations.replay import compare_revocation_log, read_counter
 from keyvault.services.startup.startup_checks import require_current, require_ready
@@ -260,6 +263,13 @@ def test_replay_of_an_unreadable_log_is_refused(path: Path) -> None:
         replay()
     with pytest.raises(ImproperlyConfigured, match="cannot be read: Is a directory"):
         require_current()
+
+
+def test_replay_that_could_not_read_the_anchor_exits_1_and_says_so(scene: Scene) -> None:
+    error = BackendUnavailableError("The secrets manager does not answer.", internal="the Vault is sealed")
+    with mock.patch.object(anchor, "secret_backend", side_effect=error):
+        code, answer = replay()
+    assert (code, answer["ok"], answer["anchor_unread"]) == (1, False, "the Vault is sealed")
 
 
 def test_replay_as_text_lists_what_was_done(scene: Scene) -> None:

@@ -8,6 +8,7 @@ from django.test import override_settings
 
 from keyvault.models import BreakGlass, Operator
 from keyvault.services.usage.recorder import UsageLog
+from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from tests.rotation import scene
 
@@ -65,8 +66,11 @@ def test_rotate_key_that_takes_two_approvals_leaves_them_to_the_console(seeded: 
     credential_id = issue("production")["credential_id"]
     arguments = ("rotate_key", "--credential", credential_id, "--requested-by", "tam")
     with override_settings(APPROVALS_NEEDED={"sandbox": 0, "production": 2}):
-        with pytest.raises(CommandError, match="Each approver uses the console"):
+        with pytest.raises(CommandError, match="requires 2 approvals"):
             run(*arguments, "--approved-by", "approver")
+        rotation = Rotation.objects.get()
+        assert (rotation.state, rotation.approvals.count()) == ("awaiting_approval", 0)
+        run("abort_rotation", rotation.pk, "--by", "tam", "--reason", "again, without it")
         assert run(*arguments)["state"] == "awaiting_approval"
 
 

@@ -3,7 +3,7 @@
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from keyvault.access.endpoint_description import describe_endpoint
+from keyvault.access.endpoint_description import describe_catalog_endpoint
 from keyvault.access.permissions import Permission
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.openapi import documented
@@ -23,4 +23,4 @@ class EndpointsView(ServiceView):
         answers={200: ENDPOINTS_BODY},
     )
     def get(self, request: Request) -> Response:
-        return Response({"endpoints": [*map(describe_endpoint, current_catalog().endpoints)]})
+        return Response({"endpoints": [*map(describe_catalog_endpoint, current_catalog().endpoints)]})

@@ -5,7 +5,7 @@ from typing import Any
 
 from django.conf import settings
 
-from keyvault.access.endpoint_description import describe_endpoint, format_limit
+from keyvault.access.endpoint_description import describe_catalog_endpoint, format_limit
 from keyvault.access.limits import Limit
 from keyvault.management.json_command import JsonCommand
 from keyvault.services.catalog.catalog import current_catalog
@@ -18,7 +18,7 @@ class Command(JsonCommand):
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "endpoints": [describe_endpoint(endpoint) for endpoint in current_catalog().endpoints],
+            "endpoints": [describe_catalog_endpoint(endpoint) for endpoint in current_catalog().endpoints],
             "account_limits": {
                 environment: {"count": count, "seconds": seconds}
                 for environment, (count, seconds) in settings.ACCOUNT_LIMITS.items()

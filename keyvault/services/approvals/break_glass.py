@@ -6,6 +6,8 @@ it, or two other persons do. `BreakGlass.excluded_persons` has everyone who must
 
 import secrets
 
+from django.db.models import Q
+
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import SYSTEM_PREFIX, Channel, OperatorPrincipal
@@ -120,11 +122,17 @@ def exclude_collector(person: str, *subjects: str) -> None:
     `subjects`: the rotation, and the campaign or standing approval that covers it. Raises StateConflictError when the
     person reviewed one of their actions.
     """
+    if has_reviewed(person, *subjects):
+        raise StateConflictError("You reviewed the approval of this key. Another person must collect it.")
     for act in BreakGlass.objects.filter(subject__in=subjects):
-        if person in {act.first_reviewer_person, act.reviewer_person}:
-            raise StateConflictError("You reviewed the approval of this key. Another person must collect it.")
         if act.reviewed_at is None and not _is_excluded(act, person):
             act.compare_and_swap(excluded_persons=f"{act.excluded_persons} {person}")
+
+
+def has_reviewed(person: str, *subjects: str) -> bool:
+    """Whether the person reviewed a break-glass action of one of the subjects, as the first or the last reviewer."""
+    is_reviewer = Q(first_reviewer_person=person) | Q(reviewer_person=person)
+    return BreakGlass.objects.filter(is_reviewer, subject__in=subjects).exists()
 
 
 def _reviewer(grant: Grant) -> OperatorPrincipal:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
+from django.conf import settings
+
 from keyvault.backends.base import BackendConflictError, BackendInvalidError, BackendMissingError, Mount
 from keyvault.backends.vault.layout import CHECKPOINT_PATH
 from keyvault.domain.checkpoints import CheckpointMark, SignedCheckpoint
@@ -41,13 +43,15 @@ class CheckpointMarks:
         return (mark for mark in (self.stored, self.logged) if mark is not None and mark.number > 0)
 
 
-def read_marks(scope: str) -> CheckpointMarks:
-    """Return the marks of a scope.
+def read_marks(scope: str, *, needs_log: bool = True) -> CheckpointMarks:
+    """Return the marks of a scope. `needs_log`: a missing revocation log is an error, not a log without marks.
 
     Raises DependencyUnavailableError if the revocation log cannot be read, and the errors of the secret backend.
     """
+    logged: CheckpointMark | None = None
     try:
-        logged = find_checkpoint_mark(scope)
+        if needs_log or settings.REVOCATION_LOG.exists():
+            logged = find_checkpoint_mark(scope)
     except OSError as error:
         raise DependencyUnavailableError(
             "The revocation log cannot be read.", internal=f"the revocation log cannot be read: {error.strerror}"

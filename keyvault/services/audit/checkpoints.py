@@ -347,7 +347,8 @@ def _read_available_marks(scope: str) -> tuple[CheckpointMarks | None, str | Non
     if scope not in list_served_sets():
         return None, "this process does not serve it"
     try:
-        marks = read_marks(scope)
+        # A new host has no revocation log until its first start; the secret backend's mark suffices.
+        marks = read_marks(scope, needs_log=False)
     except KeyvaultError as error:
         return None, error.internal or error.detail
     return marks, None if list(marks) else "none is recorded yet"

@@ -84,7 +84,7 @@ def find_anchor() -> Anchor | None:
             internal=f"the revocation anchor belongs to installation {found.labels.get(LABEL)}: set a "
             "KEYVAULT_VAULT_PREFIX (or KEYVAULT_DATA_DIR) of this installation's own",
         )
-    previous, lines = _parse(found.labels)
+    previous, lines = _parse(_NEWEST, found.labels)
     try:
         return Anchor(int(found.labels["sequence"]), previous, lines, found.version)
     except (KeyError, ValueError):
@@ -270,22 +270,22 @@ def _format(previous: str, lines: Sequence[Ended]) -> dict[str, str]:
     return {"previous": previous, "lines": text, "digest": _digest(previous, text)}
 
 
-def _parse(labels: Mapping[str, str]) -> tuple[str, tuple[Ended, ...]]:
+def _parse(path: str, labels: Mapping[str, str]) -> tuple[str, tuple[Ended, ...]]:
     """Return the digest of the segment before, and the lines. Raises BackendInvalidError."""
     try:
         previous, text, digest = (labels[name] for name in ("previous", "lines", "digest"))
         lines = tuple(parse_line(line) for line in text.encode().splitlines())
     except (KeyError, DamagedLineError):
-        raise _invalid_error(_NEWEST) from None
+        raise _invalid_error(path) from None
     if digest != _digest(previous, text):
-        raise _invalid_error(_NEWEST)
+        raise _invalid_error(path)
     return previous, tuple(line for line in lines if isinstance(line, Ended))
 
 
 def _read_segment(digest: str) -> tuple[str, tuple[Ended, ...]]:
     """Return the digest of the segment before, and the lines. Raises the errors of the secret backend."""
     found = secret_backend().read(Mount.EVIDENCE, _path(digest))
-    previous, lines = _parse(found.labels)
+    previous, lines = _parse(_path(digest), found.labels)
     if found.labels["digest"] != digest or not lines:
         raise _invalid_error(_path(digest))
     return previous, lines

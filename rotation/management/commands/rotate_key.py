@@ -36,10 +36,14 @@ class Command(ApprovalMixin):
             credential,
             read_overrides(options),
         )
-        # Several approvals are given in the console.
-        decides_here = options["bypass"] or options["approved_by"] or rotation.approvals_needed == 1
-        if rotation.state == RotationState.AWAITING_APPROVAL and decides_here:
+        is_waiting = rotation.state == RotationState.AWAITING_APPROVAL
+        if is_waiting and (options["bypass"] or rotation.approvals_needed == 1):
             self._approve(rotation, credential, options)
+        elif is_waiting and options["approved_by"]:
+            raise StateConflictError(
+                f"{rotation.rotation_id} requires {rotation.approvals_needed} approvals. "
+                "Each approver approves it in the console."
+            )
         return {"rotation_id": rotation.rotation_id, "state": rotation.state}
 
     def _approve(self, rotation: Any, credential: Credential, options: Mapping[str, Any]) -> None:

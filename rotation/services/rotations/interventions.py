@@ -14,7 +14,7 @@ from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import BreakGlass, Material
-from keyvault.services.approvals.break_glass import exclude_collector, note_break_glass
+from keyvault.services.approvals.break_glass import exclude_collector, has_reviewed, note_break_glass
 from keyvault.services.approvals.four_eyes import note_command_line_approval
 from keyvault.services.issuance.requests import approvals_needed
 from keyvault.services.keys.lifecycle import discard_key, resume_key
@@ -437,7 +437,7 @@ def acknowledge(grant: Grant, rotation: Rotation) -> None:
 
 
 def may_collect(rotation: Rotation, person: str) -> bool:
-    """Whether the person may collect the replacement: anyone who neither approved the rotation nor bypassed it.
+    """Whether the person may collect the replacement: anyone who neither approved, bypassed nor reviewed its approval.
 
     An operator who requested it and bypassed the approval may, too. A scheduled rotation's requester is the author of
     the schedule, who may be absent when the key is there.
@@ -445,7 +445,14 @@ def may_collect(rotation: Rotation, person: str) -> bool:
     if rotation.requested_via_id is None and person == rotation.requester_person:
         return True
     began = BreakGlass.objects.filter(event="rotation.bypassed", subject=rotation.rotation_id, person=person)
-    return not rotation.approvals.filter(person=person).exists() and not began.exists()
+    decided = rotation.approvals.filter(person=person).exists() or began.exists()
+    return not decided and not has_reviewed(person, *_list_approved(rotation))
+
+
+def _list_approved(rotation: Rotation) -> list[str]:
+    """List the ids whose break-glass actions concern the approval of the rotation: its own, and what covers it."""
+    ids = (rotation.rotation_id, rotation.campaign_id, rotation.standing_approval_id)
+    return [each for each in ids if each is not None]
 
 
 def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
@@ -456,7 +463,9 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
     operator = grant.principal
     key = rotation.replacement
     if not isinstance(operator, OperatorPrincipal) or not may_collect(rotation, operator.person):
-        raise StateConflictError("A person who approved the rotation or bypassed its approval cannot collect its key.")
+        raise StateConflictError(
+            "A person who approved the rotation, or bypassed or reviewed its approval, cannot collect its key."
+        )
     if rotation.credential.delivery == Delivery.SEALED:
         raise StateConflictError(
             "A sealed credential's key is never shown to a person: read the replacement from the secret backend."
@@ -473,8 +482,7 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
         rotation.compare_and_swap(collected_at=grant.at, awaits_requester=False)
         is_secret = rotation.credential.kind != KeyKind.PUBLIC
         if is_secret and account.environment == Environment.PRODUCTION:
-            covering = [row for row in (rotation.campaign_id, rotation.standing_approval_id) if row is not None]
-            exclude_collector(operator.person, rotation.rotation_id, *covering)
+            exclude_collector(operator.person, *_list_approved(rotation))
             note_break_glass(
                 grant,
                 event="rotation.collected",

@@ -172,6 +172,15 @@ def test_verify_without_the_backend_says_that_it_did_not_compare(signed: None) -
         assert verify().unmarked == "sealed"
 
 
+def test_rewritten_log_is_detected_on_a_host_without_a_revocation_log(signed: None) -> None:
+    """Guarantee: a new container compares with the secret backend's mark before its first start."""
+    settings.REVOCATION_LOG.unlink()
+    rewrite_everything()
+    report = verify()
+    assert report.unmarked is None
+    assert report.broken is not None
+
+
 def test_evidence_keeps_a_bounded_number_of_versions(signed: None) -> None:
     """The embedded keystore does not grow with the checkpoints."""
     for turn in range(2, EVIDENCE_VERSIONS + 4):

@@ -157,14 +157,18 @@ def test_rotation_aborted_after_its_key_was_made_again_makes_the_first_write_fai
     assert stored_key(rotation) == rotation.predecessor_id
 
 
+def after_an_unsent_write(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Rotation:
+    rotation = begun(clock)
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "put", scene.unavailable)
+        return advance(rotation, clock)
+
+
 def test_rotation_aborted_after_a_write_that_was_not_sent_is_canceled(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An outage does not turn each abort into a rollback."""
-    rotation = begun(clock)
-    with monkeypatch.context() as outage:
-        outage.setattr(LocalKeystore, "put", scene.unavailable)
-        rotation = advance(rotation, clock)
+    rotation = after_an_unsent_write(clock, monkeypatch)
     assert abort(rotation, clock).state == S.CANCELLED
     assert stored_key(rotation) == rotation.predecessor_id
 
@@ -186,10 +190,7 @@ def test_cancellation_after_a_write_that_was_not_sent_writes_nothing(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A credential has few versions, and the predecessor is the newest one already."""
-    rotation = begun(clock)
-    with monkeypatch.context() as outage:
-        outage.setattr(LocalKeystore, "put", scene.unavailable)
-        rotation = advance(rotation, clock)
+    rotation = after_an_unsent_write(clock, monkeypatch)
     before = newest_version(rotation.credential)
     assert rotation.replacement is not None
     revoke(rotation.replacement, clock)

@@ -23,7 +23,7 @@ from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.interventions import abort_rotation, acknowledge, collect_replacement
+from rotation.services.rotations.interventions import abort_rotation, acknowledge, collect_replacement, may_collect
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, reject_rotation, request_rotation
 from tests.clocks import Clock
@@ -300,7 +300,8 @@ def test_replacement_collector_does_not_review_its_approval(clock: Clock) -> Non
 def test_replacement_whose_approval_a_person_reviewed_is_not_shown_to_that_person(clock: Clock) -> None:
     rotation = delivered_for_responder(clock)
     review(rotation, scene.admin(), clock)
-    with pytest.raises(StateConflictError, match="Another person must collect it"):
+    assert not may_collect(rotation, scene.admin().person)
+    with pytest.raises(StateConflictError, match="bypassed or reviewed its approval, cannot collect"):
         collect(rotation, scene.admin(), clock)
     assert get_rotation(rotation.rotation_id).collected_at is None
     other = make_operator("other", Role.KEY_ADMINISTRATOR)
