@@ -402,6 +402,7 @@ class Migration(migrations.Migration):
                 ('created_at', models.DateTimeField()),
             ],
             options={
+                'indexes': [models.Index(condition=models.Q(('status', 'offboarded')), fields=['merchant_id'], name='merchant_offboarded')],
                 'constraints': [models.CheckConstraint(condition=models.Q(('status__in', ['active', 'suspended', 'offboarded'])), name='merchant_status')],
             },
         ),

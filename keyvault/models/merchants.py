@@ -25,6 +25,11 @@ class Merchant(RecordedModel):
 
     class Meta:
         constraints = [choices_check("merchant_status", "status", MerchantStatus)]
+        indexes = [
+            models.Index(
+                fields=["merchant_id"], name="merchant_offboarded", condition=Q(status=MerchantStatus.OFFBOARDED)
+            )
+        ]
 
     def __str__(self) -> str:
         return self.merchant_id
