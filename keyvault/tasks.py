@@ -35,7 +35,12 @@ def run_maintenance() -> None:
     A failed step does not stop the others. Raises the first error at the end.
     """
     errors = []
-    ends = (maintenance.expire_due, maintenance.discard_due, maintenance.backfill_revocation_log)
+    ends = (
+        maintenance.compare_revocation_log,
+        maintenance.expire_due,
+        maintenance.discard_due,
+        maintenance.backfill_revocation_log,
+    )
     copies = (
         maintenance.destroy_due,
         maintenance.settle_due,

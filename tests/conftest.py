@@ -291,6 +291,7 @@ def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> None:
     from keyvault.hotpath.adapters.assembly import load_blocking
     from keyvault.services.limits.limiter import failed_proofs, limiter
     from keyvault.services.limits.sign_in_attempts import attempts
+    from keyvault.services.revocations.log_opening import late_comparison
     from keyvault.services.usage.recorder import usage_log
 
     from .factories import forget_evidence, renew_revocation_log
@@ -299,6 +300,7 @@ def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> None:
     forget_evidence(data_dir / "keystore.sqlite3")
     limiter.cache_clear()
     failed_proofs.cache_clear()
+    late_comparison.is_due = False
     attempts.cache_clear()
     load_blocking.cache_clear()
     usage_log._sources.clear()  # of the engines of earlier tests

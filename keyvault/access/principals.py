@@ -105,7 +105,7 @@ WORKER = System(
     "worker",
     frozenset({Permission.ISSUANCE_EXECUTE, Permission.ROTATIONS_ADVANCE, Permission.ROTATIONS_BEGIN})
     | {Permission.WEBHOOKS_DELIVER, Permission.AUDIT_SIGN, Permission.KEYS_REHASH, Permission.BACKEND_RECONCILE}
-    | {Permission.REVOCATION_LOG_APPEND, Permission.PROCESSES_WATCH},
+    | {Permission.REVOCATION_LOG_APPEND, Permission.REVOCATIONS_REPLAY, Permission.PROCESSES_WATCH},
 )
 CONSOLE = System("console", frozenset({Permission.SESSIONS_WRITE}), Channel.CONSOLE)
 """The console's sign-in page, which records unauthenticated attempts."""

@@ -38,6 +38,12 @@ _anchor = Gauge(
     multiprocess_mode="livemax",
 )
 
+_uncompared = Gauge(
+    "keyvault_revocation_log_uncompared",
+    "1 while a worker that started without the secret backend has not compared the revocation log with the anchor.",
+    multiprocess_mode="livemax",
+)
+
 _from_memory = Counter("keyvault_verdicts_from_memory", "Verdicts from memory: allowed keys and repeated refusals.")
 _denials = Counter("keyvault_denials", "Denied requests for an endpoint, by the code of the answer.", ["code"])
 _feed_age = Gauge(
@@ -126,6 +132,10 @@ def note_pepper(pepper_set: str, version: int) -> None:
 
 def note_anchor(until: datetime) -> None:
     _anchor.set(until.timestamp())
+
+
+def note_compared(is_compared: bool) -> None:
+    _uncompared.set(0 if is_compared else 1)
 
 
 def note_checkpoint(scope: str, at: datetime) -> None:

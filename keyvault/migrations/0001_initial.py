@@ -645,7 +645,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='breakglass',
-            constraint=models.CheckConstraint(condition=models.Q(('is_claimed', False), ('reviewer_person__isnull', True), ('reviewer_person', models.F('person')), models.Q(('first_reviewer_person__isnull', False), models.Q(('first_reviewer_person', models.F('reviewer_person')), _negated=True)), _connector='OR'), name='break_glass_claim_reviewed'),
+            constraint=models.CheckConstraint(condition=models.Q(('is_claimed', False), ('reviewer_person__isnull', True), models.Q(('first_reviewer_person__isnull', False), models.Q(('first_reviewer_person', models.F('reviewer_person')), _negated=True)), _connector='OR'), name='break_glass_claim_reviewed'),
         ),
         migrations.AddConstraint(
             model_name='credential',
@@ -662,6 +662,10 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='credential',
             index=models.Index(fields=['-created_at', '-credential_id'], name='credential_newest'),
+        ),
+        migrations.AddIndex(
+            model_name='credential',
+            index=models.Index(fields=['label'], name='credential_label', opclasses=['varchar_pattern_ops']),
         ),
         migrations.AddIndex(
             model_name='credential',
@@ -842,6 +846,10 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='issuancerequest',
             index=models.Index(fields=['-created_at', '-issuance_request_id'], name='request_newest'),
+        ),
+        migrations.AddIndex(
+            model_name='issuancerequest',
+            index=models.Index(fields=['label'], name='request_label', opclasses=['varchar_pattern_ops']),
         ),
         migrations.AddIndex(
             model_name='issuancerequest',

@@ -90,8 +90,8 @@ class BreakGlass(RecordedModel):
     `person` acted, or was named on the command line. `requester_person` requested the subject. `excluded_persons`:
     everyone who must not review the action, separated by spaces; persons are only added.
 
-    `is_claimed`: an approval on a command line, which proves no identity. The claimed approver reviews it, or two other
-    persons do: `first_reviewer` and `reviewer`.
+    `is_claimed`: an approval on a command line, which proves no identity. Two persons review it, `first_reviewer` and
+    `reviewer`; the claimed approver may be one of them.
     """
 
     act_id = models.CharField(primary_key=True, max_length=32)
@@ -143,7 +143,6 @@ class BreakGlass(RecordedModel):
                 name="break_glass_claim_reviewed",
                 condition=Q(is_claimed=False)
                 | Q(reviewer_person__isnull=True)
-                | Q(reviewer_person=F("person"))
                 | (Q(first_reviewer_person__isnull=False) & ~Q(first_reviewer_person=F("reviewer_person"))),
             ),
         ]

@@ -45,6 +45,11 @@ def page_indexes(name: str, primary_key: str, filtered: str = "") -> list[models
     ]
 
 
+def prefix_index(name: str, column: str) -> models.Index:
+    """Return the index with which PostgreSQL finds the rows whose text begins with a word, in any collation."""
+    return models.Index(fields=[column], name=name, opclasses=["varchar_pattern_ops"])
+
+
 def created_at() -> "models.DateTimeField[Any, Any]":
     """Return a column that the service sets from its own `now`, not from the database's clock."""
     return models.DateTimeField()

@@ -16,6 +16,7 @@ from keyvault.models.columns import (
     choice,
     choices_check,
     page_indexes,
+    prefix_index,
 )
 from keyvault.models.keys import Credential, Key
 from keyvault.models.merchants import Account
@@ -73,6 +74,7 @@ class IssuanceRequest(RequestColumns):
         indexes = [
             models.Index(fields=["state", "created_at", "issuance_request_id"], name="request_by_state"),
             models.Index(fields=["-created_at", "-issuance_request_id"], name="request_newest"),
+            prefix_index("request_label", "label"),
             *page_indexes("request", "issuance_request_id"),
             *page_indexes("request", "issuance_request_id", "state"),
             models.Index(

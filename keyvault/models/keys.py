@@ -18,6 +18,7 @@ from keyvault.models.columns import (
     choices_check,
     created_at,
     page_indexes,
+    prefix_index,
 )
 from keyvault.models.merchants import Account
 from keyvault.models.recording import RecordedModel
@@ -58,6 +59,7 @@ class Credential(RecordedModel):
         ]
         indexes = [
             models.Index(fields=["-created_at", "-credential_id"], name="credential_newest"),
+            prefix_index("credential_label", "label"),
             *page_indexes("credential", "credential_id", "kind"),
         ]
 

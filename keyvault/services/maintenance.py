@@ -32,6 +32,7 @@ from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.revocation_log import host_name
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.revocations import anchor, log_backfill
+from keyvault.services.revocations.log_opening import late_comparison
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.usage.retention import roll_up
@@ -183,6 +184,11 @@ def forget_due() -> None:
             roll_up(now)
         finally:
             retention.forget_expired_rows(now)
+
+
+def compare_revocation_log() -> None:
+    """Compare the revocation log with the revocation anchor if the start could not, and revoke again what was lost."""
+    late_comparison.run(datetime.now(UTC))
 
 
 def backfill_revocation_log() -> None:

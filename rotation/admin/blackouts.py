@@ -1,10 +1,8 @@
 """Blackout calendars in the console: periods in which no scheduled rotation begins."""
 
 from datetime import UTC, datetime
-from typing import Any
 
 from django.contrib import admin
-from django.db.models import Count, Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
@@ -19,6 +17,9 @@ from rotation.admin.schedule_widgets import format_scope
 from rotation.models import BlackoutCalendar
 from rotation.services.schedules.reports import state_of_schedule
 from rotation.services.schedules.schedules import save_calendar
+
+_MAX_SCHEDULES = 200
+"""Maximum number of a calendar's schedules that a page reads."""
 
 
 def _save_calendar(grant: Grant, cleaned: Cleaned) -> ActionResult:
@@ -62,11 +63,6 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
     search_fields = ("name",)
     ordering = ("name",)
 
-    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        used = Count("schedules", filter=Q(schedules__is_enabled=True))
-        rows: QuerySet[Any] = super().get_queryset(request).annotate(schedules_count=used)
-        return rows
-
     @admin.display(description="periods")
     def count(self, row: BlackoutCalendar) -> int:
         return len(row.periods)
@@ -78,8 +74,9 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
         return short_moment(next(ahead, None))
 
     @admin.display(description="enabled schedules")
-    def used_by(self, row: Any) -> int:
-        return int(row.schedules_count)
+    def used_by(self, row: BlackoutCalendar) -> str:
+        count = row.schedules.filter(is_enabled=True)[: _MAX_SCHEDULES + 1].count()
+        return f"more than {_MAX_SCHEDULES}" if count > _MAX_SCHEDULES else str(count)
 
     def summary(self, row: BlackoutCalendar) -> FactTable:
         return FactTable("Calendar", [("Name", mono(row)), ("Periods", len(row.periods))])
@@ -91,19 +88,21 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
             for each, (begins_at, ends_at) in zip(row.periods, _read(row), strict=True)
         ]
         schedules = row.schedules.select_related("account__merchant", "credential__account__merchant").order_by("pk")
+        found = list(schedules[: _MAX_SCHEDULES + 1])
+        more = f", first {_MAX_SCHEDULES}" if len(found) > _MAX_SCHEDULES else ""
         using = [
             [
                 link(reverse("admin:rotation_rotationschedule_change", args=[item.pk]), format_scope(item)),
                 badge(state_of_schedule(item)),
             ]
-            for item in schedules
+            for item in found[:_MAX_SCHEDULES]
         ]
         return Detail(
             title=row.name,
             state="",
             sections=[
                 Table("Periods", ["begins (UTC)", "ends (UTC)", "reason", ""], periods),
-                Table("Schedules that use this calendar", ["for", "state"], using),
+                Table(f"Schedules that use this calendar{more}", ["for", "state"], using),
             ],
         )
 

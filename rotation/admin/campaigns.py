@@ -145,7 +145,7 @@ def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
         ),
         reason=cleaned["reason"],
     )
-    count = _credentials(campaign.members.count())
+    count = _credentials(_count_members(campaign))
     return submitted(
         campaign,
         is_undecided=_is_undecided(campaign),
@@ -180,7 +180,7 @@ class CampaignAdmin(ConsoleModelAdmin):
             P.ROTATIONS_APPROVE,
             approve_campaign,
             explain=lambda row: (
-                f"You approve exactly {_credentials(row.members.count())}, listed on the page of the campaign, "
+                f"You approve exactly {_credentials(_count_members(row))}, listed on the page of the campaign, "
                 "with the plan and pace below."
             ),
             approved="Approved. The worker starts at the approved pace.",
@@ -240,7 +240,7 @@ class CampaignAdmin(ConsoleModelAdmin):
 
     @admin.display(description="credentials")
     def credentials(self, row: Campaign) -> int:
-        return row.members.count()
+        return _count_members(row)
 
     def name_of(self, row: Campaign) -> str:
         return f"{row.environment} · {row.reason[:60]}"
@@ -256,7 +256,7 @@ class CampaignAdmin(ConsoleModelAdmin):
             "Request",
             [
                 ("Environment", badge(row.environment)),
-                ("Credentials", row.members.count()),
+                ("Credentials", _count_members(row)),
                 ("Merchants", "all" if merchants is None else ", ".join(merchants)),
                 ("Minimum key age", "any age" if days is None else f"{days} days"),
                 ("Excluded", _left_out(row)),
@@ -298,6 +298,11 @@ class CampaignAdmin(ConsoleModelAdmin):
     def line_of(self, row: Campaign) -> Line:
         detail = row.why or f"requested by {row.requester.username}"
         return Line(self.url_of(row), self.name_of(row), detail, row.created_at)
+
+
+def _count_members(row: Campaign) -> int:
+    """Return the stored number, so that a list counts no rows."""
+    return int(row.selection["count"])
 
 
 def _credentials(count: int) -> str:
@@ -373,7 +378,7 @@ def _bar(done: int, total: int) -> SafeString:
 
 def _members(row: Campaign) -> Table:
     """Return the credentials, failed and stalled ones first."""
-    total = row.members.count()
+    total = _count_members(row)
     found = list_failed_first(row, _MAX_MEMBERS)
     more = "" if total <= len(found) else f", first {len(found)} of {total}"
     return Table(

@@ -52,7 +52,7 @@ from rotation.domain.plan_fields import Proof
 from rotation.domain.runbook import Case, find_stall, find_wait, fit_advice
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
-from rotation.services.rotations.interventions import may_collect
+from rotation.services.rotations.interventions import list_collectable, may_collect
 from rotation.services.rotations.reports import find_waits, subject_of
 from rotation.services.rotations.requests import is_undecided
 
@@ -132,8 +132,9 @@ class RotationAdmin(ConsoleModelAdmin):
         "=predecessor__key_id",
         "=replacement__key_id",
         "=credential__account__merchant__merchant_id",
+        "^credential__label",
     )
-    search_help_text = "By rotation id, credential id, key id or merchant id."
+    search_help_text = "By rotation id, credential id, key id, merchant id or the beginning of a label."
     sortable_by = ()
     ordering = ("-created_at",)
 
@@ -269,6 +270,13 @@ class RotationAdmin(ConsoleModelAdmin):
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(_TO_COLLECT, requester_person=me)
             yield self.attention_item("Replacements to collect", mine, "?collection=open", "action")
+            # Their requester, the author of the schedule or the campaign, may be absent.
+            begun = Q(schedule__isnull=False) | Q(campaign__isnull=False)
+            waiting = self.list_decidable(
+                request, P.ISSUANCE_COLLECT, rows.filter(_TO_COLLECT, begun).exclude(requester_person=me)
+            )
+            others = list_collectable(waiting, me)
+            yield self.attention_item("Replacements to collect for others", others, "?collection=open", "action")
         blocked = rows.filter(_is_blocked())
         yield self.attention_item("Rotations blocked by a failing step or an endpoint", blocked, "?held=up", "alarm")
         bypassed = rows.filter(_is_unreviewed())

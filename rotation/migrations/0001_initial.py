@@ -282,6 +282,10 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='rotation',
+            index=models.Index(condition=models.Q(('awaits_requester', True), models.Q(('schedule__isnull', False), ('campaign__isnull', False), _connector='OR')), fields=['created_at'], name='rotation_to_hand_over'),
+        ),
+        migrations.AddIndex(
+            model_name='rotation',
             index=models.Index(condition=models.Q(('bypassed_at__isnull', False)), fields=['-created_at', '-rotation_id'], name='rotation_bypassed'),
         ),
         migrations.AddIndex(

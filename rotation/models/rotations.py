@@ -126,6 +126,11 @@ class Rotation(RequestColumns):
                 condition=Q(awaits_requester=True),
             ),
             models.Index(
+                fields=["created_at"],
+                name="rotation_to_hand_over",
+                condition=Q(awaits_requester=True) & (Q(schedule__isnull=False) | Q(campaign__isnull=False)),
+            ),
+            models.Index(
                 fields=["-created_at", "-rotation_id"],
                 name="rotation_bypassed",
                 condition=Q(bypassed_at__isnull=False),

@@ -259,6 +259,7 @@ def test_systems_have_only_their_own_permissions(permission: P) -> None:
     """The worker carries out, the host sets up; neither approves, reads or revokes by that."""
     worker = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER}
     worker |= {P.AUDIT_SIGN, P.KEYS_REHASH, P.BACKEND_RECONCILE, P.REVOCATION_LOG_APPEND, P.PROCESSES_WATCH}
+    worker |= {P.REVOCATIONS_REPLAY}
     host = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.PEPPERS_READ, P.PEPPERS_WRITE}
     host |= {P.REVOCATIONS_REPLAY}
     assert (asked(WORKER, permission) == "allowed") == (permission in worker)

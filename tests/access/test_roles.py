@@ -117,7 +117,7 @@ def test_roles_no_console_role_has_system_permissions_or_creates_operators() -> 
 
 def test_roles_worker_and_host_have_their_own_few_rights() -> None:
     """A stolen worker approves nothing and reads nothing; the host's shell approves nothing either."""
-    assert WORKER.permissions == ENGINE
+    assert WORKER.permissions == ENGINE | {P.REVOCATIONS_REPLAY}
     peppers = {P.PEPPERS_READ, P.PEPPERS_WRITE}
     assert HOST.permissions == {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.REVOCATIONS_REPLAY} | peppers
     assert HOST.permissions.isdisjoint(APPROVING | ENGINE)

@@ -181,6 +181,29 @@ def test_site_search_finds_rows_by_any_field_and_by_all_words(desk: Desk, word: 
             assert found == expected, query
 
 
+@pytest.mark.parametrize("page", ["keyvault_key", "keyvault_credential", "keyvault_issuancerequest"])
+def test_site_search_finds_the_beginning_of_a_label(desk: Desk, page: str) -> None:
+    """A label of several words is found by its first word, or in quotes."""
+    issue(desk.sandbox, label="Web shop")
+    issue(desk.sandbox, label="Webhooks")
+    client = browser(desk.admin)
+    counts = {"Web": 2, '"Web shop"': 1, "'Web s' acme": 1, "shop": 0, "Web_": 0, "'": 0, '"Web shop': 0}
+    for query, count in counts.items():
+        listed = client.get(address(f"{page}_changelist"), {"q": query})
+        assert len(listed.context["cl"].result_list) == count, query
+
+
+def test_site_search_states_that_more_rows_match_than_it_reads(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator learns that a row may be missing, and an id still finds every row."""
+    monkeypatch.setattr(model_admin, "_MAX_FOUND", 2)
+    keys = [issue(desk.sandbox, label=f"label-{number}")[0] for number in range(3)]
+    client, page = browser(desk.admin), address("keyvault_key_changelist")
+    for query, count, is_cut in (("acme", 2, True), ("label", 2, True), ("label-1", 1, False), (keys[0].pk, 1, False)):
+        listed = client.get(page, {"q": query})
+        assert len(listed.context["cl"].result_list) == count, query
+        assert ("only 1,000 of them are searched" in text_of(listed)) is is_cut
+
+
 def test_site_list_of_keys_is_not_sorted_by_a_column_of_the_query_string(desk: Desk) -> None:
     """Sorting by a column without an index would read all keys."""
     client, page = browser(desk.admin), address("keyvault_key_changelist")

@@ -14,6 +14,7 @@ from django.conf import settings
 from django.core.management import CommandError, call_command
 from django.db import connection
 
+from keyvault.access.roles import Role
 from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
 from keyvault.models.triggers import drop_triggers, ensure_triggers
 from keyvault.services.audit.checkpoints import CHECKPOINT_EVERY, sign_due
@@ -253,24 +254,28 @@ def test_audit_public_key_in_both_formats_is_the_same_key(signed: None) -> None:
 
 # --- a restored backup -----------------------------------------------------------------------------------------
 
+ACCEPT = ("--by", "admin", "--approved-by", "approver", "--reason", "restored")
+
 
 def test_audit_verify_and_accept_audit_rollback_after_a_restore(signed: None) -> None:
     """Verification fails below the recorded checkpoint until an operator accepts the rollback."""
     make_operator("admin")
+    make_operator("approver", Role.APPROVER)
     _cut_tail()
     with pytest.raises(SystemExit):
         printed("audit_verify")
-    accepted = json.loads(printed("accept_audit_rollback", "--by", "admin", "--reason", "restored", "--json"))
+    accepted = json.loads(printed("accept_audit_rollback", *ACCEPT, "--json"))
     assert "sandbox" in accepted["accepted"]
     answer = json.loads(printed("audit_verify", "--json"))
     assert answer["intact"]
     assert answer["checkpoints"]["sandbox"]["recorded_newest"] == "compared"
     with pytest.raises(CommandError, match="was not set back"):
-        printed("accept_audit_rollback", "--by", "admin", "--reason", "restored")
+        printed("accept_audit_rollback", *ACCEPT)
 
 
 def test_accept_audit_rollback_without_the_revocation_log_is_refused(signed: None) -> None:
     make_operator("admin")
+    make_operator("approver", Role.APPROVER)
     settings.REVOCATION_LOG.unlink()
     with pytest.raises(CommandError, match="revocation log"):
-        printed("accept_audit_rollback", "--by", "admin", "--reason", "restored")
+        printed("accept_audit_rollback", *ACCEPT)

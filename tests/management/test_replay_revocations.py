@@ -189,7 +189,8 @@ def test_replay_advances_the_sequence_so_that_no_receipt_goes_back(scene: Scene)
 
 
 def test_replay_advances_the_sequence_of_a_new_database() -> None:
-    """A new database beside an old log, which is also how a wrong data folder looks."""
+    """A new database beside a log of its installation."""
+    have_peppers()
     if connection.vendor == "sqlite":
         with connection.cursor() as cursor:
             cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'keyvault_change'")

@@ -4,7 +4,7 @@
 Django's history, bulk actions and edit forms have no route.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import URLPattern, path, reverse
 from django.utils.functional import cached_property
+from django.utils.text import smart_split, unescape_string_literal
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -61,10 +62,30 @@ _MAX_COUNTED = 10_000
 
 
 _MAX_FOUND = 1_000
-"""Maximum rows that a search finds by each field and word, the first in the order of the list.
+"""Maximum rows that a search finds by each field and word: the first in the order of the list, or any of a prefix.
 
 The id of an older row still finds that row alone.
 """
+
+_CUT_NOTE = (
+    f"A word of the search matches more than {_MAX_FOUND:,} rows, and only {_MAX_FOUND:,} of them are searched: the "
+    "newest of an id, any of a label. Search for another id, or for more of the label."
+)
+
+
+def _split(search_term: str) -> Iterator[str]:
+    """Yield the words of a search; a phrase in quotes is one word."""
+    for word in smart_split(search_term):
+        is_quoted = len(word) > 2 and word[0] == word[-1] and word[0] in "\"'"
+        yield unescape_string_literal(word) if is_quoted else word
+
+
+def _search(rows: QuerySet[Any], name: str, word: str) -> QuerySet[Any]:
+    """Select the rows of which one search field matches the word."""
+    if name.startswith("^"):
+        return rows.order_by().filter(**{f"{name[1:]}__startswith": word})  # sorting would read all of a short prefix
+    lookup = f"{name[1:]}__exact" if name.startswith("=") else f"{name}__icontains"
+    return rows.filter(**{lookup: word})
 
 
 class BoundedPaginator(_Paginator):
@@ -98,7 +119,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     """Model admin of one model. Subclasses define the view permissions, the page contents and the actions.
 
     Models with a row for each key or request set `sortable_by = ()`, since sorting by a column reads all rows, and
-    search by `=` fields only, each of which has an index.
+    search by `=` and `^` fields only, each of which has an index.
     """
 
     section = ""
@@ -163,16 +184,21 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     ) -> tuple[QuerySet[Any], bool]:
         """Return the rows that have each of the words in a field of `search_fields`; the second value is for Django.
 
-        A field with `=` equals the word, others contain it. Each field is searched by itself, with its own index: one
-        condition over the columns of several tables would read all rows.
+        A field with `=` equals the word, with `^` it begins with the word, others contain it. Quotes make one word of
+        several. Each field is searched by itself, with its own index: one condition over the columns of several tables
+        would read all rows. Tells the operator if there are more rows than the search reads.
         """
         rows = self.model._base_manager.order_by(*self.get_ordering(request))
-        for word in search_term.split():
+        is_cut = False
+        for word in _split(search_term):
             ids: set[object] = set()
             for name in self.search_fields:
-                lookup = f"{name[1:]}__exact" if name.startswith("=") else f"{name}__icontains"
-                ids.update(rows.filter(**{lookup: word}).values_list("pk", flat=True)[:_MAX_FOUND])
+                found = list(_search(rows, name, word).values_list("pk", flat=True)[: _MAX_FOUND + 1])
+                is_cut = is_cut or len(found) > _MAX_FOUND
+                ids.update(found[:_MAX_FOUND])
             queryset = queryset.filter(pk__in=ids)
+        if is_cut:
+            messages.info(request, _CUT_NOTE)
         return queryset, False
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:

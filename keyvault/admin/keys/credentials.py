@@ -94,8 +94,8 @@ class CredentialAdmin(ConsoleModelAdmin):
 
     list_display = ("credential_id", "account", "kind", "label", "key_states", "created")
     list_filter = ("account__environment", "kind", "delivery")
-    search_fields = ("=credential_id", "=keys__key_id", "=account__merchant__merchant_id")
-    search_help_text = "By credential id, key id or merchant id. Never paste a whole key."
+    search_fields = ("=credential_id", "=keys__key_id", "=account__merchant__merchant_id", "^label")
+    search_help_text = "By credential id, key id, merchant id or the beginning of a label. Never paste a whole key."
     sortable_by = ()
     ordering = ("-created_at",)
 

@@ -188,8 +188,9 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         "=key__key_id",
         "=credential__credential_id",
         "=account__merchant__merchant_id",
+        "^label",
     )
-    search_help_text = "By request id, key id, credential id or merchant id."
+    search_help_text = "By request id, key id, credential id, merchant id or the beginning of a label."
     sortable_by = ()
     ordering = ("-created_at",)
 

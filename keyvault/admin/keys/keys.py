@@ -175,9 +175,15 @@ class KeyAdmin(ConsoleModelAdmin):
 
     list_display = ("key_id", "state_badge", "account", "kind", "first_used", "last_used", "expires")
     list_filter = ("state", "credential__account__environment", "credential__kind", EXPOSED_FILTER)
-    search_fields = ("=key_id", "=credential__credential_id", "=credential__account__merchant__merchant_id")
+    search_fields = (
+        "=key_id",
+        "=credential__credential_id",
+        "=credential__account__merchant__merchant_id",
+        "^credential__label",
+    )
     search_help_text = (
-        "By key id (the 16 characters after the third underscore), credential id or merchant id. Times are UTC."
+        "By key id (the 16 characters after the third underscore), credential id, merchant id or the beginning of a "
+        "label. Times are UTC."
     )
     sortable_by = ()
     ordering = ("-created_at",)

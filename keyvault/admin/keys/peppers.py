@@ -1,28 +1,22 @@
 """Pepper versions in the console, as shown by `manage.py pepper_status`. Only the host creates and retires them."""
 
-from datetime import UTC, datetime
-from itertools import islice
-from typing import Any
-
 from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest
-from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.widgets import Detail, FactTable, Table, badge, link, moment, mono, short_moment
-from keyvault.domain.digests import PepperSet
+from keyvault.admin.framework.widgets import Detail, FactTable, badge, moment, short_moment
 from keyvault.models import PepperVersion
-from keyvault.services.pepper_rotation.status import DORMANT_DAYS, PepperState, describe_version, list_dormant_keys
+from keyvault.services.pepper_rotation.status import PepperState, describe_version
 from keyvault.services.peppers.ring import list_served_sets
 
-_MAX_DORMANT = 100
 _NOTE = (
-    "A key moves to the newest version when it is used. manage.py retire_pepper retires a version that no key depends "
-    "on; rotate or revoke unused keys first."
+    "A key moves to the newest version when it is used. manage.py pepper_status --list counts what depends on a "
+    "version and lists the unused keys. manage.py retire_pepper retires a version that no key depends on; rotate or "
+    "revoke unused keys first."
 )
 _STORED = {True: "yes", False: "no", None: "the secret backend does not respond"}
 
@@ -59,15 +53,11 @@ class PepperVersionAdmin(ConsoleModelAdmin):
         return FactTable("Pepper version", [("Set", row.pepper_set), ("Version", row.number)])
 
     def detail(self, request: HttpRequest, row: PepperVersion) -> Detail:
-        now = datetime.now(UTC)
-        state = describe_version(row, now)
-        sections: list[Any] = [_times(state), _usage_facts(state), _location_facts(state)]
-        if state.dormant:
-            sections.append(_dormant(row, now))
+        state = describe_version(row)
         return Detail(
             title=f"Pepper {row}",
             state=_stage(row),
-            sections=sections,
+            sections=[_times(state), _location_facts(state)],
             alarms=[state.fault] if state.fault else [],
             notes=[_NOTE],
         )
@@ -100,41 +90,11 @@ def _times(state: PepperState) -> FactTable:
     )
 
 
-def _usage_facts(state: PepperState) -> FactTable:
-    subject = "service tokens" if state.pepper_set is PepperSet.SERVICE else "keys"
-    return FactTable(
-        "Usage",
-        [
-            (f"Dependent {subject}", state.living),
-            (f"Dependent, not used for {DORMANT_DAYS} days", state.dormant),
-            (f"Ended {subject}", state.dead),
-            ("Blocks retirement", state.usage or "nothing"),
-        ],
-    )
-
-
 def _location_facts(state: PepperState) -> FactTable:
     return FactTable(
         "Location",
         [
             ("Loaded in this process, check value correct", "yes" if state.is_loaded else "no"),
             ("In the secret backend", _STORED[state.stored]),
-        ],
-    )
-
-
-def _dormant(row: PepperVersion, now: datetime) -> Table:
-    keys = islice(list_dormant_keys(PepperSet(row.pepper_set), row.number, now, DORMANT_DAYS), _MAX_DORMANT)
-    return Table(
-        f"Keys not used for {DORMANT_DAYS} days",
-        ["Key", "Merchant", "Credential", "Last used (UTC)"],
-        [
-            [
-                link(reverse("admin:keyvault_key_change", args=[key.key_id]), mono(key.key_id)),
-                key.merchant_id,
-                mono(key.credential_id),
-                short_moment(key.last_used_at, missing="never"),
-            ]
-            for key in keys
         ],
     )

@@ -1,6 +1,7 @@
 """Break-glass actions in the console. Approvals on a command line ask the approver who was named: was this you?"""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from django.contrib import admin
@@ -43,12 +44,10 @@ REVIEW_FILTER = state_filter(
 )
 
 
-def _run_review(grant: Grant, action: BreakGlass, cleaned: Cleaned) -> ActionResult:
+def _run_review(done: str, grant: Grant, action: BreakGlass, cleaned: Cleaned) -> ActionResult:
     review_break_glass(grant, action)
     is_open = action.reviewed_at is None
-    return ActionResult(
-        f"Marked as reviewed under your name.{' Another person must review it too.' if is_open else ''}"
-    )
+    return ActionResult(f"{done} under your name.{' Another person must review it too.' if is_open else ''}")
 
 
 def _explain_review(action: BreakGlass) -> str:
@@ -63,7 +62,7 @@ def _who_reviews(claim: BreakGlass) -> str:
     if claim.first_reviewer_person is not None:
         return "One person has reviewed it, and another one must review it too."
     if may_confirm(claim, claim.person):
-        return f"Two persons must review it, unless {claim.operator.username} confirms it in the console."
+        return f"Two persons must review it. {claim.operator.username} can be one of them."
     return f"Two persons other than {claim.operator.username} must review it."
 
 
@@ -79,7 +78,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             "review",
             "Mark as reviewed",
             P.BREAK_GLASS_REVIEW,
-            _run_review,
+            partial(_run_review, "Marked as reviewed"),
             _explain_review,
             form=VersionedForm,
             tone=Tone.GOOD,
@@ -88,8 +87,11 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             "confirm",
             "This was me",
             P.BREAK_GLASS_REVIEW,
-            run_service(review_break_glass, "Confirmed under your name."),
-            "You confirm that you gave this approval yourself on the command line, and that you had checked it.",
+            partial(_run_review, "Confirmed"),
+            (
+                "You confirm that you gave this approval yourself on the command line, and that you had checked it. "
+                "Another person must review it too, because a person with a shell can name the requester as well."
+            ),
             form=VersionedForm,
             tone=Tone.GOOD,
         ),

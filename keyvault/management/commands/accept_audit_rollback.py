@@ -16,17 +16,20 @@ from keyvault.services.recording.authorization import authorize
 class Command(JsonCommand):
     help = (
         "After restoring a backup: accept that the audit log lacks entries and checkpoints, with an audit entry and an "
-        "alarm, so that the worker signs it again. First export and verify the log. Run it on each host with a worker."
+        "alarm, so that the worker signs it again. First export and verify the log. Run it on each host with a worker. "
+        "Two persons review the approval in the console, and the approver can be one of them."
     )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--by", metavar="NAME", required=True, help="the responsible operator")
+        parser.add_argument("--approved-by", metavar="NAME", required=True, help="approver, a second person")
         parser.add_argument("--reason", metavar="WHY", required=True, help="for the audit log")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         grant = authorize(HOST, Permission.REVOCATIONS_REPLAY, now=self.now)
+        operator, approver = self.operator(options["by"]), self.operator(options["approved_by"])
         try:
-            scopes = accept_rollback(grant, self.operator(options["by"]), options["reason"])
+            scopes = accept_rollback(grant, operator, approver, options["reason"])
         except OSError as error:
             raise CommandError(
                 f"the revocation log {settings.REVOCATION_LOG} cannot be used: {error.strerror}"

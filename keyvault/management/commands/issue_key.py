@@ -17,8 +17,8 @@ from keyvault.services.maintenance import issue_one
 class Command(AccountMixin, ApprovalMixin):
     help = (
         "Issue a new credential with its first key. If the environment's policy requires a second person, "
-        "--approved-by must name one. In production an approval on the command line is break-glass: the approver "
-        "confirms it in the console, or two other persons review it."
+        "--approved-by must name one. In production an approval on the command line is break-glass: two persons "
+        "review it in the console, and the approver can be one of them."
     )
 
     def add_options(self, parser: CommandParser) -> None:

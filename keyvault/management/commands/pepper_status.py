@@ -13,6 +13,7 @@ from keyvault.management.json_command import JsonCommand
 from keyvault.services.pepper_rotation.status import (
     DORMANT_DAYS,
     DormantKey,
+    count_usage,
     list_dormant_keys,
     list_pepper_states,
     list_unrecorded,
@@ -31,19 +32,23 @@ class Command(JsonCommand):
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         authorize(HOST, Permission.PEPPERS_READ, now=self.now)
-        states = list_pepper_states(self.now, options["dormant_days"])
+        states = list_pepper_states()
+        days = options["dormant_days"]
         unrecorded = list_unrecorded()
         self.is_faulty = any(state.fault for state in states) or any(each.fault for each in unrecorded)
         answer: dict[str, Any] = {
             "ok": not self.is_faulty,
-            "versions": [asdict(state) for state in states],
+            "versions": [
+                {**asdict(state), **asdict(count_usage(state.pepper_set, state.number, self.now, days))}
+                for state in states
+            ],
             "rowless": [asdict(each) for each in unrecorded],
         }
         if options["list"]:
             answer["dormant"] = [
                 asdict(key)
                 for state in states
-                for key in list_dormant_keys(state.pepper_set, state.number, self.now, options["dormant_days"])
+                for key in list_dormant_keys(state.pepper_set, state.number, self.now, days)
             ]
         return answer
 

@@ -7,13 +7,14 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import CommandError, CommandParser
 
+from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.domain.ids import Subject
 from keyvault.management.json_command import JsonCommand
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.revocations.log_opening import accept_loss, is_lost, recover_revocation_log
-from keyvault.services.revocations.replay import Replay, compare_revocation_log, replay_revocations
+from keyvault.services.revocations.log_opening import accept_loss, is_lost, preview_replay, recover_revocation_log
+from keyvault.services.revocations.replay import Replay, replay_revocations
 from keyvault.services.startup.startup_checks import format_log_damage, format_log_loss
 
 
@@ -45,14 +46,7 @@ class Command(JsonCommand):
             if is_accepting:
                 operator, approver = self.operator(options["by"]), self.operator(options["approved_by"])
                 accept_loss(grant, operator, approver, options["reason"])
-            unread = recover_revocation_log(self.now).unread
-            if is_lost():
-                raise CommandError(format_log_loss(unread))
-            if options["dry_run"]:
-                found = compare_revocation_log()
-                replay = Replay(found, [], list(found.lost), found.counter)
-            else:
-                replay = replay_revocations(grant)
+            replay, unread = self._preview() if options["dry_run"] else self._replay(grant)
         except OSError as error:
             raise CommandError(
                 f"the revocation log {settings.REVOCATION_LOG} cannot be used: {error.strerror}"
@@ -73,6 +67,19 @@ class Command(JsonCommand):
             "sequence_before": found.counter,
             "sequence": replay.counter,
         }
+
+    def _preview(self) -> tuple[Replay, str | None]:
+        preview = preview_replay()
+        if preview.is_lost:
+            raise CommandError(format_log_loss(preview.unread))
+        found = preview.found
+        return Replay(found, [], list(found.lost), found.counter), preview.unread
+
+    def _replay(self, grant: Grant) -> tuple[Replay, str | None]:
+        unread = recover_revocation_log(self.now).unread
+        if is_lost():
+            raise CommandError(format_log_loss(unread))
+        return replay_revocations(grant), unread
 
     def format_text(self, answer: Mapping[str, Any]) -> str:
         lines = ["the loss is accepted, with an audit entry and an alarm; a new log is created"] * answer["accepted"]

@@ -164,9 +164,8 @@ BREAK_GLASS: tuple[TriggerRule, ...] = (
         "breakglass_claim_reviewed",
         "keyvault_breakglass",
         "UPDATE",
-        "NEW.is_claimed AND NEW.reviewer_person <> NEW.person "
-        "AND coalesce(NEW.first_reviewer_person, NEW.reviewer_person) = NEW.reviewer_person",
-        "a claimed approval is reviewed by the claimed approver or by two others",
+        "NEW.is_claimed AND coalesce(NEW.first_reviewer_person, NEW.reviewer_person) = NEW.reviewer_person",
+        "a claimed approval is reviewed by two persons",
     ),
     *(
         WriteGuard(

@@ -1,10 +1,12 @@
 """Break-glass actions: recorded in the transaction of the action, and listed until reviewed.
 
-A second person reviews what a person did. An approval on a command line is only claimed: the claimed approver reviews
-it, or two other persons do. `BreakGlass.excluded_persons` has everyone who must not.
+A second person reviews what a person did. An approval on a command line is only claimed, and two persons review it. The
+claimed approver can be one of them, but not alone: a person with a shell can name the requester, too.
+`BreakGlass.excluded_persons` has everyone who must not review.
 """
 
 import secrets
+from collections.abc import Collection
 
 from django.db.models import Q
 
@@ -28,7 +30,7 @@ def note_break_glass(
 
     Args:
         requester_person: the person who requested the subject.
-        is_claimed: it is an approval on a command line. The claimed approver may review it, unless a token without an
+        is_claimed: it is an approval on a command line. The claimed approver may confirm it, unless a token without an
             operator requested the subject: the approver may have created that token.
     """
     operator = grant.principal
@@ -66,14 +68,14 @@ def find_review_fault(act: BreakGlass, person: str) -> str | None:
 
 
 def review_break_glass(grant: Grant, act: BreakGlass) -> None:
-    """Record a review. It is the last one, except the first of two persons who review a claimed approval.
+    """Record a review. It is the last one, except the first of the two reviews of a claimed approval.
 
     Raises StateConflictError for a person with a fault, see `find_review_fault`, and on a command line.
     """
     operator = _reviewer(grant)
     if (fault := find_review_fault(act, operator.person)) is not None:
         raise StateConflictError(fault)
-    is_last = not act.is_claimed or operator.person == act.person or act.first_reviewer_person is not None
+    is_last = not act.is_claimed or act.first_reviewer_person is not None
     reviewer = OperatorRow.objects.get(username=operator.username)
     with recorded(
         grant,
@@ -112,7 +114,7 @@ def disown_approval(grant: Grant, act: BreakGlass) -> None:
 
 
 def may_confirm(act: BreakGlass, person: str) -> bool:
-    """Whether the person is the claimed approver of an open action, and may review it alone."""
+    """Whether the person is the claimed approver of an open action, and has neither confirmed nor disowned it."""
     return act.is_claimed and person == act.person and find_review_fault(act, person) is None
 
 
@@ -122,17 +124,17 @@ def exclude_collector(person: str, *subjects: str) -> None:
     `subjects`: the rotation, and the campaign or standing approval that covers it. Raises StateConflictError when the
     person reviewed one of their actions.
     """
-    if has_reviewed(person, *subjects):
+    if list_reviewed(person, subjects):
         raise StateConflictError("You reviewed the approval of this key. Another person must collect it.")
     for act in BreakGlass.objects.filter(subject__in=subjects):
         if act.reviewed_at is None and not _is_excluded(act, person):
             act.compare_and_swap(excluded_persons=f"{act.excluded_persons} {person}")
 
 
-def has_reviewed(person: str, *subjects: str) -> bool:
-    """Whether the person reviewed a break-glass action of one of the subjects, as the first or the last reviewer."""
+def list_reviewed(person: str, subjects: Collection[str]) -> set[str]:
+    """Return those of the subjects of which the person reviewed a break-glass action, first or last."""
     is_reviewer = Q(first_reviewer_person=person) | Q(reviewer_person=person)
-    return BreakGlass.objects.filter(is_reviewer, subject__in=subjects).exists()
+    return set(BreakGlass.objects.filter(is_reviewer, subject__in=subjects).values_list("subject", flat=True))
 
 
 def _reviewer(grant: Grant) -> OperatorPrincipal:

@@ -151,10 +151,11 @@ def _sign_next(scope: PepperSet, now: datetime) -> bool:
     _require_marked(scope, signed, marks)
     before = None if signed is None else _require_intact(signed, heads)
     if signed is not None and (marks.stored is None or marks.stored.number < signed.number):
-        # A worker was killed between the two, or the backend is new. The next run signs.
-        _require_signature(signed)
-        write_marks(signed, now, marks)
-        return False
+        if _is_own(signed):
+            # A worker was killed between the two, or the backend is new. The next run signs.
+            write_marks(signed, now, marks)
+            return False
+        _require_marked_entries(scope, marks, heads)
     if heads == ({} if before is None else before.heads):
         return False
     number, previous = (1, FIRST) if signed is None else (signed.number + 1, signed.digest)
@@ -192,23 +193,49 @@ def find_mark_fault(scope: str, newest: SignedCheckpoint | None, marks: Checkpoi
     return None
 
 
-def _require_signature(signed: SignedCheckpoint) -> None:
-    """Require that this service's signer, unless it was replaced, has signed a checkpoint. Raises IntegrityError.
+def _is_own(signed: SignedCheckpoint) -> bool:
+    """Whether this service's signer has signed a checkpoint; False: it names another signer, such as a replaced one.
 
-    A lost signing key must be restored, and no forged checkpoint is recorded outside the database.
+    Only own checkpoints are recorded outside the database. Raises IntegrityError if it names this service's signer and
+    the signature is not valid: a lost signing key must be restored, and the checkpoint may be forged.
     """
     signer = audit_signer()
     name = signer.name(signed.scope)
     if signed.signer != name:
-        return
+        return False
     versions = signer.read_public_keys(signed.scope)
     why = find_signature_fault(signed, {(signed.scope, name, version): key for version, key in versions.items()})
     if why is not None:
         raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
+    return True
+
+
+def find_newest_own(scope: str) -> SignedCheckpoint | None:
+    """Return the newest checkpoint; None: there is none, or it names another signer.
+
+    Raises IntegrityError if it may be forged, see `_is_own`, or the log differs from it.
+    """
+    signed = find_newest(scope)
+    if signed is None or not _is_own(signed):
+        return None
+    _require_intact(signed, read_heads(scope))
+    return signed
+
+
+def _require_marked_entries(scope: str, marks: CheckpointMarks, heads: dict[str, Head]) -> None:
+    """Require the entries that the checkpoints recorded outside the database sign. Raises IntegrityError.
+
+    The newest checkpoint proves nothing about them if this service's signer did not sign it: a person who can write to
+    the database may have forged it for a log that was rewritten.
+    """
+    for mark in marks:
+        marked = find_checkpoint(scope, mark.number)
+        if marked is not None:
+            _require_intact(marked, heads)
 
 
 def _require_intact(signed: SignedCheckpoint, heads: dict[str, Head]) -> Checkpoint:
-    """Return the newest checkpoint, parsed. Raises IntegrityError when the log differs from it.
+    """Return a checkpoint, parsed. Raises IntegrityError when the log differs from it.
 
     A damaged log gets no further checkpoints.
     """

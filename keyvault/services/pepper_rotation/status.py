@@ -21,11 +21,11 @@ DORMANT_DAYS = 30
 
 @dataclass(frozen=True, slots=True)
 class PepperState:
-    """One version. `living` includes `dormant`; both count keys, or service tokens in their set.
+    """One version.
 
     `stored`: whether the secret backend has it; None if the backend did not answer. `is_loaded`: whether this process
     has it and checked it. `lagging`: live reporters that have not loaded a new version, which until then only checks
-    digests. `usage`: what depends on the version, with counts. `fault`: what is wrong and what to do, or empty.
+    digests. `fault`: what is wrong and what to do, or empty.
     """
 
     pepper_set: PepperSet
@@ -34,16 +34,25 @@ class PepperState:
     hashes_from_at: datetime | None
     is_hashing: bool
     lagging: list[str]
-    living: int
-    dormant: int
-    dead: int
-    usage: str
     is_loaded: bool
     stored: bool | None
     retired_at: datetime | None
     destroyable_from: datetime | None
     destroyed_at: datetime | None
     fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class PepperCounts:
+    """What depends on one version. `living` includes `dormant`; both count keys, or service tokens in their set.
+
+    `usage`: the same for each kind, as text.
+    """
+
+    living: int
+    dormant: int
+    dead: int
+    usage: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +84,10 @@ class DormantKey:
         return f"key {self.key_id} of {self.merchant_id}, credential {self.credential_id}, {used}"
 
 
-def list_pepper_states(now: datetime, dormant_days: int = DORMANT_DAYS) -> list[PepperState]:
+def list_pepper_states() -> list[PepperState]:
     """Return the versions of the sets that this process serves, oldest first."""
     return [
-        _describe(row, stored, now, dormant_days)
+        _describe(row, stored)
         for pepper_set in list_served_sets()
         for stored in [_find_stored(pepper_set)]
         for row in PepperVersion.objects.filter(pepper_set=pepper_set).order_by("number")
@@ -104,9 +113,20 @@ def _find_owner_fault(pepper_set: PepperSet, number: int) -> str:
     return ""
 
 
-def describe_version(row: PepperVersion, now: datetime) -> PepperState:
+def describe_version(row: PepperVersion) -> PepperState:
     """Describe one version of a set that this process serves."""
-    return _describe(row, _find_stored(PepperSet(row.pepper_set)), now, DORMANT_DAYS)
+    return _describe(row, _find_stored(PepperSet(row.pepper_set)))
+
+
+def count_usage(pepper_set: PepperSet, number: int, now: datetime, dormant_days: int = DORMANT_DAYS) -> PepperCounts:
+    """Count what depends on a version. Reads every key of the environment, so no page and no job calls it."""
+    usage = find_pepper_usage(pepper_set, number, now)
+    return PepperCounts(
+        living=usage.keys.count() + usage.service_tokens.count(),
+        dormant=_dormant(usage.keys, now, dormant_days).count(),
+        dead=_count_dead(pepper_set, number, now),
+        usage=usage.format_counts(),
+    )
 
 
 def list_dormant_keys(pepper_set: PepperSet, number: int, now: datetime, dormant_days: int) -> Iterator[DormantKey]:
@@ -130,11 +150,8 @@ def _dormant(keys: QuerySet[Key], now: datetime, dormant_days: int) -> QuerySet[
     return keys.filter(Q(use__last_at__lt=since) | Q(use__isnull=True, created_at__lt=since))
 
 
-def _describe(
-    row: PepperVersion, stored: Mapping[int, VersionState] | None, now: datetime, dormant_days: int
-) -> PepperState:
+def _describe(row: PepperVersion, stored: Mapping[int, VersionState] | None) -> PepperState:
     pepper_set = PepperSet(row.pepper_set)
-    usage = find_pepper_usage(pepper_set, row.number, now)
     is_loaded, is_hashing, fault = _check(row)
     is_stored = None if stored is None else stored.get(row.number) is VersionState.LIVE
     if row.destroyed_at is not None and is_stored:
@@ -149,10 +166,6 @@ def _describe(
         hashes_from_at=row.hashes_from_at,
         is_hashing=is_hashing,
         lagging=list_lagging(row) if row.is_staged and row.retired_at is None else [],
-        living=usage.keys.count() + usage.service_tokens.count(),
-        dormant=_dormant(usage.keys, now, dormant_days).count(),
-        dead=_count_dead(pepper_set, row.number, now),
-        usage=usage.format_counts(),
         is_loaded=is_loaded,
         stored=is_stored,
         retired_at=row.retired_at,

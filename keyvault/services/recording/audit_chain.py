@@ -10,6 +10,7 @@ from datetime import datetime
 from django.db import IntegrityError as DatabaseIntegrityError
 from django.db import transaction
 from django.db.models import QuerySet
+from django.db.models.functions import Now
 
 from keyvault.domain.audit import (
     GENESIS,
@@ -25,6 +26,7 @@ from keyvault.domain.audit import (
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import IntegrityError
 from keyvault.models import Account, AuditChain, AuditEntry
+from keyvault.services.work.clock import MAX_DIFFERENCE
 
 
 def open_chain(name: str) -> None:
@@ -53,22 +55,28 @@ def append_entries(*, chain: str, entries: Sequence[NewEntry]) -> None:
     """Append entries to one chain. Only `services.recording` calls this, inside the transaction of the change.
 
     The time of an entry is its `at`, or that of the entry before it if later: the time of a chain never runs backwards.
+    Where `at` is more than MAX_DIFFERENCE ahead of the database's clock, the database's time replaces it. Otherwise one
+    host with a fast clock would give the entries of all hosts its own time.
+
     Locks the chain's head row until the commit: writers of one chain are serialized, writers of others do not wait.
     (On SQLite the transaction holds the lock of the whole database.)
     """
+    chains = AuditChain.objects.select_for_update().annotate(database_at=Now())
     try:
-        head = AuditChain.objects.select_for_update().get(name=chain)
+        head = chains.get(name=chain)
     except AuditChain.DoesNotExist:
         if chain != PLATFORM_CHAIN or AuditEntry.objects.exists():
             raise IntegrityError("The audit log is damaged.", internal=f"chain {chain} is missing") from None
         # A concurrent first writer may have created the chain.
         with suppress(DatabaseIntegrityError), transaction.atomic():
             open_chain(chain)
-        head = AuditChain.objects.select_for_update().get(name=chain)
+        head = chains.get(name=chain)
     for new in entries:
         sequence, previous = head.sequence + 1, bytes(head.head_hash)
-        # Clocks of several hosts differ, and a writer that waited for the lock chose its time before.
-        at = new.at if head.newest_at is None else max(new.at, head.newest_at)
+        at = new.at if new.at <= head.database_at + MAX_DIFFERENCE else head.database_at
+        if head.newest_at is not None:
+            # Clocks of several hosts differ, and a writer that waited for the lock chose its time before.
+            at = max(at, head.newest_at)
         body = entry_bytes(
             chain=chain,
             sequence=sequence,

@@ -21,6 +21,7 @@ from keyvault.access.principals import WORKER
 from keyvault.backends import meters
 from keyvault.backends.base import BackendConflictError, BackendError, BackendInvalidError, BackendMissingError, Mount
 from keyvault.backends.vault.layout import REVOCATIONS_PATH
+from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
@@ -35,6 +36,7 @@ from keyvault.services.recording.revocation_log import (
     create_revocation_log,
     describe_ended,
     find_anchored,
+    read_lines,
 )
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.revocations.replay import read_counter
@@ -106,6 +108,15 @@ def list_anchored(anchor: Anchor, after: int) -> Iterator[Sequence[Ended]]:
     for digest in reversed(digests):
         yield [line for line in _read_segment(digest)[1] if line.sequence > after]
     yield [line for line in anchor.lines if line.sequence > after]
+
+
+def list_missing(anchor: Anchor) -> Iterator[Ended]:
+    """Iterate over the anchored revocations that this host's revocation log lacks, oldest first.
+
+    Raises OSError and the errors of the secret backend.
+    """
+    covered = 0 if next(read_lines(), None) is None else find_anchored()
+    return (line for batch in list_anchored(anchor, covered) for line in batch)
 
 
 def update_log(anchor: Anchor, now: datetime) -> int:
@@ -216,8 +227,8 @@ class AnchorWriter:
         """Record the time up to which every revocation is anchored."""
         until = self._find_anchored_time(now)
         meters.note_anchor(until)
-        if now - until > LATE_AFTER:
-            _raise_alarm(now - until, now)
+        if now - until > LATE_AFTER and not has_unseen_alarm():
+            raise_anchor_alarm(now, seconds=round((now - until).total_seconds()))
 
     def _find_anchored_time(self, now: datetime) -> datetime:
         if self.position is None:
@@ -246,12 +257,15 @@ def _write_segment(previous: str, lines: Sequence[Ended]) -> str:
     return labels["digest"]
 
 
-def _raise_alarm(lag: timedelta, now: datetime) -> None:
-    if Notice.objects.filter(kind=NoticeKind.ANCHOR_LATE, seen_at__isnull=True).exists():
-        return
-    grant, seconds = authorize(WORKER, P.REVOCATION_LOG_APPEND, now=now), round(lag.total_seconds())
-    with recorded(grant, P.REVOCATION_LOG_APPEND, "anchor.late", seconds=seconds):
-        announce(grant, NoticeKind.ANCHOR_LATE, None, "revocations", seconds=seconds)
+def has_unseen_alarm() -> bool:
+    return Notice.objects.filter(kind=NoticeKind.ANCHOR_LATE, seen_at__isnull=True).exists()
+
+
+def raise_anchor_alarm(now: datetime, **details: JsonValue) -> None:
+    """Raise the alarm about the anchor. `details`: its lag, or why or how late the log was compared with it."""
+    grant = authorize(WORKER, P.REVOCATION_LOG_APPEND, now=now)
+    with recorded(grant, P.REVOCATION_LOG_APPEND, "anchor.late", **details):
+        announce(grant, NoticeKind.ANCHOR_LATE, None, "revocations", **details)
 
 
 _writer = AnchorWriter()

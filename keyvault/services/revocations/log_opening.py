@@ -8,14 +8,18 @@ from django.conf import settings
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.principals import WORKER, OperatorPrincipal
+from keyvault.backends import meters
 from keyvault.backends.base import BackendError, BackendUnavailableError
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation_log import Opened
 from keyvault.models import Key, ServiceToken
+from keyvault.services.approvals.four_eyes import note_command_line_approval
 from keyvault.services.peppers.installation import installation_id
+from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.revocation_log import (
     any_account,
@@ -24,7 +28,14 @@ from keyvault.services.recording.revocation_log import (
     read_lines,
 )
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.revocations.anchor import find_anchor, update_log
+from keyvault.services.revocations.anchor import (
+    find_anchor,
+    has_unseen_alarm,
+    list_missing,
+    raise_anchor_alarm,
+    update_log,
+)
+from keyvault.services.revocations.replay import Comparison, compare_revocation_log, replay_revocations
 
 _log = logging.getLogger(__name__)
 
@@ -70,32 +81,112 @@ class Recovery:
 def recover_revocation_log(now: datetime) -> Recovery:
     """Add to this host's log what only the anchor has, or rebuild a lost log from it.
 
-    Raises OSError, and IntegrityError before setup.
+    If the anchor cannot be read now, the worker repeats it, see `LateComparison`. Raises OSError, StateConflictError if
+    the log belongs to another installation, and IntegrityError before setup.
     """
+    _require_own_log()
     try:
         anchor = find_anchor()
         return Recovery(anchor is not None and update_log(anchor, now) > 0)
     except BackendError as error:
         why = error.internal or error.detail
         _log.error("the revocation log was not compared with the revocation anchor", extra={"why": why})
+        late_comparison.is_due = True
         return Recovery(is_changed=False, unread=why)
 
 
+@dataclass(slots=True)
+class LateComparison:
+    """The comparison with the anchor that the start of this process missed, because the backend was unavailable.
+
+    Until a worker has made it, a database and a log that were restored together may accept revoked keys.
+    """
+
+    is_due: bool = False
+
+    def run(self, now: datetime) -> None:
+        """Complete the log from the anchor, and revoke again what the database has lost, if the anchor can be read now.
+
+        Raises an alarm if it cannot be read, and another one if something was revoked again. Safe to kill and run
+        again. Raises OSError.
+        """
+        if self.is_due:
+            self._compare(now)
+        meters.note_compared(not self.is_due)
+
+    def _compare(self, now: datetime) -> None:
+        why = recover_revocation_log(now).unread
+        if why is not None:
+            if not has_unseen_alarm():
+                raise_anchor_alarm(now, not_compared=why)
+            return
+        replay = replay_revocations(authorize(WORKER, P.REVOCATIONS_REPLAY, now=now))
+        if replay.replayed:
+            _log.error("revoked items were valid again", extra={"count": len(replay.replayed)})
+            raise_anchor_alarm(now, revoked_again=len(replay.replayed))
+        self.is_due = bool(replay.left)
+
+
+late_comparison = LateComparison()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPreview:
+    """What a replay would find. `unread`: why the anchor could not be read; None: it was.
+
+    `is_lost`: the log is lost, and there is no readable anchor to rebuild it from.
+    """
+
+    found: Comparison
+    unread: str | None
+    is_lost: bool
+
+
+def preview_replay() -> ReplayPreview:
+    """Compare the database with the log and with what only the anchor has. Writes nothing.
+
+    Raises OSError, StateConflictError if the log belongs to another installation, IntegrityError before setup, and
+    BackendError if a part of the anchor cannot be read.
+    """
+    _require_own_log()
+    anchor, unread = None, None
+    try:
+        anchor = find_anchor()
+    except BackendError as error:
+        unread = error.internal or error.detail
+    found = compare_revocation_log(() if anchor is None else list_missing(anchor))
+    return ReplayPreview(found, unread, anchor is None and is_lost())
+
+
+def _require_own_log() -> None:
+    """Raise StateConflictError if the log's first line names another installation."""
+    _, opened = next(read_lines(), (0, None))
+    if isinstance(opened, Opened) and opened.installation != installation_id():
+        raise StateConflictError(format_foreign_log(opened.installation))
+
+
+def format_foreign_log(theirs: str) -> str:
+    """Explain that the revocation log belongs to another installation, and what to do."""
+    return (
+        f"the revocation log {settings.REVOCATION_LOG} belongs to installation {theirs}, this database to "
+        f"{installation_id()}: set KEYVAULT_REVOCATION_LOG (or KEYVAULT_DATA_DIR) to this installation's own"
+    )
+
+
 def accept_loss(grant: Grant, operator: OperatorPrincipal, approver: OperatorPrincipal, reason: str) -> None:
-    """Create a new revocation log in place of a lost one, with an audit entry and an alarm.
+    """Create a new revocation log in place of a lost one, with an audit entry, an alarm and the claimed approval.
 
     The grant is for the platform.
 
     Raises RequestInvalidError without a reason, StateConflictError if no log is lost, the anchor can replace it, or the
-    approver is not a second person, BackendUnavailableError if the anchor cannot be read now, OSError if the log cannot
-    be read or written.
+    approver is not a second person, PermissionMissingError if the approver has no role that approves,
+    BackendUnavailableError if the anchor cannot be read now, OSError if the log cannot be read or written.
     """
     if (fault := find_reason_fault(reason)) is not None:
         raise RequestInvalidError(
             "Accepting the loss of the revocation log requires a reason.", [Fault("/reason", fault)]
         )
-    if approver.person == operator.person:
-        raise StateConflictError("This requires a second person: the operator cannot approve it.")
+    approval = authorize(approver, P.BREAK_GLASS_REVIEW, now=grant.at, requester_person=operator.person)
     path = str(settings.REVOCATION_LOG)
     if not is_lost():
         raise StateConflictError(
@@ -116,6 +207,14 @@ def accept_loss(grant: Grant, operator: OperatorPrincipal, approver: OperatorPri
         journal=path,
         anchor=anchor,
     ):
+        # An installation has production keys.
+        note_command_line_approval(
+            approval,
+            Environment.PRODUCTION,
+            event="journal.loss_approved",
+            subject=host_name(),
+            requester_person=operator.person,
+        )
         if (account := any_account()) is not None:
             announce(grant, NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED, account, host_name(), why=why)
     # After the commit: a log that exists lets the service start, so the audit entry comes first.

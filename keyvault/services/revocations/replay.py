@@ -1,8 +1,9 @@
 """Compare the database with the revocation log, and revoke again what a restored backup brought back."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
 
 from django.db import connection, transaction
 from django.db.models import Q
@@ -64,13 +65,14 @@ class Replay:
     counter: int
 
 
-def compare_revocation_log() -> Comparison:
+def compare_revocation_log(more: Iterable[Ended] = ()) -> Comparison:
     """Read the whole revocation log and compare it with the database. A million lines take seconds.
 
-    Expired customer tokens are skipped. Raises OSError if the log cannot be read.
+    `more`: revocations that the log lacks. Expired customer tokens are skipped. Raises OSError if the log cannot be
+    read.
     """
     found = Comparison()
-    for batch in _batches(found, datetime.now(UTC)):
+    for batch in _batches(found, more, datetime.now(UTC)):
         _compare_batch(batch, found)
     # After the log: other processes may be writing, and a sequence is drawn before its line is written.
     found.counter = read_counter()
@@ -132,11 +134,14 @@ def _move_counter(sequence: int) -> None:
 # --- comparison -------------------------------------------------------------------------------------------
 
 
-def _batches(found: Comparison, now: datetime) -> Iterator[list[Ended]]:
-    """Yield the logged revocations in file order. Record line counts, damage and installations in `found`."""
+def _batches(found: Comparison, more: Iterable[Ended], now: datetime) -> Iterator[list[Ended]]:
+    """Yield the logged revocations in file order, and then `more`.
+
+    Record line counts, damage and installations in `found`.
+    """
     confirmed = ConfirmedLines()
     batch: list[Ended] = []
-    for line in _confirmed_lines(confirmed, found):
+    for line in chain(_confirmed_lines(confirmed, found), more):
         found.highest = max(found.highest, line.sequence)
         if isinstance(line, Ended) and not line.has_expired(now):
             batch.append(line)

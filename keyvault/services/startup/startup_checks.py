@@ -17,7 +17,11 @@ from keyvault.domain.errors import IntegrityError, KeyvaultError
 from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers.installation import installation_id
 from keyvault.services.peppers.ring import list_served_sets, load_peppers
-from keyvault.services.revocations.log_opening import open_revocation_log, recover_revocation_log
+from keyvault.services.revocations.log_opening import (
+    format_foreign_log,
+    open_revocation_log,
+    recover_revocation_log,
+)
 from keyvault.services.revocations.replay import Comparison, compare_revocation_log
 
 _log = logging.getLogger(__name__)
@@ -163,10 +167,7 @@ def _require_own(found: Comparison) -> None:
             "backup, or copy the log of another host"
         )
     if theirs := sorted(found.installations - {ours}):
-        raise ImproperlyConfigured(
-            f"the revocation log {settings.REVOCATION_LOG} belongs to installation {theirs[0]}, this database to "
-            f"{ours}: set KEYVAULT_REVOCATION_LOG (or KEYVAULT_DATA_DIR) to this installation's own"
-        )
+        raise ImproperlyConfigured(format_foreign_log(theirs[0]))
 
 
 def _append(write: Callable[[datetime], T]) -> T:

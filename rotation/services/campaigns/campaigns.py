@@ -73,7 +73,7 @@ def request_campaign(
         environment=environment,
         state=C.AWAITING_APPROVAL,
         reason=overrides.reason,
-        selection={**selection.as_json(), "left_out": selected.left_out},
+        selection={**selection.as_json(), "left_out": selected.left_out, "count": len(selected.credentials)},
         overrides=overrides.as_json(),
         pace=pace.as_json(),
         approvals_needed=needed,

@@ -82,11 +82,13 @@ def _count(campaign: Campaign) -> tuple[dict[str, int], dict[str, int]]:
     by_state: Counter[str] = Counter(dict(rows.order_by("state")))
     members = CampaignMember.objects.filter(campaign=campaign)
     ended_unproved = campaign.rotations.filter(state=S.COMPLETED, used_at=None).count()
+    count: int = campaign.selection["count"]
+    skipped, begun = members.filter(outcome=SKIPPED).count(), by_state.total()
     progress = {
-        "members": members.count(),
-        "waiting": list_waiting(campaign).count(),
-        "skipped": members.filter(outcome=SKIPPED).count(),
-        "begun": by_state.total(),
+        "members": count,
+        "waiting": count - skipped - begun,
+        "skipped": skipped,
+        "begun": begun,
         "unproved": sum(by_state[state] for state in UNPROVED) + ended_unproved,
         "proved": sum(by_state[state] for state in PROVED) - ended_unproved,
         "completed": by_state[S.COMPLETED],

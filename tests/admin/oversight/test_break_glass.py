@@ -83,9 +83,15 @@ def test_break_glass_claim_asks_its_approver_was_this_you(desk: Desk, claimed: B
     assert offered(client, claimed) == {"confirm", "disown"}
     assert "Was this you?" in text_of(client.get(address("keyvault_breakglass_change", claimed.pk)))
     assert submit(client, claimed, "confirm") == 302
+    front = text_of(client.get("/admin/"))
+    assert "Was this you?" not in front
+    assert "Another person must review it too" in front
+    assert offered(client, claimed) == set()
     claimed.refresh_from_db()
-    assert claimed.reviewer_person == desk.approver.person
-    assert "Was this you?" not in text_of(client.get("/admin/"))
+    assert (claimed.first_reviewer_person, claimed.reviewed_at) == (desk.approver.person, None)
+    assert submit(browser(make_operator("third", Role.APPROVER)), claimed, "review") == 302
+    claimed.refresh_from_db()
+    assert claimed.reviewed_at is not None
 
 
 def test_break_glass_claim_disowned_takes_two_others(desk: Desk, claimed: BreakGlass) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER
+from keyvault.access.principals import WORKER, OperatorPrincipal
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
@@ -18,8 +18,11 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import UsageLog
 from rotation.admin.rotation_actions import ROW_ACTIONS
 from rotation.domain.events import RotationState as S
+from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.models import Retirement, Rotation
+from rotation.services.campaigns.campaigns import request_campaign
+from rotation.services.campaigns.runner import tick
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation, bypass_rotation, reissue_key, request_rotation
@@ -337,6 +340,34 @@ def test_replacement_is_listed_for_its_requester_until_it_is_collected(desk: Des
     front = client.get("/admin/")
     (item,) = [each for each in front.context["attention_items"] if each.title == "Replacements to collect"]
     assert (item.url, item.count, [line.label for line in item.lines]) == (listed, 1, ["acme/sandbox · waiting"])
+
+
+def test_replacement_of_a_campaign_is_listed_for_others_who_may_collect_it(desk: Desk) -> None:
+    """The author of the campaign may be absent when the key is there. Approvers and readers are not told."""
+    key, _ = issue(desk.sandbox, delivery=Delivery.SHOW_ONCE, label="waiting")
+    request_campaign(
+        grant(desk.tam, P.ROTATIONS_WRITE),
+        environment=Environment.SANDBOX,
+        merchants=None,
+        older_than_days=None,
+        overrides=PlanOverrides(),
+        pace=Pace(),
+        reason="yearly",
+    )
+    tick(now())
+    row = Rotation.objects.get(credential=key.credential)
+    advance_rotation(row.pk)
+
+    def listed(operator: OperatorPrincipal) -> list[tuple[str, int]]:
+        items = browser(operator).get("/admin/").context["attention_items"]
+        return [(item.title, item.count) for item in items if item.title.startswith("Replacements to collect")]
+
+    own, others = "Replacements to collect", "Replacements to collect for others"
+    assert [(title, count) for title, count in listed(desk.tam) if count] == [(own, 1)]
+    assert [(title, count) for title, count in listed(desk.admin) if count] == [(others, 1)]
+    assert listed(desk.approver) == listed(desk.auditor) == []
+    assert SHAPED.search(text_of(send(get_rotation(row.pk), "collect", browser(desk.admin)))) is not None
+    assert not any(count for _, count in [*listed(desk.tam), *listed(desk.admin)])
 
 
 def test_public_replacement_is_shown_on_its_own_page_and_not_collectable(desk: Desk) -> None:

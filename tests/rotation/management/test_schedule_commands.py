@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
@@ -49,6 +51,19 @@ def test_set_schedule_creates_one_and_keeps_what_is_omitted() -> None:
     assert set_schedule("--no-window")["window"] is None
     assert run("list_schedules")["schedules"] == run("list_schedules", "--environment", "production")["schedules"]
     assert [each["scope"] for each in run("list_schedules")["schedules"]] == ["acme/production"]
+
+
+def test_list_schedules_reads_any_number_of_them_with_the_same_queries() -> None:
+    """Standing approvals and their approvals are read together, and not schedule by schedule."""
+    counts = []
+    for scope in (ACME, ("--environment", "production")):
+        set_schedule("--cryptoperiod-days", "30", scope=scope)
+        run("request_standing_approval", *scope, "--requested-by", "tam")
+        with CaptureQueriesContext(connection) as queries:
+            listed = run("list_schedules")["schedules"]
+        assert all(len(each["standing_approvals"]) == 1 for each in listed)
+        counts.append(len(queries))
+    assert counts[0] == counts[1]
 
 
 def test_set_schedule_for_one_credential_or_an_environment() -> None:

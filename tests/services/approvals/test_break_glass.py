@@ -101,13 +101,28 @@ def test_break_glass_reviewed_by_the_requester_is_refused(scene: Scene, claimed:
     assert (stored.reviewed_at, stored.first_reviewer) == (None, None)
 
 
-def test_break_glass_claim_is_closed_by_the_claimed_approver(scene: Scene, claimed: BreakGlass) -> None:
-    """The command line named the approver; the approver's own session proves it. A review by another is kept."""
+@pytest.mark.parametrize("is_first", [True, False])
+def test_break_glass_claim_is_closed_by_the_claimed_approver_and_another(
+    scene: Scene, claimed: BreakGlass, is_first: bool
+) -> None:
+    """The command line named both persons, so an approver with a shell alone does not close it."""
     third = make_operator("third", Role.APPROVER)
-    assert review(third, claimed).reviewed_at is None
-    closed = review(scene.approver, claimed)
-    assert (closed.first_reviewer_person, closed.reviewer_person) == (third.person, scene.approver.person)
+    reviewers = (scene.approver, third) if is_first else (third, scene.approver)
+    assert review(reviewers[0], claimed).reviewed_at is None
+    with pytest.raises(StateConflictError, match="You have reviewed this"):
+        review(reviewers[0], claimed)
+    closed = review(reviewers[1], claimed)
+    assert [closed.first_reviewer_person, closed.reviewer_person] == [each.person for each in reviewers]
     assert closed.reviewed_at is not None
+
+
+def test_break_glass_claim_reviewed_by_the_claimed_approver_alone_is_refused_by_the_database(
+    scene: Scene, claimed: BreakGlass
+) -> None:
+    claimed.is_claimed = False
+    with pytest.raises(IntegrityError, match="reviewed by two persons"), transaction.atomic():
+        review_break_glass(grant(scene.approver, P.BREAK_GLASS_REVIEW), claimed)
+    assert BreakGlass.objects.get().reviewed_at is None
 
 
 def test_break_glass_claim_is_closed_by_two_others(scene: Scene, claimed: BreakGlass) -> None:
@@ -120,7 +135,7 @@ def test_break_glass_claim_is_closed_by_two_others(scene: Scene, claimed: BreakG
             review(again, claimed)
     stored = BreakGlass.objects.get()
     stored.first_reviewer_person = "per_another"
-    with pytest.raises(IntegrityError, match="by the claimed approver or by two others"), transaction.atomic():
+    with pytest.raises(IntegrityError, match="reviewed by two persons"), transaction.atomic():
         review_break_glass(grant(third_too, P.BREAK_GLASS_REVIEW), stored)
     closed = review(fourth, claimed)
     assert (closed.first_reviewer_person, closed.reviewer_person) == (third.person, fourth.person)

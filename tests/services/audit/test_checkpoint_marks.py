@@ -10,15 +10,17 @@ from django.conf import settings
 from keyvault.backends.base import EVIDENCE_VERSIONS, BackendUnavailableError, Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.audit import GENESIS, entry_bytes, entry_hash
-from keyvault.domain.checkpoints import UNSIGNED_FOR
+from keyvault.domain.checkpoints import UNSIGNED_FOR, Checkpoint, checkpoint_bytes
 from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
 from keyvault.services.audit import checkpoint_marks
 from keyvault.services.audit.checkpoint_marks import LOGGED_EVERY, read_marks
 from keyvault.services.audit.checkpoints import (
     ScopeReport,
+    find_checkpoint,
     find_newest,
     gather_public_keys,
     list_checkpoint_status,
+    read_heads,
     sign_due,
     verify_checkpoints,
 )
@@ -152,6 +154,55 @@ def test_worker_killed_before_the_mark_writes_it_in_the_next_run(signed: None) -
     marks = read_marks("sandbox")
     assert marks.stored is not None
     assert marks.stored.number == 3
+
+
+def forge_checkpoint() -> None:
+    """Add checkpoint 3 for the present heads, in the name of a signer that this service does not know."""
+    newest = find_newest("sandbox")
+    assert newest is not None
+    body = checkpoint_bytes(Checkpoint("sandbox", 3, now(), newest.digest, read_heads("sandbox")))
+    AuditCheckpoint.objects.create(
+        scope="sandbox",
+        number=3,
+        at=now(),
+        body=body,
+        signature=bytes(64),
+        signer="vault:elsewhere/audit",
+        key_version=1,
+    )
+
+
+def test_checkpoint_forged_under_another_name_is_not_recorded(signed: None) -> None:
+    """A database writer cannot have a checkpoint recorded that this service's signer has not signed."""
+    write()
+    forge_checkpoint()
+    write()
+    sign_due(now() + 2 * STEP)
+    marks = read_marks("sandbox")
+    own = find_newest("sandbox")
+    assert own is not None
+    assert {mark.digest for mark in marks} & {find_digest(3)} == set()
+    assert (own.number, marks.stored and marks.stored.digest) == (4, own.digest.hex())
+
+
+def find_digest(number: int) -> str:
+    found = find_checkpoint("sandbox", number)
+    assert found is not None
+    return found.digest.hex()
+
+
+def test_rewritten_log_below_a_forged_checkpoint_is_not_signed(signed: None) -> None:
+    """The recorded checkpoint is kept, and a forged one after it agrees with the rewritten entries."""
+    kept = list(AuditCheckpoint.objects.values())
+    rewrite_everything()
+    AuditCheckpoint.objects.bulk_create(AuditCheckpoint(**row) for row in kept)
+    forge_checkpoint()
+    write()
+    assert sign_due(now() + 2 * STEP) == 0
+    assert numbers() == [1, 2, 3]
+    marks = read_marks("sandbox")
+    assert marks.stored is not None
+    assert marks.stored.number == 2
 
 
 def test_checkpoint_without_the_backend_is_kept_and_marked_later(

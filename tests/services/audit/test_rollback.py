@@ -8,10 +8,13 @@ import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
-from keyvault.domain.errors import RequestInvalidError, StateConflictError
-from keyvault.models import AuditCheckpoint, AuditEntry, Notice
+from keyvault.access.roles import Role
+from keyvault.domain.errors import IntegrityError, PermissionMissingError, RequestInvalidError, StateConflictError
+from keyvault.models import AuditCheckpoint, AuditEntry, BreakGlass, Notice
+from keyvault.services.audit.checkpoint_marks import read_marks
 from keyvault.services.audit.checkpoints import sign_due
 from keyvault.services.audit.rollback import accept_rollback
+from keyvault.services.merchants.operators import find_operator
 from tests.factories import grant, make_merchant, make_operator, now
 from tests.services.audit.test_checkpoint_marks import numbers, verify
 from tests.services.audit.test_checkpoints import STEP, tampering, write
@@ -37,10 +40,14 @@ def roll_back() -> None:
 
 @pytest.fixture
 def accept() -> Accept:
-    admin = make_operator("admin")
+    make_operator("admin", Role.KEY_ADMINISTRATOR)
+    make_operator("approver", Role.APPROVER)
 
-    def act(reason: str = "restored the backup of Monday") -> list[str]:
-        return accept_rollback(grant(HOST, P.REVOCATIONS_REPLAY), admin, reason)
+    def act(
+        reason: str = "restored the backup of Monday", by: str = "admin", approved_by: str = "approver"
+    ) -> list[str]:
+        operator, approver = find_operator(by, "root"), find_operator(approved_by, "root")
+        return accept_rollback(grant(HOST, P.REVOCATIONS_REPLAY), operator, approver, reason)
 
     return act
 
@@ -57,6 +64,45 @@ def test_accepted_rollback_is_audited_and_signed_again(signed: None, accept: Acc
     assert sign_due(now() + 3 * STEP) >= 1
     assert numbers() == [1, 2]
     assert verify().broken is None
+
+
+def test_accept_rollback_needs_a_second_person_who_may_approve(signed: None, accept: Accept) -> None:
+    """One person with a shell cannot make the worker sign a log that was cut."""
+    make_operator("admin-second-login", Role.APPROVER, person=find_operator("admin", "root").person)
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    roll_back()
+    for approver in ("admin", "admin-second-login"):
+        with pytest.raises(StateConflictError, match="second person"):
+            accept(approved_by=approver)
+    with pytest.raises(PermissionMissingError):
+        accept(approved_by="tam")
+    assert not AuditEntry.objects.filter(event="audit.rollback_accepted").exists()
+    accept()
+    act = BreakGlass.objects.get()
+    assert (act.event, act.operator.username, act.is_claimed) == ("audit.rollback_approved", "approver", True)
+    assert act.requester_person == find_operator("admin", "root").person
+
+
+def test_accept_rollback_of_a_forged_newest_checkpoint_is_refused(signed: None, accept: Accept) -> None:
+    roll_back()
+    with tampering():
+        AuditCheckpoint.objects.filter(scope="sandbox").update(signature=bytes(64))
+    with pytest.raises(IntegrityError):
+        accept()
+    marks = read_marks("sandbox")
+    assert marks.stored is not None
+    assert marks.stored.number == 2
+
+
+def test_accept_rollback_does_not_record_a_checkpoint_of_another_signer(signed: None, accept: Accept) -> None:
+    roll_back()
+    with tampering():
+        AuditCheckpoint.objects.filter(scope="sandbox").update(signer="vault:elsewhere/audit")
+    accept()
+    assert [mark.number for mark in read_marks("sandbox")] == []
+    write()
+    sign_due(now() + 3 * STEP)
+    assert [mark.number for mark in read_marks("sandbox")] == [2]
 
 
 def test_accepted_loss_of_every_checkpoint_starts_anew(signed: None, accept: Accept) -> None:

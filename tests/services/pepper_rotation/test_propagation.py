@@ -86,7 +86,7 @@ def test_process_without_the_backend_delays_the_new_pepper_and_refuses_no_key(sc
             rehash()
             assert [verdict_of_the_other(text) for _, text in keys] == [None] * 3
     row = PepperVersion.objects.get(pepper_set=SANDBOX, number=2)
-    assert describe_version(row, now()).lagging == ["unreachable"]
+    assert describe_version(row).lagging == ["unreachable"]
     with pytest.raises(StateConflictError, match="Not loaded yet by: unreachable"):
         rotate()
     with pytest.raises(StateConflictError, match="Not loaded yet by: unreachable"):

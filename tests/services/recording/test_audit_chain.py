@@ -217,6 +217,19 @@ def test_audit_time_of_a_chain_never_runs_backwards(db: None) -> None:
     assert verify_audit().first_broken is None
 
 
+def test_audit_time_of_a_chain_is_not_moved_ahead_by_a_fast_clock(db: None) -> None:
+    """A host whose clock is an hour ahead gets the database's time, and so do the entries of other hosts after it."""
+    make_merchant("acme")
+    begun = now()
+    for ahead in (timedelta(hours=1), timedelta(0)):
+        allowed = grant(HOST, P.MERCHANTS_WRITE, at=now() + ahead)
+        with recorded(allowed, P.MERCHANTS_WRITE, "test.wrote"):
+            pass
+    times = list(AuditEntry.objects.filter(event="test.wrote").order_by("sequence").values_list("at", flat=True))
+    assert begun - timedelta(milliseconds=1) <= times[0] <= times[1] <= now()
+    assert verify_audit().first_broken is None
+
+
 # ------------------------------------------------------------------------------------------ concurrent writes
 
 

@@ -192,13 +192,14 @@ def _accept_loss(scene: Scene) -> Callable[[], object]:
     issue(scene.sandbox)
     settings.REVOCATION_LOG.unlink()
     return lambda: log_opening.accept_loss(
-        grant(HOST, P.REVOCATIONS_REPLAY), scene.admin, scene.tam, "the disk is gone"
+        grant(HOST, P.REVOCATIONS_REPLAY), scene.admin, scene.approver, "the disk is gone"
     )
 
 
 def _accept_rollback(scene: Scene) -> Callable[[], object]:
     revocation_log.append_lines([CheckpointMark("service", 7, "00" * 32, now())])
-    return lambda: rollback.accept_rollback(grant(HOST, P.REVOCATIONS_REPLAY), scene.admin, "restored a backup")
+    allowed = grant(HOST, P.REVOCATIONS_REPLAY)
+    return lambda: rollback.accept_rollback(allowed, scene.admin, scene.approver, "restored a backup")
 
 
 def _create_order(scene: Scene) -> Callable[[], object]:

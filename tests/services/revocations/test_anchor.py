@@ -19,14 +19,16 @@ from keyvault.access.principals import HOST
 from keyvault.backends import meters
 from keyvault.backends.base import BackendUnavailableError, Mount
 from keyvault.backends.local import LocalKeystore
-from keyvault.domain.errors import StateConflictError
+from keyvault.domain.errors import PermissionMissingError, StateConflictError
 from keyvault.domain.keys import DEAD_STATES
 from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.revocation_log import Anchored, Ended, Opened, line_bytes
-from keyvault.models import AuditEntry, Key, Notice
+from keyvault.models import AuditEntry, Change, Key, Notice
+from keyvault.services import maintenance
 from keyvault.services.keys import lifecycle
 from keyvault.services.recording.revocation_log import append_lines, describe_ended, read_lines
 from keyvault.services.revocations import anchor as anchors
+from keyvault.services.revocations import log_opening
 from keyvault.services.revocations.anchor import (
     LATE_AFTER,
     Anchor,
@@ -44,6 +46,7 @@ from tests.backends.stores import open_vault
 from tests.backends.vault.fake import FakeVault, lost_reply, running_fake
 from tests.factories import INSTALLATION, grant, issue, now, renew_revocation_log
 from tests.services.conftest import Scene, make_scene
+from tests.services.rows import dump_tables
 from tests.verifiers import confirm, make_verifier
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -193,6 +196,104 @@ def test_kept_log_suffices_while_the_anchor_is_unavailable(
     assert "the revocation log was not compared with the revocation anchor" in caplog.messages
 
 
+def test_comparison_missed_at_the_start_is_made_once_the_backend_answers(
+    scene: Scene, settle: Callable[[], None], path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The database and the log were restored together. The worker raises an alarm, and then revokes the keys again."""
+    keys = issued(scene, 2)
+    before, older = transaction.savepoint(), path.read_bytes()
+    for key in keys:
+        revoke(scene, key)
+    settle()
+    AnchorWriter().run(now())
+    transaction.savepoint_rollback(before)
+    path.write_bytes(older)
+    with unavailable(), mock.patch.object(meters, "note_compared") as note:
+        require_current()
+        for _ in range(2):
+            maintenance.compare_revocation_log()
+    assert {call.args for call in note.call_args_list} == {(False,)}
+    alarm = Notice.objects.get(kind="anchor.late")
+    assert (alarm.is_alarm, alarm.payload) == (True, {"not_compared": "sealed"})
+    assert not any(is_dead(key) for key in keys)
+    with mock.patch.object(meters, "note_compared") as note:
+        maintenance.compare_revocation_log()
+    note.assert_called_once_with(True)
+    assert all(is_dead(key) for key in keys)
+    assert Change.objects.filter(subject_id__in=[key.key_id for key in keys]).exists(), "verifiers are notified"
+    assert Notice.objects.filter(kind="anchor.late").latest("created_at").payload == {"revoked_again": 2}
+    entries = AuditEntry.objects.count()
+    maintenance.compare_revocation_log()
+    assert AuditEntry.objects.count() == entries, "the comparison is made once"
+    require_current()
+
+
+def test_comparison_killed_between_log_and_replay_lets_nothing_start(
+    scene: Scene, settle: Callable[[], None], path: Path
+) -> None:
+    (key,) = issued(scene, 1)
+    before, older = transaction.savepoint(), path.read_bytes()
+    revoke(scene, key)
+    settle()
+    AnchorWriter().run(now())
+    transaction.savepoint_rollback(before)
+    path.write_bytes(older)
+    with unavailable():
+        require_current()
+    killed = mock.patch.object(log_opening, "replay_revocations", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        maintenance.compare_revocation_log()
+    with pytest.raises(ImproperlyConfigured, match="1 revoked items are valid again"):
+        require_current()
+    maintenance.compare_revocation_log()
+    assert is_dead(key)
+
+
+def test_dry_run_reports_what_the_anchor_has_and_writes_nothing(
+    scene: Scene, settle: Callable[[], None], path: Path
+) -> None:
+    """Neither the database nor the log nor the secret backend changes, whether the log is older or lost."""
+    (key,) = issued(scene, 1)
+    before, older = transaction.savepoint(), path.read_bytes()
+    revoke(scene, key)
+    settle()
+    AnchorWriter().run(now())
+    transaction.savepoint_rollback(before)
+    anchor, tables = find_anchor(), dump_tables()
+    for content in (older, None):
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        output = io.StringIO()
+        with pytest.raises(SystemExit):
+            call_command("replay_revocations", "--dry-run", stdout=output)
+        assert f"STILL ACTIVE: key {key.key_id}" in output.getvalue()
+        assert (path.read_bytes() if path.exists() else None) == content
+        path.touch()
+    assert (find_anchor(), dump_tables()) == (anchor, tables)
+    path.unlink()
+    replay()
+    assert is_dead(key)
+
+
+def test_log_of_another_installation_is_neither_replayed_nor_completed(
+    scene: Scene, settle: Callable[[], None], path: Path
+) -> None:
+    (key,) = issued(scene, 1)
+    revoke(scene, key)
+    settle()
+    AnchorWriter().run(now())
+    foreign = line_bytes(Opened("another", now()))
+    path.write_bytes(foreign)
+    tables = dump_tables()
+    for options in ((), ("--dry-run",)):
+        with pytest.raises(CommandError, match="belongs to installation another"):
+            call_command("replay_revocations", *options, stdout=io.StringIO())
+    with pytest.raises(CommandError, match="belongs to installation another"):
+        call_command("setup", stdout=io.StringIO())
+    assert (path.read_bytes(), dump_tables()) == (foreign, tables)
+
+
 def test_anchor_of_another_installation_does_not_rebuild_the_log(
     scene: Scene, settle: Callable[[], None], path: Path
 ) -> None:
@@ -226,15 +327,17 @@ def test_loss_needs_two_persons_and_no_anchor(scene: Scene, settle: Callable[[],
     path.unlink()
     with pytest.raises(StateConflictError, match="second person"):
         accept_loss(allowed, scene.admin, scene.admin, "gone")
+    with pytest.raises(PermissionMissingError):
+        accept_loss(allowed, scene.admin, scene.tam, "gone")
     path.write_bytes(lines)
     revoke(scene, key)
     settle()
     AnchorWriter().run(now())
     path.unlink()
     with pytest.raises(StateConflictError, match="revocation anchor replaces"):
-        accept_loss(allowed, scene.admin, scene.tam, "gone")
+        accept_loss(allowed, scene.admin, scene.approver, "gone")
     with unavailable(), pytest.raises(BackendUnavailableError):
-        accept_loss(allowed, scene.admin, scene.tam, "gone")
+        accept_loss(allowed, scene.admin, scene.approver, "gone")
     assert not AuditEntry.objects.filter(event="journal.loss_accepted").exists()
 
 

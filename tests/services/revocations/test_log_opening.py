@@ -19,7 +19,7 @@ from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.revocation_log import CaughtUp, Ended, Opened, line_bytes
-from keyvault.models import AuditEntry, CustomerToken, Key, Notice
+from keyvault.models import AuditEntry, BreakGlass, CustomerToken, Key, Notice
 from keyvault.services.keys import lifecycle
 from keyvault.services.merchants.operators import find_operator
 from keyvault.services.recording import transaction
@@ -61,7 +61,7 @@ def read_bytes_if_any(path: Path) -> bytes | None:
 
 
 def accept_loss_by(operator: Any, reason: str = "the disk is gone") -> None:
-    accept_loss(grant(HOST, P.REVOCATIONS_REPLAY), operator, find_operator("tam", "root"), reason)
+    accept_loss(grant(HOST, P.REVOCATIONS_REPLAY), operator, find_operator("approver", "root"), reason)
 
 
 def command(*options: str) -> str:
@@ -227,7 +227,7 @@ def test_loss_accepted_is_audited_alarmed_and_recorded_in_the_new_log(scene: Sce
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
     path.unlink()
-    output = command("--accept-loss", "--by", "admin", "--approved-by", "tam", "--reason", "the disk is gone")
+    output = command("--accept-loss", "--by", "admin", "--approved-by", "approver", "--reason", "the disk is gone")
     assert "the loss is accepted" in output
     body = last_body("journal.loss_accepted")
     assert (body["actor"], body["channel"]) == ("system:host", "command_line")
@@ -237,6 +237,9 @@ def test_loss_accepted_is_audited_alarmed_and_recorded_in_the_new_log(scene: Sce
         "journal": str(path),
     }
     assert body["details"]["host_user"]
+    act = BreakGlass.objects.get()
+    assert (act.event, act.operator.username, act.is_claimed) == ("journal.loss_approved", "approver", True)
+    assert act.requester_person == scene.admin.person
     notice = Notice.objects.get(kind=NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED)
     assert (notice.is_alarm, notice.payload, notice.deliveries.count()) == (
         True,
@@ -273,13 +276,13 @@ def test_loss_accepted_without_a_reason_or_a_known_operator_is_refused(scene: Sc
     with pytest.raises(RequestInvalidError, match="requires a reason"):
         accept_loss_by(scene.admin, " ")
     with pytest.raises(CommandError, match="There is no operator unknown"):
-        command("--accept-loss", "--by", "unknown", "--approved-by", "tam", "--reason", "x")
+        command("--accept-loss", "--by", "unknown", "--approved-by", "approver", "--reason", "x")
     for options in (("--accept-loss",), ("--accept-loss", "--by", "admin"), ("--by", "admin", "--reason", "x")):
         with pytest.raises(CommandError, match="go together") as usage:
             command(*options)
         assert usage.value.returncode == 2
     with pytest.raises(CommandError, match="cannot be combined with --dry-run"):
-        command("--accept-loss", "--by", "admin", "--approved-by", "tam", "--reason", "x", "--dry-run")
+        command("--accept-loss", "--by", "admin", "--approved-by", "approver", "--reason", "x", "--dry-run")
     assert not path.exists()
     assert not AuditEntry.objects.filter(event="journal.loss_accepted").exists()
 

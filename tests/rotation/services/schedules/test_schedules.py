@@ -648,6 +648,20 @@ def test_begin_due_with_nothing_due_needs_few_queries_for_any_number_of_keys(clo
     assert len(more) <= 7
 
 
+def test_candidates_without_a_date_are_of_the_listed_environments_only(clock: Clock) -> None:
+    """An operator who lists one environment sees no credential of another, whatever it waits for."""
+    for environment in Environment:
+        for label in ("dated", "waiting"):
+            scene.issue(scene.account(environment=environment), clock(), label=label)
+        save(environment, clock())
+    begin_due(clock())
+    ScheduledCredential.objects.filter(credential__label="waiting").update(ask_at=None)
+    for environment in Environment:
+        found = [candidate.credential for candidate in list_candidates([environment.value])]
+        assert len(found) == 2
+        assert {(each.environment, each.label) for each in found} == {(environment, "dated"), (environment, "waiting")}
+
+
 @pytest.mark.django_db(transaction=True)
 def test_begin_due_twice_concurrently_starts_each_once(clock: Clock) -> None:
     """Two simultaneous ticks start one rotation per credential, and neither fails."""
