@@ -25,10 +25,10 @@ from keyvault.domain.digests import PepperSet
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation_log import Anchored, DamagedLineError, Ended, Opened, line_bytes, parse_line
-from keyvault.models import Change, Notice
+from keyvault.models import Change
 from keyvault.services.peppers.installation import LABEL, installation_id
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.notifications import alarm_due, announce
 from keyvault.services.recording.revocation_log import (
     ENDING,
     append_lines,
@@ -247,12 +247,15 @@ def _write_segment(previous: str, lines: Sequence[Ended]) -> str:
 
 
 def _raise_alarm(lag: timedelta, now: datetime) -> None:
-    if Notice.objects.filter(kind=NoticeKind.ANCHOR_LATE, seen_at__isnull=True).exists():
-        return
     grant, seconds = authorize(WORKER, P.REVOCATION_LOG_APPEND, now=now), round(lag.total_seconds())
-    with recorded(grant, P.REVOCATION_LOG_APPEND, "anchor.late", seconds=seconds):
-        announce(grant, NoticeKind.ANCHOR_LATE, None, "revocations", seconds=seconds)
+    with alarm_due(NoticeKind.ANCHOR_LATE, _REVOCATIONS, now) as is_due:
+        if is_due:
+            with recorded(grant, P.REVOCATION_LOG_APPEND, "anchor.late", seconds=seconds):
+                announce(grant, NoticeKind.ANCHOR_LATE, None, _REVOCATIONS, seconds=seconds)
 
+
+_REVOCATIONS = "revocations"
+"""Subject of the alarm about a late anchor."""
 
 _writer = AnchorWriter()
 
