@@ -1,4 +1,7 @@
-"""Celery tasks: each runs one service. A message carries no data; the database has the due rows."""
+"""Celery tasks: each runs one service. A message names an environment only; the database has the due rows.
+
+A task that uses `shared_jobs` does the work of all environments that its worker serves.
+"""
 
 import logging
 from datetime import UTC, datetime
@@ -9,13 +12,15 @@ from keyvault.services import maintenance
 from keyvault.services.audit import checkpoints
 from keyvault.services.reconciliation import reconciliation
 from keyvault.services.webhooks import deliveries
+from keyvault.services.work.shared_jobs import shared_jobs
 
 _log = logging.getLogger(__name__)
 
 
 @shared_task(name="keyvault.tasks.issue_approved")
-def issue_approved() -> None:
-    maintenance.issue_due()
+def issue_approved(environment: str = "") -> None:
+    if shared_jobs.begin("issue_approved", environment):
+        maintenance.issue_due()
 
 
 @shared_task(name="keyvault.tasks.deliver_webhooks")
@@ -24,16 +29,19 @@ def deliver_webhooks(environment: str) -> None:
 
 
 @shared_task(name="keyvault.tasks.sign_checkpoints")
-def sign_checkpoints() -> None:
-    checkpoints.sign_due(datetime.now(UTC))
+def sign_checkpoints(environment: str = "") -> None:
+    if shared_jobs.begin("sign_checkpoints", environment):
+        checkpoints.sign_due(datetime.now(UTC))
 
 
 @shared_task(name="keyvault.tasks.run_maintenance")
-def run_maintenance() -> None:
+def run_maintenance(environment: str = "") -> None:
     """Run every maintenance step, those that end keys first.
 
     A failed step does not stop the others. Raises the first error at the end.
     """
+    if not shared_jobs.begin("run_maintenance", environment):
+        return
     errors = []
     ends = (
         maintenance.compare_revocation_log,
@@ -58,10 +66,12 @@ def run_maintenance() -> None:
 
 
 @shared_task(name="keyvault.tasks.watch_backend")
-def watch_backend() -> None:
-    maintenance.watch_backend()
+def watch_backend(environment: str = "") -> None:
+    if shared_jobs.begin("watch_backend", environment):
+        maintenance.watch_backend()
 
 
 @shared_task(name="keyvault.tasks.reconcile_backend")
-def reconcile_backend() -> None:
-    reconciliation.reconcile_due()
+def reconcile_backend(environment: str = "") -> None:
+    if shared_jobs.begin("reconcile_backend", environment):
+        reconciliation.reconcile_due()

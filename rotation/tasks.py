@@ -5,6 +5,7 @@ from typing import Any
 
 from celery import current_app, shared_task
 
+from keyvault.services.work.shared_jobs import shared_jobs
 from rotation.services.campaigns.runner import tick
 from rotation.services.rotations import engine, side_effects, turns
 from rotation.services.rotations.turns import Turn
@@ -40,8 +41,9 @@ def _queue_of(environment: str, is_urgent: bool) -> str:
 
 
 @shared_task(name="rotation.tasks.forget_pending")
-def forget_pending() -> None:
-    side_effects.forget_due(datetime.now(UTC))
+def forget_pending(environment: str = "") -> None:
+    if shared_jobs.begin("forget_pending", environment):
+        side_effects.forget_due(datetime.now(UTC))
 
 
 @shared_task(name="rotation.tasks.begin_scheduled")

@@ -1,6 +1,7 @@
 """The source of a request: the network that it comes from, or the calling token, and the product of its user agent."""
 
 import re
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
@@ -26,6 +27,23 @@ OCCASION = timedelta(days=1)
 The minutes of one run of a job do not show when it runs again. A source that is in use for longer, such as a client
 that calls every day or all day, was seen more than once. Its longest gap between two uses is its habit.
 """
+
+
+Minutes = tuple[int, int, int]
+"""A source's use of one key: its first and its last minute, and its longest gap between, in minutes."""
+
+
+def find_longest_gap(uses: Iterable[Minutes]) -> int:
+    """Return a source's longest gap between two uses, in minutes, with one key or from one key to another.
+
+    `uses`: one for each key, in the order of their first minutes. There is at least one.
+    """
+    remaining = iter(uses)
+    _, seen_at, longest = next(remaining)
+    for first, last, gap in remaining:
+        longest = max(longest, gap, first - seen_at)
+        seen_at = max(seen_at, last)
+    return longest
 
 
 @lru_cache(maxsize=65_536)

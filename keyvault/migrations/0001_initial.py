@@ -12,7 +12,7 @@ from django.db import migrations, models
 ROLES = ("key_administrator", "technical_account_manager", "approver", "auditor", "incident_responder")
 """The groups of the console, one for each role of `keyvault.access.roles`."""
 
-COUNTED = ("keyvault_keyuse", "keyvault_keysource", "keyvault_usebucket")
+COUNTED = ("keyvault_keyuse", "keyvault_keyattempt", "keyvault_keysource", "keyvault_usebucket")
 """Tables whose counts are updated every second, in rows of thousands of keys.
 
 PostgreSQL writes a changed row anew and leaves the indexes alone while the page has room for it. In a full page each
@@ -349,6 +349,7 @@ class Migration(migrations.Migration):
                 ('first_at', models.DateTimeField()),
                 ('last_at', models.DateTimeField()),
                 ('count', models.PositiveBigIntegerField(default=0)),
+                ('acknowledgements', models.PositiveIntegerField(default=0)),
                 ('minutes', models.PositiveIntegerField(default=0)),
                 ('first_minute', models.PositiveIntegerField(null=True)),
                 ('last_minute', models.PositiveIntegerField(null=True)),
@@ -519,21 +520,48 @@ class Migration(migrations.Migration):
             field=models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, to='keyvault.servicetoken'),
         ),
         migrations.CreateModel(
-            name='UseBucket',
+            name='KeyAttempt',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('span', models.PositiveSmallIntegerField(choices=[(1, 'Minute'), (60, 'Hour'), (1440, 'Day')], default=1)),
-                ('minute', models.DateTimeField()),
+                ('outcome', models.CharField(choices=[('allowed', 'allowed'), ('denied', 'denied'), ('refused', 'refused'), ('probed', 'probed'), ('exposed_in_url', 'exposed in url'), ('exposed_in_browser', 'exposed in browser')], max_length=32)),
+                ('last_at', models.DateTimeField()),
+                ('key', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='last_attempts', to='keyvault.key')),
+            ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('key', 'outcome'), name='key_attempt_unique'), models.CheckConstraint(condition=models.Q(('outcome__in', ['allowed', 'denied', 'refused', 'probed', 'exposed_in_url', 'exposed_in_browser'])), name='attempt_outcome')],
+            },
+        ),
+        migrations.CreateModel(
+            name='UseContext',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('outcome', models.CharField(choices=[('allowed', 'allowed'), ('denied', 'denied'), ('refused', 'refused'), ('probed', 'probed'), ('exposed_in_url', 'exposed in url'), ('exposed_in_browser', 'exposed in browser')], max_length=32)),
                 ('source', models.CharField(max_length=64)),
                 ('user_agent', models.CharField(blank=True, max_length=120)),
                 ('endpoint', models.CharField(blank=True, max_length=100)),
                 ('origin', models.CharField(blank=True, max_length=120)),
-                ('outcome', models.CharField(choices=[('allowed', 'allowed'), ('denied', 'denied'), ('refused', 'refused'), ('probed', 'probed'), ('exposed_in_url', 'exposed in url'), ('exposed_in_browser', 'exposed in browser')], max_length=32)),
-                ('count', models.PositiveIntegerField(default=0)),
+                ('key', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='use_contexts', to='keyvault.key')),
+            ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('key', 'outcome', 'source', 'user_agent', 'endpoint', 'origin'), name='use_context_unique'), models.CheckConstraint(condition=models.Q(('outcome__in', ['allowed', 'denied', 'refused', 'probed', 'exposed_in_url', 'exposed_in_browser'])), name='use_outcome')],
+            },
+        ),
+        migrations.CreateModel(
+            name='UseBucket',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('minute', models.DateTimeField()),
                 ('first_at', models.DateTimeField()),
                 ('last_at', models.DateTimeField()),
-                ('key', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='use_buckets', to='keyvault.key')),
+                ('context', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='buckets', to='keyvault.usecontext')),
+                ('count', models.PositiveIntegerField(default=0)),
+                ('span', models.PositiveSmallIntegerField(choices=[(1, 'Minute'), (60, 'Hour'), (1440, 'Day')], default=1)),
+                ('is_exposure', models.BooleanField(default=False)),
             ],
+            options={
+                'indexes': [models.Index(fields=['is_exposure', 'span', 'minute'], name='use_by_age')],
+                'constraints': [models.UniqueConstraint(fields=('context', 'span', 'minute'), name='use_bucket_unique')],
+            },
         ),
         migrations.CreateModel(
             name='KeySource',
@@ -902,22 +930,6 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name='issuancerequest',
             constraint=models.CheckConstraint(condition=models.Q(('expires_in_days__isnull', True), ('expires_in_days__range', (1, 3650)), _connector='OR'), name='request_expires_in_days'),
-        ),
-        migrations.AddIndex(
-            model_name='usebucket',
-            index=models.Index(fields=['key', 'outcome', 'source'], name='use_by_source'),
-        ),
-        migrations.AddIndex(
-            model_name='usebucket',
-            index=models.Index(fields=['outcome', 'span', 'minute'], name='use_by_age'),
-        ),
-        migrations.AddConstraint(
-            model_name='usebucket',
-            constraint=models.UniqueConstraint(fields=('key', 'outcome', 'span', 'minute', 'source', 'user_agent', 'endpoint', 'origin'), name='use_bucket_unique'),
-        ),
-        migrations.AddConstraint(
-            model_name='usebucket',
-            constraint=models.CheckConstraint(condition=models.Q(('outcome__in', ['allowed', 'denied', 'refused', 'probed', 'exposed_in_url', 'exposed_in_browser'])), name='use_outcome'),
         ),
         migrations.AddConstraint(
             model_name='confirmation',

@@ -15,7 +15,7 @@ from keyvault.models.peppers import Installation, PepperVersion
 from keyvault.models.processes import ServiceProcess
 from keyvault.models.refusals import Refusal
 from keyvault.models.tokens import ServiceToken
-from keyvault.models.usage import KeySource, KeyUse, UsageReporter, UseBucket
+from keyvault.models.usage import KeyAttempt, KeySource, KeyUse, UsageReporter, UseBucket, UseContext
 from keyvault.models.verifiers import Confirmation, Verifier
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "IssuanceApproval",
     "IssuanceRequest",
     "Key",
+    "KeyAttempt",
     "KeySource",
     "KeyUse",
     "LimitOverride",
@@ -51,6 +52,7 @@ __all__ = [
     "ServiceToken",
     "UsageReporter",
     "UseBucket",
+    "UseContext",
     "Verifier",
     "WebhookBreaker",
     "WebhookDelivery",

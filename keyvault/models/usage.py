@@ -38,14 +38,16 @@ class UseSpan(models.IntegerChoices):
 class KeyUse(models.Model):
     """The total of a key's allowed verifications, without dry runs and test calls.
 
-    `minutes`: the number of distinct minutes of them, without acknowledgements. `first_minute`, `last_minute`: the
-    first and the last of these, counted from the epoch. A late report may make `minutes` too small, never too large.
+    `acknowledgements`: those that are no traffic. `minutes`: the number of distinct minutes without them.
+    `first_minute`, `last_minute`: the first and the last of these, counted from the epoch. A late report may make
+    `minutes` too small, never too large.
     """
 
     key = models.OneToOneField(Key, models.PROTECT, primary_key=True, related_name="use")
     first_at = models.DateTimeField()
     last_at = models.DateTimeField()
     count = models.PositiveBigIntegerField(default=0)
+    acknowledgements = models.PositiveIntegerField(default=0)
     minutes = models.PositiveIntegerField(default=0)
     first_minute = models.PositiveIntegerField(null=True)
     last_minute = models.PositiveIntegerField(null=True)
@@ -54,45 +56,78 @@ class KeyUse(models.Model):
         return f"{self.key_id}: {self.count}"
 
 
-class UseBucket(models.Model):
-    """Uses by minute, source, user agent, endpoint and, for a public key, the page's origin.
+class KeyAttempt(models.Model):
+    """The last verification of a key with an outcome other than `allowed`, which `KeyUse` has."""
 
-    `span`: the length of the bucket, which begins at `minute`. After some days minutes roll up into hours, and hours
-    later into days. In a day, `source` is a network (or token) and `user_agent` the name of a product.
+    key = models.ForeignKey(Key, models.PROTECT, related_name="last_attempts", db_index=False)
+    outcome = choice(UseOutcome)
+    last_at = models.DateTimeField()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["key", "outcome"], name="key_attempt_unique"),
+            choices_check("attempt_outcome", "outcome", UseOutcome),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.key_id} {self.outcome}"
+
+
+class UseContext(models.Model):
+    """Who uses a key for what: source, user agent, endpoint, the page's origin for a public key, and the outcome.
+
+    Kept as long as its last bucket. The contexts of days have a network (or token) as `source` and the name of a
+    product as `user_agent`: a source's address is deleted with its last hour.
 
     Other outcomes are counted, too: denials for reasons other than the key, attempts with a suspended key, test calls
     (`probed`), and suspected exposures. These are a proved key in a URL, or a private key from a browser.
     """
 
-    key = models.ForeignKey(Key, models.PROTECT, related_name="use_buckets", db_index=False)
-    span = models.PositiveSmallIntegerField(choices=UseSpan, default=UseSpan.MINUTE)
-    minute = models.DateTimeField()
+    key = models.ForeignKey(Key, models.PROTECT, related_name="use_contexts", db_index=False)
+    outcome = choice(UseOutcome)
     source = models.CharField(max_length=64)
     user_agent = models.CharField(max_length=120, blank=True)
     endpoint = models.CharField(max_length=100, blank=True)
     origin = models.CharField(max_length=120, blank=True)
-    outcome = choice(UseOutcome)
-    count = models.PositiveIntegerField(default=0)
-    first_at = models.DateTimeField()
-    last_at = models.DateTimeField()
 
     class Meta:
         constraints = [
             models.UniqueConstraint(
-                fields=["key", "outcome", "span", "minute", "source", "user_agent", "endpoint", "origin"],
-                name="use_bucket_unique",
+                fields=["key", "outcome", "source", "user_agent", "endpoint", "origin"], name="use_context_unique"
             ),
             choices_check("use_outcome", "outcome", UseOutcome),
         ]
+
+    def __str__(self) -> str:
+        return f"{self.key_id} {self.source}: {self.outcome}"
+
+
+class UseBucket(models.Model):
+    """Uses in one context by time. The table has most rows of all, so it repeats no text.
+
+    `span`: the length of the bucket, which begins at `minute`. After some days minutes roll up into hours, and hours
+    later into days. `is_exposure`: the context's outcome is one of EXPOSURES, whose buckets are kept.
+    """
+
+    # In this order PostgreSQL needs no padding between the columns.
+    minute = models.DateTimeField()
+    first_at = models.DateTimeField()
+    last_at = models.DateTimeField()
+    context = models.ForeignKey(UseContext, models.PROTECT, related_name="buckets", db_index=False)
+    count = models.PositiveIntegerField(default=0)
+    span = models.PositiveSmallIntegerField(choices=UseSpan, default=UseSpan.MINUTE)
+    is_exposure = models.BooleanField(default=False)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["context", "span", "minute"], name="use_bucket_unique")]
         indexes = [
             # Columns that never change, so that incrementing a count updates no index (PostgreSQL: while the page has
             # free space, which the migration reserves).
-            models.Index(fields=["key", "outcome", "source"], name="use_by_source"),
-            models.Index(fields=["outcome", "span", "minute"], name="use_by_age"),
+            models.Index(fields=["is_exposure", "span", "minute"], name="use_by_age"),
         ]
 
     def __str__(self) -> str:
-        return f"{self.key_id} {self.minute:%H:%M} {self.source}: {self.count}"
+        return f"{self.context_id} {self.minute:%H:%M}: {self.count}"
 
 
 class KeySource(models.Model):

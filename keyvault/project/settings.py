@@ -272,7 +272,7 @@ _jobs = {
     "advance-campaigns": ("rotation.tasks.advance_campaigns", 5.0, "maintenance"),
     "begin-scheduled-rotations": ("rotation.tasks.begin_scheduled", 30.0, "maintenance"),
 }
-# These do the work of all environments that their worker serves.
+# These do the work of all environments that their worker serves, once for the messages of all its queues.
 _shared_jobs = {
     "issue-approved": ("keyvault.tasks.issue_approved", 2.0, "issuance"),
     "run-maintenance": ("keyvault.tasks.run_maintenance", 5.0, "maintenance"),
@@ -286,7 +286,7 @@ CELERY_BEAT_SCHEDULE = {
     f"{name}-{environment}": {
         "task": task,
         "schedule": seconds,
-        "args": (environment,) if name in _jobs else (),
+        "args": (environment,),
         "options": {"queue": f"{queue}.{environment}"},
     }
     for name, (task, seconds, queue) in {**_jobs, **_shared_jobs}.items()

@@ -20,7 +20,7 @@ from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Account, Credential, IssuanceRequest, Key, Notice, ProviderConnection
+from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection
 from keyvault.services import idempotency, offboarding, retention
 from keyvault.services.issuance import collection
 from keyvault.services.issuance import requests as issuance
@@ -28,7 +28,7 @@ from keyvault.services.keys import lifecycle
 from keyvault.services.pepper_rotation import propagation
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.notifications import alarm_due, announce
 from keyvault.services.recording.revocation_log import host_name
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.revocations import anchor, log_backfill
@@ -389,11 +389,11 @@ def _has_true_clock(now: datetime) -> bool:
 
 def _alarm_clock(error: ClockDiffersError, now: datetime) -> None:
     host, seconds = host_name(), round(error.difference.total_seconds())
-    if Notice.objects.filter(kind=NoticeKind.CLOCK_DIFFERS, subject=host, seen_at__isnull=True).exists():
-        return
     grant = authorize(WORKER, Permission.ISSUANCE_EXECUTE, now=now)
-    with recorded(grant, Permission.ISSUANCE_EXECUTE, "clock.differed", host=host, seconds_ahead=seconds):
-        announce(grant, NoticeKind.CLOCK_DIFFERS, None, host, host=host, seconds_ahead=seconds)
+    with alarm_due(NoticeKind.CLOCK_DIFFERS, host, now) as is_due:
+        if is_due:
+            with recorded(grant, Permission.ISSUANCE_EXECUTE, "clock.differed", host=host, seconds_ahead=seconds):
+                announce(grant, NoticeKind.CLOCK_DIFFERS, None, host, host=host, seconds_ahead=seconds)
 
 
 def _grant(account: Account, now: datetime) -> Grant:

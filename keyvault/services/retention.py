@@ -28,6 +28,7 @@ from keyvault.models import (
     IssuanceApproval,
     IssuanceRequest,
     Key,
+    KeyAttempt,
     KeySource,
     KeyUse,
     LimitOverride,
@@ -42,6 +43,7 @@ from keyvault.models import (
     ServiceToken,
     UsageReporter,
     UseBucket,
+    UseContext,
     Verifier,
     WebhookBreaker,
     WebhookDelivery,
@@ -111,11 +113,11 @@ RULES = (
     ),
     RetentionRule(
         UseBucket,
-        "{days} days; by minute for `KEYVAULT_USAGE_MINUTE_DAYS`, and by hour, with addresses and user agents, for "
-        "`KEYVAULT_USAGE_HOUR_DAYS`",
+        "{days} days; by minute for `KEYVAULT_USAGE_MINUTE_DAYS`, and by hour for `KEYVAULT_USAGE_HOUR_DAYS`",
         "KEYVAULT_USAGE_DAYS",
         usage.forget_old,
     ),
+    RetentionRule(UseContext, "with its last bucket; addresses and user agents for `KEYVAULT_USAGE_HOUR_DAYS`"),
     RetentionRule(KeySource, "with the last minute in which the source was seen"),
     RetentionRule(UsageReporter, "7 days after the process ended; the last loss of each environment permanently"),
     RetentionRule(
@@ -140,7 +142,7 @@ RULES = (
     ),
     *(
         RetentionRule(table, "permanently: history of a key")
-        for table in (Credential, Key, KeyUse, IssuanceRequest, IssuanceApproval)
+        for table in (Credential, Key, KeyUse, KeyAttempt, IssuanceRequest, IssuanceApproval)
     ),
     *(
         RetentionRule(table, "permanently: configuration")

@@ -8,7 +8,7 @@ from django.test import Client
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
-from keyvault.models import UseBucket
+from keyvault.models import UseContext
 from keyvault.services.keys.lifecycle import get_key, suspend_key
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.secrets.stored_copies import read_string
@@ -128,4 +128,4 @@ def test_acknowledgement_with_a_suspended_key_is_an_attempt_in_quarantine(
     suspend_key(grant(admin, P.KEYS_SUSPEND, key.credential.account), get_key(key.key_id) or key)
     assert client.post(URL, content_type=JSON, headers={"X-Api-Key": text.reveal()}).json()["code"] == "key_not_active"
     usage.flush()
-    assert UseBucket.objects.get().outcome == "refused"
+    assert UseContext.objects.get().outcome == "refused"

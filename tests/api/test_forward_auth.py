@@ -18,7 +18,7 @@ from keyvault.hotpath.adapters import assembly
 from keyvault.hotpath.adapters.stores import DatabaseStore
 from keyvault.hotpath.messages.pending_requests import KEY, RULES, TOKEN
 from keyvault.hotpath.slow_path import slow_path
-from keyvault.models import KeyUse, Operator, UseBucket
+from keyvault.models import KeyUse, Operator, UseBucket, UseContext
 from keyvault.models.keys import OriginHeader
 from keyvault.services.catalog.endpoints import add_endpoint
 from keyvault.services.keys.credentials import restrict_credential
@@ -135,8 +135,8 @@ def test_gateway_allowed_request_answers_200_with_the_identity(
     assert "Content-Type" not in response
     assert "Set-Cookie" not in response
     usage.flush()
-    use = UseBucket.objects.get(key=key)
-    assert (use.count, use.source, use.user_agent) == (1, "192.0.2.7", "curl/8")
+    use = UseBucket.objects.get(context__key=key)
+    assert (use.count, use.context.source, use.context.user_agent) == (1, "192.0.2.7", "curl/8")
 
 
 @EACH_DIALECT
@@ -146,7 +146,7 @@ def test_gateway_with_a_probe_token_counts_as_no_use(dialect: Dialect, gateway: 
     _, probe = make_token(P.KEYS_VERIFY, scope=StringScope.SANDBOX, name="probe", is_probe=True)
     assert gateway(dialect, key=text, token=probe.reveal()).status_code == 200
     usage.flush()
-    assert UseBucket.objects.get(key=key).outcome == "probed"
+    assert UseContext.objects.get(key=key).outcome == "probed"
     assert not KeyUse.objects.exists()
 
 
@@ -365,7 +365,7 @@ def test_gateway_key_in_the_clients_url_is_recorded_as_exposed(
     key, text = issue(account())
     assert verdict(dialect, gateway(dialect, uri=f"{ORDERS}?k={text.reveal()}")) == (400, "credential_in_url")
     usage.flush()
-    assert UseBucket.objects.get(key=key).outcome == "exposed_in_url"
+    assert UseContext.objects.get(key=key).outcome == "exposed_in_url"
 
 
 def test_gateway_with_a_key_in_its_own_url_is_refused(gateway: Gateway, token: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import UseBucket
+from keyvault.models import UseContext
 from keyvault.services.merchants.client_configuration import set_allowed_origins
 from keyvault.services.merchants.merchants import suspend_account, suspend_merchant
 from keyvault.services.usage.recorder import UsageLog
@@ -181,7 +181,7 @@ def test_use_of_a_public_key_is_recorded_with_its_origin(ask: Ask, usage: UsageL
     ask("GET", URL, key=key)
     ask("GET", URL, key=key, Origin=f"https://{shown}.{'x' * 500}.example")
     usage.flush()
-    noted = sorted(UseBucket.objects.values_list("origin", flat=True))
+    noted = sorted(UseContext.objects.values_list("origin", flat=True))
     assert noted[0] == ""
     assert SHOP in noted
     assert len(noted) == 3

@@ -15,7 +15,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.hotpath.messages.pending_requests import KEY
-from keyvault.models import Key, KeyUse, UseBucket
+from keyvault.models import Key, KeyUse, UseBucket, UseContext
 from keyvault.models.keys import OriginHeader
 from keyvault.services.catalog.endpoints import add_endpoint
 from keyvault.services.keys.credentials import restrict_credential
@@ -122,7 +122,7 @@ def test_verify_counts_real_use_only(call: Call, key: tuple[Key, str], usage: Us
     ask(call, key[1])
     usage.flush()
     assert KeyUse.objects.get().count == 3
-    sources = set(UseBucket.objects.values_list("source", flat=True))
+    sources = set(UseContext.objects.values_list("source", flat=True))
     assert "192.0.2.9" in sources
     assert any(source.startswith("token:") for source in sources)
 
@@ -142,7 +142,7 @@ def test_verify_by_a_probe_counts_as_no_use(call: Call, key: tuple[Key, str], us
     usage.flush()
     assert not KeyUse.objects.exists()
     bucket = UseBucket.objects.get()
-    assert (bucket.outcome, bucket.count, bucket.source) == ("probed", 3, "192.0.2.9")
+    assert (bucket.context.outcome, bucket.count, bucket.context.source) == ("probed", 3, "192.0.2.9")
     shown = call("GET", f"/v1/keys/{key[0].key_id}").body
     assert (shown["first_used_at"], shown["last_used_at"]) == (None, None)
 
@@ -153,7 +153,7 @@ def test_verify_by_a_probe_does_not_trigger_the_quarantine(call: Call, key: tupl
     request = {"key": key[1], "environment": "sandbox", "endpoint": "orders.create"}
     assert call("POST", "/v1/keys/verify", request, HTTP_AUTHORIZATION=probe()).body["code"] == "key_not_active"
     usage.flush()
-    assert UseBucket.objects.get().outcome == "probed"
+    assert UseContext.objects.get().outcome == "probed"
 
 
 def test_verify_records_the_origin_of_a_public_key(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
@@ -162,7 +162,7 @@ def test_verify_records_the_origin_of_a_public_key(call: Call, key: tuple[Key, s
     ask(call, text.reveal(), endpoint="client.configuration", origin=origin, user_agent="browser")
     ask(call, key[1], origin=origin)
     usage.flush()
-    origins = UseBucket.objects.order_by("outcome").values_list("outcome", "origin")
+    origins = UseContext.objects.order_by("outcome").values_list("outcome", "origin")
     assert list(origins) == [("allowed", origin), ("denied", ""), ("exposed_in_browser", "")]
 
 
@@ -170,7 +170,7 @@ def test_verify_suspended_key_records_the_attempt(call: Call, key: tuple[Key, st
     suspend_key(grant_for(P.KEYS_SUSPEND, key[0]), fresh(key[0]))
     ask(call, key[1], client_ip="192.0.2.9")
     usage.flush()
-    assert UseBucket.objects.get().outcome == "refused"
+    assert UseContext.objects.get().outcome == "refused"
 
 
 def test_verify_dry_run_traces_each_rule_in_the_contracts_order(call: Call, key: tuple[Key, str]) -> None:

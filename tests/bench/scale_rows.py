@@ -88,6 +88,9 @@ SHARES = {S.AWAITING_APPROVAL: 5, S.SCHEDULED: 20, S.AWAITING_PROOF: 20, S.OVERL
 _FIRST_ACCOUNT = 1_000_000
 """Ids of the copied accounts and endpoints begin after this; new rows are numbered from 1."""
 
+_FIRST_CONTEXT = 1_000_000
+"""Ids of the copied use contexts begin after this."""
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -438,13 +441,15 @@ def load_deliveries(size: Size, samples: Samples) -> None:
 
 def load_uses(size: Size, samples: Samples) -> None:
     """Load the uses of each busy key with its source and its total: minutes of a day, hours, and days of a year."""
-    sample = UseBucket.objects.get(key=samples.key)
+    sample = UseBucket.objects.get(context__key=samples.key)
+    copy(sample.context, 1, size.busy, id=context("n"), key_id=key("n"))
     used, turn = f"(1 + n % {size.busy})", f"(n / {size.busy})"
     minute = f"date_trunc('minute', now()) - {turn} * interval '20 minutes'"
     hour = f"date_trunc('hour', now()) - interval '3 days' - {turn} * interval '1 day'"
     day = f"date_trunc('day', now()) - interval '40 days' - {turn} * interval '30 days'"
     for span, start, percent in ((UseSpan.MINUTE, minute, 60), (UseSpan.HOUR, hour, 30), (UseSpan.DAY, day, 10)):
-        changed = {"key_id": key(used), "span": str(span.value), "minute": start, "first_at": start, "last_at": start}
+        changed = {"span": str(span.value), "minute": start, "first_at": start, "last_at": start}
+        changed["context_id"] = context(used)
         copy(sample, 0, size.uses * percent // 100 - 1, **changed)
     copy(KeySource.objects.get(key=samples.key), 1, size.busy, key_id=key("n"))
     copy(KeyUse.objects.get(key=samples.key), 1, size.busy, key_id=key("n"))
@@ -551,9 +556,9 @@ def make_rows_old(size: Size, samples: Samples, count: int) -> None:
     """Let rows of each table with a retention be older than that."""
     old = "now() - interval '500 days'"
     with fast_session():
-        use = UseBucket.objects.get(key=samples.key)
+        use = UseBucket.objects.get(context__key=samples.key)
         ages = "now() - CASE n % 2 WHEN 0 THEN interval '500 days' ELSE interval '4 days' END - n * interval '1 minute'"
-        copy(use, 1, count, key_id=key(f"1 + n % {size.busy}"), minute=f"date_trunc('minute', {ages})")
+        copy(use, 1, count, context_id=context(f"1 + n % {size.busy}"), minute=f"date_trunc('minute', {ages})")
         refusals = prefixed_id("old", "refusal", "n")
         copy(Refusal.objects.get(pk="refusal"), 1, count, request_id=refusals, at=old)
         copy(IdempotentRequest.objects.earliest("pk"), 1, count, holder="'old' || n", expires_at=old)
@@ -663,6 +668,11 @@ def notice(number: str) -> str:
 def account_of(number: str, size: Size) -> str:
     """Return the id of a credential's account."""
     return f"{_FIRST_ACCOUNT} + 1 + ({number}) % {size.merchants}"
+
+
+def context(number: str) -> str:
+    """Return the id of a busy key's use context."""
+    return f"{_FIRST_CONTEXT} + {number}"
 
 
 def spread_over(column: str, days: int) -> str:

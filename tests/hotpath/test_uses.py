@@ -12,7 +12,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.hotpath.adapters.assembly import uses_of
 from keyvault.hotpath.engine import engine as engine_module
 from keyvault.hotpath.messages.pending_requests import BATCH
-from keyvault.models import Key, KeyUse, UseBucket
+from keyvault.models import Key, KeyUse, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog, Uses
 from tests.factories import account, issue, make_merchant, make_token
@@ -47,8 +47,9 @@ def question(text: str, **more: Any) -> dict[str, Any]:
 
 def written() -> Counter[tuple[str, ...]]:
     found: Counter[tuple[str, ...]] = Counter()
-    for row in UseBucket.objects.all():
-        found[row.key_id, row.source, row.user_agent, row.endpoint, row.origin, row.outcome] += row.count
+    for row in UseBucket.objects.select_related("context"):
+        use = row.context
+        found[use.key_id, use.source, use.user_agent, use.endpoint, use.origin, use.outcome] += row.count
     return found
 
 
@@ -92,7 +93,7 @@ def test_uses_without_an_address_are_the_token_s(
     for _ in range(4):
         primed.ask(token.reveal(), question(keys[KeyKind.PRIVATE][1]))
     usage.flush()
-    assert set(UseBucket.objects.values_list("source", "count")) == {(f"token:{row.token_id}", 4)}
+    assert set(UseBucket.objects.values_list("context__source", "count")) == {(f"token:{row.token_id}", 4)}
 
 
 def test_uses_of_the_fast_path_are_kept_for_a_successor_once_per_report(
@@ -122,7 +123,7 @@ def test_uses_of_a_probe_are_not_counted(keys: dict[KeyKind, tuple[Key, str]], p
         primed.ask(probe.reveal(), question(keys[KeyKind.PRIVATE][1]))
     assert primed.from_memory
     usage.flush()
-    assert set(UseBucket.objects.values_list("outcome", "count")) == {(UseOutcome.PROBED, 5)}
+    assert set(UseBucket.objects.values_list("context__outcome", "count")) == {(UseOutcome.PROBED, 5)}
     assert not KeyUse.objects.exists()
 
 
@@ -155,7 +156,7 @@ def test_uses_keep_no_secret_and_no_overlong_text(
             assert b'"allowed":true' in primed.ask(token, asked).body
     assert (primed.from_memory > 0) is is_remembered
     usage.flush()
-    kept = set(UseBucket.objects.values_list("user_agent", "origin"))
+    kept = set(UseContext.objects.values_list("user_agent", "origin"))
     assert kept == {("Bearer *** one", "Bearer *** two"), ("u" * 120, "o" * 120)}
 
 

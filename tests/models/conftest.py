@@ -147,7 +147,8 @@ def make_world() -> World:
         note_break_glass(allowed, event="x", subject="y", requester_person=tam.person, why="z")
     sign_due(now())
     log = UsageLog()
-    log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=UseOutcome.ALLOWED)
+    for outcome in (UseOutcome.ALLOWED, UseOutcome.DENIED):
+        log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=outcome)
     log.flush()
     issued = IssuanceRequest.objects.get(key=key)
     retirement = _retirement(tam, production)

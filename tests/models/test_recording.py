@@ -170,6 +170,8 @@ def test_models_every_table_is_recorded_or_listed_as_exempt() -> None:
         "Change": "the feed itself",
         "KeyUse": "counts, no part of a verdict",
         "KeySource": "what is kept of a source's uses",
+        "KeyAttempt": "when it was last tried, no part of a verdict",
+        "UseContext": "whose uses are counted",
         "UseBucket": "counts",
         "UsageReporter": "who counts",
         "Verifier": "a process that decides from memory, and its position in the feed",

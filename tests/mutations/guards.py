@@ -193,7 +193,7 @@ GUARDS = (
     Guard(
         "tripwire-known-source",
         "keyvault/services/usage/reports.py",
-        'used.filter(source=OuterRef("source"))',
+        'used.filter(context__source=OuterRef("context__source"))',
         "used",
         "Only a source that used the key itself reinstates it.",
         f"{_TRIPWIRE_TESTS}::test_attempt_from_an_unknown_source_raises_an_alarm_and_delays_nothing",

@@ -377,6 +377,22 @@ def test_maintenance_with_a_wrong_clock_does_nothing_irreversible_and_alarms_onc
     assert not IdempotentRequest.objects.exists()
 
 
+@pytest.mark.django_db
+def test_maintenance_with_a_wrong_clock_alarms_once_for_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second worker notices the clock after the first has looked for an alarm and before it has raised one."""
+    error, announce = clock.ClockDiffersError(timedelta(seconds=30)), maintenance.announce
+
+    def announce_beside(*args: Any, **payload: Any) -> Notice:
+        monkeypatch.setattr(maintenance, "announce", announce)
+        maintenance._alarm_clock(error, now())
+        return announce(*args, **payload)
+
+    monkeypatch.setattr(maintenance, "announce", announce_beside)
+    maintenance._alarm_clock(error, now())
+    maintenance._alarm_clock(error, now())
+    assert Notice.objects.filter(kind=NoticeKind.CLOCK_DIFFERS).count() == 1
+
+
 STEPS = ["expire_due", "discard_due", "destroy_due", "forget_due"]
 
 

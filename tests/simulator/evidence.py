@@ -2,8 +2,8 @@
 
 from datetime import UTC, datetime, timedelta
 
-from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
+from keyvault.domain.sources import find_longest_gap
 from keyvault.services.usage.recorder import Observation
 from keyvault.services.usage.reports import SourceUse
 from rotation.domain.events import RotationState
@@ -12,7 +12,7 @@ from rotation.domain.silence import SourceFacts
 from rotation.domain.states import Facts, KeyFacts
 from rotation.services.rotations.facts import find_gap
 from tests.simulator.rules import Rules
-from tests.simulator.store import StoredKey, StoredRotation, StoredSource
+from tests.simulator.store import StoredCredential, StoredKey, StoredRotation
 
 S = RotationState
 
@@ -61,13 +61,16 @@ def gather_facts(rotation: StoredRotation, observation: Observation, rules: Rule
 
 
 def find_source_gap(
-    row: StoredSource, name: str, environment: Environment, delivered_at: datetime | None, occasion: timedelta
+    key: StoredKey, name: str, credential: StoredCredential, delivered_at: datetime | None, occasion: timedelta
 ) -> int | None:
     """Return the gap that the silence of a source is measured by, in seconds; None: it was seen only once."""
+    row, keys = key.sources[name], credential.keys
     was_seen_once = timedelta(minutes=row.last_minute - row.first_minute) <= occasion
     first_at = datetime.fromtimestamp(row.first_minute * 60, UTC)
-    gap_seconds = None if was_seen_once else row.longest_gap_minutes * 60
-    return find_gap(SourceUse(name, first_at, row.last_at, None, gap_seconds), environment, delivered_at)
+    uses = [each.sources[name] for each in keys[: keys.index(key) + 1] if name in each.sources]
+    minutes = sorted((use.first_minute, use.last_minute, use.longest_gap_minutes) for use in uses)
+    gap_seconds = None if was_seen_once else find_longest_gap(minutes) * 60
+    return find_gap(SourceUse(name, first_at, row.last_at, None, gap_seconds), credential.environment, delivered_at)
 
 
 def _list_sources(rotation: StoredRotation, rules: Rules) -> tuple[SourceFacts, ...]:
@@ -78,13 +81,12 @@ def _list_sources(rotation: StoredRotation, rules: Rules) -> tuple[SourceFacts, 
         delivered_at = rotation.written_back_at
     if staying is None or rotation.credential.kind is KeyKind.PUBLIC:
         return ()
-    environment = rotation.credential.environment
     found = [
         SourceFacts(
             name,
             used_at=row.last_at,
             moved_at=staying.sources[name].last_at if name in staying.sources else None,
-            gap_seconds=find_source_gap(row, name, environment, delivered_at, rules.occasion),
+            gap_seconds=find_source_gap(retiring, name, rotation.credential, delivered_at, rules.occasion),
             is_waived=name in rotation.waived,
         )
         for name, row in retiring.sources.items()

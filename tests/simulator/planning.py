@@ -91,10 +91,7 @@ def choose_overrides(credential: StoredCredential, key: StoredKey, random: Rando
 def _gaps(credential: StoredCredential, key: StoredKey, rules: Rules) -> dict[str, int | None]:
     if credential.kind is KeyKind.PUBLIC or credential.environment is not Environment.PRODUCTION:
         return {}
-    return {
-        name: find_source_gap(row, name, credential.environment, None, rules.occasion)
-        for name, row in key.sources.items()
-    }
+    return {name: find_source_gap(key, name, credential, None, rules.occasion) for name in key.sources}
 
 
 def _list_late(

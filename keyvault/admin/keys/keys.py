@@ -232,12 +232,12 @@ class KeyAdmin(ConsoleModelAdmin):
         if not may(request, P.KEYS_REVOKE):
             return
         living = self.get_queryset(request).exclude(state__in=DEAD_STATES)
-        exposed = living.filter(pk__in=exposures().values("key_id"))
+        exposed = living.filter(pk__in=exposures().values("context__key"))
         yield self.attention_item("Suspected exposures", exposed, "?exposed=lately", "alarm")
 
     def line_of(self, row: Key) -> Line:
-        last = exposures().filter(key=row).first()
-        how = "" if last is None else f", {last.get_outcome_display()}"
+        last = exposures().filter(context__key=row).select_related("context").first()
+        how = "" if last is None else f", {last.context.get_outcome_display()}"
         about = f"{row.credential.account} · {row.credential.label}{how}"
         return Line(self.url_of(row), self.name_of(row), about, None if last is None else last.last_at)
 

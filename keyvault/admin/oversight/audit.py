@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from django.contrib import admin
+from django.contrib.admin.views.main import ChangeList
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import F, Model, QuerySet, Value
@@ -20,7 +21,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.columns import moment_column
-from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.model_admin import ConsoleList, ConsoleModelAdmin
 from keyvault.admin.framework.subject_pages import pages_by_field
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -40,6 +41,10 @@ from keyvault.services.audit.checkpoints import CheckpointStatus, list_checkpoin
 from keyvault.services.audit.events import list_events
 
 _MAX_CHAINS = 40
+
+_MAX_SEARCHED = 5_000
+"""Maximum entries that one search reads, the newest of those that match the filters."""
+
 _ACCOUNT = "account:"
 
 
@@ -103,6 +108,25 @@ class WhenFilter(admin.DateFieldListFilter):
         self.title = "time"
 
 
+class AuditList(ConsoleList):
+    """The list of entries. A search reads the newest _MAX_SEARCHED of them, since no index finds text in an entry.
+
+    `older`: query string of the same search in the entries before these; empty if there are none.
+    """
+
+    older = ""
+
+    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
+        entries = super().get_queryset(request, exclude_parameters)
+        if not (term := self.query.strip()):
+            return entries
+        for oldest in entries.values_list("at", flat=True)[_MAX_SEARCHED - 1 : _MAX_SEARCHED]:
+            entries = entries.filter(at__gte=oldest)
+            self.older = self.get_query_string({"at__lt": oldest.isoformat()}, remove=["p"])
+        sought = Value(term.encode(), output_field=models.BinaryField())
+        return entries.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0)
+
+
 class AuditEntryAdmin(ConsoleModelAdmin):
     view_permissions = (P.AUDIT_READ,)
     section, singular, plural = "Oversight", "Audit entry", "Audit entries"
@@ -111,8 +135,11 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     list_display = ("when", "chain_name", "sequence_number", "event", "actor", "about")
     list_display_links = ("when",)
     list_filter = (ChainFilter, ("at", WhenFilter), EventFilter)
-    search_fields = ("event",)  # shows the search box; get_search_results defines the search
-    search_help_text = "By any id or name in an entry: key id, credential id, request id, operator."
+    search_fields = ("event",)  # shows the search box; AuditList defines the search
+    search_help_text = (
+        "By any id or name in an entry: key id, credential id, request id, operator. Reads the newest "
+        f"{_MAX_SEARCHED:,} entries that match the filters, and those of a key's account for the id of a key."
+    )
     sortable_by = ()
     ordering = ("-at", "-id")
 
@@ -138,18 +165,14 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Return entries whose bytes contain the text.
-
-        The id of an existing key searches only the chain of its account.
-        """
-        term = search_term.strip()
-        if not term:
-            return queryset, False
-        account = Account.objects.filter(credentials__keys=term).first()
+        """Restrict a search for the id of an existing key to the chains of its account."""
+        account = Account.objects.filter(credentials__keys=search_term.strip()).first() if search_term else None
         if account is not None:
             queryset = queryset.filter(chain_id__in=chains_with(_chain_of(account)))
-        sought = Value(term.encode(), output_field=models.BinaryField())
-        return queryset.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0), False
+        return queryset, False
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        return AuditList
 
     def summary(self, row: AuditEntry) -> FactTable:
         return FactTable("Audit entry", [("Chain", row.chain_id), ("Sequence", row.sequence), ("Event", row.event)])
@@ -193,7 +216,10 @@ class AuditEntryAdmin(ConsoleModelAdmin):
         elif isinstance(row, PepperVersion):
             query = {"q": "pepper."}
         else:
-            query = {"q": row.endpoint if isinstance(row, LimitOverride) else str(row.pk)}
+            owner = self.admin_site._registry.get(type(row))
+            account = owner.account_of(row) if isinstance(owner, ConsoleModelAdmin) else None
+            query = {} if account is None else {"chain": _chain_of(account)}
+            query["q"] = row.endpoint if isinstance(row, LimitOverride) else str(row.pk)
         return Extras(links=[Link("Audit entries", self.list_url(f"?{urlencode(query)}"))])
 
 

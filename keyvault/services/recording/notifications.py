@@ -1,7 +1,9 @@
 """Notices to merchants and operators: written in the transaction of the event, delivered afterwards."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
 
 from keyvault.access.decision import Grant
 from keyvault.domain.canonical import JsonValue, canonical_bytes
@@ -9,7 +11,22 @@ from keyvault.domain.ids import mint_id
 from keyvault.domain.notifications import ALARMS, INTERNAL, NoticeKind
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account, Notice, WebhookDelivery, WebhookEndpoint
+from keyvault.services.work import leases
 from keyvault.wire.webhooks import GIVE_UP_AFTER
+
+
+@contextmanager
+def alarm_due(kind: NoticeKind, subject: str, now: datetime) -> Iterator[bool]:
+    """Yield whether to raise an alarm: None of this kind and subject is unseen, and no other worker is raising one."""
+    unseen = Notice.objects.filter(kind=kind, subject=subject, seen_at__isnull=True)
+    lease = None if unseen.exists() else leases.claim(f"alarm:{kind}:{subject}"[:80], now, ignore_due_at=True)
+    if lease is None:
+        yield False
+        return
+    try:
+        yield not unseen.exists()
+    finally:
+        leases.release(lease)
 
 
 def announce(

@@ -26,10 +26,10 @@ from keyvault.domain.digests import PepperSet
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation_log import Anchored, DamagedLineError, Ended, Opened, line_bytes, parse_line
-from keyvault.models import Change, Notice
+from keyvault.models import Change
 from keyvault.services.peppers.installation import LABEL, installation_id
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.notifications import alarm_due, announce
 from keyvault.services.recording.revocation_log import (
     ENDING,
     append_lines,
@@ -227,8 +227,8 @@ class AnchorWriter:
         """Record the time up to which every revocation is anchored."""
         until = self._find_anchored_time(now)
         meters.note_anchor(until)
-        if now - until > LATE_AFTER and not has_unseen_alarm():
-            raise_anchor_alarm(now, seconds=round((now - until).total_seconds()))
+        if now - until > LATE_AFTER:
+            raise_anchor_alarm_once(now, seconds=round((now - until).total_seconds()))
 
     def _find_anchored_time(self, now: datetime) -> datetime:
         if self.position is None:
@@ -257,16 +257,22 @@ def _write_segment(previous: str, lines: Sequence[Ended]) -> str:
     return labels["digest"]
 
 
-def has_unseen_alarm() -> bool:
-    return Notice.objects.filter(kind=NoticeKind.ANCHOR_LATE, seen_at__isnull=True).exists()
+def raise_anchor_alarm_once(now: datetime, **details: JsonValue) -> None:
+    """Raise the alarm about the anchor, unless an operator has not seen an earlier one."""
+    with alarm_due(NoticeKind.ANCHOR_LATE, _REVOCATIONS, now) as is_due:
+        if is_due:
+            raise_anchor_alarm(now, **details)
 
 
 def raise_anchor_alarm(now: datetime, **details: JsonValue) -> None:
     """Raise the alarm about the anchor. `details`: its lag, or why or how late the log was compared with it."""
     grant = authorize(WORKER, P.REVOCATION_LOG_APPEND, now=now)
     with recorded(grant, P.REVOCATION_LOG_APPEND, "anchor.late", **details):
-        announce(grant, NoticeKind.ANCHOR_LATE, None, "revocations", **details)
+        announce(grant, NoticeKind.ANCHOR_LATE, None, _REVOCATIONS, **details)
 
+
+_REVOCATIONS = "revocations"
+"""Subject of the alarm about a late anchor."""
 
 _writer = AnchorWriter()
 

@@ -30,9 +30,9 @@ from keyvault.services.recording.revocation_log import (
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.revocations.anchor import (
     find_anchor,
-    has_unseen_alarm,
     list_missing,
     raise_anchor_alarm,
+    raise_anchor_alarm_once,
     update_log,
 )
 from keyvault.services.revocations.replay import Comparison, compare_revocation_log, replay_revocations
@@ -117,8 +117,7 @@ class LateComparison:
     def _compare(self, now: datetime) -> None:
         why = recover_revocation_log(now).unread
         if why is not None:
-            if not has_unseen_alarm():
-                raise_anchor_alarm(now, not_compared=why)
+            raise_anchor_alarm_once(now, not_compared=why)
             return
         replay = replay_revocations(authorize(WORKER, P.REVOCATIONS_REPLAY, now=now))
         if replay.replayed:

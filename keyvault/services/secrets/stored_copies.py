@@ -26,8 +26,8 @@ from keyvault.domain.errors import NotFoundError, StateConflictError
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Account, Credential, Key, Material, Notice
-from keyvault.services.recording.notifications import announce
+from keyvault.models import Account, Credential, Key, Material
+from keyvault.services.recording.notifications import alarm_due, announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import MOUNT, secret_backend
 from keyvault.services.work.leases import Lease, hold
@@ -257,11 +257,10 @@ def report_refusal(grant: Grant, account: Account, what: str, error: BackendDeni
 
     No backend work succeeds until the access is restored. `account`: the one whose work was denied.
     """
-    unseen = Notice.objects.filter(kind=NoticeKind.BACKEND_DENIED, subject=account.environment, seen_at__isnull=True)
-    if unseen.exists():
-        return
-    with recorded(grant, _STEPS, "backend.refused", account=account, what=what, why=error.detail):
-        announce(grant, NoticeKind.BACKEND_DENIED, account, account.environment, what=what, why=error.detail)
+    with alarm_due(NoticeKind.BACKEND_DENIED, account.environment, grant.at) as is_due:
+        if is_due:
+            with recorded(grant, _STEPS, "backend.refused", account=account, what=what, why=error.detail):
+                announce(grant, NoticeKind.BACKEND_DENIED, account, account.environment, what=what, why=error.detail)
 
 
 def list_to_destroy(environment: Environment, after: Key | None = None) -> list[Key]:

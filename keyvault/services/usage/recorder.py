@@ -33,7 +33,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import MAX_REDACTED_LENGTH, MAX_STORED_LENGTH, clean_text
 from keyvault.domain.sources import name_source
 from keyvault.models import UsageReporter
-from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
+from keyvault.models.usage import EXPOSURES, SIGNS_OF_LIFE, UseOutcome, UseSpan
 from keyvault.services.idempotency import shred_used
 from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.peppers.ring import load_peppers
@@ -351,8 +351,8 @@ def _write(report: _Report) -> bool:
 
     Additions commute, so late and early reporters agree. A report that was already written adds nothing.
 
-    To prevent deadlocks, each reporter locks its own row first and then the others in one fixed order: all buckets
-    before all sources, and these before all keys.
+    To prevent deadlocks, each reporter locks its own row first and then the others in one fixed order: all contexts
+    before all buckets, these before all sources, and these before all keys.
     """
     stopped_at = report.through if report.is_final else None
     peppers = load_peppers.newest_versions()
@@ -395,7 +395,11 @@ def _add_to_rows(rows: Sequence[Uses]) -> None:
             [_source_row(row) for row in sorted(rows, key=lambda row: row[8]) if row[5] in SIGNS_OF_LIFE],
         )
         cursor.executemany(
-            _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 7)})"),
+            _ADD_ATTEMPT.replace(_ROWS, "VALUES (%s, %s, %s)"),
+            [(row[0], row[5], _at(row[8])) for row in rows if row[5] != _ALLOWED],
+        )
+        cursor.executemany(
+            _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 8)})"),
             [_key_row(row) for row in sorted(rows, key=lambda row: row[8]) if row[5] == _ALLOWED],
         )
 
@@ -411,14 +415,19 @@ def add_to_buckets(rows: Sequence[Sequence[Any]], span: UseSpan) -> None:
 
 
 def _add_to_buckets(cursor: Any, rows: Sequence[Sequence[Any]], span: UseSpan) -> None:
-    values = f"VALUES ({', '.join(['%s'] * 10)}, {span:d})"
-    cursor.executemany(_ADD_TO_BUCKET.replace(_ROWS, values), rows)
+    cursor.executemany(
+        _ADD_CONTEXT.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 6)})"), sorted({tuple(row[:6]) for row in rows})
+    )
+    cursor.executemany(
+        _ADD_TO_BUCKET.replace(_ROWS, _BUCKET_ROW.replace("<span>", f"{span:d}")),
+        [(*row[6:], *row[:6]) for row in rows],
+    )
 
 
 def _key_row(row: Uses) -> tuple[Any, ...]:
     """Return the values of `_ADD_TO_KEY`: one minute of a key."""
     minute = int(row[8] // 60)
-    minutes = (0, None, None) if row[1] == ACKNOWLEDGEMENT else (1, minute, minute)
+    minutes = (row[6], 0, None, None) if row[1] == ACKNOWLEDGEMENT else (0, 1, minute, minute)
     return (row[0], row[6], _at(row[7]), _at(row[8]), *minutes)
 
 
@@ -445,11 +454,19 @@ _PAUSE_SECONDS: Final = 0.001
 _encode: Final = msgspec.json.Encoder().encode
 
 _ROWS = "<rows>"
-_ADD_TO_BUCKET = """
-    INSERT INTO keyvault_usebucket AS was
-        (key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute, span)
+_ADD_CONTEXT = """
+    INSERT INTO keyvault_usecontext AS was (key_id, endpoint, source, user_agent, origin, outcome)
     <rows>
-    ON CONFLICT (key_id, outcome, span, minute, source, user_agent, endpoint, origin) DO UPDATE SET
+    ON CONFLICT (key_id, outcome, source, user_agent, endpoint, origin) DO UPDATE SET origin = was.origin
+"""
+"""The update changes nothing. It locks the row until the commit, so that retention does not delete it meanwhile."""
+
+_IS_EXPOSURE = f"outcome IN ({', '.join(repr(outcome.value) for outcome in EXPOSURES)})"
+
+_ADD_TO_BUCKET = """
+    INSERT INTO keyvault_usebucket AS was (count, first_at, last_at, minute, context_id, is_exposure, span)
+    <rows>
+    ON CONFLICT (context_id, span, minute) DO UPDATE SET
         count = was.count + excluded.count,
         first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
         last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
@@ -477,10 +494,18 @@ _ADD_TO_SOURCE = """
             WHEN excluded.longest_gap_minutes > was.longest_gap_minutes THEN excluded.longest_gap_minutes
             ELSE was.longest_gap_minutes END
 """
+_ADD_ATTEMPT = """
+    INSERT INTO keyvault_keyattempt AS was (key_id, outcome, last_at)
+    <rows>
+    ON CONFLICT (key_id, outcome) DO UPDATE SET last_at = excluded.last_at WHERE excluded.last_at > was.last_at
+"""
 _ADD_TO_KEY = """
-    INSERT INTO keyvault_keyuse AS was (key_id, count, first_at, last_at, minutes, first_minute, last_minute) <rows>
+    INSERT INTO keyvault_keyuse AS was
+        (key_id, count, first_at, last_at, acknowledgements, minutes, first_minute, last_minute)
+    <rows>
     ON CONFLICT (key_id) DO UPDATE SET
         count = was.count + excluded.count,
+        acknowledgements = was.acknowledgements + excluded.acknowledgements,
         minutes = was.minutes + CASE
             WHEN was.last_minute IS NULL OR excluded.first_minute > was.last_minute THEN excluded.minutes
             WHEN excluded.last_minute > was.last_minute THEN 1
@@ -500,17 +525,29 @@ Django needs several statements per row. Each reporter does this every second fo
 have no time left for other writers.
 """
 
-_IS_PRIVATE = """EXISTS (
-    SELECT 1 FROM keyvault_key k JOIN keyvault_credential c ON c.credential_id = k.credential_id
-    WHERE k.key_id = <key_id> AND c.kind = 'private')"""
-"""Shoppers are the sources of a public key. Silence does not retire it, so they are not kept."""
+_BUCKET_ROW = """
+    SELECT %s, %s, %s, %s, id, <is_exposure>, <span> FROM keyvault_usecontext
+    WHERE key_id = %s AND endpoint = %s AND source = %s AND user_agent = %s AND origin = %s AND outcome = %s
+""".replace("<is_exposure>", _IS_EXPOSURE)
+
+_IS_PRIVATE = """(
+    SELECT c.kind FROM keyvault_key k JOIN keyvault_credential c ON c.credential_id = k.credential_id
+    WHERE k.key_id = <key_id>) = 'private'"""
+"""Shoppers are the sources of a public key. Silence does not retire it, so they are not kept.
+
+A scalar subquery, because PostgreSQL may turn EXISTS into a join that reads every key.
+"""
 
 _SOURCE_ROW = f"SELECT {', '.join(['%s'] * 6)}, 0 WHERE {_IS_PRIVATE.replace('<key_id>', '%s')}"
 
+_CONTEXT = "key_id, endpoint, source, user_agent, origin, outcome"
+_CONTEXTS = "SELECT DISTINCT <context> FROM placed WHERE context_id IS NULL ORDER BY <context>"
 _BUCKETS = """
-    SELECT key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute, 1 FROM used
-    ORDER BY key_id, minute, source, user_agent, endpoint, origin, outcome
-"""
+    SELECT
+        count, first_at, last_at, minute, coalesce(placed.context_id, contexts.id) AS context_id, <is_exposure>, 1
+    FROM placed LEFT JOIN contexts USING (<context>)
+    ORDER BY context_id, minute
+""".replace("<is_exposure>", _IS_EXPOSURE)
 _SOURCES = """
     SELECT
         key_id, name, min(number), max(number), max(allowed_at), max(denied_at), coalesce(max(gap), 0)
@@ -529,21 +566,27 @@ _SOURCES = """
             GROUP BY key_id, name, number
         ) AS minutes
     ) AS gaps
-    WHERE <is_private> AND (SELECT count(*) FROM buckets) >= 0
+    WHERE key_id IN (SELECT key_id FROM private) AND (SELECT count(*) FROM buckets) >= 0
     GROUP BY key_id, name
     ORDER BY key_id, name
-""".replace("<is_private>", _IS_PRIVATE.replace("<key_id>", "gaps.key_id"))
+"""
+_ATTEMPTS = """
+    SELECT key_id, outcome, max(last_at) FROM used
+    WHERE outcome <> 'allowed' AND (SELECT count(*) FROM sources) >= 0
+    GROUP BY key_id, outcome
+    ORDER BY key_id, outcome
+"""
 _KEYS = """
     SELECT
         key_id, sum(count), min(first_at), max(last_at),
-        count(DISTINCT number), min(number), max(number)
+        coalesce(sum(count) FILTER (WHERE number IS NULL), 0), count(DISTINCT number), min(number), max(number)
     FROM (
         SELECT
             *, CASE WHEN endpoint <> '<acknowledgement>' THEN (extract(epoch FROM minute) / 60)::int END AS number
         FROM used
         WHERE outcome = 'allowed'
     ) AS allowed
-    WHERE (SELECT count(*) FROM sources) >= 0
+    WHERE (SELECT count(*) FROM attempts) >= 0
     GROUP BY key_id
     ORDER BY key_id
 """.replace("<acknowledgement>", ACKNOWLEDGEMENT)
@@ -568,8 +611,21 @@ _REPORT = """
         WHERE NOT EXISTS (SELECT FROM reporter WHERE report >= $2::bigint)
         GROUP BY key_id, minute, source, user_agent, endpoint, origin, outcome, name
     ),
+    placed AS MATERIALIZED (
+        SELECT used.*, (
+            SELECT id FROM keyvault_usecontext AS known
+            WHERE known.key_id = used.key_id COLLATE "default" AND known.outcome = used.outcome COLLATE "default"
+                AND known.source = used.source COLLATE "default"
+                AND known.user_agent = used.user_agent COLLATE "default"
+                AND known.endpoint = used.endpoint COLLATE "default" AND known.origin = used.origin COLLATE "default"
+        ) AS context_id
+        FROM used
+    ),
+    private AS MATERIALIZED (SELECT key_id FROM (SELECT DISTINCT key_id FROM used) AS one WHERE <is_private>),
+    contexts AS (<contexts> RETURNING id, <context>),
     buckets AS (<buckets> RETURNING 1),
     sources AS (<sources> RETURNING 1),
+    attempts AS (<attempts> RETURNING 1),
     keys AS (<keys> RETURNING 1)
     UPDATE keyvault_usagereporter
     SET report = $2::bigint, flushed_through_at = $3::timestamptz, stopped_at = $4::timestamptz, peppers = $5::jsonb,
@@ -577,13 +633,17 @@ _REPORT = """
     WHERE reporter_id = $1 AND (SELECT count(*) FROM keys) >= 0
     RETURNING 1
 """
-_REPORT = _REPORT.replace("<buckets>", _ADD_TO_BUCKET.replace(_ROWS, _BUCKETS))
+_REPORT = _REPORT.replace("<contexts>", _ADD_CONTEXT.replace(_ROWS, _CONTEXTS))
+_REPORT = _REPORT.replace("<is_private>", _IS_PRIVATE.replace("<key_id>", 'one.key_id COLLATE "default"'))
+_REPORT = _REPORT.replace("<buckets>", _ADD_TO_BUCKET.replace(_ROWS, _BUCKETS)).replace("<context>", _CONTEXT)
 _REPORT = _REPORT.replace("<sources>", _ADD_TO_SOURCE.replace(_ROWS, _SOURCES))
+_REPORT = _REPORT.replace("<attempts>", _ADD_ATTEMPT.replace(_ROWS, _ATTEMPTS))
 _REPORT = _REPORT.replace("<keys>", _ADD_TO_KEY.replace(_ROWS, _KEYS))
 """The whole report in one statement, because each statement costs a round trip and interpreter time.
 
 PostgreSQL unpacks the JSON and groups it, because one statement cannot update a row twice. It sorts bytewise, so that
-every reporter uses the same order whatever the database's collation is.
+every reporter uses the same order whatever the database's collation is. Comparisons with a table name the collation of
+its indexes.
 
 PostgreSQL does not order the parts of a statement unless one depends on another. Each part therefore counts the rows of
 the part before it.

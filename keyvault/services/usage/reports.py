@@ -3,15 +3,14 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import chain, product
 
-from django.db.models import Count, Exists, Max, Min, OuterRef, Q, QuerySet, Sum
+from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, QuerySet, Sum
 
 from keyvault.domain.canonical import JsonValue
-from keyvault.domain.sources import OCCASION, OTHERS, name_source, network_of
+from keyvault.domain.sources import OCCASION, OTHERS, Minutes, find_longest_gap, name_source, network_of
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import Key, KeySource, KeyUse, UseBucket
-from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
+from keyvault.models import Key, KeyAttempt, KeySource, KeyUse, UseBucket
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 
 TRACES = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED)
 """Outcomes that show who holds a key. Suspected exposures are reported separately."""
@@ -133,13 +132,14 @@ class Usage:
 def describe_use(key: Key) -> Usage:
     """Return how much a key was used, and the last time of each outcome."""
     use = KeyUse.objects.filter(key=key).first()
+    attempts = dict(KeyAttempt.objects.filter(key=key).values_list("outcome", "last_at"))
     return Usage(
         count=0 if use is None else use.count,
         first_at=None if use is None else use.first_at,
         last_at=None if use is None else use.last_at,
-        denied_at=find_last(key.key_id, (UseOutcome.DENIED,)),
-        tried_at=find_last(key.key_id, (UseOutcome.REFUSED,)),
-        probed_at=find_last(key.key_id, (UseOutcome.PROBED,)),
+        denied_at=attempts.get(UseOutcome.DENIED),
+        tried_at=attempts.get(UseOutcome.REFUSED),
+        probed_at=attempts.get(UseOutcome.PROBED),
     )
 
 
@@ -155,7 +155,7 @@ def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit:
     """
     rows = (
         _buckets(key_id, outcomes)
-        .values("source", "user_agent", "endpoint", "origin", "outcome")
+        .values(**_CONTEXT)
         .annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
         .order_by("-last", "source", "user_agent", "endpoint", "origin", "outcome")[:limit]
     )
@@ -178,7 +178,7 @@ def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
     """Return the networks that really use a key, the latest first."""
     rows = (
         _buckets(key_id, SIGNS_OF_LIFE)
-        .values("source")
+        .values(source=_CONTEXT["source"])
         .annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
     )
     found: dict[str, NetworkUse] = {}
@@ -206,17 +206,26 @@ _MAX_CLIENTS = 500
 """Maximum clients of waived sources whose attempts are recognized."""
 
 
+_MAX_EARLIER = 50
+"""Maximum earlier keys of a credential whose sources count: a year of rotations with production's quiet period."""
+
+
 def find_sources(key_id: str) -> dict[str, SourceUse]:
-    """Return the sources of a private key by their names, the latest first. Beyond MAX_SOURCES they are OTHERS."""
+    """Return the sources of a private key by their names, the latest first. Beyond MAX_SOURCES they are OTHERS.
+
+    A longest gap covers the uses of the credential's earlier keys by the same source: a rotation does not change when
+    a client calls.
+    """
     columns = ("name", "first_minute", "last_minute", "last_at", "denied_at", "longest_gap_minutes")
     rows = list(KeySource.objects.filter(key=key_id).order_by("name").values_list(*columns)[: MAX_SOURCES + 1])
+    earlier = _list_earlier(key_id, [name for name, *_ in rows[:MAX_SOURCES]])
     found = [
         SourceUse(
             name,
             None if first is None else datetime.fromtimestamp(first * 60, UTC),
             last_at,
             denied_at,
-            None if _was_seen_once(first, last) else gap * 60,
+            _gap_seconds((first, last, gap), earlier.get(name, [])),
         )
         for name, first, last, last_at, denied_at, gap in rows[:MAX_SOURCES]
     ]
@@ -227,25 +236,44 @@ def find_sources(key_id: str) -> dict[str, SourceUse]:
     return {use.name: use for use in sorted(found, key=lambda use: (use.seen_at, use.name), reverse=True)}
 
 
+def _list_earlier(key_id: str, names: Collection[str]) -> dict[str, list[Minutes]]:
+    """List the uses of the credential's earlier keys by these sources, by source."""
+    issued_at = Key.objects.filter(pk=key_id).values("created_at")
+    earlier = Key.objects.filter(credential__keys=key_id, created_at__lt=issued_at).order_by("-created_at")
+    rows = KeySource.objects.filter(key__in=earlier.values("pk")[:_MAX_EARLIER], name__in=names)
+    found: dict[str, list[Minutes]] = {}
+    columns = ("name", "first_minute", "last_minute", "longest_gap_minutes")
+    for name, *minutes in rows.filter(first_minute__isnull=False).values_list(*columns):
+        found.setdefault(name, []).append((minutes[0], minutes[1], minutes[2]))
+    return found
+
+
+def _gap_seconds(use: tuple[int | None, int | None, int], earlier: list[Minutes]) -> int | None:
+    """Return a source's longest gap in seconds; None: it was seen only once with the key that it uses now."""
+    first, last, gap = use
+    if first is None or last is None:
+        return gap * 60
+    if timedelta(minutes=last - first) <= OCCASION:
+        return None
+    return find_longest_gap(sorted([*earlier, (first, last, gap)])) * 60
+
+
 def find_last_of_sources(key_id: str, names: Collection[str]) -> dict[str, datetime]:
     """Return the last allowed use of a private key by each of these sources that has used it."""
     rows = KeySource.objects.filter(key=key_id, name__in=names, last_at__isnull=False)
     return dict(rows.values_list("name", "last_at"))
 
 
-def _was_seen_once(first_minute: int | None, last_minute: int | None) -> bool:
-    if first_minute is None or last_minute is None:
-        return False
-    return timedelta(minutes=last_minute - first_minute) <= OCCASION
-
-
 def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
     """Return the shop and app versions that use a public key, the latest first."""
     rows = (
         _buckets(key_id, SIGNS_OF_LIFE)
-        .values("origin", "user_agent")
+        .values(origin=_CONTEXT["origin"], user_agent=_CONTEXT["user_agent"])
         .annotate(
-            total=Sum("count"), sources=Count("source", distinct=True), first=Min("first_at"), last=Max("last_at")
+            total=Sum("count"),
+            sources=Count("context__source", distinct=True),
+            first=Min("first_at"),
+            last=Max("last_at"),
         )
         .order_by("-last", "origin", "user_agent")[:limit]
     )
@@ -255,26 +283,12 @@ def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
     ]
 
 
-def find_last(key_id: str, outcomes: Iterable[UseOutcome] = SIGNS_OF_LIFE) -> datetime | None:
-    """Return when the key was last seen with one of these outcomes. The latest bucket of a span has its latest time."""
-    kinds = [(outcome.value, span.value) for outcome, span in product(outcomes, UseSpan)]
-    sql = _LAST.format(kinds=", ".join(["(%s, %s)"] * len(kinds)))
-    found = UseBucket.objects.raw(sql, [key_id, key_id, *chain.from_iterable(kinds)])
-    return next((bucket.last_at for bucket in found), None)
-
-
-_LAST = """
-    SELECT id, last_at FROM keyvault_usebucket
-    WHERE key_id = %s AND (outcome, span, minute) IN (
-        SELECT kinds.column1, kinds.column2, (
-            SELECT max(minute) FROM keyvault_usebucket AS bucket
-            WHERE bucket.key_id = %s AND bucket.outcome = kinds.column1 AND bucket.span = kinds.column2
-        )
-        FROM (VALUES {kinds}) AS kinds
-    )
-    ORDER BY last_at DESC LIMIT 1
-"""
-"""The buckets of the last minute of each outcome and span, each a search of one index. A rotation asks this often."""
+def find_last(key_id: str, outcomes: Collection[UseOutcome] = SIGNS_OF_LIFE) -> datetime | None:
+    """Return when the key was last seen with one of these outcomes. A rotation asks this often."""
+    seen = KeyAttempt.objects.filter(key=key_id, outcome__in=outcomes).values_list("last_at", flat=True)
+    if UseOutcome.ALLOWED in outcomes:
+        seen = seen.union(KeyUse.objects.filter(key=key_id).values_list("last_at", flat=True), all=True)
+    return max(seen, default=None)
 
 
 def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
@@ -283,7 +297,7 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
     if not attempts.exists():
         return []  # the usual case, without the searches for known sources
     rows = (
-        attempts.values("source")
+        attempts.values(source=_CONTEXT["source"])
         .annotate(total=Sum("count"), last=Max("last_at"), is_known=_is_known(key_id, since))
         .order_by("-last", "source")[:50]
     )
@@ -297,10 +311,10 @@ def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -
     """
     attempts = _attempts_since(key_id, since)
     if without:
-        clients = attempts.order_by("source", "user_agent").values_list("source", "user_agent").distinct()
-        clients = clients[:_MAX_CLIENTS]
+        columns = ("context__source", "context__user_agent")
+        clients = attempts.order_by(*columns).values_list(*columns).distinct()[:_MAX_CLIENTS]
         for caller, user_agent in [client for client in clients if name_source(*client) in without]:
-            attempts = attempts.exclude(source=caller, user_agent=user_agent)
+            attempts = attempts.exclude(context__source=caller, context__user_agent=user_agent)
     last_at = attempts.aggregate(at=Max("last_at"))["at"]
     if last_at is None:
         return UseAttempts()
@@ -319,12 +333,17 @@ def _is_known(key_id: str, before: datetime) -> Q:
     Old uses have only the network of their source. It is compared for at most _MAX_CLIENTS sources.
     """
     used = _buckets(key_id, SIGNS_OF_LIFE).filter(first_at__lt=before)
-    tried = _attempts_since(key_id, before).order_by("source").values_list("source", flat=True).distinct()
-    networks = {source: network_of(source) for source in tried[:_MAX_CLIENTS]}
-    known = set(used.filter(source__in=set(networks.values())).values_list("source", flat=True).distinct())
+    sources = _attempts_since(key_id, before).order_by("context__source").values_list("context__source", flat=True)
+    networks = {source: network_of(source) for source in sources.distinct()[:_MAX_CLIENTS]}
+    by_network = used.filter(context__source__in=set(networks.values()))
+    known = set(by_network.values_list("context__source", flat=True).distinct())
     in_known = [source for source, network in networks.items() if network in known]
-    return Q(Exists(used.filter(source=OuterRef("source")))) | Q(source__in=in_known)
+    was_used = Exists(used.filter(context__source=OuterRef("context__source")))
+    return Q(was_used) | Q(context__source__in=in_known)
+
+
+_CONTEXT = {name: F(f"context__{name}") for name in ("source", "user_agent", "endpoint", "origin", "outcome")}
 
 
 def _buckets(key_id: str, outcomes: Iterable[UseOutcome]) -> QuerySet[UseBucket]:
-    return UseBucket.objects.filter(key_id=key_id, outcome__in=list(outcomes))
+    return UseBucket.objects.filter(context__key=key_id, context__outcome__in=list(outcomes))

@@ -100,6 +100,7 @@ def _count(campaign: Campaign) -> tuple[dict[str, int], dict[str, int]]:
 
 def _requests(campaign: Campaign) -> dict[str, JsonValue]:
     begun = campaign.rotations.values("credential_id")
-    uses = UseBucket.objects.filter(key__credential__in=begun, last_at__gte=campaign.began_at or campaign.created_at)
-    totals = dict(uses.order_by("outcome").values_list("outcome").annotate(total=Sum("count")))
+    since = campaign.began_at or campaign.created_at
+    uses = UseBucket.objects.filter(context__key__credential__in=begun, last_at__gte=since)
+    totals = dict(uses.order_by("context__outcome").values_list("context__outcome").annotate(total=Sum("count")))
     return {"allowed": totals.get(UseOutcome.ALLOWED, 0), "refused": totals.get(UseOutcome.REFUSED, 0)}

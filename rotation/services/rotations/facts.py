@@ -2,10 +2,10 @@
 
 import secrets
 from collections.abc import Collection, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
-from django.db.models import Min, Q, Sum
+from django.db.models import Q
 
 from keyvault.access.catalog import ACKNOWLEDGEMENT
 from keyvault.domain.canonical import JsonValue
@@ -15,7 +15,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReaso
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.sources import OTHERS, name_source
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import Key, KeyUse, Material, MerchantStatus, UseBucket
+from keyvault.models import Key, KeyUse, Material, MerchantStatus, UseContext
 from keyvault.models.usage import UseOutcome
 from keyvault.services.change_feed import receipts
 from keyvault.services.keys.lifecycle import last_sequence
@@ -183,17 +183,28 @@ def _is_past(key: Key, now: datetime) -> bool:
     return key.expires_at is not None and now >= key.expires_at
 
 
+_MAX_CLIENTS = 20_000
+"""Maximum clients of a replacement whose sources are counted as proof, twice as many as a plan may require sources."""
+
+
 def _traffic(key: Key) -> dict[str, Any]:
-    buckets = UseBucket.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), key=key, outcome=UseOutcome.ALLOWED)
-    clients = buckets.values_list("source", "user_agent").annotate(Sum("count"), Min("first_at"))
-    count, names, first_used_at = 0, set(), None
-    for source, user_agent, total, first_at in clients.iterator():
-        count += total
-        first_used_at = min(first_used_at or first_at, first_at)
-        if source:
-            names.add(name_source(source, user_agent))
-    minutes = KeyUse.objects.filter(key=key).values_list("minutes", flat=True).first() or 0
-    return {"count": count, "sources": len(names), "minutes": minutes, "first_used_at": first_used_at}
+    """Return the traffic of a key, without acknowledgements, at a cost that its minutes of use do not increase.
+
+    Beyond _MAX_CLIENTS the number of sources is a lower bound, and the rotation waits for another proof.
+    """
+    use = KeyUse.objects.filter(key=key).first()
+    if use is None or use.first_minute is None:
+        return {}
+    used = UseContext.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), ~Q(source=""), key=key, outcome=UseOutcome.ALLOWED)
+    clients = used.order_by("source", "user_agent").values_list("source", "user_agent").distinct()[:_MAX_CLIENTS]
+    # An acknowledgement may have come first. The end of the first minute of traffic is late rather than early.
+    first_minute_end = datetime.fromtimestamp((use.first_minute + 1) * 60, UTC)
+    return {
+        "count": use.count - use.acknowledgements,
+        "sources": len({name_source(*client) for client in clients}),
+        "minutes": use.minutes,
+        "first_used_at": first_minute_end if use.acknowledgements else use.first_at,
+    }
 
 
 def note_evidence(rotation: Rotation, kind: EvidenceKind, seen: dict[str, JsonValue], now: datetime) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from keyvault.domain.keys import KeyKind
-from keyvault.models import Key, UseBucket
+from keyvault.models import Key, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.records import find_key_record
 from tests.admin.desk import Desk, address, browser, hidden, text_of
@@ -23,7 +23,8 @@ def post_restrict(desk: Desk, key: Key, **fields: str) -> Any:
 def expose(key: Key, outcome: UseOutcome, days_ago: int = 0) -> None:
     at = now() - timedelta(days=days_ago)
     place = {"source": "192.0.2.7", "endpoint": "orders.retrieve", "outcome": outcome}
-    UseBucket.objects.create(key=key, minute=at, count=3, first_at=at, last_at=at, **place)
+    context = UseContext.objects.create(key=key, **place)
+    UseBucket.objects.create(context=context, is_exposure=True, minute=at, count=3, first_at=at, last_at=at)
 
 
 def test_credential_restricted_in_the_console_shows_it_on_its_page(desk: Desk) -> None:

@@ -1,10 +1,13 @@
 """The audit chains in the console: searchable and read-only."""
 
+import re
+from html import unescape
 from unittest import mock
 
 import pytest
 
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.oversight import audit
 from keyvault.backends.base import BackendUnavailableError
 from keyvault.models import AuditChain, AuditEntry
 from keyvault.services.audit.checkpoints import sign_due
@@ -40,6 +43,26 @@ def test_audit_search_accepts_any_text(desk: Desk, term: str) -> None:
     issue(desk.sandbox)
     text = found(desk, q=term)
     assert ("0 audit entries" in text) == (term not in {"req_", "operator:tam"})
+
+
+def test_audit_search_reads_a_bounded_number_of_entries_and_continues(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cost of a search does not grow with the log, and each entry can still be found."""
+    for _ in range(3):
+        issue(desk.sandbox)
+    monkeypatch.setattr(audit, "_MAX_SEARCHED", 4)
+    sought, count = "key.activated", 0
+    client, page = browser(desk.auditor), f"?q={sought}"
+    for _ in range(AuditEntry.objects.count()):
+        text = text_of(client.get(address("keyvault_auditentry_changelist") + page))
+        count += text.count(f'class="field-event">{sought}<')
+        older = re.search(r'href="([^"]+)">Search older entries', text)
+        if older is None:
+            break
+        page = unescape(older.group(1))
+    assert older is None
+    assert count == 3
 
 
 def test_audit_list_filters_by_chain_and_event(desk: Desk) -> None:

@@ -15,7 +15,7 @@ from django.db import DatabaseError, OperationalError, connection, transaction
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
-from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
+from keyvault.models import Key, KeyUse, UsageReporter, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
 from keyvault.services.recording.signals import keys_refused
 from keyvault.services.usage import recorder
@@ -43,7 +43,7 @@ def observe_at(now: datetime) -> Observation:
 
 
 def count_of(key: Key) -> int:
-    return sum(UseBucket.objects.filter(key=key).values_list("count", flat=True))
+    return sum(UseBucket.objects.filter(context__key=key).values_list("count", flat=True))
 
 
 def watermark(log: UsageLog) -> datetime:
@@ -76,7 +76,7 @@ def test_usage_with_a_key_string_in_a_client_field_is_redacted(
     client_fields[field] = f"{before}{shown}tail"
     log.note(key.key_id, **client_fields, outcome=UseOutcome.ALLOWED)
     log.flush()
-    noted = getattr(UseBucket.objects.get(), field)
+    noted = getattr(UseContext.objects.get(), field)
     assert noted
     assert f"{before}{shown[:27]}***".startswith(noted)
 
@@ -285,8 +285,9 @@ def _report_once(pending: list[list[list[Any]]]) -> list[list[Any]]:
 
 
 def buckets() -> list[tuple[Any, ...]]:
-    rows = UseBucket.objects.order_by("minute", "source", "user_agent", "origin", "outcome")
-    return list(rows.values_list("minute", "source", "user_agent", "origin", "outcome", "count", "first_at", "last_at"))
+    columns = ["minute", *(f"context__{name}" for name in ("source", "user_agent", "origin", "outcome"))]
+    rows = UseBucket.objects.order_by(*columns)
+    return list(rows.values_list(*columns, "count", "first_at", "last_at"))
 
 
 @pytest.fixture
@@ -346,7 +347,8 @@ def test_usage_in_portions_of_any_size_equals_a_plain_sum(
         of_buckets[key_id, source, outcome, _minute_of(times[2])].append(times)
         if outcome == "allowed":
             of_keys[key_id].append(times)
-    found = UseBucket.objects.values_list("key_id", "source", "outcome", "minute", "count", "first_at", "last_at")
+    columns = ("context__key_id", "context__source", "context__outcome", "minute", "count", "first_at", "last_at")
+    found = UseBucket.objects.values_list(*columns)
     assert set(found) == {(*bucket, *_sum_of(times)) for bucket, times in of_buckets.items()}
     totals = KeyUse.objects.values_list("key_id", "count", "first_at", "last_at")
     assert set(totals) == {(key_id, *_sum_of(times)) for key_id, times in of_keys.items()}

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 
 import pytest
+from django.db.models import QuerySet
 
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key
@@ -17,6 +18,7 @@ from keyvault.services.usage.reports import (
     describe_use,
     find_attempts,
     find_last,
+    find_sources,
     find_users,
     list_attempts,
     list_networks,
@@ -24,11 +26,12 @@ from keyvault.services.usage.reports import (
     list_versions,
 )
 from tests.factories import account, issue
+from tests.services.rows import disable_triggers
 from tests.services.usage.conftest import NOON
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
-HOUR = timedelta(hours=1)
+HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 ALLOWED, DENIED, REFUSED, PROBED = UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED
 
 
@@ -149,6 +152,59 @@ def test_describe_use_names_each_kind_of_request(key: Key) -> None:
         NOON + 2 * HOUR,
         NOON + 3 * HOUR,
     )
+
+
+# --------------------------------------------------------------------------------------- sources of earlier keys
+
+
+@pytest.fixture
+def replacement(key: Key) -> Key:
+    """Return a key of the same credential that was issued 100 days later."""
+    other, _ = issue(key.credential.account)
+    disable_triggers()
+    QuerySet(Key).filter(pk=other.pk).update(credential=key.credential, created_at=key.created_at + 100 * DAY)
+    return Key.objects.get(pk=other.pk)
+
+
+def gap_of(key: Key) -> int | None:
+    (source,) = find_sources(key.key_id).values()
+    return None if source.longest_gap_seconds is None else source.longest_gap_seconds // 86_400
+
+
+def test_sources_keep_their_longest_gap_after_a_rotation(key: Key, replacement: Key) -> None:
+    """A month-end job that was tried on two days with a new key still comes once a month."""
+    for day in (0, 30, 60, 90):
+        use(key, at=NOON + day * DAY)
+    for day in (101, 103):
+        use(replacement, at=NOON + day * DAY)
+    assert gap_of(replacement) == 30
+
+
+def test_sources_have_the_gap_between_two_keys(key: Key, replacement: Key) -> None:
+    use(key, at=NOON)
+    use(key, at=NOON + 2 * DAY)
+    for day in (102, 104):
+        use(replacement, at=NOON + day * DAY)
+    assert gap_of(replacement) == 100
+
+
+def test_sources_seen_once_with_the_newest_key_were_seen_once(key: Key, replacement: Key) -> None:
+    """Such a source must use the other key or be waived, whatever it did with an earlier key."""
+    for day in (0, 30):
+        use(key, at=NOON + day * DAY)
+    use(replacement, at=NOON + 105 * DAY)
+    assert gap_of(replacement) is None
+
+
+def test_sources_of_a_later_key_or_of_others_change_no_gap(key: Key, replacement: Key) -> None:
+    """The habit with a key that is being retired does not depend on its replacement."""
+    for day in (0, 3):
+        use(key, at=NOON + day * DAY)
+    for day in (40, 90):
+        use(replacement, at=NOON + day * DAY)
+        use(key, "198.51.100.1", at=NOON + day * DAY)
+        use(issue(account())[0], at=NOON + day * DAY)
+    assert find_sources(key.key_id)["192.0.2.0/24 shop"].longest_gap_seconds == 3 * 86_400
 
 
 # ------------------------------------------------------------------------------------------------- signs of life

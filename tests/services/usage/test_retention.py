@@ -6,12 +6,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from django.db import DatabaseError, OperationalError, connection
+from django.db import DatabaseError, IntegrityError, OperationalError, connection
 from django.db.models import Sum
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.sources import name_source
-from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
+from keyvault.models import Key, KeyUse, UsageReporter, UseBucket, UseContext
 from keyvault.models.usage import EXPOSURES, UseOutcome, UseSpan
 from keyvault.services.usage import recorder, retention
 from keyvault.services.usage.recorder import UsageLog, observe
@@ -25,7 +25,7 @@ from keyvault.services.usage.reports import (
     list_networks,
 )
 from tests.clocks import Clock
-from tests.services.racing import race
+from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
 from tests.services.usage.conftest import NOON, SECOND, use
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -118,10 +118,11 @@ def test_usage_loses_addresses_and_user_agents_after_its_hours(key: Key, log: Us
     log.flush()
     sources = find_sources(key.key_id)
     retention.roll_up(NOON + 35 * DAY)
-    assert UseBucket.objects.filter(source__startswith="192.0.2.1").count() == 3
+    assert UseBucket.objects.filter(context__source__startswith="192.0.2.1").count() == 3
     retention.roll_up(NOON + 36 * DAY)
-    rows = UseBucket.objects.values_list("source", "user_agent", "count")
+    rows = UseBucket.objects.values_list("context__source", "context__user_agent", "count")
     assert list(rows) == [("192.0.2.0/24", "curl", 2)] * 3
+    assert set(UseContext.objects.values_list("source", "user_agent")) == {("192.0.2.0/24", "curl")}
     assert find_sources(key.key_id) == sources
 
 
@@ -131,7 +132,7 @@ def test_attempt_by_a_source_that_used_the_key_long_ago_is_known(key: Key, log: 
     log.flush()
     since = clock.tick(60 * 86_400)
     retention.roll_up(since)
-    assert not UseBucket.objects.filter(source="192.0.2.1").exists()
+    assert not UseContext.objects.filter(source="192.0.2.1").exists()
     for source in ("192.0.2.1", "198.51.100.1"):
         clock.tick(60)
         use(log, key, source=source, outcome=UseOutcome.REFUSED)
@@ -186,6 +187,36 @@ def test_rollup_by_several_workers_beside_a_reporter_keeps_every_use(key: Key, l
     assert UseBucket.objects.aggregate(total=Sum("count")) == {"total": 320}
     assert set(UseBucket.objects.values_list("span", flat=True)) == {UseSpan.HOUR}
 
+    def roll_up_later() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(retention, "_MAX_ROLLED_UP", 3)
+            retention.roll_up(NOON + 40 * DAY)
+
+    assert race(roll_up_later, roll_up_later, roll_up_later) == [None] * 3
+    retention.roll_up(NOON + 40 * DAY)
+    assert UseBucket.objects.aggregate(total=Sum("count")) == {"total": 320}
+    assert set(UseContext.objects.values_list("source", "user_agent")) == {("192.0.2.0/24", "curl")}
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_retention_of_a_context_that_a_reporter_begins_to_use_loses_no_use(
+    key: Key, log: UsageLog, clock: Clock
+) -> None:
+    """The report fails with the context that it refers to, and is repeated with a new one."""
+    use(log, key)
+    log.flush()
+    UseBucket.objects.all().delete()
+    clock.tick(60)
+    use(log, key)
+    with held_open(lambda: retention._delete_unused(list(UseContext.objects.values_list("pk", flat=True)))):
+        flushed = start(log.flush)
+        wait_until_blocked(flushed)
+    with pytest.raises(IntegrityError):
+        flushed.result(TIMEOUT_SECONDS)
+    log.flush()
+    assert UseBucket.objects.get().count == 1
+
 
 # ----------------------------------------------------------------------------------------------------- deleting
 
@@ -206,7 +237,7 @@ def test_usage_of_a_source_is_forgotten_with_its_last_minute(key: Key, log: Usag
 
 @pytest.mark.django_db(transaction=True)
 def test_usage_of_a_source_is_forgotten_after_a_run_that_failed(key: Key, log: UsageLog) -> None:
-    """The next run finds sources by their buckets, so these are deleted last."""
+    """Sources, buckets and contexts are deleted in one transaction, so that the next run finds them all."""
     use(log, key)
     log.flush()
 
@@ -234,8 +265,9 @@ def test_usage_older_than_its_retention_is_deleted_except_totals_and_exposures(
     retention.forget_old(NOON + KEPT_FOR)
     assert UseBucket.objects.count() == len(UseOutcome) + 1
     retention.forget_old(NOON + KEPT_FOR + SECOND)
-    pending = UseBucket.objects.order_by("outcome").values_list("outcome", flat=True)
+    pending = UseContext.objects.order_by("outcome").values_list("outcome", flat=True)
     assert list(pending) == ["allowed", "exposed_in_browser", "exposed_in_url"]
+    assert UseBucket.objects.count() == 3
     total = KeyUse.objects.get()
     assert (total.count, total.first_at) == (2, NOON)
 
@@ -249,7 +281,7 @@ def test_usage_that_is_old_is_deleted_in_batches(key: Key, log: UsageLog, monkey
     retention.forget_old(long_after)
     assert UseBucket.objects.count() == 1
     retention.forget_old(long_after)
-    assert UseBucket.objects.count() == 0
+    assert (UseBucket.objects.count(), UseContext.objects.count()) == (0, 0)
 
 
 def test_usage_reporters_that_stopped_are_deleted_except_the_last_lost() -> None:

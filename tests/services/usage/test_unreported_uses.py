@@ -58,7 +58,7 @@ def kill(log: UsageLog) -> None:
 
 
 def counts() -> dict[str, int]:
-    return {row.source: row.count for row in UseBucket.objects.all()}
+    return dict(UseBucket.objects.values_list("context__source", "count"))
 
 
 # --- a process --------------------------------------------------------------------------------------------

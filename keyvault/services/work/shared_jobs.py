@@ -1,0 +1,35 @@
+"""Jobs that do the work of all environments of their worker, although each environment's queue gets their messages."""
+
+import threading
+from dataclasses import dataclass, field
+from time import monotonic
+
+_SAME_ROUND_SECONDS = 1.0
+"""Maximum time between the messages of one round, in seconds. Beat sends them together, at least 2 s apart."""
+
+
+@dataclass(slots=True)
+class SharedJobs:
+    """The last round of each job in this process. Threads may share an instance."""
+
+    _begun: dict[str, tuple[str, float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, job: str, environment: str) -> bool:
+        """Return whether to run the job: False if another environment's message of this round has begun it.
+
+        `environment`: whose queue had the message; blank: the call is no message, and always runs the job.
+        """
+        if not environment:
+            return True
+        with self._lock:
+            at = monotonic()
+            begun_for, begun_at = self._begun.get(job, ("", 0.0))
+            if begun_for not in {"", environment} and at - begun_at < _SAME_ROUND_SECONDS:
+                return False
+            self._begun[job] = environment, at
+            return True
+
+
+shared_jobs = SharedJobs()
+"""This process's jobs."""

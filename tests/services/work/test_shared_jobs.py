@@ -1,0 +1,51 @@
+"""Jobs of which each environment's queue gets a message run once for a round of these messages."""
+
+import pytest
+
+from keyvault.services import maintenance
+from keyvault.services.work import shared_jobs
+from keyvault.services.work.shared_jobs import SharedJobs
+from keyvault.tasks import issue_approved
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the time that the jobs see, as its only item."""
+    times = [100.0]
+    monkeypatch.setattr(shared_jobs, "monotonic", lambda: times[0])
+    return times
+
+
+def test_shared_jobs_run_once_for_the_messages_of_all_environments(times: list[float]) -> None:
+    """A worker that serves both environments does not do the same work twice."""
+    jobs = SharedJobs()
+    for _ in range(3):
+        assert jobs.begin("issue", "sandbox")
+        assert not jobs.begin("issue", "production")
+        assert jobs.begin("expire", "production")
+        times[0] += 2
+    assert jobs.begin("issue", "production")
+    assert not jobs.begin("issue", "sandbox")
+
+
+def test_shared_jobs_run_for_each_message_of_one_environment(times: list[float]) -> None:
+    """Another worker may have taken the other environment's messages, so none of these is left out."""
+    jobs = SharedJobs()
+    assert [jobs.begin("issue", "production") for _ in range(3)] == [True] * 3
+
+
+def test_shared_jobs_run_when_they_are_called_without_a_message(times: list[float]) -> None:
+    jobs = SharedJobs()
+    assert jobs.begin("issue", "sandbox")
+    assert jobs.begin("issue", "")
+
+
+def test_shared_jobs_task_of_a_second_environment_does_no_work(
+    times: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    monkeypatch.setattr("keyvault.tasks.shared_jobs", SharedJobs())
+    monkeypatch.setattr(maintenance, "issue_due", lambda: runs.append("run"))
+    issue_approved("sandbox")
+    issue_approved("production")
+    assert runs == ["run"]
