@@ -140,6 +140,15 @@ def one_installation() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def passwords_hashed_cheaply() -> Iterator[None]:
+    """Commands and pages hash passwords of tests like `make_operator`, with one iteration."""
+    from .factories import cheap_password_hashes
+
+    with cheap_password_hashes():
+        yield
+
+
 @pytest.fixture(scope="session")
 def django_db_modify_db_settings() -> None:
     """Test in the database that `KEYVAULT_DATABASE_URL` names.

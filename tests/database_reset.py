@@ -12,7 +12,7 @@ from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 
-from keyvault.models.triggers import ensure_triggers, missing_triggers
+from keyvault.models.triggers import ensure_triggers, expected_triggers, list_triggers
 
 Rows = list[tuple[Any, ...]]
 
@@ -24,6 +24,7 @@ class MigratedDatabase:
         self._tables = sorted(connection.introspection.django_table_names(only_existing=True, include_views=False))
         with connection.cursor() as cursor:
             self._rows = {table: _rows(cursor, table) for table in self._filled(cursor)}
+        self._triggers = expected_triggers(connection.vendor)
 
     def restore(self, connection: BaseDatabaseWrapper) -> None:
         """Delete what a test added, and put back what it changed. On PostgreSQL, needs a superuser."""
@@ -39,7 +40,7 @@ class MigratedDatabase:
                     for row in self._rows.get(table, []):
                         places = ", ".join(["%s"] * len(row))
                         cursor.execute(f'INSERT INTO "{table}" VALUES ({places})', row)  # noqa: S608  the same
-        if missing_triggers(connection):
+        if not self._triggers <= list_triggers(connection):
             ensure_triggers(connection)
 
     def _filled(self, cursor: CursorWrapper) -> list[str]:

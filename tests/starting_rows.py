@@ -1,12 +1,16 @@
 """Rows that many tests start with: services write them for the first test of a process, later tests insert copies.
 
-A test then starts with a few statements instead of the two hundred that its operators, merchants and peppers take.
+A test then starts with a few statements instead of the two hundred that its operators, merchants, peppers and first key
+take.
 """
 
 import copy
-from collections.abc import Callable
+import sqlite3
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from pathlib import Path
 from typing import Any, TypeVar
 
 from django.apps import apps
@@ -15,7 +19,7 @@ from django.db import connection, transaction
 
 from keyvault.backends.local import LocalKeystore
 from keyvault.models import AuditEntry
-from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.secrets.backend import MOUNT, secret_backend
 
 T = TypeVar("T")
 
@@ -24,43 +28,56 @@ Rows = list[tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class _Made:
-    """What a function returned, and the rows that it wrote, by table."""
+    """What a function returned, the rows that it wrote, by table, and the strings of keys that it stored."""
 
     result: Any
     rows: dict[str, Rows]
+    secrets: Rows
 
 
-_made: dict[tuple[Callable[..., Any], tuple[str, ...]], _Made] = {}
+_made: dict[tuple[Callable[..., Any], tuple[Hashable, ...]], _Made] = {}
+
+_making: list[Callable[..., Any]] = []
+"""The function whose rows are being recorded. What it starts with in turn is a part of them."""
 
 
-def start_with(make: Callable[..., T], *arguments: str) -> T:
+def start_with(make: Callable[..., T], *arguments: Hashable) -> T:
     """Return what `make(*arguments)` returns, with its rows in the database.
 
     The copies are as old as the first call. `make` runs anew in a database that is not as `migrate` left it (every
-    service writes an audit entry), and with a keystore or a backend of the test's own, whose peppers differ.
+    service writes an audit entry), and with settings or a backend of the test's own.
     """
-    is_own = _keystore() != _shared_keystore or type(secret_backend()) is not LocalKeystore
-    if is_own or AuditEntry.objects.exists():
+    is_own = _settings() != _shared_settings or type(secret_backend()) is not LocalKeystore
+    if is_own or _making or AuditEntry.objects.exists():
         return make(*arguments)
     if (known := _made.get((make, arguments))) is not None:
         _insert(known.rows)
+        _store(known.secrets)
         result: T = copy.deepcopy(known.result)
         return result
-    before = _read_rows()
-    result = make(*arguments)
+    before, stored = _read_rows(), set(_read_secrets())
+    _making.append(make)
+    try:
+        result = make(*arguments)
+    finally:
+        _making.pop()
     after = _read_rows()
     rows = {table: after[table] for table in _parents_first() if after.get(table) != before.get(table)}
     assert before.keys().isdisjoint(rows), "a table has rows of the migrations"
-    _made[make, arguments] = _Made(copy.deepcopy(result), rows)
+    secrets = [secret for secret in _read_secrets() if secret not in stored]
+    _made[make, arguments] = _Made(copy.deepcopy(result), rows, secrets)
     return result
 
 
-def _keystore() -> tuple[object, ...]:
-    """Return the settings that decide which peppers are made, and where."""
-    return settings.IS_VAULT, settings.MASTER_KEY, settings.DATA_DIR, tuple(settings.ENVIRONMENTS)
+def _settings() -> tuple[object, ...]:
+    """Return the settings that decide which rows and secrets are made, and where."""
+    return (
+        *(settings.IS_VAULT, settings.MASTER_KEY, settings.DATA_DIR, tuple(settings.ENVIRONMENTS)),
+        *(settings.KEY_PREFIX, tuple(settings.APPROVALS_NEEDED.items())),
+    )
 
 
-_shared_keystore = _keystore()
+_shared_settings = _settings()
 
 
 def _read_rows() -> dict[str, Rows]:
@@ -95,3 +112,26 @@ def _insert(rows_of_tables: dict[str, Rows]) -> None:
             row = "(" + ", ".join(["%s"] * len(rows[0])) + ")"
             values = [value for each in rows for value in each]
             cursor.execute(f'INSERT INTO "{table}" VALUES {", ".join([row] * len(rows))}', values)  # noqa: S608  a table of ours
+
+
+@contextmanager
+def _keystore() -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(Path(settings.DATA_DIR, "keystore.sqlite3"), timeout=20)) as connection, connection:
+        yield connection
+
+
+def _read_secrets() -> Rows:
+    """Return the keystore's records of keys."""
+    with _keystore() as connection:
+        places = ", ".join("?" * len(MOUNT))
+        return connection.execute(f"SELECT * FROM records WHERE mount IN ({places})", [*MOUNT.values()]).fetchall()  # noqa: S608  places only
+
+
+def _store(secrets: Rows) -> None:
+    """Put the records back as they were made: an earlier test may have deleted them or written later versions."""
+    if not secrets:
+        return
+    with _keystore() as connection:
+        connection.executemany("DELETE FROM records WHERE mount = ? AND path = ?", {each[:2] for each in secrets})
+        places = ", ".join("?" * len(secrets[0]))
+        connection.executemany(f"INSERT INTO records VALUES ({places})", secrets)  # noqa: S608  places only

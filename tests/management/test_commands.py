@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,10 @@ from keyvault.management.commands.run import _demo_curl
 from keyvault.models import AuditEntry, BreakGlass, Credential, IssuanceRequest, Operator, ServiceToken
 from keyvault.services.change_feed import receipts
 from rotation.services.rotations.engine import advance_rotation
+from tests.starting_rows import start_with
 from tests.verifiers import confirm, make_verifier
+
+from .command_line import run_command_line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -41,7 +43,7 @@ def run_text(*arguments: str) -> str:
 
 @pytest.fixture
 def seeded() -> Any:
-    return run("seed_demo")
+    return start_with(run, "seed_demo")
 
 
 def issue(environment: str = "sandbox", *more: str) -> Any:
@@ -240,22 +242,26 @@ def test_catalog_lists_every_endpoint_of_the_contract() -> None:
         (["revoke_key", "x", "--reason", "superseded", "--by", "tam", "--wait", "soon"], 2),
     ],
 )
-@pytest.mark.django_db(transaction=True)
-def test_command_exit_code_distinguishes_refusal_from_usage_error(arguments: list[str], code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "manage.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
+def test_command_exit_code_distinguishes_refusal_from_usage_error(
+    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = run_command_line(*arguments)
+    output = capsys.readouterr()
+    assert ended == code, output.err
+    assert "Traceback" not in output.err
     if code:
-        assert done.stdout == ""
-        assert done.stderr
+        assert output.out == ""
+        assert output.err
+
+
+@pytest.mark.django_db(transaction=True)
+def test_command_refusal_is_the_exit_code_of_its_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "manage.py", "show_key", "nobody", "--json"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_create_service_token_for_both_environments_serves_both(seeded: Any) -> None:

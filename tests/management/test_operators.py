@@ -19,6 +19,8 @@ from keyvault.models.recording import collect_subjects
 from tests.admin.desk import browser
 from tests.factories import PASSWORD, make_operator
 
+from .command_line import run_command_line
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 NEW = "another long pass phrase"
 
@@ -162,18 +164,28 @@ def test_list_operators_shows_roles_state_and_last_sign_in_without_hash() -> Non
         ("loaddata", "replay_revocations"),
     ],
 )
-def test_django_command_that_bypasses_the_services_is_refused(command: str, ours: str, tmp_path: Path) -> None:
+def test_django_command_that_bypasses_the_services_is_refused(
+    command: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No command line bypasses the audit log; the refusal is one line, exits with 2, and names the command to run."""
+    assert run_command_line(command, "--no-input") == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"{command} is refused: ")
+    assert f"manage.py {ours}" in output.err
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("entry", [["manage.py"], ["-m", "django"]], ids=" ".join)
+def test_django_command_is_refused_by_each_program(entry: list[str], tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "KEYVAULT_DATA_DIR": str(tmp_path),
         "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
     }
-    for entry in (["manage.py"], ["-m", "django"]):
-        done = subprocess.run(
-            [sys.executable, *entry, command, "--no-input"], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"{command} is refused: ")
-        assert f"manage.py {ours}" in done.stderr
-        assert done.stderr.count("\n") == 1
+    done = subprocess.run(
+        [sys.executable, *entry, "flush", "--no-input"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("flush is refused: ")
+    assert done.stderr.count("\n") == 1

@@ -13,13 +13,9 @@ from rotation.services.rotations.engine import advance_rotation
 from tests.rotation import scene
 
 from .test_commands import issue, run
+from .test_commands import seeded as seeded
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
-
-
-@pytest.fixture
-def seeded() -> Any:
-    return run("seed_demo")
 
 
 def requested(*arguments: str, environment: str = "sandbox") -> str:

@@ -449,6 +449,7 @@ def test_idempotency_attempt_replaced_within_its_transaction_is_rolled_back() ->
     assert send(NOON + HOLD, prepare=fail_to_prepare).answer.body == others[0].answer.body
 
 
+@pytest.mark.long
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.timeout(300)
 def test_idempotency_killed_at_every_point_has_one_effect_after_the_retry() -> None:

@@ -541,6 +541,7 @@ lifecycle.discard_key(grant(WORKER, Permission.ISSUANCE_EXECUTE, key.credential.
 """
 
 
+@pytest.mark.long
 def test_feed_contains_the_change_of_a_writer_killed_before_it_notified(recorded: RecordedFollower) -> None:
     """Killed between the commit and the host generation: processes of this host find the change as other hosts do."""
     scene = make_scene()

@@ -273,6 +273,7 @@ def _announce_forever(path: Path, writer: int, ready: "multiprocessing.queues.Qu
         number += 5
 
 
+@pytest.mark.long
 def test_generation_writer_killed_at_any_moment_blocks_and_corrupts_nothing(path: Path) -> None:
     """The next writer can announce in the file, and readers understand it."""
     reader, rng = HostGeneration(path), random.Random(6)  # noqa: S311  picks a moment, not a secret

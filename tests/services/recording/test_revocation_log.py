@@ -525,6 +525,7 @@ lifecycle.revoke_key(grant, key, RevocationReason.SUPERSEDED)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "name", "state"),
     [

@@ -659,6 +659,7 @@ deliver_due(send=send)
 """
 
 
+@pytest.mark.long
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize(("killed_when", "arrived"), [("before", 1), ("after", 2)])
 def test_worker_killed_around_sending_loses_no_message(
