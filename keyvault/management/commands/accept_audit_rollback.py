@@ -26,7 +26,7 @@ class Command(JsonCommand):
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         grant = authorize(HOST, Permission.REVOCATIONS_REPLAY, now=self.now)
         try:
-            scopes = accept_rollback(grant, self.operator(options["by"]), options["reason"])
+            scopes = accept_rollback(grant, self.unlimited_operator(options["by"]), options["reason"])
         except OSError as error:
             raise CommandError(
                 f"the revocation log {settings.REVOCATION_LOG} cannot be used: {error.strerror}"

@@ -11,12 +11,15 @@ from django.db.models import Q
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import SYSTEM_PREFIX, Channel, OperatorPrincipal
+from keyvault.access.rules import Target
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import BreakGlass
+from keyvault.models import Account, BreakGlass
 from keyvault.models import Operator as OperatorRow
+from keyvault.services.recording.authorization import target_of
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 
@@ -39,6 +42,7 @@ def note_break_glass(
         act_id=mint_id("brk", secrets.token_bytes),
         event=event,
         subject=subject,
+        account=_find_account(grant),
         operator=OperatorRow.objects.get(username=operator.username),
         person=operator.person,
         requester_person=requester_person,
@@ -79,6 +83,7 @@ def review_break_glass(grant: Grant, act: BreakGlass) -> None:
         grant,
         Permission.BREAK_GLASS_REVIEW,
         "break_glass.reviewed",
+        within=scope_of(act),
         act_id=act.act_id,
         act=act.event,
         is_last=is_last,
@@ -97,7 +102,8 @@ def disown_approval(grant: Grant, act: BreakGlass) -> None:
     operator = _reviewer(grant)
     if not may_confirm(act, operator.person):
         raise StateConflictError("Only the claimed approver can disown an approval, before it is reviewed.")
-    with recorded(grant, Permission.BREAK_GLASS_REVIEW, "break_glass.disowned", act_id=act.act_id, act=act.event):
+    event, within = "break_glass.disowned", scope_of(act)
+    with recorded(grant, Permission.BREAK_GLASS_REVIEW, event, within=within, act_id=act.act_id, act=act.event):
         act.compare_and_swap(excluded_persons=f"{act.excluded_persons} {operator.person}")
         announce(
             grant,
@@ -133,6 +139,19 @@ def has_reviewed(person: str, *subjects: str) -> bool:
     """Whether the person reviewed a break-glass action of one of the subjects, as the first or the last reviewer."""
     is_reviewer = Q(first_reviewer_person=person) | Q(reviewer_person=person)
     return BreakGlass.objects.filter(is_reviewer, subject__in=subjects).exists()
+
+
+def scope_of(act: BreakGlass) -> AccessScope:
+    """Return the accounts that the action concerns; the whole installation if its subject is of several accounts."""
+    return EVERYWHERE if act.account is None else target_of(act.account).scope
+
+
+def _find_account(grant: Grant) -> Account | None:
+    """Find the account that the grant of the action is for."""
+    target = grant.target
+    if not isinstance(target, Target) or target.merchant_id is None:
+        return None
+    return Account.objects.get(merchant=target.merchant_id, environment=target.environment)
 
 
 def _reviewer(grant: Grant) -> OperatorPrincipal:
