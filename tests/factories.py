@@ -29,6 +29,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST, Channel, Principal
 from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
@@ -38,7 +39,7 @@ from keyvault.domain.revocation_log import Opened, line_bytes
 from keyvault.models import Account, IssuanceRequest, Key, Merchant, Operator, PepperVersion, ServiceToken
 from keyvault.services.issuance import requests
 from keyvault.services.merchants.merchants import create_merchant, find_account
-from keyvault.services.merchants.operators import create_operator
+from keyvault.services.merchants.operators import create_operator, set_scope
 from keyvault.services.peppers.ring import ensure_peppers, list_served_sets, load_peppers
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.secrets.backend import secret_backend
@@ -117,9 +118,10 @@ def grant(
     requester_person: str | None = None,
     *,
     at: datetime | None = None,
+    within: AccessScope = EVERYWHERE,
 ) -> Grant:
     """Return the grant of `authorize`, or raise its error."""
-    return authorize(principal, permission, account, now=at or now(), requester_person=requester_person)
+    return authorize(principal, permission, account, now=at or now(), requester_person=requester_person, within=within)
 
 
 # ------------------------------------------------------------------------------------------------- who and what
@@ -136,6 +138,7 @@ def make_operator(
     username: str,
     *roles: Role,
     person: str | None = None,
+    scope: AccessScope = EVERYWHERE,
     channel: Channel = Channel.CONSOLE,
     host_user: str | None = None,
 ) -> principals.OperatorPrincipal:
@@ -148,6 +151,7 @@ def make_operator(
             password=Plaintext(PASSWORD),
             person=person,
         )
+    set_scope(grant(HOST, Permission.OPERATORS_WRITE), row, scope)
     return operator_principal(row, channel, host_user)
 
 

@@ -93,6 +93,9 @@ _KEY_PERMISSIONS = {
 """Write permissions of an API key: its merchant's own data, its rotation's acknowledgment, and its own revocation."""
 
 
+OUTSIDE_SCOPE = "This concerns merchants or environments outside your scope. Ask an operator whose scope has them."
+
+
 def _holds_permission(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
     held = _KEY_PERMISSIONS[principal.kind] if isinstance(principal, KeyHolder) else principal.permissions
     if rule.permission in held:
@@ -104,10 +107,22 @@ def _holds_permission(rule: OperationRule, principal: Principal, target: Target)
     )
 
 
+def _within_scope(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
+    """Deny what is outside an operator's scope: accounts appear absent, and the installation is refused."""
+    if not isinstance(principal, OperatorPrincipal) or rule.is_personal or principal.scope.covers(target.scope):
+        return None
+    internal = f"{principal.actor} has a scope without {target.scope}"
+    if target.scope.merchants is None:
+        return Denial(Code.PERMISSION_MISSING, OUTSIDE_SCOPE, internal=internal)
+    return Denial(Code.NOT_FOUND, ABSENT, internal=internal)
+
+
 def _within_environment(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
     if not isinstance(principal, Service | KeyHolder) or target.environment is None:
         return None
-    environments = principal.environments if isinstance(principal, Service) else frozenset({principal.environment})
+    environments = (
+        principal.scope.environments if isinstance(principal, Service) else frozenset({principal.environment})
+    )
     if target.environment in environments:
         return None
     return Denial(
@@ -120,7 +135,7 @@ def _within_environment(rule: OperationRule, principal: Principal, target: Targe
 def _within_merchants(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
     if isinstance(principal, OperatorPrincipal | System) or target.merchant_id is None:
         return None
-    merchants = principal.merchants if isinstance(principal, Service) else frozenset({principal.merchant_id})
+    merchants = principal.scope.merchants if isinstance(principal, Service) else frozenset({principal.merchant_id})
     if merchants is None or target.merchant_id in merchants:
         return None
     return Denial(
@@ -146,6 +161,7 @@ _OPERATION_STEPS: _Steps = (
     (Code.PERMISSION_MISSING, _holds_permission),
     # Merchants first: another merchant's data appears absent, in every environment.
     (Code.NOT_FOUND, _within_merchants),
+    (Code.NOT_FOUND, _within_scope),
     (Code.PERMISSION_MISSING, _within_environment),
     (Code.STATE_CONFLICT, _by_second_person),
 )

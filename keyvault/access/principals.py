@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from keyvault.access.permissions import Permission
 from keyvault.access.roles import Role, permissions_of
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.networks import IPNetwork
@@ -29,6 +30,7 @@ class OperatorPrincipal:
     username: str
     person: str
     roles: frozenset[Role]
+    scope: AccessScope
     channel: Channel = Channel.CONSOLE
     host_user: str | None = None
 
@@ -43,7 +45,7 @@ class OperatorPrincipal:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A backend service or gateway authenticated by a service token. `merchants` None: all merchants.
+    """A backend service or gateway authenticated by a service token.
 
     `lineage` is the first of a series of rotated tokens: a successor may continue what a predecessor began.
     `is_probe`: its verifications are the service's own test calls and do not count as use of a key.
@@ -53,8 +55,7 @@ class Service:
     name: str
     person: str
     permissions: frozenset[Permission]
-    environments: frozenset[Environment]
-    merchants: frozenset[str] | None = None
+    scope: AccessScope
     lineage: str = ""
     is_probe: bool = False
     channel: Channel = field(default=Channel.REST, init=False)

@@ -5,15 +5,20 @@ from dataclasses import dataclass
 from keyvault.access.catalog import Endpoint, NoMatchingEndpoint
 from keyvault.access.customers import Customer, CustomerFault
 from keyvault.access.permissions import Permission
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.environments import Environment
 
 
 @dataclass(frozen=True, slots=True)
 class OperationRule:
-    """An operation on the service's own data. `second_person`: the requester may not perform it."""
+    """An operation on the service's own data.
+
+    `second_person`: the requester may not perform it. `is_personal`: it concerns the principal alone, in any scope.
+    """
 
     permission: Permission
     second_person: bool = False
+    is_personal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +31,19 @@ class EndpointRule:
 Rule = OperationRule | EndpointRule
 
 _FOUR_EYES = frozenset({Permission.ISSUANCE_APPROVE, Permission.ROTATIONS_APPROVE, Permission.BREAK_GLASS_REVIEW})
+_PERSONAL = frozenset({Permission.SESSIONS_WRITE})
 
 
 def operation(permission: Permission) -> OperationRule:
-    """Return the rule of an operation: its permission, and whether it requires a second person."""
-    return OperationRule(permission, second_person=permission in _FOUR_EYES)
+    """Return the rule of an operation."""
+    return OperationRule(permission, second_person=permission in _FOUR_EYES, is_personal=permission in _PERSONAL)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """The object of an operation. None: no particular one.
 
+    `within`: the accounts that an object of no particular account concerns, such as the merchants of a campaign.
     `requester_person`: the person who requested what is now approved or reviewed; None: only the permission is checked.
     The service that writes the approval compares the persons again, and so does the database.
     """
@@ -44,10 +51,19 @@ class Target:
     environment: Environment | None = None
     merchant_id: str | None = None
     requester_person: str | None = None
+    within: AccessScope = EVERYWHERE
+
+    @property
+    def scope(self) -> AccessScope:
+        """The accounts that the object concerns: its own, or those `within` which it is."""
+        return AccessScope(
+            self.within.merchants if self.merchant_id is None else frozenset({self.merchant_id}),
+            self.within.environments if self.environment is None else frozenset({self.environment}),
+        )
 
 
 PLATFORM = Target()
-"""The target of operations that concern no account."""
+"""The target of operations that concern no account, and thereby the whole installation."""
 
 
 @dataclass(frozen=True, slots=True)

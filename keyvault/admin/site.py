@@ -245,6 +245,7 @@ class ConsoleSite(AdminSite):
                 link for model_admin in self._model_admins() for link in model_admin.create_links(request)
             ],
             "roles": sorted(role.value.replace("_", " ") for role in operator_of(request).roles),
+            "scope": operator_of(request).scope,
         }
         return page(self, request, "index", context)
 

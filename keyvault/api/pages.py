@@ -72,7 +72,7 @@ def _list_positions(rows: QuerySet[_ListedT], after: _Position | None, limit: in
 def _places(view: ServiceView, query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the accounts of the query, or its environments if neither it nor the token names a merchant."""
     environments = _environments(view, query)
-    merchants = view.service.merchants
+    merchants = view.service.scope.merchants
     if "merchant" in query:
         named = frozenset({query["merchant"]})
         merchants = named if merchants is None else named & merchants
@@ -86,7 +86,7 @@ def _places(view: ServiceView, query: Mapping[str, Any]) -> Iterator[dict[str, A
 def _environments(view: ServiceView, query: Mapping[str, Any]) -> frozenset[Environment]:
     service: Service = view.service
     if "environment" not in query:
-        return service.environments
+        return service.scope.environments
     environment = Environment(query["environment"])
     verdict = decide(operation(view.permission), service, Target(environment=environment), view.now)
     if isinstance(verdict, Denial):

@@ -49,6 +49,11 @@ class StringScope(StrEnum):
 
 STRING_KIND = {KeyKind.PUBLIC: StringKind.PUBLIC, KeyKind.PRIVATE: StringKind.PRIVATE}
 STRING_SCOPE = {Environment.SANDBOX: StringScope.SANDBOX, Environment.PRODUCTION: StringScope.PRODUCTION}
+SCOPE_ENVIRONMENTS = {
+    StringScope.SANDBOX: frozenset({Environment.SANDBOX}),
+    StringScope.PRODUCTION: frozenset({Environment.PRODUCTION}),
+    StringScope.ALL: frozenset(Environment),
+}
 
 # Plain; percent-encoded, once or repeatedly (%255F); escaped in JSON, and in JSON within JSON.
 # Bounded, so that matching a long run of escapes takes linear time.
@@ -67,6 +72,11 @@ class KeyString(Struct, frozen=True, gc=False):
     scope: StringScope
     key_id: str
     text: Plaintext
+
+
+def string_scope(environments: frozenset[Environment]) -> StringScope:
+    """Return the scope of these environments. Raises StopIteration for none."""
+    return next(scope for scope, held in SCOPE_ENVIRONMENTS.items() if held == environments)
 
 
 def _has_scope(kind: StringKind, scope: StringScope) -> bool:

@@ -14,9 +14,11 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import OperationalError, ProgrammingError
 
+from keyvault.access.decision import OUTSIDE_SCOPE
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import OperatorPrincipal
-from keyvault.domain.errors import KeyvaultError, RequestInvalidError
+from keyvault.access.scopes import EVERYWHERE, AccessScope
+from keyvault.domain.errors import KeyvaultError, PermissionMissingError, RequestInvalidError
 from keyvault.domain.redaction import redact
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account
@@ -63,14 +65,22 @@ class JsonCommand(BaseCommand):
     def operator(self, username: str) -> OperatorPrincipal:
         return find_operator(username, host_user=getpass.getuser())
 
+    def unlimited_operator(self, username: str) -> OperatorPrincipal:
+        """Return an operator who may answer for the whole installation. Raises PermissionMissingError for another."""
+        operator = self.operator(username)
+        if operator.scope != EVERYWHERE:
+            raise PermissionMissingError(OUTSIDE_SCOPE, internal=f"{operator.actor} has {operator.scope}")
+        return operator
+
     def grant(
         self,
         operator: OperatorPrincipal,
         permission: Permission,
         account: Account | None = None,
         requester_person: str | None = None,
+        within: AccessScope = EVERYWHERE,
     ) -> Any:
-        return authorize(operator, permission, account, now=self.now, requester_person=requester_person)
+        return authorize(operator, permission, account, now=self.now, requester_person=requester_person, within=within)
 
 
 def call(command: str, *arguments: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST, OperatorPrincipal
 from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.management.json_command import JsonCommand
@@ -21,6 +22,24 @@ from keyvault.services.recording.authorization import authorize
 
 def add_environment_option(parser: CommandParser, *, required: bool = True) -> None:
     parser.add_argument("--environment", required=required, choices=[env.value for env in Environment])
+
+
+def add_scope_options(parser: CommandParser, *, required: bool = True) -> None:
+    """Add `--environment` and `--merchant`, which `read_scope` reads."""
+    parser.add_argument(
+        "--environment",
+        action="append",
+        required=required,
+        choices=["all", *(env.value for env in Environment)],
+        help="repeatable; both environments mean all",
+    )
+    parser.add_argument("--merchant", action="append", metavar="ID", help="only these merchants; repeatable")
+
+
+def read_scope(options: Mapping[str, Any]) -> AccessScope:
+    named = set(options["environment"] or ["all"])
+    environments = frozenset(Environment) if "all" in named else frozenset(map(Environment, named))
+    return AccessScope(None if options["merchant"] is None else frozenset(options["merchant"]), environments)
 
 
 def add_reveal_option(parser: CommandParser, help_text: str, *, required: bool = False) -> None:
@@ -56,9 +75,15 @@ class OperatorMixin(JsonCommand):
         parser.add_argument("--by", required=True, metavar="OPERATOR", help=self.operator_help)
         super().add_options(parser)
 
-    def operator_grant(self, options: Mapping[str, Any], permission: Permission, account: Account | None = None) -> Any:
+    def operator_grant(
+        self,
+        options: Mapping[str, Any],
+        permission: Permission,
+        account: Account | None = None,
+        within: AccessScope = EVERYWHERE,
+    ) -> Any:
         """Authorize the operator. Raises KeyvaultError."""
-        return self.grant(self.operator(options["by"]), permission, account)
+        return self.grant(self.operator(options["by"]), permission, account, within=within)
 
 
 class HostOperatorMixin(JsonCommand):
@@ -68,10 +93,12 @@ class HostOperatorMixin(JsonCommand):
         parser.add_argument("--by", metavar="OPERATOR", help="acting operator (default: the host's owner)")
         super().add_options(parser)
 
-    def operator_grant(self, options: Mapping[str, Any], permission: Permission) -> Any:
+    def operator_grant(
+        self, options: Mapping[str, Any], permission: Permission, within: AccessScope = EVERYWHERE
+    ) -> Any:
         """Authorize the operator or the host's owner. Raises KeyvaultError."""
         if options["by"]:
-            return self.grant(self.operator(options["by"]), permission)
+            return self.grant(self.operator(options["by"]), permission, within=within)
         return authorize(HOST, permission, now=self.now)
 
 

@@ -5,6 +5,7 @@ import django.db.models.deletion
 import django.utils.timezone
 import keyvault.access.catalog
 import keyvault.domain.keys
+import keyvault.domain.keystring
 import keyvault.models.operators
 from django.conf import settings
 from django.db import migrations, models
@@ -157,6 +158,8 @@ class Migration(migrations.Migration):
                 ('is_active', models.BooleanField(default=True, help_text='Designates whether this user should be treated as active. Unselect this instead of deleting accounts.', verbose_name='active')),
                 ('date_joined', models.DateTimeField(default=django.utils.timezone.now, verbose_name='date joined')),
                 ('person', models.CharField(default=keyvault.models.operators.mint_person, max_length=32)),
+                ('scope_merchants', models.JSONField(blank=True, null=True)),
+                ('scope_environments', models.CharField(choices=[('sbx', 'sbx'), ('prd', 'prd'), ('all', 'all')], default=keyvault.domain.keystring.StringScope['ALL'], max_length=32)),
                 ('groups', models.ManyToManyField(blank=True, help_text='The groups this user belongs to. A user will get all permissions granted to each of their groups.', related_name='user_set', related_query_name='user', to='auth.group', verbose_name='groups')),
                 ('user_permissions', models.ManyToManyField(blank=True, help_text='Specific permissions for this user.', related_name='user_set', related_query_name='user', to='auth.permission', verbose_name='user permissions')),
             ],
@@ -214,6 +217,7 @@ class Migration(migrations.Migration):
                 ('first_reviewer_person', models.CharField(blank=True, max_length=32, null=True)),
                 ('reviewed_at', models.DateTimeField(blank=True, null=True)),
                 ('reviewer_person', models.CharField(blank=True, max_length=32, null=True)),
+                ('account', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='+', to='keyvault.account')),
                 ('first_reviewer', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='first_break_glass_reviews', to=settings.AUTH_USER_MODEL)),
                 ('operator', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='break_glass_acts', to=settings.AUTH_USER_MODEL)),
                 ('reviewer', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='break_glass_reviews', to=settings.AUTH_USER_MODEL)),
@@ -630,6 +634,10 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name='operator',
             constraint=models.CheckConstraint(condition=models.Q(('is_superuser', False)), name='operator_no_superuser'),
+        ),
+        migrations.AddConstraint(
+            model_name='operator',
+            constraint=models.CheckConstraint(condition=models.Q(('scope_environments__in', ['sbx', 'prd', 'all'])), name='operator_scope_environments'),
         ),
         migrations.AddIndex(
             model_name='auditentry',

@@ -7,6 +7,7 @@ from django.db.models import F, Q
 from keyvault.access.principals import SYSTEM_PREFIX
 from keyvault.domain.digests import PepperSet
 from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.merchants import Account
 from keyvault.models.recording import RecordedModel
 
 
@@ -87,8 +88,9 @@ class Change(models.Model):
 class BreakGlass(RecordedModel):
     """A break-glass action: a rule was bypassed on purpose. It stays listed until it is reviewed.
 
-    `person` acted, or was named on the command line. `requester_person` requested the subject. `excluded_persons`:
-    everyone who must not review the action, separated by spaces; persons are only added.
+    `account`: the subject's; None for a subject of several accounts. `person` acted, or was named on the command line.
+    `requester_person` requested the subject. `excluded_persons`: everyone who must not review the action, separated by
+    spaces; persons are only added.
 
     `is_claimed`: an approval on a command line, which proves no identity. Two persons review it, `first_reviewer` and
     `reviewer`; the claimed approver may be one of them.
@@ -97,6 +99,7 @@ class BreakGlass(RecordedModel):
     act_id = models.CharField(primary_key=True, max_length=32)
     event = models.CharField(max_length=64)
     subject = models.CharField(max_length=160)
+    account = models.ForeignKey(Account, models.PROTECT, null=True, blank=True, related_name="+")
     operator = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="break_glass_acts")
     person = models.CharField(max_length=32)
     requester_person = models.CharField(max_length=32)

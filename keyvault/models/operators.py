@@ -11,7 +11,10 @@ from django.dispatch import receiver
 from django.utils.crypto import salted_hmac
 
 from keyvault.access.roles import Role
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.ids import mint_id
+from keyvault.domain.keystring import SCOPE_ENVIRONMENTS, StringScope
+from keyvault.models.columns import choice, choices_check
 from keyvault.models.recording import RecordedModel, RecordedQuerySet, require_recording
 
 
@@ -31,10 +34,13 @@ class OperatorManager(UserManager["Operator"]):
 class Operator(RecordedModel, AbstractUser):
     """A console user. Its roles are its groups, which a migration creates. There are no superusers.
 
+    It acts on the merchants of `scope_merchants` (None: all) in the environments of `scope_environments`.
     Every `compare_and_swap` ends the operator's sessions, which are bound to the row's version.
     """
 
     person = models.CharField(max_length=32, default=mint_person)
+    scope_merchants = models.JSONField(null=True, blank=True)
+    scope_environments = choice(StringScope, default=StringScope.ALL)
 
     objects: ClassVar[OperatorManager] = OperatorManager()  # type: ignore[assignment]  # of users, with the same guard
 
@@ -42,6 +48,7 @@ class Operator(RecordedModel, AbstractUser):
         base_manager_name = "objects"
         constraints = [
             models.CheckConstraint(name="operator_no_superuser", condition=models.Q(is_superuser=False)),
+            choices_check("operator_scope_environments", "scope_environments", StringScope),
         ]
 
     @property
@@ -49,12 +56,17 @@ class Operator(RecordedModel, AbstractUser):
         known = {role.value for role in Role}
         return frozenset(Role(name) for name in self.groups.values_list("name", flat=True) if name in known)
 
+    @property
+    def access_scope(self) -> AccessScope:
+        merchants = None if self.scope_merchants is None else frozenset(self.scope_merchants)
+        return AccessScope(merchants, SCOPE_ENVIRONMENTS[StringScope(self.scope_environments)])
+
     def alters(self) -> None:
         """Return None: no verdict on a key reads an operator."""
         return None  # noqa: RET501  an optional subject
 
     def get_session_auth_hash(self) -> str:
-        """Return the hash that binds sessions: a change of password, roles or state ends them."""
+        """Return the hash that binds sessions: a change of password, roles, scope or state ends them."""
         bound = f"{self.password}:{self.version}"
         return salted_hmac("keyvault.models.Operator.session", bound, algorithm="sha256").hexdigest()
 

@@ -5,10 +5,10 @@ from django.db import models
 from django.db.models import F, Q
 
 from keyvault.access.permissions import Permission
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.digests import DIGEST_BYTES
-from keyvault.domain.environments import Environment
 from keyvault.domain.ids import Subject
-from keyvault.domain.keystring import STRING_SCOPE, StringScope
+from keyvault.domain.keystring import SCOPE_ENVIRONMENTS, StringScope
 from keyvault.models.columns import TokenColumns, choice, choices_check
 
 
@@ -47,9 +47,9 @@ class ServiceToken(TokenColumns):
         return "service_token", self.token_id
 
     @property
-    def environments(self) -> frozenset[Environment]:
-        scope = StringScope(self.scope)
-        return frozenset(env for env in Environment if scope in {StringScope.ALL, STRING_SCOPE[env]})
+    def access_scope(self) -> AccessScope:
+        merchants = None if self.merchants is None else frozenset(self.merchants)
+        return AccessScope(merchants, SCOPE_ENVIRONMENTS[StringScope(self.scope)])
 
     @property
     def permission_set(self) -> frozenset[Permission]:

@@ -39,6 +39,7 @@ from keyvault.models import (
 )
 from keyvault.services.issuance.requests import end_issuance
 from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.merchants.merchants import scope_of_merchant
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import MOUNT, secret_backend
@@ -111,7 +112,7 @@ class Offboarding:
 def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding:
     """End every key, customer token, request, webhook endpoint and service token of the merchant, permanently.
 
-    The grant is for the platform. Repeatable, also after an interruption. The merchant row stays with its history and
+    The grant is for the merchant. Repeatable, also after an interruption. The merchant row stays with its history and
     never becomes active again.
     """
     reason = clean_text(why, 300)
@@ -125,6 +126,7 @@ def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding
         grant,
         P.MERCHANTS_OFFBOARD,
         "merchant.offboarded",
+        within=scope_of_merchant(merchant),
         merchant_id=merchant.merchant_id,
         why=reason,
         ended=ended.as_json(),
@@ -244,8 +246,8 @@ def _mark_offboarded(grant: Grant, merchant: Merchant, why: str) -> None:
         merchant.refresh_from_db(from_queryset=Merchant.objects.select_for_update(no_key=True))
         if merchant.status == MerchantStatus.OFFBOARDED:
             return
-        event = "merchant.offboarding_began"
-        with recorded(grant, P.MERCHANTS_OFFBOARD, event, merchant_id=merchant.merchant_id, why=why):
+        event, within = "merchant.offboarding_began", scope_of_merchant(merchant)
+        with recorded(grant, P.MERCHANTS_OFFBOARD, event, within=within, merchant_id=merchant.merchant_id, why=why):
             merchant.compare_and_swap(status=MerchantStatus.OFFBOARDED)
 
 
@@ -302,5 +304,6 @@ def _disable(grant: Grant, endpoint: WebhookEndpoint) -> None:
 
 
 def _revoke_token(grant: Grant, token: ServiceToken) -> None:
-    with recorded(grant, P.MERCHANTS_OFFBOARD, "service_token.revoked", token_id=token.token_id, why=_REASON):
+    event, within = "service_token.revoked", token.access_scope
+    with recorded(grant, P.MERCHANTS_OFFBOARD, event, within=within, token_id=token.token_id, why=_REASON):
         token.compare_and_swap(revoked_at=grant.at)

@@ -9,11 +9,13 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction, RowAction
+from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, mono, short_moment
 from rotation.admin.schedule_forms import CalendarForm, EditCalendarForm, periods_from
-from rotation.admin.schedule_widgets import format_scope
+from rotation.admin.schedule_widgets import format_scope, schedules_in_scope
 from rotation.models import BlackoutCalendar
 from rotation.services.schedules.reports import state_of_schedule
 from rotation.services.schedules.schedules import save_calendar
@@ -46,6 +48,7 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
             _save_calendar,
             "Periods in which no scheduled rotation begins. Rotations in progress continue.",
             "Create blackout calendar",
+            is_of_installation=True,
         ),
     )
     row_actions = (
@@ -62,6 +65,10 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
     list_display = ("name", "count", "next_begin", "used_by")
     search_fields = ("name",)
     ordering = ("name",)
+
+    def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
+        """Return all rows: schedules of every merchant use them."""
+        return rows
 
     @admin.display(description="periods")
     def count(self, row: BlackoutCalendar) -> int:
@@ -87,7 +94,8 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
             [short_moment(begins_at), short_moment(ends_at), each["why"] or NOTHING, "over" if ends_at <= now else ""]
             for each, (begins_at, ends_at) in zip(row.periods, _read(row), strict=True)
         ]
-        schedules = row.schedules.select_related("account__merchant", "credential__account__merchant").order_by("pk")
+        seen = row.schedules.filter(schedules_in_scope(operator_of(request).scope))
+        schedules = seen.select_related("account__merchant", "credential__account__merchant").order_by("pk")
         found = list(schedules[: _MAX_SCHEDULES + 1])
         more = f", first {_MAX_SCHEDULES}" if len(found) > _MAX_SCHEDULES else ""
         using = [

@@ -14,6 +14,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.accounts import MerchantsField, environment_field
 from keyvault.admin.framework.actions import (
     ActionForm,
@@ -41,6 +42,7 @@ from keyvault.admin.framework.four_eyes import (
     undecided_notes,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.scoping import names_in_scope
 from keyvault.admin.framework.widgets import (
     NOTHING,
     AttentionItem,
@@ -66,6 +68,7 @@ from rotation.services.campaigns.campaigns import (
     reject_campaign,
     request_campaign,
     resume_campaign,
+    scope_of,
 )
 from rotation.services.campaigns.reports import describe_campaign, list_failed_first
 
@@ -244,6 +247,15 @@ class CampaignAdmin(ConsoleModelAdmin):
 
     def name_of(self, row: Campaign) -> str:
         return f"{row.environment} · {row.reason[:60]}"
+
+    def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
+        """Return the campaigns that select only from the scope's accounts."""
+        if scope == EVERYWHERE:
+            return rows
+        return rows.filter(names_in_scope(scope, "selection__merchants"), environment__in=scope.environments)
+
+    def scope_of(self, row: Campaign) -> AccessScope:
+        return scope_of(row)
 
     def requester_person_of(self, row: Campaign) -> str:
         return row.requester_person

@@ -55,6 +55,7 @@ def _state(retirement: Retirement) -> str:
 class RetirementAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Retirement", "Retirements"
+    account_lookup = "rotation__account"
     row_actions = (
         RowAction(
             "approve",

@@ -24,6 +24,7 @@ class RotationForm(PlanForm):
 
     credential_id = RowLookup(
         Credential.objects.select_related("account__merchant").filter(keys__state=KeyState.ACTIVE).distinct(),
+        account="account",
         label="Credential",
         help_text="Id of a credential with an active key. Its page links to this form.",
         unknown="No credential with an active key has this id.",

@@ -121,6 +121,7 @@ BLOCKED_FILTER = state_filter(
 class RotationAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Rotation", "Rotations"
+    account_lookup = "account"
     create_actions = (REQUEST,)
     row_actions = ROW_ACTIONS
 

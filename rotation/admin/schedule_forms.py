@@ -7,9 +7,10 @@ from typing import Any
 from django import forms
 
 from keyvault.admin.framework.accounts import environment_field
-from keyvault.admin.framework.actions import ActionForm, Cleaned, RowChoice, VersionedForm
+from keyvault.admin.framework.actions import ActionForm, Cleaned, RowChoice, RowLookup, VersionedForm
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError
+from keyvault.models import Credential
 from rotation.admin.plan_fields import SHARED_GROUP, WINDOW_GROUP, PlanForm, overrides_in, window_fields, window_in
 from rotation.domain.plan_fields import FIELDS, SHARED_FIELDS, PlanOverrides, to_json
 from rotation.domain.windows import clock_text
@@ -78,9 +79,11 @@ class ScheduleForm(TermsForm):
         max_length=64,
         help_text="Merchant id. Empty: every merchant of the environment without its own schedule.",
     )
-    credential = forms.CharField(
+    credential = RowLookup(
+        Credential.objects.all(),
+        account="account",
+        unknown="not the id of a credential",
         required=False,
-        max_length=32,
         label="Credential id",
         help_text="Schedule for this credential only; it overrides all others.",
     )
@@ -149,9 +152,11 @@ def scope_from(cleaned: Cleaned) -> Scope:
 
     Raises:
         NotFoundError: the account does not exist.
-        RequestInvalidError: the credential does not exist.
+        RequestInvalidError: the credential is not the account's.
     """
-    return find_scope(Environment(cleaned["environment"]), cleaned["merchant"], cleaned["credential"])
+    credential = cleaned["credential"]
+    credential_id = None if credential is None else credential.pk
+    return find_scope(Environment(cleaned["environment"]), cleaned["merchant"], credential_id)
 
 
 def terms_from(cleaned: Cleaned, previous: PlanOverrides | None = None) -> ScheduleDraft:

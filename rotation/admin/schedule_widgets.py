@@ -4,9 +4,12 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
+from django.db.models import Q
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
+from keyvault.access.scopes import AccessScope
+from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import NOTHING, FactTable, Table, badge, link, moment, mono, short_moment
 from keyvault.domain.environments import Environment
 from rotation.admin.plan_fields import WEEKDAYS, show_override
@@ -99,6 +102,16 @@ def _state_link(date: ScheduledDate) -> SafeString:
     if date.rotation_id is None:
         return badge(date.state)
     return link(reverse("admin:rotation_rotation_change", args=[date.rotation_id]), badge(date.state))
+
+
+def schedules_in_scope(scope: AccessScope, schedule: str = "") -> Q:
+    """Return the condition for schedules of the scope's accounts, or of an environment whose accounts all are in it.
+
+    `schedule`: prefix of the lookups of a schedule's columns.
+    """
+    if scope.merchants is None:
+        return Q(**{f"{schedule}environment__in": scope.environments})
+    return in_scope(scope, f"{schedule}account") | in_scope(scope, f"{schedule}credential__account")
 
 
 def format_scope(row: RotationSchedule) -> str:

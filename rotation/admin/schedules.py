@@ -12,6 +12,7 @@ from django.urls import URLPattern, path, reverse
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
@@ -23,7 +24,7 @@ from keyvault.admin.framework.actions import (
     run_service,
 )
 from keyvault.admin.framework.columns import badge_column
-from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
@@ -53,6 +54,7 @@ from rotation.admin.schedule_widgets import (
     next_facts,
     rotations_table,
     schedule_facts,
+    schedules_in_scope,
 )
 from rotation.admin.standing_approvals import approval_state, request_action
 from rotation.models import RotationSchedule
@@ -171,8 +173,14 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
     def name_of(self, row: RotationSchedule) -> str:
         return format_scope(row)
 
+    def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
+        return rows if scope == EVERYWHERE else rows.filter(schedules_in_scope(scope))
+
     def account_of(self, row: RotationSchedule) -> Account | None:
         return place_of(row)
+
+    def scope_of(self, row: RotationSchedule) -> AccessScope:
+        return scope_of(row).within
 
     def requester_person_of(self, row: RotationSchedule) -> str:
         return row.author_person
@@ -241,11 +249,12 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         Unknown values are ignored.
         """
         value = request.GET.get("environment", "")
-        environment = value if value in {env.value for env in Environment} else None
+        environment = Environment(value) if value in {env.value for env in Environment} else None
         merchant = request.GET.get("merchant") or None
         days = next((days for days in LOOKAHEAD_DAYS if request.GET.get("days") == str(days)), DEFAULT_LOOKAHEAD_DAYS)
         now = datetime.now(UTC)
-        dates = list_next(now, now + timedelta(days=days), environment, merchant)
+        scope = operator_of(request).scope.narrowed_to(merchant, environment)
+        dates = list_next(now, now + timedelta(days=days), scope)
         detail = Detail(
             title="Calendar of rotations",
             state=environment or "",

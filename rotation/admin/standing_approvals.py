@@ -12,6 +12,7 @@ from django.urls import reverse
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
@@ -43,10 +44,10 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.domain.environments import Environment
 from keyvault.models import Account
-from rotation.admin.schedule_widgets import format_scope, rotations_table, schedule_facts
+from rotation.admin.schedule_widgets import format_scope, rotations_table, schedule_facts, schedules_in_scope
 from rotation.models import RotationSchedule, StandingApproval, StandingApprovalState
 from rotation.services.schedules.reports import state_of_approval
-from rotation.services.schedules.schedules import place_of
+from rotation.services.schedules.schedules import place_of, scope_of
 from rotation.services.schedules.standing_approvals import (
     DEFAULT_DAYS,
     MAX_DAYS,
@@ -167,6 +168,12 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
 
     def name_of(self, row: StandingApproval) -> str:
         return f"Schedule for {format_scope(row.schedule)}"
+
+    def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
+        return rows if scope == EVERYWHERE else rows.filter(schedules_in_scope(scope, "schedule__"))
+
+    def scope_of(self, row: StandingApproval) -> AccessScope:
+        return scope_of(row.schedule).within
 
     def account_of(self, row: StandingApproval) -> Account | None:
         return place_of(row.schedule)

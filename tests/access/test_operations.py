@@ -13,6 +13,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, WORKER, Channel, KeyHolder, OperatorPrincipal, Principal, Service, System
 from keyvault.access.roles import Role
 from keyvault.access.rules import PLATFORM, Target, operation
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 
@@ -91,7 +92,7 @@ CELLS = {
 
 
 def operator(*roles: Role, person: str = "per_anna", username: str = "anna") -> OperatorPrincipal:
-    return OperatorPrincipal(username, person, frozenset(roles))
+    return OperatorPrincipal(username, person, frozenset(roles), EVERYWHERE)
 
 
 def service(
@@ -99,7 +100,7 @@ def service(
     environments: frozenset[Environment] = frozenset(Environment),
     merchants: frozenset[str] | None = None,
 ) -> Service:
-    return Service("tok_1", "gateway", "per_anna", frozenset(permissions), environments, merchants)
+    return Service("tok_1", "gateway", "per_anna", frozenset(permissions), AccessScope(merchants, environments))
 
 
 def holder(merchant_id: str = "acme", environment: Environment = SANDBOX) -> KeyHolder:
@@ -272,7 +273,7 @@ def test_systems_have_only_their_own_permissions(permission: P) -> None:
 def test_trace_of_an_operation_ends_with_the_rule_that_failed() -> None:
     trace: list[Check] = []
     decide(operation(P.KEYS_READ), operator(Role.AUDITOR), ACME, NOW, trace)
-    assert [check.passed for check in trace] == [True] * 4
+    assert [check.passed for check in trace] == [True] * 5
     trace.clear()
     decide(operation(P.KEYS_REVOKE), operator(Role.AUDITOR), ACME, NOW, trace)
     assert [(check.rule.value, check.passed) for check in trace] == [("permission_missing", False)]

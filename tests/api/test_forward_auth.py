@@ -18,13 +18,13 @@ from keyvault.hotpath.adapters import assembly
 from keyvault.hotpath.adapters.stores import DatabaseStore
 from keyvault.hotpath.messages.pending_requests import KEY, RULES, TOKEN
 from keyvault.hotpath.slow_path import slow_path
-from keyvault.models import KeyUse, Operator, UseBucket, UseContext
+from keyvault.models import KeyUse, Operator, Refusal, UseBucket, UseContext
 from keyvault.models.keys import OriginHeader
 from keyvault.services.catalog.endpoints import add_endpoint
 from keyvault.services.keys.credentials import restrict_credential
 from keyvault.services.limits.limiter import failed_proofs
 from keyvault.services.usage.recorder import UsageLog
-from keyvault.services.verification.refusals import RefusalLog, find_refusal
+from keyvault.services.verification.refusals import RefusalLog
 from keyvault.wire.gateways import NAMES, Dialect
 from tests.factories import account, grant, issue, make_token, the_operator
 from tests.starting_rows import start_with
@@ -352,7 +352,7 @@ def test_gateway_checks_the_contexts_of_an_upstream_endpoint(dialect: Dialect, g
 def test_gateway_refusal_is_found_by_its_request_id(dialect: Dialect, gateway: Gateway, refusals: RefusalLog) -> None:
     response = gateway(dialect, key=public(), address="192.0.2.7")
     refusals.flush()
-    found = find_refusal(response["X-Request-Id"])
+    found = Refusal.objects.filter(pk=response["X-Request-Id"]).first()
     assert found is not None
     assert (found.door, found.environment, found.endpoint) == (dialect.value, "sandbox", "orders.create")
     assert (found.code, found.merchant_id, found.source) == ("method_not_supported", "acme", "192.0.2.7")

@@ -14,10 +14,11 @@ from django.core.management import CommandError, call_command
 from django.test import Client
 
 from keyvault.access.roles import Role
-from keyvault.models import AuditEntry, Operator
+from keyvault.access.scopes import AccessScope
+from keyvault.models import AuditEntry, Key, Operator
 from keyvault.models.recording import collect_subjects
 from tests.admin.desk import browser
-from tests.factories import PASSWORD, make_operator
+from tests.factories import PASSWORD, SANDBOX, have_peppers, make_merchant, make_operator, make_token
 
 from .command_line import run_command_line
 
@@ -189,3 +190,83 @@ def test_django_command_is_refused_by_each_program(entry: list[str], tmp_path: P
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("flush is refused: ")
     assert done.stderr.count("\n") == 1
+
+
+# --- scope ----------------------------------------------------------------------------------------------------
+
+
+def test_set_operator_scope_replaces_it_and_ends_sessions() -> None:
+    make_merchant("acme")
+    client = browser(make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER))
+    answer = run("set_operator_scope", "tam", "--merchant", "acme", "--environment", "sandbox")
+    assert answer == {"username": "tam", "merchants": ["acme"], "environments": ["sandbox"]}
+    assert client.get("/admin/").status_code == 302
+    details = details_of("operator.scope_changed")
+    assert (details["username"], details["new"]) == ("tam", {"merchants": ["acme"], "environments": ["sandbox"]})
+    assert run("set_operator_scope", "tam", "--environment", "production")["merchants"] is None
+    assert run("list_operators")["operators"][1]["environments"] == ["production"]
+    answer = run("set_operator_scope", "tam", "--all")
+    assert answer == {"username": "tam", "merchants": None, "environments": ["production", "sandbox"]}
+
+
+@pytest.mark.parametrize("options", [[], ["--all", "--merchant", "acme"], ["--all", "--environment", "sandbox"]])
+def test_set_operator_scope_without_a_clear_choice_is_refused(options: list[str]) -> None:
+    """An omitted option never widens a scope."""
+    with pytest.raises(CommandError, match="give --all, or --merchant, --environment or both"):
+        run("set_operator_scope", "admin", *options)
+
+
+def test_set_operator_scope_names_unknown_merchants_and_missing_permission() -> None:
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    with pytest.raises(CommandError, match="there is no merchant absent"):
+        run("set_operator_scope", "tam", "--merchant", "absent")
+    with pytest.raises(CommandError, match="permission_missing"):
+        run("set_operator_scope", "tam", "--all", "--by", "tam")
+
+
+OUTSIDE = {
+    "an account": "add_webhook --merchant acme --environment sandbox --url https://acme.example/ --by limited",
+    "the other environment": "add_webhook --merchant globex --environment production --url https://x.example/ "
+    "--by limited",
+    "a request": "issue_key --merchant acme --environment sandbox --kind private --requested-by limited",
+    "an approval": "issue_key --merchant globex --environment production --kind private --requested-by wide "
+    "--approved-by limited",
+    "a limit": "set_limit --merchant acme --environment sandbox --rate 1 --per-seconds 1 --by limited",
+    "a limit of all": "set_limit --environment sandbox --endpoint orders.create --rate 1 --per-seconds 1 --by limited",
+    "a token": "create_service_token gw --environment sandbox --permission keys:read --by limited",
+    "a merchant": "offboard_merchant globex --why ended --yes --by limited",
+    "a schedule of all": "set_schedule --environment sandbox --cryptoperiod-days 90 --by limited",
+    "a campaign of all": "rotate_campaign --environment sandbox --requested-by limited",
+    "a campaign": "rotate_campaign --environment sandbox --merchant acme --requested-by limited",
+    "the audit log": "accept_audit_rollback --by wide --approved-by limited --reason restored",
+    "the revocation log": "replay_revocations --accept-loss --by wide --approved-by limited --reason lost",
+}
+"""Commands in the name of `limited`, whose scope is globex/sandbox."""
+
+
+@pytest.mark.parametrize("arguments", OUTSIDE.values(), ids=OUTSIDE)
+def test_command_of_an_operator_outside_of_the_scope_is_refused(arguments: str) -> None:
+    """Guarantee: the command line has the same scope as the console."""
+    for name in ("acme", "globex"):
+        make_merchant(name)
+    make_operator("wide", *Role)
+    make_operator("limited", *Role, scope=AccessScope(frozenset({"globex"}), frozenset({SANDBOX})))
+    entries = AuditEntry.objects.exclude(event__startswith="issuance.").count()
+    with pytest.raises(CommandError, match=r"not_found|permission_missing"):
+        run(*arguments.split())
+    assert AuditEntry.objects.exclude(event__startswith="issuance.").count() == entries
+    assert not Key.objects.exists()
+
+
+def test_command_of_an_operator_within_the_scope_succeeds() -> None:
+    make_merchant("globex")
+    have_peppers()
+    make_operator("limited", *Role, scope=AccessScope(frozenset({"globex"}), frozenset({SANDBOX})))
+    account = ("--merchant", "globex", "--environment", "sandbox")
+    run("add_webhook", *account, "--url", "https://globex.example/", "--by", "limited")
+    run("issue_key", *account, "--kind", "private", "--requested-by", "limited")
+    token = run("create_service_token", "gw", *account, "--permission", "keys:read", "--by", "limited")
+    run("revoke_service_token", token["key_id"], "--by", "limited")
+    wide, _ = make_token()
+    with pytest.raises(CommandError, match="permission_missing"):
+        run("revoke_service_token", wide.pk, "--by", "limited")

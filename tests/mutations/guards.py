@@ -430,6 +430,22 @@ GUARDS = (
         f"{_ISSUANCE_TESTS}::test_issuance_requester_gets_no_grant_to_approve",
     ),
     Guard(
+        "operator-within-its-scope",
+        _DECISION,
+        "or principal.scope.covers(target.scope)",
+        "or target.merchant_id is not None or principal.scope.covers(target.scope)",
+        "An operator gets no grant for an account outside of its scope.",
+        "tests/access/test_scopes.py::test_operator_outside_of_its_scope_finds_nothing",
+    ),
+    Guard(
+        "console-rows-in-scope",
+        "keyvault/admin/framework/model_admin.py",
+        "return self.rows_in_scope(super().get_queryset(request), operator_of(request).scope)",
+        "return super().get_queryset(request)",
+        "No page of the console shows a row outside of the operator's scope.",
+        "tests/admin/framework/test_scope.py::test_scope_of_another_merchant_shows_no_id_of_it",
+    ),
+    Guard(
         "second-person-in-the-database",
         _RULES,
         'f"EXISTS ({requested} AND r.requester_person = NEW.person)"',
@@ -525,6 +541,14 @@ GUARDS = (
         "",
         "A grant for one account permits no write on another.",
         f"{_TRANSACTION_TESTS}::test_recorded_with_a_grant_for_another_place_is_refused",
+    ),
+    Guard(
+        "grant-within-these-accounts",
+        _TRANSACTION,
+        "not grant.target.within.covers(within)",
+        "not within.covers(within)",
+        "A grant for some accounts permits no write that concerns others.",
+        f"{_TRANSACTION_TESTS}::test_recorded_on_more_than_the_grant_is_within_is_refused",
     ),
     Guard(
         "append-only-update",

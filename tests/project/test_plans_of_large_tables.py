@@ -17,6 +17,8 @@ from django.urls import reverse
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
+from keyvault.access.scopes import AccessScope
+from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential, IssuanceRequest, Key, Notice, Refusal
@@ -147,6 +149,15 @@ def open_pages(samples: Samples, queries: SlowQueries) -> None:
     for name, path in [*pages, *((path, path) for path in filtered)]:
         with queries.watch(name):
             assert client.get(path).status_code == 200, name
+    scopes = {
+        "a merchant": AccessScope(frozenset({merchant})),
+        "an environment": AccessScope(environments=frozenset({Environment.SANDBOX})),
+    }
+    for whose, scope in scopes.items():
+        client = browser(make_operator(whose, *Role, scope=scope))
+        for name, path in pages:
+            with queries.watch(f"{name} within {whose}"):
+                assert client.get(path).status_code in {200, 403}, name
 
 
 def make_requests(samples: Samples, queries: SlowQueries) -> None:

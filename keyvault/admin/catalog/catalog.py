@@ -21,6 +21,7 @@ from keyvault.access.endpoints import (
 )
 from keyvault.access.limits import MAX_COUNT, MAX_SECONDS
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -157,6 +158,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
             "An endpoint of an upstream service. Keyvault does not serve it but authorizes its requests: the service "
             "calls verify, or a gateway calls forward-auth. The change takes effect immediately in every process.",
             "Add endpoint",
+            is_of_installation=True,
         ),
     )
     row_actions = (
@@ -235,6 +237,10 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
         return format_limit(endpoint_of(row).limit)
 
     state = badge_column("state", _state, ordering="withdrawn_at")
+
+    def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
+        """Return all rows: the catalog names no merchant."""
+        return rows
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).order_by("name")

@@ -4,7 +4,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model, Q
+from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 
@@ -12,6 +12,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.endpoint_description import format_limit
 from keyvault.access.limits import MAX_COUNT, MAX_SECONDS, Limit
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.accounts import AccountRowAdmin, account_link, account_query, environment_field
 from keyvault.admin.framework.actions import (
     ActionForm,
@@ -22,8 +23,9 @@ from keyvault.admin.framework.actions import (
     from_query,
 )
 from keyvault.admin.framework.columns import badge_column
-from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
+from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Link, Table, badge, link, mono
 from keyvault.domain.environments import Environment
 from keyvault.models import Account, LimitOverride
@@ -153,6 +155,14 @@ class LimitOverrideAdmin(AccountRowAdmin):
     search_fields = ("endpoint", "account__merchant__merchant_id")
     ordering = ("endpoint", "environment", "account__merchant_id")
 
+    def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
+        """Return the limits that apply to accounts of the scope."""
+        of_environment = Q(account__isnull=True, environment__in=scope.environments)
+        return rows if scope == EVERYWHERE else rows.filter(in_scope(scope, "account") | of_environment)
+
+    def scope_of(self, row: LimitOverride) -> AccessScope:
+        return AccessScope(environments=frozenset({Environment(row.environment)}))
+
     environment_badge = badge_column("environment", "environment")
     state = badge_column("state", _state)
 
@@ -168,7 +178,7 @@ class LimitOverrideAdmin(AccountRowAdmin):
         return {
             **super().list_context(request),
             "title": "Limits of endpoints",
-            "more": [_defaults(), _account_table()],
+            "more": [_defaults(), _account_table(operator_of(request).scope)],
         }
 
     def name_of(self, row: LimitOverride) -> str:
@@ -217,8 +227,9 @@ def _defaults() -> FactTable:
     return FactTable("Accounts without a limit of their own", rows)
 
 
-def _account_table() -> Table:
-    accounts = Account.objects.filter(limit_count__isnull=False).select_related("merchant").order_by("merchant_id")
+def _account_table(scope: AccessScope) -> Table:
+    limited = Account.objects.filter(in_scope(scope, "pk"), limit_count__isnull=False)
+    accounts = limited.select_related("merchant").order_by("merchant_id")
     return Table(
         "Accounts with a limit of their own",
         ["account", "limit"],

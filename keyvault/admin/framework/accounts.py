@@ -9,7 +9,8 @@ from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
-from keyvault.admin.framework.actions import ActionForm, Cleaned
+from keyvault.access.scopes import EVERYWHERE, AccessScope
+from keyvault.admin.framework.actions import ActionForm, Cleaned, ScopedField
 from keyvault.admin.framework.columns import badge_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import link
@@ -29,14 +30,20 @@ class AccountForm(ActionForm):
     environment = environment_field()
 
 
-class MerchantsField(forms.CharField):
+class MerchantsField(ScopedField, forms.CharField):
     """Field for merchant ids, one per line. The cleaned value is a list."""
 
     widget = forms.Textarea(attrs={"rows": 4})
+    scope = EVERYWHERE
+
+    def limit_to(self, scope: AccessScope) -> None:
+        self.scope = scope
 
     def clean(self, value: Any) -> Any:
         names = sorted(set(super().clean(value).split()))
         known = set(Merchant.objects.filter(pk__in=names).values_list("pk", flat=True))
+        if self.scope.merchants is not None:
+            known &= self.scope.merchants
         if unknown := [name for name in names if name not in known]:
             raise forms.ValidationError(f"Unknown merchants: {', '.join(unknown)}. Enter one merchant id on each line.")
         return names
@@ -58,6 +65,8 @@ def account_link(account: Account) -> SafeString:
 
 class AccountRowAdmin(ConsoleModelAdmin):
     """Model admin of rows with an account."""
+
+    account_lookup = "account"
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("account__merchant")

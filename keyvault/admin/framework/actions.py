@@ -15,6 +15,8 @@ from django.forms import BoundField
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
+from keyvault.access.scopes import AccessScope
+from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import FactTable
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
@@ -76,6 +78,13 @@ class FilledGroup:
     is_open: bool
 
 
+class ScopedField(forms.Field):
+    """Field whose valid values depend on the operator's scope."""
+
+    def limit_to(self, scope: AccessScope) -> None:
+        raise NotImplementedError
+
+
 class ActionForm(forms.Form):
     """Base form of an action; without fields it only asks for confirmation.
 
@@ -84,6 +93,12 @@ class ActionForm(forms.Form):
 
     required_css_class = "required"
     groups: tuple[ActionGroup, ...] = ()
+
+    def limit_to(self, scope: AccessScope) -> None:
+        """Accept only rows in the operator's scope; others are unknown to the form."""
+        for field in self.fields.values():
+            if isinstance(field, ScopedField):
+                field.limit_to(scope)
 
     def ungrouped(self) -> list[BoundField]:
         grouped = {name for group in self.groups for name in group.names}
@@ -131,13 +146,20 @@ class RowChoice(_ModelChoiceField):
         return self.label_for(obj)
 
 
-class RowLookup(_ModelChoiceField):
-    """Text field for the id of a row of a table that is too large for a list of choices."""
+class RowLookup(ScopedField, _ModelChoiceField):
+    """Text field for the id of a row of a table that is too large for a list of choices.
+
+    `account`: lookup of the row's account.
+    """
 
     widget = forms.TextInput
 
-    def __init__(self, queryset: QuerySet[Any], *, unknown: str, **options: Any) -> None:
+    def __init__(self, queryset: QuerySet[Any], *, account: str, unknown: str, **options: Any) -> None:
         super().__init__(queryset, error_messages={"invalid_choice": unknown}, **options)
+        self.account = account
+
+    def limit_to(self, scope: AccessScope) -> None:
+        self.queryset = self.queryset.filter(in_scope(scope, self.account))
 
 
 def reason_field(
@@ -223,8 +245,10 @@ class CreateAction:
     """An action that creates a row.
 
     Args:
-        account_of: account that will own the row; None for the platform.
+        account_of: account that will own the row; None for a row of no particular account, whose accounts the service
+            compares with the operator's scope.
         preset: initial form values from the query string.
+        is_of_installation: the row concerns the whole installation, so the operator's scope must be unlimited.
     """
 
     name: str
@@ -236,6 +260,7 @@ class CreateAction:
     button: str
     account_of: Callable[[Cleaned], Account | None] = lambda cleaned: None
     preset: Callable[[Mapping[str, str]], dict[str, Any]] = lambda query: {}
+    is_of_installation: bool = False
 
 
 def run_service(service: Callable[..., object], done: Text) -> Run:

@@ -17,6 +17,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.errors import PermissionMissingError
 from keyvault.models import Account
 from keyvault.models import Operator as OperatorRow
@@ -51,10 +52,20 @@ def may(
     account: Account | None = None,
     *,
     requester_person: str | None = None,
+    within: AccessScope | None = None,
 ) -> bool:
-    """Whether the operator has the permission; used to show or hide links and to open a page."""
+    """Whether the operator has the permission; used to show or hide links and to open a page.
+
+    `within`: see `authorize`. None: anywhere in the operator's scope.
+    """
+    operator = operator_of(request)
     return is_allowed(
-        operator_of(request), permission, account, now=datetime.now(UTC), requester_person=requester_person
+        operator,
+        permission,
+        account,
+        now=datetime.now(UTC),
+        requester_person=requester_person,
+        within=operator.scope if within is None else within,
     )
 
 
@@ -64,10 +75,16 @@ def grant_for(
     account: Account | None = None,
     *,
     requester_person: str | None = None,
+    within: AccessScope = EVERYWHERE,
 ) -> Grant:
     """Return the grant that the service requires. Raises the errors of `authorize`."""
     return authorize(
-        operator_of(request), permission, account, now=datetime.now(UTC), requester_person=requester_person
+        operator_of(request),
+        permission,
+        account,
+        now=datetime.now(UTC),
+        requester_person=requester_person,
+        within=within,
     )
 
 

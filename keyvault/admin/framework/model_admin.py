@@ -20,7 +20,9 @@ from django.utils.text import smart_split, unescape_string_literal
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.actions import (
+    ActionForm,
     ActionResult,
     CreateAction,
     RowAction,
@@ -31,6 +33,7 @@ from keyvault.admin.framework.actions import (
 )
 from keyvault.admin.framework.enforcement import Guarded, grant_for, may, operator_of
 from keyvault.admin.framework.pages import form_page, page, secret_page
+from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import AttentionItem, Detail, Extras, FactTable, Line, Link
 from keyvault.domain.errors import (
     KeyvaultError,
@@ -125,6 +128,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     section = ""
     singular = ""
     plural = ""
+    account_lookup: str | None = None
+    """Lookup of a row's account. None: the rows concern the installation."""
+
     row_actions: tuple[RowAction, ...] = ()  # not `actions`, which are the bulk actions of Django's admin
     secret_views: tuple[SecretView, ...] = ()
     create_actions: tuple[CreateAction, ...] = ()
@@ -150,9 +156,19 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the name of the row in titles."""
         return str(row)
 
+    def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
+        """Return the rows that an operator with this scope may see: by default, those of its accounts."""
+        if scope == EVERYWHERE:
+            return rows
+        return rows.none() if self.account_lookup is None else rows.filter(in_scope(scope, self.account_lookup))
+
     def account_of(self, row: Any) -> Account | None:
         """Return the account that a grant for the row applies to; None for the platform."""
         return None
+
+    def scope_of(self, row: Any) -> AccessScope:
+        """Return the accounts that a row of no particular account concerns."""
+        return EVERYWHERE
 
     def requester_person_of(self, row: Any) -> str | None:
         """Return the person who requested the row, if a second person must approve it."""
@@ -172,8 +188,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
         """Return what the template of the list shows beside the rows."""
-        links = [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
-        return {"title": self.plural, "plural": self.plural, "create_links": links}
+        return {"title": self.plural, "plural": self.plural, "create_links": self._offered_links(request)}
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         """Return what this model admin adds to the page of another model's row."""
@@ -188,7 +203,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         several. Each field is searched by itself, with its own index: one condition over the columns of several tables
         would read all rows. Tells the operator if there are more rows than the search reads.
         """
-        rows = self.model._base_manager.order_by(*self.get_ordering(request))
+        everything: QuerySet[Any] = self.model._base_manager.order_by(*self.get_ordering(request))
+        rows = self.rows_in_scope(everything, operator_of(request).scope)
         is_cut = False
         for word in _split(search_term):
             ids: set[object] = set()
@@ -200,6 +216,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         if is_cut:
             messages.info(request, _CUT_NOTE)
         return queryset, False
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Return the rows in the operator's scope, which every list and page of the model reads."""
+        return self.rows_in_scope(super().get_queryset(request), operator_of(request).scope)
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return ConsoleList
@@ -292,8 +312,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
                 return answer(
                     None, error=StateConflictError("This action is not available for the current state, or not to you.")
                 )
-            return answer(action.form(initial=action.form.initial_for(row)))
-        form = action.form(request.POST)
+            return answer(_form(request, action, initial=action.form.initial_for(row)))
+        form = _form(request, action, request.POST)
         if not form.is_valid():
             return answer(form, status=400)
         try:
@@ -313,22 +333,30 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     ) -> HttpResponse:
         """Show the page of the action again for the current row, with the conflict."""
         row = self.find_row(request, object_id)
-        form = action.form(initial=action.form.initial_for(row)) if self._is_available(request, action, row) else None
+        is_available = self._is_available(request, action, row)
+        form = _form(request, action, initial=action.form.initial_for(row)) if is_available else None
         return form_page(self.admin_site, request, form, self._action_context(action, row), error=error)
 
     def _create_view(self, action: CreateAction, request: HttpRequest) -> HttpResponse:
+        scope = operator_of(request).scope
+        within = EVERYWHERE if action.is_of_installation else scope
+        grant_for(request, action.permission, within=within)
         answer = partial(form_page, self.admin_site, request, context=self._create_context(action))
         if request.method != "POST":
-            return answer(action.form(initial=action.preset(request.GET)))
-        form = action.form(request.POST)
+            return answer(_form(request, action, initial=action.preset(request.GET)))
+        form = _form(request, action, request.POST)
         if not form.is_valid():
             return answer(form, status=400)
         try:
-            grant = grant_for(request, action.permission, action.account_of(form.cleaned_data))
+            account = action.account_of(form.cleaned_data)
+            grant = grant_for(request, action.permission, account, within=within)
             result = action.run(grant, form.cleaned_data)
         except RequestInvalidError as error:
             form.show_faults(error)
             return answer(form, error=error)
+        except NotFoundError as error:
+            # Outside of the scope and absent are the same to an operator with a scope.
+            return answer(form, error=error if scope == EVERYWHERE else NotFoundError(internal=error.internal))
         except KeyvaultError as error:
             return answer(form, error=error)
         return self._respond(request, result, result.row)
@@ -379,13 +407,25 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         )
 
     def _is_offered(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
-        account, requester_person = self.account_of(row), self.requester_person_of(row)
-        return self._is_available(request, action, row) and may(
-            request, action.permission, account, requester_person=requester_person
+        return self._is_available(request, action, row) and self._may_on(request, action.permission, row)
+
+    def _may_on(self, request: HttpRequest, permission: Permission, row: Any) -> bool:
+        return may(
+            request,
+            permission,
+            self.account_of(row),
+            requester_person=self.requester_person_of(row),
+            within=self.scope_of(row),
         )
 
     def _grant(self, request: HttpRequest, permission: Permission, row: Any) -> Grant:
-        return grant_for(request, permission, self.account_of(row), requester_person=self.requester_person_of(row))
+        return grant_for(
+            request,
+            permission,
+            self.account_of(row),
+            requester_person=self.requester_person_of(row),
+            within=self.scope_of(row),
+        )
 
     def url_of(self, row: Model, name: str = "change") -> str:
         return reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_{name}", args=[row.pk])
@@ -398,11 +438,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def list_decidable(self, request: HttpRequest, permission: Permission, rows: QuerySet[Any]) -> list[Any]:
         """Return the first rows that the operator may decide on, as second person where one is required."""
-        return [
-            row
-            for row in rows[: _MAX_ATTENTION_ROWS + 1]
-            if may(request, permission, self.account_of(row), requester_person=self.requester_person_of(row))
-        ]
+        return [row for row in rows[: _MAX_ATTENTION_ROWS + 1] if self._may_on(request, permission, row)]
 
     def attention_item(
         self, title: str, rows: QuerySet[Any] | list[Any], query: str, tone: str = "plain"
@@ -415,7 +451,14 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def create_links(self, request: HttpRequest) -> list[Link]:
         """Return links to the create actions that the operator may use, for the front page."""
-        return [self._create_link(action) for action in self.create_actions if may(request, action.permission)]
+        return self._offered_links(request)
+
+    def _offered_links(self, request: HttpRequest) -> list[Link]:
+        offered = (action for action in self.create_actions if self._may_create(request, action))
+        return [self._create_link(action) for action in offered]
+
+    def _may_create(self, request: HttpRequest, action: CreateAction) -> bool:
+        return may(request, action.permission, within=EVERYWHERE if action.is_of_installation else None)
 
     def _link(self, row: Model, name: str, label: str) -> Link:
         return Link(label, self.url_of(row, name))
@@ -446,3 +489,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "crumbs": self._crumbs(),
             "back": Link(self.plural, self.list_url()),
         }
+
+
+def _form(request: HttpRequest, action: RowAction | CreateAction, *args: Any, **options: Any) -> ActionForm:
+    form = action.form(*args, **options)
+    form.limit_to(operator_of(request).scope)
+    return form

@@ -78,6 +78,7 @@ def _by_line(fault: Fault, networks: list[str]) -> Fault:
 class CredentialAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Credential", "Credentials"
+    account_lookup = "account"
     row_actions: tuple[RowAction, ...] = (
         RowAction(
             "restrict",

@@ -132,6 +132,7 @@ def _explain_collection(request: IssuanceRequest) -> str:
 class IssuanceRequestAdmin(ConsoleModelAdmin):
     view_permissions = (P.ISSUANCE_READ,)
     section, singular, plural = "Keys", "Issuance request", "Issuance requests"
+    account_lookup = "account"
     create_actions = (
         CreateAction(
             "request",

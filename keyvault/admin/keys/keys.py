@@ -122,6 +122,7 @@ def _explain_revocation(key: Key) -> str:
 class KeyAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Key", "Keys"
+    account_lookup = "credential__account"
     secret_views = (
         SecretView(
             "show",

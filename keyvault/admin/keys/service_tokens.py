@@ -12,6 +12,7 @@ from django.http import HttpRequest
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.accounts import MerchantsField
 from keyvault.admin.framework.actions import (
     ActionForm,
@@ -25,8 +26,9 @@ from keyvault.admin.framework.actions import (
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.scoping import names_in_scope
 from keyvault.admin.framework.widgets import Detail, FactTable, moment, mono
-from keyvault.domain.keystring import StringScope
+from keyvault.domain.keystring import SCOPE_ENVIRONMENTS, StringScope
 from keyvault.models import ServiceToken
 from keyvault.services.tokens.service_tokens import (
     DEFAULT_DAYS,
@@ -154,6 +156,15 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
     list_filter = (state_filter(_state_conditions),)
     search_fields = ("=token_id", "name")
     ordering = ("-created_at",)
+
+    def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
+        if scope == EVERYWHERE:
+            return rows
+        scopes = [each for each, environments in SCOPE_ENVIRONMENTS.items() if environments <= scope.environments]
+        return rows.filter(names_in_scope(scope, "merchants"), scope__in=scopes)
+
+    def scope_of(self, row: ServiceToken) -> AccessScope:
+        return row.access_scope
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("creator")

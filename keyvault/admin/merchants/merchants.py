@@ -13,6 +13,7 @@ from django.urls import reverse
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -26,7 +27,9 @@ from keyvault.admin.framework.actions import (
     run_service,
 )
 from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
@@ -49,6 +52,7 @@ from keyvault.services.merchants.merchants import (
     create_merchant,
     resume_account,
     resume_merchant,
+    scope_of_merchant,
     suspend_account,
     suspend_merchant,
 )
@@ -154,6 +158,7 @@ class MerchantAdmin(ConsoleModelAdmin):
             _create,
             "Creates the merchant with an account in each environment; each account has its own audit chain.",
             "Create merchant",
+            is_of_installation=True,
         ),
     )
 
@@ -164,6 +169,12 @@ class MerchantAdmin(ConsoleModelAdmin):
 
     status_badge = badge_column("status", "status")
     created = moment_column("created (UTC)", "created_at")
+
+    def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
+        return rows if scope.merchants is None else rows.filter(pk__in=scope.merchants)
+
+    def scope_of(self, row: Merchant) -> AccessScope:
+        return scope_of_merchant(row)
 
     def summary(self, row: Merchant) -> FactTable:
         has = _count_assets(row)
@@ -179,11 +190,13 @@ class MerchantAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: Merchant) -> Detail:
-        accounts = row.accounts.annotate(count=Count("credentials")).order_by("environment")
+        scope = operator_of(request).scope
+        seen = row.accounts.filter(in_scope(scope, "pk"))
+        accounts = seen.annotate(count=Count("credentials")).order_by("environment")
         return Detail(
             title=row.name,
             state=row.status,
-            notes=list(_notes(row)),
+            notes=list(_notes(row, is_counted=scope.covers(scope_of_merchant(row)))),
             sections=[
                 FactTable("Merchant", [("Merchant id", mono(row)), ("Created", moment(row.created_at))]),
                 Table(
@@ -209,16 +222,17 @@ def _merchant_note(merchant: Merchant) -> str:
     return "The merchant is suspended, so all keys of this account are refused."
 
 
-def _notes(merchant: Merchant) -> Iterable[str]:
+def _notes(merchant: Merchant, *, is_counted: bool) -> Iterable[str]:
     if _is_offboarded(merchant):
         yield "The merchant was offboarded. All its keys are refused permanently."
-        if left := _count_assets(merchant):
+        if is_counted and (left := _count_assets(merchant)):
             yield f"Offboarding is not finished; offboard the merchant again. Remaining in {left.format_counts()}."
 
 
 class AccountAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Account", "Accounts"
+    account_lookup = "pk"
     row_actions = (
         pause_action(
             "suspend",

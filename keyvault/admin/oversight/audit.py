@@ -4,6 +4,8 @@ Read-only.
 """
 
 import json
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from django.contrib import admin
@@ -20,7 +22,9 @@ from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.columns import moment_column
+from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleList, ConsoleModelAdmin
 from keyvault.admin.framework.subject_pages import pages_by_field
 from keyvault.admin.framework.widgets import (
@@ -73,7 +77,8 @@ class ChainFilter(admin.SimpleListFilter):
     parameter_name = "chain"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        chains = AuditChain.objects.filter(models.Q(name=PLATFORM_CHAIN) | models.Q(name__startswith=_ACCOUNT))
+        is_listed = models.Q(name=PLATFORM_CHAIN) | models.Q(name__startswith=_ACCOUNT)
+        chains = AuditChain.objects.filter(is_listed, _chains_in(operator_of(request).scope))
         names = list(chains.order_by("name").values_list("name", flat=True)[:_MAX_CHAINS])
         chosen = request.GET.get(self.parameter_name)
         names.sort(key=lambda name: (name.startswith(_ACCOUNT), name))
@@ -143,8 +148,14 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     sortable_by = ()
     ordering = ("-at", "-id")
 
+    def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
+        """Return the entries of the accounts' chains; an unlimited scope has the platform's too."""
+        return rows if scope == EVERYWHERE else rows.filter(_chains_in(scope, "chain__"))
+
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
-        return {**super().list_context(request), "checkpoints": _checkpoints()}
+        """Add the checkpoints, which are of the whole installation."""
+        checkpoints = _checkpoints() if operator_of(request).scope == EVERYWHERE else None
+        return {**super().list_context(request), "checkpoints": checkpoints}
 
     @admin.display(description="#")
     def sequence_number(self, entry: AuditEntry) -> int:
@@ -221,6 +232,17 @@ class AuditEntryAdmin(ConsoleModelAdmin):
             query = {} if account is None else {"chain": _chain_of(account)}
             query["q"] = row.endpoint if isinstance(row, LimitOverride) else str(row.pk)
         return Extras(links=[Link("Audit entries", self.list_url(f"?{urlencode(query)}"))])
+
+
+def _chains_in(scope: AccessScope, chain: str = "") -> models.Q:
+    """Return the condition for the chains of the scope's accounts. `chain`: prefix of the lookup of their name."""
+    if scope == EVERYWHERE:
+        return models.Q()
+    if scope.merchants is None:
+        ends = (models.Q(**{f"{chain}name__endswith": f"/{env}"}) for env in scope.environments)
+        return reduce(or_, ends, models.Q(pk__in=[]))
+    accounts = [account_chain(merchant, env) for merchant in scope.merchants for env in scope.environments]
+    return models.Q(**{f"{chain}name__in": [name for account in accounts for name in chains_with(account)]})
 
 
 def _checkpoints() -> Table:

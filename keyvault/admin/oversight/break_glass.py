@@ -12,6 +12,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, Tone, VersionedForm, run_service
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
@@ -34,6 +35,7 @@ from keyvault.services.approvals.break_glass import (
     find_review_fault,
     may_confirm,
     review_break_glass,
+    scope_of,
 )
 
 REVIEW_FILTER = state_filter(
@@ -73,6 +75,7 @@ def _state(action: BreakGlass) -> str:
 class BreakGlassAdmin(ConsoleModelAdmin):
     view_permissions = (P.BREAK_GLASS_REVIEW, P.AUDIT_READ)
     section, singular, plural = "Oversight", "Break-glass action", "Break-glass actions"
+    account_lookup = "account"
     row_actions = (
         RowAction(
             "review",
@@ -114,7 +117,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return super().get_queryset(request).select_related("operator", "first_reviewer", "reviewer")
+        return super().get_queryset(request).select_related("account", "operator", "first_reviewer", "reviewer")
 
     @admin.display(description="by", ordering="operator__username")
     def operator_name(self, action: BreakGlass) -> str:
@@ -122,6 +125,9 @@ class BreakGlassAdmin(ConsoleModelAdmin):
 
     when = moment_column("when (UTC)", "created_at")
     review_badge = badge_column("review", _state, ordering="reviewed_at")
+
+    def scope_of(self, row: BreakGlass) -> AccessScope:
+        return scope_of(row)
 
     def requester_person_of(self, row: BreakGlass) -> str:
         # The claimed approver is asked, too. The service checks everyone who must not review.

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from django import forms
 from django.contrib.admin import AdminSite
+from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, QueryDict
 from django.urls import reverse
 
@@ -18,9 +19,11 @@ from keyvault.access.decision import Denial
 from keyvault.access.endpoint_description import authorization_panel, format_limit
 from keyvault.access.endpoints import METHODS
 from keyvault.access.judgement import before_proof
+from keyvault.access.scopes import AccessScope
 from keyvault.access.verification import INVALID, find_exposed
 from keyvault.admin.framework.accounts import environment_field
 from keyvault.admin.framework.actions import Cleaned
+from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import FactTable, Link, Table, badge, link, mono
 from keyvault.domain.environments import Environment
@@ -31,7 +34,6 @@ from keyvault.services.catalog.catalog import find_endpoint, match_endpoint
 from keyvault.services.limits.overrides import account_limit_in_force, endpoint_limit_in_force
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.verification.judging import Judgement, VerificationRequest, explain_described, judge_presented
-from keyvault.services.verification.refusals import find_refusal
 from keyvault.wire.problems import PROBLEM_TYPES
 
 _WHOLE_KEY = (
@@ -118,9 +120,18 @@ class DescribedForm(forms.Form):
 
 
 def explain_view(
-    site: AdminSite, request: HttpRequest, crumbs: Sequence[Link], url_of: Callable[[Refusal], str]
+    site: AdminSite,
+    request: HttpRequest,
+    crumbs: Sequence[Link],
+    stored: QuerySet[Refusal],
+    url_of: Callable[[Refusal], str],
 ) -> HttpResponse:
-    """Show both forms and the result of the submitted one. `url_of` returns the page of a stored refusal."""
+    """Show both forms and the result of the submitted one.
+
+    Args:
+        stored: refusals that the operator may see.
+        url_of: returns the page of a stored refusal.
+    """
     by_id = RequestIdForm()
     by_description = DescribedForm()
     context: dict[str, Any] = {"title": "Why was this refused?", "crumbs": crumbs}
@@ -131,7 +142,7 @@ def explain_view(
             context["error"], status = _WHOLE_KEY, 400
         elif "request_id" in request.POST:
             by_id = RequestIdForm(request.POST)
-            found = find_refusal(by_id.cleaned_data["request_id"].strip()) if by_id.is_valid() else None
+            found = stored.filter(pk=by_id.cleaned_data["request_id"].strip()).first() if by_id.is_valid() else None
             if found is not None:
                 return HttpResponseRedirect(url_of(found))
             status = 404 if by_id.is_valid() else 400
@@ -139,7 +150,7 @@ def explain_view(
         else:
             by_description = DescribedForm(request.POST)
             if by_description.is_valid():
-                context["sections"] = _explanation(by_description.cleaned_data)
+                context["sections"] = _explanation(by_description.cleaned_data, operator_of(request).scope)
             else:
                 status = 400
     return page(site, request, "explain", {**context, "by_id": by_id, "by_description": by_description}, status=status)
@@ -180,10 +191,10 @@ def _holds_secret(sent: QueryDict) -> bool:
     return any(find_exposed(text) is not None for text in texts) or any(len(text) > _MAX_ID_LENGTH for text in ids)
 
 
-def _explanation(cleaned: Cleaned) -> list[FactTable | Table]:
+def _explanation(cleaned: Cleaned, scope: AccessScope) -> list[FactTable | Table]:
     environment = Environment(cleaned["environment"])
     endpoint = _endpoint(cleaned, environment)
-    judgement = _judge(cleaned, environment, endpoint)
+    judgement = _judge(cleaned, environment, endpoint, scope)
     sections: list[FactTable | Table] = []
     verdict = judgement.verdict
     if isinstance(verdict, Denial):
@@ -203,7 +214,10 @@ def _endpoint(cleaned: Cleaned, environment: Environment) -> Endpoint | NoMatchi
     return match_endpoint(cleaned["method"], cleaned["path"], urlsplit(BASE_URLS[environment]).path)
 
 
-def _judge(cleaned: Cleaned, environment: Environment, endpoint: Endpoint | NoMatchingEndpoint) -> Judgement:
+def _judge(
+    cleaned: Cleaned, environment: Environment, endpoint: Endpoint | NoMatchingEndpoint, scope: AccessScope
+) -> Judgement:
+    """Judge the described request. A key outside the operator's scope is an unknown one."""
     merchant, store = cleaned["merchant"] or None, cleaned["store"] or None
     if isinstance(endpoint, Endpoint):
         merchant, store = endpoint.read_contexts(cleaned["path"] or None, {}, merchant, store)
@@ -224,7 +238,9 @@ def _judge(cleaned: Cleaned, environment: Environment, endpoint: Endpoint | NoMa
     if not cleaned["key_id"]:
         return judge_presented(presented, now)
     judgement = explain_described(presented, cleaned["key_id"], cleaned["customer_token_id"] or None, now)
-    return before_proof(INVALID) if judgement is None else judgement
+    record = None if judgement is None else judgement.record
+    is_hidden = record is not None and not scope.has(record.merchant_id, record.environment)
+    return before_proof(INVALID) if judgement is None or is_hidden else judgement
 
 
 def _limits(judgement: Judgement, endpoint: Endpoint | NoMatchingEndpoint) -> Iterator[tuple[str, Any]]:

@@ -23,6 +23,7 @@ from keyvault.admin.framework.actions import (
     run_service,
 )
 from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.subject_pages import find_noun, find_page
@@ -42,7 +43,7 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.domain.ids import is_key_id
 from keyvault.models import Account, Notice
-from keyvault.services.approvals.inbox import count_unseen, list_notices, list_unseen, mark_all_seen, mark_seen
+from keyvault.services.approvals.inbox import list_notices, list_unseen, mark_all_seen, mark_seen
 
 
 class AllSeenForm(ActionForm):
@@ -74,6 +75,7 @@ def _state(notice: Notice) -> str:
 class NoticeAdmin(ConsoleModelAdmin):
     view_permissions = (P.NOTICES_READ,)
     section, singular, plural = "Oversight", "Notice", "Inbox"
+    account_lookup = "account"
     create_actions = (
         CreateAction(
             "all_seen",
@@ -84,6 +86,7 @@ class NoticeAdmin(ConsoleModelAdmin):
             "Marks every alarm that existed when this page was opened, under your name.",
             "Mark all as seen",
             preset=lambda query: {"until": datetime.now(UTC).isoformat()},
+            is_of_installation=True,
         ),
     )
     row_actions = (
@@ -103,7 +106,10 @@ class NoticeAdmin(ConsoleModelAdmin):
     sortable_by = ()
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return list_notices().select_related("account__merchant", "seen_by")
+        return self._in_scope(request, list_notices()).select_related("account__merchant", "seen_by")
+
+    def _in_scope(self, request: HttpRequest, notices: QuerySet[Notice]) -> QuerySet[Notice]:
+        return self.rows_in_scope(notices, operator_of(request).scope)
 
     state_badge = badge_column("state", _state)
     created = moment_column("when (UTC)", "created_at")
@@ -131,11 +137,11 @@ class NoticeAdmin(ConsoleModelAdmin):
         return []
 
     def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
-        unseen = list_unseen().select_related("account__merchant").order_by("-created_at")
+        unseen = self._in_scope(request, list_unseen()).select_related("account__merchant").order_by("-created_at")
         yield self.attention_item("Unseen alarms", unseen, "?what=unseen", "alarm")
 
     def attention_count(self, request: HttpRequest) -> int:
-        return count_unseen()
+        return self._in_scope(request, list_unseen()).count()
 
     def line_of(self, row: Notice) -> Line:
         return Line(

@@ -3,12 +3,13 @@
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
@@ -42,13 +43,19 @@ class RefusalAdmin(ConsoleModelAdmin):
     sortable_by = ()
     ordering = ("-at",)
 
+    def rows_in_scope(self, rows: QuerySet[Refusal], scope: AccessScope) -> QuerySet[Refusal]:
+        if scope.merchants is not None:
+            rows = rows.filter(merchant_id__in=scope.merchants)
+        return rows if scope == EVERYWHERE else rows.filter(environment__in=scope.environments)
+
     def get_urls(self) -> list[URLPattern]:
         """Add the explanation page. A request id is longer than `explain`, so no request has that id."""
         explain = self.guarded(self.view_permissions, ("GET", "HEAD", "POST"), self._explain_view)
         return [path("explain/", explain, name="keyvault_refusal_explain"), *super().get_urls()]
 
     def _explain_view(self, request: HttpRequest) -> HttpResponse:
-        return explain_view(self.admin_site, request, self._crumbs(), self.url_of)
+        stored = self.get_queryset(request)
+        return explain_view(self.admin_site, request, self._crumbs(), stored, self.url_of)
 
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
         return {**super().list_context(request), "page_links": [self._explain_link()]}

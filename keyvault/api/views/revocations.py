@@ -30,6 +30,6 @@ class RevocationView(ServiceView):
         account = find_account_of(receipt.subject)
         if account is not None:
             self.grant_for(account)
-        elif self.service.merchants is not None:
+        elif self.service.scope.merchants is not None:
             raise NotFoundError
         return Response(describe_receipt(receipt))

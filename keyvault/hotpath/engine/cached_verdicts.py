@@ -32,9 +32,9 @@ class Caller:
     def __init__(self, service: Service, served: frozenset[Environment], outcome: str) -> None:
         """Derive the data. `served`: environments of this process. `outcome`: how uses by this caller are counted."""
         may_verify = Permission.KEYS_VERIFY in service.permissions
-        environments = service.environments & served if may_verify else frozenset[Environment]()
+        environments = service.scope.environments & served if may_verify else frozenset[Environment]()
         self.environments = frozenset(environment.value for environment in environments)
-        self.merchants = service.merchants
+        self.merchants = service.scope.merchants
         self.source = f"token:{service.token_id}"
         self.outcome = outcome
 

@@ -314,7 +314,7 @@ class SlowPath:
             bearer=authorization if is_repeated(authorization) else read_bearer(authorization),
             origin=headers.get("origin"),
             client_address=forwarded.address,
-            scope=service.merchants,
+            scope=service.scope.merchants,
         )
         judgement = _judge(presented, sources, pending.at)
         self._engine.ports.note_verdict(
@@ -513,7 +513,7 @@ def _verification_request(
         origin=_text_or_none(request.origin),
         client_address=_text_or_none(request.client_ip),
         cost=request.cost or 1,
-        scope=service.merchants,
+        scope=service.scope.merchants,
         is_dry=request.dry_run is True,
     )
 
@@ -535,10 +535,10 @@ def _environment_of(service: Service, forwarded: Forwarded, base_urls: Mapping[E
     Raises VerificationDeniedError if the token has several environments, or if the request went to another
     environment's host.
     """
-    if len(service.environments) != 1:
+    if len(service.scope.environments) != 1:
         detail = "This service token has several environments. Use a token for exactly one environment in a gateway."
         raise VerificationDeniedError(Denial(ErrorCode.PERMISSION_MISSING, detail))
-    (environment,) = service.environments
+    (environment,) = service.scope.environments
     hosts = {name: urlsplit(url).hostname for name, url in base_urls.items()}
     is_unreadable = forwarded.hostname == "" and len(set(hosts.values())) > 1
     if is_unreadable or (forwarded.hostname != hosts[environment] and forwarded.hostname in hosts.values()):

@@ -27,7 +27,7 @@ class Command(JsonCommand):
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         grant = authorize(HOST, Permission.REVOCATIONS_REPLAY, now=self.now)
-        operator, approver = self.operator(options["by"]), self.operator(options["approved_by"])
+        operator, approver = self.unlimited_operator(options["by"]), self.unlimited_operator(options["approved_by"])
         try:
             scopes = accept_rollback(grant, operator, approver, options["reason"])
         except OSError as error:

@@ -6,9 +6,8 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
-from keyvault.domain.environments import Environment
-from keyvault.domain.keystring import STRING_SCOPE, StringScope
-from keyvault.management.mixins import HostOperatorMixin, add_reveal_option
+from keyvault.domain.keystring import string_scope
+from keyvault.management.mixins import HostOperatorMixin, add_reveal_option, add_scope_options, read_scope
 from keyvault.services.tokens.service_tokens import DEFAULT_DAYS, create_service_token
 
 
@@ -18,17 +17,10 @@ class Command(HostOperatorMixin):
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)
         parser.add_argument("name")
-        parser.add_argument(
-            "--environment",
-            action="append",
-            required=True,
-            choices=["all", *(env.value for env in Environment)],
-            help="repeatable; both environments mean all",
-        )
+        add_scope_options(parser)
         parser.add_argument(
             "--permission", action="append", required=True, choices=sorted(p.value for p in SERVICE_PERMISSIONS)
         )
-        parser.add_argument("--merchant", action="append", help="only these merchants; repeatable")
         parser.add_argument("--days", type=int, default=DEFAULT_DAYS, help=f"lifetime in days (default {DEFAULT_DAYS})")
         parser.add_argument(
             "--probe", action="store_true", help="for test calls: its verifications do not count as uses of a key"
@@ -36,14 +28,14 @@ class Command(HostOperatorMixin):
         add_reveal_option(parser, "print the token once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        grant = self.operator_grant(options, Permission.TOKENS_WRITE)
-        named = set(options["environment"])
+        scope = read_scope(options)
+        grant = self.operator_grant(options, Permission.TOKENS_WRITE, within=scope)
         token, text = create_service_token(
             grant,
             name=options["name"],
-            scope=StringScope.ALL if "all" in named or len(named) > 1 else STRING_SCOPE[Environment(*named)],
+            scope=string_scope(scope.environments),
             permissions=[Permission(permission) for permission in options["permission"]],
-            merchants=options["merchant"],
+            merchants=scope.merchants,
             lifetime_days=options["days"],
             is_probe=options["probe"],
         )

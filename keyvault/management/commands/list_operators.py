@@ -8,7 +8,9 @@ from keyvault.services.merchants.operators import list_operators
 
 
 class Command(JsonCommand):
-    help = "List every operator with roles, state and last sign-in. Operators of one human have the same `person`."
+    help = (
+        "List every operator with roles, scope, state and last sign-in. Operators of one human have the same `person`."
+    )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -16,6 +18,7 @@ class Command(JsonCommand):
                 {
                     "username": operator.username,
                     "roles": sorted(group.name for group in operator.groups.all()),
+                    **operator.access_scope.as_json(),
                     "is_active": operator.is_active,
                     "last_sign_in_at": operator.last_login,
                     "person": operator.person,

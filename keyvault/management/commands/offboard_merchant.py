@@ -9,6 +9,7 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError, StateConflictError
 from keyvault.management.mixins import OperatorMixin
 from keyvault.models import Merchant
+from keyvault.services.merchants.merchants import scope_of_merchant
 from keyvault.services.offboarding import count_assets, offboard_merchant
 
 
@@ -28,7 +29,7 @@ class Command(OperatorMixin):
         merchant: Merchant | None = Merchant.objects.filter(merchant_id=options["merchant_id"]).first()
         if merchant is None:
             raise NotFoundError(f"There is no merchant {options['merchant_id']}.")
-        grant = self.operator_grant(options, Permission.MERCHANTS_OFFBOARD)
+        grant = self.operator_grant(options, Permission.MERCHANTS_OFFBOARD, within=scope_of_merchant(merchant))
         if not options["yes"]:
             assets = count_assets(merchant, self.now)
             raise StateConflictError(

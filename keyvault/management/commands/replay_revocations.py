@@ -44,7 +44,7 @@ class Command(JsonCommand):
         grant = authorize(HOST, Permission.REVOCATIONS_REPLAY, now=self.now)
         try:
             if is_accepting:
-                operator, approver = self.operator(options["by"]), self.operator(options["approved_by"])
+                operator, approver = (self.unlimited_operator(options[name]) for name in ("by", "approved_by"))
                 accept_loss(grant, operator, approver, options["reason"])
             replay, unread = self._preview() if options["dry_run"] else self._replay(grant)
         except OSError as error:

@@ -19,9 +19,9 @@ class Command(HostOperatorMixin):
         parser.add_argument("token_id")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        grant = self.operator_grant(options, Permission.TOKENS_WRITE)
         token = get_service_token(options["token_id"])
         if token is None:
             raise NotFoundError("There is no such service token.")
+        grant = self.operator_grant(options, Permission.TOKENS_WRITE, within=token.access_scope)
         revoke_service_token(grant, token)
         return {"key_id": token.token_id, "state": "revoked", "revoked_at": token.revoked_at}

@@ -26,10 +26,10 @@ class Command(HostOperatorMixin):
         add_reveal_option(parser, "print the token once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        grant = self.operator_grant(options, Permission.TOKENS_WRITE)
         token = get_service_token(options["token_id"])
         if token is None:
             raise NotFoundError("There is no such service token.")
+        grant = self.operator_grant(options, Permission.TOKENS_WRITE, within=token.access_scope)
         successor, text = rotate_service_token(grant, token, options["overlap_hours"])
         answer: dict[str, Any] = {
             "key_id": successor.token_id,

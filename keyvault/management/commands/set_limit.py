@@ -7,6 +7,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.limits import Limit, find_limit_fault
 from keyvault.access.permissions import Permission
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.management.mixins import OperatorMixin, add_environment_option
@@ -41,7 +42,8 @@ class Command(OperatorMixin):
         if options["merchant"] is None and endpoint is None:
             raise CommandError("give --merchant, --endpoint, or both", returncode=2)
         account = find_account(options["merchant"], environment) if options["merchant"] is not None else None
-        grant = self.operator_grant(options, Permission.LIMITS_WRITE, account)
+        within = AccessScope(environments=frozenset({environment}))
+        grant = self.operator_grant(options, Permission.LIMITS_WRITE, account, within)
         if endpoint is not None:
             set_endpoint_limit(grant, environment, endpoint, limit, account)
         elif account is not None:

@@ -74,7 +74,7 @@ FROZEN = (
     ),
     Frozen(
         "keyvault_breakglass",
-        ("act_id", "event", "subject", "person", "requester_person", "is_claimed"),
+        ("act_id", "event", "subject", "coalesce({row}.account_id, 0)", "person", "requester_person", "is_claimed"),
         "the record of a break-glass action is immutable, and is reviewed only once",
         refused_if="OLD.reviewed_at IS NOT NULL",
     ),

@@ -13,12 +13,15 @@ from django.db.models import Q
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import SYSTEM_PREFIX, Channel, OperatorPrincipal
+from keyvault.access.rules import Target
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import BreakGlass
+from keyvault.models import Account, BreakGlass
 from keyvault.models import Operator as OperatorRow
+from keyvault.services.recording.authorization import target_of
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 
@@ -41,6 +44,7 @@ def note_break_glass(
         act_id=mint_id("brk", secrets.token_bytes),
         event=event,
         subject=subject,
+        account=_find_account(grant),
         operator=OperatorRow.objects.get(username=operator.username),
         person=operator.person,
         requester_person=requester_person,
@@ -81,6 +85,7 @@ def review_break_glass(grant: Grant, act: BreakGlass) -> None:
         grant,
         Permission.BREAK_GLASS_REVIEW,
         "break_glass.reviewed",
+        within=scope_of(act),
         act_id=act.act_id,
         act=act.event,
         is_last=is_last,
@@ -99,7 +104,8 @@ def disown_approval(grant: Grant, act: BreakGlass) -> None:
     operator = _reviewer(grant)
     if not may_confirm(act, operator.person):
         raise StateConflictError("Only the claimed approver can disown an approval, before it is reviewed.")
-    with recorded(grant, Permission.BREAK_GLASS_REVIEW, "break_glass.disowned", act_id=act.act_id, act=act.event):
+    event, within = "break_glass.disowned", scope_of(act)
+    with recorded(grant, Permission.BREAK_GLASS_REVIEW, event, within=within, act_id=act.act_id, act=act.event):
         act.compare_and_swap(excluded_persons=f"{act.excluded_persons} {operator.person}")
         announce(
             grant,
@@ -135,6 +141,19 @@ def list_reviewed(person: str, subjects: Collection[str]) -> set[str]:
     """Return those of the subjects of which the person reviewed a break-glass action, first or last."""
     is_reviewer = Q(first_reviewer_person=person) | Q(reviewer_person=person)
     return set(BreakGlass.objects.filter(is_reviewer, subject__in=subjects).values_list("subject", flat=True))
+
+
+def scope_of(act: BreakGlass) -> AccessScope:
+    """Return the accounts that the action concerns; the whole installation if its subject is of several accounts."""
+    return EVERYWHERE if act.account is None else target_of(act.account).scope
+
+
+def _find_account(grant: Grant) -> Account | None:
+    """Find the account that the grant of the action is for."""
+    target = grant.target
+    if not isinstance(target, Target) or target.merchant_id is None:
+        return None
+    return Account.objects.get(merchant=target.merchant_id, environment=target.environment)
 
 
 def _reviewer(grant: Grant) -> OperatorPrincipal:

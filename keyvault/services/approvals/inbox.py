@@ -31,10 +31,6 @@ def list_unseen() -> QuerySet[Notice]:
     return rows.order_by("created_at", "pk")
 
 
-def count_unseen() -> int:
-    return list_unseen().count()
-
-
 def mark_seen(grant: Grant, notice: Notice) -> None:
     """Mark one alarm as seen. Raises StateConflictError when it is not an unseen alarm."""
     if not notice.is_alarm or notice.seen_at is not None:

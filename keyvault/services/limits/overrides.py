@@ -12,6 +12,7 @@ from keyvault.access.catalog import Endpoint
 from keyvault.access.decision import Grant
 from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
@@ -59,7 +60,7 @@ def set_endpoint_limit(
 
     Args:
         limit: None clears the limit. Returns None when there was no row to clear.
-        account: None: every account of the environment, with a grant for the platform. Otherwise the grant is for
+        account: None: every account of the environment, with a grant for all of them. Otherwise the grant is for
             this account.
 
     Raises RequestInvalidError for an endpoint that is not in the catalog or is not rate limited.
@@ -75,7 +76,8 @@ def set_endpoint_limit(
     details: dict[str, JsonValue] = {"environment": environment, "endpoint": endpoint_name}
     details |= {"old": _as_json(before), "new": _as_json(limit)}
     try:
-        with recorded(grant, Permission.LIMITS_WRITE, _event(limit), account=account, **details):
+        within = AccessScope(environments=frozenset({environment}))
+        with recorded(grant, Permission.LIMITS_WRITE, _event(limit), account=account, within=within, **details):
             if row is not None:
                 return row.compare_and_swap(**_columns(limit))
             row = LimitOverride(

@@ -2,6 +2,7 @@
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.audit import account_chain, chains_with
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
@@ -54,6 +55,11 @@ def resume_account(grant: Grant, account: Account) -> None:
     _set_account_status(grant, account, MerchantStatus.ACTIVE, "account.resumed")
 
 
+def scope_of_merchant(merchant: Merchant) -> AccessScope:
+    """Return the merchant's accounts in both environments."""
+    return AccessScope(frozenset({merchant.merchant_id}))
+
+
 def find_account(merchant_id: str, environment: str) -> Account:
     """Return the account with its merchant. Raises NotFoundError."""
     account: Account | None = (
@@ -83,7 +89,9 @@ def _set_merchant_status(grant: Grant, merchant: Merchant, status: MerchantStatu
     _refuse_offboarded(merchant)
     if merchant.status == status:
         raise StateConflictError(f"The merchant is already {status}.")
-    with recorded(grant, Permission.MERCHANTS_WRITE, event, merchant_id=merchant.merchant_id):
+    with recorded(
+        grant, Permission.MERCHANTS_WRITE, event, within=scope_of_merchant(merchant), merchant_id=merchant.merchant_id
+    ):
         merchant.compare_and_swap(status=status)
 
 

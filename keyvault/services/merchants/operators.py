@@ -11,12 +11,17 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Channel, OperatorPrincipal
 from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
+from keyvault.domain.keystring import StringScope, string_scope
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Operator
+from keyvault.models import Merchant, Operator
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.recording.transaction import recorded
+
+MAX_SCOPE_MERCHANTS = 100
+"""Maximum merchants that an operator's scope names; each list of the console is filtered by their accounts."""
 
 
 def create_operator(
@@ -68,6 +73,26 @@ def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role]) -> None:
             _require_another_administrator(operator)
         operator.groups.set(Group.objects.filter(name__in=sorted(after)))
         operator.compare_and_swap()
+
+
+def set_scope(grant: Grant, operator: Operator, scope: AccessScope) -> None:
+    """Replace the merchants and environments of an operator, and end all its sessions.
+
+    Raises RequestInvalidError with faults, StateConflictError for a disabled operator, and for the last active key
+    administrator of the whole installation.
+    """
+    _require_active(operator)
+    _require_known(scope)
+    before = operator.access_scope
+    if before == scope:
+        return
+    old, new = before.as_json(), scope.as_json()
+    with recorded(
+        grant, Permission.OPERATORS_WRITE, "operator.scope_changed", username=operator.username, old=old, new=new
+    ):
+        if _ADMINISTRATOR in operator.roles and before == EVERYWHERE:
+            _require_another_administrator(operator)
+        operator.compare_and_swap(scope_merchants=new["merchants"], scope_environments=string_scope(scope.environments))
 
 
 def disable_operator(grant: Grant, operator: Operator) -> None:
@@ -123,18 +148,30 @@ def _require_active(operator: Operator) -> None:
 
 
 def _require_another_administrator(operator: Operator) -> None:
-    """Require another active key administrator, inside the `recorded` block.
+    """Require another active key administrator of the whole installation, inside the `recorded` block.
 
     Locks all active operators, so that concurrent removals of the last administrators are serialized.
     """
     active = Operator.objects.filter(is_active=True)
+    unlimited = active.filter(scope_merchants__isnull=True, scope_environments=StringScope.ALL)
     list(active.select_for_update(no_key=True).order_by("pk").values_list("pk"))
     # After a lock wait PostgreSQL re-reads only the locked rows, not their groups: that takes a second query.
-    if not active.filter(groups__name=_ADMINISTRATOR).exclude(pk=operator.pk).exists():
+    if not unlimited.filter(groups__name=_ADMINISTRATOR).exclude(pk=operator.pk).exists():
         raise StateConflictError(
             f"Operator {operator.username} is the last active one with the role {_ADMINISTRATOR}. "
             f"Create another first: manage.py create_operator NAME --role {_ADMINISTRATOR}"
         )
+
+
+def _require_known(scope: AccessScope) -> None:
+    faults = [] if scope.environments else [Fault("/environment", "at least one environment")]
+    if scope.merchants is not None:
+        if not 1 <= len(scope.merchants) <= MAX_SCOPE_MERCHANTS:
+            faults.append(Fault("/merchant", f"1 to {MAX_SCOPE_MERCHANTS} merchants, or all of them"))
+        known = Merchant.objects.filter(pk__in=scope.merchants).values_list("pk", flat=True)
+        faults += [Fault("/merchant", f"there is no merchant {name}") for name in sorted(scope.merchants - {*known})]
+    if faults:
+        raise RequestInvalidError("The scope is invalid.", faults)
 
 
 def _set_password(operator: Operator, password: Plaintext) -> None:

@@ -5,16 +5,17 @@ from datetime import datetime
 from keyvault.access.decision import Denial, Grant, decide
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Channel, OperatorPrincipal, Principal
-from keyvault.access.rules import PLATFORM, Target, operation
+from keyvault.access.rules import Target, operation
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError, PermissionMissingError, StateConflictError
 from keyvault.models import Account
 from keyvault.models import Operator as OperatorRow
 
 
-def target_of(account: Account | None, requester_person: str | None = None) -> Target:
+def target_of(account: Account | None, requester_person: str | None = None, within: AccessScope = EVERYWHERE) -> Target:
     if account is None:
-        return PLATFORM if requester_person is None else Target(requester_person=requester_person)
+        return Target(requester_person=requester_person, within=within)
     return Target(Environment(account.environment), account.merchant_id, requester_person)
 
 
@@ -25,13 +26,16 @@ def authorize(
     *,
     now: datetime,
     requester_person: str | None = None,
+    within: AccessScope = EVERYWHERE,
 ) -> Grant:
     """Return the grant to pass to a service, or raise the denial as an error.
 
-    Raises PermissionMissingError (the principal lacks the permission), NotFoundError (the target belongs to another
-    merchant), StateConflictError (a second person is required).
+    `within`: the accounts that a target of no particular account concerns; by default the whole installation.
+
+    Raises PermissionMissingError (the principal lacks the permission, or the target concerns more than its scope),
+    NotFoundError (the target belongs to another merchant), StateConflictError (a second person is required).
     """
-    verdict = decide(operation(permission), principal, target_of(account, requester_person), now)
+    verdict = decide(operation(permission), principal, target_of(account, requester_person, within), now)
     if isinstance(verdict, Grant):
         return verdict
     raise _error(verdict)
@@ -44,9 +48,10 @@ def is_allowed(
     *,
     now: datetime,
     requester_person: str | None = None,
+    within: AccessScope = EVERYWHERE,
 ) -> bool:
     """Whether `authorize` would return a grant. For display only; never a substitute for `authorize`."""
-    verdict = decide(operation(permission), principal, target_of(account, requester_person), now)
+    verdict = decide(operation(permission), principal, target_of(account, requester_person, within), now)
     return isinstance(verdict, Grant)
 
 
@@ -55,7 +60,7 @@ def operator_principal(
 ) -> OperatorPrincipal:
     """Return the principal of an operator; a disabled operator has no roles."""
     roles = row.roles if row.is_active else frozenset()
-    return OperatorPrincipal(row.username, row.person, roles, channel, host_user)
+    return OperatorPrincipal(row.username, row.person, roles, row.access_scope, channel, host_user)
 
 
 def _error(denial: Denial) -> NotFoundError | PermissionMissingError | StateConflictError:

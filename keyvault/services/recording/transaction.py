@@ -23,10 +23,11 @@ from itertools import groupby
 
 from django.db import transaction
 
-from keyvault.access.decision import Grant
+from keyvault.access.decision import OUTSIDE_SCOPE, Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Channel, OperatorPrincipal, Principal
 from keyvault.access.rules import OperationRule, Target
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.audit import PLATFORM_CHAIN, account_chain, customer_token_chains
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import PermissionMissingError
@@ -73,13 +74,16 @@ def recorded(
     event: str,
     *,
     account: Account | None = None,
+    within: AccessScope = EVERYWHERE,
     **details: JsonValue,
 ) -> Iterator[Record]:
     """Record one change of state. Raises PermissionMissingError when the grant is for something else.
 
-    `permission`: when a set, any one of its members is enough (an operator or the engine suspends a key).
+    Args:
+        permission: when a set, any one of its members is enough (an operator or the engine suspends a key).
+        within: the accounts that a change of no particular account concerns. The grant covers them.
     """
-    _require(grant, frozenset({permission}) if isinstance(permission, Permission) else permission, account)
+    _require(grant, frozenset({permission}) if isinstance(permission, Permission) else permission, account, within)
     chain = account_chain(account.merchant_id, account.environment) if account else PLATFORM_CHAIN
     record = Record(chain, permission is Permission.CUSTOMER_TOKENS_WRITE, event, grant, details)
     unit = _open_unit.get()
@@ -171,8 +175,8 @@ def _host_user(principal: Principal) -> str | None:
         return f"uid {os.getuid()}"
 
 
-def _require(grant: Grant, permissions: frozenset[Permission], account: Account | None) -> None:
-    """Require a grant for one of these permissions, on this account or the platform."""
+def _require(grant: Grant, permissions: frozenset[Permission], account: Account | None, within: AccessScope) -> None:
+    """Require a grant for one of these permissions, on this account or on the accounts of the platform's object."""
     scope = (None, None) if account is None else (account.environment, account.merchant_id)
     fits = (
         isinstance(grant.rule, OperationRule)
@@ -185,3 +189,5 @@ def _require(grant: Grant, permissions: frozenset[Permission], account: Account 
             "This action is not allowed.",
             internal=f"{grant!r} permits none of {sorted(permissions)} on {account or 'the platform'}",
         )
+    if account is None and isinstance(grant.target, Target) and not grant.target.within.covers(within):
+        raise PermissionMissingError(OUTSIDE_SCOPE, internal=f"{grant!r} is not for {within}")

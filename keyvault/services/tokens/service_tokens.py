@@ -68,6 +68,7 @@ def create_service_token(
         grant,
         Permission.TOKENS_WRITE,
         "service_token.created",
+        within=token.access_scope,
         token_id=token.token_id,
         name=name,
         scope=scope,
@@ -110,6 +111,7 @@ def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) 
         grant,
         Permission.TOKENS_WRITE,
         "service_token.rotated",
+        within=token.access_scope,
         token_id=token.token_id,
         successor_id=successor.token_id,
         expires_at=format_timestamp(ends_at),
@@ -124,7 +126,8 @@ def revoke_service_token(grant: Grant, token: ServiceToken) -> None:
     if token.revoked_at is not None:
         notify_host([token.alters()])  # the first response may have been lost after the commit
         raise StateConflictError("The token is already revoked.")
-    with recorded(grant, Permission.TOKENS_WRITE, "service_token.revoked", token_id=token.token_id):
+    within = token.access_scope
+    with recorded(grant, Permission.TOKENS_WRITE, "service_token.revoked", within=within, token_id=token.token_id):
         token.compare_and_swap(revoked_at=grant.at)
 
 

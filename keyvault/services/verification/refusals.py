@@ -211,10 +211,6 @@ class RefusalLog(FlushThread):
             self._pending = pending[:room] + self._pending
 
 
-def find_refusal(request_id: str) -> Refusal | None:
-    return Refusal.objects.filter(request_id=request_id).first()
-
-
 def forget_old(now: datetime) -> int:
     """Delete old refusals, those without a proved key after a day, because anyone can cause them. Return how many."""
     rows = Refusal.objects.order_by("at")

@@ -8,7 +8,7 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.management.mixins import OperatorMixin
 from rotation.services.schedules.reports import describe_standing_approval
-from rotation.services.schedules.schedules import place_of
+from rotation.services.schedules.schedules import scope_of
 from rotation.services.schedules.standing_approvals import approve_standing_approval, get_standing_approval
 
 
@@ -24,10 +24,7 @@ class Command(OperatorMixin):
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         standing = get_standing_approval(options["approval_id"])
-        grant = self.grant(
-            self.operator(options["by"]),
-            Permission.ROTATIONS_APPROVE,
-            place_of(standing.schedule),
-            standing.requester_person,
-        )
+        scope, person = scope_of(standing.schedule), standing.requester_person
+        operator = self.operator(options["by"])
+        grant = self.grant(operator, Permission.ROTATIONS_APPROVE, scope.place, person, scope.within)
         return describe_standing_approval(approve_standing_approval(grant, standing, options["digest"]), self.now)

@@ -6,7 +6,7 @@ from typing import Any
 from keyvault.access.permissions import Permission
 from rotation.management.schedule_scope import ScheduleCommand
 from rotation.services.schedules.reports import describe_schedule
-from rotation.services.schedules.schedules import disable_schedule, place_of
+from rotation.services.schedules.schedules import disable_schedule, scope_of
 
 
 class Command(ScheduleCommand):
@@ -14,5 +14,7 @@ class Command(ScheduleCommand):
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         schedule = self.schedule(options)
-        disable_schedule(self.operator_grant(options, Permission.SCHEDULES_WRITE, place_of(schedule)), schedule)
+        scope = scope_of(schedule)
+        grant = self.operator_grant(options, Permission.SCHEDULES_WRITE, scope.place, scope.within)
+        disable_schedule(grant, schedule)
         return describe_schedule(schedule, self.now)

@@ -11,7 +11,7 @@ from keyvault.management.mixins import ApprovalMixin
 from rotation.management.schedule_scope import ScopeMixin
 from rotation.models import StandingApproval
 from rotation.services.schedules.reports import describe_standing_approval
-from rotation.services.schedules.schedules import place_of
+from rotation.services.schedules.schedules import scope_of
 from rotation.services.schedules.standing_approvals import (
     DEFAULT_DAYS,
     approve_standing_approval,
@@ -31,7 +31,8 @@ class Command(ApprovalMixin, ScopeMixin):
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         requester, schedule = self.requester(options), self.schedule(options)
-        grant = self.grant(requester, Permission.SCHEDULES_WRITE, place_of(schedule))
+        scope = scope_of(schedule)
+        grant = self.grant(requester, Permission.SCHEDULES_WRITE, scope.place, within=scope.within)
         standing = request_standing_approval(grant, schedule, options["days"])
         if options["approved_by"]:
             self._approve(standing, options)
@@ -39,11 +40,12 @@ class Command(ApprovalMixin, ScopeMixin):
 
     def _approve(self, standing: StandingApproval, options: Mapping[str, Any]) -> None:
         """Approve it; withdraw it if the approval is refused, since both were requested together."""
-        place, person = place_of(standing.schedule), standing.requester_person
+        scope, person = scope_of(standing.schedule), standing.requester_person
         try:
-            grant = self.grant(self.approver(options), Permission.ROTATIONS_APPROVE, place, person)
+            approver = self.approver(options)
+            grant = self.grant(approver, Permission.ROTATIONS_APPROVE, scope.place, person, scope.within)
             approve_standing_approval(grant, standing, standing.plan_digest)
         except KeyvaultError:
-            grant = self.grant(self.requester(options), Permission.SCHEDULES_WRITE, place)
+            grant = self.grant(self.requester(options), Permission.SCHEDULES_WRITE, scope.place, within=scope.within)
             withdraw_standing_approval(grant, standing, "the approval on the command line was refused")
             raise

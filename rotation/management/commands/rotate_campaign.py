@@ -15,7 +15,7 @@ from rotation.domain.plan_fields import SHARED_FIELDS
 from rotation.management.campaign_watch import WatchingCommand
 from rotation.management.plan_options import add_plan_options, read_overrides
 from rotation.models import Campaign, CampaignState
-from rotation.services.campaigns.campaigns import approve_campaign, cancel_campaign, request_campaign
+from rotation.services.campaigns.campaigns import approve_campaign, cancel_campaign, request_campaign, scope_of
 
 _DEFAULT_PACE = Pace()
 _SHOWN = ("campaign_id", "state", "environment", "progress", "selection", "pace", "approvals", "all_begun_at")
@@ -43,7 +43,7 @@ class Command(ApprovalMixin, WatchingCommand):
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         requester = self.requester(options)
         campaign = request_campaign(
-            self.grant(requester, Permission.ROTATIONS_WRITE),
+            self.grant(requester, Permission.ROTATIONS_WRITE, within=requester.scope),
             environment=Environment(options["environment"]),
             merchants=options["merchant"],
             older_than_days=options["older_than_days"],
@@ -67,9 +67,11 @@ class Command(ApprovalMixin, WatchingCommand):
         """Approve the campaign; cancel it if the approval is refused, since both were requested together."""
         try:
             approver = self.approver(options)
-            grant = self.grant(approver, Permission.ROTATIONS_APPROVE, requester_person=campaign.requester_person)
+            person, within = campaign.requester_person, scope_of(campaign)
+            grant = self.grant(approver, Permission.ROTATIONS_APPROVE, requester_person=person, within=within)
             approve_campaign(grant, campaign, campaign.plan_digest)
         except KeyvaultError:
-            grant = self.grant(self.requester(options), Permission.ROTATIONS_WRITE)
+            requester = self.requester(options)
+            grant = self.grant(requester, Permission.ROTATIONS_WRITE, within=requester.scope)
             cancel_campaign(grant, campaign, "the approval on the command line was refused")
             raise

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from keyvault.access.scopes import EVERYWHERE
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.redaction import redact
 from keyvault.management.json_command import JsonCommand
@@ -39,7 +41,8 @@ class Command(JsonCommand):
             raise NotFoundError(f"There is no merchant {options['merchant']}.")
         now = datetime.now(UTC)
         until = now + timedelta(days=options["days"])
-        dates = list_next(now, until, options["environment"], options["merchant"])
+        environment = Environment(options["environment"]) if options["environment"] else None
+        dates = list_next(now, until, EVERYWHERE.narrowed_to(options["merchant"], environment))
         return {"now": now, "until": until, "dates": [date.as_json() for date in dates]}
 
     def format_text(self, answer: Mapping[str, Any]) -> str:

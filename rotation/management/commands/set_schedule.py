@@ -44,7 +44,7 @@ class Command(ScheduleCommand):
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         scope = self.scope(options)
-        grant = self.operator_grant(options, Permission.SCHEDULES_WRITE, scope.place)
+        grant = self.operator_grant(options, Permission.SCHEDULES_WRITE, scope.place, scope.within)
         known = find_schedule(scope)
         schedule = save_schedule(grant, scope, _draft(options, known), known=known)
         return describe_schedule(schedule, self.now)

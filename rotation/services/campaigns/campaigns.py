@@ -12,6 +12,7 @@ from dataclasses import replace
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.canonical import JsonValue, canonical_digest
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
@@ -63,6 +64,7 @@ def request_campaign(
     if faults:
         raise RequestInvalidError("The campaign is invalid.", faults)
     overrides = replace(overrides, reason=clean_text(overrides.reason, FIELDS["reason"].most))
+    authorize(operator, P.ROTATIONS_WRITE, now=grant.at, within=selection.scope)
     selected = select_credentials(selection, overrides, grant.at)
     if not selected.credentials:
         raise RequestInvalidError(_nothing_selected(selected.left_out), [Fault("/older_than_days", "select more")])
@@ -87,7 +89,7 @@ def request_campaign(
         grant,
         P.ROTATIONS_WRITE,
         "campaign.requested",
-        account=None,
+        within=scope_of(campaign),
         **about(campaign),
         plan_digest=campaign.plan_digest,
         selection=campaign.selection,
@@ -111,11 +113,10 @@ def approve_campaign(grant: Grant, campaign: Campaign, plan_digest: str) -> Camp
     if not is_unaltered(campaign):
         raise StateConflictError("The campaign was altered.", internal=f"{campaign.campaign_id} fails its digest")
     operator = approving_operator(grant, campaign, plan_digest)
-    with recorded(
-        grant, P.ROTATIONS_APPROVE, "campaign.approved", account=None, **about(campaign), plan_digest=plan_digest
-    ):
+    event, within = "campaign.approved", scope_of(campaign)
+    with recorded(grant, P.ROTATIONS_APPROVE, event, within=within, **about(campaign), plan_digest=plan_digest):
         approval, environment = CampaignApproval(campaign=campaign), campaign.environment
-        if record_approval(grant, campaign, operator, approval, environment=environment, event="campaign.approved"):
+        if record_approval(grant, campaign, operator, approval, environment=environment, event=event):
             campaign.compare_and_swap(state=C.RUNNING, began_at=grant.at)
     return campaign
 
@@ -161,6 +162,11 @@ def get_campaign(campaign_id: str) -> Campaign:
     return campaign
 
 
+def scope_of(campaign: Campaign) -> AccessScope:
+    """Return the accounts from which the campaign selected."""
+    return Selection.from_json(campaign.selection).scope
+
+
 def is_unaltered(campaign: Campaign) -> bool:
     """Whether its selection, plan, pace and members still match its digest."""
     members = CampaignMember.objects.filter(campaign=campaign).values_list("credential_id", flat=True)
@@ -189,7 +195,7 @@ def _enter(
 ) -> Campaign:
     why = clean_text(why.strip(), 300)
     closed_at = grant.at if state in CLOSED else None
-    with recorded(grant, permission, event, account=None, **about(campaign), why=why):
+    with recorded(grant, permission, event, within=scope_of(campaign), **about(campaign), why=why):
         campaign.compare_and_swap(state=state, why=why, closed_at=closed_at, **changes)
     return campaign
 

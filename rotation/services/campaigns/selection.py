@@ -9,6 +9,7 @@ from typing import Any
 
 from django.db.models import Count, Exists, Max, OuterRef, Q, QuerySet
 
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, KeyvaultError, RequestInvalidError, StateConflictError
@@ -66,6 +67,11 @@ class Selection:
             None if merchants is None else tuple(merchants),
             values["older_than_days"],
         )
+
+    @property
+    def scope(self) -> AccessScope:
+        merchants = None if self.merchants is None else frozenset(self.merchants)
+        return AccessScope(merchants, frozenset({self.environment}))
 
     def active_before(self, now: datetime) -> datetime:
         """Return the time after which an activated key is too young."""

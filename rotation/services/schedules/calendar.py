@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.canonical import JsonValue
-from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.timestamps import format_timestamp
 from rotation.domain.events import RotationState
@@ -60,18 +60,15 @@ class ScheduledDate:
         }
 
 
-def list_next(
-    now: datetime, until: datetime, environment: str | None = None, merchant: str | None = None
-) -> list[ScheduledDate]:
-    """List the next date of each scheduled credential, earliest first; those without a date come before all others.
+def list_next(now: datetime, until: datetime, scope: AccessScope = EVERYWHERE) -> list[ScheduledDate]:
+    """List the next date of each scheduled credential of the scope, those without a date first, then the earliest.
 
     `until`: later dates are omitted. The list of a large environment is incomplete, see `list_candidates`.
     There is one date per credential, since the following one depends on when that rotation is completed.
     """
-    environments = [environment] if environment else [each.value for each in Environment]
     dry_runs = MAX_DRY_RUNS
     found = []
-    for candidate in list_candidates(environments, merchant):
+    for candidate in list_candidates(scope):
         date = _next_date(candidate, now)
         if date.state is DateState.OVERDUE and dry_runs:
             dry_runs -= 1

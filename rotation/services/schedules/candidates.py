@@ -8,6 +8,7 @@ from typing import Any
 
 from django.db.models import Count, Max, Q
 
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.errors import RequestInvalidError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Account, Credential, Key, MerchantStatus
@@ -88,14 +89,15 @@ class Candidate:
         return begins_at if window is None else window.next_opening(begins_at)
 
 
-def list_candidates(environments: Collection[str], merchant: str | None = None) -> Iterator[Candidate]:
+def list_candidates(scope: AccessScope) -> Iterator[Candidate]:
     """Yield the scheduled credentials that are due first, and others without a date; up to MAX_LISTED of each."""
     dated: list[tuple[datetime, str]] = []
     others: list[tuple[None, str]] = []
-    for environment in environments:  # one walk through the index for each; together they would sort all rows
+    # One walk through the index for each environment; together they would sort all rows.
+    for environment in sorted(scope.environments):
         rows = ScheduledCredential.objects.filter(environment=environment).order_by("ask_at", "pk")
-        if merchant is not None:
-            rows = rows.filter(credential__account__merchant=merchant)
+        if scope.merchants is not None:
+            rows = rows.filter(credential__account__merchant__in=scope.merchants)
         found = rows.values_list("ask_at", "pk")
         dated += found.filter(ask_at__isnull=False)[:MAX_LISTED]
         others += found.filter(ask_at__isnull=True)[:MAX_LISTED]

@@ -12,6 +12,7 @@ from django.db.models import Q
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
@@ -56,6 +57,11 @@ class Scope:
         """The account that a grant for the schedule names; None: the platform."""
         return self.account if self.credential is None else self.credential.account
 
+    @property
+    def within(self) -> AccessScope:
+        """The accounts that a schedule of the platform applies to."""
+        return AccessScope(environments=frozenset({self.environment}))
+
     def __str__(self) -> str:
         return str(self.credential or self.account or self.environment)
 
@@ -94,7 +100,13 @@ def save_schedule(
         raise StateConflictError(f"A schedule for {scope} exists already. Change that one.")
     try:
         with recorded(
-            grant, P.SCHEDULES_WRITE, "schedule.saved", account=scope.place, scope=str(scope), **_audit_details(draft)
+            grant,
+            P.SCHEDULES_WRITE,
+            "schedule.saved",
+            account=scope.place,
+            within=scope.within,
+            scope=str(scope),
+            **_audit_details(draft),
         ) as record:
             _lock_calendar(draft.calendar)
             if row is not None:
@@ -118,8 +130,9 @@ def disable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
     """Disable the schedule: the next wider one applies, and open rotations continue."""
     if not schedule.is_enabled:
         raise StateConflictError("The schedule is disabled already.")
+    scope = scope_of(schedule)
     with recorded(
-        grant, P.SCHEDULES_WRITE, "schedule.disabled", account=place_of(schedule), **_about(schedule)
+        grant, P.SCHEDULES_WRITE, "schedule.disabled", account=scope.place, within=scope.within, **_about(schedule)
     ) as record:
         schedule.compare_and_swap(is_enabled=False)
         _note_change(grant, schedule, record)
@@ -132,8 +145,9 @@ def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
     faults = list(_draft_faults(Environment(schedule.environment), draft_of(schedule), grant.at))
     if faults:
         raise RequestInvalidError("The schedule can no longer be met. Change and save it.", faults)
+    scope = scope_of(schedule)
     with recorded(
-        grant, P.SCHEDULES_WRITE, "schedule.enabled", account=place_of(schedule), **_about(schedule)
+        grant, P.SCHEDULES_WRITE, "schedule.enabled", account=scope.place, within=scope.within, **_about(schedule)
     ) as record:
         _lock_calendar(schedule.calendar)
         schedule.compare_and_swap(is_enabled=True, **_author(grant))

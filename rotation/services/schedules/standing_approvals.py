@@ -73,6 +73,7 @@ def request_standing_approval(grant: Grant, schedule: RotationSchedule, days: in
         P.SCHEDULES_WRITE,
         "standing_approval.requested",
         account=place_of(schedule),
+        within=scope_of(schedule).within,
         **about(row),
         plan_digest=row.plan_digest,
         terms=row.terms,
@@ -99,6 +100,7 @@ def approve_standing_approval(grant: Grant, row: StandingApproval, plan_digest: 
         P.ROTATIONS_APPROVE,
         "standing_approval.approved",
         account=place_of(row.schedule),
+        within=scope_of(row.schedule).within,
         **about(row),
         plan_digest=plan_digest,
     ):
@@ -211,7 +213,8 @@ def _close(
     grant: Grant, row: StandingApproval, permission: P, state: StandingApprovalState, why: str
 ) -> StandingApproval:
     why, event = clean_text(why.strip(), 300), f"standing_approval.{state.value}"
-    with recorded(grant, permission, event, account=place_of(row.schedule), **about(row), why=why):
+    scope = scope_of(row.schedule)
+    with recorded(grant, permission, event, account=scope.place, within=scope.within, **about(row), why=why):
         row.compare_and_swap(state=state, why=why, closed_at=grant.at)
     return row
 

@@ -32,7 +32,7 @@ def test_token_created_is_shown_once_and_works(desk: Desk) -> None:
     (secret,) = set(SHAPED.findall(text_of(answer)))
     service = prove_service_token(secret, now())
     assert service is not None
-    assert (service.merchants, service.person) == (frozenset({"acme"}), desk.admin.person)
+    assert (service.scope.merchants, service.person) == (frozenset({"acme"}), desk.admin.person)
     assert secret not in dump()
     assert secret not in str(dict(client.session))
     assert secret not in client.cookies.output()

@@ -10,7 +10,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.admin.oversight import inbox as page_of
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Notice
-from keyvault.services.approvals.inbox import count_unseen
+from keyvault.services.approvals.inbox import list_unseen
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.webhooks.endpoints import add_endpoint
@@ -100,7 +100,7 @@ def test_alarm_marked_as_seen_shows_the_operator(desk: Desk) -> None:
     client = browser(desk.approver)
     act = address("keyvault_notice_seen", notice.pk)
     assert client.post(act).status_code == 302
-    assert count_unseen() == 0
+    assert list_unseen().count() == 0
     text = text_of(client.get(address("keyvault_notice_change", notice.pk)))
     assert "approver" in text
     assert "Mark as seen" not in text
@@ -127,4 +127,4 @@ def test_alarm_is_not_marked_by_an_auditor(desk: Desk) -> None:
     assert client.post(address("keyvault_notice_seen", notice.pk)).status_code == 403
     assert client.get(address("keyvault_notice_all_seen")).status_code == 403
     assert "Mark as seen" not in text_of(client.get(address("keyvault_notice_change", notice.pk)))
-    assert count_unseen() == 1
+    assert list_unseen().count() == 1

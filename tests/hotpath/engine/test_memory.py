@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from keyvault.access.customers import CustomerRecord
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Service
+from keyvault.access.scopes import EVERYWHERE
 from keyvault.access.verification import TokenRecord
 from keyvault.domain.environments import Environment
 from keyvault.domain.ids import Subject
@@ -28,7 +29,7 @@ KEY = KeyRecord(
 )
 CUSTOMER = CustomerRecord("token", Environment.SANDBOX, "acme", "cust-1", b"", 1, NOW, None)
 TOKEN = TokenRecord(
-    Service("token", "gateway", "host", frozenset({Permission.KEYS_VERIFY}), frozenset(Environment)),
+    Service("token", "gateway", "host", frozenset({Permission.KEYS_VERIFY}), EVERYWHERE),
     b"",
     1,
     NOW + timedelta(days=1),

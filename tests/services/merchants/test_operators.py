@@ -1,5 +1,6 @@
 """Operators: created on the host, with the permissions of their roles."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 
@@ -9,20 +10,23 @@ from django.contrib.auth.models import Group
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, Channel
 from keyvault.access.roles import ROLE_PERMISSIONS, Role
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.errors import NotFoundError, PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Operator
+from keyvault.models import AuditEntry, Operator
 from keyvault.models.recording import collect_subjects
 from keyvault.services.merchants.operators import (
+    MAX_SCOPE_MERCHANTS,
     create_operator,
     disable_operator,
     find_operator,
     operator_row,
     reset_password,
     set_roles,
+    set_scope,
 )
 from keyvault.services.recording.authorization import is_allowed, operator_principal
-from tests.factories import PASSWORD, grant, make_operator, now
+from tests.factories import PASSWORD, SANDBOX, grant, make_merchant, make_operator, now
 from tests.services.conftest import Scene
 from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 from tests.services.rows import dump_tables
@@ -116,6 +120,71 @@ def _disable(row: Operator) -> None:
 
 def _demote(row: Operator) -> None:
     set_roles(grant(HOST, P.OPERATORS_WRITE), row, [Role.AUDITOR])
+
+
+ACME_SANDBOX = AccessScope(frozenset({"acme"}), frozenset({SANDBOX}))
+
+
+def test_operator_starts_with_the_whole_installation(db: None) -> None:
+    assert make_operator("tam", Role.AUDITOR).scope == EVERYWHERE
+
+
+def test_operator_scope_is_replaced_audited_and_ends_sessions(db: None) -> None:
+    make_merchant("acme")
+    make_operator("tam", Role.AUDITOR)
+    row = Operator.objects.get()
+    before = row.get_session_auth_hash()
+    set_scope(grant(HOST, P.OPERATORS_WRITE), row, ACME_SANDBOX)
+    row = Operator.objects.get()
+    assert operator_principal(row).scope == ACME_SANDBOX
+    assert row.get_session_auth_hash() != before
+    details = json.loads(bytes(AuditEntry.objects.get(event="operator.scope_changed").body))["details"]
+    assert details.pop("host_user")
+    assert details == {
+        "username": "tam",
+        "old": {"merchants": None, "environments": ["production", "sandbox"]},
+        "new": {"merchants": ["acme"], "environments": ["sandbox"]},
+    }
+    set_scope(grant(HOST, P.OPERATORS_WRITE), row, ACME_SANDBOX)
+    assert AuditEntry.objects.filter(event="operator.scope_changed").count() == 1
+    set_scope(grant(HOST, P.OPERATORS_WRITE), row, EVERYWHERE)
+    assert operator_principal(Operator.objects.get()).scope == EVERYWHERE
+
+
+@pytest.mark.parametrize(
+    ("scope", "pointer"),
+    [
+        (AccessScope(frozenset({"acme", "absent"})), "/merchant"),
+        (AccessScope(frozenset()), "/merchant"),
+        (AccessScope(frozenset({f"m-{number}" for number in range(MAX_SCOPE_MERCHANTS + 1)})), "/merchant"),
+        (AccessScope(None, frozenset()), "/environment"),
+    ],
+)
+def test_operator_scope_that_names_nothing_known_is_refused(db: None, scope: AccessScope, pointer: str) -> None:
+    make_merchant("acme")
+    make_operator("tam", Role.AUDITOR)
+    with pytest.raises(RequestInvalidError) as caught:
+        set_scope(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(), scope)
+    assert {fault.pointer for fault in caught.value.faults} == {pointer}
+    assert Operator.objects.get().access_scope == EVERYWHERE
+
+
+@pytest.mark.parametrize("remove", ["disable", "demote", "limit"])
+def test_operators_keep_an_administrator_of_the_whole_installation(db: None, remove: str) -> None:
+    """Otherwise nobody could change what concerns every merchant."""
+    make_merchant("acme")
+    make_operator("one", Role.KEY_ADMINISTRATOR)
+    make_operator("two", Role.KEY_ADMINISTRATOR, scope=ACME_SANDBOX)
+    one, two = (Operator.objects.get(username=name) for name in ("one", "two"))
+    removing = {"disable": _disable, "demote": _demote, "limit": _limit}[remove]
+    with pytest.raises(StateConflictError, match="the last active one"):
+        removing(one)
+    set_scope(grant(HOST, P.OPERATORS_WRITE), two, EVERYWHERE)
+    removing(one)
+
+
+def _limit(row: Operator) -> None:
+    set_scope(grant(HOST, P.OPERATORS_WRITE), row, ACME_SANDBOX)
 
 
 @pytest.mark.postgres

@@ -22,6 +22,7 @@ from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, WORKER, Channel
 from keyvault.access.roles import Role
+from keyvault.access.scopes import AccessScope
 from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.checkpoints import CheckpointMark
@@ -311,6 +312,11 @@ def _set_roles(scene: Scene) -> Callable[[], object]:
     return partial(operators.set_roles, _host(P.OPERATORS_WRITE), row, [Role.AUDITOR, Role.APPROVER])
 
 
+def _set_scope(scene: Scene) -> Callable[[], object]:
+    row = Operator.objects.get(username="tam")
+    return partial(operators.set_scope, _host(P.OPERATORS_WRITE), row, AccessScope(frozenset({"acme"})))
+
+
 def _request(scene: Scene) -> Callable[[], object]:
     return lambda: request_key(scene.production, by=scene.tam)
 
@@ -567,6 +573,7 @@ ACTIONS: dict[str, Action] = {
     "merchants.operators.reset_password": Action(_reset_password, ["operator.password_reset"], []),
     "merchants.operators.disable_operator": Action(_disable_operator, ["operator.disabled"], []),
     "merchants.operators.set_roles": Action(_set_roles, ["operator.roles_changed"], []),
+    "merchants.operators.set_scope": Action(_set_scope, ["operator.scope_changed"], []),
     "sessions.sign_in.sign_out": Action(
         lambda scene: partial(sign_in.sign_out, grant(scene.tam, P.SESSIONS_WRITE)), ["operator.signed_out"], []
     ),
@@ -777,6 +784,17 @@ def test_recorded_on_the_platform_with_a_grant_for_an_account_is_refused(scene: 
     with pytest.raises(PermissionMissingError):
         merchants.suspend_merchant(grant(HOST, P.MERCHANTS_WRITE, scene.sandbox), scene.merchant)
     assert Merchant.objects.get(pk="acme").status == "active"
+
+
+@pytest.mark.parametrize("within", [AccessScope(frozenset({"globex"})), AccessScope(None, frozenset({SANDBOX}))])
+def test_recorded_on_more_than_the_grant_is_within_is_refused(scene: Scene, within: AccessScope) -> None:
+    """A grant for some accounts changes nothing that also concerns others."""
+    allowed = grant(HOST, P.MERCHANTS_WRITE, within=within)
+    with pytest.raises(PermissionMissingError, match="outside your scope"):
+        merchants.suspend_merchant(allowed, scene.merchant)
+    with pytest.raises(PermissionMissingError, match="outside your scope"):
+        merchants.create_merchant(allowed, merchant_id="globex", name="Globex")
+    assert list(Merchant.objects.values_list("pk", "status")) == [("acme", "active")]
 
 
 def test_recorded_with_one_of_several_permissions_is_accepted(scene: Scene) -> None:

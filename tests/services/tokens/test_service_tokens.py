@@ -12,6 +12,7 @@ from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import Service
 from keyvault.access.rules import Target, operation
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.domain.keystring import StringScope
@@ -45,7 +46,7 @@ def test_token_authenticates_as_its_service(scene: Scene) -> None:
     service = authenticate(text)
     assert (service.token_id, service.name) == (token.token_id, "gateway")
     assert service.permissions == {P.KEYS_READ, P.KEYS_REVOKE}
-    assert (service.environments, service.merchants) == (frozenset(Environment), frozenset({"acme"}))
+    assert service.scope == AccessScope(frozenset({"acme"}), frozenset(Environment))
     assert service.person == scene.admin.person, "the creator is responsible for its requests"
 
 
@@ -98,7 +99,7 @@ def test_token_is_allowed_in_the_environments_of_its_scope_only(
 ) -> None:
     _, text = make_token(P.KEYS_READ, scope=scope)
     service = authenticate(text)
-    assert service.environments == allowed
+    assert service.scope.environments == allowed
     assert text.reveal().split("_")[2] == scope
     for environment in Environment:
         verdict = decide(operation(P.KEYS_READ), service, Target(environment, "acme"), now())
@@ -130,7 +131,7 @@ def test_token_with_a_permission_for_persons_is_refused(scene: Scene, permission
 
 def test_token_with_a_forged_approval_permission_is_denied(scene: Scene) -> None:
     """The authorization rule itself denies a service, whatever its row contains."""
-    service = Service("t", "t", "per_t", frozenset({P.ISSUANCE_APPROVE}), frozenset(Environment))
+    service = Service("t", "t", "per_t", frozenset({P.ISSUANCE_APPROVE}), EVERYWHERE)
     verdict = decide(operation(P.ISSUANCE_APPROVE), service, Target(SANDBOX, "acme", "per_other"), now())
     assert isinstance(verdict, Denial)
 
@@ -194,8 +195,8 @@ def test_token_rotated_has_a_successor_with_the_same_permissions_and_a_new_lifet
     successor, text = rotate(scene, token, at=at)
     service = authenticate(text)
     assert (service.token_id, service.name, service.lineage) == (successor.token_id, "gateway", token.token_id)
-    assert (service.permissions, service.merchants) == (frozenset({P.KEYS_READ}), frozenset({"acme"}))
-    assert service.environments == {SANDBOX}
+    assert (service.permissions, service.scope.merchants) == (frozenset({P.KEYS_READ}), frozenset({"acme"}))
+    assert service.scope.environments == {SANDBOX}
     assert successor.expires_at == at + timedelta(days=30)
     assert last_body("service_token.rotated")["details"]["successor_id"] == successor.token_id
     third, _ = rotate(scene, successor, at=at + timedelta(days=1))

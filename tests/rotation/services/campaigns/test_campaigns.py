@@ -10,6 +10,7 @@ from django.db import models
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import Channel, OperatorPrincipal, Service
 from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyKind
@@ -158,7 +159,7 @@ def test_request_by_an_operator_barred_from_one_account_is_refused(
 
 def test_request_by_a_service_raises(clock: Clock) -> None:
     """Only operators request campaigns; no route passes a service's grant."""
-    service = Service("tok", "svc", "per_x", frozenset({P.ROTATIONS_WRITE}), frozenset({SANDBOX}))
+    service = Service("tok", "svc", "per_x", frozenset({P.ROTATIONS_WRITE}), EVERYWHERE)
     grant = authorize(service, P.ROTATIONS_WRITE, now=clock.now)
     with pytest.raises(TypeError):
         request_campaign(

@@ -111,7 +111,7 @@ def test_rotation_requested_by_a_service_requires_an_operator_even_in_the_sandbo
     key, _ = scene.issue(scene.account(), clock())
     grant = authorize(scene.admin(), P.TOKENS_WRITE, now=clock())
     token, _ = create_service_token(grant, name="gw", scope=StringScope.SANDBOX, permissions=[P.ROTATIONS_WRITE])
-    service = Service(token.token_id, token.name, token.creator_person, token.permission_set, token.environments)
+    service = Service(token.token_id, token.name, token.creator_person, token.permission_set, token.access_scope)
     place = key.credential.account
     rotation = request_rotation(
         authorize(service, P.ROTATIONS_WRITE, place, now=clock()), key.credential, PlanOverrides()

@@ -11,6 +11,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import EVERYWHERE
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
@@ -50,8 +51,8 @@ def test_calendar_lists_the_next_date_of_each_credential_in_order(clock: Clock) 
     assert (second.due_at, second.begins_at) == (clock() + 90 * DAY, clock() + 90 * DAY)
     assert (second.ask_at, second.why) == (clock() + 85 * DAY, "")
     assert list(dates(clock(), 85 * DAY)) == ["first"]
-    assert list(dates(clock(), merchant="acme")) == ["second"]
-    assert dates(clock(), environment="production") == {}
+    assert list(dates(clock(), scope=EVERYWHERE.narrowed_to("acme", None))) == ["second"]
+    assert dates(clock(), scope=EVERYWHERE.narrowed_to(None, PRODUCTION)) == {}
 
 
 def test_calendar_writes_nothing(clock: Clock) -> None:

@@ -13,6 +13,7 @@ from django.test.utils import CaptureQueriesContext
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.access.roles import Role
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyKind
@@ -644,7 +645,7 @@ def test_begin_due_with_nothing_due_needs_few_queries_for_any_number_of_keys(clo
         begin_due(clock())
     assert len(few) <= 3 + len(Environment)  # schedules to check, expiries, sweeps, and what is due in each environment
     with CaptureQueriesContext(connection) as more:
-        assert len(list(list_candidates(["sandbox"]))) == 6
+        assert len(list(list_candidates(AccessScope(environments=frozenset({SANDBOX}))))) == 6
     assert len(more) <= 7
 
 
@@ -692,7 +693,7 @@ def test_begin_of_a_replaced_key_starts_nothing(clock: Clock) -> None:
     """A tick with an outdated list does not rotate the new key."""
     key, _ = scene.issue(scene.account(), clock())
     save(SANDBOX, clock())
-    (candidate,) = list_candidates(["sandbox"])
+    (candidate,) = list_candidates(AccessScope(environments=frozenset({SANDBOX})))
     grant = authorize(scene.admin(), P.KEYS_REVOKE, key.credential.account, now=clock())
     revoke_key(grant, Key.objects.get(pk=key.pk), RevocationReason.SUPERSEDED)
     assert starting.begin(candidate, clock() + 91 * DAY) is None

@@ -1,0 +1,45 @@
+"""The merchants and environments that a principal may act on."""
+
+from dataclasses import dataclass
+
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.environments import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class AccessScope:
+    """Merchants in environments. `merchants` None: all merchants, including future ones."""
+
+    merchants: frozenset[str] | None = None
+    environments: frozenset[Environment] = frozenset(Environment)
+
+    def covers(self, other: "AccessScope") -> bool:
+        """Whether everything in the other scope is in this one."""
+        has_merchants = self.merchants is None or (other.merchants is not None and other.merchants <= self.merchants)
+        return has_merchants and other.environments <= self.environments
+
+    def has(self, merchant_id: str, environment: str) -> bool:
+        """Whether the account of the merchant in the environment is in the scope."""
+        return (self.merchants is None or merchant_id in self.merchants) and environment in self.environments
+
+    def narrowed_to(self, merchant_id: str | None, environment: Environment | None) -> "AccessScope":
+        """Return what is in the scope and also of the merchant and in the environment; None: any."""
+        merchants, environments = self.merchants, self.environments
+        if merchant_id is not None:
+            merchants = frozenset({merchant_id} if merchants is None else merchants & {merchant_id})
+        if environment is not None:
+            environments &= {environment}
+        return AccessScope(merchants, environments)
+
+    def __str__(self) -> str:
+        merchants = "all merchants" if self.merchants is None else ", ".join(sorted(self.merchants))
+        return f"{merchants} in {' and '.join(sorted(self.environments))}"
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return the scope for output and audit entries. `merchants` None: all merchants."""
+        merchants: list[JsonValue] | None = None if self.merchants is None else [*sorted(self.merchants)]
+        return {"merchants": merchants, "environments": [*sorted(self.environments)]}
+
+
+EVERYWHERE = AccessScope()
+"""The whole installation."""
