@@ -1,8 +1,10 @@
 """Blackout calendars in the console: periods in which no scheduled rotation begins."""
 
 from datetime import UTC, datetime
+from typing import Any
 
 from django.contrib import admin
+from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
