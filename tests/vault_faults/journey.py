@@ -122,7 +122,7 @@ class Journey:
                 break
         proxy.wait_until_idle()
         trial.calls = list(proxy.calls)
-        assert proxy.failures == []
+        assert proxy.failures == [], proxy.failures
         self._check_end()
         return trial
 
