@@ -126,7 +126,7 @@ def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding
         grant,
         P.MERCHANTS_OFFBOARD,
         "merchant.offboarded",
-        within=scope_of_merchant(merchant),
+        account=scope_of_merchant(merchant),
         merchant_id=merchant.merchant_id,
         why=reason,
         ended=ended.as_json(),
@@ -247,7 +247,7 @@ def _mark_offboarded(grant: Grant, merchant: Merchant, why: str) -> None:
         if merchant.status == MerchantStatus.OFFBOARDED:
             return
         event, within = "merchant.offboarding_began", scope_of_merchant(merchant)
-        with recorded(grant, P.MERCHANTS_OFFBOARD, event, within=within, merchant_id=merchant.merchant_id, why=why):
+        with recorded(grant, P.MERCHANTS_OFFBOARD, event, account=within, merchant_id=merchant.merchant_id, why=why):
             merchant.compare_and_swap(status=MerchantStatus.OFFBOARDED)
 
 
@@ -305,5 +305,5 @@ def _disable(grant: Grant, endpoint: WebhookEndpoint) -> None:
 
 def _revoke_token(grant: Grant, token: ServiceToken) -> None:
     event, within = "service_token.revoked", token.access_scope
-    with recorded(grant, P.MERCHANTS_OFFBOARD, event, within=within, token_id=token.token_id, why=_REASON):
+    with recorded(grant, P.MERCHANTS_OFFBOARD, event, account=within, token_id=token.token_id, why=_REASON):
         token.compare_and_swap(revoked_at=grant.at)

@@ -156,10 +156,10 @@ class RowLookup(ScopedField, _ModelChoiceField):
 
     def __init__(self, queryset: QuerySet[Any], *, account: str, unknown: str, **options: Any) -> None:
         super().__init__(queryset, error_messages={"invalid_choice": unknown}, **options)
-        self.account = account
+        self.rows, self.account = queryset, account
 
     def limit_to(self, scope: AccessScope) -> None:
-        self.queryset = self.queryset.filter(in_scope(scope, self.account))
+        self.queryset = self.rows.filter(in_scope(scope, self.account))
 
 
 def reason_field(

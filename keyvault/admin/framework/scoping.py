@@ -58,10 +58,10 @@ class _IsSubset(Func):
 
     def as_sqlite(
         self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **options: Any
-    ) -> tuple[str, list[Any]]:
+    ) -> tuple[str, tuple[str | int, ...]]:
         (part, part_params), (whole, whole_params) = map(compiler.compile, self.get_source_expressions())
         sql = (
             f"(coalesce(json_type({part}), '') = 'array' AND NOT EXISTS (SELECT 1 FROM json_each({part}) AS element "  # noqa: S608  compiled expressions
             f"WHERE element.value NOT IN (SELECT value FROM json_each({whole}))))"
         )
-        return sql, [*part_params, *part_params, *whole_params]
+        return sql, (*part_params, *part_params, *whole_params)

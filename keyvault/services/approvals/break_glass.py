@@ -85,7 +85,7 @@ def review_break_glass(grant: Grant, act: BreakGlass) -> None:
         grant,
         Permission.BREAK_GLASS_REVIEW,
         "break_glass.reviewed",
-        within=scope_of(act),
+        account=scope_of(act),
         act_id=act.act_id,
         act=act.event,
         is_last=is_last,
@@ -105,7 +105,7 @@ def disown_approval(grant: Grant, act: BreakGlass) -> None:
     if not may_confirm(act, operator.person):
         raise StateConflictError("Only the claimed approver can disown an approval, before it is reviewed.")
     event, within = "break_glass.disowned", scope_of(act)
-    with recorded(grant, Permission.BREAK_GLASS_REVIEW, event, within=within, act_id=act.act_id, act=act.event):
+    with recorded(grant, Permission.BREAK_GLASS_REVIEW, event, account=within, act_id=act.act_id, act=act.event):
         act.compare_and_swap(excluded_persons=f"{act.excluded_persons} {operator.person}")
         announce(
             grant,

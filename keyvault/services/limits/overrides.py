@@ -77,7 +77,7 @@ def set_endpoint_limit(
     details |= {"old": _as_json(before), "new": _as_json(limit)}
     try:
         within = AccessScope(environments=frozenset({environment}))
-        with recorded(grant, Permission.LIMITS_WRITE, _event(limit), account=account, within=within, **details):
+        with recorded(grant, Permission.LIMITS_WRITE, _event(limit), account=account or within, **details):
             if row is not None:
                 return row.compare_and_swap(**_columns(limit))
             row = LimitOverride(

@@ -90,7 +90,7 @@ def _set_merchant_status(grant: Grant, merchant: Merchant, status: MerchantStatu
     if merchant.status == status:
         raise StateConflictError(f"The merchant is already {status}.")
     with recorded(
-        grant, Permission.MERCHANTS_WRITE, event, within=scope_of_merchant(merchant), merchant_id=merchant.merchant_id
+        grant, Permission.MERCHANTS_WRITE, event, account=scope_of_merchant(merchant), merchant_id=merchant.merchant_id
     ):
         merchant.compare_and_swap(status=status)
 

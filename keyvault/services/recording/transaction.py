@@ -73,16 +73,18 @@ def recorded(
     permission: Permission | frozenset[Permission],
     event: str,
     *,
-    account: Account | None = None,
-    within: AccessScope = EVERYWHERE,
+    account: Account | AccessScope | None = None,
     **details: JsonValue,
 ) -> Iterator[Record]:
     """Record one change of state. Raises PermissionMissingError when the grant is for something else.
 
     Args:
         permission: when a set, any one of its members is enough (an operator or the engine suspends a key).
-        within: the accounts that a change of no particular account concerns. The grant covers them.
+        account: the account that the change concerns; or the accounts, for a change of no particular one; None: the
+            whole installation. The grant covers it.
     """
+    within = account if isinstance(account, AccessScope) else EVERYWHERE
+    account = None if isinstance(account, AccessScope) else account
     _require(grant, frozenset({permission}) if isinstance(permission, Permission) else permission, account, within)
     chain = account_chain(account.merchant_id, account.environment) if account else PLATFORM_CHAIN
     record = Record(chain, permission is Permission.CUSTOMER_TOKENS_WRITE, event, grant, details)

@@ -68,7 +68,7 @@ def create_service_token(
         grant,
         Permission.TOKENS_WRITE,
         "service_token.created",
-        within=token.access_scope,
+        account=token.access_scope,
         token_id=token.token_id,
         name=name,
         scope=scope,
@@ -111,7 +111,7 @@ def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) 
         grant,
         Permission.TOKENS_WRITE,
         "service_token.rotated",
-        within=token.access_scope,
+        account=token.access_scope,
         token_id=token.token_id,
         successor_id=successor.token_id,
         expires_at=format_timestamp(ends_at),
@@ -127,7 +127,7 @@ def revoke_service_token(grant: Grant, token: ServiceToken) -> None:
         notify_host([token.alters()])  # the first response may have been lost after the commit
         raise StateConflictError("The token is already revoked.")
     within = token.access_scope
-    with recorded(grant, Permission.TOKENS_WRITE, "service_token.revoked", within=within, token_id=token.token_id):
+    with recorded(grant, Permission.TOKENS_WRITE, "service_token.revoked", account=within, token_id=token.token_id):
         token.compare_and_swap(revoked_at=grant.at)
 
 

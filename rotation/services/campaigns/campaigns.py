@@ -89,7 +89,7 @@ def request_campaign(
         grant,
         P.ROTATIONS_WRITE,
         "campaign.requested",
-        within=scope_of(campaign),
+        account=scope_of(campaign),
         **about(campaign),
         plan_digest=campaign.plan_digest,
         selection=campaign.selection,
@@ -114,7 +114,7 @@ def approve_campaign(grant: Grant, campaign: Campaign, plan_digest: str) -> Camp
         raise StateConflictError("The campaign was altered.", internal=f"{campaign.campaign_id} fails its digest")
     operator = approving_operator(grant, campaign, plan_digest)
     event, within = "campaign.approved", scope_of(campaign)
-    with recorded(grant, P.ROTATIONS_APPROVE, event, within=within, **about(campaign), plan_digest=plan_digest):
+    with recorded(grant, P.ROTATIONS_APPROVE, event, account=within, **about(campaign), plan_digest=plan_digest):
         approval, environment = CampaignApproval(campaign=campaign), campaign.environment
         if record_approval(grant, campaign, operator, approval, environment=environment, event=event):
             campaign.compare_and_swap(state=C.RUNNING, began_at=grant.at)
@@ -195,7 +195,7 @@ def _enter(
 ) -> Campaign:
     why = clean_text(why.strip(), 300)
     closed_at = grant.at if state in CLOSED else None
-    with recorded(grant, permission, event, within=scope_of(campaign), **about(campaign), why=why):
+    with recorded(grant, permission, event, account=scope_of(campaign), **about(campaign), why=why):
         campaign.compare_and_swap(state=state, why=why, closed_at=closed_at, **changes)
     return campaign
 

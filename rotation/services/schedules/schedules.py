@@ -103,8 +103,7 @@ def save_schedule(
             grant,
             P.SCHEDULES_WRITE,
             "schedule.saved",
-            account=scope.place,
-            within=scope.within,
+            account=scope.place or scope.within,
             scope=str(scope),
             **_audit_details(draft),
         ) as record:
@@ -132,7 +131,7 @@ def disable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
         raise StateConflictError("The schedule is disabled already.")
     scope = scope_of(schedule)
     with recorded(
-        grant, P.SCHEDULES_WRITE, "schedule.disabled", account=scope.place, within=scope.within, **_about(schedule)
+        grant, P.SCHEDULES_WRITE, "schedule.disabled", account=scope.place or scope.within, **_about(schedule)
     ) as record:
         schedule.compare_and_swap(is_enabled=False)
         _note_change(grant, schedule, record)
@@ -147,7 +146,7 @@ def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
         raise RequestInvalidError("The schedule can no longer be met. Change and save it.", faults)
     scope = scope_of(schedule)
     with recorded(
-        grant, P.SCHEDULES_WRITE, "schedule.enabled", account=scope.place, within=scope.within, **_about(schedule)
+        grant, P.SCHEDULES_WRITE, "schedule.enabled", account=scope.place or scope.within, **_about(schedule)
     ) as record:
         _lock_calendar(schedule.calendar)
         schedule.compare_and_swap(is_enabled=True, **_author(grant))

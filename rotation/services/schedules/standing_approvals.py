@@ -72,8 +72,7 @@ def request_standing_approval(grant: Grant, schedule: RotationSchedule, days: in
         grant,
         P.SCHEDULES_WRITE,
         "standing_approval.requested",
-        account=place_of(schedule),
-        within=scope_of(schedule).within,
+        account=place_of(schedule) or scope_of(schedule).within,
         **about(row),
         plan_digest=row.plan_digest,
         terms=row.terms,
@@ -99,8 +98,7 @@ def approve_standing_approval(grant: Grant, row: StandingApproval, plan_digest: 
         grant,
         P.ROTATIONS_APPROVE,
         "standing_approval.approved",
-        account=place_of(row.schedule),
-        within=scope_of(row.schedule).within,
+        account=place_of(row.schedule) or scope_of(row.schedule).within,
         **about(row),
         plan_digest=plan_digest,
     ):
@@ -214,7 +212,7 @@ def _close(
 ) -> StandingApproval:
     why, event = clean_text(why.strip(), 300), f"standing_approval.{state.value}"
     scope = scope_of(row.schedule)
-    with recorded(grant, permission, event, account=scope.place, within=scope.within, **about(row), why=why):
+    with recorded(grant, permission, event, account=scope.place or scope.within, **about(row), why=why):
         row.compare_and_swap(state=state, why=why, closed_at=grant.at)
     return row
 

@@ -147,8 +147,9 @@ def test_request_by_an_operator_barred_from_one_account_is_refused(
     asked_about: list[str] = []
 
     def barred(principal: OperatorPrincipal, permission: P, place: Any = None, **more: Any) -> Any:
-        asked_about.append(f"{principal.username} {permission} {place}")
-        raise PermissionMissingError("not yours")
+        if place is not None:
+            asked_about.append(f"{principal.username} {permission} {place}")
+            raise PermissionMissingError("not yours")
 
     monkeypatch.setattr("rotation.services.campaigns.campaigns.authorize", barred)
     with pytest.raises(PermissionMissingError, match="not yours"):
