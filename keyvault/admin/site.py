@@ -92,7 +92,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
     )
 )
 
-_EXCLUDED_MODULES = frozenset({"django.contrib.auth.admin"})
+_EXCLUDED_PACKAGES = ("django.contrib.auth.", "allauth.")
 
 _log = logging.getLogger(__name__)
 
@@ -123,10 +123,9 @@ class ConsoleSite(AdminSite):
     ) -> None:
         """Register a `ConsoleModelAdmin`; reject any other model admin.
 
-        Django's groups are ignored because roles are defined in code. Celery beat's entries are ignored because they
-        follow the settings.
+        Django's groups are ignored because roles are defined in code, and allauth's rows because services write them.
         """
-        if admin_class is not None and admin_class.__module__ in _EXCLUDED_MODULES:
+        if admin_class is not None and admin_class.__module__.startswith(_EXCLUDED_PACKAGES):
             return
         if admin_class is None or not issubclass(admin_class, ConsoleModelAdmin):
             raise ImproperlyConfigured(f"{model_or_iterable} is not registered with a ConsoleModelAdmin")

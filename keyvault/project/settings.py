@@ -92,6 +92,9 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "django.contrib.staticfiles",
     "keyvault.project.console.ConsoleConfig",
+    # Its models and WebAuthn functions. Its views have no route.
+    "allauth.account",
+    "allauth.mfa",
     "rest_framework",
     "drf_spectacular",
     "drf_spectacular_sidecar",
@@ -107,6 +110,8 @@ MIDDLEWARE = [
     "keyvault.admin.framework.middleware.ConsoleCsrfMiddleware",
     "keyvault.admin.framework.middleware.ConsoleAuthenticationMiddleware",
     "keyvault.admin.framework.middleware.ConsoleMessageMiddleware",
+    # allauth requires it by this name, and reads the request from the context that it sets.
+    "allauth.account.middleware.AccountMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
 TEMPLATES = [
@@ -167,6 +172,21 @@ AUTH_PASSWORD_VALIDATORS = [
     {"NAME": "django.contrib.auth.password_validation.UserAttributeSimilarityValidator"},
     {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
 ]
+
+# --- allauth: second factors of operators -----------------------------------------------------------------
+
+ACCOUNT_EMAIL_VERIFICATION = "none"
+ACCOUNT_SIGNUP_FIELDS = ["username*"]
+# `services.limits.sign_in_attempts` counts failures. allauth's own limits would count in the cache of one process.
+ACCOUNT_RATE_LIMITS = False
+MFA_RATE_LIMITS = False
+MFA_ADAPTER = "keyvault.services.sessions.second_factor_adapter.SecondFactorAdapter"
+MFA_SUPPORTED_TYPES = ["totp", "webauthn", "recovery_codes"]
+MFA_TOTP_ISSUER = "Keyvault"
+# A code of the previous or the next 30 seconds is accepted too (RFC 6238, section 5.2).
+MFA_TOTP_TOLERANCE = 1
+
+# --- sessions and cookies ---------------------------------------------------------------------------------
 
 _https = ORIGIN.startswith("https://")
 SESSION_COOKIE_AGE = 8 * 60 * 60
