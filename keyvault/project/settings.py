@@ -10,6 +10,7 @@ from kombu import Exchange, Queue
 
 from keyvault.backends.private_files import ensure_private_directory, ensure_private_file, read_or_make_secret
 from keyvault.domain.networks import IPNetwork
+from keyvault.domain.origins import to_domain
 from keyvault.project.configuration import ROOT, find_base_urls, read_settings
 from keyvault.project.file_broker import EXCHANGE, prepare_folder
 
@@ -23,6 +24,7 @@ except OSError as _error:
     raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be created: {_error.strerror}") from None
 KEY_PREFIX: str = _values["KEYVAULT_KEY_PREFIX"]
 ORIGIN: str = _values["KEYVAULT_ORIGIN"]
+CONSOLE_ORIGIN = to_domain(ORIGIN)
 BASE_URLS = find_base_urls(_values)
 APPROVALS_NEEDED = {
     "sandbox": _values["KEYVAULT_SANDBOX_APPROVALS"],
@@ -112,6 +114,7 @@ MIDDLEWARE = [
     "keyvault.admin.framework.middleware.ConsoleMessageMiddleware",
     # allauth requires it by this name, and reads the request from the context that it sets.
     "allauth.account.middleware.AccountMiddleware",
+    "keyvault.admin.framework.middleware.ConsoleAccessMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
 TEMPLATES = [
@@ -185,6 +188,8 @@ MFA_SUPPORTED_TYPES = ["totp", "webauthn", "recovery_codes"]
 MFA_TOTP_ISSUER = "Keyvault"
 # A code of the previous or the next 30 seconds is accepted too (RFC 6238, section 5.2).
 MFA_TOTP_TOLERANCE = 1
+MFA_RECOVERY_CODE_COUNT = 10
+MFA_RECOVERY_CODE_DIGITS = 8
 
 # --- sessions and cookies ---------------------------------------------------------------------------------
 
