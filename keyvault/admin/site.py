@@ -194,7 +194,9 @@ class ConsoleSite(AdminSite):
         request.current_app = self.name  # read by Django's templates
         return _with_csp(cast(HttpResponse, SignInView.as_view(extra_context=context)(request)))
 
-    def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+    def logout(  # type: ignore[override]  # Django's base class returns a response, too, for a redirect
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
         """Record the sign-out before the session ends, while the operator is known."""
         if not self.has_passed_password(request):
             return HttpResponseRedirect(reverse("admin:login"))

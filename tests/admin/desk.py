@@ -110,7 +110,7 @@ def pass_second_factor(client: Client, at: datetime) -> None:
     session = client.session
     note_second_factor(session, at)
     session.save()
-    client.cookies[settings.SESSION_COOKIE_NAME] = session.session_key
+    client.cookies[settings.SESSION_COOKIE_NAME] = str(session.session_key)
 
 
 def address(page: str, *ids: object) -> str:

@@ -108,6 +108,4 @@ def _render(
         "passkey_options": begin_registration(operator) if are_passkeys_possible(request.get_host()) else None,
         **totp_context(operator, seed),
     }
-    response = page(site, request, "invitation", context, status=status)
-    response["Referrer-Policy"] = "no-referrer"
-    return response
+    return page(site, request, "invitation", context, status=status)

@@ -231,7 +231,7 @@ def _record_use(attempt: FactorAttempt, use: _Use, device: KnownDevice | None, n
     row = attempt.operator
     grant = authorize(operator_principal(row), Permission.SESSIONS_WRITE, now=now)
     event = "operator.second_factor_confirmed" if attempt.is_step_up else "operator.signed_in"
-    details = {"address": attempt.address or "unknown", "device": "new" if device is None else "known"}
+    details: dict[str, Any] = {"address": attempt.address or "unknown", "device": "new" if device is None else "known"}
     try:
         with recorded(grant, Permission.SESSIONS_WRITE, event, factor=use.kind, **details):
             factor = Authenticator.objects.select_for_update().filter(pk=use.factor_id, user_id=row.pk).first()

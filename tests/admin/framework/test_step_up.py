@@ -67,7 +67,8 @@ def test_step_up_actions_are_flagged() -> None:
     flagged = {
         f"{label}_{action.name}"
         for label, model_admin in model_admins()
-        for action in (*model_admin.row_actions, *model_admin.create_actions)
+        for actions in (model_admin.row_actions, model_admin.create_actions)
+        for action in actions
         if action.step_up
     }
     shown = {f"{label}_{view.name}" for label, model_admin in model_admins() for view in model_admin.secret_views}
