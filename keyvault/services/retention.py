@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from allauth.mfa.models import Authenticator
 from django.contrib.sessions.models import Session
 from django.db.models import Model
 
@@ -128,6 +129,7 @@ RULES = (
     ),
     RetentionRule(Confirmation, _days(follower.CONFIRMATIONS_KEPT_FOR), forget=follower.forget_old),
     RetentionRule(Verifier, f"{_days(follower.GONE_KEPT_FOR)} after its last confirmation"),
+    RetentionRule(Authenticator, "until its operator or a reset removes it"),
     RetentionRule(Session, "until it expires", forget=sign_in.forget_expired_sessions),
     RetentionRule(
         WorkLease,

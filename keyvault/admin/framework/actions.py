@@ -212,6 +212,7 @@ class RowAction:
         is_available: whether the state of the row allows the action.
         warn: describes a reason against the action; empty for none.
         for_requester: only the person who requested the row may run the action.
+        step_up: requires a recent second factor.
 
     `is_available` and `for_requester` only show or hide the button; the service enforces both.
     """
@@ -226,11 +227,12 @@ class RowAction:
     warn: Callable[[Any], str] = _silent
     tone: Tone = Tone.PLAIN
     for_requester: bool = False
+    step_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SecretView:
-    """A page that shows a secret of a row and can be opened repeatedly. GET only."""
+    """A page that shows a secret of a row and can be opened repeatedly, with a recent second factor. GET only."""
 
     name: str
     label: str
@@ -249,6 +251,7 @@ class CreateAction:
             compares with the operator's scope.
         preset: initial form values from the query string.
         is_of_installation: the row concerns the whole installation, so the operator's scope must be unlimited.
+        step_up: requires a recent second factor.
     """
 
     name: str
@@ -261,6 +264,7 @@ class CreateAction:
     account_of: Callable[[Cleaned], Account | None] = lambda cleaned: None
     preset: Callable[[Mapping[str, str]], dict[str, Any]] = lambda query: {}
     is_of_installation: bool = False
+    step_up: bool = False
 
 
 def run_service(service: Callable[..., object], done: Text) -> Run:
