@@ -10,7 +10,7 @@ CODE = keyvault rotation tests manage.py
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run check check-types check-pure test test-long test-next fuzz faults simulate mutations bench errors lock clean ready-to-run ready-to-test
+.PHONY: help demo run check check-types check-pure test test-long test-next fuzz faults simulate mutations bench audit sbom errors lock clean ready-to-run ready-to-test
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -55,7 +55,7 @@ test-next: ## repeat the tests that depend on Python itself on Python 3.13 and S
 	done; \
 	echo 'test-next: no Python 3.13 on this machine, so nothing was tested on it'
 
-fuzz: ready-to-test ## send 1,000,000 malformed byte streams and 100,000 requests to real servers (ARGS='server --count N --seed N')
+fuzz: ready-to-test ## send 1,000,000 malformed byte streams and 100,000 requests to real servers, plant 100,000 secrets in log lines (ARGS='server --count N --seed N')
 	@exec $(BIN)/python -m tests.fuzz $(ARGS)
 
 faults: ready-to-test ## kill, stop, lose and duplicate parts of the service under traffic; about 30 minutes (ARGS='crash --seed 1')
@@ -70,6 +70,15 @@ mutations: ready-to-test ## remove each guard that matters once and show which t
 bench: ready-to-test ## measure the verifier beside other servers on the same core; about 20 minutes (ARGS='verify --rounds 3')
 	@exec $(BIN)/python -m tests.bench $(ARGS)
 
+TOOLS = $(VENV)/tools
+audit: ## look up known vulnerabilities of requirements.txt, where the network allows; part of no other target
+	@$(call install,tests/tools/requirements.txt,$(TOOLS))
+	@exec $(TOOLS)/bin/pip-audit --requirement requirements.txt --require-hashes --disable-pip --strict $(ARGS)
+
+sbom: ## write sbom.json, the bill of materials of requirements.txt in CycloneDX
+	@$(call install,tests/tools/requirements.txt,$(TOOLS))
+	$(TOOLS)/bin/cyclonedx-py requirements requirements.txt --output-reproducible --output-file sbom.json
+
 errors: ready-to-run ## print every error code with cause and cure, as in docs/errors.md
 	@exec $(BIN)/python manage.py show_errors
 
@@ -81,9 +90,10 @@ lock: ready-to-test ## write each requirements.txt from its .in file (ARGS=--upg
 	$(COMPILE) $(ARGS) requirements.in --output-file requirements.txt
 	$(COMPILE) $(ARGS) tests/requirements.in --output-file tests/requirements.txt
 	$(COMPILE) $(ARGS) tests/bench/requirements.in --output-file tests/bench/requirements.txt
+	$(COMPILE) $(ARGS) tests/tools/requirements.in --output-file tests/tools/requirements.txt
 
 clean: ## remove .venv/ and caches, but no data
-	rm -rf .venv .stamp-lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv sbom.json .stamp-lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find keyvault rotation tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ready-to-run:
@@ -92,12 +102,13 @@ ready-to-run:
 ready-to-test:
 	@$(call install,tests/requirements.txt)
 
-# $(call install,LOCK) installs into $(VENV) what LOCK pins, or reports why it cannot. An interrupted run is repeated by the
-# next one: .incomplete marks an unfinished environment, a dist-info without RECORD an unfinished package, and the copy of
-# LOCK that marks success gets its name after pip has succeeded. A lock file admits one make at a time.
+# $(call install,LOCK,VENV) installs into VENV, else $(VENV), what LOCK pins, or reports why it cannot. An interrupted run
+# is repeated by the next one: .incomplete marks an unfinished environment, a dist-info without RECORD an unfinished
+# package, and the copy of LOCK that marks success gets its name after pip has succeeded. A lock file admits one make at
+# a time.
 define install
 set -eu; unset PYTHONHOME PYTHONPATH; umask 022; \
-lock='$(1)'; venv='$(VENV)'; stamp="$$venv/.installed-$$(echo "$$lock" | tr / -)"; \
+lock='$(1)'; venv='$(or $(2),$(VENV))'; stamp="$$venv/.installed-$$(echo "$$lock" | tr / -)"; \
 if command -v flock >/dev/null 2>&1; then \
     exec 9>.stamp-lock; \
     flock -n 9 || { echo 'set-up: waiting for another make' >&2; flock 9; }; \

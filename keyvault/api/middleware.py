@@ -16,6 +16,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.redaction import redact
 from keyvault.wire.headers import REQUEST_ID, clean_client_request_id, mint_request_id
+from keyvault.wire.planes import DOCS, METRICS, Plane, find_plane
 from keyvault.wire.problems import CONTENT_TYPE, problem
 
 RAW_PATH = "keyvault.raw_path"
@@ -115,6 +116,32 @@ class EnvironmentMiddleware:
             raise Http404
         if path.startswith("/v1/") and not is_canonical_path(raw):
             raise Http404
+
+
+class PlaneMiddleware:
+    """Answer 404 to every path of a plane that this process does not serve, before any code of that plane runs.
+
+    It needs the `path_info` that `EnvironmentMiddleware` sets. Health checks are always served.
+    """
+
+    def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        if not _is_served(request.path_info):
+            raise Http404
+        return self.get_response(request)
+
+
+def _is_served(path: str) -> bool:
+    if path == METRICS:
+        return settings.IS_METRICS_PATH_SERVED
+    if path in DOCS:
+        return settings.ARE_DOCS_SERVED
+    if path.startswith(settings.STATIC_URL):
+        return settings.ARE_DOCS_SERVED or Plane.CONSOLE in settings.PLANES
+    plane = find_plane(path)
+    return plane is None or plane in settings.PLANES
 
 
 INTEGRATION_ROUTES = tuple(f"/{environment}/" for environment in Environment)

@@ -30,7 +30,7 @@ HEALTH_BODY = define("HealthBody", obj(status=one_of(["ok"])))
 READINESS_BODY = define(
     "ReadinessBody",
     obj(
-        "`checks` maps each dependency of a verdict to `ok` or `failing`.",
+        "`checks` maps each dependency to `ok` or `failing`. A failing `disk` leaves the process ready.",
         status=one_of(["ready", "not_ready"]),
         checks={"type": "object", "additionalProperties": one_of(["ok", "failing"])},
     ),

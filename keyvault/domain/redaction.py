@@ -88,6 +88,10 @@ _NAMED_NEEDLES = (*_MEMBER_NEEDLES, "authorization", "cookie")
 _IS = rf"{_IS_A}\[?{_BLANKS}"
 _NO_VALUE = r"(?!-?(?:null|none|true|false|nan|infinity)(?![^\s\"'\\&;,:[\]{}()]))"
 _UNDERSCORE = r"(?:_|%(?:25){0,8}5[Ff])"
+# The beginning of a word, also after a percent-encoded character, which ends with a letter or a digit.
+_WORD = (
+    rf"(?:(?<![A-Za-z0-9])|{'|'.join(rf'(?<=%{percent}[0-9A-Fa-f][0-9A-Fa-f])' for percent in ('', '25', '2525'))})"
+)
 # An authentication scheme stays readable, and so does the public part of a secret, already masked or not.
 _HANDLE = rf"(?:(?:[a-z0-9]{{0,16}}{SHAPED_HEAD}|whsec{_UNDERSCORE}|hv[sbr]\.|sealed\.)(?=[0-9A-Za-z]|\*\*\*))?+"
 _FIRST = rf"(?:(?:bearer|basic|apikey|digest|token)[ \t]{{1,64}})?{_HANDLE}"
@@ -138,8 +142,11 @@ def _mask_number(match: re.Match[str]) -> str:
 # --- key strings over more than one line --------------------------------------------------------------------
 
 # A soft line break (quoted-printable, shell), a line end (plain or escaped in JSON), the marks of a quoted mail, an
-# indentation. Bounded, so that a whole key fits within `_MAX_LOOKBACK`.
-_BREAK = r"[ \t]{0,8}(?:=|\\{1,4})?[ \t]{0,2}(?:\r\n|\n|\r|(?:\\{1,4}r)?\\{1,4}n)(?:[ \t]{0,2}>){0,4}[ \t]{0,16}"
+# indentation; or a terminal's color, escaped in JSON or in a repr. Bounded, so that a whole key fits within
+# `_MAX_LOOKBACK`.
+_LINE_BREAK = r"[ \t]{0,8}(?:=|\\{1,4})?[ \t]{0,2}(?:\r\n|\n|\r|(?:\\{1,4}r)?\\{1,4}n)(?:[ \t]{0,2}>){0,4}[ \t]{0,16}"
+_ESCAPED_COLOR = r"\\{1,4}(?:u001[Bb]|x1[Bb]|033)\[[0-9;]{0,16}m"
+_BREAK = rf"(?:{_LINE_BREAK}|{_ESCAPED_COLOR})"
 _MAY_BREAK = f"(?:{_BREAK})?+"
 _DIGIT = "[0-9A-Za-z]"
 _AFTER_KEY_ID = SECRET_DIGITS + CHECKSUM_DIGITS
@@ -164,7 +171,7 @@ def _unfinished_key() -> re.Pattern[str]:
     places = [*_letters(StringKind), "_", *_letters(StringScope), "_", *[_DIGIT] * (KEY_ID_DIGITS + _AFTER_KEY_ID)]
     for place in reversed(places):
         piece = _MAY_BREAK + place
-        rest = rf"(?:{piece}{rest}|(?!{piece})[ \t=\\rn\r\n>]{{0,64}}\Z)"
+        rest = rf"(?:{piece}{rest}|(?!{piece})[ \t=\\rn\r\n>ux0-9Bb[;m]{{0,64}}\Z)"
     return re.compile(f"_{rest}", re.ASCII)
 
 
@@ -173,14 +180,36 @@ def _mask_broken(match: re.Match[str]) -> str:
     return re.sub(_BREAK, "", match["head"]) + MASK
 
 
+# --- key strings with percent-encoded letters and digits -----------------------------------------------------
+
+_PERCENT = "%(?:25){0,8}"
+_ANY_DIGIT = rf"(?:{_DIGIT}|{_PERCENT}(?:3[0-9]|[46][1-9A-Fa-f]|[57][0-9Aa]))"
+
+
+def _any_encoded(words: Iterable[str]) -> str:
+    """Match one of the words, each of its letters plain or percent-encoded."""
+    return f"(?:{'|'.join(''.join(map(_encoded, word)) for word in words)})"
+
+
+def _encoded(letter: str) -> str:
+    code = "".join(f"[{digit.upper()}{digit}]" if digit.isalpha() else digit for digit in f"{ord(letter):x}")
+    return f"(?:{letter}|{_PERCENT}{code})"
+
+
+_ESCAPE = "\x1b"
+# A terminal's color, which may split a name or a secret: dropped first. With the beginnings of colors before it, so
+# that what is left is no color.
+_COLOR = _secret(rf"(?P<head>)(?:{_ESCAPE}\[?[0-9;]{{0,16}}+){{1,8}}+m", r"(?!)", (_ESCAPE,), mask=lambda match: "")
+
 _SECRETS = (
+    _COLOR,
     # A key string of the right length, broken across lines. First, because the other patterns end with the line.
     _secret(
         rf"(?!_[a-z]{{3}}_[a-z]{{3}}_{_DIGIT}{{{KEY_ID_DIGITS + _AFTER_KEY_ID}}})"
         rf"(?P<head>_{_any_broken(StringKind)}{_MAY_BREAK}_{_any_broken(StringScope)}{_MAY_BREAK}_"
         rf"(?:{_MAY_BREAK}{_DIGIT}){{{KEY_ID_DIGITS}}})(?:{_MAY_BREAK}{_DIGIT}){{{_AFTER_KEY_ID}}}(?!{_DIGIT})",
         r"(?!)",
-        ("\n", "\r", "\\n"),
+        ("\n", "\r", "\\n", "u001b", "x1b", "\\033"),
         mask=_mask_broken,
         unfinished=_unfinished_key(),
     ),
@@ -193,7 +222,7 @@ _SECRETS = (
     ),
     # Webhook secrets; the prefix `whsec_` is public.
     _secret(
-        rf"(?P<head>(?<![A-Za-z0-9])whsec{_UNDERSCORE})(?:[A-Za-z0-9+/=_%-]|\\{{1,16}}/){{8}}",
+        rf"(?P<head>{_WORD}whsec{_UNDERSCORE})(?:[A-Za-z0-9+/=_%-]|\\{{1,16}}/){{8}}",
         r"[A-Za-z0-9+/=_%-]|\\{1,16}/",
         ("whsec",),
     ),
@@ -302,10 +331,12 @@ _SECRETS = (
         ("bearer", "basic"),
     ),
     # A sealed secret as text: `sealed.` and base64url parts.
-    _secret(r"(?P<head>\bsealed\.)(?=[a-z_-]{0,64}[0-9A-Z])[A-Za-z0-9_-]{8}", r"[A-Za-z0-9_.-]", ("sealed.",)),
+    _secret(
+        rf"(?P<head>{_WORD}sealed\.)(?=[a-z_-]{{0,64}}[0-9A-Z])[A-Za-z0-9_-]{{8}}", r"[A-Za-z0-9_.-]", ("sealed.",)
+    ),
     # Vault and OpenBao tokens (service, batch, recovery), also in the format before Vault 1.10.
     _secret(
-        r"(?P<head>\b(?:hv[sbr]\.|[sbr]\.(?=[a-z]{0,64}[0-9A-Z])))[A-Za-z0-9_-]{20}",
+        rf"(?P<head>{_WORD}(?:hv[sbr]\.|[sbr]\.(?=[a-z]{{0,64}}[0-9A-Z])))[A-Za-z0-9_-]{{20}}",
         r"[A-Za-z0-9_-]",
         ("s.", "b.", "r."),
     ),
@@ -314,6 +345,13 @@ _SECRETS = (
         r"(?P<head>://[^\s:/@\"\\]{0,255}:)[^\s/@\"\\]{1,512}(?:@[^\s/@\"\\]{1,512}){0,3}(?=@)",
         r"(?!)",
         ("://",),
+    ),
+    # A key string with percent-encoded letters and digits, which need no escape.
+    _secret(
+        rf"(?P<head>{_encoded('_')}{_any_encoded(StringKind)}{_encoded('_')}{_any_encoded(StringScope)}{_encoded('_')}"
+        rf"{_ANY_DIGIT}{{{KEY_ID_DIGITS}}}){_ANY_DIGIT}",
+        _ANY_DIGIT,
+        ("%",),
     ),
     # Key strings anywhere. Last, because a header's name may directly precede one.
     _secret(SHAPED.pattern, _DIGIT, tuple(StringKind)),
@@ -325,7 +363,9 @@ _NEEDLES = tuple(dict.fromkeys(needle for secret in _SECRETS for needle in secre
 
 
 def redact(text: str) -> str:
-    """Mask every secret in a text. Idempotent: masked text stays unchanged."""
+    """Mask every secret in a text, and drop the colors of a terminal. Idempotent: masked text stays unchanged."""
+    if _ESCAPE in text:
+        text = _COLOR.whole.sub("", text)
     lowered = text.lower()
     present = {needle for needle in _NEEDLES if needle in lowered}
     if present:
@@ -393,7 +433,7 @@ class _StreamMask:
         return certain if found is None else min(certain, found.start())
 
 
-_ENDS = re.compile(r"[\\\"', \t-]*+(?:u[0-9A-Fa-f]{0,3}+)?+\Z")
+_ENDS = re.compile(r"(?:[\\\"', \t-]*+(?:u[0-9A-Fa-f]{0,3}+)?+|%[0-9A-Fa-f]{0,17}+)\Z")
 
 
 def _is_undecided(text: str, at: int) -> bool:

@@ -305,6 +305,7 @@ class Migration(migrations.Migration):
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('id', models.PositiveSmallIntegerField(default=1, primary_key=True, serialize=False)),
                 ('installation_id', models.CharField(max_length=64)),
+                ('oldest_compatible_release', models.CharField(max_length=20)),
                 ('created_at', models.DateTimeField()),
             ],
             options={

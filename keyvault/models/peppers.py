@@ -11,10 +11,12 @@ class Installation(RecordedModel):
     """The id of this database: one row, created before the first pepper. Every pepper has it as a label.
 
     It distinguishes the peppers of installations that use the same secret backend by mistake.
+    `oldest_compatible_release`: older releases do not start on this database's schema.
     """
 
     id = models.PositiveSmallIntegerField(primary_key=True, default=1)
     installation_id = models.CharField(max_length=64)
+    oldest_compatible_release = models.CharField(max_length=20)
     created_at = created_at()
 
     class Meta:

@@ -5,11 +5,11 @@ compared with the catalog now instead of at the first request.
 """
 
 from keyvault.project.wsgi import application as wsgi_application
-from keyvault.project.wsgi import verifier
+from keyvault.project.wsgi import verify_known
 
 # isort: split
 from keyvault.project.asgi_wsgi_bridge import Bridge
 
-application = Bridge(wsgi_application, verifier.frontend.verify_known)
+application = Bridge(wsgi_application, verify_known)
 
 from keyvault.project import urls  # noqa: E402, F401  loads the routes, once Django is set up

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from keyvault.access.limits import DEFAULT_LIMITS, MAX_COUNT, MAX_SECONDS, find_
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import BRAND
 from keyvault.domain.networks import IPNetwork, parse_network
+from keyvault.wire.planes import Plane
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -89,12 +91,26 @@ def _secret_key(text: str) -> str:
     return text
 
 
-def _environments(text: str) -> tuple[str, ...]:
-    names = _split_list(text)
-    known = [environment.value for environment in Environment]
-    if not names or not set(names) <= set(known):
-        raise ValueError(f"one or more of {', '.join(known)}, separated by commas")
-    return tuple(name for name in known if name in names)
+def _some_of(known: type[StrEnum]) -> Callable[[str], tuple[str, ...]]:
+    def read(text: str) -> tuple[str, ...]:
+        names = _split_list(text)
+        if not names or not set(names) <= set(known):
+            raise ValueError(f"one or more of {', '.join(known)}, separated by commas")
+        return tuple(member.value for member in known if member in names)
+
+    return read
+
+
+def _metrics(text: str) -> str | tuple[str, int]:
+    """Return `on`, `off`, or the host and port of `HOST:PORT`."""
+    if text in {"on", "off"}:
+        return text
+    host, _, port = text.rpartition(":")
+    if not re.fullmatch(r"[0-9A-Za-z.-]+|\[[0-9A-Fa-f:.]+\]", host) or not re.fullmatch(r"[0-9]{1,5}", port):
+        raise ValueError("on, off, or an address such as 127.0.0.1:9100")
+    if not 1 <= int(port) <= 65535:
+        raise ValueError("a port from 1 to 65535")
+    return host.strip("[]"), int(port)
 
 
 def _limit(text: str) -> tuple[int, int]:
@@ -241,7 +257,27 @@ SETTINGS: tuple[Setting, ...] = (
         "sandbox,production",
         "The environments that this process serves. It never loads the peppers of another, and answers 404 on its "
         "base URL.",
-        _environments,
+        _some_of(Environment),
+    ),
+    Setting(
+        "KEYVAULT_PLANES",
+        ",".join(Plane),
+        "The planes that this process serves: the integration plane, the service plane (`/v1/`) and the console "
+        "(`/admin/`). The paths of others are 404.",
+        _some_of(Plane),
+    ),
+    Setting(
+        "KEYVAULT_METRICS",
+        "on",
+        "Where a server or verifier answers `/metrics`: `on`, with its other paths; `HOST:PORT`, at this address only; "
+        "or `off`. Processes of one program share the address; different programs need different ones.",
+        _metrics,
+    ),
+    Setting(
+        "KEYVAULT_DOCS",
+        "on",
+        "`off`: `/v1/docs` and `/v1/openapi.json` are 404. They belong to no plane.",
+        _choice("on", "off"),
     ),
     Setting(
         "KEYVAULT_TRUSTED_PROXIES",

@@ -31,6 +31,12 @@ APPROVALS_NEEDED = {
     "production": _values["KEYVAULT_PRODUCTION_APPROVALS"],
 }
 ENVIRONMENTS: tuple[str, ...] = _values["KEYVAULT_ENVIRONMENTS"]
+PLANES: tuple[str, ...] = _values["KEYVAULT_PLANES"]
+IS_METRICS_PATH_SERVED: bool = _values["KEYVAULT_METRICS"] == "on"
+METRICS_ADDRESS: tuple[str, int] | None = (
+    None if isinstance(_values["KEYVAULT_METRICS"], str) else _values["KEYVAULT_METRICS"]
+)
+ARE_DOCS_SERVED: bool = _values["KEYVAULT_DOCS"] == "on"
 REDIS_URL: str = _values["KEYVAULT_REDIS_URL"]
 TRUSTED_PROXIES: int = _values["KEYVAULT_TRUSTED_PROXIES"]
 ACCOUNT_LIMITS: dict[str, tuple[int, int]] = {
@@ -106,6 +112,7 @@ MIDDLEWARE = [
     "keyvault.api.middleware.RequestMiddleware",
     "django.middleware.security.SecurityMiddleware",
     "keyvault.api.middleware.EnvironmentMiddleware",
+    "keyvault.api.middleware.PlaneMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
     "keyvault.admin.framework.middleware.ConsoleSessionMiddleware",
     "django.middleware.common.CommonMiddleware",

@@ -9,10 +9,13 @@
 import argparse
 import os
 import socket
+import sys
 
 import django
+from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.hotpath.http1.server import listen, run
+from keyvault.wire.planes import Plane
 
 
 def main() -> None:
@@ -23,12 +26,17 @@ def main() -> None:
     parser.add_argument("--ready", type=int, required=True)
     options = parser.parse_args()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
-    django.setup()
+    try:
+        django.setup()
+    except ImproperlyConfigured as error:
+        sys.exit(f"the verifier does not start: {error}")
     # Models can be imported after django.setup().
     from keyvault.hotpath.adapters.assembly import load_async
+    from keyvault.services.startup.metrics import serve_metrics_or_exit
     from keyvault.services.startup.startup_checks import start_or_exit
 
-    start_or_exit("verifier")
+    start_or_exit("verifier", plane=Plane.SERVICE)
+    serve_metrics_or_exit("verifier")
 
     def report_ready() -> None:
         os.write(options.ready, f"{os.getpid()}\n".encode())

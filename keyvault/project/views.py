@@ -1,13 +1,18 @@
 """Responses to requests that reached no view: problem documents for machines, plain pages in the console."""
 
+import sys
+
 from django.core.exceptions import DisallowedHost
+from django.db import InterfaceError, OperationalError
 from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html
 from django.views import defaults
 
 from keyvault.access.verification import find_exposed
 from keyvault.admin.framework.middleware import is_console
-from keyvault.api.middleware import INTEGRATION_ROUTES, problem_response, raw_url
+from keyvault.api.middleware import INTEGRATION_ROUTES, problem_response, raw_url, request_id_of
 from keyvault.domain.errors import ErrorCode, Fault
+from keyvault.services.work.disk_space import is_out_of_space
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
@@ -39,4 +44,31 @@ def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
 
 
 def server_error(request: HttpRequest) -> HttpResponse:
+    """Answer an exception that no view has answered; 503 while the database or a disk cannot be used."""
+    error = sys.exception()
+    is_full = error is not None and is_out_of_space(error)
+    if is_full or isinstance(error, OperationalError | InterfaceError):
+        why = "A disk of the service is full." if is_full else "The database is unavailable."
+        return _unavailable(request, why)
     return problem_response(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.", request)
+
+
+def _unavailable(request: HttpRequest, why: str) -> HttpResponse:
+    """Answer 503: a page with the reason in the console, a problem document elsewhere."""
+    if not is_console(request):
+        detail = "The service cannot use its database right now. Try again."
+        return problem_response(ErrorCode.DEPENDENCY_UNAVAILABLE, detail, request, retry_after_seconds=1)
+    page = format_html(_UNAVAILABLE_PAGE, why, request_id_of(request))
+    headers = {"Retry-After": "5", "Content-Security-Policy": "default-src 'none'"}
+    return HttpResponse(page, status=503, headers=headers)
+
+
+_UNAVAILABLE_PAGE = """<!doctype html>
+<html lang="en">
+<title>Service unavailable</title>
+<h1>Service unavailable</h1>
+<p>{} Check whether your last change took effect before you repeat it.</p>
+<p>Keys are still verified. To revoke one now, run <code>manage.py revoke_key</code> on the host.</p>
+<p>Request id: {}</p>
+</html>
+"""

@@ -4,20 +4,29 @@ The import fails if the process cannot serve: it runs the start-up checks.
 """
 
 import os
+import sys
 
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
 from django.core.wsgi import get_wsgi_application
 from django.db import connection
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
-django = get_wsgi_application()
+try:
+    django = get_wsgi_application()
+except ImproperlyConfigured as _error:
+    sys.exit(f"the server does not start: {_error}")
 
-from keyvault.hotpath.adapters.assembly import load_blocking  # noqa: E402  models exist after Django's setup
-from keyvault.hotpath.frontends.wsgi import mounted  # noqa: E402  likewise
-from keyvault.project.engine_view import serves_host  # noqa: E402  likewise
-from keyvault.services.startup.processes import process_watch  # noqa: E402  likewise
-from keyvault.services.startup.startup_checks import start_or_exit  # noqa: E402  likewise
-from rotation.services.rotations.turns import dispatcher  # noqa: E402  likewise
-from rotation.tasks import send_turn  # noqa: E402  likewise
+# Models can be imported after Django's setup.
+from keyvault.hotpath.adapters.assembly import load_blocking
+from keyvault.hotpath.frontends.wsgi import mounted
+from keyvault.project.engine_view import serves_host
+from keyvault.services.startup.metrics import serve_metrics_or_exit
+from keyvault.services.startup.processes import process_watch
+from keyvault.services.startup.startup_checks import start_or_exit
+from keyvault.wire.planes import Plane
+from rotation.services.rotations.turns import dispatcher
+from rotation.tasks import send_turn
 
 start_or_exit("server")
 verifier = load_blocking()
@@ -25,5 +34,8 @@ verifier = load_blocking()
 verifier.start()
 dispatcher.send = send_turn
 process_watch.start()
+serve_metrics_or_exit("server")
 connection.close()
-application = mounted(django, verifier.frontend, serves_host)
+verify_known = verifier.frontend.verify_known if Plane.SERVICE in settings.PLANES else None
+"""The fast path of verify; None where the service plane is not served."""
+application = mounted(django, verifier.frontend, serves_host) if Plane.SERVICE in settings.PLANES else django

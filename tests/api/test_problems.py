@@ -158,7 +158,10 @@ def test_health_succeeds_without_a_database_and_readiness_names_what_is_missing(
     assert client.get("/healthz").json() == {"status": "ok"}
     ready = client.get("/readyz")
     assert ready.status_code == 200
-    assert set(ready.json()["checks"]) == {"database", "peppers_sandbox", "peppers_production", "peppers_service"}
+    assert set(ready.json()["checks"]) == {
+        *("database", "disk"),
+        *("peppers_sandbox", "peppers_production", "peppers_service"),
+    }
 
     def fail(connection: object) -> set[str]:
         raise OperationalError("gone")
@@ -167,7 +170,7 @@ def test_health_succeeds_without_a_database_and_readiness_names_what_is_missing(
     assert client.get("/healthz").status_code == 200
     response = client.get("/readyz")
     assert response.status_code == 503
-    assert response.json()["checks"] == dict.fromkeys(ready.json()["checks"], "failing")
+    assert response.json()["checks"] == {**dict.fromkeys(ready.json()["checks"], "failing"), "disk": "ok"}
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])

@@ -7,8 +7,8 @@ import pytest
 from tests.architecture.checkout import ROOT
 
 LOCKS = ("requirements.txt", "tests/requirements.txt")
-BENCH = "tests/bench/requirements.txt"
-"""Lock of the servers that the benchmark compares with, in their own environment."""
+APART = ("tests/bench/requirements.txt", "tests/tools/requirements.txt")
+"""Locks of environments of their own: of the servers that the benchmark compares with, and of `make audit`."""
 PIN = re.compile(r"(?P<name>[a-z0-9-]+)(?:\[[a-z0-9,-]+\])?==(?P<version>[^ ;\\]+)(?P<condition> ; [^\\]+)?")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
@@ -47,14 +47,14 @@ def asked(source: str) -> set[str]:
     return {re.sub(r"[._-]+", "-", name[0]).lower() for name in names if name}
 
 
-@pytest.mark.parametrize("lock", [*LOCKS, BENCH])
+@pytest.mark.parametrize("lock", [*LOCKS, *APART])
 def test_lock_holds_only_hashed_pins(lock: str) -> None:
     """No index, link or path of the machine that made it, and no requirement that pip could not verify."""
     strange = [line for line in requirements(lock) if not PIN.match(line) or not HASH.search(line)]
     assert strange == []
 
 
-@pytest.mark.parametrize("lock", [*LOCKS, BENCH])
+@pytest.mark.parametrize("lock", [*LOCKS, *APART])
 def test_lock_names_no_address_or_folder_of_a_machine(lock: str) -> None:
     """Comments too: a resolver's header can carry the options it was called with."""
     trace = re.compile(r"://|--(?:extra-)?index|--find-links|--trusted-host|\bfile:|/home/|/root/")
@@ -69,6 +69,7 @@ def test_lock_names_no_address_or_folder_of_a_machine(lock: str) -> None:
         ("requirements.in", "tests/requirements.txt", "-r tests/../requirements.in"),
         ("tests/requirements.in", "tests/requirements.txt", "-r tests/requirements.in"),
         ("tests/bench/requirements.in", "tests/bench/requirements.txt", "-r tests/bench/requirements.in"),
+        ("tests/tools/requirements.in", "tests/tools/requirements.txt", "-r tests/tools/requirements.in"),
     ],
 )
 def test_lock_answers_exactly_what_its_source_asks_for(source: str, lock: str, mark: str) -> None:

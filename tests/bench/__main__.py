@@ -1,4 +1,4 @@
-"""`python -m tests.bench [verify|revoke|growth|scale]`: measures, writes JSON and table, prints the table.
+"""`python -m tests.bench [verify|revoke|growth|signin|scale]`: measures, writes JSON and table, prints the table.
 
 Exit 1 when a target that was measured is not met. Everything it starts ends with it, and it keeps no data but results.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from keyvault.management.supervisor import StopRequestedError, stopping_on_signals
 
-from . import growth, results, revoke, scale, verify
+from . import growth, results, revoke, scale, signin, verify
 from .environments import PLACE
 from .launch import StartError
 from .machine import Cores, choose_cores, describe, name_machine, require_linux
@@ -24,9 +24,9 @@ from .servers import SERVERS
 from .site import NotRunError, Site
 from .telling import tell
 
-PARTS = ("verify", "revoke", "growth", "scale")
+PARTS = ("verify", "revoke", "growth", "signin", "scale")
 
-DEFAULT_PARTS = PARTS[:3]
+DEFAULT_PARTS = PARTS[:-1]
 """The parts that run unless one is named; `scale` loads a million credentials first."""
 
 
@@ -66,6 +66,7 @@ def _perform(part: str, cores: Cores, asked: argparse.Namespace) -> dict[str, An
         "verify": lambda site: verify.Verify(site, cores, asked),
         "revoke": lambda site: revoke.Revoke(site, cores, asked),
         "growth": lambda site: growth.Growth(site, cores, asked),
+        "signin": lambda site: signin.SignIn(site, cores, asked),
         "scale": lambda site: scale.Scale(site, cores, asked),
     }
     with ExitStack() as stack:
@@ -99,6 +100,7 @@ def _read_arguments() -> argparse.Namespace:
     verify.add_options(parser.add_argument_group("verify"))
     revoke.add_options(parser.add_argument_group("revoke"))
     growth.add_options(parser.add_argument_group("growth"))
+    signin.add_options(parser.add_argument_group("signin"))
     scale.add_options(parser.add_argument_group("scale"))
     return parser.parse_args()
 

@@ -188,6 +188,7 @@ BATCH_SIZE = 100
 
 TAIL, STALE, EVICTION, GROWTH = "p99 at 80 %", "stale", "eviction p99", "growth"
 JOBS, ROTATIONS, EVENT = "jobs", "rotations", "event to step"
+SIGN_IN = "sign-in"
 
 TARGETS = (
     Target("verifier, all features / own hello", 0.50, 0.60, above=HIT, below=OWN_HELLO),
@@ -200,6 +201,7 @@ TARGETS = (
     Target('stale "valid" after revoke returned, same host', 0, 0, is_ceiling=True, figure=STALE),
     Target("commit → last of 4 verifiers evicted, loaded, p99", 20, 5, " ms", is_ceiling=True, figure=EVICTION),
     Target("look-up p50 at 1 million / 10 thousand keys", 1.25, 1.1, is_ceiling=True, figure=GROWTH),
+    Target("p99 of `orders.retrieve` under 16 sign-ins / idle", 2, 1.25, is_ceiling=True, figure=SIGN_IN),
     Target("worst periodic job, nothing due, in full / at a hundredth", 2, 1.25, is_ceiling=True, figure=JOBS),
     Target("rotations completed a second on two cores, with audit", 5, 20, figure=ROTATIONS),
     Target("event → step of its rotation, workers under load, p99", 2, 0.5, " s", is_ceiling=True, figure=EVENT),

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from . import growth, revoke, scale, verify
+from . import growth, revoke, scale, signin, verify
 from .figures import EVICTION, STALE, TARGETS, Met, Run, Spread, Target, number, ratio_by_cpu, spread
 from .generators import SOURCE
 
@@ -34,7 +34,8 @@ def page(whole: Told, source: str) -> str:
     """RESULTS.md, of one file's figures and nothing else."""
     parts = ["# Measured", "", f"Written by `python -m tests.bench` from `{source}`; do not edit.", ""]
     parts += [*_head(whole), *targets_table(whole), ""]
-    for part, shown in (("verify", _rates), ("revoke", _revoked), ("growth", _grown), ("scale", _scaled)):
+    shown_by = {"verify": _rates, "revoke": _revoked, "growth": _grown, "signin": _signed_in, "scale": _scaled}
+    for part, shown in shown_by.items():
         if _has(whole, part):
             parts += shown(whole[part])
     return "\n".join(parts).rstrip("\n") + "\n"
@@ -84,6 +85,7 @@ def figures_of(whole: Told) -> dict[str, Spread]:
         "verify": verify.figures_of,
         "revoke": revoke.figures_of,
         "growth": growth.figures_of,
+        "signin": signin.figures_of,
         "scale": scale.figures_of,
     }
     for part, of in parts.items():
@@ -119,7 +121,7 @@ def _about(figure: str, whole: Told) -> str:
 def _head(whole: Told) -> list[str]:
     """When and on what; each benchmark's own where they differ."""
     lines, last = [], None
-    for part in ("verify", "revoke", "growth", "scale"):
+    for part in ("verify", "revoke", "growth", "signin", "scale"):
         if part not in whole:
             lines.append(f"- {part}: not run")
             continue
@@ -191,6 +193,11 @@ def _revoked(told: Told) -> list[str]:
 def _grown(told: Told) -> list[str]:
     lines = ["## Growth", "", growth.describe(told), ""]
     return [*lines, *table(growth.HEADS, map(growth.row, told["sizes"])), "", *growth.memory_lines(told), ""]
+
+
+def _signed_in(told: Told) -> list[str]:
+    rows = [row for each in told["rounds"] for row in signin.rows(each)]
+    return ["## Orders under sign-ins", "", signin.describe(told), "", *table(signin.HEADS, rows), ""]
 
 
 def _scaled(told: Told) -> list[str]:

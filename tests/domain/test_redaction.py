@@ -125,6 +125,44 @@ def test_redact_key_string_escaped_in_a_url_or_in_json_is_masked(escape: str) ->
     assert redact(f"GET /a?key={KEY.replace('_', escape)} 200") == f"GET /a?key={HANDLE.replace('_', escape)}*** 200"
 
 
+@pytest.mark.parametrize("percent", ["%", "%25", "%" + "25" * 8])
+@pytest.mark.parametrize("places", [slice(0, None), slice(40, 41), slice(0, 12), slice(30, None, 2)], ids=str)
+def test_redact_key_string_with_needless_escapes_is_masked(percent: str, places: slice) -> None:
+    """A URL may escape any letter or digit, and its reader decodes it (RFC 3986, 2.3)."""
+    escaped = list(KEY)
+    escaped[places] = [f"{percent}{ord(letter):02x}" for letter in escaped[places]]
+    text = f"GET /a?q={''.join(escaped)}&b=%41 200"
+    clean = f"GET /a?q={''.join(escaped[:27])}***&b=%41 200"
+    assert redact(text) == clean
+    assert "".join(redact_stream(text)) == clean
+
+
+@pytest.mark.parametrize("color", ["\x1b[0m", "\x1b[38;5;208m", "\x1b[m", "\x1b[1;\x1b[0m"])
+@pytest.mark.parametrize("at", [4, 20, 40, 75])
+def test_redact_key_string_split_by_a_color_is_masked(color: str, at: int) -> None:
+    """Terminals color parts of a line, such as the differences between two."""
+    text = f"{color}sent {KEY[:at]}{color}{KEY[at:]}{color} ok"
+    assert redact(text) == f"sent {HANDLE}*** ok"
+    assert "".join(redact_stream(text)) == redact(text)
+    assert redact(redact(text)) == redact(text)
+
+
+@pytest.mark.parametrize("render", [repr, json.dumps, lambda text: json.dumps(json.dumps(text))])
+@pytest.mark.parametrize("at", [4, 20, 40, 75])
+def test_redact_key_string_split_by_an_escaped_color_is_masked(render: Callable[[str], str], at: int) -> None:
+    text = render(f"sent {KEY[:at]}\x1b[31m{KEY[at:]} ok")
+    clean = redact(text)
+    assert MASK in clean
+    assert not leaks(SECRET, clean)
+    assert "".join(redact_stream(text)) == clean
+
+
+def test_redact_names_split_by_colors_still_tell_their_secret() -> None:
+    """structlog colors the name and the value apart."""
+    line = f"\x1b[36mpass\x1b[1mword\x1b[0m=\x1b[35m{OPAQUE}\x1b[0m \x1b[36mid\x1b[0m=7"
+    assert redact(line) == "password=*** id=7"
+
+
 def test_redact_key_id_alone_stays() -> None:
     """The handle is public: support finds the key by it."""
     line = f"POST /v1/keys/{HANDLE[-16:]}/revoke 202 {HANDLE}"
@@ -754,6 +792,10 @@ HOSTILE = {
     "private keys": "-----BEGIN RSA PRIVATE KEY-----a-",
     "hyphens": "-",
     "devices": "__secure-device",
+    "colors": "\x1b[0",
+    "escaped colors": "_p\\x1b[0m",
+    "needless escapes": "%5f%70",
+    "almost escapes": "%25%25",
 }
 
 

@@ -1,7 +1,8 @@
-"""The fuzzes at length: `python -m tests.fuzz [server|service] --count N --seed N`. Exit 1 when something was found.
+"""The fuzzes at length: `python -m tests.fuzz [server|service|redaction] --count N --seed N`. Exit 1 after a find.
 
 `server` sends bytes that are more or less HTTP to the dedicated verifier's server and to a stock one; `service` sends
-requests with odd headers and paths to the whole service, on a database and data folder of its own. Both, unless told.
+requests with odd headers and paths to the whole service, on a database and data folder of its own; `redaction` plants
+secrets in log lines. All of them, unless told.
 A find is made again by its seed, with `--count 1`; keys are new ones then, shapes are the same.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from tests import environment
 
 MOST_SHOWN = 20
-COUNTS = {"server": 1_000_000, "service": 100_000}
+COUNTS = {"server": 1_000_000, "service": 100_000, "redaction": 100_000}
 
 
 def main() -> int:
@@ -25,7 +26,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None)
     asked = parser.parse_args()
     first = secrets.randbelow(10**9) if asked.seed is None else asked.seed
-    fuzzes = {"server": _fuzz_server, "service": _fuzz_service}
+    fuzzes = {"server": _fuzz_server, "service": _fuzz_service, "redaction": _fuzz_redaction}
     parts = [asked.part] if asked.part else list(COUNTS)
     # Each is run, whatever the one before has found.
     return max([fuzzes[part](range(first, first + (asked.count or COUNTS[part]))) for part in parts])
@@ -59,6 +60,14 @@ def _fuzz_service(seeds: range) -> int:
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder), **UNLIMITED) as port:
         shown = _show(surprises(port, known, iter(seeds)))
     sys.stdout.write(f"service: {len(seeds):,} requests from seed {seeds[0]}: {shown} surprises\n")
+    return 1 if shown else 0
+
+
+def _fuzz_redaction(seeds: range) -> int:
+    from .planted import SHAPES, find_leaks
+
+    shown = _show(find_leaks(seeds))
+    sys.stdout.write(f"redaction: {len(seeds):,} secrets in {len(SHAPES)} shapes from seed {seeds[0]}: {shown} left\n")
     return 1 if shown else 0
 
 

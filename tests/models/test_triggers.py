@@ -208,7 +208,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "auditcheckpoint_no_update": lambda _: update("keyvault_auditcheckpoint", {"signer": "local"}),
     "auditcheckpoint_no_delete": lambda _: delete("keyvault_auditcheckpoint", scope="service", number=1),
     "auditcheckpoint_no_replace": lambda _: _replace("keyvault_auditcheckpoint", {"id": None, "signature": b"x" * 64}),
-    "installation_no_update": lambda _: update("keyvault_installation", {"installation_id": "another"}),
+    "installation_stays": lambda _: update("keyvault_installation", {"installation_id": "another"}),
     "installation_no_delete": lambda _: delete("keyvault_installation"),
     "installation_no_replace": lambda _: _replace("keyvault_installation", {"installation_id": "another"}),
     "change_no_update": lambda _: update("keyvault_change", {"subject_id": "another"}),

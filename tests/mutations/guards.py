@@ -615,4 +615,29 @@ GUARDS = (
         "No key reaches an audit entry.",
         f"{_TRANSACTION_TESTS}::test_recorded_details_are_redacted_at_every_depth",
     ),
+    # --- entry points and the disk ---------------------------------------------------------------------------
+    Guard(
+        "plane-not-served",
+        "keyvault/api/middleware.py",
+        "        if not _is_served(request.path_info):\n            raise Http404\n",
+        "",
+        "A process answers no path of a plane that it does not serve.",
+        "tests/project/test_planes.py::test_process_answers_its_planes_and_health_checks_only",
+    ),
+    Guard(
+        "reserve-for-revocations",
+        "keyvault/services/recording/revocation_log.py",
+        "if not is_out_of_space(error) or not release_reserve():\n            raise",
+        "raise",
+        "A full disk costs no line of the revocation log as long as there is a reserve.",
+        "tests/project/test_full_disk.py::test_revocation_is_logged_from_the_reserve_when_a_write_finds_no_space",
+    ),
+    Guard(
+        "incompatible-release",
+        "keyvault/services/startup/startup_checks.py",
+        "    if not _is_compatible(oldest):\n",
+        "    if not oldest:\n",
+        "An older release does not start on a schema that a newer one has made incompatible.",
+        "tests/project/test_start.py::test_start_on_a_newer_schema_is_refused_in_one_line",
+    ),
 )

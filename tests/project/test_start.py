@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from keyvault.domain.releases import OLDEST_COMPATIBLE_RELEASE, RELEASE
+
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -115,12 +117,56 @@ def test_start_on_an_older_schema_is_refused_and_names_the_setup_command(folder:
 
 @pytest.mark.parametrize("who", PROGRAMS)
 def test_start_on_a_newer_schema_is_refused_in_one_line(folder: Path, who: str) -> None:
-    """Guarantee: an older release does not run on the schema of a newer one."""
-    execute(folder, "INSERT INTO django_migrations (app, name, applied) VALUES ('keyvault', '9999_x', '2026-11-21')")
+    """Guarantee: an older release does not run on a schema that a newer one has made incompatible."""
+    migrate_to_a_newer_release(folder, "9.0.0")
     assert (
-        f"the {who} does not start: the database is ahead of this release: it has keyvault.9999_x, which this release "
-        "does not know; start the release that the database was set up with, or a later one"
+        f"the {who} does not start: the database is ahead of this release ({RELEASE}): it has keyvault.9999_x; "
+        "start release 9.0.0 or a later one"
     ) in refusal(PROGRAMS[who], folder)
+
+
+def migrate_to_a_newer_release(folder: Path, oldest_compatible: str) -> None:
+    execute(folder, "INSERT INTO django_migrations (app, name, applied) VALUES ('keyvault', '9999_x', '2026-11-21')")
+    execute(folder, "UPDATE keyvault_installation SET oldest_compatible_release = ?", oldest_compatible)
+
+
+def test_setup_of_an_older_release_changes_nothing_on_a_newer_schema(folder: Path) -> None:
+    migrate_to_a_newer_release(folder, "9.0.0")
+    done = run(["manage.py", "setup"], folder)
+    assert done.returncode != 0
+    assert "nothing was set up: the database is ahead of this release" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("oldest", [RELEASE, "0.0.9"])
+def test_start_on_a_newer_schema_that_is_compatible_works(folder: Path, oldest: str) -> None:
+    """Guarantee: during an upgrade the processes of the older release restart beside those of the newer one."""
+    migrate_to_a_newer_release(folder, oldest)
+    for arguments in (SERVER, ["manage.py", "setup"], SERVER):
+        done = run(arguments, folder)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("oldest", ["", "next"])
+def test_start_on_a_newer_schema_of_an_unreadable_release_is_refused(folder: Path, oldest: str) -> None:
+    migrate_to_a_newer_release(folder, oldest)
+    assert "the database is ahead of this release" in refusal(SERVER, folder)
+
+
+def test_setup_records_the_oldest_compatible_release_and_never_lowers_it(folder: Path) -> None:
+    def recorded() -> tuple[str, int]:
+        with closing(sqlite3.connect(folder / "keyvault.sqlite3")) as database:
+            ((release,),) = database.execute("SELECT oldest_compatible_release FROM keyvault_installation")
+            upgrades = "SELECT count(*) FROM keyvault_auditentry WHERE event = 'installation.upgraded'"
+            ((count,),) = database.execute(upgrades)
+        return release, count
+
+    assert recorded() == (OLDEST_COMPATIBLE_RELEASE, 0)
+    for before, after in (("0.0.1", (OLDEST_COMPATIBLE_RELEASE, 1)), ("9.0.0", ("9.0.0", 1))):
+        execute(folder, "UPDATE keyvault_installation SET oldest_compatible_release = ?", before)
+        done = run(["manage.py", "setup"], folder)
+        assert done.returncode == 0, done.stderr
+        assert recorded() == after
 
 
 def refusal(arguments: list[str], folder: Path, **settings: str) -> str:
@@ -183,6 +229,30 @@ def test_start_with_an_invalid_setting_is_refused(tmp_path: Path, settings: dict
     assert complaint in done.stderr
     assert "short" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("who", ["server", "verifier"])
+@pytest.mark.parametrize(
+    ("settings", "accepted"),
+    [
+        ({"KEYVAULT_PLANES": "console,admin"}, "one or more of integration, service, console, separated by commas"),
+        ({"KEYVAULT_METRICS": "9100"}, "on, off, or an address such as 127.0.0.1:9100"),
+        ({"KEYVAULT_DOCS": "no"}, "one of on, off"),
+    ],
+)
+def test_start_with_an_invalid_choice_of_paths_is_refused_in_one_line(
+    tmp_path: Path, who: str, settings: dict[str, str], accepted: str
+) -> None:
+    line = refusal(PROGRAMS[who], tmp_path / "data", **settings)
+    assert line == f"the {who} does not start: {next(iter(settings))}: invalid value, expected {accepted}"
+
+
+def test_start_of_a_verifier_without_its_plane_is_refused_in_one_line(folder: Path) -> None:
+    line = refusal(VERIFIER, folder, KEYVAULT_PLANES="integration,console")
+    assert line == (
+        "the verifier does not start: it serves the service plane only, and KEYVAULT_PLANES is integration,console; "
+        "add service, or do not start it here"
+    )
 
 
 def test_start_leaves_no_file_in_the_data_folder_readable_by_others(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ class HealthView(PublicView):
 class ReadinessView(PublicView):
     """Readiness, with each dependency of a verdict by name.
 
-    The dependencies are the database with its triggers, the peppers and, where the process answers from memory, the
-    change feed.
+    The dependencies are the database with its triggers, the peppers, the disk and, where the process answers from
+    memory, the change feed.
     """
 
     @documented(
@@ -38,7 +38,8 @@ class ReadinessView(PublicView):
         summary="Readiness of the process, with each dependency by name.",
         description="Answers 200 while the process can judge a key, and 503 otherwise. `checks` names each "
         "dependency: the database with its triggers, the peppers and, where verdicts come from memory, "
-        "the change feed. Neither the worker nor the broker counts.",
+        "the change feed. A full `disk` is named, but does not count: the process still judges and revokes keys. "
+        "Neither the worker nor the broker counts.",
         answers={200: READINESS_BODY, 503: READINESS_BODY},
         plane=PUBLIC_CODES,
         auth=NO_CREDENTIAL,

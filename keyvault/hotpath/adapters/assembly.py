@@ -49,6 +49,7 @@ from keyvault.services.usage.recorder import Uses, usage_log
 from keyvault.services.verification.judging import note_use, record_buckets
 from keyvault.services.verification.refusals import refusal_log
 from keyvault.wire.headers import mint_request_id
+from keyvault.wire.planes import METRICS
 from keyvault.wire.problems import problem
 
 _log = logging.getLogger(__name__)
@@ -160,7 +161,8 @@ def unrouted(method: str, target: str) -> HttpResponse:
     exposed = find_exposed(target)
     if exposed is not None:
         return problem_answer(denial_problem(exposed, request_id), request_id)
-    if target.partition("?")[0] in {_HEALTH, *_STATUS_PATHS}:
+    path = target.partition("?")[0]
+    if path == _HEALTH or _is_status_path(path):
         detail = f"This path does not support {method}. Use GET or HEAD."
         return problem_answer(
             problem(ErrorCode.METHOD_NOT_ALLOWED, detail, request_id, allowed_methods=("GET", "HEAD")), request_id
@@ -181,7 +183,11 @@ def _metrics() -> tuple[int, bytes, str]:
 
 
 _HEALTH: Final = "/healthz"
-_STATUS_PATHS: Final = {"/readyz": _readyz, "/metrics": _metrics}
+_STATUS_PATHS: Final = {"/readyz": _readyz, METRICS: _metrics}
+
+
+def _is_status_path(path: str) -> bool:
+    return path in _STATUS_PATHS and (path != METRICS or settings.IS_METRICS_PATH_SERVED)
 
 
 class AssembledVerifier:
@@ -220,7 +226,7 @@ class AssembledVerifier:
             if path == _HEALTH:
                 # Answered by the loop itself: the response proves that it is alive.
                 return _respond(200, b'{"status":"ok"}', "application/json")
-            if path in _STATUS_PATHS:
+            if _is_status_path(path):
                 return self._answer_status(path)
         return unrouted(method.decode("latin-1"), target.decode("latin-1"))
 

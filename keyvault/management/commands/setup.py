@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import connection
@@ -10,9 +11,10 @@ from django.db.migrations.executor import MigrationExecutor
 
 from keyvault.management.json_command import JsonCommand
 from keyvault.models.triggers import missing_triggers
+from keyvault.services.peppers.installation import record_compatibility
 from keyvault.services.peppers.ring import ensure_peppers
 from keyvault.services.revocations.log_opening import open_revocation_log, recover_revocation_log
-from keyvault.services.startup.startup_checks import format_log_loss
+from keyvault.services.startup.startup_checks import format_log_loss, require_compatible_release
 
 
 class Command(JsonCommand):
@@ -22,6 +24,7 @@ class Command(JsonCommand):
         if self._needs_migration():
             call_command("migrate", interactive=False, verbosity=0)
         ensure_peppers(self.now)
+        record_compatibility(self.now)
         unread = recover_revocation_log(self.now).unread
         if not open_revocation_log(self.now):
             raise CommandError(f"The database is set up, but the service will not start: {format_log_loss(unread)}")
@@ -30,5 +33,9 @@ class Command(JsonCommand):
     def _needs_migration(self) -> bool:
         """Whether migrations or triggers are missing. Otherwise the database is not touched: servers may use it."""
         executor = MigrationExecutor(connection)
+        try:
+            require_compatible_release(executor.loader)
+        except ImproperlyConfigured as error:
+            raise CommandError(f"nothing was set up: {error}") from None
         pending = executor.migration_plan(executor.loader.graph.leaf_nodes())
         return bool(pending) or bool(missing_triggers(connection))

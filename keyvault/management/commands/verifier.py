@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
 
@@ -23,6 +24,8 @@ from keyvault.backends.private_files import ensure_private_directory
 from keyvault.management.commands.run import port_number
 from keyvault.management.service import CHECKOUT, READY_SECONDS, ServiceError
 from keyvault.management.supervisor import Program, StopRequestedError, Supervisor, stopping_on_signals
+from keyvault.services.startup.startup_checks import require_plane
+from keyvault.wire.planes import Plane
 
 MAX_WORKERS = 256
 BACKLOG = 2048
@@ -47,6 +50,10 @@ class Command(BaseCommand):
         parser.add_argument("--json", action="store_true", help="print one JSON object when it is ready")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            require_plane(Plane.SERVICE)
+        except ImproperlyConfigured as error:
+            raise CommandError(f"the verifier does not start: {error}") from None
         try:
             with stopping_on_signals():
                 if options["socket"] is not None:

@@ -24,7 +24,6 @@ CHANGE_IS_CONFIRMED = """
 APPEND_ONLY = (
     AppendOnly("keyvault_auditentry", (("id",), ("chain_id", "sequence"))),
     AppendOnly("keyvault_auditcheckpoint", (("id",), ("scope", "number"))),
-    AppendOnly("keyvault_installation", (("id",),)),
     AppendOnly("keyvault_change", (("sequence",),), expired=CHANGE_IS_CONFIRMED),
     AppendOnly("keyvault_issuanceapproval", (("id",), ("request_id", "person"))),
 )
@@ -45,6 +44,7 @@ KEPT = (
     Kept("keyvault_notice", (("notice_id",),), expired="NOT OLD.is_alarm OR OLD.seen_at IS NOT NULL"),
     Kept("keyvault_webhookendpoint", (("id",), ("account_id", "url"))),
     Kept("keyvault_providerconnection", (("id",),)),
+    Kept("keyvault_installation", (("id",),)),
     Kept("keyvault_pepperversion", (("id",), ("pepper_set", "number"))),
 )
 
@@ -60,6 +60,9 @@ FROZEN = (
         "keyvault_account",
         ("id", "environment", "merchant_id"),
         "an account keeps its merchant and environment",
+    ),
+    Frozen(
+        "keyvault_installation", ("id", "installation_id", "created_at"), "a database keeps the id of its installation"
     ),
     Frozen("keyvault_operator", ("id", "username", "person"), "an operator keeps the user name and the person"),
     Frozen(

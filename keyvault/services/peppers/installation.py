@@ -1,4 +1,4 @@
-"""The id of this installation, and checks that secret backend data belongs to it."""
+"""The id of this installation, the releases that may run on its database, and whose data the secret backend holds."""
 
 import secrets
 from collections.abc import Mapping
@@ -9,7 +9,8 @@ from django.db import IntegrityError as DatabaseIntegrityError
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
-from keyvault.domain.errors import IntegrityError
+from keyvault.domain.errors import IntegrityError, StateConflictError
+from keyvault.domain.releases import OLDEST_COMPATIBLE_RELEASE, RELEASE, parse_release
 from keyvault.models import Installation
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
@@ -32,7 +33,37 @@ def ensure_installation(now: datetime) -> None:
         suppress(DatabaseIntegrityError),  # A concurrent first run was faster.
         recorded(grant, Permission.OPERATORS_WRITE, "installation.created", installation_id=new_id),
     ):
-        Installation(installation_id=new_id, created_at=now).save()
+        Installation(installation_id=new_id, oldest_compatible_release=OLDEST_COMPATIBLE_RELEASE, created_at=now).save()
+
+
+def record_compatibility(now: datetime) -> None:
+    """Record which releases may run on the schema that this release has just migrated to.
+
+    The recorded release never goes back: an older release may run this, too. Does nothing before the first setup.
+    """
+    row: Installation | None = Installation.objects.first()
+    if row is None or parse_release(row.oldest_compatible_release) >= parse_release(OLDEST_COMPATIBLE_RELEASE):
+        return
+    grant = authorize(HOST, Permission.OPERATORS_WRITE, now=now)
+    with (
+        suppress(StateConflictError),  # A concurrent setup was faster.
+        recorded(
+            grant,
+            Permission.OPERATORS_WRITE,
+            "installation.upgraded",
+            release=RELEASE,
+            oldest_compatible_release=OLDEST_COMPATIBLE_RELEASE,
+        ),
+    ):
+        row.compare_and_swap(oldest_compatible_release=OLDEST_COMPATIBLE_RELEASE)
+
+
+def find_oldest_compatible_release() -> str | None:
+    """Return the oldest release that may run on this database; None before the first setup.
+
+    Reads one column, since the schema may be that of a newer release.
+    """
+    return Installation.objects.values_list("oldest_compatible_release", flat=True).first()
 
 
 def installation_id() -> str:

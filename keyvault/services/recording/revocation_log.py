@@ -49,6 +49,7 @@ from keyvault.models import Account, CustomerToken, Key, Merchant, Notice, Servi
 from keyvault.models.recording import RecordedModel, collect_subjects
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
+from keyvault.services.work.disk_space import is_out_of_space, make_room, release_reserve
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ def append_ended(subjects: Mapping[Subject, bool], sequence: int | None, now: da
     ended = [subject for subject, has_ended in subjects.items() if has_ended]
     if not ended or sequence is None:
         return
+    make_room()
     unit = secrets.token_hex(8)
     try:
         append_lines(describe_ended(ended, sequence, now, unit=unit))
@@ -106,8 +108,18 @@ def describe_ended(ended: Iterable[Subject], sequence: int, now: datetime, *, un
 def append_lines(lines: Sequence[LogLine], *, is_synced: bool = True) -> None:
     """Append all lines or none. `is_synced` False: they need not survive a power failure.
 
-    Raises OSError, also when the file is missing or empty: a new file here would hide the loss of the old one.
+    On a full disk it releases the reserve and tries again. Raises OSError, also when the file is missing or empty: a
+    new file here would hide the loss of the old one.
     """
+    try:
+        _append(lines, is_synced=is_synced)
+    except OSError as error:
+        if not is_out_of_space(error) or not release_reserve():
+            raise
+        _append(lines, is_synced=is_synced)
+
+
+def _append(lines: Sequence[LogLine], *, is_synced: bool) -> None:
     with _open_file(settings.REVOCATION_LOG) as descriptor:
         with _lock(descriptor):
             _remove_torn_line(descriptor)

@@ -27,7 +27,9 @@ from keyvault.models import DeliveryState, IssuanceRequest, ServiceProcess, Webh
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.startup.metrics import allocate_meter_files
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
+from keyvault.services.work.disk_space import keep_reserve
 from keyvault.services.work.leases import measure_queue
 
 _log = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ def utc_now() -> datetime:
 
 @dataclass(slots=True, eq=False)
 class ProcessWatch(BackgroundThread):
-    """Report this process, find lost ones, and measure the queues.
+    """Report this process, find lost ones, measure the queues, and keep the disk reserve whole.
 
     `runs`: the names that this process reports, by kind. `queues`: the queues of work that are measured.
     """
@@ -77,6 +79,8 @@ class ProcessWatch(BackgroundThread):
         self.__init__(self.now, queues=self.queues)  # type: ignore[misc]  # a dataclass's own
 
     def run_once(self) -> None:
+        keep_reserve()
+        allocate_meter_files()
         now = self.now()
         for kind, name in self.runs.items():
             ServiceProcess.objects.update_or_create(name=name, defaults={"kind": kind, "seen_at": now, "lost_at": None})

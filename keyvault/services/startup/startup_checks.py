@@ -14,8 +14,9 @@ from django.db.migrations.loader import MigrationLoader
 
 from keyvault.backends.base import BackendError
 from keyvault.domain.errors import IntegrityError, KeyvaultError
+from keyvault.domain.releases import RELEASE, parse_release
 from keyvault.models.triggers import missing_triggers
-from keyvault.services.peppers.installation import installation_id
+from keyvault.services.peppers.installation import find_oldest_compatible_release, installation_id
 from keyvault.services.peppers.ring import list_served_sets, load_peppers
 from keyvault.services.revocations.log_opening import (
     format_foreign_log,
@@ -23,18 +24,35 @@ from keyvault.services.revocations.log_opening import (
     recover_revocation_log,
 )
 from keyvault.services.revocations.replay import Comparison, compare_revocation_log
+from keyvault.services.startup.metrics import allocate_meter_files
+from keyvault.services.work.disk_space import keep_reserve
+from keyvault.wire.planes import Plane
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-def start_or_exit(who: str, *, needs_peppers: bool = True) -> None:
-    """Run `require_ready` at process start. Exit with one line that gives the reason."""
+def start_or_exit(who: str, *, needs_peppers: bool = True, plane: Plane | None = None) -> None:
+    """Run `require_ready` at process start. Exit with one line that gives the reason.
+
+    `plane`: the only plane of this kind of process.
+    """
     try:
+        if plane is not None:
+            require_plane(plane)
         require_ready(needs_peppers=needs_peppers)
     except ImproperlyConfigured as error:
         sys.exit(f"the {who} does not start: {error}")
+
+
+def require_plane(plane: Plane) -> None:
+    """Raise ImproperlyConfigured if KEYVAULT_PLANES lacks the plane."""
+    if plane not in settings.PLANES:
+        raise ImproperlyConfigured(
+            f"it serves the {plane} plane only, and KEYVAULT_PLANES is {','.join(settings.PLANES)}; "
+            f"add {plane}, or do not start it here"
+        )
 
 
 def require_ready(*, needs_peppers: bool = True) -> None:
@@ -53,6 +71,8 @@ def require_ready(*, needs_peppers: bool = True) -> None:
             _load_peppers()
         require_triggers()
         require_current()
+    keep_reserve()
+    allocate_meter_files()
 
 
 @contextmanager
@@ -69,7 +89,7 @@ def _explain_database_errors() -> Iterator[None]:
 
 
 def require_schema() -> None:
-    """Raise ImproperlyConfigured unless the database's migrations are those of this release.
+    """Raise ImproperlyConfigured unless this release can run on the database's schema.
 
     One query checks that Django's migration table exists, and one reads it.
     """
@@ -85,16 +105,31 @@ def require_schema() -> None:
             f"the database is behind this release: it lacks {count}, such as {'.'.join(missing[0])}; "
             "run: manage.py setup"
         )
+    require_compatible_release(loader)
+
+
+def require_compatible_release(loader: MigrationLoader) -> None:
+    """Raise ImproperlyConfigured if a newer release has migrated the database to a schema that this one cannot use."""
     # Migrations squashed long ago are unknown too, but older than the newest one.
     newest: dict[str, str] = {}
     for app, name in loader.graph.nodes:
         newest[app] = max(name, newest.get(app, ""))
-    unknown = sorted((app, name) for app, name in applied if app in newest and name > newest[app])
-    if unknown:
-        raise ImproperlyConfigured(
-            f"the database is ahead of this release: it has {'.'.join(unknown[0])}, which this release does not know; "
-            "start the release that the database was set up with, or a later one"
-        )
+    unknown = sorted((app, name) for app, name in loader.applied_migrations if app in newest and name > newest[app])
+    if not unknown:
+        return
+    ahead = f"the database is ahead of this release ({RELEASE}): it has {'.'.join(unknown[0])}"
+    oldest = find_oldest_compatible_release()
+    if not _is_compatible(oldest):
+        needed = oldest or "that the database was set up with"
+        raise ImproperlyConfigured(f"{ahead}; start release {needed} or a later one")
+    _log.warning("%s; it may run beside the newer release until the upgrade is complete", ahead)
+
+
+def _is_compatible(oldest: str | None) -> bool:
+    try:
+        return oldest is not None and parse_release(RELEASE) >= parse_release(oldest)
+    except ValueError:
+        return False
 
 
 def _load_peppers() -> None:

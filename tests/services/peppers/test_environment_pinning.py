@@ -112,7 +112,7 @@ def test_pinned_process_reports_only_its_own_peppers_on_readyz(
     response = Client().get("/readyz")
     assert response.json() == {
         "status": "ready",
-        "checks": {"database": "ok", f"peppers_{served}": "ok", "peppers_service": "ok"},
+        "checks": {"database": "ok", "disk": "ok", f"peppers_{served}": "ok", "peppers_service": "ok"},
     }
     assert reads == {served.value, "service"}
 
