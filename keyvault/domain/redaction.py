@@ -89,9 +89,7 @@ _IS = rf"{_IS_A}\[?{_BLANKS}"
 _NO_VALUE = r"(?!-?(?:null|none|true|false|nan|infinity)(?![^\s\"'\\&;,:[\]{}()]))"
 _UNDERSCORE = r"(?:_|%(?:25){0,8}5[Ff])"
 # The beginning of a word, also after a percent-encoded character, which ends with a letter or a digit.
-_WORD = (
-    rf"(?:(?<![A-Za-z0-9])|{'|'.join(rf'(?<=%{percent}[0-9A-Fa-f][0-9A-Fa-f])' for percent in ('', '25', '2525'))})"
-)
+_WORD = rf"(?:(?<![A-Za-z0-9])|{'|'.join(rf'(?<=%{percent}[0-9A-Fa-f][0-9A-Fa-f])' for percent in ('', '25', '2525'))})"
 # An authentication scheme stays readable, and so does the public part of a secret, already masked or not.
 _HANDLE = rf"(?:(?:[a-z0-9]{{0,16}}{SHAPED_HEAD}|whsec{_UNDERSCORE}|hv[sbr]\.|sealed\.)(?=[0-9A-Za-z]|\*\*\*))?+"
 _FIRST = rf"(?:(?:bearer|basic|apikey|digest|token)[ \t]{{1,64}})?{_HANDLE}"
