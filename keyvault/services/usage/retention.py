@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Exists, Max, OuterRef, Q
+from django.db.models import Max, OuterRef, Q, Subquery
 
 from keyvault.domain.sources import network_of, product_of
 from keyvault.models import KeySource, UsageReporter, UseBucket, UseContext
@@ -91,8 +91,10 @@ def _delete_unused(contexts: Iterable[int]) -> None:
     """
     touched = UseContext.objects.filter(pk__in=list(contexts))
     if locked := list(touched.order_by("pk").select_for_update().values_list("pk", flat=True)):
-        unused = ~Exists(UseBucket.objects.filter(context=OuterRef("pk")))
-        UseContext.objects.filter(unused, pk__in=locked).delete()
+        # A scalar subquery: PostgreSQL may turn NOT EXISTS into a join that reads every bucket.
+        bucket = Subquery(UseBucket.objects.filter(context=OuterRef("pk")).values("pk")[:1])
+        unused = UseContext.objects.filter(pk__in=locked).annotate(bucket=bucket).filter(bucket__isnull=True)
+        UseContext.objects.filter(pk__in=list(unused.values_list("pk", flat=True))).delete()
 
 
 def _merge(rows: Iterable[Any], level: _Level) -> list[tuple[Any, ...]]:
