@@ -138,7 +138,7 @@ class AuditList(ConsoleList):
             before = oldest if oldest == latest else oldest + timedelta(microseconds=1)
             self.older = self.get_query_string({"at__lt": before.isoformat()}, remove=["p"])
         sought = Value(term.encode(), output_field=models.BinaryField())
-        searched = entries.filter(pk__in=[pk for _, pk in newest])
+        searched: QuerySet[Any] = entries.filter(pk__in=[pk for _, pk in newest])
         return searched.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0)
 
 

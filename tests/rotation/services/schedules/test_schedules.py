@@ -658,7 +658,7 @@ def test_candidates_without_a_date_are_of_the_listed_environments_only(clock: Cl
     begin_due(clock())
     ScheduledCredential.objects.filter(credential__label="waiting").update(ask_at=None)
     for environment in Environment:
-        found = [candidate.credential for candidate in list_candidates([environment.value])]
+        found = [candidate.credential for candidate in list_candidates(AccessScope(None, frozenset({environment})))]
         assert len(found) == 2
         assert {(each.environment, each.label) for each in found} == {(environment, "dated"), (environment, "waiting")}
 
