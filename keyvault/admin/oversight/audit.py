@@ -138,8 +138,9 @@ class AuditList(ConsoleList):
             before = oldest if oldest == latest else oldest + timedelta(microseconds=1)
             self.older = self.get_query_string({"at__lt": before.isoformat()}, remove=["p"])
         sought = Value(term.encode(), output_field=models.BinaryField())
-        searched: QuerySet[Any] = entries.filter(pk__in=[pk for _, pk in newest])
-        return searched.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0)
+        searched = entries.filter(pk__in=[pk for _, pk in newest]).annotate(found=BytesPosition(F("body"), sought))
+        matching: QuerySet[Any] = searched.filter(found__gt=0)
+        return matching
 
 
 def _list_newest(entries: QuerySet[AuditEntry], chains: Sequence[str]) -> list[tuple[datetime, int]]:
