@@ -264,7 +264,7 @@ def has_unseen_alarm() -> bool:
 def raise_anchor_alarm(now: datetime, **details: JsonValue) -> None:
     """Raise the alarm about the anchor. `details`: its lag, or why or how late the log was compared with it."""
     grant = authorize(WORKER, P.REVOCATION_LOG_APPEND, now=now)
-    with recorded(grant, P.REVOCATION_LOG_APPEND, "anchor.late", **details):
+    with recorded(grant, P.REVOCATION_LOG_APPEND, "anchor.late", account=None, **details):
         announce(grant, NoticeKind.ANCHOR_LATE, None, "revocations", **details)
 
 
