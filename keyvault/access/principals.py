@@ -109,6 +109,8 @@ WORKER = System(
 )
 CONSOLE = System("console", frozenset({Permission.SESSIONS_WRITE}), Channel.CONSOLE)
 """The console's sign-in page, which records unauthenticated attempts."""
+SINGLE_SIGN_ON = System("single_sign_on", frozenset({Permission.OPERATORS_WRITE}), Channel.CONSOLE)
+"""The identity provider's word at a sign-in: it creates operators and gives and takes their roles."""
 HOST = System(
     "host",
     frozenset({Permission.OPERATORS_WRITE, Permission.MERCHANTS_WRITE, Permission.TOKENS_WRITE})

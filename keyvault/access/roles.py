@@ -1,7 +1,7 @@
 """The permissions of each operator role. A migration mirrors this table in the console's Django groups.
 
 No role lets a person approve their own requests, also not by creating a service token: `access.decision` compares
-persons. Operators are created on the host, not in the console.
+persons. Operators are created on the host or by single sign-on, not in the console.
 """
 
 from enum import StrEnum

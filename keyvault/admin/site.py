@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
+from django.conf import settings
 from django.contrib.admin import AdminSite
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth import REDIRECT_FIELD_NAME
@@ -26,6 +27,7 @@ from keyvault.admin.account.second_factors import (
     recovery_codes_page,
     remove_page,
 )
+from keyvault.admin.account.single_sign_on import begin, finish
 from keyvault.admin.catalog.catalog import CatalogEndpointAdmin
 from keyvault.admin.catalog.limits import LimitOverrideAdmin
 from keyvault.admin.framework.actions import CreateAction, RowAction
@@ -187,6 +189,7 @@ class ConsoleSite(AdminSite):
             "app_path": request.get_full_path(),
             "username": request.user.get_username(),
             "lacks_role": request.user.is_authenticated and not self.has_passed_password(request),
+            "has_single_sign_on": settings.IDENTITY_PROVIDER is not None,
             **(extra_context or {}),
         }
         if REDIRECT_FIELD_NAME not in request.GET and REDIRECT_FIELD_NAME not in request.POST:
@@ -247,6 +250,8 @@ class ConsoleSite(AdminSite):
         return [
             path("", self.admin_view(self.front_page), name="index"),
             path("login/", self._open_view(self.login), name="login"),
+            path("login/sso/", self._open_view(partial(begin, self)), name="single_sign_on"),
+            path("login/sso/callback/", self._open_view(finish), name="single_sign_on_callback"),
             path("logout/", self._open_view(self.logout), name="logout"),
             path("second-factor/", self._open_view(partial(second_factor_page, self)), name="second_factor"),
             path("invitation/", self._open_view(partial(invitation_page, self)), name="invitation"),

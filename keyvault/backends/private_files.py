@@ -27,7 +27,7 @@ def read_or_make_secret(path: Path) -> str:
     """
     if not path.exists():
         _make_once(path, secrets.token_urlsafe(64))
-    return _read_private(path)
+    return read_private_file(path)
 
 
 def read_or_make_master_key(path: Path, *, may_make: bool) -> str:
@@ -37,7 +37,7 @@ def read_or_make_master_key(path: Path, *, may_make: bool) -> str:
     """
     if may_make and not path.exists():
         _make_once(path, base64.b64encode(secrets.token_bytes(32)).decode())
-    return _read_private(path)
+    return read_private_file(path)
 
 
 def write_private_file(path: Path, text: str) -> None:
@@ -70,7 +70,8 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _read_private(path: Path) -> str:
+def read_private_file(path: Path) -> str:
+    """Return a file's text. Raises ImproperlyConfigured when others may read it, or it is missing or empty."""
     try:
         if path.stat().st_mode & 0o077:
             raise ImproperlyConfigured(f"{path} can be read by others; run: chmod 600 {path}")

@@ -13,7 +13,7 @@ from django.utils.crypto import salted_hmac
 from keyvault.access.roles import Role
 from keyvault.domain.ids import mint_id
 from keyvault.models.columns import at
-from keyvault.models.recording import RecordedModel, RecordedQuerySet, require_recording
+from keyvault.models.recording import RecordedModel, RecordedQuerySet, UnrecordedWriteError, require_recording
 
 
 def mint_person() -> str:
@@ -76,6 +76,15 @@ def _require_recorded_roles(action: str, **_: Any) -> None:
 
 @receiver(pre_save, sender="mfa.Authenticator")
 @receiver(pre_delete, sender="mfa.Authenticator")
-def _require_recorded_factors(**_: Any) -> None:
-    """Guard an operator's second factors, which are rows of allauth."""
+@receiver(pre_save, sender="socialaccount.SocialAccount")
+@receiver(pre_delete, sender="socialaccount.SocialAccount")
+def _require_recorded_sign_in(**_: Any) -> None:
+    """Guard an operator's second factors and its link to the identity provider, which are rows of allauth."""
     require_recording(Operator)
+
+
+@receiver(pre_save, sender="socialaccount.SocialToken")
+@receiver(pre_save, sender="socialaccount.SocialApp")
+def _store_no_provider_secret(**_: Any) -> None:
+    """Keep the provider's tokens and the client secret out of the database."""
+    raise UnrecordedWriteError("tokens and secrets of the identity provider are never stored")

@@ -15,9 +15,14 @@ from urllib.parse import urlsplit
 from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.access.limits import DEFAULT_LIMITS, MAX_COUNT, MAX_SECONDS, find_limit_fault
+from keyvault.access.roles import Role
+from keyvault.access.single_sign_on import MAX_ISSUER_LENGTH, IdentityProvider
+from keyvault.backends.private_files import read_private_file
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import BRAND
 from keyvault.domain.networks import IPNetwork, parse_network
+from keyvault.domain.plaintext import Plaintext
+from keyvault.wire.destinations import is_protected_url
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -133,6 +138,34 @@ def _staleness(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,3})?", text) or not 0.5 <= float(text) <= 60:
         raise ValueError("seconds, 0.5 to 60")
     return float(text)
+
+
+def _issuer(text: str) -> str:
+    """Return the issuer exactly as given: tokens must repeat each character of it."""
+    if text and (not is_protected_url(text) or len(text) > MAX_ISSUER_LENGTH or re.search(r"[?#@\s]", text)):
+        raise ValueError(
+            f"an https URL without query, such as https://id.example.com/realms/staff, of at most {MAX_ISSUER_LENGTH} "
+            "characters; plain http is for 127.0.0.1, localhost and ::1 only"
+        )
+    return text
+
+
+def _role_map(text: str) -> dict[str, frozenset[Role]]:
+    """Return the roles of each group. A group's name may contain the equals sign, but no comma."""
+    found: dict[str, frozenset[Role]] = {}
+    for pair in _split_list(text):
+        group, _, role = pair.rpartition("=")
+        if not group or role not in set(Role):
+            raise ValueError(f"group=role pairs, separated by commas; roles: {', '.join(Role)}")
+        found[group] = found.get(group, frozenset()) | {Role(role)}
+    return found
+
+
+def _second_factors(text: str) -> frozenset[tuple[str, str]]:
+    pairs = {(claim, value) for claim, _, value in (word.partition("=") for word in _split_list(text))}
+    if not all(claim in {"amr", "acr"} and value for claim, value in pairs):
+        raise ValueError("amr=value or acr=value, separated by commas, such as amr=mfa,amr=hwk")
+    return frozenset(pairs)
 
 
 def _split_list(text: str) -> list[str]:
@@ -350,6 +383,35 @@ SETTINGS: tuple[Setting, ...] = (
         "from the feed, so it does not protect a backup that is older.",
         _count(30),
     ),
+    Setting(
+        "KEYVAULT_OIDC_ISSUER",
+        "",
+        "Issuer of the OpenID Connect provider for single sign-on to the console, exactly as in its tokens. Unset: no "
+        "single sign-on. Plain http on this machine only. `SSL_CERT_FILE` adds a CA of your own.",
+        _issuer,
+    ),
+    Setting("KEYVAULT_OIDC_CLIENT_ID", "", "Client id of this service at the provider."),
+    Setting(
+        "KEYVAULT_OIDC_CLIENT_SECRET",
+        "",
+        "Client secret of this service at the provider. Unset: `oidc_client.secret` in the data folder, which only its "
+        "owner may read.",
+    ),
+    Setting("KEYVAULT_OIDC_GROUPS_CLAIM", "groups", "Claim of the ID token with the list of the person's groups."),
+    Setting(
+        "KEYVAULT_OIDC_ROLE_MAP",
+        "",
+        "Roles of the provider's groups: `group=role`, separated by commas. A group may appear with several roles. "
+        "Nobody without a mapped group can sign in.",
+        _role_map,
+    ),
+    Setting(
+        "KEYVAULT_OIDC_SECOND_FACTOR",
+        "",
+        "Claims that prove a second factor at the provider: `amr=value` or `acr=value`, separated by commas; one is "
+        "enough. Unset, or without such a claim: the operator's second factor here is required.",
+        _second_factors,
+    ),
     Setting("KEYVAULT_KEY_PREFIX", "kv", "First field of every key string.", _key_prefix),
     Setting(
         "KEYVAULT_SANDBOX_APPROVALS",
@@ -428,6 +490,35 @@ def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:
                     f"expected another host or path than that of {other}"
                 )
     return found
+
+
+_OIDC_REQUIRED = ("KEYVAULT_OIDC_CLIENT_ID", "KEYVAULT_OIDC_ROLE_MAP")
+_OIDC_OPTIONAL = ("KEYVAULT_OIDC_CLIENT_SECRET", "KEYVAULT_OIDC_SECOND_FACTOR")
+
+
+def find_identity_provider(values: Mapping[str, Any], data_dir: Path) -> IdentityProvider | None:
+    """Return the provider for single sign-on. Raises ImproperlyConfigured if its settings are incomplete."""
+    issuer = values["KEYVAULT_OIDC_ISSUER"]
+    if not issuer:
+        for name in (*_OIDC_REQUIRED, *_OIDC_OPTIONAL):
+            if values[name]:
+                raise ImproperlyConfigured(f"{name}: without effect; set KEYVAULT_OIDC_ISSUER, too, or unset it")
+        return None
+    for name in _OIDC_REQUIRED:
+        if not values[name]:
+            raise ImproperlyConfigured(f"{name}: required by KEYVAULT_OIDC_ISSUER")
+    secret = values["KEYVAULT_OIDC_CLIENT_SECRET"]
+    file = data_dir / "oidc_client.secret"
+    if not secret and not file.exists():
+        raise ImproperlyConfigured(f"KEYVAULT_OIDC_CLIENT_SECRET: required by KEYVAULT_OIDC_ISSUER, here or in {file}")
+    return IdentityProvider(
+        issuer,
+        values["KEYVAULT_OIDC_CLIENT_ID"],
+        Plaintext(secret or read_private_file(file)),
+        values["KEYVAULT_OIDC_GROUPS_CLAIM"],
+        values["KEYVAULT_OIDC_ROLE_MAP"],
+        values["KEYVAULT_OIDC_SECOND_FACTOR"],
+    )
 
 
 def settings_table() -> str:

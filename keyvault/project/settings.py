@@ -11,7 +11,7 @@ from kombu import Exchange, Queue
 from keyvault.backends.private_files import ensure_private_directory, ensure_private_file, read_or_make_secret
 from keyvault.domain.networks import IPNetwork
 from keyvault.domain.origins import to_domain
-from keyvault.project.configuration import ROOT, find_base_urls, read_settings
+from keyvault.project.configuration import ROOT, find_base_urls, find_identity_provider, read_settings
 from keyvault.project.file_broker import EXCHANGE, prepare_folder
 
 _values = read_settings()
@@ -52,6 +52,7 @@ DELIVERY_DAYS: int = _values["KEYVAULT_DELIVERY_DAYS"]
 NOTICE_DAYS: int = _values["KEYVAULT_NOTICE_DAYS"]
 CHANGE_DAYS: int = _values["KEYVAULT_CHANGE_DAYS"]
 IS_VAULT: bool = _values["KEYVAULT_BACKEND"] == "vault"
+IDENTITY_PROVIDER = find_identity_provider(_values, DATA_DIR)
 MASTER_KEY: str = _values["KEYVAULT_MASTER_KEY"]
 VAULT_ADDRESS: str = _values["VAULT_ADDR"]
 VAULT_CA_FILE = Path(_values["VAULT_CACERT"]) if _values["VAULT_CACERT"] else None
@@ -97,6 +98,7 @@ INSTALLED_APPS = [
     # Its models and WebAuthn functions. Its views have no route.
     "allauth.account",
     "allauth.mfa",
+    "allauth.socialaccount",
     "rest_framework",
     "drf_spectacular",
     "drf_spectacular_sidecar",
@@ -191,12 +193,16 @@ MFA_TOTP_TOLERANCE = 1
 MFA_RECOVERY_CODE_COUNT = 10
 MFA_RECOVERY_CODE_DIGITS = 8
 
+# The provider comes from IDENTITY_PROVIDER.
+SOCIALACCOUNT_ADAPTER = "keyvault.admin.account.single_sign_on.SingleSignOnAdapter"
+
 # --- sessions and cookies ---------------------------------------------------------------------------------
 
 _https = ORIGIN.startswith("https://")
 SESSION_COOKIE_AGE = 8 * 60 * 60
 SESSION_COOKIE_HTTPONLY = True
-SESSION_COOKIE_SAMESITE = "Strict"
+# Not Strict: the identity provider sends the browser back from another site.
+SESSION_COOKIE_SAMESITE = "Lax"
 CSRF_COOKIE_SAMESITE = "Strict"
 # In a cookie, not in the session: an anonymous request for the sign-in page must not create a session row.
 CSRF_COOKIE_HTTPONLY = True

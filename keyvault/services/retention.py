@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from allauth.mfa.models import Authenticator
+from allauth.socialaccount.models import SocialAccount
 from django.contrib.sessions.models import Session
 from django.db.models import Model
 
@@ -155,6 +156,7 @@ RULES = (
             CatalogEndpoint,
             ServiceToken,
             Operator,
+            SocialAccount,
             PepperVersion,
             Installation,
         )

@@ -49,6 +49,18 @@ class Destination:
         return f"{self.scheme}://{self.authority}{self.target}"
 
 
+def is_protected_url(url: object) -> bool:
+    """Whether a configured URL is https, or plain http to this machine."""
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        host = None if parts is None else parts.hostname
+    except ValueError:
+        return False
+    if parts is None or not host:
+        return False
+    return parts.scheme == "https" or (parts.scheme == "http" and host in {"127.0.0.1", "localhost", "::1"})
+
+
 def parse_url(text: str, own_networks: Sequence[IPNetwork] = ()) -> Destination:
     """Parse a destination URL. Raises ValueError with the accepted form.
 

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from keyvault.access.decision import Check, Denial, Grant, decide
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import HOST, WORKER, Channel, KeyHolder, OperatorPrincipal, Principal, Service, System
+from keyvault.access.principals import (
+    HOST,
+    SINGLE_SIGN_ON,
+    WORKER,
+    Channel,
+    KeyHolder,
+    OperatorPrincipal,
+    Principal,
+    Service,
+    System,
+)
 from keyvault.access.roles import Role
 from keyvault.access.rules import PLATFORM, Target, operation
 from keyvault.domain.environments import Environment
@@ -285,6 +295,7 @@ def test_trace_of_an_operation_ends_with_the_rule_that_failed() -> None:
         (holder(), f"key:{'A' * 16}"),
         (WORKER, "system:worker"),
         (HOST, "system:host"),
+        (SINGLE_SIGN_ON, "system:single_sign_on"),
     ],
 )
 def test_principals_are_named_in_the_audit_log_by_what_they_proved(principal: Principal, actor: str) -> None:

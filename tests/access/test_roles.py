@@ -6,7 +6,7 @@ import pytest
 
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import CONSOLE, HOST, WORKER
+from keyvault.access.principals import CONSOLE, HOST, SINGLE_SIGN_ON, WORKER
 from keyvault.access.roles import ROLE_PERMISSIONS, Role, permissions_of
 
 READING = {
@@ -122,6 +122,7 @@ def test_roles_worker_and_host_have_their_own_few_rights() -> None:
     assert HOST.permissions == {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.REVOCATIONS_REPLAY} | peppers
     assert HOST.permissions.isdisjoint(APPROVING | ENGINE)
     assert CONSOLE.permissions == {P.SESSIONS_WRITE}
+    assert SINGLE_SIGN_ON.permissions == {P.OPERATORS_WRITE}
 
 
 def test_service_tokens_may_be_given_only_what_the_contract_lists() -> None:

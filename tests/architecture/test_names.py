@@ -15,6 +15,7 @@ THE_ONE_GRANT = "keyvault/access/decision.py"
 REVEALS: dict[str, str] = {
     "keyvault/admin/framework/pages.py": "the one page that shows a secret",
     "keyvault/admin/account/second_factors.py": "the pages that show the seed and the recovery codes of their operator",
+    "keyvault/admin/account/single_sign_on.py": "hands the client secret to allauth",
     "keyvault/api/idempotency.py": "the one answer that shows a new secret, and its replay",
     "keyvault/backends/local.py": "seals and encrypts it",
     "keyvault/domain/connections.py": "looks at a provider's credentials before they are stored",

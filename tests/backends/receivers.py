@@ -119,8 +119,11 @@ class Authority:
 
     def trust(self) -> ssl.SSLContext:
         context = ssl.create_default_context()
-        context.load_verify_locations(cadata=_pem(self.certificate).decode())
+        context.load_verify_locations(cadata=self.pem())
         return context
+
+    def pem(self) -> str:
+        return _pem(self.certificate).decode()
 
     def server(self, *names: str, days: int = 1) -> ssl.SSLContext:
         """Return a server context with a certificate for these names; a negative `days` means expired."""

@@ -1,4 +1,7 @@
-"""The page of an invitation: a new operator sets a password and its first second factor."""
+"""The page of an invitation: a new operator sets a password and its first second factor.
+
+An operator of single sign-on sets no password, and signs in afterwards: the link alone does not prove who it is.
+"""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -18,6 +21,7 @@ from keyvault.admin.framework.widgets import Link
 from keyvault.domain.errors import KeyvaultError, RequestInvalidError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
+from keyvault.services.merchants.operators import is_single_sign_on
 from keyvault.services.sessions.invitations import accept_invitation, find_invited
 from keyvault.services.sessions.passkeys import are_passkeys_possible, begin_registration, complete_registration
 from keyvault.services.sessions.second_factors import NewFactor, confirm_totp, encrypt_seed, new_totp_seed
@@ -27,7 +31,11 @@ _SEED = "enrolment_seed"
 """Session key: the invited operator's id and the encrypted seed that the page shows."""
 
 
-class InvitationForm(ActionForm):
+class FactorForm(ActionForm):
+    """The form of an operator of single sign-on: the second factor only, whose fields are not of Django."""
+
+
+class InvitationForm(FactorForm):
     password = forms.CharField(
         label="Password",
         strip=False,
@@ -49,15 +57,17 @@ class InvitationForm(ActionForm):
 
 
 def invitation_page(site: AdminSite, request: HttpRequest) -> HttpResponse:
-    """Show and accept an invitation. The session that results is signed in."""
+    """Show and accept an invitation. The session that results is signed in, except by single sign-on."""
     if request.method not in {"GET", "HEAD", "POST"}:
         return HttpResponseNotAllowed(("GET", "HEAD", "POST"))
     now = datetime.now(UTC)
     operator = find_invited(Plaintext(request.GET.get("token", "")), now)
     seed = _seed_of(request, operator)
+    is_linked = is_single_sign_on(operator)
+    form_class = FactorForm if is_linked else InvitationForm
     if request.method != "POST":
-        return _render(site, request, operator, seed, InvitationForm())
-    form = InvitationForm(request.POST)
+        return _render(site, request, operator, seed, form_class())
+    form = form_class(request.POST)
     if not form.is_valid():
         return _render(site, request, operator, seed, form, status=400)
 
@@ -66,8 +76,9 @@ def invitation_page(site: AdminSite, request: HttpRequest) -> HttpResponse:
             return complete_registration(read_credential(request.POST), "Passkey")
         return confirm_totp(seed, request.POST.get(CODE, "").replace(" ", ""), now)
 
+    password = None if is_linked else Plaintext(form.cleaned_data["password"])
     try:
-        codes = accept_invitation(operator, Plaintext(form.cleaned_data["password"]), prove, now)
+        codes = accept_invitation(operator, password, prove, now)
     except RequestInvalidError as error:
         faults = [fault for fault in error.faults if fault.pointer == "/password"]
         form.show_faults(RequestInvalidError(error.detail, faults))
@@ -76,6 +87,8 @@ def invitation_page(site: AdminSite, request: HttpRequest) -> HttpResponse:
     except KeyvaultError as error:
         return _render(site, request, operator, seed, form, error=error.detail, status=status_of(error))
     request.session.pop(_SEED, None)
+    if is_linked:
+        return recovery_codes_response(site, request, codes, Link("the sign-in page", reverse("admin:login")))
     login(request, operator)
     note_second_factor(request.session, now)
     response = recovery_codes_response(site, request, codes, Link("the console", reverse("admin:index")))
@@ -96,7 +109,7 @@ def _render(
     request: HttpRequest,
     operator: Operator,
     seed: str,
-    form: InvitationForm,
+    form: FactorForm,
     *,
     error: str = "",
     status: int = 200,

@@ -21,6 +21,7 @@ from keyvault.services.sessions.second_factors import (
     check_passkey,
     list_second_factors,
 )
+from keyvault.services.sessions.single_sign_on import may_prove_second_factor
 from keyvault.services.sessions.step_up import is_fresh, note_second_factor
 
 CODE, CREDENTIAL = "second_factor_code", "second_factor_credential"
@@ -70,4 +71,5 @@ def factor_context(request: HttpRequest, operator: Operator) -> dict[str, Any]:
         "has_factor": bool(kinds - {RECOVERY_CODES}),
         "has_code": bool(kinds - {PASSKEY}),
         "passkey_options": begin_authentication(operator) if has_passkey else None,
+        "has_single_sign_on": may_prove_second_factor(operator),
     }

@@ -1,7 +1,8 @@
-"""Operators: created, changed and disabled on the host, never in the console."""
+"""Operators: created, changed and disabled on the host or by single sign-on, never in the console."""
 
 from collections.abc import Iterable
 
+from allauth.socialaccount.models import SocialAccount
 from django.contrib.auth.models import Group
 from django.contrib.auth.password_validation import validate_password
 from django.core.exceptions import ValidationError
@@ -9,7 +10,7 @@ from django.db.models import QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import Channel, OperatorPrincipal
+from keyvault.access.principals import SINGLE_SIGN_ON, Channel, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
@@ -24,7 +25,7 @@ def create_operator(
 ) -> Operator:
     """Create an operator for the console. `person` is the id of an existing person for their second operator.
 
-    `password` None: the operator cannot sign in until it accepts an invitation.
+    `password` None: the operator signs in by single sign-on, or cannot sign in until it accepts an invitation.
 
     Raises StateConflictError when the name is taken, RequestInvalidError when the password is too weak.
     """
@@ -47,7 +48,8 @@ def create_operator(
 def reset_password(grant: Grant, operator: Operator, password: Plaintext) -> None:
     """Replace a password, end all sessions and known devices of the operator, and lift a sign-in lock of the name.
 
-    Raises RequestInvalidError when the password is too weak, StateConflictError for a disabled operator.
+    Raises RequestInvalidError when the password is too weak, StateConflictError for a disabled operator and for one of
+    single sign-on.
     """
     _require_active(operator)
     choose_password(operator, password)
@@ -58,9 +60,12 @@ def reset_password(grant: Grant, operator: Operator, password: Plaintext) -> Non
 def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role]) -> None:
     """Replace an operator's roles and end all its sessions.
 
-    Raises StateConflictError for a disabled operator, and for the last active key administrator.
+    Raises StateConflictError for a disabled operator, and for the last active key administrator, unless single sign-on
+    does it. Only single sign-on changes the roles of its operators.
     """
     _require_active(operator)
+    if grant.principal != SINGLE_SIGN_ON:
+        _require_local(operator)
     before, after = operator.roles, frozenset(roles)
     if before == after:
         return
@@ -69,7 +74,7 @@ def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role]) -> None:
     with recorded(
         grant, Permission.OPERATORS_WRITE, "operator.roles_changed", username=operator.username, old=old, new=new
     ):
-        if _ADMINISTRATOR in before - after:
+        if _ADMINISTRATOR in before - after and grant.principal != SINGLE_SIGN_ON:
             _require_another_administrator(operator)
         operator.groups.set(Group.objects.filter(name__in=sorted(after)))
         operator.compare_and_swap()
@@ -127,6 +132,19 @@ def _require_active(operator: Operator) -> None:
         )
 
 
+def is_single_sign_on(operator: Operator) -> bool:
+    """Whether the identity provider authenticates the operator and decides its roles."""
+    return SocialAccount.objects.filter(user_id=operator.pk).exists()
+
+
+def _require_local(operator: Operator) -> None:
+    if is_single_sign_on(operator):
+        raise StateConflictError(
+            f"Operator {operator.username} signs in by single sign-on. Its groups at the identity provider decide its "
+            "roles, and it has no password here. Change the groups there, or disable the operator."
+        )
+
+
 def _require_another_administrator(operator: Operator) -> None:
     """Require another active key administrator, inside the `recorded` block.
 
@@ -143,7 +161,11 @@ def _require_another_administrator(operator: Operator) -> None:
 
 
 def choose_password(operator: Operator, password: Plaintext) -> None:
-    """Set the password on the row, for the caller to write. Raises RequestInvalidError when it is too weak."""
+    """Set the password on the row, for the caller to write.
+
+    Raises RequestInvalidError when it is too weak, StateConflictError for an operator of single sign-on.
+    """
+    _require_local(operator)
     try:
         validate_password(password.reveal(), operator)
     except ValidationError as error:

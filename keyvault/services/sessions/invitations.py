@@ -17,7 +17,7 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
-from keyvault.services.merchants.operators import choose_password
+from keyvault.services.merchants.operators import choose_password, is_single_sign_on
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.second_factors import (
@@ -84,7 +84,7 @@ def find_invited(token: Plaintext, now: datetime) -> Operator:
 
 
 def accept_invitation(
-    operator: Operator, password: Plaintext, prove: Callable[[], NewFactor | None], now: datetime
+    operator: Operator, password: Plaintext | None, prove: Callable[[], NewFactor | None], now: datetime
 ) -> list[Plaintext]:
     """Set the password and the second factor of an invited operator, and use the invitation up.
 
@@ -92,13 +92,15 @@ def accept_invitation(
 
     Args:
         operator: the row that `find_invited` returned.
+        password: None for an operator of single sign-on, and for no other.
         prove: called once the password is accepted; returns the factor if the operator has proved to have it.
 
     Raises:
         RequestInvalidError: the password is too weak, or the factor is not proved.
         StateConflictError: the invitation was used meanwhile.
     """
-    choose_password(operator, password)
+    if password is not None or not is_single_sign_on(operator):
+        choose_password(operator, password or Plaintext(""))
     factor = prove()
     if factor is None:
         raise RequestInvalidError("The second factor was not accepted.", [Fault("/second_factor", WRONG_FACTOR)])

@@ -8,7 +8,7 @@ counts of its last minute.
 import threading
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from django.db import DatabaseError
 
@@ -32,7 +32,8 @@ MAX_ADDRESS_LOCKS = 20
 UNKNOWN = "unknown"
 OTHERS = "others"
 
-_Pair = tuple[str, str]
+_Pair = tuple[str, str, str]
+"""Name, address, and the reason of a refused single sign-on ("" for a password)."""
 
 
 @dataclass(slots=True)
@@ -66,12 +67,14 @@ class SignInRefusals(FlushThread):
     _other_locks: _OtherLocks | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, username: str | None, address: str | None, now: datetime, *, is_locked: bool) -> None:
+    def note(
+        self, username: str | None, address: str | None, now: datetime, *, is_locked: bool, reason: str = ""
+    ) -> None:
         """Count one refusal. `username` is an existing operator's, or None. Performs no I/O."""
-        pair = (username or UNKNOWN, address or UNKNOWN)
+        pair = (username or UNKNOWN, address or UNKNOWN, reason)
         with self._lock:
             if pair not in self._counts and len(self._counts) >= MAX_PAIRS:
-                pair = (pair[0], OTHERS)
+                pair = (pair[0], OTHERS, reason)
             count = self._counts.setdefault(pair, _Count(now))
             count.refused += 1
             count.locked += is_locked
@@ -132,15 +135,16 @@ class SignInRefusals(FlushThread):
                 self._add_other_locks(others)
             for pair, count in pending.items():
                 known = pair in self._counts or len(self._counts) < MAX_PAIRS
-                kept = self._counts.setdefault(pair if known else (pair[0], OTHERS), _Count(count.since))
+                kept = self._counts.setdefault(pair if known else (pair[0], OTHERS, pair[2]), _Count(count.since))
                 kept.since = min(kept.since, count.since)
                 kept.refused += count.refused
                 kept.locked += count.locked
 
 
 def _write(pair: _Pair, count: _Count) -> None:
-    username, address = pair
+    username, address, reason = pair
     grant = authorize(CONSOLE, Permission.SESSIONS_WRITE, now=datetime.now(UTC))
+    details: dict[str, Any] = {"reason": reason} if reason else {}
     with recorded(
         grant,
         Permission.SESSIONS_WRITE,
@@ -150,6 +154,7 @@ def _write(pair: _Pair, count: _Count) -> None:
         count=count.refused,
         locked=count.locked,
         since=count.since.isoformat(timespec="seconds"),
+        **details,
     ):
         pass
 
