@@ -134,7 +134,7 @@ def _require_active(operator: Operator) -> None:
 
 def is_single_sign_on(operator: Operator) -> bool:
     """Whether the identity provider authenticates the operator and decides its roles."""
-    return SocialAccount.objects.filter(user_id=operator.pk).exists()
+    return bool(SocialAccount.objects.filter(user_id=operator.pk).exists())
 
 
 def _require_local(operator: Operator) -> None:
