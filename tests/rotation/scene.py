@@ -64,6 +64,24 @@ def issue(place: Account, now: datetime, **chosen: Any) -> tuple[Key, Plaintext]
     return Key.objects.select_related("credential__account__merchant").get(pk=key.pk), text
 
 
+def first_key(
+    now: datetime, merchant_id: str = "acme", environment: Environment = Environment.SANDBOX
+) -> tuple[Key, Plaintext]:
+    """Return the first key of an account and the key string, for tests that start with it.
+
+    In production it is always issued: the database accepts no request that is approved before its approval.
+    """
+    if environment is Environment.PRODUCTION:
+        return issue(account(merchant_id, environment), now)
+    key, text = start_with(_first_key, now, merchant_id)
+    return key, Plaintext(text)
+
+
+def _first_key(now: datetime, merchant_id: str) -> tuple[Key, str]:
+    key, text = issue(account(merchant_id), now)
+    return key, text.reveal()
+
+
 def rotate(credential: Credential, now: datetime, **overrides: object) -> Rotation:
     """Return an approved sandbox rotation, by acknowledgement and with short periods by default."""
     chosen = {"proof": Proof.ACK, "quiet_seconds": 5, "quarantine_seconds": 5, **overrides}

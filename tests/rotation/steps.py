@@ -1,5 +1,7 @@
 """Take a rotation to the start of a test, by the real engine and a clock that tests control."""
 
+from collections.abc import Hashable
+from datetime import datetime
 from typing import Any
 
 from django.db.models import Q, QuerySet
@@ -17,6 +19,7 @@ from rotation.services.rotations.reports import get_rotation, subject_of
 from rotation.services.rotations.turns import dispatch_due
 from tests.clocks import Clock
 from tests.services.rows import disable_triggers
+from tests.starting_rows import start_with
 
 from . import scene
 
@@ -51,9 +54,14 @@ def key_states(rotation: Rotation) -> tuple[str, str | None]:
     return fresh.predecessor.state, fresh.replacement.state if fresh.replacement else None
 
 
-def begun(clock: Clock, **overrides: object) -> Rotation:
-    key, _ = scene.issue(scene.account(), clock())
-    return scene.rotate(key.credential, clock(), **overrides)
+def begun(clock: Clock, **overrides: Hashable) -> Rotation:
+    """Return a rotation of the first key of `acme` in the sandbox."""
+    return start_with(_begun, clock(), tuple(overrides.items()))
+
+
+def _begun(now: datetime, overrides: tuple[tuple[str, Hashable], ...]) -> Rotation:
+    key, _ = scene.first_key(now)
+    return scene.rotate(key.credential, now, **dict(overrides))
 
 
 def overlapping(clock: Clock, verifier: UsageLog, **overrides: object) -> Rotation:

@@ -199,7 +199,7 @@ def test_pinned_worker_advances_only_its_rotations(served: Environment) -> None:
     clock = Clock(now())
     rotations = {}
     for environment in Environment:
-        key, _ = scene.issue(scene.account(environment=environment), clock())
+        key, _ = scene.first_key(clock(), environment=environment)
         overrides = {"quiet_seconds": 3_600, "quarantine_seconds": 600} if environment == "production" else {}
         rotations[environment] = scene.rotate(key.credential, clock(), **overrides).rotation_id
     assert set(list_due(clock)) == set(rotations.values())

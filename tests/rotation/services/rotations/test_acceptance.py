@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
 def test_unconfirmed_without_verifiers_is_nobody(clock: Clock) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     assert list_unconfirmed(key) == []
 
 
 def test_unconfirmed_are_live_verifiers_without_the_newest_change_of_the_key(clock: Clock) -> None:
     """A confirmation of an earlier change does not suffice; an expired verifier is not awaited."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     behind, level, silent = (make_verifier(f"verifier-{number}") for number in (1, 2, 3))
     confirm(behind, last_sequence(key) - 1)
     confirm(level, last_sequence(key))
@@ -52,7 +52,7 @@ def test_confirmation_makes_the_turn_due(clock: Clock, verifier: UsageLog) -> No
     assert list_due(clock) == []
     changes_confirmed.send(None, above=0, through=sequence - 1, now=clock())
     changes_confirmed.send(None, above=sequence, through=sequence + 1, now=clock())
-    other, _ = scene.issue(scene.account(), clock())
+    other, _ = scene.first_key(clock())
     changes_confirmed.send(None, above=sequence, through=last_sequence(other), now=clock())
     assert list_due(clock) == []
     changes_confirmed.send(None, above=sequence - 1, through=sequence, now=clock())

@@ -84,7 +84,7 @@ def test_copy_of_a_key_in_quarantine_is_hidden_and_reported_once(clock: Clock, v
 
 def test_copy_of_a_key_suspended_by_an_operator_stays(clock: Clock, verifier: UsageLog) -> None:
     """A suspension is no quarantine: the key is on hold, not retiring."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     grant, row = operator(P.KEYS_SUSPEND, key, clock)
     lifecycle.suspend_key(grant, row)
     run_maintenance()
@@ -409,7 +409,7 @@ STEPS = ("suspend", "resume", "revoke", "maintenance", "maintenance", "lost", "f
 
 def retiring(clock: Clock) -> Key:
     """Return a key whose credential's newest version belongs to another key."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     advance(scene.rotate(key.credential, clock()), clock)
     return key
 

@@ -75,7 +75,7 @@ def all_dependencies_down() -> Iterator[None]:
 
 
 def test_compromise_revokes_and_requests_the_replacement_of_the_last_key(clock: Clock, verifier: UsageLog) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     response = report(key, clock)
     assert (response.state, response.fault, response.no_replacement) == (KeyState.COMPROMISED, "", "")
     assert response.sequence == lifecycle.last_sequence(Key.objects.get(pk=key.pk))
@@ -91,7 +91,7 @@ def test_compromise_during_an_outage_revokes_and_the_new_key_follows(
     clock: Clock, verifier: UsageLog, environment: Environment
 ) -> None:
     """One responder suffices with the secret backend and the broker down; the new key waits for both."""
-    key, _ = scene.issue(scene.account(environment=environment), clock())
+    key, _ = scene.first_key(clock(), environment=environment)
     with all_dependencies_down():
         response = report(key, clock)
         assert state_of(key) == "compromised"
@@ -107,7 +107,7 @@ def test_compromise_during_an_outage_revokes_and_the_new_key_follows(
 
 
 def test_compromise_without_replace_requests_nothing(clock: Clock) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     response = report(key, clock, replace=False)
     assert (response.rotation_id, response.no_replacement) == (None, "")
     assert not Rotation.objects.exists()
@@ -115,14 +115,14 @@ def test_compromise_without_replace_requests_nothing(clock: Clock) -> None:
 
 def test_compromise_repeated_answers_the_same(clock: Clock) -> None:
     """The answer and the rotation are the same: nothing is requested twice."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     assert report(key, clock) == report(key, clock)
     assert Rotation.objects.count() == 1
 
 
 def test_compromise_without_permission_for_rotations_still_revokes(clock: Clock) -> None:
     """Requesting a replacement takes its own permission; the revocation does not."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     grant = authorize(responder(), P.KEYS_REPORT_COMPROMISE, key.credential.account, now=clock())
     with pytest.MonkeyPatch.context() as lesser:
         lesser.setattr(emergency, "authorize", _refusing)
@@ -140,7 +140,7 @@ def test_compromise_whose_replacement_request_fails_stands(
     clock: Clock, fault: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The key is revoked whatever happens to the replacement, and the reporter learns both."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
 
     def fail(*_: object) -> None:
         raise fault
@@ -154,13 +154,13 @@ def test_compromise_whose_replacement_request_fails_stands(
 @pytest.mark.django_db(transaction=True)
 def test_compromise_inside_a_transaction_is_refused(clock: Clock) -> None:
     """A caller cannot wrap the revocation into a transaction that is rolled back."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     with pytest.raises(RuntimeError, match="durable"), transaction.atomic():
         report(key, clock)
 
 
 def test_compromise_without_permission_to_revoke_is_refused(clock: Clock) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     wrong = authorize(responder(), P.KEYS_READ, key.credential.account, now=clock())
     with pytest.raises(PermissionMissingError):
         respond_to_compromise(wrong, key, replace=True)
@@ -208,7 +208,7 @@ def test_compromise_of_the_replacement_in_quarantine_names_the_open_rotation(clo
 
 def test_compromise_beside_a_suspended_key_explains_why_none_is_requested(clock: Clock) -> None:
     """An operator may resume the suspended key, so no third key is created."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     engine = authorize(scene.admin(), P.KEYS_SUSPEND, key.credential.account, now=clock())
     other = _second(key, clock)
     suspend_key(engine, other)
@@ -229,7 +229,7 @@ def _second(key: Key, clock: Clock) -> Key:
 
 def test_leak_revokes_every_key_and_answers_in_order(clock: Clock) -> None:
     """Key ids and whole keys are accepted; an unknown or malformed entry delays no other."""
-    made = [scene.issue(scene.account(environment=place), clock()) for place in (*Environment, Environment.SANDBOX)]
+    made = [scene.first_key(clock(), environment=place) for place in (*Environment, Environment.SANDBOX)]
     unknown = "0" * 16
     presented = [made[0][0].key_id, unknown, made[1][1].reveal(), "ghp_sekrit", f" {made[2][0].key_id} ", ""]
     responses = leaked(clock, *presented, made[0][0].key_id)
@@ -248,7 +248,7 @@ def test_leak_revokes_every_key_and_answers_in_order(clock: Clock) -> None:
 
 def test_leak_requests_replacements_after_all_revocations(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step of a replacement precedes the last revocation."""
-    made = [scene.issue(scene.account(), clock())[0] for _ in range(3)]
+    made = [scene.first_key(clock())[0] for _ in range(3)]
     order: list[str] = []
     for name in ("report_compromise", "reissue_key"):
         monkeypatch.setattr(emergency, name, _noting(order, name, getattr(emergency, name)))
@@ -266,7 +266,7 @@ def _noting(order: list[str], name: str, real: Callable[..., Any]) -> Callable[.
 
 
 def test_leak_of_both_keys_of_a_credential_requests_one_replacement(clock: Clock) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     second = _second(key, clock)
     responses = leaked(clock, key.key_id, second.key_id, replace=True)
     assert len({response.rotation_id for response in responses}) == 1
@@ -276,7 +276,7 @@ def test_leak_of_both_keys_of_a_credential_requests_one_replacement(clock: Clock
 
 
 def test_leak_during_an_outage_revokes_every_key(clock: Clock) -> None:
-    made = [scene.issue(scene.account(environment=PRODUCTION), clock())[0] for _ in range(2)]
+    made = [scene.first_key(clock(), environment=PRODUCTION)[0] for _ in range(2)]
     with all_dependencies_down():
         responses = leaked(clock, *(key.key_id for key in made), replace=True)
     assert {state_of(key) for key in made} == {"compromised"}
@@ -288,7 +288,7 @@ def test_leak_in_which_one_key_fails_revokes_the_others(
     clock: Clock, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each key has its own transaction: a database error affects that key only and is reported."""
-    made = [scene.issue(scene.account(), clock())[0] for _ in range(3)]
+    made = [scene.first_key(clock())[0] for _ in range(3)]
     real = lifecycle.report_compromise
 
     def report_or_fail(grant: Any, key: Key, **options: Any) -> Any:
@@ -306,7 +306,7 @@ def test_leak_interrupted_keeps_its_revocations_and_is_repeatable(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after the k-th key, k keys stay revoked, and the same report revokes the rest."""
-    made = [scene.issue(scene.account(), clock())[0] for _ in range(3)]
+    made = [scene.first_key(clock())[0] for _ in range(3)]
     real, calls = lifecycle.report_compromise, iter(range(2))
 
     def report_or_die(*arguments: Any, **options: Any) -> Any:
@@ -331,7 +331,7 @@ def test_leak_of_none_or_too_many_is_refused(clock: Clock, count: int) -> None:
 
 
 def test_leak_reported_without_permission_revokes_nothing(clock: Clock) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     auditor = make_operator("auditor", Role.AUDITOR)
     (response,) = leaked(clock, key.key_id, by=auditor)
     assert response.fault == "This requires the permission keys:report_compromise."
@@ -345,7 +345,7 @@ def test_leak_of_a_key_string_with_a_wrong_checksum_is_not_looked_up(clock: Cloc
 
 
 def test_leak_leaves_the_credential_itself(clock: Clock) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     leaked(clock, key.key_id)
     clock.now += timedelta(days=1)
     assert Credential.objects.get().keys.count() == 1

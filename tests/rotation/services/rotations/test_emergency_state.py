@@ -28,7 +28,7 @@ COMPROMISE, PRODUCTION = RevocationReason.KEY_COMPROMISE, Environment.PRODUCTION
 
 
 def asked_in_production(clock: Clock, **overrides: object) -> Rotation:
-    key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
+    key, _ = scene.first_key(clock(), environment=PRODUCTION)
     chosen: dict[str, object] = {"quiet_seconds": 3_600, "quarantine_seconds": 600, **overrides}
     return scene.rotate(key.credential, clock(), **chosen)
 
@@ -105,7 +105,7 @@ def test_emergency_of_an_offboarded_merchant_is_canceled(clock: Clock, verifier:
 
 
 def test_credential_with_a_usable_or_suspended_key_is_not_reissued(clock: Clock, verifier: UsageLog) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
     with pytest.raises(StateConflictError, match="has a key that is active"):
         reissue_key(grant, key.credential, "why not")

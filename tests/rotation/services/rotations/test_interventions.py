@@ -55,7 +55,7 @@ def abort(rotation: Rotation, clock: Clock) -> Rotation:
 
 
 def _awaiting_approval(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
-    key, _ = scene.issue(scene.account(environment=Environment.PRODUCTION), clock())
+    key, _ = scene.first_key(clock(), environment=Environment.PRODUCTION)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
     return request_rotation(grant, key.credential, PlanOverrides(proof=Proof.ACK))
 
@@ -68,7 +68,7 @@ def _requested(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
 
 
 def _emergency(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     revoke(key, clock)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
     return reissue_key(grant, key.credential, "it has no key left")

@@ -116,7 +116,7 @@ def test_confirmation_of_a_dormant_credential_in_use_is_refused(clock: Clock, ve
 
 
 def test_replacement_requested_by_a_service_is_collected_by_a_non_approver(clock: Clock, verifier: UsageLog) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     _, token = make_token(P.ROTATIONS_WRITE)
     service = prove_service_token(token.reveal(), clock())
     assert service is not None
@@ -136,7 +136,7 @@ def test_replacement_requested_by_a_responder_is_collected_with_the_permission(
     clock: Clock, verifier: UsageLog
 ) -> None:
     """After a leak some authorized person can always collect the key for the merchant."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     responder = the_operator("responder", Role.INCIDENT_RESPONDER)
     account = key.credential.account
     revoke(key, clock)

@@ -119,7 +119,7 @@ def test_pending_copies_of_one_environment_do_not_wait_for_the_backend_of_anothe
     make_verifier()
     rotations = []
     for environment in (Environment.SANDBOX, Environment.PRODUCTION):
-        key, _ = scene.issue(scene.account(environment=environment), clock())
+        key, _ = scene.first_key(clock(), environment=environment)
         rotation = scene.rotate(key.credential, clock(), quiet_seconds=3_600, quarantine_seconds=600)
         if rotation.state == S.AWAITING_APPROVAL:
             person = rotation.requester_person

@@ -37,7 +37,7 @@ PRODUCTION = Environment.PRODUCTION
 
 
 def in_production(clock: Clock) -> Rotation:
-    key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
+    key, _ = scene.first_key(clock(), environment=PRODUCTION)
     return scene.rotate(key.credential, clock(), quiet_seconds=3_600, quarantine_seconds=600)
 
 
@@ -108,7 +108,7 @@ def test_rotation_rejected_creates_no_key(clock: Clock) -> None:
 
 def test_rotation_requested_by_a_service_requires_an_operator_even_in_the_sandbox(clock: Clock) -> None:
     """A service's request alone never suffices, and the creator of its token cannot approve it."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     grant = authorize(scene.admin(), P.TOKENS_WRITE, now=clock())
     token, _ = create_service_token(grant, name="gw", scope=StringScope.SANDBOX, permissions=[P.ROTATIONS_WRITE])
     service = Service(token.token_id, token.name, token.creator_person, token.permission_set, token.access_scope)
@@ -124,14 +124,14 @@ def test_rotation_requested_by_a_service_requires_an_operator_even_in_the_sandbo
 
 
 def test_rotation_beside_an_open_one_is_refused(clock: Clock) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     scene.rotate(key.credential, clock())
     with pytest.raises(StateConflictError, match="open rotation"):
         scene.rotate(key.credential, clock())
 
 
 def test_rotation_of_a_credential_with_two_good_keys_is_refused(clock: Clock) -> None:
-    rotation = scene.rotate(scene.issue(scene.account(), clock())[0].credential, clock())
+    rotation = scene.rotate(scene.first_key(clock())[0].credential, clock())
     advance_rotation(rotation.rotation_id, clock)
     assert rotation.credential.keys.filter(state=KeyState.ACTIVE).count() == 2
     with pytest.raises(StateConflictError, match=f"open rotation already: {rotation.rotation_id}, which is "):
@@ -149,7 +149,7 @@ def test_rotation_of_a_credential_with_two_good_keys_is_refused(clock: Clock) ->
 def test_rotation_plan_below_the_production_minimum_is_refused(
     clock: Clock, overrides: dict[str, int], pointer: str
 ) -> None:
-    key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
+    key, _ = scene.first_key(clock(), environment=PRODUCTION)
     chosen = {"quiet_seconds": 3_600, "quarantine_seconds": 600, **overrides}
     with pytest.raises(RequestInvalidError) as refused:
         scene.rotate(key.credential, clock(), **chosen)
@@ -159,7 +159,7 @@ def test_rotation_plan_below_the_production_minimum_is_refused(
 def test_rotation_aborted_before_delivery_discards_the_replacement(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     rotation = scene.rotate(key.credential, clock())
 
     with monkeypatch.context() as outage:
@@ -180,7 +180,7 @@ def test_rotation_aborted_before_delivery_discards_the_replacement(
 
 def test_acknowledgement_by_any_other_key_is_not_found(clock: Clock) -> None:
     """Only possession of the replacement proves that the merchant has it."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     rotation = scene.rotate(key.credential, clock())
     advance_rotation(rotation.rotation_id, clock)
     rotation = get_rotation(rotation.rotation_id)
@@ -195,7 +195,7 @@ def test_acknowledgement_by_any_other_key_is_not_found(clock: Clock) -> None:
 
 def test_replacement_is_collected_once(clock: Clock) -> None:
     """Key material is shown to one person, once."""
-    rotation = scene.rotate(scene.issue(scene.account(), clock())[0].credential, clock())
+    rotation = scene.rotate(scene.first_key(clock())[0].credential, clock())
     place = rotation.credential.account
     with pytest.raises(StateConflictError, match="not delivered yet"):
         collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
@@ -238,7 +238,7 @@ def test_replacement_of_a_shown_key_leaves_the_backend_once_collected(clock: Clo
 
 def test_replacement_of_a_sealed_key_is_never_shown(clock: Clock) -> None:
     """No person ever sees a sealed credential's key; its replacement stays where the merchant reads it."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     rotation = scene.rotate(key.credential, clock())
     advance_rotation(rotation.rotation_id, clock)
     rotation = get_rotation(rotation.rotation_id)
@@ -266,7 +266,7 @@ def test_replacement_shown_in_production_awaits_review(clock: Clock) -> None:
 
 def delivered_for_responder(clock: Clock) -> Rotation:
     """Return a delivered rotation of an incident responder, who collects no keys, approved on a command line."""
-    key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
+    key, _ = scene.first_key(clock(), environment=PRODUCTION)
     responder = the_operator("responder", Role.INCIDENT_RESPONDER)
     allowed = authorize(responder, P.ROTATIONS_WRITE, key.credential.account, now=clock())
     rotation = request_rotation(allowed, key.credential, PlanOverrides())
@@ -311,7 +311,7 @@ def test_replacement_whose_approval_a_person_reviewed_is_not_shown_to_that_perso
 
 
 def test_rotation_description_names_its_wait_and_the_users_of_the_old_key(clock: Clock, verifier: UsageLog) -> None:
-    key, text = scene.issue(scene.account(), clock())
+    key, text = scene.first_key(clock())
     rotation = scene.rotate(key.credential, clock())
     scene.use(verifier, key.key_id, 3, source="192.0.2.7")
     advance_rotation(rotation.rotation_id, clock)

@@ -53,18 +53,18 @@ class Fleet:
     shop_key: str = ""
     job_key: str = ""
     refused: list[str] = field(default_factory=list)
+    _states: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        key, _ = scene.issue(scene.account(environment=Environment.PRODUCTION), self.clock())
+        key, _ = scene.first_key(self.clock(), environment=Environment.PRODUCTION)
         self.credential = key.credential
         self.old = self.shop_key = self.job_key = key.key_id
 
     def call(self, key_id: str, source: str, user_agent: str, count: int = 1) -> None:
-        key = get_key(key_id)
-        assert key is not None
-        if key.state != "active":
+        is_active = self.state_of(key_id) == "active"
+        if not is_active:
             self.refused.append(f"day {self.day}: {user_agent}")
-        outcome = UseOutcome.ALLOWED if key.state == "active" else UseOutcome.REFUSED
+        outcome = UseOutcome.ALLOWED if is_active else UseOutcome.REFUSED
         for _ in range(count):
             self.verifier.note(key_id, source=source, user_agent=user_agent, endpoint="orders.create", outcome=outcome)
 
@@ -81,10 +81,19 @@ class Fleet:
         self.turn()
         return get_rotation(self.rotation_id) if self.rotation_id else None
 
+    def state_of(self, key_id: str) -> str:
+        """Return the key's state, which only a turn changes."""
+        if key_id not in self._states:
+            key = get_key(key_id)
+            assert key is not None
+            self._states[key_id] = key.state
+        return self._states[key_id]
+
     def turn(self) -> None:
         self.verifier.flush()
         if self.rotation_id:
             advance_rotation(self.rotation_id, self.clock)
+            self._states.clear()
 
     def begin(self, **wish: object) -> Rotation:
         """Request the rotation, have it approved, and deliver the replacement."""
@@ -394,7 +403,7 @@ def test_plan_with_a_waived_source_has_an_earlier_default_deadline(fleet: Fleet)
 
 
 def test_plan_of_the_sandbox_measures_by_no_gaps(clock: Clock, verifier: UsageLog) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     scene.use(verifier, key.key_id)
     assert plan_rotation(key.credential, PlanOverrides(), clock()).late_sources is None
 

@@ -64,7 +64,7 @@ def test_turn_interval_grows_with_the_wait_up_to_its_maximum(clock: Clock, verif
 
 def test_turn_is_due_when_the_wait_ends_and_not_before(clock: Clock, verifier: UsageLog) -> None:
     """No worker takes a turn of a waiting rotation until then."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     rotation = scene.rotate(key.credential, clock(), not_before=clock() + timedelta(days=3))
     assert run_due(clock) == 1
     assert due_in(rotation, clock) == 3 * 86_400
@@ -112,7 +112,7 @@ def test_event_makes_the_turn_due_immediately(clock: Clock, verifier: UsageLog) 
 def test_emergency_stays_urgent_until_its_key_is_delivered(clock: Clock, verifier: UsageLog) -> None:
     """Guarantee: a merchant without a usable key waits for no backlog, also while verifiers are awaited."""
     make_verifier()
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     revoke(key, clock)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
     rotation = advance(reissue_key(grant, key.credential, "a leak"), clock)

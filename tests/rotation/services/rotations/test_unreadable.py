@@ -51,7 +51,7 @@ def test_rotation_with_an_unreadable_plan_stalls_and_the_others_continue(
 
 def test_rotation_before_approval_with_an_unreadable_plan_raises_one_alarm(clock: Clock, verifier: UsageLog) -> None:
     """The rotation cannot stall from there, so it stays unchanged with an alarm."""
-    key, _ = scene.issue(scene.account(environment=Environment.PRODUCTION), clock())
+    key, _ = scene.first_key(clock(), environment=Environment.PRODUCTION)
     overrides = {"quiet_seconds": 3_600, "quarantine_seconds": 600}
     broken = damage(scene.rotate(key.credential, clock(), **overrides), {"skip_weekends": True})
     for _ in range(4):

@@ -117,7 +117,7 @@ def test_schedule_saved_is_applied_in_bounded_batches_that_continue(
     """Guarantee: no request computes the dates of many credentials, and no tick computes all of them."""
     monkeypatch.setattr(starting, "BATCH", 4)
     monkeypatch.setattr(starting, "MAX_SWEPT", 8)
-    first, _ = scene.issue(scene.account(), clock())
+    first, _ = scene.first_key(clock())
     crowd(first, 20)
     begin_due(clock())
     save(SANDBOX, clock(), cryptoperiod_days=30)
@@ -134,9 +134,9 @@ def test_schedule_saved_is_applied_in_bounded_batches_that_continue(
 def test_small_sweep_is_done_beside_a_large_one(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "BATCH", 4)
     monkeypatch.setattr(starting, "MAX_SWEPT", 5)
-    first, _ = scene.issue(scene.account(), clock())
+    first, _ = scene.first_key(clock())
     crowd(first, 20)
-    other, _ = scene.issue(scene.account("globex"), clock())
+    other, _ = scene.first_key(clock(), "globex")
     save(SANDBOX, clock())
     save(scene.account("globex"), clock(), cryptoperiod_days=30)
     begin_due(clock())
@@ -146,7 +146,7 @@ def test_small_sweep_is_done_beside_a_large_one(clock: Clock, monkeypatch: pytes
 
 def test_sweep_includes_those_that_have_not_begun(clock: Clock) -> None:
     """A schedule that is saved again and again is not applied as often."""
-    scene.issue(scene.account(), clock())
+    scene.first_key(clock())
     for days in (30, 60, 90):
         save(SANDBOX, clock(), cryptoperiod_days=days)
     sweeps = ScheduleSweep.objects.order_by("pk")
@@ -157,7 +157,7 @@ def test_sweep_includes_those_that_have_not_begun(clock: Clock) -> None:
 
 def test_change_while_dates_are_computed_is_not_overwritten(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: a worker that has read a credential before its change does not undo the change's mark."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     save(SANDBOX, clock())
 
     def outdated(ids: list[str]) -> Any:
@@ -177,7 +177,7 @@ def test_change_while_dates_are_computed_is_not_overwritten(clock: Clock, monkey
 
 
 def test_credential_claimed_by_another_worker_is_not_tried(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     save(SANDBOX, clock())
     begin_due(clock())
     due_at = clock() + 90 * DAY
@@ -192,7 +192,7 @@ def test_credential_claimed_by_another_worker_is_not_tried(clock: Clock, monkeyp
 @pytest.fixture
 def scheduled(clock: Clock) -> Key:
     """Return a key whose date follows from a schedule of 30 days."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     save(SANDBOX, clock(), cryptoperiod_days=30)
     begin_due(clock())
     assert row_of(key).ask_at == clock() + 30 * DAY
@@ -255,7 +255,7 @@ def test_worker_that_dies_while_it_begins_leaves_a_claim_that_ends(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guarantee: a credential that kills its worker is tried again later, and not by each tick."""
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     save(SANDBOX, clock())
 
     def dying(*_: object, **__: object) -> Rotation:
@@ -275,8 +275,8 @@ def test_alarm_of_an_unreadable_schedule_that_fails_delays_no_other_and_is_raise
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guarantee: no credential waits for a schedule whose fault raised no alarm."""
-    broken, _ = scene.issue(scene.account(), clock())
-    sound, _ = scene.issue(scene.account("globex"), clock())
+    broken, _ = scene.first_key(clock())
+    sound, _ = scene.first_key(clock(), "globex")
     row = save(scene.account(), clock())
     save(SANDBOX, clock())
     begin_due(clock())
@@ -293,7 +293,7 @@ def test_alarm_of_an_unreadable_schedule_that_fails_delays_no_other_and_is_raise
 
 
 def test_change_that_is_rolled_back_leaves_no_mark(clock: Clock) -> None:
-    key, _ = scene.issue(scene.account(), clock())
+    key, _ = scene.first_key(clock())
     save(SANDBOX, clock())
     begin_due(clock())
     before = row_of(key)
@@ -412,7 +412,7 @@ def test_dates_after_random_changes_equal_those_from_scratch(clock: Clock, seed:
 @pytest.mark.postgres
 def test_begin_due_with_nothing_due_reads_no_more_than_its_index(clock: Clock) -> None:
     """Guarantee: a tick's cost does not grow with the credentials, keys, schedules or rotations that are not due."""
-    scene.issue(scene.account(), clock())
+    scene.first_key(clock())
     save(SANDBOX, clock(), cryptoperiod_days=30)
     begin_due(clock())
     disable_triggers()
