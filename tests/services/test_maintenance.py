@@ -26,6 +26,7 @@ from keyvault.models.idempotency import IdempotentRequest
 from keyvault.services import idempotency, maintenance, offboarding
 from keyvault.services.issuance import collection, requests
 from keyvault.services.keys import lifecycle
+from keyvault.services.recording.notifications import announce
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.work import clock, leases, row_turns
@@ -380,7 +381,7 @@ def test_maintenance_with_a_wrong_clock_does_nothing_irreversible_and_alarms_onc
 @pytest.mark.django_db
 def test_maintenance_with_a_wrong_clock_alarms_once_for_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second worker notices the clock after the first has looked for an alarm and before it has raised one."""
-    error, announce = clock.ClockDiffersError(timedelta(seconds=30)), maintenance.announce
+    error = clock.ClockDiffersError(timedelta(seconds=30))
 
     def announce_beside(*args: Any, **payload: Any) -> Notice:
         monkeypatch.setattr(maintenance, "announce", announce)

@@ -122,7 +122,7 @@ class AuditList(ConsoleList):
     older = ""
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
-        entries = super().get_queryset(request, exclude_parameters)
+        entries: QuerySet[Any] = super().get_queryset(request, exclude_parameters)
         if not (term := self.query.strip()):
             return entries
         chosen = request.GET.get(ChainFilter.parameter_name)
@@ -134,7 +134,8 @@ class AuditList(ConsoleList):
             self.older = self.get_query_string({"at__lt": before.isoformat()}, remove=["p"])
         sought = Value(term.encode(), output_field=models.BinaryField())
         searched = entries.filter(pk__in=[pk for _, pk in newest])
-        return searched.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0)
+        found: QuerySet[Any] = searched.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0)
+        return found
 
 
 def _list_newest(entries: QuerySet[AuditEntry], chains: Sequence[str]) -> list[tuple[datetime, int]]:

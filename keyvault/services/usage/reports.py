@@ -155,7 +155,13 @@ def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit:
     """
     rows = (
         _buckets(key_id, outcomes)
-        .values(**_CONTEXT)
+        .values(
+            source=F("context__source"),
+            user_agent=F("context__user_agent"),
+            endpoint=F("context__endpoint"),
+            origin=F("context__origin"),
+            outcome=F("context__outcome"),
+        )
         .annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
         .order_by("-last", "source", "user_agent", "endpoint", "origin", "outcome")[:limit]
     )
@@ -178,7 +184,7 @@ def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
     """Return the networks that really use a key, the latest first."""
     rows = (
         _buckets(key_id, SIGNS_OF_LIFE)
-        .values(source=_CONTEXT["source"])
+        .values(source=F("context__source"))
         .annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
     )
     found: dict[str, NetworkUse] = {}
@@ -268,7 +274,7 @@ def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
     """Return the shop and app versions that use a public key, the latest first."""
     rows = (
         _buckets(key_id, SIGNS_OF_LIFE)
-        .values(origin=_CONTEXT["origin"], user_agent=_CONTEXT["user_agent"])
+        .values(origin=F("context__origin"), user_agent=F("context__user_agent"))
         .annotate(
             total=Sum("count"),
             sources=Count("context__source", distinct=True),
@@ -297,7 +303,7 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
     if not attempts.exists():
         return []  # the usual case, without the searches for known sources
     rows = (
-        attempts.values(source=_CONTEXT["source"])
+        attempts.values(source=F("context__source"))
         .annotate(total=Sum("count"), last=Max("last_at"), is_known=_is_known(key_id, since))
         .order_by("-last", "source")[:50]
     )
@@ -340,9 +346,6 @@ def _is_known(key_id: str, before: datetime) -> Q:
     in_known = [source for source, network in networks.items() if network in known]
     was_used = Exists(used.filter(context__source=OuterRef("context__source")))
     return Q(was_used) | Q(context__source__in=in_known)
-
-
-_CONTEXT = {name: F(f"context__{name}") for name in ("source", "user_agent", "endpoint", "origin", "outcome")}
 
 
 def _buckets(key_id: str, outcomes: Iterable[UseOutcome]) -> QuerySet[UseBucket]:
