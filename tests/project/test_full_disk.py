@@ -184,7 +184,7 @@ class Installation:
             env={**os.environ, **self.settings},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -198,7 +198,7 @@ class Installation:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_embedded_service_on_a_full_disk_revokes_verifies_and_recovers(disk: Path, tmp_path: Path) -> None:
     """Guarantee: on SQLite, with everything on one full disk, a key can be revoked and is refused at once."""
     installation = Installation(disk, tmp_path)
@@ -256,7 +256,8 @@ def test_embedded_service_on_a_full_disk_revokes_verifies_and_recovers(disk: Pat
 
         filler.unlink()
         eventually(lambda: disk_state() == "ok", seconds=30)
-        assert (installation.data / RESERVE_NAME).stat().st_size == RESERVE_BYTES
+        reserve = installation.data / RESERVE_NAME
+        eventually(lambda: reserve.stat().st_size == RESERVE_BYTES, seconds=30)
         signed_in = browser.post(f"{url}/admin/login/", data=form, headers={"Referer": url}, timeout=20)
         assert signed_in.status_code == 200
         revoke(keys[2])
