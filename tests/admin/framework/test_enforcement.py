@@ -196,7 +196,7 @@ MATRIX: dict[str, frozenset[P]] = {
 }
 """Every page of the console and its permissions, written down apart from the code."""
 
-OPEN = frozenset({"login", "logout", "second_factor", "invitation"})
+OPEN = frozenset({"login", "logout", "second_factor", "invitation", "single_sign_on", "single_sign_on_callback"})
 """Pages that answer before the sign-in is complete."""
 
 REFUSED, TO_LOGIN = 403, 302
