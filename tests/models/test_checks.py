@@ -102,6 +102,7 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     ),
     ("break_glass_reviewed", "keyvault_breakglass", {"reviewed_at": LONG_AGO}),
     ("break_glass_reviewed", "keyvault_breakglass", {"reviewer_person": "per_x"}),
+    ("operator_scope_environments", "keyvault_operator", {"scope_environments": "other"}),
     ("use_outcome", "keyvault_usecontext", {"outcome": "other"}),
     ("attempt_outcome", "keyvault_keyattempt", {"outcome": "other"}),
     ("customer_token_digest_bytes", "keyvault_customertoken", {"digest": bytes(31)}),
@@ -197,15 +198,21 @@ def test_checks_break_glass_reviewed_by_the_same_person_is_refused(bare_world: W
                 update("keyvault_breakglass", review)
 
 
-@pytest.mark.parametrize("first", [None, "per_x"])
-def test_checks_claimed_approval_reviewed_by_one_other_person_is_refused(bare_world: World, first: str | None) -> None:
-    """The claimed approver reviews alone; another person does not, not even twice."""
+def test_checks_claimed_approval_reviewed_by_one_person_is_refused(
+    bare_world: World, subtests: pytest.Subtests
+) -> None:
+    """Two persons review it; the claimed approver is one of them at most."""
     act = read_row("keyvault_breakglass")
     update("keyvault_breakglass", {"is_claimed": True, "excluded_persons": act["requester_person"]})
-    review = {"reviewed_at": act["created_at"], "first_reviewer_person": first}
-    with pytest.raises(IntegrityError, match="break_glass_claim_reviewed"), transaction.atomic():
-        update("keyvault_breakglass", {**review, "reviewer_person": "per_x"})
-    update("keyvault_breakglass", {**review, "reviewer_person": act["person"]})
+    for first, last in ((None, "per_x"), ("per_x", "per_x"), (None, act["person"]), (act["person"], act["person"])):
+        review = {"reviewed_at": act["created_at"], "first_reviewer_person": first, "reviewer_person": last}
+        with (
+            subtests.test(f"{first}, {last}"),
+            pytest.raises(IntegrityError, match="break_glass_claim_reviewed"),
+            transaction.atomic(),
+        ):
+            update("keyvault_breakglass", review)
+    update("keyvault_breakglass", {**review, "first_reviewer_person": "per_x"})
 
 
 def test_checks_duplicate_row_is_refused(bare_world: World, subtests: pytest.Subtests) -> None:

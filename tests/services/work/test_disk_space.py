@@ -4,6 +4,7 @@ import errno
 import os
 import sqlite3
 from pathlib import Path
+from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +26,12 @@ from keyvault.services.work.disk_space import (
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, settings: Any) -> Path:
+def folder(settings: Any) -> Path:
     """A data folder with the revocation log; the tests' database is on the same disk."""
-    settings.DATA_DIR = tmp_path
-    settings.REVOCATION_LOG = tmp_path / "revocation_log"
-    return tmp_path
+    made = Path(mkdtemp(dir=settings.DATA_DIR))
+    settings.DATA_DIR = made
+    settings.REVOCATION_LOG = made / "revocation_log"
+    return made
 
 
 def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
