@@ -249,7 +249,7 @@ class ConsoleSite(AdminSite):
         """Route the front page, login, logout and the model admins; none of Django's other admin views."""
         return [
             path("", self.admin_view(self.front_page), name="index"),
-            path("login/", self._open_view(self.login), name="login"),
+            path("login/", open_before_sign_in(never_cache(self.login)), name="login"),
             path("login/sso/", self._open_view(partial(begin, self)), name="single_sign_on"),
             path("login/sso/callback/", self._open_view(finish), name="single_sign_on_callback"),
             path("logout/", self._open_view(self.logout), name="logout"),
