@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import ValidationError
-from django.core.paginator import Paginator
+from django.core.paginator import Page, Paginator
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import URLPattern, path, reverse
@@ -49,9 +49,11 @@ from keyvault.services.sessions.guessing import SignInLockedError
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
     _Paginator = Paginator[Any]
+    _Page = Page[Any]
 else:
     _ModelAdmin = admin.ModelAdmin
     _Paginator = Paginator
+    _Page = Page
 
 _GET = ("GET", "HEAD")
 _GET_AND_POST = (*_GET, "POST")
@@ -105,6 +107,22 @@ class BoundedPaginator(_Paginator):
     @property
     def has_more(self) -> bool:
         return self.count == _MAX_COUNTED
+
+
+class ScopedPaginator(BoundedPaginator):
+    """Paginator for an operator with a scope.
+
+    With a LIMIT the database may walk the rows of all merchants in the order of the list until it has a page of the
+    scope's. So the ids of few rows are read without one, by the index of their accounts.
+    """
+
+    def page(self, number: int | str) -> _Page:
+        if self.has_more:
+            return super().page(number)
+        rows: QuerySet[Any] = self.object_list  # type: ignore[assignment]  # Django's admin passes a query set
+        first = (self.validate_number(number) - 1) * self.per_page
+        ids = list(rows.values_list("pk", flat=True))[first : first + self.per_page]
+        return self._get_page(rows.filter(pk__in=ids), self.validate_number(number), self)
 
 
 class ConsoleList(ChangeList):
@@ -223,6 +241,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Return the rows in the operator's scope, which every list and page of the model reads."""
         return self.rows_in_scope(super().get_queryset(request), operator_of(request).scope)
+
+    def get_paginator(self, request: HttpRequest, *args: Any, **options: Any) -> BoundedPaginator:
+        is_unlimited = operator_of(request).scope == EVERYWHERE
+        return (BoundedPaginator if is_unlimited else ScopedPaginator)(*args, **options)
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return ConsoleList

@@ -82,7 +82,7 @@ class ChainFilter(admin.SimpleListFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
         is_listed = models.Q(name=PLATFORM_CHAIN) | models.Q(name__startswith=_ACCOUNT)
-        chains = AuditChain.objects.filter(is_listed, _chains_in(operator_of(request).scope))
+        chains = _chains_in(operator_of(request).scope).filter(is_listed)
         names = list(chains.order_by("name").values_list("name", flat=True)[:_MAX_CHAINS])
         chosen = request.GET.get(self.parameter_name)
         names.sort(key=lambda name: (name.startswith(_ACCOUNT), name))
@@ -177,7 +177,7 @@ class AuditEntryAdmin(ConsoleModelAdmin):
 
     def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
         """Return the entries of the accounts' chains; an unlimited scope has the platform's too."""
-        return rows if scope == EVERYWHERE else rows.filter(_chains_in(scope, "chain__"))
+        return rows if scope == EVERYWHERE else rows.filter(chain__in=_chains_in(scope))
 
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
         """Add the checkpoints, which are of the whole installation."""
@@ -258,15 +258,16 @@ class AuditEntryAdmin(ConsoleModelAdmin):
         return Extras(links=[Link("Audit entries", self.list_url(f"?{urlencode(query)}"))])
 
 
-def _chains_in(scope: AccessScope, chain: str = "") -> models.Q:
-    """Return the condition for the chains of the scope's accounts. `chain`: prefix of the lookup of their name."""
+def _chains_in(scope: AccessScope) -> QuerySet[AuditChain]:
+    """Return the chains of the scope's accounts; all chains for an unlimited scope."""
+    chains = AuditChain.objects.all()
     if scope == EVERYWHERE:
-        return models.Q()
+        return chains
     if scope.merchants is None:
-        ends = (models.Q(**{f"{chain}name__endswith": f"/{env}"}) for env in scope.environments)
-        return reduce(or_, ends, models.Q(pk__in=[]))
+        ends = (models.Q(name__endswith=f"/{environment}") for environment in scope.environments)
+        return chains.filter(reduce(or_, ends))
     accounts = [account_chain(merchant, env) for merchant in scope.merchants for env in scope.environments]
-    return models.Q(**{f"{chain}name__in": [name for account in accounts for name in chains_with(account)]})
+    return chains.filter(name__in=[name for account in accounts for name in chains_with(account)])
 
 
 def _checkpoints() -> Table:
