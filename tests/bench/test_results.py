@@ -85,7 +85,7 @@ def scaled(completed: int = 200, idle_ms: float = 1.5) -> dict[str, Any]:
 
 def signed_in(p99_us: float = 6_000.0) -> dict[str, Any]:
     idle, loaded = {"p50_us": 2_000.0, "p99_us": 4_000.0, "late_us": 1.0}, {"p50_us": 2_500.0, "p99_us": p99_us}
-    rounds = [
+    rounds: list[dict[str, Any]] = [
         {"round": turn, "sign_ins": 80, "sign_ins_per_second": 4.0, "idle": idle, "loaded": loaded, "flags": []}
         for turn in (1, 2)
     ]

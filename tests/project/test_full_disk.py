@@ -22,7 +22,6 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.revocation_log import Ended
 from keyvault.models import Key
 from keyvault.services.keys.lifecycle import revoke_key
-from keyvault.services.recording import revocation_log
 from keyvault.services.recording.revocation_log import read_lines
 from keyvault.services.work.disk_space import NEEDED_BYTES, RESERVE_BYTES, RESERVE_NAME, keep_reserve
 from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
@@ -103,7 +102,7 @@ def test_revocation_is_logged_from_the_reserve_when_a_write_finds_no_space(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, text)
 
-    monkeypatch.setattr(revocation_log.os, "write", write_if_released)
+    monkeypatch.setattr(os, "write", write_if_released)
     key = revoke(desk)
     assert ended_keys() == [key.key_id]
     assert reserve.stat().st_size == RESERVE_BYTES - NEEDED_BYTES
