@@ -71,7 +71,8 @@ def test_function_runs_with_settings_of_the_test() -> None:
 
 def request() -> str:
     make_merchant("acme")
-    return request_key(account("acme")).state
+    state: str = request_key(account("acme")).state
+    return state
 
 
 def test_function_runs_in_a_database_with_rows() -> None:
