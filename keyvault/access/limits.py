@@ -75,6 +75,12 @@ SIGN_IN_FAILURES = 10
 SIGN_IN_LOCK_SECONDS = 1800
 """Duration of a sign-in lock, in seconds. Older failures no longer count."""
 
+SESSION_IDLE_SECONDS = 15 * 60
+"""Time after its last use at which a console session ends, in seconds."""
+
+SESSION_SECONDS = 8 * 60 * 60
+"""Maximum duration of a console session, in seconds, however much it is used."""
+
 REPEAT_LIMIT = Limit(10, 60)
 """Limit of repeated self-revocations of an already revoked key."""
 

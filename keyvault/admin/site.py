@@ -32,6 +32,7 @@ from keyvault.admin.keys.service_tokens import ServiceTokenAdmin
 from keyvault.admin.merchants.merchants import AccountAdmin, MerchantAdmin
 from keyvault.admin.merchants.provider_connections import ProviderConnectionAdmin
 from keyvault.admin.merchants.webhooks import WebhookEndpointAdmin
+from keyvault.admin.operators.sessions import ConsoleSessionAdmin
 from keyvault.admin.oversight.audit import AuditEntryAdmin
 from keyvault.admin.oversight.break_glass import BreakGlassAdmin
 from keyvault.admin.oversight.inbox import NoticeAdmin
@@ -42,6 +43,7 @@ from keyvault.models import (
     AuditEntry,
     BreakGlass,
     CatalogEndpoint,
+    ConsoleSession,
     Credential,
     IssuanceRequest,
     Key,
@@ -68,6 +70,7 @@ MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (CatalogEndpoint, CatalogEndpointAdmin),
     (LimitOverride, LimitOverrideAdmin),
     (ServiceToken, ServiceTokenAdmin),
+    (ConsoleSession, ConsoleSessionAdmin),
     (Notice, NoticeAdmin),
     (AuditEntry, AuditEntryAdmin),
     (BreakGlass, BreakGlassAdmin),

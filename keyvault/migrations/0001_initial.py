@@ -255,6 +255,22 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
+            name='ConsoleSession',
+            fields=[
+                ('session_key', models.CharField(max_length=40, primary_key=True, serialize=False, verbose_name='session key')),
+                ('session_data', models.TextField(verbose_name='session data')),
+                ('expire_date', models.DateTimeField(db_index=True, verbose_name='expire date')),
+                ('started_at', models.DateTimeField()),
+                ('last_used_at', models.DateTimeField()),
+                ('address', models.CharField(blank=True, max_length=64)),
+                ('browser', models.CharField(blank=True, max_length=40)),
+                ('operator', models.ForeignKey(db_index=False, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='sessions', to=settings.AUTH_USER_MODEL)),
+            ],
+            options={
+                'indexes': [models.Index(fields=['operator', '-last_used_at'], name='session_by_operator')],
+            },
+        ),
+        migrations.CreateModel(
             name='Credential',
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),

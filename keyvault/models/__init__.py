@@ -14,6 +14,7 @@ from keyvault.models.orders import Order
 from keyvault.models.peppers import Installation, PepperVersion
 from keyvault.models.processes import ServiceProcess
 from keyvault.models.refusals import Refusal
+from keyvault.models.sessions import ConsoleSession
 from keyvault.models.tokens import ServiceToken
 from keyvault.models.usage import KeySource, KeyUse, UsageReporter, UseBucket
 from keyvault.models.verifiers import Confirmation, Verifier
@@ -27,6 +28,7 @@ __all__ = [
     "CatalogEndpoint",
     "Change",
     "Confirmation",
+    "ConsoleSession",
     "Credential",
     "CustomerToken",
     "DeliveryState",

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from django.contrib.sessions.models import Session
 from django.db.models import Model
 
+from keyvault.access.limits import SESSION_IDLE_SECONDS, SESSION_SECONDS
 from keyvault.domain.errors import KeyvaultError
 from keyvault.models import (
     Account,
@@ -21,6 +21,7 @@ from keyvault.models import (
     CatalogEndpoint,
     Change,
     Confirmation,
+    ConsoleSession,
     Credential,
     CustomerToken,
     IdempotentRequest,
@@ -50,7 +51,7 @@ from keyvault.models import (
 )
 from keyvault.services import idempotency
 from keyvault.services.change_feed import follower
-from keyvault.services.sessions import sign_in
+from keyvault.services.sessions import sessions
 from keyvault.services.tokens import customer_tokens
 from keyvault.services.usage import retention as usage
 from keyvault.services.verification import refusals
@@ -126,7 +127,12 @@ RULES = (
     ),
     RetentionRule(Confirmation, _days(follower.CONFIRMATIONS_KEPT_FOR), forget=follower.forget_old),
     RetentionRule(Verifier, f"{_days(follower.GONE_KEPT_FOR)} after its last confirmation"),
-    RetentionRule(Session, "until it expires", forget=sign_in.forget_expired_sessions),
+    RetentionRule(
+        ConsoleSession,
+        f"until it ends, {SESSION_IDLE_SECONDS // 60} minutes after its last use or {SESSION_SECONDS // 3600} hours "
+        "after its start",
+        forget=sessions.forget_expired_sessions,
+    ),
     RetentionRule(
         WorkLease,
         f"until the work is done; {_days(leases.KEPT_FOR)} if no worker claims it any more",

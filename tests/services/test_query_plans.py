@@ -16,7 +16,7 @@ from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.sessions import sign_in
+from keyvault.services.sessions import sessions
 from keyvault.services.startup.processes import measure
 from keyvault.services.tokens import customer_tokens
 from keyvault.services.verification import refusals
@@ -99,7 +99,7 @@ def test_list_used_uncollected_after_a_request_skips_the_earlier_ones() -> None:
         (deliveries.forget_old_deliveries, ["webhook_delivery_settled"]),
         (deliveries.forget_old_notices, ["notice_settled"]),
         (customer_tokens.forget_expired_tokens, ["customer_token_expiring"]),
-        (sign_in.forget_expired_sessions, ["django_session_expire_date"]),
+        (sessions.forget_expired_sessions, ["keyvault_consolesession_expire_date"]),
         (leases.forget_abandoned, ["work_lease_abandoned", "work_lease_held"]),
     ],
     ids=lambda each: each.__name__ if callable(each) else "",

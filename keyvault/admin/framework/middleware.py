@@ -5,12 +5,20 @@ On all other paths a cookie grants nothing, costs no query, and does not change 
 
 from typing import Any
 
+from django.conf import settings
 from django.contrib.auth.middleware import AuthenticationMiddleware
 from django.contrib.messages.middleware import MessageMiddleware
 from django.contrib.sessions.middleware import SessionMiddleware
-from django.http import HttpRequest, HttpResponseForbidden
+from django.http import HttpRequest, HttpResponse, HttpResponseForbidden
 from django.middleware.csrf import CsrfViewMiddleware
 from django.utils.deprecation import MiddlewareMixin
+
+from keyvault.domain.browsers import name_browser
+from keyvault.services.sessions.store import SessionStore
+from keyvault.wire.headers import address_from_environ
+
+REFRESHED = "refreshed"
+"""Parameter of a page that reloads itself. Nobody may sit before it, so it does not extend the session."""
 
 
 def is_console_path(path: str) -> bool:
@@ -32,7 +40,19 @@ class _ConsoleOnly(MiddlewareMixin):
 
 
 class ConsoleSessionMiddleware(_ConsoleOnly, SessionMiddleware):
-    pass
+    """Django's middleware, which also records the use of a session, and from where."""
+
+    def process_request(self, request: HttpRequest) -> None:
+        super().process_request(request)
+        if isinstance(request.session, SessionStore):
+            request.session.address = address_from_environ(request.META, settings.TRUSTED_PROXIES) or ""
+            request.session.browser = name_browser(request.META.get("HTTP_USER_AGENT", ""))
+
+    def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
+        answer = super().process_response(request, response)
+        if isinstance(request.session, SessionStore) and REFRESHED not in request.GET:
+            request.session.extend()
+        return answer
 
 
 class ConsoleAuthenticationMiddleware(_ConsoleOnly, AuthenticationMiddleware):

@@ -11,7 +11,6 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.contrib.auth.hashers import UNUSABLE_PASSWORD_PREFIX, make_password, verify_password
-from django.contrib.sessions.models import Session
 from django.core import signing
 from django.utils.crypto import constant_time_compare, salted_hmac
 
@@ -29,7 +28,6 @@ from keyvault.services.recording.authorization import authorize, operator_princi
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.refusals import sign_in_refusals
-from keyvault.services.work.deletion import delete_batch
 
 DEVICE_LIFETIME = timedelta(days=90)
 """Lifetime of a device cookie after the device's last sign-in."""
@@ -104,11 +102,6 @@ def sign_out(grant: Grant) -> None:
     """Record that an operator ended a session."""
     with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_out"):
         pass
-
-
-def forget_expired_sessions(now: datetime) -> int:
-    """Delete a batch of expired sessions. Return how many."""
-    return delete_batch(Session.objects.filter(expire_date__lt=now).order_by("expire_date"))
 
 
 # --------------------------------------------------------------------------------------------------- counting

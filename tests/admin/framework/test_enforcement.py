@@ -24,6 +24,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import (
     AuditEntry,
     BreakGlass,
+    ConsoleSession,
     IssuanceRequest,
     Key,
     Operator,
@@ -137,6 +138,9 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_auditentry_change": frozenset({P.AUDIT_READ}),
     "keyvault_pepperversion_changelist": frozenset({P.PEPPERS_READ}),
     "keyvault_pepperversion_change": frozenset({P.PEPPERS_READ}),
+    "keyvault_consolesession_changelist": ANY_ROLE,
+    "keyvault_consolesession_change": ANY_ROLE,
+    "keyvault_consolesession_end": ANY_ROLE,
     "keyvault_breakglass_changelist": frozenset({P.BREAK_GLASS_REVIEW, P.AUDIT_READ}),
     "keyvault_breakglass_change": frozenset({P.BREAK_GLASS_REVIEW, P.AUDIT_READ}),
     "keyvault_breakglass_review": frozenset({P.BREAK_GLASS_REVIEW}),
@@ -239,7 +243,10 @@ def every_row(desk: Desk) -> dict[str, Model]:
     assert limit is not None
     webhooks = grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox)
     webhook, _ = add_webhook(webhooks, desk.sandbox, "https://acme.example/")
+    browser(desk.tam)
     return {
+        # Its own for an operator who is signed in.
+        "keyvault_consolesession": ConsoleSession.objects.order_by("last_used_at")[0],
         "keyvault_providerconnection": set_connection(
             grant(desk.tam, P.CONNECTIONS_WRITE, desk.sandbox), desk.sandbox, "stripe", Plaintext("sk_test_1")
         ),

@@ -1,0 +1,1 @@
+"""Operators, their sessions, and changes of them that a second person approves."""
