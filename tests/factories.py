@@ -38,7 +38,7 @@ from keyvault.domain.revocation_log import Opened, line_bytes
 from keyvault.models import Account, IssuanceRequest, Key, Merchant, Operator, ServiceToken
 from keyvault.services.issuance import requests
 from keyvault.services.merchants.merchants import create_merchant, find_account
-from keyvault.services.merchants.operators import create_operator
+from keyvault.services.operators.operators import create_operator
 from keyvault.services.peppers.ring import ensure_peppers, load_peppers
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.secrets.backend import secret_backend
@@ -131,7 +131,7 @@ def make_operator(
     """A new log-in with PASSWORD, as the principal that the console makes of it; `person` of an earlier one."""
     with mock.patch.object(PBKDF2PasswordHasher, "iterations", 1):
         row = create_operator(
-            grant(HOST, Permission.OPERATORS_WRITE),
+            grant(HOST, Permission.OPERATORS_ENROLL),
             username=username,
             roles=roles,
             password=Plaintext(PASSWORD),

@@ -111,7 +111,8 @@ CONSOLE = System("console", frozenset({Permission.SESSIONS_WRITE}), Channel.CONS
 """The console's sign-in page, which records unauthenticated attempts."""
 HOST = System(
     "host",
-    frozenset({Permission.OPERATORS_WRITE, Permission.MERCHANTS_WRITE, Permission.TOKENS_WRITE})
+    frozenset({Permission.OPERATORS_WRITE, Permission.OPERATORS_ENROLL})
+    | {Permission.MERCHANTS_WRITE, Permission.TOKENS_WRITE}
     | {Permission.PEPPERS_READ, Permission.PEPPERS_WRITE, Permission.REVOCATIONS_REPLAY},
     Channel.COMMAND_LINE,
 )

@@ -25,7 +25,10 @@ class EndpointRule:
 
 Rule = OperationRule | EndpointRule
 
-_FOUR_EYES = frozenset({Permission.ISSUANCE_APPROVE, Permission.ROTATIONS_APPROVE, Permission.BREAK_GLASS_REVIEW})
+_FOUR_EYES = frozenset(
+    {Permission.ISSUANCE_APPROVE, Permission.ROTATIONS_APPROVE, Permission.BREAK_GLASS_REVIEW}
+    | {Permission.OPERATORS_APPROVE}
+)
 
 
 def operation(permission: Permission) -> OperationRule:

@@ -32,6 +32,8 @@ from keyvault.admin.keys.service_tokens import ServiceTokenAdmin
 from keyvault.admin.merchants.merchants import AccountAdmin, MerchantAdmin
 from keyvault.admin.merchants.provider_connections import ProviderConnectionAdmin
 from keyvault.admin.merchants.webhooks import WebhookEndpointAdmin
+from keyvault.admin.operators.operator_changes import OperatorChangeAdmin
+from keyvault.admin.operators.operators import OperatorAdmin
 from keyvault.admin.operators.sessions import ConsoleSessionAdmin
 from keyvault.admin.oversight.audit import AuditEntryAdmin
 from keyvault.admin.oversight.break_glass import BreakGlassAdmin
@@ -51,6 +53,7 @@ from keyvault.models import (
     Merchant,
     Notice,
     Operator,
+    OperatorChange,
     PepperVersion,
     ProviderConnection,
     Refusal,
@@ -70,6 +73,8 @@ MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (CatalogEndpoint, CatalogEndpointAdmin),
     (LimitOverride, LimitOverrideAdmin),
     (ServiceToken, ServiceTokenAdmin),
+    (Operator, OperatorAdmin),
+    (OperatorChange, OperatorChangeAdmin),
     (ConsoleSession, ConsoleSessionAdmin),
     (Notice, NoticeAdmin),
     (AuditEntry, AuditEntryAdmin),

@@ -9,7 +9,13 @@ from keyvault.models.keys import Credential, Key, Material
 from keyvault.models.leases import WorkLease
 from keyvault.models.merchants import Account, Merchant, MerchantStatus, ProviderConnection, WebhookEndpoint
 from keyvault.models.notifications import DeliveryState, Notice, WebhookBreaker, WebhookDelivery
-from keyvault.models.operators import Operator
+from keyvault.models.operator_changes import (
+    OperatorChange,
+    OperatorChangeApproval,
+    OperatorChangeKind,
+    OperatorChangeState,
+)
+from keyvault.models.operators import Operator, RoleUse
 from keyvault.models.orders import Order
 from keyvault.models.peppers import Installation, PepperVersion
 from keyvault.models.processes import ServiceProcess
@@ -45,10 +51,15 @@ __all__ = [
     "MerchantStatus",
     "Notice",
     "Operator",
+    "OperatorChange",
+    "OperatorChangeApproval",
+    "OperatorChangeKind",
+    "OperatorChangeState",
     "Order",
     "PepperVersion",
     "ProviderConnection",
     "Refusal",
+    "RoleUse",
     "ServiceProcess",
     "ServiceToken",
     "UsageReporter",

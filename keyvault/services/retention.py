@@ -35,10 +35,13 @@ from keyvault.models import (
     Merchant,
     Notice,
     Operator,
+    OperatorChange,
+    OperatorChangeApproval,
     Order,
     PepperVersion,
     ProviderConnection,
     Refusal,
+    RoleUse,
     ServiceProcess,
     ServiceToken,
     UsageReporter,
@@ -140,9 +143,18 @@ RULES = (
     ),
     RetentionRule(WebhookBreaker, "until the endpoint responds"),
     RetentionRule(ServiceProcess, "until the process shuts down normally; 7 days after it was lost"),
+    RetentionRule(RoleUse, "while the operator has the role"),
     *(
         RetentionRule(table, "permanently: evidence")
-        for table in (AuditChain, AuditEntry, AuditCheckpoint, BreakGlass, Order)
+        for table in (
+            AuditChain,
+            AuditEntry,
+            AuditCheckpoint,
+            BreakGlass,
+            Order,
+            OperatorChange,
+            OperatorChangeApproval,
+        )
     ),
     *(
         RetentionRule(table, "permanently: history of a key")

@@ -31,7 +31,7 @@ REVEALS: dict[str, str] = {
     "keyvault/management/commands/rotate_service_token.py": "prints the new token, asked for with --reveal",
     "keyvault/management/commands/run.py": "prints the passwords and the curl line of `make run`",
     "keyvault/services/audit/signers.py": "decodes the local signing key",
-    "keyvault/services/merchants/operators.py": "hands a password to Django's hasher",
+    "keyvault/services/operators/operators.py": "hands a password to Django's hasher",
     "keyvault/services/peppers/ring.py": "decodes a pepper",
     "keyvault/services/sessions/sign_in.py": "hands a password to Django's hasher",
     "keyvault/wire/webhooks.py": "signs with it",

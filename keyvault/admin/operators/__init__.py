@@ -1,1 +1,0 @@
-"""Operators, their sessions, and changes of them that a second person approves."""

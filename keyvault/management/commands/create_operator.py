@@ -5,12 +5,13 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
+from keyvault.access.permissions import Permission
 from keyvault.access.roles import Role
 from keyvault.domain.errors import NotFoundError
 from keyvault.management.mixins import UsernameMixin, add_role_option
 from keyvault.management.passwords import read_password
 from keyvault.models import Operator
-from keyvault.services.merchants.operators import create_operator
+from keyvault.services.operators.operators import create_operator
 
 
 class Command(UsernameMixin):
@@ -31,7 +32,7 @@ class Command(UsernameMixin):
                 raise NotFoundError(f"There is no operator {options['same_person_as']}.")
             person = other.person
         operator = create_operator(
-            self.operators_grant(),
+            self.operators_grant(Permission.OPERATORS_ENROLL),
             username=options["username"],
             roles=[Role(role) for role in options["role"]],
             password=read_password(),

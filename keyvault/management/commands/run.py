@@ -32,7 +32,7 @@ from keyvault.management.service import (
 )
 from keyvault.management.supervisor import StopRequestedError, stopping_on_signals
 from keyvault.models import Operator, ServiceToken
-from keyvault.services.merchants.operators import reset_password
+from keyvault.services.operators.operators import reset_password
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.startup.startup_checks import require_ready
 from keyvault.services.tokens.service_tokens import create_service_token, revoke_service_token
@@ -124,7 +124,7 @@ def _reset_passwords(usernames: list[str]) -> dict[str, Plaintext]:
     passwords = {}
     for operator in Operator.objects.filter(username__in=usernames):
         password = Plaintext(secrets.token_urlsafe(12))
-        reset_password(authorize(HOST, Permission.OPERATORS_WRITE, now=now), operator, password)
+        reset_password(authorize(HOST, Permission.OPERATORS_ENROLL, now=now), operator, password)
         passwords[operator.username] = password
     return passwords
 

@@ -19,7 +19,7 @@ from keyvault.access.principals import HOST
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, ConsoleSession, Notice, Operator
 from keyvault.services.limits.sign_in_attempts import attempts
-from keyvault.services.merchants.operators import disable_operator, reset_password
+from keyvault.services.operators.operators import disable_operator, reset_password
 from keyvault.services.sessions import refusals
 from keyvault.services.sessions.refusals import MAX_PAIRS, sign_in_refusals
 from tests.admin.desk import Desk, browser, dump, text_of
@@ -193,7 +193,7 @@ def test_sign_in_password_reset_unlocks_the_name(desk: Desk) -> None:
     """The owner of the host can unlock an operator: a new password resets the count."""
     fail()
     new = Plaintext("another long pass phrase")
-    reset_password(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="tam"), new)
+    reset_password(grant(HOST, P.OPERATORS_ENROLL), Operator.objects.get(username="tam"), new)
     assert is_in(sign_in(password=new.reveal(), address="192.0.2.2"))
 
 
@@ -241,7 +241,7 @@ def test_sign_in_device_cookie_is_void_after_a_password_reset(desk: Desk) -> Non
     known = Client()
     sign_in(client=known)
     row = Operator.objects.get(username="tam")
-    reset_password(grant(HOST, P.OPERATORS_WRITE), row, Plaintext("another long pass phrase"))
+    reset_password(grant(HOST, P.OPERATORS_ENROLL), row, Plaintext("another long pass phrase"))
     fail()
     assert sign_in(password="another long pass phrase", client=known).status_code == 429
 

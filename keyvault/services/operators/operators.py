@@ -1,4 +1,7 @@
-"""Operators: created, changed and disabled on the host, never in the console."""
+"""Operators: created on the host, and changed or disabled there or by a key administrator, never by themselves.
+
+`services.operator_changes` decides which changes a second person approves.
+"""
 
 from collections.abc import Iterable
 
@@ -13,8 +16,10 @@ from keyvault.access.principals import Channel, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import clean_text
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Operator
+from keyvault.models import ConsoleSession, Operator
+from keyvault.services.operators.role_use import replace_role_uses
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.recording.transaction import recorded
 
@@ -28,14 +33,16 @@ def create_operator(
     """
     if Operator.objects.filter(username=username).exists():
         raise StateConflictError(f"Operator {username} already exists. Choose another name.")
-    names = sorted(role.value for role in roles)
+    chosen = frozenset(roles)
+    names = sorted(role.value for role in chosen)
     operator = Operator(username=username, is_staff=True)
     if person is not None:
         operator.person = person
     _set_password(operator, password)
-    with recorded(grant, Permission.OPERATORS_WRITE, "operator.created", username=username, roles=names):
+    with recorded(grant, Permission.OPERATORS_ENROLL, "operator.created", username=username, roles=names):
         operator.save()
         operator.groups.set(Group.objects.filter(name__in=names))
+        replace_role_uses(operator, chosen, grant.at)
     return operator
 
 
@@ -44,42 +51,47 @@ def reset_password(grant: Grant, operator: Operator, password: Plaintext) -> Non
 
     Raises RequestInvalidError when the password is too weak, StateConflictError for a disabled operator.
     """
-    _require_active(operator)
+    require_active(operator)
     _set_password(operator, password)
-    with recorded(grant, Permission.OPERATORS_WRITE, "operator.password_reset", username=operator.username):
+    with recorded(grant, Permission.OPERATORS_ENROLL, "operator.password_reset", username=operator.username):
         operator.compare_and_swap(password=operator.password)
+        end_sessions(operator)
 
 
-def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role]) -> None:
-    """Replace an operator's roles and end all its sessions.
+def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: str = "") -> None:
+    """Replace an operator's roles and end all its sessions. The caller has obtained an approval where one is required.
 
-    Raises StateConflictError for a disabled operator, and for the last active key administrator.
+    Raises StateConflictError for a disabled operator, the last active key administrator, and the operator's own person.
     """
-    _require_active(operator)
+    require_active(operator)
+    require_another_person(grant, operator)
     before, after = operator.roles, frozenset(roles)
     if before == after:
         return
-    old: list[JsonValue] = [*sorted(before)]
-    new: list[JsonValue] = [*sorted(after)]
-    with recorded(
-        grant, Permission.OPERATORS_WRITE, "operator.roles_changed", username=operator.username, old=old, new=new
-    ):
+    details: dict[str, JsonValue] = {"username": operator.username, "old": [*sorted(before)], "new": [*sorted(after)]}
+    if why:
+        details["why"] = clean_text(why.strip(), 300)
+    with recorded(grant, CHANGING, "operator.roles_changed", account=None, **details):
         if _ADMINISTRATOR in before - after:
             _require_another_administrator(operator)
         operator.groups.set(Group.objects.filter(name__in=sorted(after)))
+        replace_role_uses(operator, after, grant.at)
         operator.compare_and_swap()
+        end_sessions(operator)
 
 
 def disable_operator(grant: Grant, operator: Operator) -> None:
     """Disable an operator permanently: it can no longer sign in, use a session or run a command.
 
-    Raises StateConflictError for a disabled operator, and for the last active key administrator.
+    Raises StateConflictError for a disabled operator, the last active key administrator, and the operator's own person.
     """
-    _require_active(operator)
+    require_active(operator)
+    require_another_person(grant, operator)
     with recorded(grant, Permission.OPERATORS_WRITE, "operator.disabled", username=operator.username):
         if _ADMINISTRATOR in operator.roles:
             _require_another_administrator(operator)
         operator.compare_and_swap(is_active=False)
+        end_sessions(operator)
 
 
 def list_operators() -> QuerySet[Operator]:
@@ -111,15 +123,30 @@ def operator_row(principal: OperatorPrincipal) -> Operator:
     return Operator.objects.get(username=principal.username)
 
 
-_ADMINISTRATOR = Role.KEY_ADMINISTRATOR
-
-
-def _require_active(operator: Operator) -> None:
+def require_active(operator: Operator) -> None:
+    """Raise StateConflictError for a disabled operator."""
     if not operator.is_active:
         raise StateConflictError(
             f"Operator {operator.username} is disabled. Create a new one: "
             f"manage.py create_operator NAME --role ROLE --same-person-as {operator.username}"
         )
+
+
+def require_another_person(grant: Grant, operator: Operator) -> None:
+    """Raise StateConflictError when the operator's own person would change it."""
+    if isinstance(grant.principal, OperatorPrincipal) and grant.principal.person == operator.person:
+        raise StateConflictError("You cannot change your own operator, nor approve a change of it. Another person can.")
+
+
+def end_sessions(operator: Operator) -> None:
+    """Delete the sessions, which the operator's new version has ended, inside the `recorded` block of the change."""
+    ConsoleSession.objects.filter(operator=operator).delete()
+
+
+CHANGING = frozenset({Permission.OPERATORS_WRITE, Permission.OPERATORS_APPROVE})
+"""Permissions of a change: the one that makes it, or the one that approves it."""
+
+_ADMINISTRATOR = Role.KEY_ADMINISTRATOR
 
 
 def _require_another_administrator(operator: Operator) -> None:
