@@ -73,7 +73,19 @@ SIGN_IN_FAILURES = 10
 """Number of failed console sign-ins that locks a name, an address or a known device."""
 
 SIGN_IN_LOCK_SECONDS = 1800
-"""Duration of a sign-in lock, in seconds. Older failures no longer count."""
+"""Duration of the first sign-in lock, in seconds. Older failures no longer count."""
+
+MAX_SIGN_IN_LOCK_SECONDS = 86_400
+"""Maximum duration of a sign-in lock, in seconds."""
+
+SIGN_IN_LOCKS_KEPT_SECONDS = 7 * 86_400
+"""Time after a lock during which another one lasts longer, in seconds."""
+
+
+def sign_in_lock_seconds(locks: int) -> int:
+    """Return the duration of a counter's lock: each lock within SIGN_IN_LOCKS_KEPT_SECONDS lasts twice as long."""
+    return int(min(SIGN_IN_LOCK_SECONDS * 2 ** min(locks - 1, 16), MAX_SIGN_IN_LOCK_SECONDS))
+
 
 SESSION_IDLE_SECONDS = 15 * 60
 """Time after its last use at which a console session ends, in seconds."""

@@ -1,8 +1,8 @@
 """Admin site of the console: access, registered model admins and problem pages."""
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from django.contrib.admin import AdminSite
@@ -12,18 +12,28 @@ from django.core.exceptions import ImproperlyConfigured, PermissionDenied, Suspi
 from django.db import IntegrityError
 from django.db.models import Model, QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, HttpResponseRedirect
-from django.template.response import TemplateResponse
 from django.urls import URLPattern, URLResolver, include, path, re_path, reverse
+from django.views.decorators.cache import never_cache
 
 from keyvault.access.permissions import Permission
 from keyvault.access.verification import find_exposed
+from keyvault.admin.account.invitation import invitation_page
+from keyvault.admin.account.second_factor import second_factor_page
+from keyvault.admin.account.second_factors import (
+    add_passkey_page,
+    add_totp_page,
+    factors_page,
+    recovery_codes_page,
+    remove_page,
+)
 from keyvault.admin.catalog.catalog import CatalogEndpointAdmin
 from keyvault.admin.catalog.limits import LimitOverrideAdmin
 from keyvault.admin.framework.actions import CreateAction, RowAction
 from keyvault.admin.framework.enforcement import grant_for, operator_of
+from keyvault.admin.framework.middleware import ViewT, open_before_sign_in
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page, problem_page
-from keyvault.admin.framework.sign_in import SignInView
+from keyvault.admin.framework.sign_in import SignInView, find_next, second_factor_url
 from keyvault.admin.keys.credentials import CredentialAdmin
 from keyvault.admin.keys.issuance import IssuanceRequestAdmin
 from keyvault.admin.keys.keys import KeyAdmin
@@ -61,6 +71,7 @@ from keyvault.models import (
     WebhookEndpoint,
 )
 from keyvault.services.sessions.sign_in import sign_out
+from keyvault.services.sessions.step_up import has_passed_second_factor
 
 MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (IssuanceRequest, IssuanceRequestAdmin),
@@ -100,12 +111,11 @@ CONTENT_SECURITY_POLICY = "; ".join(
     )
 )
 
-_EXCLUDED_MODULES = frozenset({"django.contrib.auth.admin"})
+_EXCLUDED_PACKAGES = ("django.contrib.auth.", "allauth.")
 
 _log = logging.getLogger(__name__)
 
 ResponseT = TypeVar("ResponseT", bound=HttpResponseBase)
-ViewT = TypeVar("ViewT", bound=Callable[..., HttpResponseBase])
 
 
 class ConsoleSite(AdminSite):
@@ -131,10 +141,9 @@ class ConsoleSite(AdminSite):
     ) -> None:
         """Register a `ConsoleModelAdmin`; reject any other model admin.
 
-        Django's groups are ignored because roles are defined in code. Celery beat's entries are ignored because they
-        follow the settings.
+        Django's groups are ignored because roles are defined in code, and allauth's rows because services write them.
         """
-        if admin_class is not None and admin_class.__module__ in _EXCLUDED_MODULES:
+        if admin_class is not None and admin_class.__module__.startswith(_EXCLUDED_PACKAGES):
             return
         if admin_class is None or not issubclass(admin_class, ConsoleModelAdmin):
             raise ImproperlyConfigured(f"{model_or_iterable} is not registered with a ConsoleModelAdmin")
@@ -163,6 +172,10 @@ class ConsoleSite(AdminSite):
     # --- access -------------------------------------------------------------------------------------------
 
     def has_permission(self, request: HttpRequest) -> bool:
+        """Whether the sign-in is complete. `ConsoleAccessMiddleware` closes all pages without it."""
+        return self.has_passed_password(request) and has_passed_second_factor(request.session)
+
+    def has_passed_password(self, request: HttpRequest) -> bool:
         user = request.user
         return isinstance(user, Operator) and user.is_active and user.is_staff and bool(operator_of(request).roles)
 
@@ -173,12 +186,15 @@ class ConsoleSite(AdminSite):
         """Django's login with a view that counts failures."""
         if request.method == "GET" and self.has_permission(request):
             return HttpResponseRedirect(reverse("admin:index"))
+        if request.method == "GET" and self.has_passed_password(request):
+            return HttpResponseRedirect(second_factor_url(find_next(request)))
         context = {
             **self.each_context(request),
             "title": "Sign in",
             "subtitle": None,
             "app_path": request.get_full_path(),
             "username": request.user.get_username(),
+            "lacks_role": request.user.is_authenticated and not self.has_passed_password(request),
             **(extra_context or {}),
         }
         if REDIRECT_FIELD_NAME not in request.GET and REDIRECT_FIELD_NAME not in request.POST:
@@ -186,11 +202,19 @@ class ConsoleSite(AdminSite):
         request.current_app = self.name  # read by Django's templates
         return _with_csp(cast(HttpResponse, SignInView.as_view(extra_context=context)(request)))
 
-    def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
+    def logout(  # type: ignore[override]  # Django's base class returns a response, too, for a redirect
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
         """Record the sign-out before the session ends, while the operator is known."""
+        if not self.has_passed_password(request):
+            return HttpResponseRedirect(reverse("admin:login"))
         if request.method == "POST":
             sign_out(grant_for(request, Permission.SESSIONS_WRITE))
         return super().logout(request, extra_context)
+
+    def _open_view(self, view: ViewT) -> ViewT:
+        """Wrap a view that answers before the sign-in is complete."""
+        return open_before_sign_in(never_cache(self._with_problem_pages(view)))
 
     def _with_problem_pages(self, view: ViewT) -> ViewT:
         """Turn expected errors into problem pages; unexpected errors propagate to the log."""
@@ -230,8 +254,20 @@ class ConsoleSite(AdminSite):
         """Route the front page, login, logout and the model admins; none of Django's other admin views."""
         return [
             path("", self.admin_view(self.front_page), name="index"),
-            path("login/", self.login, name="login"),
-            path("logout/", self.admin_view(self.logout), name="logout"),
+            path("login/", self._open_view(self.login), name="login"),
+            path("logout/", self._open_view(self.logout), name="logout"),
+            path("second-factor/", self._open_view(partial(second_factor_page, self)), name="second_factor"),
+            path("invitation/", self._open_view(partial(invitation_page, self)), name="invitation"),
+            *(
+                path(f"account/second-factors/{route}", self.admin_view(partial(view, self)), name=name)
+                for route, view, name in (
+                    ("", factors_page, "second_factors"),
+                    ("totp/", add_totp_page, "add_totp"),
+                    ("passkey/", add_passkey_page, "add_passkey"),
+                    ("recovery-codes/", recovery_codes_page, "recovery_codes"),
+                    ("<int:factor_id>/remove/", remove_page, "remove_second_factor"),
+                )
+            ),
             *(
                 path(f"{model._meta.app_label}/{model._meta.model_name}/", include(model_admin.urls))
                 for model, model_admin in self._registry.items()

@@ -148,5 +148,11 @@ class SecretBackend(Protocol):
     def list_paths(self, mount: Mount) -> Iterator[str]:
         """Yield every path of a mount that has or had a version, unordered. Concurrent writes are allowed."""
 
+    def encrypt(self, text: Plaintext) -> str:
+        """Return the ciphertext of a text that its caller stores, under a key that never leaves the backend's host."""
+
+    def decrypt(self, ciphertext: str) -> Plaintext:
+        """Return the text of `encrypt`. Raises BackendInvalidError."""
+
     def health(self) -> Health:
         """Return the backend's health. Never raises."""

@@ -37,6 +37,8 @@ from keyvault.domain.plaintext import Plaintext
 
 _NONCE_BYTES: Final = 12
 _CHECK: Final = b"keyvault/keystore-check/v1"
+_TEXT: Final = b"keyvault/text/v1"
+"""Associated data of a text that its caller stores."""
 _BUSY_SECONDS: Final = 20
 _ALTERED: Final = (InvalidTag, ValueError, TypeError)
 """Errors of an altered nonce or ciphertext, including a wrong length or type."""
@@ -184,6 +186,21 @@ class LocalKeystore:
         with self._connection() as connection:
             rows = connection.execute("SELECT DISTINCT path FROM records WHERE mount = ?", (mount,)).fetchall()
         yield from (str(row[0]) for row in rows)
+
+    def encrypt(self, text: Plaintext) -> str:
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = self._cipher.encrypt(nonce, text.reveal().encode(), _TEXT)
+        return base64.b64encode(nonce + sealed).decode()
+
+    def decrypt(self, ciphertext: str) -> Plaintext:
+        try:
+            sealed = base64.b64decode(ciphertext, validate=True)
+            return Plaintext(self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], _TEXT).decode())
+        except _ALTERED:
+            raise BackendInvalidError(
+                "An encrypted text was altered, or belongs to another master key.",
+                internal="the text cannot be decrypted with the master key",
+            ) from None
 
     def health(self) -> Health:
         try:

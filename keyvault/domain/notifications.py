@@ -37,6 +37,7 @@ class NoticeKind(StrEnum):
     CLOCK_DIFFERS = "clock.differs"
     PROCESS_LOST = "process.lost"
     APPROVAL_DISOWNED = "approval.disowned"
+    UNFAMILIAR_SIGN_IN = "operator.unfamiliar_sign_in"
 
 
 ALARMS = frozenset(
@@ -68,7 +69,7 @@ ALARMS = frozenset(
 
 WITHOUT_ACCOUNT = frozenset(
     {NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED, NoticeKind.CLOCK_DIFFERS, NoticeKind.PROCESS_LOST}
-    | {NoticeKind.APPROVAL_DISOWNED}
+    | {NoticeKind.APPROVAL_DISOWNED, NoticeKind.UNFAMILIAR_SIGN_IN}
     | {NoticeKind.AUDIT_ROLLBACK_ACCEPTED, NoticeKind.ANCHOR_LATE}
 )
 """Events of the installation, which belong to no merchant's account."""

@@ -30,3 +30,12 @@ def find_origin_fault(text: str) -> str | None:
     if is_origin(text):
         return None
     return "https://host or https://host:port, lower case, no path, no wildcard, no port 443; http on localhost only"
+
+
+def to_domain(origin: str) -> str:
+    """Return the origin with `localhost` in place of a loopback address, because passkeys belong to a domain."""
+    scheme, _, host = origin.partition("://")
+    for address in ("127.0.0.1", "[::1]"):
+        if host == address or host.startswith(f"{address}:"):
+            return f"{scheme}://localhost{host.removeprefix(address)}"
+    return origin

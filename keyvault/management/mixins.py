@@ -29,9 +29,9 @@ def add_reveal_option(parser: CommandParser, help_text: str, *, required: bool =
     parser.add_argument("--reveal", action="store_true", required=required, help=help_text)
 
 
-def add_role_option(parser: CommandParser) -> None:
+def add_role_option(parser: CommandParser, *, required: bool = True) -> None:
     parser.add_argument(
-        "--role", action="append", required=True, choices=[role.value for role in Role], help="repeatable"
+        "--role", action="append", required=required, choices=[role.value for role in Role], help="repeatable"
     )
 
 

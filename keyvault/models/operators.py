@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from django.contrib.auth.hashers import check_password
 from django.contrib.auth.models import AbstractUser, UserManager
 from django.db import models
-from django.db.models.signals import m2m_changed
+from django.db.models.signals import m2m_changed, pre_delete, pre_save
 from django.dispatch import receiver
 from django.utils.crypto import salted_hmac
 
@@ -36,6 +36,8 @@ class Operator(RecordedModel, AbstractUser):
     """
 
     person = models.CharField(max_length=32, default=mint_person)
+    invitation_digest = models.CharField(max_length=64, null=True, unique=True)
+    invitation_expires_at = at()
 
     objects: ClassVar[OperatorManager] = OperatorManager()  # type: ignore[assignment]  # of users, with the same guard
 
@@ -92,3 +94,10 @@ def _require_recorded_roles(action: str, **_: Any) -> None:
     """Guard an operator's groups, which are rows of another table and no RecordedModel."""
     if action.startswith("pre_"):
         require_recording(Operator)
+
+
+@receiver(pre_save, sender="mfa.Authenticator")
+@receiver(pre_delete, sender="mfa.Authenticator")
+def _require_recorded_factors(**_: Any) -> None:
+    """Guard an operator's second factors, which are rows of allauth."""
+    require_recording(Operator)

@@ -10,6 +10,7 @@ from kombu import Exchange, Queue
 
 from keyvault.backends.private_files import ensure_private_directory, ensure_private_file, read_or_make_secret
 from keyvault.domain.networks import IPNetwork
+from keyvault.domain.origins import to_domain
 from keyvault.project.configuration import ROOT, find_base_urls, read_settings
 from keyvault.project.file_broker import EXCHANGE, prepare_folder
 
@@ -23,6 +24,7 @@ except OSError as _error:
     raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be created: {_error.strerror}") from None
 KEY_PREFIX: str = _values["KEYVAULT_KEY_PREFIX"]
 ORIGIN: str = _values["KEYVAULT_ORIGIN"]
+CONSOLE_ORIGIN = to_domain(ORIGIN)
 BASE_URLS = find_base_urls(_values)
 APPROVALS_NEEDED = {
     "sandbox": _values["KEYVAULT_SANDBOX_APPROVALS"],
@@ -91,6 +93,9 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "django.contrib.staticfiles",
     "keyvault.project.console.ConsoleConfig",
+    # Its models and WebAuthn functions. Its views have no route.
+    "allauth.account",
+    "allauth.mfa",
     "rest_framework",
     "drf_spectacular",
     "drf_spectacular_sidecar",
@@ -106,6 +111,9 @@ MIDDLEWARE = [
     "keyvault.admin.framework.middleware.ConsoleCsrfMiddleware",
     "keyvault.admin.framework.middleware.ConsoleAuthenticationMiddleware",
     "keyvault.admin.framework.middleware.ConsoleMessageMiddleware",
+    # allauth requires it by this name, and reads the request from the context that it sets.
+    "allauth.account.middleware.AccountMiddleware",
+    "keyvault.admin.framework.middleware.ConsoleAccessMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
 TEMPLATES = [
@@ -166,6 +174,23 @@ AUTH_PASSWORD_VALIDATORS = [
     {"NAME": "django.contrib.auth.password_validation.UserAttributeSimilarityValidator"},
     {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
 ]
+
+# --- allauth: second factors of operators -----------------------------------------------------------------
+
+ACCOUNT_EMAIL_VERIFICATION = "none"
+ACCOUNT_SIGNUP_FIELDS = ["username*"]
+# `services.limits.sign_in_attempts` counts failures. allauth's own limits would count in the cache of one process.
+ACCOUNT_RATE_LIMITS = False
+MFA_RATE_LIMITS = False
+MFA_ADAPTER = "keyvault.services.sessions.second_factor_adapter.SecondFactorAdapter"
+MFA_SUPPORTED_TYPES = ["totp", "webauthn", "recovery_codes"]
+MFA_TOTP_ISSUER = "Keyvault"
+# A code of the previous or the next 30 seconds is accepted too (RFC 6238, section 5.2).
+MFA_TOTP_TOLERANCE = 1
+MFA_RECOVERY_CODE_COUNT = 10
+MFA_RECOVERY_CODE_DIGITS = 8
+
+# --- sessions and cookies ---------------------------------------------------------------------------------
 
 _https = ORIGIN.startswith("https://")
 SESSION_ENGINE = "keyvault.services.sessions.store"

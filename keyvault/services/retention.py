@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from allauth.mfa.models import Authenticator
 from django.db.models import Model
 
 from keyvault.access.limits import SESSION_IDLE_SECONDS, SESSION_SECONDS
@@ -130,6 +131,7 @@ RULES = (
     ),
     RetentionRule(Confirmation, _days(follower.CONFIRMATIONS_KEPT_FOR), forget=follower.forget_old),
     RetentionRule(Verifier, f"{_days(follower.GONE_KEPT_FOR)} after its last confirmation"),
+    RetentionRule(Authenticator, "until its operator or a reset removes it"),
     RetentionRule(
         ConsoleSession,
         f"until it ends, {SESSION_IDLE_SECONDS // 60} minutes after its last use or {SESSION_SECONDS // 3600} hours "

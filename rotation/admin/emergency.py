@@ -163,6 +163,7 @@ REPORT = RowAction(
     is_available=lambda key: can_transition(KeyState(key.state), KeyState.COMPROMISED),
     warn=warn_if_last_key,
     tone=Tone.DANGER,
+    step_up=True,
 )
 REPORT_CREDENTIAL = RowAction(
     "compromised",
@@ -174,6 +175,7 @@ REPORT_CREDENTIAL = RowAction(
     is_available=_has_living_key,
     warn=lambda credential: "Users of the credential are refused immediately, until a new key is available.",
     tone=Tone.DANGER,
+    step_up=True,
 )
 REISSUE = RowAction(
     "reissue",
@@ -197,6 +199,7 @@ REPORT_LEAK = CreateAction(
     f"{REPORT_EXPLANATION} Each key is revoked separately; a failure does not affect the others.",
     "Revoke keys now",
     preset=lambda query: {"replace": True, "key_ids": query.get("key")},
+    step_up=True,
 )
 
 

@@ -71,6 +71,7 @@ class RetirementAdmin(ConsoleModelAdmin):
             form=VersionedForm,
             is_available=_is_awaiting_approval,
             tone=Tone.GOOD,
+            step_up=True,
         ),
     )
 

@@ -330,6 +330,7 @@ ROW_ACTIONS = (
         _explain_collection,
         is_available=may_be_collected,
         warn=lambda rotation: break_glass_warning(rotation.credential.account),
+        step_up=True,
     ),
     RowAction(
         "bypass",
@@ -341,6 +342,7 @@ ROW_ACTIONS = (
         is_available=_may_be_approved,
         warn=_warn_of_bypass,
         tone=Tone.DANGER,
+        step_up=True,
     ),
     RowAction(
         "abort",

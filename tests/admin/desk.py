@@ -3,8 +3,10 @@
 import html
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
+from django.conf import settings
 from django.db import connection
 from django.test import Client
 from django.urls import reverse
@@ -16,6 +18,7 @@ from keyvault.access.roles import Role
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, CatalogEndpoint, Operator, Refusal
 from keyvault.services.catalog.endpoints import add_endpoint
+from keyvault.services.sessions.step_up import note_second_factor
 from tests.factories import (
     PRODUCTION,
     SANDBOX,
@@ -90,10 +93,24 @@ def make_refusal(request_id: str = "R" * 22, **changes: Any) -> Refusal:
 
 
 def browser(operator: principals.OperatorPrincipal, **options: Any) -> Client:
-    """Return a logged-in client of the operator. Internal faults are answered with status 500."""
+    """Return a signed-in client of the operator: password and second factor. Internal faults have status 500."""
+    client = with_password(operator, **options)
+    pass_second_factor(client, now())
+    return client
+
+
+def with_password(operator: principals.OperatorPrincipal, **options: Any) -> Client:
+    """Return a client that has passed the page of the password only."""
     client = Client(raise_request_exception=False, **options)
     client.force_login(Operator.objects.get(username=operator.username))
     return client
+
+
+def pass_second_factor(client: Client, at: datetime) -> None:
+    session = client.session
+    note_second_factor(session, at)
+    session.save()
+    client.cookies[settings.SESSION_COOKIE_NAME] = str(session.session_key)
 
 
 def address(page: str, *ids: object) -> str:

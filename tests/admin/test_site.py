@@ -30,7 +30,7 @@ def log_in(username: str, password: str = PASSWORD) -> Any:
 
 def test_site_login_with_the_password_succeeds(desk: Desk) -> None:
     answer = log_in("tam")
-    assert (answer.status_code, answer["Location"]) == (302, "/admin/")
+    assert (answer.status_code, answer["Location"]) == (302, "/admin/second-factor/?next=%2Fadmin%2F")
 
 
 def test_site_login_with_a_wrong_password_is_refused(desk: Desk) -> None:

@@ -69,6 +69,15 @@ def test_evidence_of_a_scope_keeps_its_newest_versions(backend: SecretBackend) -
     assert text_at(backend, path="service/checkpoint", mount=Mount.EVIDENCE) == str(EVIDENCE_VERSIONS + 1)
 
 
+def test_encrypt_is_reversed_by_decrypt_only(backend: SecretBackend) -> None:
+    ciphertext = backend.encrypt(Plaintext("a seed"))
+    assert "a seed" not in ciphertext
+    assert backend.decrypt(ciphertext).reveal() == "a seed"
+    for altered in (f"x{ciphertext}", "", "AAAA"):
+        with pytest.raises(BackendInvalidError):
+            backend.decrypt(altered)
+
+
 # --- put and read -----------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyvault.domain.origins import find_origin_fault, is_origin
+from keyvault.domain.origins import find_origin_fault, is_origin, to_domain
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,18 @@ def test_origin_never_holds_what_json_escapes_or_a_list_is_cut_at(text: str) -> 
     if is_origin(text):
         assert text.isascii()
         assert not set('"\\,% _*') & set(text)
+
+
+@pytest.mark.parametrize(
+    ("origin", "domain"),
+    [
+        ("http://127.0.0.1:8000", "http://localhost:8000"),
+        ("http://127.0.0.1", "http://localhost"),
+        ("http://[::1]:8000", "http://localhost:8000"),
+        ("http://localhost:8000", "http://localhost:8000"),
+        ("https://keys.example", "https://keys.example"),
+        ("https://127.0.0.1.example", "https://127.0.0.1.example"),
+    ],
+)
+def test_origin_of_this_machine_gets_a_domain(origin: str, domain: str) -> None:
+    assert to_domain(origin) == domain

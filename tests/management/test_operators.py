@@ -1,5 +1,6 @@
 """Operators on the host's command line: listed, disabled, changed; Django's own commands are refused."""
 
+import base64
 import io
 import json
 import os
@@ -8,16 +9,23 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
+from urllib.parse import urlsplit
 
 import pytest
 from django.core.management import CommandError, call_command
 from django.test import Client
 
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
+from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, BreakGlass, Operator, OperatorChange
 from keyvault.models.recording import collect_subjects
+from keyvault.services.sessions.invitations import prepare_sign_in
+from keyvault.services.sessions.second_factors import FactorAttempt, check_code, totp_code
 from tests.admin.desk import browser
-from tests.factories import PASSWORD, make_operator
+from tests.factories import PASSWORD, grant, make_operator
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NEW = "another long pass phrase"
@@ -194,6 +202,54 @@ def test_reset_operator_password_of_a_disabled_one_is_refused(monkeypatch: pytes
         run("reset_operator_password", "tam")
 
 
+def test_invite_operator_creates_one_that_only_the_link_lets_in() -> None:
+    answer = run("invite_operator", "new", "--role", "auditor", "--role", "approver")
+    assert answer.keys() == {"username", "enrolment_url"}
+    row = Operator.objects.get(username="new")
+    assert row.roles == {Role.AUDITOR, Role.APPROVER}
+    assert not row.has_usable_password()
+    parts = urlsplit(answer["enrolment_url"])
+    assert (parts.hostname, parts.path) == ("localhost", "/admin/invitation/")
+    assert Client().get(f"{parts.path}?{parts.query}").status_code == 200
+    assert details_of("operator.invited")["username"] == "new"
+
+
+def test_invite_operator_reveals_a_sign_in_that_works_at_once() -> None:
+    answer = run("invite_operator", "new", "--role", "auditor", "--reveal")
+    client = Client()
+    assert client.post("/admin/login/", {"username": "new", "password": answer["password"]}).status_code == 302
+    code = totp_code(Plaintext(answer["totp_secret"]), datetime.now(UTC))
+    assert client.post("/admin/second-factor/", {"second_factor_code": code})["Location"] == "/admin/"
+    assert client.get("/admin/").status_code == 200
+    link = urlsplit(answer["enrolment_url"])
+    assert Client().get(f"{link.path}?{link.query}").status_code == 404, "the sign-in ends the invitation"
+
+
+def test_invite_operator_again_only_without_a_second_factor() -> None:
+    """A second invitation replaces the first one, and never a second factor."""
+    first = run("invite_operator", "new", "--role", "auditor")["enrolment_url"]
+    second = run("invite_operator", "new")["enrolment_url"]
+    statuses = [Client().get(url.partition("8000")[2]).status_code for url in (first, second)]
+    assert statuses == [404, 200]
+    prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), Operator.objects.get(username="new"))
+    with pytest.raises(CommandError, match="Reset its second factors first"):
+        run("invite_operator", "new")
+    with pytest.raises(CommandError, match="already exists"):
+        run("invite_operator", "new", "--role", "auditor")
+
+
+def test_show_totp_code_prints_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RFC 6238, appendix B: the seed of the test vectors, whose codes have eight digits there."""
+    seed = base64.b32encode(b"12345678901234567890").decode()
+    type_in(monkeypatch, seed)
+    at = datetime.fromtimestamp(59, UTC)
+    monkeypatch.setattr("keyvault.management.json_command.datetime", mock.Mock(now=lambda zone: at))
+    assert run("show_totp_code") == {"code": "287082"}
+    type_in(monkeypatch, "not Base32!")
+    with pytest.raises(CommandError, match="Base32"):
+        run("show_totp_code")
+
+
 @pytest.mark.parametrize("arguments", [["disable_operator"], ["set_operator_roles", "--role", "auditor"]])
 def test_unknown_operator_is_refused_by_name(arguments: list[str]) -> None:
     with pytest.raises(CommandError, match=r"There is no operator nobody\. `manage\.py list_operators` lists them"):
@@ -203,11 +259,13 @@ def test_unknown_operator_is_refused_by_name(arguments: list[str]) -> None:
 def test_list_operators_shows_roles_state_and_last_sign_in_without_hash() -> None:
     make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     before = datetime.now(UTC)
-    assert signs_in("admin", PASSWORD)
+    row = Operator.objects.get(username="admin")
+    seed = prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), row).totp_seed
+    check_code(FactorAttempt(row, None), totp_code(seed, before), before)
     run("disable_operator", "tam")
     admin, tam = run("list_operators")["operators"]
     assert (admin["username"], admin["roles"], admin["is_active"]) == ("admin", ["key_administrator"], True)
-    assert datetime.fromisoformat(admin["last_sign_in_at"]) >= before
+    assert datetime.fromisoformat(admin["last_sign_in_at"]) == before
     assert (tam["roles"], tam["is_active"], tam["last_sign_in_at"]) == (["technical_account_manager"], False, None)
     output = io.StringIO()
     call_command("list_operators", stdout=output)
@@ -218,7 +276,7 @@ def test_list_operators_shows_roles_state_and_last_sign_in_without_hash() -> Non
     ("command", "ours"),
     [
         ("changepassword", "reset_operator_password"),
-        ("createsuperuser", "create_operator"),
+        ("createsuperuser", "invite_operator"),
         ("flush", "setup"),
         ("loaddata", "replay_revocations"),
     ],

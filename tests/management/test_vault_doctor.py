@@ -328,6 +328,11 @@ FAULTS: dict[str, tuple[Stage, str, str]] = {
         "P-anchor-sandbox",
         "The mount is missing",
     ),
+    "encryption mount missing": (
+        lambda made, p: made.admin.delete(f"sys/mounts/{p}-factors-service"),
+        "P-factors-service",
+        "The mount is missing",
+    ),
     "signing key can be taken out": (
         lambda made, p: made.admin.write_data(f"{p}-anchor-sandbox/keys/audit/config", data={"exportable": True}),
         "P-anchor-sandbox",

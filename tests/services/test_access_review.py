@@ -16,6 +16,7 @@ from keyvault.services import access_review
 from keyvault.services.access_review import export_lines, format_csv
 from keyvault.services.operators.operators import disable_operator
 from keyvault.services.operators.role_use import UNUSED_AFTER, write_uses
+from keyvault.services.sessions.invitations import prepare_sign_in
 from tests.factories import grant, make_operator, now
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -31,6 +32,7 @@ def test_access_review_lists_every_operator_and_role(monkeypatch: pytest.MonkeyP
     make_operator("zoe", Role.INCIDENT_RESPONDER)
     disable_operator(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="gone"))
     write_uses("tam", [Role.TECHNICAL_ACCOUNT_MANAGER], now())
+    prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), Operator.objects.get(username="zoe"))
     lines = list(export_lines(now()))
     assert [(line["username"], line["role"], line["state"]) for line in lines] == [
         ("both", "approver", "active"),
@@ -42,7 +44,7 @@ def test_access_review_lists_every_operator_and_role(monkeypatch: pytest.MonkeyP
     ]
     assert {line["username"] for line in lines if line["role_last_used_at"]} == {"tam"}
     assert set(lines[0]["permissions"].split()) == ROLE_PERMISSIONS[Role.APPROVER]
-    assert {line["second_factor"] for line in lines} == {"no"}
+    assert {line["username"] for line in lines if line["second_factor"] == "yes"} == {"zoe"}
 
 
 def test_access_review_reports_roles_that_are_not_used() -> None:

@@ -190,6 +190,7 @@ class RowAction:
         is_available: whether the state of the row allows the action.
         warn: describes a reason against the action; empty for none.
         for_requester: only the person who requested the row may run the action.
+        step_up: requires a recent second factor.
 
     `is_available` and `for_requester` only show or hide the button; the service enforces both.
     """
@@ -204,11 +205,12 @@ class RowAction:
     warn: Callable[[Any], str] = _silent
     tone: Tone = Tone.PLAIN
     for_requester: bool = False
+    step_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SecretView:
-    """A page that shows a secret of a row and can be opened repeatedly. GET only."""
+    """A page that shows a secret of a row and can be opened repeatedly, with a recent second factor. GET only."""
 
     name: str
     label: str
@@ -225,6 +227,7 @@ class CreateAction:
     Args:
         account_of: account that will own the row; None for the platform.
         preset: initial form values from the query string.
+        step_up: requires a recent second factor.
     """
 
     name: str
@@ -236,6 +239,7 @@ class CreateAction:
     button: str
     account_of: Callable[[Cleaned], Account | None] = lambda cleaned: None
     preset: Callable[[Mapping[str, str]], dict[str, Any]] = lambda query: {}
+    step_up: bool = False
 
 
 def run_service(service: Callable[..., object], done: Text) -> Run:

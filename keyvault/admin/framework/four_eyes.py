@@ -84,6 +84,7 @@ def approve_action(
         form=form,
         is_available=is_available or is_undecided,
         tone=Tone.GOOD,
+        step_up=True,
     )
 
 

@@ -3,22 +3,37 @@
 On all other paths a cookie grants nothing, costs no query, and does not change the response.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 from django.conf import settings
+from django.contrib import admin
+from django.contrib.auth import REDIRECT_FIELD_NAME
 from django.contrib.auth.middleware import AuthenticationMiddleware
 from django.contrib.messages.middleware import MessageMiddleware
 from django.contrib.sessions.middleware import SessionMiddleware
-from django.http import HttpRequest, HttpResponse, HttpResponseForbidden
+from django.http import HttpRequest, HttpResponse, HttpResponseForbidden, HttpResponseRedirect
 from django.middleware.csrf import CsrfViewMiddleware
+from django.urls import reverse
 from django.utils.deprecation import MiddlewareMixin
 
 from keyvault.domain.browsers import name_browser
 from keyvault.services.sessions.store import SessionStore
 from keyvault.wire.headers import address_from_environ
 
+ViewT = TypeVar("ViewT", bound=Callable[..., Any])
+
 REFRESHED = "refreshed"
 """Parameter of a page that reloads itself. Nobody may sit before it, so it does not extend the session."""
+
+_OPEN = "is_open_before_sign_in"
+
+
+def open_before_sign_in(view: ViewT) -> ViewT:
+    """Mark a view of the console that answers without a complete sign-in. Every other one is closed."""
+    setattr(view, _OPEN, True)
+    return view
 
 
 def is_console_path(path: str) -> bool:
@@ -71,3 +86,18 @@ class ConsoleCsrfMiddleware(_ConsoleOnly, CsrfViewMiddleware):
         if not is_console(request):
             return None
         return super().process_view(request, callback, callback_args, callback_kwargs)
+
+
+class ConsoleAccessMiddleware(MiddlewareMixin):
+    """Deny every view of the console without a complete sign-in: password and second factor, of an active operator.
+
+    This is the only place of the rule. A view is open only if it is marked by `open_before_sign_in`.
+    """
+
+    def process_view(
+        self, request: HttpRequest, callback: Any, callback_args: Any, callback_kwargs: Any
+    ) -> HttpResponseRedirect | None:
+        if not is_console(request) or getattr(callback, _OPEN, False) or admin.site.has_permission(request):
+            return None
+        page = "admin:second_factor" if request.user.is_authenticated else "admin:login"
+        return HttpResponseRedirect(f"{reverse(page)}?{urlencode({REDIRECT_FIELD_NAME: request.get_full_path()})}")

@@ -20,6 +20,7 @@ from django.utils.functional import cached_property
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.admin.framework.actions import (
+    ActionForm,
     ActionResult,
     CreateAction,
     RowAction,
@@ -30,6 +31,8 @@ from keyvault.admin.framework.actions import (
 )
 from keyvault.admin.framework.enforcement import Guarded, grant_for, may, operator_of
 from keyvault.admin.framework.pages import form_page, page, secret_page
+from keyvault.admin.framework.sign_in import second_factor_url, set_locked
+from keyvault.admin.framework.step_up import factor_context, is_step_up_due, pass_step_up
 from keyvault.admin.framework.widgets import AttentionItem, Detail, Extras, FactTable, Line, Link
 from keyvault.domain.errors import (
     KeyvaultError,
@@ -37,7 +40,8 @@ from keyvault.domain.errors import (
     RequestInvalidError,
     StateConflictError,
 )
-from keyvault.models import Account
+from keyvault.models import Account, Operator
+from keyvault.services.sessions.guessing import SignInLockedError
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
@@ -244,6 +248,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def _secret_view(self, view: SecretView, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.find_row(request, object_id)
         self._grant(request, view.permission, row)
+        if is_step_up_due(request):
+            return HttpResponseRedirect(second_factor_url(request.get_full_path()))
         back = Link(self.name_of(row), self.url_of(row))
         return secret_page(
             self.admin_site,
@@ -260,7 +266,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def _action_view(self, action: RowAction, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.find_row(request, object_id)
         grant = self._grant(request, action.permission, row)
-        answer = partial(form_page, self.admin_site, request, context=self._action_context(action, row))
+        answer = partial(self._form_page, request, action, self._action_context(action, row))
         if request.method != "POST":
             if not self._is_available(request, action, row):
                 return answer(
@@ -268,6 +274,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
                 )
             return answer(action.form(initial=action.form.initial_for(row)))
         form = action.form(request.POST)
+        if refused := self._refuse_step_up(request, action):
+            return answer(form, error=refused)
         if not form.is_valid():
             return answer(form, status=400)
         try:
@@ -288,13 +296,15 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Show the page of the action again for the current row, with the conflict."""
         row = self.find_row(request, object_id)
         form = action.form(initial=action.form.initial_for(row)) if self._is_available(request, action, row) else None
-        return form_page(self.admin_site, request, form, self._action_context(action, row), error=error)
+        return self._form_page(request, action, self._action_context(action, row), form, error=error)
 
     def _create_view(self, action: CreateAction, request: HttpRequest) -> HttpResponse:
-        answer = partial(form_page, self.admin_site, request, context=self._create_context(action))
+        answer = partial(self._form_page, request, action, self._create_context(action))
         if request.method != "POST":
             return answer(action.form(initial=action.preset(request.GET)))
         form = action.form(request.POST)
+        if refused := self._refuse_step_up(request, action):
+            return answer(form, error=refused)
         if not form.is_valid():
             return answer(form, status=400)
         try:
@@ -306,6 +316,33 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         except KeyvaultError as error:
             return answer(form, error=error)
         return self._respond(request, result, result.row)
+
+    def _refuse_step_up(self, request: HttpRequest, action: RowAction | CreateAction) -> KeyvaultError | None:
+        """Check the second factor of the form if the action requires one now. Return why it is refused."""
+        if action.step_up and is_step_up_due(request):
+            try:
+                pass_step_up(request)
+            except KeyvaultError as error:
+                return error
+        return None
+
+    def _form_page(
+        self,
+        request: HttpRequest,
+        action: RowAction | CreateAction,
+        context: dict[str, Any],
+        form: ActionForm | None,
+        *,
+        error: KeyvaultError | None = None,
+        status: int = 200,
+    ) -> HttpResponse:
+        """Render the form, which also asks for a second factor if the action requires one now."""
+        if form is not None and action.step_up and is_step_up_due(request) and isinstance(request.user, Operator):
+            context = {**context, "step_up": factor_context(request, request.user)}
+        response = form_page(self.admin_site, request, form, context, error=error, status=status)
+        if isinstance(error, SignInLockedError):
+            set_locked(response, error.retry_after_seconds)
+        return response
 
     def _respond(self, request: HttpRequest, result: ActionResult, row: Model | None) -> HttpResponse:
         """Redirect with a message; a result with a secret shows the secret instead of redirecting."""

@@ -178,6 +178,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             for_requester=True,
             warn=lambda request: break_glass_warning(request.account),
             tone=Tone.GOOD,
+            step_up=True,
         ),
     )
 

@@ -161,6 +161,7 @@ class KeyAdmin(ConsoleModelAdmin):
             is_available=lambda key: key.state not in DEAD_STATES,
             warn=_warn_before_revocation,
             tone=Tone.DANGER,
+            step_up=True,
         ),
         RowAction(
             "report-compromise",
@@ -170,6 +171,7 @@ class KeyAdmin(ConsoleModelAdmin):
             lambda key: REPORT_EXPLANATION,
             is_available=_can_become(KeyState.COMPROMISED),
             tone=Tone.DANGER,
+            step_up=True,
         ),
     )
 

@@ -124,6 +124,7 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
             "A backend service authenticates to /v1 with the token. You are accountable for its requests and cannot "
             "approve them. The next page shows the token once.",
             "Create service token",
+            step_up=True,
         ),
     )
     row_actions = (
@@ -138,6 +139,7 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
             ),
             form=RotateTokenForm,
             is_available=lambda token: token_state(token) == "active",
+            step_up=True,
         ),
         RowAction(
             "revoke",
@@ -147,6 +149,7 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
             "The service that uses the token is refused immediately and permanently.",
             is_available=lambda token: token.revoked_at is None,
             tone=Tone.DANGER,
+            step_up=True,
         ),
     )
 

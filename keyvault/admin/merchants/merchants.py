@@ -143,6 +143,7 @@ class MerchantAdmin(ConsoleModelAdmin):
             form=OffboardForm,
             is_available=lambda merchant: not _is_offboarded(merchant) or bool(_count_assets(merchant)),
             tone=Tone.DANGER,
+            step_up=True,
         ),
     )
     create_actions = (

@@ -105,16 +105,19 @@ class OperatorAdmin(ConsoleModelAdmin):
             "All sessions of the operator end, so that it signs in again.",
             form=RolesForm,
             is_available=lambda operator: operator.is_active,
+            step_up=True,
         ),
         RowAction(
             "reset-factors",
             "Reset second factors",
             P.OPERATORS_WRITE,
             _reset_factors,
-            "Once a second person approves, all second factors of the operator are removed and its sessions end. Check "
-            "in person who asks for it: this is how accounts are taken over.",
+            "Once a second person approves, all second factors of the operator are removed and its sessions end. Then "
+            "it needs a new invitation (manage.py invite_operator). Check in person who asks for it: this is how "
+            "accounts are taken over.",
             form=ReasonForm,
             is_available=lambda operator: operator.is_active,
+            step_up=True,
         ),
         RowAction(
             "disable",
@@ -123,6 +126,7 @@ class OperatorAdmin(ConsoleModelAdmin):
             run_service(disable_operator, lambda operator: f"{operator.username} is disabled."),
             "The operator is signed out everywhere with the next request, and never signs in again. This is final.",
             is_available=lambda operator: operator.is_active,
+            step_up=True,
             tone=Tone.DANGER,
         ),
     )

@@ -1,4 +1,4 @@
-"""Creates and repairs our mounts, policies, signing keys, roles and logins in Vault or OpenBao.
+"""Creates and repairs our mounts, policies, transit keys, roles and logins in Vault or OpenBao.
 
 Repeatable: correct objects are neither written again nor reported. It needs a client with an administrator's token and
 is the only module that uses one. A foreign object that has one of our names is reported as a conflict, not changed.
@@ -18,9 +18,11 @@ from keyvault.backends.base import EVIDENCE_VERSIONS, BackendInvalidError, Backe
 from keyvault.backends.private_files import ensure_private_directory, write_private_file
 from keyvault.backends.vault.capabilities import list_hosts
 from keyvault.backends.vault.layout import (
+    ENCRYPTION_KEY,
     ENGINE_OF,
     MERCHANT_POLICY,
     SIGNING_KEY,
+    TRANSIT_ENGINES,
     Layout,
     SecretsEngine,
     VaultRole,
@@ -84,7 +86,9 @@ def bootstrap(
         for engine in KEPT_VERSIONS:
             if scope in scopes_of(engine):
                 run.ensure_secrets(engine, scope)
-        run.ensure_signing(scope)
+        run.ensure_key(SecretsEngine.ANCHOR, scope, SIGNING_KEY, "ed25519")
+        if scope in scopes_of(SecretsEngine.FACTORS):
+            run.ensure_key(SecretsEngine.FACTORS, scope, ENCRYPTION_KEY, "aes256-gcm96")
     for scope in scopes:
         if scope in scopes_of(SecretsEngine.KEYS):
             run.ensure_policy(layout.policy(MERCHANT_POLICY, scope), policy_text(layout, MERCHANT_POLICY, scope))
@@ -187,7 +191,7 @@ class _BootstrapRun:
                 name = self.layout.mount(engine, scope)
                 if scope not in scopes_of(engine) or name not in mounts:
                     continue
-                wanted = "transit" if engine is SecretsEngine.ANCHOR else "kv version 2"
+                wanted = "transit" if engine in TRANSIT_ENGINES else "kv version 2"
                 if (found := _type_of(mounts[name])) != wanted:
                     raise _foreign_error(f"The mount {name} is of type {found}, not {wanted}.")
         method = APPROLE if self.choices.namespace is None else KUBERNETES
@@ -213,24 +217,24 @@ class _BootstrapRun:
                 lambda: self.admin.secrets.kv.v2.configure(mount_point=name, **wanted),
             )
 
-    def ensure_signing(self, scope: str) -> None:
-        """Create or repair a transit mount with an Ed25519 key that can be neither exported nor deleted."""
-        name = self.layout.mount(SecretsEngine.ANCHOR, scope)
-        path = f"{name}/keys/{SIGNING_KEY}"
+    def ensure_key(self, engine: SecretsEngine, scope: str, key_name: str, key_type: str) -> None:
+        """Create or repair a transit mount with a key that can be neither exported nor deleted."""
+        name = self.layout.mount(engine, scope)
+        path = f"{name}/keys/{key_name}"
         key = self._read(path) if self._ensure_mount(name, "transit", None) else {}
         if not key:
             self._change(
-                f"signing key {name}/{SIGNING_KEY}: made",
+                f"key {name}/{key_name}: made",
                 lambda: self.admin.write_data(
-                    path, data={"type": "ed25519", "exportable": False, "allow_plaintext_backup": False}
+                    path, data={"type": key_type, "exportable": False, "allow_plaintext_backup": False}
                 ),
             )
             return
-        if key["type"] != "ed25519" or key["exportable"] or key["allow_plaintext_backup"]:
-            raise _foreign_error(f"The key {name}/{SIGNING_KEY} is of another type, or can be exported.")
+        if key["type"] != key_type or key["exportable"] or key["allow_plaintext_backup"]:
+            raise _foreign_error(f"The key {name}/{key_name} is of another type, or can be exported.")
         if key["deletion_allowed"]:
             self._change(
-                f"signing key {name}/{SIGNING_KEY}: deletion_allowed false",
+                f"key {name}/{key_name}: deletion_allowed false",
                 lambda: self.admin.write_data(f"{path}/config", data={"deletion_allowed": False}),
             )
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from keyvault.backends.vault.layout import (
     CHECKPOINT_PATH,
+    ENCRYPTION_KEY,
     ENGINE_OF,
     PEPPER_PATH,
     REVOCATIONS_PATH,
@@ -22,12 +23,13 @@ from keyvault.backends.vault.layout import (
 )
 
 ROLES_OF_HOST: Final[Mapping[str, frozenset[VaultRole]]] = {
-    "web": frozenset({VaultRole.LOOKUP, VaultRole.ISSUER, VaultRole.READER}),
-    "worker": frozenset(VaultRole) - {VaultRole.KEEPER},
-    "setup": frozenset({VaultRole.LOOKUP, VaultRole.KEEPER}),
+    "web": frozenset({VaultRole.LOOKUP, VaultRole.ISSUER, VaultRole.READER, VaultRole.FACTORS}),
+    "worker": frozenset(VaultRole) - {VaultRole.KEEPER, VaultRole.FACTORS},
+    "setup": frozenset({VaultRole.LOOKUP, VaultRole.KEEPER, VaultRole.FACTORS}),
     "all": frozenset(VaultRole),
 }
-"""`web` serves requests, `worker` runs Celery's worker and beat, `setup` runs setup and the pepper commands."""
+"""`web` serves requests, `worker` runs Celery's worker and beat, `setup` runs setup, and the commands for peppers and
+operators."""
 
 _OWN: Final[Mapping[VaultRole, Mapping[str, str]]] = {
     VaultRole.ISSUER: {"data": "create update"},
@@ -39,6 +41,7 @@ _OWN: Final[Mapping[VaultRole, Mapping[str, str]]] = {
     VaultRole.LOOKUP: {"data": "read", "metadata": "read", "config": "read"},
     VaultRole.KEEPER: {"data": "create update", "destroy": "update"},
     VaultRole.ANCHOR: {"sign": "update"},
+    VaultRole.FACTORS: {"encrypt": "update", "decrypt": "update"},
 }
 """Capabilities by kind of path in the role's own mount."""
 
@@ -101,6 +104,13 @@ def _mount_paths(layout: Layout, engine: SecretsEngine, scope: str) -> Iterator[
         yield "keys", f"{mount}/keys/{SIGNING_KEY}"
         yield "change", f"{mount}/keys/{SIGNING_KEY}/config"
         yield "take out", f"{mount}/export/signing-key/{SIGNING_KEY}"
+        return
+    if engine is SecretsEngine.FACTORS:
+        yield "encrypt", f"{mount}/encrypt/{ENCRYPTION_KEY}"
+        yield "decrypt", f"{mount}/decrypt/{ENCRYPTION_KEY}"
+        yield "keys", f"{mount}/keys/{ENCRYPTION_KEY}"
+        yield "change", f"{mount}/keys/{ENCRYPTION_KEY}/config"
+        yield "take out", f"{mount}/export/encryption-key/{ENCRYPTION_KEY}"
         return
     place = {SecretsEngine.PEPPERS: PEPPER_PATH, SecretsEngine.EVIDENCE: CHECKPOINT_PATH}.get(engine, "0/probe")
     for kind in _KV_KINDS:

@@ -19,12 +19,13 @@ import hvac
 from keyvault.backends.base import (
     BackendDeniedError,
     BackendError,
+    BackendInvalidError,
     BackendMissingError,
 )
 from keyvault.backends.vault.bootstrap import APPROLE, KEPT_VERSIONS, read_path, secrets_options
 from keyvault.backends.vault.capabilities import list_deviations, list_hosts, wanted_capabilities
 from keyvault.backends.vault.client import VaultServer, open_client
-from keyvault.backends.vault.layout import PEPPER_PATH, SIGNING_KEY, Layout, SecretsEngine, VaultRole
+from keyvault.backends.vault.layout import ENCRYPTION_KEY, PEPPER_PATH, SIGNING_KEY, Layout, SecretsEngine, VaultRole
 from keyvault.backends.vault.logins import Login
 from keyvault.backends.vault.remediation import (
     BOOTSTRAP,
@@ -189,6 +190,8 @@ class Diagnosis:
             self._check_secrets(client, SecretsEngine.EVIDENCE, scope)
             self._check_peppers(client, scope)
             self._check_signing(client, scope)
+        elif role is VaultRole.FACTORS:
+            self._check_encryption(client, scope)
 
     def _check_capabilities(self, client: hvac.Client, name: str, role: VaultRole, scope: str) -> None:
         wanted = wanted_capabilities(self.layout, role, scope)
@@ -242,6 +245,16 @@ class Diagnosis:
             )
         elif key["deletion_allowed"]:
             self._find(mount, f"The signing key {SIGNING_KEY} may be deleted.", repair_advice("it"))
+
+    def _check_encryption(self, client: hvac.Client, scope: str) -> None:
+        """Encrypt a byte: the login may not read the key."""
+        mount = self.layout.mount(SecretsEngine.FACTORS, scope)
+        try:
+            _write(client, f"{mount}/encrypt/{ENCRYPTION_KEY}", {"plaintext": "AA=="})
+        except BackendInvalidError:
+            self._find(mount, f"The encryption key {ENCRYPTION_KEY} is missing.", repair_advice("it"))
+        except (BackendMissingError, BackendDeniedError) as error:
+            self._report_mount(mount, error)
 
     def _report_mount(self, mount: str, error: BackendError) -> None:
         if error.status == 404:

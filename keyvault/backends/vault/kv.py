@@ -1,9 +1,12 @@
 """The `SecretBackend` on KV version 2: check-and-set writes, and a separate role for each kind of call.
 
+Texts that their caller stores are encrypted with a Transit key.
+
 A merchant reads one flat object at its path: `secret`, `schema`, and the labels (key id, credential id, environment,
 and the id of the rotation or issuance request). The labels are in the version, since KV's custom metadata is per path.
 """
 
+import base64
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +27,7 @@ from keyvault.backends.base import (
 )
 from keyvault.backends.vault.breaker import Breaker
 from keyvault.backends.vault.client import VaultClient, VaultServer, open_client
-from keyvault.backends.vault.layout import Layout, VaultRole
+from keyvault.backends.vault.layout import ENCRYPTION_KEY, Layout, SecretsEngine, VaultRole, scopes_of
 from keyvault.backends.vault.logins import Login
 from keyvault.backends.vault.replies import parsing_reply
 from keyvault.domain.plaintext import Plaintext
@@ -150,6 +153,21 @@ class VaultBackend:
                     folders.append(folder + name)
                 else:
                     yield folder + name
+
+    def encrypt(self, text: Plaintext) -> str:
+        answer = self._call_factors("encrypt", {"plaintext": base64.b64encode(text.reveal().encode()).decode()})
+        with parsing_reply("ciphertext"):
+            return str(answer["data"]["ciphertext"])
+
+    def decrypt(self, ciphertext: str) -> Plaintext:
+        answer = self._call_factors("decrypt", {"ciphertext": ciphertext})
+        with parsing_reply("decrypted text"):
+            return Plaintext(base64.b64decode(answer["data"]["plaintext"], validate=True).decode())
+
+    def _call_factors(self, operation: str, body: dict[str, str]) -> Any:
+        (scope,) = scopes_of(SecretsEngine.FACTORS)
+        url = f"/v1/{self.layout.mount(SecretsEngine.FACTORS, scope)}/{operation}/{ENCRYPTION_KEY}"
+        return self.client(VaultRole.FACTORS, scope).call(lambda client: client.adapter.post(url, json=body))
 
     def health(self) -> Health:
         found = read_health(self.server)

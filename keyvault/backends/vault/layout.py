@@ -16,6 +16,9 @@ SCOPES = tuple(scope.value for scope in PepperSet)
 SIGNING_KEY = "audit"
 """Name of the key in each signing mount: Ed25519, not exportable."""
 
+ENCRYPTION_KEY = "seeds"
+"""Name of the key that encrypts the seeds of operators' second factors: AES-256-GCM, not exportable."""
+
 PEPPER_PATH = "hmac"
 CHECKPOINT_PATH = "checkpoint"
 """Path of the newest checkpoint's number and digest in each mount of evidence."""
@@ -24,15 +27,21 @@ REVOCATIONS_PATH = "revocations"
 
 
 class SecretsEngine(StrEnum):
-    """Kinds of mount: one of each per scope; scope `service` has no `keys` mount.
+    """Kinds of mount: one of each per scope; scope `service` has no `keys` mount, and alone has `factors`.
 
     `anchor` signs audit checkpoints. `evidence` holds the number and digest of the newest one, and the revocations.
+    `factors` encrypts the seeds of operators' second factors.
     """
 
     KEYS = "keys"
     PEPPERS = "peppers"
     ANCHOR = "anchor"
     EVIDENCE = "evidence"
+    FACTORS = "factors"
+
+
+TRANSIT_ENGINES = frozenset({SecretsEngine.ANCHOR, SecretsEngine.FACTORS})
+"""Mounts of keys that never leave the server; the others are KV version 2."""
 
 
 class VaultRole(StrEnum):
@@ -47,6 +56,7 @@ class VaultRole(StrEnum):
     LOOKUP = "lookup"
     KEEPER = "keeper"
     ANCHOR = "anchor"
+    FACTORS = "factors"
 
 
 ENGINE_OF: dict[VaultRole, SecretsEngine] = {
@@ -59,6 +69,7 @@ ENGINE_OF: dict[VaultRole, SecretsEngine] = {
     VaultRole.LOOKUP: SecretsEngine.PEPPERS,
     VaultRole.KEEPER: SecretsEngine.PEPPERS,
     VaultRole.ANCHOR: SecretsEngine.ANCHOR,
+    VaultRole.FACTORS: SecretsEngine.FACTORS,
 }
 
 MERCHANT_POLICY = "merchant"
@@ -66,6 +77,8 @@ MERCHANT_POLICY = "merchant"
 
 
 def scopes_of(engine: SecretsEngine) -> tuple[str, ...]:
+    if engine is SecretsEngine.FACTORS:
+        return (PepperSet.SERVICE.value,)
     return tuple(scope for scope in SCOPES if engine is not SecretsEngine.KEYS or scope != PepperSet.SERVICE)
 
 

@@ -8,7 +8,7 @@ from keyvault.management.refused import refuse
 
 
 class Command(DjangoCommand):
-    help = "Refused: use create_operator; there are no superusers."
+    help = "Refused: use invite_operator; there are no superusers."
 
     def run_from_argv(self, argv: list[str]) -> NoReturn:
-        refuse(argv, "There are no superusers. Run: manage.py create_operator NAME --role ROLE")
+        refuse(argv, "There are no superusers. Run: manage.py invite_operator NAME --role ROLE")

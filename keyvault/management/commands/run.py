@@ -2,7 +2,6 @@
 
 import json
 import re
-import secrets
 import shlex
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from keyvault.access.principals import HOST
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
+from keyvault.domain.origins import to_domain
 from keyvault.domain.plaintext import Plaintext
 from keyvault.management.json_command import call
 from keyvault.management.service import (
@@ -32,8 +32,8 @@ from keyvault.management.service import (
 )
 from keyvault.management.supervisor import StopRequestedError, stopping_on_signals
 from keyvault.models import Operator, ServiceToken
-from keyvault.services.operators.operators import reset_password
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.sessions.invitations import PreparedSignIn, prepare_sign_in
 from keyvault.services.startup.startup_checks import require_ready
 from keyvault.services.tokens.service_tokens import create_service_token, revoke_service_token
 
@@ -46,7 +46,7 @@ LIFETIME_DAYS = 1
 class Command(BaseCommand):
     help = (
         "Set up, create demo data, and serve on 127.0.0.1 with a worker until SIGTERM or Ctrl-C. "
-        "The demo's passwords, token and key are new at each start and printed here only."
+        "The demo's passwords, TOTP secrets, token and key are new at each start and printed here only."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -71,36 +71,43 @@ class Command(BaseCommand):
         except ImproperlyConfigured as error:
             raise CommandError(f"not started: {error}") from None
         seeded = call("seed_demo")
-        passwords = _reset_passwords([operator["username"] for operator in seeded["operators"]])
+        sign_ins = _prepare_sign_ins([operator["username"] for operator in seeded["operators"]])
         curl = _demo_curl(port)
         connections.close_all()
         self._print("Starting the server and the worker …")
         with supervise(port) as service:
             wait_until_ready(service, port)
-            self._introduce(port, seeded, passwords, curl)
+            self._introduce(port, seeded, sign_ins, curl)
             self._print(f"The logs are in {service.logs}. Press Ctrl-C to stop.")
             while True:
                 service.wait(3600)
                 service.restart_ended()
 
-    def _introduce(self, port: int, seeded: Mapping[str, Any], passwords: Mapping[str, Plaintext], curl: str) -> None:
+    def _introduce(
+        self, port: int, seeded: Mapping[str, Any], sign_ins: Mapping[str, PreparedSignIn], curl: str
+    ) -> None:
         merchants = ", ".join(f"{merchant['merchant_id']} ({merchant['name']})" for merchant in seeded["merchants"])
         operators = [
-            f"  {row['username']:<10} {passwords[row['username']].reveal():<18} {', '.join(row['roles'])}"
+            f"  {row['username']:<10} {sign_ins[row['username']].password.reveal():<25}"
+            f"{sign_ins[row['username']].totp_seed.reveal()}  {', '.join(row['roles'])}"
             for row in seeded["operators"]
+            if row["username"] in sign_ins
         ]
         origin = origin_for(port)
         self._print(
             "",
             f"Keyvault runs at {local_url(port)}",
             "",
-            f"  console       {origin}/admin/",
+            f"  console       {to_domain(origin)}/admin/",
             f"  service plane {origin}/v1/",
             *(f"  {name:<13} {url}" for name, url in _base_urls(seeded, origin)),
             f"  merchants     {merchants}",
             "",
-            "Demo operators and passwords (new at each start, shown only here):",
+            "Demo operators: password, TOTP secret, roles (new at each start, shown only here):",
             *operators,
+            "",
+            "The console asks for the password, then for a code. Add the TOTP secret to an authenticator app, or run:",
+            "  echo SECRET | python manage.py show_totp_code",
             "",
             f"Verify a key (demo token and key, valid for {LIFETIME_DAYS} day, shown only here):",
             f"  {curl}",
@@ -119,14 +126,10 @@ def port_number(text: str) -> int:
     return int(text)
 
 
-def _reset_passwords(usernames: list[str]) -> dict[str, Plaintext]:
-    now = datetime.now(UTC)
-    passwords = {}
-    for operator in Operator.objects.filter(username__in=usernames):
-        password = Plaintext(secrets.token_urlsafe(12))
-        reset_password(authorize(HOST, Permission.OPERATORS_ENROLL, now=now), operator, password)
-        passwords[operator.username] = password
-    return passwords
+def _prepare_sign_ins(usernames: list[str]) -> dict[str, PreparedSignIn]:
+    grant = authorize(HOST, Permission.OPERATORS_ENROLL, now=datetime.now(UTC))
+    operators = Operator.objects.filter(username__in=usernames, is_active=True)
+    return {operator.username: prepare_sign_in(grant, operator) for operator in operators}
 
 
 def _new_token() -> Plaintext:

@@ -1,6 +1,5 @@
 """Run the missing setup, then create demo merchants and operators; repeatable."""
 
-import secrets
 from collections.abc import Mapping
 from io import StringIO
 from typing import Any
@@ -11,7 +10,6 @@ from django.core.management import call_command
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
-from keyvault.domain.plaintext import Plaintext
 from keyvault.management.json_command import JsonCommand
 from keyvault.models import Merchant, Operator
 from keyvault.services.catalog.base_urls import BASE_URLS
@@ -30,7 +28,7 @@ OPERATORS = {
 
 
 class Command(JsonCommand):
-    help = "Create missing demo merchants and operators. `manage.py run` sets the operators' passwords."
+    help = "Create missing demo merchants and operators. `manage.py run` makes their sign-ins ready."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         call_command("setup", stdout=StringIO())
@@ -44,7 +42,7 @@ class Command(JsonCommand):
                     authorize(HOST, Permission.OPERATORS_ENROLL, now=self.now),
                     username=username,
                     roles=[role],
-                    password=Plaintext(secrets.token_urlsafe(24)),
+                    password=None,
                 )
         operators = Operator.objects.filter(username__in=OPERATORS).order_by("username")
         return {

@@ -1,4 +1,6 @@
-"""Limits on failed sign-ins by name, address and known device: a lock of 30 minutes after ten failures.
+"""Limits on failed sign-ins by name, address and known device: a lock after ten failures.
+
+The first lock lasts 30 minutes; each further one within a week lasts twice as long, up to a day.
 
     attempt = attempts().take(key)     before a password hash is computed
     attempts().give_back(key)          when the password was right
@@ -19,7 +21,13 @@ from typing import Any
 from django.conf import settings
 from redis.exceptions import RedisError
 
-from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
+from keyvault.access.limits import (
+    MAX_SIGN_IN_LOCK_SECONDS,
+    SIGN_IN_FAILURES,
+    SIGN_IN_LOCK_SECONDS,
+    SIGN_IN_LOCKS_KEPT_SECONDS,
+    sign_in_lock_seconds,
+)
 from keyvault.services.limits.limiter import StoreWatch, limiter
 from keyvault.services.limits.stores import REDIS_TIMEOUT_SECONDS, LimitStoreLostError, redis_client
 
@@ -28,9 +36,9 @@ _MAX_KEYS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class CountedAttempt:
-    """A counted attempt: its number in the current series, and the seconds until a lock of the series ends.
+    """A counted attempt: its number in the current series, and the seconds until the series or its lock ends.
 
-    A series ends 30 minutes after its latest counted attempt.
+    A series ends 30 minutes after its latest counted attempt, or with its lock.
     """
 
     number: int
@@ -47,57 +55,87 @@ class CountedAttempt:
         return self.number == SIGN_IN_FAILURES
 
 
+@dataclass(slots=True, order=True)
+class _Series:
+    """Attempts of a key: `count` until `ends_at`; `locks` of earlier series until `locks_end_at`."""
+
+    count: int = 0
+    locks: int = 0
+    ends_at: float = 0.0
+    locks_end_at: float = 0.0
+
+
 class LocalAttempts:
     """Counts of this process, for at most `capacity` keys; the lowest counts are evicted first."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic, capacity: int = _MAX_KEYS) -> None:
         self._monotonic = monotonic
         self._capacity = capacity
-        self._counts: dict[str, tuple[int, float]] = {}
+        self._series: dict[str, _Series] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._series)
 
     def take(self, key: str) -> CountedAttempt:
         with self._lock:
             now = self._monotonic()
-            count, ends_at = self._counts.get(key, (0, 0.0))
-            if ends_at <= now:
-                count = 0
-            if count >= SIGN_IN_FAILURES:
-                return CountedAttempt(count + 1, math.ceil(ends_at - now))
-            self._counts[key] = (count + 1, now + SIGN_IN_LOCK_SECONDS)
-            if len(self._counts) > self._capacity:
+            series = self._series.setdefault(key, _Series())
+            if series.ends_at <= now:
+                series.count = 0
+            if series.locks_end_at <= now:
+                series.locks = 0
+            if series.count >= SIGN_IN_FAILURES:
+                return CountedAttempt(series.count + 1, math.ceil(series.ends_at - now))
+            series.count += 1
+            seconds = SIGN_IN_LOCK_SECONDS
+            if series.count == SIGN_IN_FAILURES:
+                series.locks, series.locks_end_at = series.locks + 1, now + SIGN_IN_LOCKS_KEPT_SECONDS
+                seconds = sign_in_lock_seconds(series.locks)
+            series.ends_at = now + seconds
+            number = series.count
+            if len(self._series) > self._capacity:
                 self._evict()
-        return CountedAttempt(count + 1, SIGN_IN_LOCK_SECONDS)
+        return CountedAttempt(number, seconds)
 
     def give_back(self, key: str) -> None:
         with self._lock:
-            count, ends_at = self._counts.get(key, (0, 0.0))
-            if count > 1:
-                self._counts[key] = (count - 1, ends_at)
-            else:
-                self._counts.pop(key, None)
+            series = self._series.get(key)
+            if series is None:
+                return
+            if series.count >= SIGN_IN_FAILURES:
+                series.locks = max(0, series.locks - 1)
+            series.count = max(0, series.count - 1)
+            if not series.count and not series.locks:
+                del self._series[key]
 
     def _evict(self) -> None:
         """Evict an eighth of the keys, so that a flood of new ones rarely causes a sort."""
         kept = self._capacity - self._capacity // 8
-        for key in sorted(self._counts, key=lambda key: self._counts[key])[: len(self._counts) - kept]:
-            del self._counts[key]
+        for key in sorted(self._series, key=lambda key: self._series[key])[: len(self._series) - kept]:
+            del self._series[key]
 
 
-# KEYS: one key. ARGV: the count that locks, and its expiry in milliseconds.
+# KEYS: a series and its locks. ARGV: the count that locks; in milliseconds the first lock, the longest one, and how
+# long locks are remembered.
 _TAKE = """
 local count = tonumber(redis.call('GET', KEYS[1]) or '0')
-if count >= tonumber(ARGV[1]) then return {count + 1, redis.call('PTTL', KEYS[1])} end
+local limit = tonumber(ARGV[1])
+if count >= limit then return {count + 1, redis.call('PTTL', KEYS[1])} end
 count = redis.call('INCR', KEYS[1])
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return {count, tonumber(ARGV[2])}
+local lasts = tonumber(ARGV[2])
+if count == limit then
+    local locks = redis.call('INCR', KEYS[2])
+    redis.call('PEXPIRE', KEYS[2], ARGV[4])
+    lasts = math.min(lasts * 2 ^ math.min(locks - 1, 16), tonumber(ARGV[3]))
+end
+redis.call('PEXPIRE', KEYS[1], string.format('%d', lasts))
+return {count, lasts}
 """
 
 _GIVE_BACK = """
 local count = tonumber(redis.call('GET', KEYS[1]) or '0')
+if count >= tonumber(ARGV[1]) and redis.call('DECR', KEYS[2]) <= 0 then redis.call('DEL', KEYS[2]) end
 if count > 1 then redis.call('DECR', KEYS[1]) else redis.call('DEL', KEYS[1]) end
 """
 
@@ -111,16 +149,17 @@ class RedisAttempts:
         self._give_back = client.register_script(_GIVE_BACK)
 
     def take(self, key: str) -> CountedAttempt:
-        count, milliseconds = self._run(self._take, key, SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS * 1000)
+        seconds = (SIGN_IN_LOCK_SECONDS, MAX_SIGN_IN_LOCK_SECONDS, SIGN_IN_LOCKS_KEPT_SECONDS)
+        count, milliseconds = self._run(self._take, key, SIGN_IN_FAILURES, *(each * 1000 for each in seconds))
         return CountedAttempt(int(count), max(1, math.ceil(int(milliseconds) / 1000)))
 
     def give_back(self, key: str) -> None:
-        self._run(self._give_back, key)
+        self._run(self._give_back, key, SIGN_IN_FAILURES)
 
     @staticmethod
     def _run(script: Any, key: str, *arguments: int) -> Any:
         try:
-            return script(keys=[key], args=arguments)
+            return script(keys=[key, f"{key}:locks"], args=arguments)
         except (RedisError, OSError) as error:
             raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
 

@@ -25,9 +25,11 @@ from keyvault.services.recording.transaction import recorded
 
 
 def create_operator(
-    grant: Grant, *, username: str, roles: Iterable[Role], password: Plaintext, person: str | None = None
+    grant: Grant, *, username: str, roles: Iterable[Role], password: Plaintext | None, person: str | None = None
 ) -> Operator:
     """Create an operator for the console. `person` is the id of an existing person for their second operator.
+
+    `password` None: the operator cannot sign in until it accepts an invitation.
 
     Raises StateConflictError when the name is taken, RequestInvalidError when the password is too weak.
     """
@@ -38,7 +40,10 @@ def create_operator(
     operator = Operator(username=username, is_staff=True)
     if person is not None:
         operator.person = person
-    _set_password(operator, password)
+    if password is None:
+        operator.set_unusable_password()
+    else:
+        choose_password(operator, password)
     with recorded(grant, Permission.OPERATORS_ENROLL, "operator.created", username=username, roles=names):
         operator.save()
         operator.groups.set(Group.objects.filter(name__in=names))
@@ -52,7 +57,7 @@ def reset_password(grant: Grant, operator: Operator, password: Plaintext) -> Non
     Raises RequestInvalidError when the password is too weak, StateConflictError for a disabled operator.
     """
     require_active(operator)
-    _set_password(operator, password)
+    choose_password(operator, password)
     with recorded(grant, Permission.OPERATORS_ENROLL, "operator.password_reset", username=operator.username):
         operator.compare_and_swap(password=operator.password)
         end_sessions(operator)
@@ -128,7 +133,7 @@ def require_active(operator: Operator) -> None:
     if not operator.is_active:
         raise StateConflictError(
             f"Operator {operator.username} is disabled. Create a new one: "
-            f"manage.py create_operator NAME --role ROLE --same-person-as {operator.username}"
+            f"manage.py invite_operator NAME --role ROLE --same-person-as {operator.username}"
         )
 
 
@@ -160,11 +165,12 @@ def _require_another_administrator(operator: Operator) -> None:
     if not active.filter(groups__name=_ADMINISTRATOR).exclude(pk=operator.pk).exists():
         raise StateConflictError(
             f"Operator {operator.username} is the last active one with the role {_ADMINISTRATOR}. "
-            f"Create another first: manage.py create_operator NAME --role {_ADMINISTRATOR}"
+            f"Create another first: manage.py invite_operator NAME --role {_ADMINISTRATOR}"
         )
 
 
-def _set_password(operator: Operator, password: Plaintext) -> None:
+def choose_password(operator: Operator, password: Plaintext) -> None:
+    """Set the password on the row, for the caller to write. Raises RequestInvalidError when it is too weak."""
     try:
         validate_password(password.reveal(), operator)
     except ValidationError as error:

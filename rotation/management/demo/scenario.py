@@ -2,18 +2,25 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from django.conf import settings
 from django.core.management.base import CommandError
 from django.db import connection
 
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
+from keyvault.domain.origins import to_domain
 from keyvault.management.json_command import call
 from keyvault.management.service import SERVER, WORKER, local_url, supervise, wait_until_ready
 from keyvault.management.supervisor import Supervisor
+from keyvault.models import Operator
 from keyvault.services.change_feed.receipts import Receipt, VerifierProgress
 from keyvault.services.recording.audit_chain import AuditReport, verify_audit
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.sessions.invitations import prepare_sign_in
 from rotation.domain.events import RotationState as S
 from rotation.management.demo.context import DemoContext, DemoError
 from rotation.management.demo.forgetting import Reinstated, rotate_with_a_forgotten_client
@@ -67,6 +74,7 @@ def run_demo(report: DemoReport, port: int) -> None:
         with report.waiting("waiting for the server to be ready …"):
             wait_until_ready(service, port)
         report.step(f"a server and a Celery worker run; {local_url(port)}/readyz says ready")
+        _show_sign_ins(context)
         try:
             tally, audit_entries, reinstated, receipt = _live(context)
         except (DemoError, CommandError, KeyvaultError) as error:
@@ -101,6 +109,18 @@ def _set_up(report: DemoReport) -> None:
     report.step(f"merchants {merchants}; operators {operators}")
     needed = settings.APPROVALS_NEEDED[Environment.SANDBOX]
     report.aside(f"KEYVAULT_SANDBOX_APPROVALS={needed}: here the sandbox requires a second person, as production does")
+
+
+def _show_sign_ins(context: DemoContext) -> None:
+    """Print a password and a TOTP secret of each operator, for the console of this demo."""
+    report = context.report
+    report.step(f"the console is at {to_domain(local_url(context.port))}/admin/ until the demo ends")
+    grant = authorize(HOST, Permission.OPERATORS_WRITE, now=datetime.now(UTC))
+    for operator in Operator.objects.order_by("username"):
+        prepared = prepare_sign_in(grant, operator)
+        context.secrets += [prepared.password, prepared.totp_seed]
+        report.aside(f"{operator.username}: {prepared.password.reveal()}, TOTP secret {prepared.totp_seed.reveal()}")
+    report.aside("a code: echo SECRET | python manage.py show_totp_code")
 
 
 def _live(context: DemoContext) -> tuple[RequestTally, list[RotationEntry], Reinstated, Receipt]:

@@ -6,10 +6,12 @@ from typing import Any, cast
 
 import pytest
 from django.contrib import admin
-from django.contrib.auth.models import Group
+from django.contrib.auth.models import AnonymousUser, Group
+from django.contrib.sessions.backends.db import SessionStore
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Model
+from django.http import HttpResponse
 from django.test import Client, RequestFactory
 from django.urls import URLPattern, URLResolver
 
@@ -17,6 +19,7 @@ from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import ROLE_PERMISSIONS, Role
 from keyvault.admin.framework.enforcement import Guarded
+from keyvault.admin.framework.middleware import ConsoleAccessMiddleware, open_before_sign_in
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
@@ -46,7 +49,7 @@ from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_calendar, save_schedule
 from rotation.services.schedules.standing_approvals import request_standing_approval
-from tests.admin.desk import Desk, browser, make_endpoint, make_refusal
+from tests.admin.desk import Desk, browser, make_endpoint, make_refusal, with_password
 from tests.factories import (
     PRODUCTION,
     SANDBOX,
@@ -64,8 +67,12 @@ ANY_ROLE = frozenset(P)
 
 MATRIX: dict[str, frozenset[P]] = {
     "index": ANY_ROLE,
-    "logout": ANY_ROLE,
     "everything else": ANY_ROLE,
+    "second_factors": ANY_ROLE,
+    "add_totp": ANY_ROLE,
+    "add_passkey": ANY_ROLE,
+    "recovery_codes": ANY_ROLE,
+    "remove_second_factor": ANY_ROLE,
     "keyvault_merchant_changelist": frozenset({P.MERCHANTS_READ}),
     "keyvault_merchant_change": frozenset({P.MERCHANTS_READ}),
     "keyvault_merchant_create": frozenset({P.MERCHANTS_WRITE}),
@@ -206,8 +213,8 @@ MATRIX: dict[str, frozenset[P]] = {
 }
 """Every page of the console and its permissions, written down apart from the code."""
 
-OPEN = frozenset({"login"})
-"""Pages that are open to anonymous users."""
+OPEN = frozenset({"login", "logout", "second_factor", "invitation"})
+"""Pages that answer before the sign-in is complete."""
 
 REFUSED, TO_LOGIN = 403, 302
 
@@ -294,6 +301,7 @@ def every_address(desk: Desk) -> list[tuple[str, str]]:
     found = []
     for name, path in patterns(admin.site.get_urls()):
         path = path.replace("(?P<url>.*)$", "no/such/page/")
+        path = path.replace("<int:factor_id>", "1")
         path = path.replace("<int:sequence>", str(last_sequence(cast(Key, rows["keyvault_key"]))))
         if "<str:object_id>" in path:
             path = path.replace("<str:object_id>", str(rows["_".join(name.split("_")[:2])].pk))
@@ -328,7 +336,7 @@ def test_enforcement_role_opens_exactly_its_pages(desk: Desk, role: Role) -> Non
     client = browser(make_operator("somebody", role))
     wrong = []
     for name, path in every_address(desk):
-        if name in OPEN | {"logout", "everything else"}:
+        if name in OPEN | {"everything else"}:
             continue
         may = bool(MATRIX[name] & ROLE_PERMISSIONS[role])
         for method, status in statuses(client, path).items():
@@ -360,6 +368,29 @@ def test_enforcement_anonymous_user_is_redirected_to_login(desk: Desk) -> None:
                     assert response.status_code == TO_LOGIN, name
                     assert response["Location"].startswith(("/admin/login/", "/admin/")), name
                 transaction.set_rollback(True)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_enforcement_password_alone_opens_nothing(desk: Desk, role: Role) -> None:
+    """A stolen password without the second factor opens no page, whatever the role of its operator."""
+    client = with_password(make_operator("somebody", role))
+    for name, path in every_address(desk):
+        if name not in OPEN:
+            for method in (client.get, client.post):
+                response = method(path)
+                assert response.status_code == TO_LOGIN, name
+                assert response["Location"].startswith("/admin/second-factor/?next="), name
+
+
+def test_enforcement_view_that_is_not_marked_is_closed(rf: RequestFactory) -> None:
+    """A view that somebody routes below /admin/ without a check of its own is closed."""
+    request = rf.get("/admin/new/")
+    request.user, request.session = AnonymousUser(), SessionStore()
+    check = ConsoleAccessMiddleware(lambda request: HttpResponse())
+    response = check.process_view(request, lambda request: HttpResponse(), (), {})
+    assert response is not None
+    assert response["Location"] == "/admin/login/?next=%2Fadmin%2Fnew%2F"
+    assert check.process_view(request, open_before_sign_in(lambda request: HttpResponse()), (), {}) is None
 
 
 def test_enforcement_django_permissions_are_not_consulted(desk: Desk) -> None:

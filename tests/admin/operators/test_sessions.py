@@ -2,17 +2,22 @@
 
 from datetime import timedelta
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from django.test import Client
 
 from keyvault.access.limits import SESSION_IDLE_SECONDS
-from keyvault.models import AuditEntry, ConsoleSession
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST
+from keyvault.models import AuditEntry, ConsoleSession, Operator
+from keyvault.services.sessions.invitations import prepare_sign_in
+from keyvault.services.sessions.second_factors import totp_code
 from keyvault.services.sessions.store import session_id
-from tests.admin.desk import Desk, address, browser, dump, text_of
-from tests.factories import PASSWORD, issue, now
+from tests.admin.desk import Desk, address, browser, dump, pass_second_factor, text_of
+from tests.factories import PASSWORD, grant, issue, now
 
-LOGIN = "/admin/login/"
+LOGIN, FACTOR = "/admin/login/", "/admin/second-factor/"
 FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:128.0) Gecko/20100101 Firefox/128.0"
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -33,13 +38,18 @@ def test_link_from_outside_leads_to_sign_in_and_then_to_the_page(desk: Desk) -> 
     """An alarm's link opens its page after the sign-in, and opening it signed out writes no row."""
     key, _ = issue(desk.sandbox)
     page = address("keyvault_key_change", key.pk)
+    tam = prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), Operator.objects.get(username="tam"))
     client, before = Client(), dump()
     to_sign_in: Any = client.get(page)
-    assert (to_sign_in.status_code, to_sign_in["Location"]) == (302, f"{LOGIN}?next={page}")
+    assert (to_sign_in.status_code, to_sign_in["Location"]) == (302, f"{LOGIN}?next={quote(page, safe='')}")
     assert f'name="next" value="{page}"' in text_of(client.get(to_sign_in["Location"]))
     assert dump() == before
-    fields = {"username": "tam", "password": PASSWORD, "next": page}
-    signed_in: Any = client.post(to_sign_in["Location"], fields)
+    fields = {"username": "tam", "password": tam.password.reveal(), "next": page}
+    to_factor: Any = client.post(to_sign_in["Location"], fields)
+    assert to_factor["Location"].startswith(FACTOR)
+    assert f'name="next" value="{page}"' in text_of(client.get(to_factor["Location"]))
+    code = totp_code(tam.totp_seed, now())
+    signed_in: Any = client.post(FACTOR, {"second_factor_code": code, "next": page})
     assert (signed_in.status_code, signed_in["Location"]) == (302, page)
     assert client.get(page).status_code == 200
 
@@ -52,8 +62,9 @@ def test_session_cookie_follows_links_and_forged_forms_get_neither_cookie(desk: 
     assert (cookies["session"]["samesite"], cookies["session"]["httponly"]) == ("Lax", True)
     assert (cookies["session"]["max-age"], cookies["session"]["expires"]) == ("", "")
     assert cookies["csrf"]["samesite"] == "Strict"
+    pass_second_factor(client, now())
     strict = Client(enforce_csrf_checks=True)
-    strict.cookies["session"] = cookies["session"].value
+    strict.cookies["session"] = client.cookies["session"].value
     assert strict.get("/admin/").status_code == 200
     assert strict.post(address("keyvault_consolesession_end", row_of(client).pk)).status_code == 403
 
@@ -79,14 +90,10 @@ def test_session_is_extended_by_a_page_but_not_by_one_that_reloads_itself(desk: 
 
 
 def test_sessions_page_lists_the_operators_own_and_marks_the_current_one(desk: Desk) -> None:
-    here, there, other = Client(), Client(), browser(desk.approver)
+    here, there, other = browser(desk.tam), browser(desk.tam), browser(desk.approver)
+    grow_older(minutes=2)
     for client, host in ((here, "192.0.2.1"), (there, "192.0.2.2")):
-        client.post(
-            LOGIN,
-            {"username": "tam", "password": PASSWORD},
-            headers={"user-agent": FIREFOX},
-            REMOTE_ADDR=host,
-        )
+        client.get("/admin/", headers={"user-agent": FIREFOX}, REMOTE_ADDR=host)
     text = text_of(here.get(address("keyvault_consolesession_changelist")))
     assert "Firefox 128 on Linux" in text
     assert ("192.0.2.1" in text, "192.0.2.2" in text) == (True, True)

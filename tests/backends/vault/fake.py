@@ -212,6 +212,8 @@ class FakeVault:
         kind, _, place = rest.partition("/")
         if "-anchor-" in mount:
             return self._transit(call, kind)
+        if "-factors-" in mount:
+            return self._encryption(call, kind)
         if not any(f"-{engine}-" in mount for engine in ("keys", "peppers", "evidence")):
             return _errors(404, f'no handler for route "{call.path}". route entry not found.')
         return self._kv(call, f"{mount}/", kind, f"{mount}/{place}")
@@ -238,6 +240,14 @@ class FakeVault:
             return 200, {"data": {"signature": f"vault:v1:{made}"}}
         public = self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         return 200, {"data": {"keys": {"1": {"public_key": base64.b64encode(public).decode()}}}}
+
+    def _encryption(self, call: Call, kind: str) -> Answer:
+        """Reverse the text, which is enough for what the client does with it."""
+        if kind == "encrypt":
+            return 200, {"data": {"ciphertext": f"vault:v1:{call.body['plaintext'][::-1]}"}}
+        if not call.body["ciphertext"].startswith("vault:v1:"):
+            return _errors(400, "invalid ciphertext: no prefix")
+        return 200, {"data": {"plaintext": call.body["ciphertext"].removeprefix("vault:v1:")[::-1]}}
 
     def _kv(self, call: Call, mount: str, kind: str, path: str) -> Answer:
         versions = self._secrets.get(path, {})

@@ -121,7 +121,7 @@ DRIFTS: dict[str, tuple[Stage, str]] = {
         lambda admin, layout: admin.write_data(
             f"{layout.prefix}-anchor-service/keys/audit/config", data={"deletion_allowed": True}
         ),
-        "signing key P-anchor-service/audit: deletion_allowed false",
+        "key P-anchor-service/audit: deletion_allowed false",
     ),
     "wider policy": (
         lambda admin, layout: admin.write_data(

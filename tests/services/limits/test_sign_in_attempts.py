@@ -1,4 +1,4 @@
-"""Counters of failed sign-ins: a lock of 30 minutes after ten attempts, in either store."""
+"""Counters of failed sign-ins: a growing lock after ten attempts, in either store."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from django.test import override_settings
 from redis import Redis
 
-from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
+from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS, SIGN_IN_LOCKS_KEPT_SECONDS
 from keyvault.services.limits.limiter import StoreWatch, limiter
 from keyvault.services.limits.sign_in_attempts import AttemptCounter, LocalAttempts, RedisAttempts, attempts
 from tests.clocks import MonotonicClock
@@ -71,6 +71,39 @@ def test_attempts_in_redis_expire_with_the_lock(redis_url: str) -> None:
         assert store.take(KEY).retry_after_seconds in {90, 91}
         store.give_back(KEY)
         assert 0 < client.ttl(KEY) <= 91
+
+
+def test_attempts_in_process_that_lock_again_within_a_week_are_locked_for_longer() -> None:
+    """Each lock doubles, up to a day, so that a patient attacker gets few guesses. A quiet week ends that."""
+    clock = MonotonicClock(0.0)
+    store = LocalAttempts(clock)
+    hours = []
+    for _ in range(8):
+        lasts = [store.take(KEY).retry_after_seconds for _ in range(SIGN_IN_FAILURES)][-1]
+        hours.append(lasts / 3600)
+        clock.seconds += lasts
+    assert hours == [0.5, 1, 2, 4, 8, 16, 24, 24]
+    clock.seconds += SIGN_IN_LOCKS_KEPT_SECONDS
+    assert [store.take(KEY).retry_after_seconds for _ in range(SIGN_IN_FAILURES)][-1] == SIGN_IN_LOCK_SECONDS
+
+
+def test_attempts_in_redis_that_lock_again_within_a_week_are_locked_for_longer(redis_url: str) -> None:
+    store = RedisAttempts(redis_url, timeout_seconds=TIMEOUT_SECONDS)
+    hours = []
+    with Redis.from_url(redis_url) as client:
+        for _ in range(8):
+            hours.append([store.take(KEY).retry_after_seconds for _ in range(SIGN_IN_FAILURES)][-1] / 3600)
+            assert 0 < client.ttl(f"{KEY}:locks") <= SIGN_IN_LOCKS_KEPT_SECONDS
+            client.delete(KEY)
+    assert hours == [0.5, 1, 2, 4, 8, 16, 24, 24]
+
+
+def test_attempts_that_are_right_at_the_last_moment_count_no_lock(store: Any) -> None:
+    """The last attempt before a lock was right: the next lock is a first one."""
+    for _ in range(SIGN_IN_FAILURES):
+        store.take(KEY)
+    store.give_back(KEY)
+    assert store.take(KEY).retry_after_seconds == SIGN_IN_LOCK_SECONDS
 
 
 def test_attempts_in_process_are_bounded_and_keep_locks() -> None:

@@ -68,7 +68,7 @@ from keyvault.services.recording import transaction as recording
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.revocations import log_opening, replay
 from keyvault.services.secrets import provider_connections, stored_copies
-from keyvault.services.sessions import second_factors, sessions, sign_in
+from keyvault.services.sessions import invitations, second_factors, sessions, sign_in
 from keyvault.services.tokens import customer_tokens, service_tokens
 from keyvault.services.webhooks import endpoints as webhook_endpoints
 from keyvault.services.work import leases
@@ -296,6 +296,36 @@ def _create_operator(scene: Scene) -> Callable[[], object]:
     return lambda: operators.create_operator(
         _host(P.OPERATORS_ENROLL), username="new", roles=[Role.AUDITOR], password=Plaintext(PASSWORD)
     )
+
+
+def _with_factor(
+    call: Callable[[Operator], object],
+) -> Callable[[Scene], Callable[[], object]]:
+    """Call with an operator that has an authenticator app and a passkey."""
+
+    def prepare(scene: Scene) -> Callable[[], object]:
+        row = Operator.objects.get(username="tam")
+        invitations.prepare_sign_in(_host(P.OPERATORS_ENROLL), row)
+        second_factors.add_second_factor(
+            grant(scene.tam, P.SESSIONS_WRITE), row, second_factors.NewFactor(second_factors.PASSKEY, {"name": "key"})
+        )
+        return lambda: call(row)
+
+    return prepare
+
+
+def _remove_factor(row: Operator) -> None:
+    first = second_factors.list_second_factors(row)[0]
+    second_factors.remove_second_factor(grant(operator_principal(row), P.SESSIONS_WRITE), row, first.pk)
+
+
+def _add_codes(row: Operator) -> None:
+    factor, _ = second_factors.new_recovery_codes()
+    second_factors.add_second_factor(grant(operator_principal(row), P.SESSIONS_WRITE), row, factor)
+
+
+def _invite(scene: Scene) -> Callable[[], object]:
+    return lambda: invitations.invite(_host(P.OPERATORS_ENROLL), Operator.objects.get(username="tam"))
 
 
 def _reset_password(scene: Scene) -> Callable[[], object]:
@@ -616,12 +646,18 @@ ACTIONS: dict[str, Action] = {
         _with_change(operator_changes.withdraw_change, P.OPERATORS_WRITE, "admin"), ["operator_change.withdrawn"], []
     ),
     "sessions.sessions.end_session": Action(_end_session, ["session.ended"], []),
+    "sessions.invitations.invite": Action(_invite, ["operator.invited"], []),
+    "sessions.invitations.prepare_sign_in": Action(
+        _with_factor(lambda row: invitations.prepare_sign_in(_host(P.OPERATORS_ENROLL), row)),
+        ["operator.sign_in_prepared"],
+        [],
+    ),
+    "sessions.second_factors.add_second_factor": Action(_with_factor(_add_codes), ["operator.second_factor_added"], []),
+    "sessions.second_factors.remove_second_factor": Action(
+        _with_factor(_remove_factor), ["operator.second_factor_removed"], []
+    ),
     "sessions.second_factors.reset_second_factors": Action(
-        lambda scene: partial(
-            second_factors.reset_second_factors,
-            grant(scene.admin, P.OPERATORS_WRITE),
-            Operator.objects.get(username="tam"),
-        ),
+        _with_factor(lambda row: second_factors.reset_second_factors(_host(P.OPERATORS_WRITE), row)),
         ["operator.second_factors_reset"],
         [],
     ),

@@ -1,0 +1,51 @@
+"""Create an operator of the console, and print the one-time link at which it sets up its sign-in."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.access.roles import Role
+from keyvault.management.mixins import UsernameMixin, add_reveal_option, add_role_option
+from keyvault.models import Operator
+from keyvault.services.operators.operators import create_operator, get_operator
+from keyvault.services.sessions.invitations import enrolment_url, invite, prepare_sign_in
+
+
+class Command(UsernameMixin):
+    help = (
+        "Create an operator and print a link, valid for 72 hours and once, at which it sets a password and a second "
+        "factor. For an existing operator without a second factor, print a new link."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
+        add_role_option(parser, required=False)
+        parser.add_argument("--same-person-as", metavar="USERNAME", help="an existing operator of the same person")
+        add_reveal_option(parser, "also set a random password and an authenticator app, and print both once")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        grant = self.operators_grant(Permission.OPERATORS_ENROLL)
+        operator = self._operator(options)
+        url = enrolment_url(invite(grant, operator))
+        answer: dict[str, Any] = {"username": operator.username, "enrolment_url": url.reveal()}
+        if options["reveal"]:
+            prepared = prepare_sign_in(grant, operator)
+            answer |= {"password": prepared.password.reveal(), "totp_secret": prepared.totp_seed.reveal()}
+        return answer
+
+    def _operator(self, options: Mapping[str, Any]) -> Operator:
+        """Return the new operator, or the existing one if no role is named."""
+        if not options["role"]:
+            return get_operator(options["username"])
+        person = None
+        if options["same_person_as"]:
+            person = get_operator(options["same_person_as"]).person
+        return create_operator(
+            self.operators_grant(Permission.OPERATORS_ENROLL),
+            username=options["username"],
+            roles=[Role(role) for role in options["role"]],
+            password=None,
+            person=person,
+        )
