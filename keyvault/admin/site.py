@@ -254,7 +254,7 @@ class ConsoleSite(AdminSite):
         """Route the front page, login, logout and the model admins; none of Django's other admin views."""
         return [
             path("", self.admin_view(self.front_page), name="index"),
-            path("login/", self._open_view(self.login), name="login"),
+            path("login/", open_before_sign_in(never_cache(self.login)), name="login"),
             path("logout/", self._open_view(self.logout), name="logout"),
             path("second-factor/", self._open_view(partial(second_factor_page, self)), name="second_factor"),
             path("invitation/", self._open_view(partial(invitation_page, self)), name="invitation"),

@@ -66,7 +66,7 @@ class Chromium:
 def call(method: str, url: str, body: dict[str, Any] | None = None) -> Any:
     """Return the value of a WebDriver reply. Raises HTTPError."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)  # noqa: S310  ours
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)  # noqa: S310  our own driver
     with urllib.request.urlopen(request, timeout=2 * SECONDS) as reply:  # noqa: S310  our own driver
         return json.loads(reply.read())["value"]
 

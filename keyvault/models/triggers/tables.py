@@ -37,7 +37,7 @@ KEPT = (
     Kept("keyvault_key", (("key_id",),)),
     Kept("keyvault_issuancerequest", (("issuance_request_id",),)),
     Kept("keyvault_breakglass", (("act_id",),)),
-    Kept("keyvault_operator", (("id",), ("username",))),
+    Kept("keyvault_operator", (("id",), ("username",), ("invitation_digest",))),
     Kept("keyvault_operatorchange", (("change_id",),)),
     Kept("keyvault_servicetoken", (("token_id",),)),
     Kept("keyvault_customertoken", (("token_id",),), expired="OLD.expires_at < CURRENT_TIMESTAMP"),
