@@ -39,7 +39,7 @@ from keyvault.domain.revocation_log import Opened, line_bytes
 from keyvault.models import Account, IssuanceRequest, Key, Merchant, Operator, PepperVersion, ServiceToken
 from keyvault.services.issuance import requests
 from keyvault.services.merchants.merchants import create_merchant, find_account
-from keyvault.services.merchants.operators import create_operator, set_scope
+from keyvault.services.operators.operators import create_operator, set_scope
 from keyvault.services.peppers.ring import ensure_peppers, list_served_sets, load_peppers
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.secrets.backend import secret_backend
@@ -145,7 +145,7 @@ def make_operator(
     """A new log-in with PASSWORD, as the principal that the console makes of it; `person` of an earlier one."""
     with cheap_password_hashes():
         row = create_operator(
-            grant(HOST, Permission.OPERATORS_WRITE),
+            grant(HOST, Permission.OPERATORS_ENROLL),
             username=username,
             roles=roles,
             password=Plaintext(PASSWORD),

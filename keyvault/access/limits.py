@@ -87,6 +87,12 @@ def sign_in_lock_seconds(locks: int) -> int:
     return int(min(SIGN_IN_LOCK_SECONDS * 2 ** min(locks - 1, 16), MAX_SIGN_IN_LOCK_SECONDS))
 
 
+SESSION_IDLE_SECONDS = 15 * 60
+"""Time after its last use at which a console session ends, in seconds."""
+
+SESSION_SECONDS = 8 * 60 * 60
+"""Maximum duration of a console session, in seconds, however much it is used."""
+
 REPEAT_LIMIT = Limit(10, 60)
 """Limit of repeated self-revocations of an already revoked key."""
 

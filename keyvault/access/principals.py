@@ -110,11 +110,14 @@ WORKER = System(
 )
 CONSOLE = System("console", frozenset({Permission.SESSIONS_WRITE}), Channel.CONSOLE)
 """The console's sign-in page, which records unauthenticated attempts."""
-SINGLE_SIGN_ON = System("single_sign_on", frozenset({Permission.OPERATORS_WRITE}), Channel.CONSOLE)
+SINGLE_SIGN_ON = System(
+    "single_sign_on", frozenset({Permission.OPERATORS_WRITE, Permission.OPERATORS_ENROLL}), Channel.CONSOLE
+)
 """The identity provider's word at a sign-in: it creates operators and gives and takes their roles."""
 HOST = System(
     "host",
-    frozenset({Permission.OPERATORS_WRITE, Permission.MERCHANTS_WRITE, Permission.TOKENS_WRITE})
+    frozenset({Permission.OPERATORS_WRITE, Permission.OPERATORS_ENROLL})
+    | {Permission.MERCHANTS_WRITE, Permission.TOKENS_WRITE}
     | {Permission.PEPPERS_READ, Permission.PEPPERS_WRITE, Permission.REVOCATIONS_REPLAY},
     Channel.COMMAND_LINE,
 )

@@ -30,7 +30,10 @@ class EndpointRule:
 
 Rule = OperationRule | EndpointRule
 
-_FOUR_EYES = frozenset({Permission.ISSUANCE_APPROVE, Permission.ROTATIONS_APPROVE, Permission.BREAK_GLASS_REVIEW})
+_FOUR_EYES = frozenset(
+    {Permission.ISSUANCE_APPROVE, Permission.ROTATIONS_APPROVE, Permission.BREAK_GLASS_REVIEW}
+    | {Permission.OPERATORS_APPROVE}
+)
 _PERSONAL = frozenset({Permission.SESSIONS_WRITE})
 
 

@@ -44,6 +44,9 @@ from keyvault.admin.keys.service_tokens import ServiceTokenAdmin
 from keyvault.admin.merchants.merchants import AccountAdmin, MerchantAdmin
 from keyvault.admin.merchants.provider_connections import ProviderConnectionAdmin
 from keyvault.admin.merchants.webhooks import WebhookEndpointAdmin
+from keyvault.admin.operators.operator_changes import OperatorChangeAdmin
+from keyvault.admin.operators.operators import OperatorAdmin
+from keyvault.admin.operators.sessions import ConsoleSessionAdmin
 from keyvault.admin.oversight.audit import AuditEntryAdmin
 from keyvault.admin.oversight.break_glass import BreakGlassAdmin
 from keyvault.admin.oversight.inbox import NoticeAdmin
@@ -54,6 +57,7 @@ from keyvault.models import (
     AuditEntry,
     BreakGlass,
     CatalogEndpoint,
+    ConsoleSession,
     Credential,
     IssuanceRequest,
     Key,
@@ -61,6 +65,7 @@ from keyvault.models import (
     Merchant,
     Notice,
     Operator,
+    OperatorChange,
     PepperVersion,
     ProviderConnection,
     Refusal,
@@ -81,6 +86,9 @@ MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (CatalogEndpoint, CatalogEndpointAdmin),
     (LimitOverride, LimitOverrideAdmin),
     (ServiceToken, ServiceTokenAdmin),
+    (Operator, OperatorAdmin),
+    (OperatorChange, OperatorChangeAdmin),
+    (ConsoleSession, ConsoleSessionAdmin),
     (Notice, NoticeAdmin),
     (AuditEntry, AuditEntryAdmin),
     (BreakGlass, BreakGlassAdmin),

@@ -22,7 +22,8 @@ from keyvault.domain.errors import KeyvaultError, PermissionMissingError, Reques
 from keyvault.domain.redaction import redact
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account
-from keyvault.services.merchants.operators import find_operator
+from keyvault.services.operators.operators import find_operator
+from keyvault.services.operators.role_use import find_used_roles, write_uses
 from keyvault.services.recording.authorization import authorize
 
 
@@ -45,8 +46,11 @@ class JsonCommand(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         self.now = datetime.now(UTC)
+        self._granted: list[tuple[OperatorPrincipal, Permission]] = []
         try:
             answer = self.answer(options)
+            for operator, permission in self._granted:
+                write_uses(operator.username, find_used_roles(operator, [permission]), self.now)
         except RequestInvalidError as error:
             faults = "".join(f"\n  {fault.pointer}: {fault.detail}" for fault in error.faults)
             raise CommandError(redact(f"{error.code}: {error.detail}{faults}")) from error
@@ -80,7 +84,9 @@ class JsonCommand(BaseCommand):
         requester_person: str | None = None,
         within: AccessScope = EVERYWHERE,
     ) -> Any:
-        return authorize(operator, permission, account, now=self.now, requester_person=requester_person, within=within)
+        grant = authorize(operator, permission, account, now=self.now, requester_person=requester_person, within=within)
+        self._granted.append((operator, permission))
+        return grant
 
 
 def call(command: str, *arguments: str) -> dict[str, Any]:

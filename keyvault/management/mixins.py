@@ -15,8 +15,9 @@ from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.management.json_command import JsonCommand
-from keyvault.models import Account
+from keyvault.models import Account, OperatorChange
 from keyvault.services.merchants.merchants import find_account
+from keyvault.services.operator_changes import approve_change, withdraw_change
 from keyvault.services.recording.authorization import authorize
 
 
@@ -129,9 +130,43 @@ class UsernameMixin(JsonCommand):
         parser.add_argument("username")
         super().add_options(parser)
 
-    def operators_grant(self) -> Any:
+    def operators_grant(self, permission: Permission = Permission.OPERATORS_WRITE) -> Any:
         """Authorize the host's owner to change operators."""
-        return authorize(HOST, Permission.OPERATORS_WRITE, now=self.now)
+        return authorize(HOST, permission, now=self.now)
+
+
+class OperatorChangeMixin(UsernameMixin):
+    """`--requested-by`, `--approved-by` and `--reason`: a change of an operator that may require two operators.
+
+    Without a requester the command acts in the name of the host's owner, who cannot make such a change.
+    """
+
+    def add_options(self, parser: CommandParser) -> None:
+        super().add_options(parser)
+        parser.add_argument("--requested-by", metavar="OPERATOR", help="requester (default: the host's owner)")
+        parser.add_argument("--approved-by", metavar="OPERATOR", help="approver, a second person")
+        parser.add_argument("--reason", metavar="WHY", help="recorded in the audit log, and shown to the approver")
+
+    def requester_grant(self, options: Mapping[str, Any]) -> Any:
+        """Authorize the requester. Raises NotFoundError, also for an unknown approver, before anything is changed."""
+        if options["approved_by"]:
+            self.operator(options["approved_by"])
+        if options["requested_by"]:
+            return self.grant(self.operator(options["requested_by"]), Permission.OPERATORS_WRITE)
+        return self.operators_grant()
+
+    def decide(self, change: OperatorChange, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Approve the change if an approver is named. When that is refused, withdraw it."""
+        if options["approved_by"]:
+            try:
+                approver = self.operator(options["approved_by"])
+                grant = self.grant(approver, Permission.OPERATORS_APPROVE, requester_person=change.requester_person)
+                approve_change(grant, change, change.plan_digest)
+            except Exception:
+                change.refresh_from_db()
+                withdraw_change(self.requester_grant(options), change)
+                raise
+        return {"change_id": change.change_id, "state": change.state}
 
 
 class PepperSetMixin(JsonCommand):

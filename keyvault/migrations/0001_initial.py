@@ -261,6 +261,22 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
+            name='ConsoleSession',
+            fields=[
+                ('session_key', models.CharField(max_length=40, primary_key=True, serialize=False, verbose_name='session key')),
+                ('session_data', models.TextField(verbose_name='session data')),
+                ('expire_date', models.DateTimeField(db_index=True, verbose_name='expire date')),
+                ('started_at', models.DateTimeField()),
+                ('last_used_at', models.DateTimeField()),
+                ('address', models.CharField(blank=True, max_length=64)),
+                ('browser', models.CharField(blank=True, max_length=40)),
+                ('operator', models.ForeignKey(db_index=False, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='sessions', to=settings.AUTH_USER_MODEL)),
+            ],
+            options={
+                'indexes': [models.Index(fields=['operator', '-last_used_at'], name='session_by_operator')],
+            },
+        ),
+        migrations.CreateModel(
             name='Credential',
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
@@ -1005,6 +1021,94 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name='webhookdelivery',
             constraint=models.CheckConstraint(condition=models.Q(('state__in', ['due', 'delivered', 'given_up'])), name='webhook_delivery_state'),
+        ),
+        migrations.CreateModel(
+            name='OperatorChange',
+            fields=[
+                ('version', models.PositiveIntegerField(default=1, editable=False)),
+                ('plan_digest', models.CharField(max_length=64)),
+                ('approvals_needed', models.PositiveSmallIntegerField()),
+                ('requester_person', models.CharField(max_length=32)),
+                ('created_at', models.DateTimeField()),
+                ('change_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
+                ('operator_person', models.CharField(max_length=32)),
+                ('kind', models.CharField(choices=[('roles', 'roles'), ('second_factors_reset', 'second factors reset')], max_length=32)),
+                ('roles_before', models.CharField(blank=True, max_length=200)),
+                ('roles', models.CharField(blank=True, max_length=200)),
+                ('why', models.CharField(max_length=300)),
+                ('state', models.CharField(choices=[('awaiting_approval', 'awaiting approval'), ('applied', 'applied'), ('rejected', 'rejected'), ('withdrawn', 'withdrawn')], max_length=32)),
+                ('approval_expires_at', models.DateTimeField()),
+                ('closed_at', models.DateTimeField(blank=True, null=True)),
+                ('closed_why', models.CharField(blank=True, max_length=300)),
+                ('operator', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='changes', to=settings.AUTH_USER_MODEL)),
+                ('requester', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
+            ],
+        ),
+        migrations.CreateModel(
+            name='OperatorChangeApproval',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('version', models.PositiveIntegerField(default=1, editable=False)),
+                ('person', models.CharField(max_length=32)),
+                ('plan_digest', models.CharField(max_length=64)),
+                ('created_at', models.DateTimeField()),
+                ('approver', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
+                ('change', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='approvals', to='keyvault.operatorchange')),
+            ],
+        ),
+        migrations.CreateModel(
+            name='RoleUse',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('role', models.CharField(choices=[('key_administrator', 'key administrator'), ('technical_account_manager', 'technical account manager'), ('approver', 'approver'), ('auditor', 'auditor'), ('incident_responder', 'incident responder')], max_length=32)),
+                ('granted_at', models.DateTimeField()),
+                ('last_used_at', models.DateTimeField(blank=True, null=True)),
+                ('operator', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='role_uses', to=settings.AUTH_USER_MODEL)),
+            ],
+        ),
+        migrations.AddIndex(
+            model_name='operatorchange',
+            index=models.Index(fields=['operator', '-created_at'], name='operator_change_newest_of'),
+        ),
+        migrations.AddIndex(
+            model_name='operatorchange',
+            index=models.Index(fields=['state', 'created_at'], name='operator_change_by_state'),
+        ),
+        migrations.AddIndex(
+            model_name='operatorchange',
+            index=models.Index(fields=['-created_at'], name='operator_change_newest'),
+        ),
+        migrations.AddConstraint(
+            model_name='operatorchange',
+            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['roles', 'second_factors_reset'])), name='operator_change_kind'),
+        ),
+        migrations.AddConstraint(
+            model_name='operatorchange',
+            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'applied', 'rejected', 'withdrawn'])), name='operator_change_state'),
+        ),
+        migrations.AddConstraint(
+            model_name='operatorchange',
+            constraint=models.CheckConstraint(condition=models.Q(('requester_person', models.F('operator_person')), _negated=True), name='operator_change_of_another'),
+        ),
+        migrations.AddConstraint(
+            model_name='operatorchange',
+            constraint=models.CheckConstraint(condition=models.Q(('approval_expires_at__gt', models.F('created_at'))), name='operator_change_expires_later'),
+        ),
+        migrations.AddConstraint(
+            model_name='operatorchange',
+            constraint=models.CheckConstraint(condition=models.Q(models.Q(('closed_at__isnull', True), ('state', 'awaiting_approval')), models.Q(models.Q(('state', 'awaiting_approval'), _negated=True), ('closed_at__isnull', False)), _connector='OR'), name='operator_change_closed'),
+        ),
+        migrations.AddConstraint(
+            model_name='operatorchangeapproval',
+            constraint=models.UniqueConstraint(fields=('change', 'person'), name='operator_change_approval_once'),
+        ),
+        migrations.AddConstraint(
+            model_name='roleuse',
+            constraint=models.UniqueConstraint(fields=('operator', 'role'), name='role_use_unique'),
+        ),
+        migrations.AddConstraint(
+            model_name='roleuse',
+            constraint=models.CheckConstraint(condition=models.Q(('role__in', ['key_administrator', 'technical_account_manager', 'approver', 'auditor', 'incident_responder'])), name='role_use_role'),
         ),
         migrations.RunPython(create_groups, migrations.RunPython.noop),
         migrations.RunPython(set_fill_factor, migrations.RunPython.noop),

@@ -9,11 +9,18 @@ from keyvault.models.keys import Credential, Key, Material
 from keyvault.models.leases import WorkLease
 from keyvault.models.merchants import Account, Merchant, MerchantStatus, ProviderConnection, WebhookEndpoint
 from keyvault.models.notifications import DeliveryState, Notice, WebhookBreaker, WebhookDelivery
-from keyvault.models.operators import Operator
+from keyvault.models.operator_changes import (
+    OperatorChange,
+    OperatorChangeApproval,
+    OperatorChangeKind,
+    OperatorChangeState,
+)
+from keyvault.models.operators import Operator, RoleUse
 from keyvault.models.orders import Order
 from keyvault.models.peppers import Installation, PepperVersion
 from keyvault.models.processes import ServiceProcess
 from keyvault.models.refusals import Refusal
+from keyvault.models.sessions import ConsoleSession
 from keyvault.models.tokens import ServiceToken
 from keyvault.models.usage import KeyAttempt, KeySource, KeyUse, UsageReporter, UseBucket, UseContext
 from keyvault.models.verifiers import Confirmation, Verifier
@@ -27,6 +34,7 @@ __all__ = [
     "CatalogEndpoint",
     "Change",
     "Confirmation",
+    "ConsoleSession",
     "Credential",
     "CustomerToken",
     "DeliveryState",
@@ -44,10 +52,15 @@ __all__ = [
     "MerchantStatus",
     "Notice",
     "Operator",
+    "OperatorChange",
+    "OperatorChangeApproval",
+    "OperatorChangeKind",
+    "OperatorChangeState",
     "Order",
     "PepperVersion",
     "ProviderConnection",
     "Refusal",
+    "RoleUse",
     "ServiceProcess",
     "ServiceToken",
     "UsageReporter",

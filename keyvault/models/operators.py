@@ -77,6 +77,28 @@ class Operator(RecordedModel, AbstractUser):
         return raw_password is not None and check_password(raw_password, self.password)
 
 
+class RoleUse(models.Model):
+    """When an operator got a role, and last used a permission of it. It exists while the operator has the role.
+
+    `last_used_at`: written at most once a day; None: never.
+    """
+
+    # The unique constraint begins with the operator.
+    operator = models.ForeignKey(Operator, models.PROTECT, related_name="role_uses", db_index=False)
+    role = choice(Role)
+    granted_at = models.DateTimeField()
+    last_used_at = at()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["operator", "role"], name="role_use_unique"),
+            choices_check("role_use_role", "role", Role),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.role} of {self.operator_id}"
+
+
 @receiver(m2m_changed, sender=Operator.groups.through)
 @receiver(m2m_changed, sender=Operator.user_permissions.through)
 def _require_recorded_roles(action: str, **_: Any) -> None:

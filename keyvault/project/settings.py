@@ -97,7 +97,6 @@ INSTALLED_APPS = [
     "keyvault",
     "keyvault.project.console.OperatorsConfig",
     "django.contrib.contenttypes",
-    "django.contrib.sessions",
     "django.contrib.messages",
     "django.contrib.staticfiles",
     "keyvault.project.console.ConsoleConfig",
@@ -206,9 +205,12 @@ SOCIALACCOUNT_ADAPTER = "keyvault.admin.account.single_sign_on.SingleSignOnAdapt
 # --- sessions and cookies ---------------------------------------------------------------------------------
 
 _https = ORIGIN.startswith("https://")
-SESSION_COOKIE_AGE = 8 * 60 * 60
+SESSION_ENGINE = "keyvault.services.sessions.store"
+# The session's row decides when it ends, so the cookie has no date of its own.
+SESSION_EXPIRE_AT_BROWSER_CLOSE = True
 SESSION_COOKIE_HTTPONLY = True
-# Not Strict: the identity provider sends the browser back from another site.
+# A link from an alarm or a mail opens the page, and the identity provider sends the browser back from another site.
+# Forms of other sites get neither this cookie nor the strict one below.
 SESSION_COOKIE_SAMESITE = "Lax"
 CSRF_COOKIE_SAMESITE = "Strict"
 # In a cookie, not in the session: an anonymous request for the sign-in page must not create a session row.

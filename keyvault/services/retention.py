@@ -10,9 +10,9 @@ from datetime import datetime, timedelta
 
 from allauth.mfa.models import Authenticator
 from allauth.socialaccount.models import SocialAccount
-from django.contrib.sessions.models import Session
 from django.db.models import Model
 
+from keyvault.access.limits import SESSION_IDLE_SECONDS, SESSION_SECONDS
 from keyvault.domain.errors import KeyvaultError
 from keyvault.models import (
     Account,
@@ -23,6 +23,7 @@ from keyvault.models import (
     CatalogEndpoint,
     Change,
     Confirmation,
+    ConsoleSession,
     Credential,
     CustomerToken,
     IdempotentRequest,
@@ -37,10 +38,13 @@ from keyvault.models import (
     Merchant,
     Notice,
     Operator,
+    OperatorChange,
+    OperatorChangeApproval,
     Order,
     PepperVersion,
     ProviderConnection,
     Refusal,
+    RoleUse,
     ServiceProcess,
     ServiceToken,
     UsageReporter,
@@ -54,7 +58,7 @@ from keyvault.models import (
 )
 from keyvault.services import idempotency
 from keyvault.services.change_feed import follower
-from keyvault.services.sessions import sign_in
+from keyvault.services.sessions import sessions
 from keyvault.services.tokens import customer_tokens
 from keyvault.services.usage import retention as usage
 from keyvault.services.verification import refusals
@@ -131,7 +135,12 @@ RULES = (
     RetentionRule(Confirmation, _days(follower.CONFIRMATIONS_KEPT_FOR), forget=follower.forget_old),
     RetentionRule(Verifier, f"{_days(follower.GONE_KEPT_FOR)} after its last confirmation"),
     RetentionRule(Authenticator, "until its operator or a reset removes it"),
-    RetentionRule(Session, "until it expires", forget=sign_in.forget_expired_sessions),
+    RetentionRule(
+        ConsoleSession,
+        f"until it ends, {SESSION_IDLE_SECONDS // 60} minutes after its last use or {SESSION_SECONDS // 3600} hours "
+        "after its start",
+        forget=sessions.forget_expired_sessions,
+    ),
     RetentionRule(
         WorkLease,
         f"until the work is done; {_days(leases.KEPT_FOR)} if no worker claims it any more",
@@ -139,9 +148,18 @@ RULES = (
     ),
     RetentionRule(WebhookBreaker, "until the endpoint responds"),
     RetentionRule(ServiceProcess, "until the process shuts down normally; 7 days after it was lost"),
+    RetentionRule(RoleUse, "while the operator has the role"),
     *(
         RetentionRule(table, "permanently: evidence")
-        for table in (AuditChain, AuditEntry, AuditCheckpoint, BreakGlass, Order)
+        for table in (
+            AuditChain,
+            AuditEntry,
+            AuditCheckpoint,
+            BreakGlass,
+            Order,
+            OperatorChange,
+            OperatorChangeApproval,
+        )
     ),
     *(
         RetentionRule(table, "permanently: history of a key")

@@ -72,7 +72,10 @@ rotations:acknowledge    - - - - -
 schedules:write          x x - - -
 tokens:read              x - - x x
 tokens:write             x - - - -
-operators:write          - - - - -
+operators:read           x - x x -
+operators:write          x - - - -
+operators:approve        2 - 2 - -
+operators:enroll         - - - - -
 sessions:write           x x x x x
 audit:read               x - - x x
 audit:sign               - - - - -
@@ -163,6 +166,7 @@ def test_operation_four_eyes_apply_where_the_contract_requires_them() -> None:
         P.ISSUANCE_APPROVE,
         P.ROTATIONS_APPROVE,
         P.BREAK_GLASS_REVIEW,
+        P.OPERATORS_APPROVE,
     }
 
 
@@ -272,7 +276,7 @@ def test_systems_have_only_their_own_permissions(permission: P) -> None:
     worker |= {P.AUDIT_SIGN, P.KEYS_REHASH, P.BACKEND_RECONCILE, P.REVOCATION_LOG_APPEND, P.PROCESSES_WATCH}
     worker |= {P.REVOCATIONS_REPLAY}
     host = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.PEPPERS_READ, P.PEPPERS_WRITE}
-    host |= {P.REVOCATIONS_REPLAY}
+    host |= {P.REVOCATIONS_REPLAY, P.OPERATORS_ENROLL}
     assert (asked(WORKER, permission) == "allowed") == (permission in worker)
     assert (asked(HOST, permission) == "allowed") == (permission in host)
 

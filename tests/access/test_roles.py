@@ -7,7 +7,7 @@ import pytest
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import CONSOLE, HOST, SINGLE_SIGN_ON, WORKER
-from keyvault.access.roles import ROLE_PERMISSIONS, Role, permissions_of
+from keyvault.access.roles import FOUR_EYES_ROLES, ROLE_PERMISSIONS, Role, permissions_of
 
 READING = {
     P.MERCHANTS_READ,
@@ -21,10 +21,11 @@ READING = {
     P.NOTICES_READ,
     P.CONNECTIONS_READ,
     P.PEPPERS_READ,
+    P.OPERATORS_READ,
     P.SESSIONS_WRITE,  # of one's own session alone
 }
 HOLDERS = {P.ROTATIONS_ACKNOWLEDGE, P.KEYS_REVOKE_SELF, P.ORDERS_CREATE, P.CUSTOMER_TOKENS_WRITE}
-APPROVING = {P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW}
+APPROVING = {P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW, P.OPERATORS_APPROVE}
 ENGINE = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER} | {
     P.AUDIT_SIGN,
     P.KEYS_REHASH,
@@ -83,6 +84,13 @@ def test_roles_only_key_administrators_change_the_rules() -> None:
         assert bool(held) == (role is Role.KEY_ADMINISTRATOR)
 
 
+def test_roles_only_key_administrators_change_operators() -> None:
+    """Guarantee: whoever could add roles to operators without a second person holds every role."""
+    for role in Role:
+        assert (P.OPERATORS_WRITE in ROLE_PERMISSIONS[role]) == (role is Role.KEY_ADMINISTRATOR)
+    assert all(ROLE_PERMISSIONS[role].isdisjoint(APPROVING) for role in set(Role) - FOUR_EYES_ROLES)
+
+
 def test_roles_approver_does_nothing_but_approve() -> None:
     """Guarantee: an approver neither requests nor collects keys, so no single person obtains one.
 
@@ -112,17 +120,18 @@ def test_roles_incident_responder_revokes_and_requests_replacements() -> None:
 def test_roles_no_console_role_has_system_permissions_or_creates_operators() -> None:
     """Guarantee: only the worker issues keys and only the host creates operators."""
     for role in Role:
-        assert ROLE_PERMISSIONS[role].isdisjoint({*ENGINE, *HOLDERS, P.OPERATORS_WRITE, P.KEYS_VERIFY})
+        assert ROLE_PERMISSIONS[role].isdisjoint({*ENGINE, *HOLDERS, P.OPERATORS_ENROLL, P.KEYS_VERIFY})
 
 
 def test_roles_worker_and_host_have_their_own_few_rights() -> None:
     """A stolen worker approves nothing and reads nothing; the host's shell approves nothing either."""
     assert WORKER.permissions == ENGINE | {P.REVOCATIONS_REPLAY}
+    operators = {P.OPERATORS_WRITE, P.OPERATORS_ENROLL}
     peppers = {P.PEPPERS_READ, P.PEPPERS_WRITE}
-    assert HOST.permissions == {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.REVOCATIONS_REPLAY} | peppers
+    assert HOST.permissions == {P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.REVOCATIONS_REPLAY} | operators | peppers
     assert HOST.permissions.isdisjoint(APPROVING | ENGINE)
     assert CONSOLE.permissions == {P.SESSIONS_WRITE}
-    assert SINGLE_SIGN_ON.permissions == {P.OPERATORS_WRITE}
+    assert SINGLE_SIGN_ON.permissions == operators
 
 
 def test_service_tokens_may_be_given_only_what_the_contract_lists() -> None:

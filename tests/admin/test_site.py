@@ -17,7 +17,7 @@ from keyvault.admin.framework import model_admin
 from keyvault.admin.keys.keys import KeyAdmin
 from keyvault.models import Operator
 from keyvault.models.recording import collect_subjects
-from keyvault.services.merchants.operators import disable_operator
+from keyvault.services.operators.operators import disable_operator
 from tests.factories import PASSWORD, SANDBOX, account, grant, issue, make_merchant, make_operator, request_key
 
 from .desk import Desk, address, browser, text_of

@@ -34,7 +34,7 @@ REVEALS: dict[str, str] = {
     "keyvault/management/commands/rotate_service_token.py": "prints the new token, asked for with --reveal",
     "keyvault/management/commands/run.py": "prints the passwords, TOTP secrets and the curl line of `make run`",
     "keyvault/services/audit/signers.py": "decodes the local signing key",
-    "keyvault/services/merchants/operators.py": "hands a password to Django's hasher",
+    "keyvault/services/operators/operators.py": "hands a password to Django's hasher",
     "keyvault/services/peppers/ring.py": "decodes a pepper",
     "keyvault/services/sessions/invitations.py": "hashes an invitation's token",
     "keyvault/services/sessions/second_factor_adapter.py": "hands a decrypted seed to allauth",

@@ -232,7 +232,7 @@ def main() -> int:
     from keyvault.access.principals import HOST
     from keyvault.access.roles import Role
     from keyvault.domain.plaintext import Plaintext
-    from keyvault.services.merchants.operators import create_operator
+    from keyvault.services.operators.operators import create_operator
     from keyvault.services.recording.authorization import authorize
 
     out, password = Path(sys.argv[1]), secrets.token_urlsafe(24)

@@ -21,7 +21,7 @@ from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import AuditEntry, Key, Operator
+from keyvault.models import AuditEntry, BreakGlass, Key, Operator, OperatorChange
 from keyvault.models.recording import collect_subjects
 from keyvault.services.sessions.invitations import prepare_sign_in
 from keyvault.services.sessions.second_factors import FactorAttempt, check_code, totp_code
@@ -108,14 +108,75 @@ def test_last_administrator_is_not_disabled(arguments: list[str]) -> None:
 def test_set_operator_roles_replaces_them_and_ends_sessions() -> None:
     """No session continues with roles that were removed."""
     client = browser(make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER, Role.AUDITOR))
-    assert run("set_operator_roles", "tam", "--role", "approver") == {"username": "tam", "roles": ["approver"]}
-    assert Operator.objects.get(username="tam").roles == {Role.APPROVER}
+    answer = {"username": "tam", "roles": ["incident_responder"]}
+    assert run("set_operator_roles", "tam", "--role", "incident_responder") == answer
+    assert Operator.objects.get(username="tam").roles == {Role.INCIDENT_RESPONDER}
     assert client.get("/admin/").status_code == 302
     assert signs_in("tam", PASSWORD)
-    old, new = ["auditor", "technical_account_manager"], ["approver"]
+    old, new = ["auditor", "technical_account_manager"], ["incident_responder"]
     assert details_of("operator.roles_changed") == {"username": "tam", "old": old, "new": new}
-    run("set_operator_roles", "tam", "--role", "approver")
+    run("set_operator_roles", "tam", "--role", "incident_responder")
     assert AuditEntry.objects.filter(event="operator.roles_changed").count() == 1
+
+
+BY_TWO = ("--requested-by", "admin", "--approved-by", "approver", "--reason", "joins the approvers")
+
+
+def test_set_operator_roles_adds_an_approving_role_with_two_operators_only() -> None:
+    """A shell that adds an approver names two operators, and their approval is reviewed in the console."""
+    make_operator("approver", Role.APPROVER)
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    wanted = ("set_operator_roles", "tam", "--role", "approver")
+    with pytest.raises(CommandError, match="requires two operators"):
+        run(*wanted)
+    answer = run(*wanted, *BY_TWO)
+    assert (answer["state"], answer["roles"]) == ("applied", ["approver"])
+    act = BreakGlass.objects.get()
+    assert (act.subject, act.is_claimed, act.operator.username) == (answer["change_id"], True, "approver")
+
+
+def test_set_operator_roles_without_an_approver_waits_for_the_console() -> None:
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    answer = run("set_operator_roles", "tam", "--role", "approver", "--requested-by", "admin", "--reason", "why")
+    assert (answer["state"], answer["roles"]) == ("awaiting_approval", ["technical_account_manager"])
+    assert not BreakGlass.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("approver", "why"), [("admin", "second person"), ("tam", "permission"), ("approver-too", "your own operator")]
+)
+def test_set_operator_roles_whose_approval_is_refused_leaves_no_request(approver: str, why: str) -> None:
+    tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    make_operator("approver-too", Role.APPROVER, person=tam.person)
+    asked = ("--requested-by", "admin", "--approved-by", approver, "--reason", "why")
+    with pytest.raises(CommandError, match=why):
+        run("set_operator_roles", "tam", "--role", "approver", *asked)
+    assert OperatorChange.objects.get().state == "withdrawn"
+    assert Operator.objects.get(username="tam").roles == {Role.TECHNICAL_ACCOUNT_MANAGER}
+
+
+def test_reset_operator_factors_requires_two_operators() -> None:
+    make_operator("approver", Role.APPROVER)
+    client = browser(make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER))
+    with pytest.raises(CommandError, match="requires two operators"):
+        run("reset_operator_factors", "tam")
+    assert client.get("/admin/").status_code == 200
+    assert run("reset_operator_factors", "tam", *BY_TWO)["state"] == "applied"
+    assert client.get("/admin/").status_code == 302
+
+
+def test_review_access_prints_csv_and_json() -> None:
+    """What an operator does in a command counts as a use of its role."""
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    run("set_operator_roles", "tam", "--role", "auditor", "--requested-by", "admin")
+    lines = {line["username"]: line for line in run("review_access")["lines"]}
+    assert lines["tam"]["role"] == "auditor"
+    assert (lines["admin"]["role_last_used_at"] is None, lines["tam"]["role_last_used_at"]) == (False, None)
+    output = io.StringIO()
+    call_command("review_access", stdout=output)
+    first, *rest = output.getvalue().splitlines()
+    assert first.startswith("username,person,state,")
+    assert len(rest) == 2
 
 
 def test_reset_operator_password_reads_it_and_ends_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +234,7 @@ def test_invite_operator_again_only_without_a_second_factor() -> None:
     second = run("invite_operator", "new")["enrolment_url"]
     statuses = [Client().get(url.partition("8000")[2]).status_code for url in (first, second)]
     assert statuses == [404, 200]
-    prepare_sign_in(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="new"))
+    prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), Operator.objects.get(username="new"))
     with pytest.raises(CommandError, match="Reset its second factors first"):
         run("invite_operator", "new")
     with pytest.raises(CommandError, match="already exists"):
@@ -202,7 +263,7 @@ def test_list_operators_shows_roles_state_and_last_sign_in_without_hash() -> Non
     make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     before = datetime.now(UTC)
     row = Operator.objects.get(username="admin")
-    seed = prepare_sign_in(grant(HOST, P.OPERATORS_WRITE), row).totp_seed
+    seed = prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), row).totp_seed
     check_code(FactorAttempt(row, None), totp_code(seed, before), before)
     run("disable_operator", "tam")
     admin, tam = run("list_operators")["operators"]

@@ -24,6 +24,7 @@ from keyvault.models import (
     IssuanceRequest,
     Key,
     LimitOverride,
+    OperatorChange,
     Order,
     ProviderConnection,
     Refusal,
@@ -37,6 +38,7 @@ from keyvault.services.audit.checkpoints import sign_due
 from keyvault.services.idempotency import StoredResponse, run_once
 from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.merchants.orders import create_order
+from keyvault.services.operator_changes import approve_change, change_roles
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.tokens.customer_tokens import issue_customer_token
 from keyvault.services.usage.recorder import UsageLog
@@ -77,12 +79,14 @@ class World:
 
     In production, `pending` awaits approval and `issued` had one; likewise `waiting` and `scheduled`.
 
-    `tam` requests everything and has a second login, `tam_too`; `approver` approves.
+    `tam` requests everything and has a second login, `tam_too`; `approver` approves. `change` awaits approval, and is
+    about `auditor`.
     """
 
     tam: principals.OperatorPrincipal
     tam_too: principals.OperatorPrincipal
     approver: principals.OperatorPrincipal
+    auditor: principals.OperatorPrincipal
     sandbox: Account
     production: Account
     key: Key
@@ -98,6 +102,7 @@ class World:
     standing: StandingApproval
     customer_token: CustomerToken
     order: Order
+    change: OperatorChange
 
 
 @pytest.fixture(scope="module")
@@ -151,12 +156,15 @@ def make_world() -> World:
         log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=outcome)
     log.flush()
     issued = IssuanceRequest.objects.get(key=key)
+    auditor = make_operator("auditor", Role.AUDITOR)
+    _change(tam_too, approver, make_operator("colleague"), approved=True)
     retirement = _retirement(tam, production)
     campaign, standing = _requests(tam, approver, production)
     return World(
         tam=tam,
         tam_too=tam_too,
         approver=approver,
+        auditor=auditor,
         sandbox=account("acme", SANDBOX),
         production=production,
         key=key,
@@ -172,7 +180,26 @@ def make_world() -> World:
         standing=standing,
         customer_token=customer_token,
         order=order,
+        change=_change(tam_too, approver, auditor, approved=False),
     )
+
+
+def _change(
+    requester: principals.OperatorPrincipal,
+    approver: principals.OperatorPrincipal,
+    operator: principals.OperatorPrincipal,
+    *,
+    approved: bool,
+) -> OperatorChange:
+    """Request a role that needs an approval."""
+    row = OperatorRow.objects.get(username=operator.username)
+    change = change_roles(grant(requester, Permission.OPERATORS_WRITE), row, [Role.APPROVER], "joins the approvers")
+    assert change is not None
+    if approved:
+        approve_change(
+            grant(approver, Permission.OPERATORS_APPROVE, None, change.requester_person), change, change.plan_digest
+        )
+    return change
 
 
 def _rotation(tam: principals.OperatorPrincipal, key: Key) -> Rotation:

@@ -92,6 +92,17 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     ("request_recipient", "keyvault_issuancerequest", {"delivery": "sealed"}),
     ("request_recipient", "keyvault_issuancerequest", {"delivery": "sealed", "recipient_public_key": "k" * 42}),
     ("request_collected_at", "keyvault_issuancerequest", {"state": "collected", "collected_at": None}),
+    ("operator_change_kind", "keyvault_operatorchange", {"kind": "other"}),
+    ("operator_change_state", "keyvault_operatorchange", {"state": "other", "closed_at": LONG_AGO}),
+    (
+        "operator_change_of_another",
+        "keyvault_operatorchange",
+        {"requester_person": "per_x", "operator_person": "per_x"},
+    ),
+    ("operator_change_expires_later", "keyvault_operatorchange", {"approval_expires_at": LONG_AGO}),
+    ("operator_change_closed", "keyvault_operatorchange", {"closed_at": LONG_AGO}),
+    ("operator_change_closed", "keyvault_operatorchange", {"state": "applied"}),
+    ("role_use_role", "keyvault_roleuse", {"role": "other"}),
     ("break_glass_excluded", "keyvault_breakglass", {"excluded_persons": ""}),
     ("break_glass_excluded", "keyvault_breakglass", {"requester_person": "per_x", "is_claimed": True}),
     ("break_glass_excluded", "keyvault_breakglass", {"person": "per_x"}),
@@ -123,7 +134,11 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
 way.
 """
 
-ROWS: dict[str, Row] = {"keyvault_issuancerequest": {"state": "issued"}, "keyvault_key": {"state": "active"}}
+ROWS: dict[str, Row] = {
+    "keyvault_issuancerequest": {"state": "issued"},
+    "keyvault_key": {"state": "active"},
+    "keyvault_operatorchange": {"state": "awaiting_approval"},
+}
 """The row to attack, where the first one would not do."""
 ONCE: dict[str, str] = {
     "account_unique": "keyvault_account",
@@ -134,6 +149,8 @@ ONCE: dict[str, str] = {
     "audit_checkpoint_unique": "keyvault_auditcheckpoint",
     "issuance_approval_once": "keyvault_issuanceapproval",
     "use_context_unique": "keyvault_usecontext",
+    "operator_change_approval_once": "keyvault_operatorchangeapproval",
+    "role_use_unique": "keyvault_roleuse",
     "use_bucket_unique": "keyvault_usebucket",
     "key_attempt_unique": "keyvault_keyattempt",
     "key_source_unique": "keyvault_keysource",

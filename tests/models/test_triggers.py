@@ -66,6 +66,7 @@ def _row_of(username: str) -> Operator:
 
 _REQUESTS = {
     "keyvault_issuanceapproval": ("pending", "request_id"),
+    "keyvault_operatorchangeapproval": ("change", "change_id"),
     "rotation_rotationapproval": ("waiting", "rotation_id"),
     "rotation_campaignapproval": ("campaign", "campaign_id"),
     "rotation_scheduleapproval": ("standing", "standing_id"),
@@ -90,6 +91,31 @@ def _approval(table: str, world: World, **changes: object) -> Row:
 
 def _approve(table: str, world: World, **changes: object) -> None:
     insert(table, _approval(table, world, **changes))
+
+
+_CHANGES = "keyvault_operatorchangeapproval"
+
+
+def _copy_change(world: World, **changes: object) -> None:
+    insert_copy("keyvault_operatorchange", {"change_id": fresh_id(), **changes}, change_id=world.change.pk)
+
+
+def _update_change(world: World, **changes: object) -> None:
+    update("keyvault_operatorchange", changes, change_id=world.change.pk)
+
+
+def _applied(world: World) -> Row:
+    return {"state": "applied", "closed_at": world.change.created_at}
+
+
+def _replace_approval_of_change(world: World) -> None:
+    _approve(_CHANGES, world)
+    _replace(_CHANGES, {"id": None}, change_id=world.change.pk)
+
+
+def _reopen_change(world: World) -> None:
+    _update_change(world, state="withdrawn", closed_at=world.change.created_at)
+    _update_change(world, state="awaiting_approval", closed_at=None)
 
 
 def _by_tam(world: World) -> Row:
@@ -307,6 +333,29 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "issuancerequest_no_replace": lambda world: _replace(
         "keyvault_issuancerequest", {"label": "another"}, issuance_request_id=world.pending.pk
     ),
+    "operatorchange_second_person": lambda world: _approve(_CHANGES, world, **_by_tam(world)),
+    "operatorchange_approver_is_person": lambda world: _approve(
+        _CHANGES, world, approver_id=_row_of("tam").pk, person="per_nobody"
+    ),
+    "operatorchange_approved_by_another": lambda world: _approve(
+        _CHANGES, world, approver_id=_row_of("auditor").pk, person=world.auditor.person
+    ),
+    "operatorchange_in_time": lambda world: _approve(_CHANGES, world, created_at=world.change.approval_expires_at),
+    "operatorchange_same_digest": lambda world: _approve(_CHANGES, world, plan_digest="0" * 64),
+    "operatorchange_requester_is_person": lambda world: _copy_change(world, requester_person="per_nobody"),
+    "operatorchange_of_another": lambda world: _copy_change(world, operator_person="per_nobody"),
+    "operatorchange_enough_insert": lambda world: _copy_change(world, **_applied(world)),
+    "operatorchange_enough_update": lambda world: _update_change(world, **_applied(world)),
+    "operatorchange_production_policy": lambda world: _copy_change(world, approvals_needed=0),
+    "operatorchange_stays": lambda world: _update_change(world, approvals_needed=0),
+    "operatorchange_closed": lambda world: _reopen_change(world),
+    "operatorchange_no_delete": lambda world: delete("keyvault_operatorchange", change_id=world.change.pk),
+    "operatorchange_no_replace": lambda world: _replace(
+        "keyvault_operatorchange", {"version": 9}, change_id=world.change.pk
+    ),
+    "operatorchangeapproval_no_update": lambda _: update(_CHANGES, {"person": "per_other"}),
+    "operatorchangeapproval_no_delete": lambda _: delete(_CHANGES),
+    "operatorchangeapproval_no_replace": lambda world: _replace_approval_of_change(world),
     "campaign_second_person": lambda world: _approve("rotation_campaignapproval", world, **_by_tam(world)),
     "campaign_approver_is_person": lambda world: _approve(
         "rotation_campaignapproval", world, approver_id=_row_of("tam").pk, person="per_nobody"
@@ -456,6 +505,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     # A break-glass act stays visible.
     "breakglass_stays": lambda _: update("keyvault_breakglass", {"person": "per_nobody"}),
     "breakglass_requester": lambda world: _note_act(subject=world.pending.pk, requester_person="per_nobody"),
+    "breakglass_excludes_concerned": lambda world: _note_act(subject=world.change.pk),
     "breakglass_rotation_requester": lambda world: _note_act(subject=world.waiting.pk, requester_person="per_nobody"),
     "breakglass_not_reviewed_yet": lambda world: _note_act(
         reviewed_at=world.waiting.created_at, reviewer_person="per_nobody"

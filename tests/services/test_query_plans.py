@@ -8,15 +8,17 @@ import pytest
 from django.db.models import Model
 
 from keyvault.access.permissions import Permission
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Change, IssuanceRequest, Notice, WebhookDelivery
-from keyvault.services import idempotency
+from keyvault.services import idempotency, operator_changes
 from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
+from keyvault.services.operators import role_use
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.sessions import sign_in
+from keyvault.services.sessions import sessions
 from keyvault.services.startup.processes import measure
 from keyvault.services.tokens import customer_tokens
 from keyvault.services.verification import refusals
@@ -92,6 +94,21 @@ def test_list_used_uncollected_after_a_request_skips_the_earlier_ones() -> None:
 
 
 @pytest.mark.parametrize(
+    ("read", "index"),
+    [
+        (lambda _: list(operator_changes.list_undecided(now())), "operator_change_by_state"),
+        (lambda operator: list(sessions.list_sessions(operator, now())), "session_by_operator"),
+        (lambda operator: role_use.write_uses(operator.username, operator.roles, now()), "role_use_unique"),
+    ],
+    ids=["list_undecided", "list_sessions", "write_uses"],
+)
+def test_rows_of_an_operator_are_read_by_their_index(read: Callable[[OperatorPrincipal], object], index: str) -> None:
+    """The cost does not grow with the operators, nor with their decided changes."""
+    operator = make_operator("tam", Role.AUDITOR)
+    assert index in explain(lambda: read(operator))[0]
+
+
+@pytest.mark.parametrize(
     ("forget", "indexes"),
     [
         (idempotency.forget_expired, ["idempotent_request_expiring"]),
@@ -99,7 +116,7 @@ def test_list_used_uncollected_after_a_request_skips_the_earlier_ones() -> None:
         (deliveries.forget_old_deliveries, ["webhook_delivery_settled"]),
         (deliveries.forget_old_notices, ["notice_settled"]),
         (customer_tokens.forget_expired_tokens, ["customer_token_expiring"]),
-        (sign_in.forget_expired_sessions, ["django_session_expire_date"]),
+        (sessions.forget_expired_sessions, ["keyvault_consolesession_expire_date"]),
         (leases.forget_abandoned, ["work_lease_abandoned", "work_lease_held"]),
     ],
     ids=lambda each: each.__name__ if callable(each) else "",

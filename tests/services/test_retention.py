@@ -6,7 +6,6 @@ import pytest
 from allauth.mfa.models import Authenticator
 from allauth.socialaccount.models import SocialAccount
 from django.apps import apps
-from django.contrib.sessions.models import Session
 from django.db import DatabaseError
 
 from keyvault.access.permissions import Permission as P
@@ -33,7 +32,7 @@ def test_retention_has_one_rule_for_each_table() -> None:
     ruled = [rule.table for rule in (*retention.RULES, *rotation_retention.RULES)]
     ours = {model for app in ("keyvault", "rotation") for model in apps.get_app_config(app).get_models()}
     assert len(ruled) == len(set(ruled))
-    assert set(ruled) == {*ours, Session, Authenticator, SocialAccount}
+    assert set(ruled) == {*ours, Authenticator, SocialAccount}
 
 
 def test_retention_never_deletes_audit_entries() -> None:

@@ -21,7 +21,7 @@ from keyvault.admin.framework.widgets import Link
 from keyvault.domain.errors import KeyvaultError, RequestInvalidError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
-from keyvault.services.merchants.operators import is_single_sign_on
+from keyvault.services.operators.operators import is_single_sign_on
 from keyvault.services.sessions.invitations import accept_invitation, find_invited
 from keyvault.services.sessions.passkeys import are_passkeys_possible, begin_registration, complete_registration
 from keyvault.services.sessions.second_factors import NewFactor, confirm_totp, encrypt_seed, new_totp_seed

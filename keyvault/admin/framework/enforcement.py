@@ -22,6 +22,7 @@ from keyvault.domain.errors import PermissionMissingError
 from keyvault.models import Account
 from keyvault.models import Operator as OperatorRow
 from keyvault.services.recording.authorization import authorize, is_allowed, operator_principal
+from keyvault.services.sessions.role_uses import role_uses
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
@@ -136,6 +137,7 @@ class Guarded(_ModelAdmin):
                 )
             if request.method not in methods:
                 return HttpResponseNotAllowed(methods)
+            role_uses.note(operator_of(request), permissions, datetime.now(UTC))
             return view(request, *args, **kwargs)
 
         return self.admin_site.admin_view(guarded)

@@ -7,17 +7,25 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
+from django.conf import settings
 from django.contrib import admin
 from django.contrib.auth import REDIRECT_FIELD_NAME
 from django.contrib.auth.middleware import AuthenticationMiddleware
 from django.contrib.messages.middleware import MessageMiddleware
 from django.contrib.sessions.middleware import SessionMiddleware
-from django.http import HttpRequest, HttpResponseForbidden, HttpResponseRedirect
+from django.http import HttpRequest, HttpResponse, HttpResponseForbidden, HttpResponseRedirect
 from django.middleware.csrf import CsrfViewMiddleware
 from django.urls import reverse
 from django.utils.deprecation import MiddlewareMixin
 
+from keyvault.domain.browsers import name_browser
+from keyvault.services.sessions.store import SessionStore
+from keyvault.wire.headers import address_from_environ
+
 ViewT = TypeVar("ViewT", bound=Callable[..., Any])
+
+REFRESHED = "refreshed"
+"""Parameter of a page that reloads itself. Nobody may sit before it, so it does not extend the session."""
 
 _OPEN = "is_open_before_sign_in"
 
@@ -47,7 +55,19 @@ class _ConsoleOnly(MiddlewareMixin):
 
 
 class ConsoleSessionMiddleware(_ConsoleOnly, SessionMiddleware):
-    pass
+    """Django's middleware, which also records the use of a session, and from where."""
+
+    def process_request(self, request: HttpRequest) -> None:
+        super().process_request(request)
+        if isinstance(request.session, SessionStore):
+            request.session.address = address_from_environ(request.META, settings.TRUSTED_PROXIES) or ""
+            request.session.browser = name_browser(request.META.get("HTTP_USER_AGENT", ""))
+
+    def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
+        answer = super().process_response(request, response)
+        if isinstance(request.session, SessionStore) and REFRESHED not in request.GET:
+            request.session.extend()
+        return answer
 
 
 class ConsoleAuthenticationMiddleware(_ConsoleOnly, AuthenticationMiddleware):

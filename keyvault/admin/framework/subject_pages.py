@@ -5,7 +5,7 @@ A page is the name of its admin route without `_change`. Another app registers i
 
 from collections.abc import Mapping
 
-_by_prefix = {"crd_": "keyvault_credential", "req_": "keyvault_issuancerequest"}
+_by_prefix = {"crd_": "keyvault_credential", "req_": "keyvault_issuancerequest", "opc_": "keyvault_operatorchange"}
 """Page by the prefix of an id."""
 
 _by_kind = {"webhook": ("webhook endpoint", "keyvault_webhookendpoint")}
@@ -18,6 +18,7 @@ _FIELDS = {
     "issuance_request_id": "keyvault_issuancerequest",
     "token_id": "keyvault_servicetoken",
     "act_id": "keyvault_breakglass",
+    "change_id": "keyvault_operatorchange",
     "credential_id": "keyvault_credential",
     "merchant_id": "keyvault_merchant",
 }

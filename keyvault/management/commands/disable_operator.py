@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keyvault.management.mixins import UsernameMixin
-from keyvault.services.merchants.operators import disable_operator, get_operator
+from keyvault.services.operators.operators import disable_operator, get_operator
 
 
 class Command(UsernameMixin):

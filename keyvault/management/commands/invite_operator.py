@@ -5,10 +5,11 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
+from keyvault.access.permissions import Permission
 from keyvault.access.roles import Role
 from keyvault.management.mixins import UsernameMixin, add_reveal_option, add_role_option
 from keyvault.models import Operator
-from keyvault.services.merchants.operators import create_operator, get_operator
+from keyvault.services.operators.operators import create_operator, get_operator
 from keyvault.services.sessions.invitations import enrolment_url, invite, prepare_sign_in
 
 
@@ -25,7 +26,7 @@ class Command(UsernameMixin):
         add_reveal_option(parser, "also set a random password and an authenticator app, and print both once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        grant = self.operators_grant()
+        grant = self.operators_grant(Permission.OPERATORS_ENROLL)
         operator = self._operator(options)
         url = enrolment_url(invite(grant, operator))
         answer: dict[str, Any] = {"username": operator.username, "enrolment_url": url.reveal()}
@@ -42,7 +43,7 @@ class Command(UsernameMixin):
         if options["same_person_as"]:
             person = get_operator(options["same_person_as"]).person
         return create_operator(
-            self.operators_grant(),
+            self.operators_grant(Permission.OPERATORS_ENROLL),
             username=options["username"],
             roles=[Role(role) for role in options["role"]],
             password=None,

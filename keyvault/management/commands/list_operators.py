@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keyvault.management.json_command import JsonCommand
-from keyvault.services.merchants.operators import list_operators
+from keyvault.services.operators.operators import list_operators
 
 
 class Command(JsonCommand):

@@ -6,10 +6,11 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
+from keyvault.access.permissions import Permission
 from keyvault.domain.plaintext import Plaintext
 from keyvault.management.mixins import UsernameMixin, add_reveal_option
 from keyvault.management.passwords import read_password
-from keyvault.services.merchants.operators import get_operator, reset_password
+from keyvault.services.operators.operators import get_operator, reset_password
 
 
 class Command(UsernameMixin):
@@ -25,6 +26,6 @@ class Command(UsernameMixin):
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         operator = get_operator(options["username"])
         password = Plaintext(secrets.token_urlsafe(18)) if options["reveal"] else read_password()
-        reset_password(self.operators_grant(), operator, password)
+        reset_password(self.operators_grant(Permission.OPERATORS_ENROLL), operator, password)
         answer = {"username": operator.username}
         return {**answer, "password": password.reveal()} if options["reveal"] else answer

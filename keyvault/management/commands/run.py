@@ -127,7 +127,7 @@ def port_number(text: str) -> int:
 
 
 def _prepare_sign_ins(usernames: list[str]) -> dict[str, PreparedSignIn]:
-    grant = authorize(HOST, Permission.OPERATORS_WRITE, now=datetime.now(UTC))
+    grant = authorize(HOST, Permission.OPERATORS_ENROLL, now=datetime.now(UTC))
     operators = Operator.objects.filter(username__in=usernames, is_active=True)
     return {operator.username: prepare_sign_in(grant, operator) for operator in operators}
 

@@ -14,7 +14,7 @@ from keyvault.management.json_command import JsonCommand
 from keyvault.models import Merchant, Operator
 from keyvault.services.catalog.base_urls import BASE_URLS
 from keyvault.services.merchants.merchants import create_merchant
-from keyvault.services.merchants.operators import create_operator
+from keyvault.services.operators.operators import create_operator
 from keyvault.services.recording.authorization import authorize
 
 MERCHANTS = {"acme": "Acme Stores", "globex": "Globex Travel"}
@@ -39,7 +39,7 @@ class Command(JsonCommand):
         for username, role in OPERATORS.items():
             if not Operator.objects.filter(username=username).exists():
                 create_operator(
-                    authorize(HOST, Permission.OPERATORS_WRITE, now=self.now),
+                    authorize(HOST, Permission.OPERATORS_ENROLL, now=self.now),
                     username=username,
                     roles=[role],
                     password=None,

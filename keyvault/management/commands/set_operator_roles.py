@@ -6,12 +6,17 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.roles import Role
-from keyvault.management.mixins import UsernameMixin, add_role_option
-from keyvault.services.merchants.operators import get_operator, set_roles
+from keyvault.management.mixins import OperatorChangeMixin, add_role_option
+from keyvault.services.operator_changes import change_roles
+from keyvault.services.operators.operators import get_operator
 
 
-class Command(UsernameMixin):
-    help = "Replace an operator's roles and end their sessions, so that they sign in again."
+class Command(OperatorChangeMixin):
+    help = (
+        "Replace an operator's roles and end their sessions, so that they sign in again. Adding approver or "
+        "key_administrator requires two operators and a reason. Without --approved-by the second person approves it in "
+        "the console."
+    )
 
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)
@@ -19,5 +24,10 @@ class Command(UsernameMixin):
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         operator = get_operator(options["username"])
-        set_roles(self.operators_grant(), operator, map(Role, options["role"]))
-        return {"username": operator.username, "roles": sorted(operator.roles)}
+        change = change_roles(
+            self.requester_grant(options), operator, map(Role, options["role"]), options["reason"] or ""
+        )
+        answer: dict[str, Any] = {"username": operator.username}
+        if change is not None:
+            answer |= self.decide(change, options)
+        return answer | {"roles": sorted(operator.roles)}

@@ -8,7 +8,7 @@ from django.core.management.base import CommandError, CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.access.scopes import EVERYWHERE
 from keyvault.management.mixins import HostOperatorMixin, add_scope_options, read_scope
-from keyvault.services.merchants.operators import get_operator, set_scope
+from keyvault.services.operators.operators import get_operator, set_scope
 
 
 class Command(HostOperatorMixin):

@@ -101,6 +101,34 @@ KEYS = (
 )
 
 
+OPERATORS: tuple[TriggerRule, ...] = (
+    WriteGuard(
+        "operatorchange_of_another",
+        "keyvault_operatorchange",
+        "INSERT",
+        "NEW.requester_person = NEW.operator_person OR NOT EXISTS (SELECT 1 FROM keyvault_operator o "
+        "WHERE o.id = NEW.operator_id AND o.person = NEW.operator_person)",
+        "a change names the person of its operator, who does not request it",
+    ),
+    WriteGuard(
+        "operatorchange_approved_by_another",
+        "keyvault_operatorchangeapproval",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM keyvault_operatorchange c "
+        "WHERE c.change_id = NEW.change_id AND c.operator_person = NEW.person)",
+        "nobody approves a change of their own operator",
+    ),
+    WriteGuard(
+        "operatorchange_in_time",
+        "keyvault_operatorchangeapproval",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM keyvault_operatorchange c WHERE c.change_id = NEW.change_id "
+        "AND (c.state <> 'awaiting_approval' OR c.approval_expires_at <= NEW.created_at))",
+        "a change is approved while it awaits approval",
+    ),
+)
+
+
 def _is_excluded(column: str) -> str:
     """Return the condition that the person in the column must not review the break-glass action; NULL for no person."""
     return f"replace(NEW.excluded_persons, NEW.{column}, '') <> NEW.excluded_persons"
@@ -112,7 +140,9 @@ BREAK_GLASS: tuple[TriggerRule, ...] = (
         "keyvault_breakglass",
         "INSERT",
         "NEW.requester_person = '' OR EXISTS (SELECT 1 FROM keyvault_issuancerequest r "
-        "WHERE r.issuance_request_id = NEW.subject AND r.requester_person <> NEW.requester_person)",
+        "WHERE r.issuance_request_id = NEW.subject AND r.requester_person <> NEW.requester_person) "
+        "OR EXISTS (SELECT 1 FROM keyvault_operatorchange c "
+        "WHERE c.change_id = NEW.subject AND c.requester_person <> NEW.requester_person)",
         "a break-glass action names the person who requested its subject",
     ),
     WriteGuard(
@@ -122,6 +152,14 @@ BREAK_GLASS: tuple[TriggerRule, ...] = (
         f"NOT ({_is_excluded('requester_person')}) OR (NOT ({_is_excluded('person')}) "
         f"AND (NOT NEW.is_claimed OR NEW.requester_person LIKE '{SYSTEM_PREFIX}%'))",
         "a break-glass action excludes its operator and the requester from its review",
+    ),
+    WriteGuard(
+        "breakglass_excludes_concerned",
+        "keyvault_breakglass",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM keyvault_operatorchange c WHERE c.change_id = NEW.subject "
+        "AND replace(NEW.excluded_persons, c.operator_person, '') = NEW.excluded_persons)",
+        "the person whose operator was changed does not review that",
     ),
     WriteGuard(
         "breakglass_claimed",
@@ -186,4 +224,4 @@ BREAK_GLASS: tuple[TriggerRule, ...] = (
     ),
 )
 
-GUARDS: tuple[TriggerRule, ...] = (*AUDIT_CHAINS, *MERCHANTS, *KEYS, *BREAK_GLASS)
+GUARDS: tuple[TriggerRule, ...] = (*AUDIT_CHAINS, *MERCHANTS, *KEYS, *OPERATORS, *BREAK_GLASS)

@@ -195,8 +195,9 @@ class FourEyes:
             f"{short}_approver_is_person",
             self.approval,
             "INSERT",
-            "NOT EXISTS (SELECT 1 FROM keyvault_operator o WHERE o.id = NEW.approver_id AND o.person = NEW.person)",
-            "an approval names the person of the approving operator",
+            "NOT EXISTS (SELECT 1 FROM keyvault_operator o "
+            "WHERE o.id = NEW.approver_id AND o.person = NEW.person AND o.is_active)",
+            "an approval names the person of the approving operator, who is not disabled",
         )
 
     def _request_guards(self) -> Iterator[WriteGuard]:

@@ -26,6 +26,7 @@ APPEND_ONLY = (
     AppendOnly("keyvault_auditcheckpoint", (("id",), ("scope", "number"))),
     AppendOnly("keyvault_change", (("sequence",),), expired=CHANGE_IS_CONFIRMED),
     AppendOnly("keyvault_issuanceapproval", (("id",), ("request_id", "person"))),
+    AppendOnly("keyvault_operatorchangeapproval", (("id",), ("change_id", "person"))),
 )
 
 KEPT = (
@@ -36,6 +37,7 @@ KEPT = (
     Kept("keyvault_issuancerequest", (("issuance_request_id",),)),
     Kept("keyvault_breakglass", (("act_id",),)),
     Kept("keyvault_operator", (("id",), ("username",), ("invitation_digest",))),
+    Kept("keyvault_operatorchange", (("change_id",),)),
     Kept("keyvault_servicetoken", (("token_id",),)),
     Kept("keyvault_customertoken", (("token_id",),), expired="OLD.expires_at < CURRENT_TIMESTAMP"),
     Kept("keyvault_order", (("order_token",),)),
@@ -139,6 +141,12 @@ STATES = (
     InitialState(
         "key_never_pre_active_again", "keyvault_key", "pre_activation", "a key never returns to pre_activation"
     ),
+    FinalStates(
+        "operatorchange_closed",
+        "keyvault_operatorchange",
+        ("applied", "rejected", "withdrawn"),
+        "a decided change of an operator stays decided",
+    ),
     SetOnce("servicetoken_no_revival", "keyvault_servicetoken", "revoked_at", "a revoked token stays revoked"),
     SetOnce("customertoken_no_revival", "keyvault_customertoken", "revoked_at", "a revoked token stays revoked"),
 )
@@ -161,5 +169,15 @@ FOUR_EYES = (
             "expires_in_days",
             "requested_via_id",
         ),
+    ),
+    FourEyes(
+        table="keyvault_operatorchange",
+        key="change_id",
+        approval="keyvault_operatorchangeapproval",
+        foreign_key="change_id",
+        approved="NEW.state = 'applied'",
+        environment="'production'",
+        frozen=("operator_id", "operator_person", "kind", "roles_before", "roles", "why", "approval_expires_at"),
+        by_services=False,
     ),
 )

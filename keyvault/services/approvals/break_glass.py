@@ -27,7 +27,14 @@ from keyvault.services.recording.transaction import recorded
 
 
 def note_break_glass(
-    grant: Grant, *, event: str, subject: str, requester_person: str, why: str, is_claimed: bool = False
+    grant: Grant,
+    *,
+    event: str,
+    subject: str,
+    requester_person: str,
+    why: str,
+    is_claimed: bool = False,
+    concerned_person: str = "",
 ) -> None:
     """Record a break-glass action, inside the `recorded` block of that action.
 
@@ -35,11 +42,14 @@ def note_break_glass(
         requester_person: the person who requested the subject.
         is_claimed: it is an approval on a command line. The claimed approver may confirm it, unless a token without an
             operator requested the subject: the approver may have created that token.
+        concerned_person: the person whom the subject is about, and who must not review it either; empty for none.
     """
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only an operator can use break-glass")
-    may_confirm = is_claimed and not requester_person.startswith(SYSTEM_PREFIX)
+    excluded = [requester_person, concerned_person]
+    if not is_claimed or requester_person.startswith(SYSTEM_PREFIX):
+        excluded.append(operator.person)
     BreakGlass(
         act_id=mint_id("brk", secrets.token_bytes),
         event=event,
@@ -48,7 +58,7 @@ def note_break_glass(
         operator=OperatorRow.objects.get(username=operator.username),
         person=operator.person,
         requester_person=requester_person,
-        excluded_persons=requester_person if may_confirm else f"{requester_person} {operator.person}",
+        excluded_persons=" ".join(filter(None, excluded)),
         host_user=operator.host_user or "",
         is_claimed=is_claimed,
         why=clean_text(why, 300),
@@ -65,7 +75,7 @@ def find_review_fault(act: BreakGlass, person: str) -> str | None:
     if _is_excluded(act, person) and person == act.person:
         return "This was done under your name, so another person must review it."
     if _is_excluded(act, person):
-        return "You collected the key, so another person must review it."
+        return "You collected the key, or this is about you, so another person must review it."
     if person == act.first_reviewer_person:
         return "You have reviewed this, and another person must review it too."
     return None

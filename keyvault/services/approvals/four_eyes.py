@@ -8,7 +8,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.models.recording import RecordedModel
 from keyvault.services.approvals.break_glass import note_break_glass
-from keyvault.services.merchants.operators import operator_row
+from keyvault.services.operators.operators import operator_row
 
 
 class _Approvable(Protocol):
@@ -47,7 +47,14 @@ def approving_operator(grant: Grant, row: _Approvable, shown_digest: str) -> Ope
 
 
 def record_approval(
-    grant: Grant, row: _Approvable, operator: OperatorPrincipal, approval: Any, *, environment: str, event: str
+    grant: Grant,
+    row: _Approvable,
+    operator: OperatorPrincipal,
+    approval: Any,
+    *,
+    environment: str,
+    event: str,
+    concerned_person: str = "",
 ) -> bool:
     """Save the operator's approval of the row's digest, and return whether the row has enough approvals now.
 
@@ -57,19 +64,36 @@ def record_approval(
     Args:
         operator: from `approving_operator`.
         approval: new approval of the row, not filled in yet.
+        concerned_person: the person whom the row is about, see `note_break_glass`.
     """
     lock_row(row)
-    approval.approver = operator_row(operator)
+    approver = operator_row(operator)
+    if not approver.is_active:
+        raise StateConflictError("Your operator was disabled meanwhile.")
+    approval.approver = approver
     approval.person = operator.person
     approval.plan_digest = row.plan_digest
     approval.created_at = grant.at
     approval.save()
-    note_command_line_approval(grant, environment, event=event, subject=row.pk, requester_person=row.requester_person)
+    note_command_line_approval(
+        grant,
+        environment,
+        event=event,
+        subject=row.pk,
+        requester_person=row.requester_person,
+        concerned_person=concerned_person,
+    )
     return bool(row.approvals.count() >= row.approvals_needed)
 
 
 def note_command_line_approval(
-    grant: Grant, environment: str, *, event: str, subject: str, requester_person: str
+    grant: Grant,
+    environment: str,
+    *,
+    event: str,
+    subject: str,
+    requester_person: str,
+    concerned_person: str = "",
 ) -> None:
     """Record a break-glass action for a production approval that depends on an unproven command-line identity.
 
@@ -88,7 +112,13 @@ def note_command_line_approval(
     else:
         return
     note_break_glass(
-        grant, event=event, subject=subject, requester_person=requester_person, why=why, is_claimed=is_claimed
+        grant,
+        event=event,
+        subject=subject,
+        requester_person=requester_person,
+        why=why,
+        is_claimed=is_claimed,
+        concerned_person=concerned_person,
     )
 
 

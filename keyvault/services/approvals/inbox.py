@@ -12,7 +12,7 @@ from keyvault.domain.errors import PermissionMissingError, StateConflictError
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Notice
 from keyvault.models.notifications import IS_UNSEEN, UNSEEN_NOTICE
-from keyvault.services.merchants.operators import operator_row
+from keyvault.services.operators.operators import operator_row
 from keyvault.services.recording.transaction import recorded
 
 MAX_MARKED = 500

@@ -38,7 +38,7 @@ from keyvault.services.approvals.four_eyes import approving_operator, record_app
 from keyvault.services.issuance.collection import record_collection, require_collectable
 from keyvault.services.keys.lifecycle import activate_key, discard_key, note_stored, stage_key
 from keyvault.services.merchants.merchants import require_not_offboarded
-from keyvault.services.merchants.operators import operator_row
+from keyvault.services.operators.operators import operator_row
 from keyvault.services.peppers.ring import refresh_peppers
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce

@@ -17,7 +17,7 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
-from keyvault.services.merchants.operators import choose_password, is_single_sign_on
+from keyvault.services.operators.operators import choose_password, is_single_sign_on
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.second_factors import (
@@ -59,7 +59,7 @@ def invite(grant: Grant, operator: Operator) -> Plaintext:
     expires_at = grant.at + INVITATION_LIFETIME
     with recorded(
         grant,
-        Permission.OPERATORS_WRITE,
+        Permission.OPERATORS_ENROLL,
         "operator.invited",
         username=operator.username,
         expires_at=expires_at.isoformat(timespec="seconds"),
@@ -124,7 +124,7 @@ def prepare_sign_in(grant: Grant, operator: Operator) -> PreparedSignIn:
     choose_password(operator, prepared.password)
     factor = NewFactor(TOTP, {"secret": encrypt_seed(prepared.totp_seed)})
     with recorded(
-        grant, Permission.OPERATORS_WRITE, "operator.sign_in_prepared", username=operator.username, factor=factor.kind
+        grant, Permission.OPERATORS_ENROLL, "operator.sign_in_prepared", username=operator.username, factor=factor.kind
     ):
         operator.compare_and_swap(password=operator.password)
         remove_all(operator)

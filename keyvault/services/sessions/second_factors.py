@@ -4,7 +4,7 @@ allauth has the rows, the codes and the WebAuthn protocol. This module writes th
 its audit entry, and counts every check. The secret backend encrypts and decrypts seeds outside of transactions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -24,6 +24,7 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
+from keyvault.services.operators.operators import CHANGING
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -69,6 +70,12 @@ def has_second_factor(operator: Operator) -> bool:
     """Whether the operator can pass the page of the second factor; recovery codes alone do not count."""
     rows = Authenticator.objects.filter(user_id=operator.pk)
     return bool(rows.exclude(type=RECOVERY_CODES).exists())
+
+
+def list_with_second_factor(operators: Iterable[Operator]) -> set[int]:
+    """Return the primary keys of those operators that have a second factor, see `has_second_factor`."""
+    rows = Authenticator.objects.filter(user__in=operators).exclude(type=RECOVERY_CODES)
+    return set(rows.values_list("user_id", flat=True))
 
 
 def list_second_factors(operator: Operator) -> list[Authenticator]:
@@ -167,7 +174,7 @@ def remove_second_factor(grant: Grant, operator: Operator, factor_id: int) -> No
 
 def reset_second_factors(grant: Grant, operator: Operator) -> None:
     """Remove all second factors of an operator, and end its sessions. It enrolls again with an invitation."""
-    with recorded(grant, Permission.OPERATORS_WRITE, "operator.second_factors_reset", username=operator.username):
+    with recorded(grant, CHANGING, "operator.second_factors_reset", username=operator.username):
         operator.compare_and_swap()
         remove_all(operator)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from django.contrib.auth.hashers import UNUSABLE_PASSWORD_PREFIX, make_password, verify_password
-from django.contrib.sessions.models import Session
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -17,7 +16,6 @@ from keyvault.services.recording.authorization import authorize, operator_princi
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.devices import KnownDevice, read_device
 from keyvault.services.sessions.guessing import PASSWORD, Guess, SignInRefusedError
-from keyvault.services.work.deletion import delete_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +53,6 @@ def sign_out(grant: Grant) -> None:
     """Record that an operator ended a session."""
     with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_out"):
         pass
-
-
-def forget_expired_sessions(now: datetime) -> int:
-    """Delete a batch of expired sessions. Return how many."""
-    return delete_batch(Session.objects.filter(expire_date__lt=now).order_by("expire_date"))
 
 
 def _stored_hash(row: Operator | None) -> str:

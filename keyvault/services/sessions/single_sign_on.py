@@ -18,7 +18,7 @@ from keyvault.access.single_sign_on import FederatedIdentity, IdentityProvider, 
 from keyvault.backends.identity_provider import IdentityProviderClient
 from keyvault.domain.errors import NotFoundError, PermissionMissingError
 from keyvault.models import Operator
-from keyvault.services.merchants.operators import create_operator, is_single_sign_on, set_roles
+from keyvault.services.operators.operators import create_operator, is_single_sign_on, set_roles
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.refusals import sign_in_refusals
@@ -118,10 +118,10 @@ def _create(identity: FederatedIdentity, address: str | None, now: datetime) -> 
         raise refuse(SignOnFault.NAME_INVALID, address, now)
     if Operator.objects.filter(username__iexact=identity.name).exists():
         raise refuse(SignOnFault.NAME_TAKEN, address, now)
-    grant = authorize(SINGLE_SIGN_ON, Permission.OPERATORS_WRITE, now=now)
+    grant = authorize(SINGLE_SIGN_ON, Permission.OPERATORS_ENROLL, now=now)
     with recorded(
         grant,
-        Permission.OPERATORS_WRITE,
+        Permission.OPERATORS_ENROLL,
         "operator.linked",
         username=identity.name,
         issuer=identity.issuer,

@@ -16,7 +16,7 @@ from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Merchant, ServiceToken
-from keyvault.services.merchants.operators import operator_row
+from keyvault.services.operators.operators import operator_row
 from keyvault.services.peppers.ring import load_peppers, refresh_peppers
 from keyvault.services.recording.changes import notify_host
 from keyvault.services.recording.transaction import recorded

@@ -14,7 +14,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, IssuanceRequest
 from keyvault.services.issuance import requests
 from keyvault.services.merchants.merchants import find_account
-from keyvault.services.merchants.operators import find_operator
+from keyvault.services.operators.operators import find_operator
 from keyvault.services.recording.authorization import authorize
 
 MERCHANT = "acme"

@@ -21,7 +21,7 @@ from keyvault.domain.ids import mint_id
 from keyvault.models import Account, Credential
 from keyvault.services.approvals.four_eyes import approving_operator, record_approval
 from keyvault.services.issuance.requests import approvals_needed
-from keyvault.services.merchants.operators import operator_row
+from keyvault.services.operators.operators import operator_row
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from rotation.domain.pacing import Pace, find_pace_faults

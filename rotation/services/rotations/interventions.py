@@ -19,7 +19,7 @@ from keyvault.services.approvals.break_glass import exclude_collector, list_revi
 from keyvault.services.approvals.four_eyes import note_command_line_approval
 from keyvault.services.issuance.requests import approvals_needed
 from keyvault.services.keys.lifecycle import discard_key, resume_key
-from keyvault.services.merchants.operators import operator_row
+from keyvault.services.operators.operators import operator_row
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.stored_copies import find_stored, read_string
 from keyvault.services.usage.reports import find_last, find_sources

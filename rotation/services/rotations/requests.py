@@ -21,7 +21,7 @@ from keyvault.services.approvals.break_glass import note_break_glass
 from keyvault.services.approvals.four_eyes import approving_operator, record_approval
 from keyvault.services.issuance.requests import approvals_needed, approvals_needed_by
 from keyvault.services.merchants.merchants import require_not_offboarded
-from keyvault.services.merchants.operators import operator_row
+from keyvault.services.operators.operators import operator_row
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.work.leases import forget

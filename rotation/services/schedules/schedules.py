@@ -21,7 +21,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Credential
 from keyvault.services.approvals.four_eyes import lock_row
 from keyvault.services.merchants.merchants import find_account
-from keyvault.services.merchants.operators import operator_row
+from keyvault.services.operators.operators import operator_row
 from keyvault.services.recording.transaction import Record, recorded
 from rotation.domain.cryptoperiods import Terms, find_term_faults
 from rotation.domain.plan_fields import FIELDS, PlanOverrides, Proof, default_of, with_defaults

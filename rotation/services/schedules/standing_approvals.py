@@ -19,7 +19,7 @@ from keyvault.domain.ids import mint_id
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.services.approvals.four_eyes import approving_operator, lock_row, record_approval
 from keyvault.services.issuance.requests import approvals_needed
-from keyvault.services.merchants.operators import operator_row
+from keyvault.services.operators.operators import operator_row
 from keyvault.services.recording.transaction import recorded
 from rotation.domain.policy import APPROVAL_LIFETIME
 from rotation.models import RotationSchedule, ScheduleApproval, StandingApproval, StandingApprovalState

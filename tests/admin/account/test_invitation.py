@@ -5,15 +5,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from django.contrib.sessions.models import Session
 from django.test import Client
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Operator
-from keyvault.services.merchants.operators import create_operator
+from keyvault.models import ConsoleSession, Operator
+from keyvault.services.operators.operators import create_operator
 from keyvault.services.sessions.invitations import invite
 from keyvault.services.sessions.second_factors import list_second_factors, totp_code
 from tests.admin.desk import dump, text_of
@@ -22,7 +21,7 @@ from tests.factories import PASSWORD, grant
 
 @pytest.fixture
 def page(db: None) -> str:
-    allowed = grant(HOST, P.OPERATORS_WRITE)
+    allowed = grant(HOST, P.OPERATORS_ENROLL)
     row = create_operator(allowed, username="new", roles=[Role.AUDITOR], password=None)
     return f"/admin/invitation/?token={invite(allowed, row).reveal()}"
 
@@ -82,7 +81,7 @@ def test_invitation_page_without_a_valid_token_stores_nothing(page: str) -> None
     for path in ("/admin/invitation/", "/admin/invitation/?token=x"):
         assert client.get(path).status_code == 404
         assert client.post(path, {"password": PASSWORD}).status_code == 404
-    assert not Session.objects.exists()
+    assert not ConsoleSession.objects.exists()
 
 
 def test_invitation_page_seed_is_of_its_session_only(page: str) -> None:

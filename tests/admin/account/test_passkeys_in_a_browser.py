@@ -10,7 +10,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.models import AuditEntry, Operator
-from keyvault.services.merchants.operators import create_operator
+from keyvault.services.operators.operators import create_operator
 from keyvault.services.sessions.invitations import invite
 from keyvault.services.sessions.second_factors import list_second_factors
 from tests.factories import PASSWORD, grant
@@ -23,7 +23,7 @@ PASSKEY_BUTTON = "[data-passkey]"
 @pytest.mark.long
 @pytest.mark.django_db(transaction=True)
 def test_passkey_is_enrolled_and_signs_in(live_server: LiveServer, tmp_path: Path) -> None:
-    allowed = grant(HOST, P.OPERATORS_WRITE)
+    allowed = grant(HOST, P.OPERATORS_ENROLL)
     row = create_operator(allowed, username="new", roles=[Role.AUDITOR], password=None)
     token = invite(allowed, row)
     try:

@@ -38,7 +38,7 @@ def tam(desk: Desk) -> Operator:
 
 @pytest.fixture
 def seed(tam: Operator) -> Plaintext:
-    return prepare_sign_in(grant(HOST, P.OPERATORS_WRITE), tam).totp_seed
+    return prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), tam).totp_seed
 
 
 def answer(client: Client, code: str, **more: str) -> Any:
@@ -121,7 +121,7 @@ def test_second_factor_page_requires_the_password(db: None) -> None:
 def test_second_factor_ends_with_the_next_password(desk: Desk, tam: Operator, seed: Plaintext) -> None:
     """A new sign-in in the same browser requires the second factor again."""
     client = browser(desk.tam)
-    prepared = prepare_sign_in(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="tam"))
+    prepared = prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), Operator.objects.get(username="tam"))
     client.post("/admin/login/", {"username": "tam", "password": prepared.password.reveal()})
     assert client.get("/admin/").status_code == 302
 

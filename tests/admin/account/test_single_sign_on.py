@@ -27,7 +27,7 @@ from keyvault.access.roles import Role
 from keyvault.access.single_sign_on import IdentityProvider
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Operator
-from keyvault.services.merchants.operators import disable_operator
+from keyvault.services.operators.operators import disable_operator
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.sessions.invitations import invite
 from keyvault.services.sessions.refusals import sign_in_refusals

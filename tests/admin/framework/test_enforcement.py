@@ -27,6 +27,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import (
     AuditEntry,
     BreakGlass,
+    ConsoleSession,
     IssuanceRequest,
     Key,
     Operator,
@@ -37,6 +38,7 @@ from keyvault.models.recording import collect_subjects
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.lifecycle import last_sequence
 from keyvault.services.limits.overrides import set_endpoint_limit
+from keyvault.services.operator_changes import request_factor_reset
 from keyvault.services.secrets.provider_connections import set_connection
 from keyvault.services.webhooks.endpoints import add_endpoint as add_webhook
 from keyvault.services.webhooks.endpoints import send_test
@@ -144,6 +146,21 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_auditentry_change": frozenset({P.AUDIT_READ}),
     "keyvault_pepperversion_changelist": frozenset({P.PEPPERS_READ}),
     "keyvault_pepperversion_change": frozenset({P.PEPPERS_READ}),
+    "keyvault_consolesession_changelist": ANY_ROLE,
+    "keyvault_consolesession_change": ANY_ROLE,
+    "keyvault_consolesession_end": ANY_ROLE,
+    "keyvault_operator_changelist": frozenset({P.OPERATORS_READ}),
+    "keyvault_operator_change": frozenset({P.OPERATORS_READ}),
+    "keyvault_operator_review": frozenset({P.OPERATORS_READ}),
+    "keyvault_operator_export": frozenset({P.OPERATORS_READ}),
+    "keyvault_operator_roles": frozenset({P.OPERATORS_WRITE}),
+    "keyvault_operator_reset-factors": frozenset({P.OPERATORS_WRITE}),
+    "keyvault_operator_disable": frozenset({P.OPERATORS_WRITE}),
+    "keyvault_operatorchange_changelist": frozenset({P.OPERATORS_READ}),
+    "keyvault_operatorchange_change": frozenset({P.OPERATORS_READ}),
+    "keyvault_operatorchange_approve": frozenset({P.OPERATORS_APPROVE}),
+    "keyvault_operatorchange_reject": frozenset({P.OPERATORS_APPROVE}),
+    "keyvault_operatorchange_withdraw": frozenset({P.OPERATORS_WRITE}),
     "keyvault_breakglass_changelist": frozenset({P.BREAK_GLASS_REVIEW, P.AUDIT_READ}),
     "keyvault_breakglass_change": frozenset({P.BREAK_GLASS_REVIEW, P.AUDIT_READ}),
     "keyvault_breakglass_review": frozenset({P.BREAK_GLASS_REVIEW}),
@@ -246,7 +263,13 @@ def every_row(desk: Desk) -> dict[str, Model]:
     assert limit is not None
     webhooks = grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox)
     webhook, _ = add_webhook(webhooks, desk.sandbox, "https://acme.example/")
+    browser(desk.tam)
+    tam = Operator.objects.get(username="tam")
     return {
+        "keyvault_operator": tam,
+        "keyvault_operatorchange": request_factor_reset(grant(desk.admin, P.OPERATORS_WRITE), tam, "lost"),
+        # Its own for an operator who is signed in.
+        "keyvault_consolesession": ConsoleSession.objects.order_by("last_used_at")[0],
         "keyvault_providerconnection": set_connection(
             grant(desk.tam, P.CONNECTIONS_WRITE, desk.sandbox), desk.sandbox, "stripe", Plaintext("sk_test_1")
         ),
@@ -413,7 +436,6 @@ def test_enforcement_key_row_cannot_be_edited_by_any_stock_address(desk: Desk, w
     "path",
     [
         "auth/group/",
-        "keyvault/operator/",
         "admin/logentry/",
         "password_change/",
         "password_reset/",

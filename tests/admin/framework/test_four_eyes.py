@@ -16,9 +16,10 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import BreakGlass
+from keyvault.models import BreakGlass, Operator
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.operator_changes import change_roles
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import reissue_key, request_rotation
@@ -31,7 +32,7 @@ from tests.rotation.campaigning import asked as request_campaign
 
 pytestmark = pytest.mark.database
 
-DECIDING = frozenset({P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW})
+DECIDING = frozenset({P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW, P.OPERATORS_APPROVE})
 """Permissions to decide on a request. A rejection needs no second person."""
 
 
@@ -66,6 +67,11 @@ def standing(desk: Desk) -> Any:
     return request_standing_approval(allowed, row, 90)
 
 
+def operator_change(desk: Desk) -> Any:
+    row = Operator.objects.get(username="tam")
+    return change_roles(grant(desk.admin, P.OPERATORS_WRITE), row, [Role.APPROVER], "joins the approvers")
+
+
 def collected(desk: Desk) -> Any:
     """A production key that `admin` had shown."""
     row = request_key(desk.production, delivery=Delivery.SHOW_ONCE, by=desk.admin)
@@ -88,6 +94,7 @@ ROWS: dict[str, dict[Any, str | None]] = {
     "rotation_campaign_approve": {campaign: "running"},
     "rotation_standingapproval_approve": {standing: "approved"},
     "rotation_retirement_approve": {retirement: None},
+    "keyvault_operatorchange_approve": {operator_change: "applied"},
     "keyvault_breakglass_review": {collected: None},
     "keyvault_breakglass_confirm": {claimed: None},
     "keyvault_breakglass_disown": {claimed: None},

@@ -13,7 +13,7 @@ from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.models import IssuanceRequest, Key, Notice, Operator, ServiceToken
-from keyvault.services.merchants.operators import set_scope
+from keyvault.services.operators.operators import set_scope
 from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Campaign, RotationSchedule

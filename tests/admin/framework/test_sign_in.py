@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 from django.contrib.auth import authenticate, hashers
 from django.contrib.auth.hashers import PBKDF2PasswordHasher
-from django.contrib.sessions.models import Session
 from django.db import DatabaseError
 from django.test import Client, override_settings
 
@@ -18,9 +17,9 @@ from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import AuditEntry, Notice, Operator
+from keyvault.models import AuditEntry, ConsoleSession, Notice, Operator
 from keyvault.services.limits.sign_in_attempts import attempts
-from keyvault.services.merchants.operators import disable_operator, reset_password
+from keyvault.services.operators.operators import disable_operator, reset_password
 from keyvault.services.sessions import refusals
 from keyvault.services.sessions.devices import write_device
 from keyvault.services.sessions.refusals import MAX_PAIRS, sign_in_refusals
@@ -159,7 +158,7 @@ def test_sign_in_of_an_unauthorized_operator_counts_as_a_failure(desk: Desk, how
     answers = [sign_in(name) for _ in range(10)]
     assert [answer.status_code for answer in answers] == [200] * 9 + [429]
     assert "Wrong user name or password" in text_of(answers[0])
-    assert not Session.objects.exists()
+    assert not ConsoleSession.objects.exists()
 
 
 def test_sign_in_success_refunds_its_own_attempt_only(desk: Desk) -> None:
@@ -203,7 +202,7 @@ def test_sign_in_password_reset_unlocks_the_name(desk: Desk) -> None:
     """The owner of the host can unlock an operator: a new password resets the count."""
     fail()
     new = Plaintext("another long pass phrase")
-    reset_password(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="tam"), new)
+    reset_password(grant(HOST, P.OPERATORS_ENROLL), Operator.objects.get(username="tam"), new)
     assert is_in(sign_in(password=new.reveal(), address="192.0.2.2"))
 
 
@@ -245,7 +244,7 @@ def test_sign_in_device_cookie_is_void_after_a_password_reset(desk: Desk) -> Non
     """A password reset ends what the earlier password opened: sessions and known devices."""
     known = on_known_device()
     row = Operator.objects.get(username="tam")
-    reset_password(grant(HOST, P.OPERATORS_WRITE), row, Plaintext("another long pass phrase"))
+    reset_password(grant(HOST, P.OPERATORS_ENROLL), row, Plaintext("another long pass phrase"))
     fail()
     assert sign_in(password="another long pass phrase", client=known).status_code == 429
 
@@ -292,7 +291,7 @@ def test_sign_in_without_its_audit_entry_creates_no_session(desk: Desk) -> None:
     ):
         assert sign_in(client=client).status_code == 500
     assert client.get("/admin/").status_code == 302
-    assert not Session.objects.exists()
+    assert not ConsoleSession.objects.exists()
 
 
 def test_sign_in_refusals_are_one_entry_for_each_name_and_address(desk: Desk) -> None:

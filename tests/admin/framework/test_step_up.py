@@ -44,7 +44,7 @@ STEP_UP_ACTIONS = {
 
 @pytest.fixture
 def seed(desk: Desk) -> Plaintext:
-    return prepare_sign_in(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="admin")).totp_seed
+    return prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), Operator.objects.get(username="admin")).totp_seed
 
 
 @pytest.fixture

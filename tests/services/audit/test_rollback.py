@@ -14,7 +14,7 @@ from keyvault.models import AuditCheckpoint, AuditEntry, BreakGlass, Notice
 from keyvault.services.audit.checkpoint_marks import read_marks
 from keyvault.services.audit.checkpoints import sign_due
 from keyvault.services.audit.rollback import accept_rollback
-from keyvault.services.merchants.operators import find_operator
+from keyvault.services.operators.operators import find_operator
 from tests.factories import grant, make_merchant, make_operator, now
 from tests.services.audit.test_checkpoint_marks import numbers, verify
 from tests.services.audit.test_checkpoints import STEP, tampering, write

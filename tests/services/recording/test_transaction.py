@@ -48,26 +48,28 @@ from keyvault.models import (
     Merchant,
     Notice,
     Operator,
+    OperatorChange,
     PepperVersion,
     ProviderConnection,
     WebhookEndpoint,
 )
 from keyvault.models.keys import OriginHeader
-from keyvault.services import offboarding
+from keyvault.services import offboarding, operator_changes
 from keyvault.services.approvals import break_glass, inbox
 from keyvault.services.audit import rollback
 from keyvault.services.catalog import endpoints
 from keyvault.services.issuance import collection, requests
 from keyvault.services.keys import credentials, lifecycle
 from keyvault.services.limits import overrides
-from keyvault.services.merchants import client_configuration, merchants, operators, orders
+from keyvault.services.merchants import client_configuration, merchants, orders
+from keyvault.services.operators import operators
 from keyvault.services.pepper_rotation import propagation, rotation
 from keyvault.services.recording import notifications, revocation_log
 from keyvault.services.recording import transaction as recording
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.revocations import log_opening, replay
 from keyvault.services.secrets import provider_connections, stored_copies
-from keyvault.services.sessions import invitations, second_factors, sign_in
+from keyvault.services.sessions import invitations, second_factors, sessions, sign_in
 from keyvault.services.tokens import customer_tokens, service_tokens
 from keyvault.services.webhooks import endpoints as webhook_endpoints
 from keyvault.services.work import leases
@@ -87,6 +89,7 @@ from tests.factories import (
 )
 from tests.services.conftest import Scene
 from tests.services.rows import changed_tables, disable_triggers, dump_tables, last_body, last_ids, written_since
+from tests.services.sessions.test_sessions import start_session
 from tests.services.tokens.test_customer_tokens import holder_of, token_of
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -293,7 +296,7 @@ def _rotate_token(scene: Scene) -> Callable[[], object]:
 
 def _create_operator(scene: Scene) -> Callable[[], object]:
     return lambda: operators.create_operator(
-        _host(P.OPERATORS_WRITE), username="new", roles=[Role.AUDITOR], password=Plaintext(PASSWORD)
+        _host(P.OPERATORS_ENROLL), username="new", roles=[Role.AUDITOR], password=Plaintext(PASSWORD)
     )
 
 
@@ -304,7 +307,7 @@ def _with_factor(
 
     def prepare(scene: Scene) -> Callable[[], object]:
         row = Operator.objects.get(username="tam")
-        invitations.prepare_sign_in(_host(P.OPERATORS_WRITE), row)
+        invitations.prepare_sign_in(_host(P.OPERATORS_ENROLL), row)
         second_factors.add_second_factor(
             grant(scene.tam, P.SESSIONS_WRITE), row, second_factors.NewFactor(second_factors.PASSKEY, {"name": "key"})
         )
@@ -324,12 +327,12 @@ def _add_codes(row: Operator) -> None:
 
 
 def _invite(scene: Scene) -> Callable[[], object]:
-    return lambda: invitations.invite(_host(P.OPERATORS_WRITE), Operator.objects.get(username="tam"))
+    return lambda: invitations.invite(_host(P.OPERATORS_ENROLL), Operator.objects.get(username="tam"))
 
 
 def _reset_password(scene: Scene) -> Callable[[], object]:
     row = Operator.objects.get(username="tam")
-    return lambda: operators.reset_password(_host(P.OPERATORS_WRITE), row, Plaintext("another long pass phrase"))
+    return lambda: operators.reset_password(_host(P.OPERATORS_ENROLL), row, Plaintext("another long pass phrase"))
 
 
 def _disable_operator(scene: Scene) -> Callable[[], object]:
@@ -345,6 +348,32 @@ def _set_roles(scene: Scene) -> Callable[[], object]:
 def _set_scope(scene: Scene) -> Callable[[], object]:
     row = Operator.objects.get(username="tam")
     return partial(operators.set_scope, _host(P.OPERATORS_WRITE), row, AccessScope(frozenset({"acme"})))
+
+
+def _change_roles(scene: Scene) -> Callable[[], object]:
+    row = Operator.objects.get(username="tam")
+    return partial(operator_changes.change_roles, grant(scene.admin, P.OPERATORS_WRITE), row, [Role.APPROVER], "why")
+
+
+def _request_factor_reset(scene: Scene) -> Callable[[], object]:
+    row = Operator.objects.get(username="tam")
+    return partial(operator_changes.request_factor_reset, grant(scene.admin, P.OPERATORS_WRITE), row, "lost")
+
+
+def _end_session(scene: Scene) -> Callable[[], object]:
+    _, row = start_session(scene.tam)
+    return partial(sessions.end_session, grant(scene.tam, P.SESSIONS_WRITE), row)
+
+
+def _with_change(
+    decide: Callable[[Grant, OperatorChange], object], permission: P, by: str = "approver"
+) -> Callable[[Scene], Callable[[], object]]:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        change = _request_factor_reset(scene)()
+        assert isinstance(change, OperatorChange)
+        return lambda: decide(grant(getattr(scene, by), permission), change)
+
+    return prepare
 
 
 def _request(scene: Scene) -> Callable[[], object]:
@@ -599,14 +628,35 @@ ACTIONS: dict[str, Action] = {
     "offboarding.offboard_merchant": Action(
         _offboard, ["merchant.offboarding_began", "merchant.offboarded"], ["merchant"]
     ),
-    "merchants.operators.create_operator": Action(_create_operator, ["operator.created"], []),
-    "merchants.operators.reset_password": Action(_reset_password, ["operator.password_reset"], []),
-    "merchants.operators.disable_operator": Action(_disable_operator, ["operator.disabled"], []),
-    "merchants.operators.set_roles": Action(_set_roles, ["operator.roles_changed"], []),
-    "merchants.operators.set_scope": Action(_set_scope, ["operator.scope_changed"], []),
+    "operators.operators.set_scope": Action(_set_scope, ["operator.scope_changed"], []),
+    "operators.operators.create_operator": Action(_create_operator, ["operator.created"], []),
+    "operators.operators.reset_password": Action(_reset_password, ["operator.password_reset"], []),
+    "operators.operators.disable_operator": Action(_disable_operator, ["operator.disabled"], []),
+    "operators.operators.set_roles": Action(_set_roles, ["operator.roles_changed"], []),
+    "operator_changes.change_roles": Action(_change_roles, ["operator_change.requested"], []),
+    "operator_changes.request_factor_reset": Action(_request_factor_reset, ["operator_change.requested"], []),
+    "operator_changes.approve_change": Action(
+        _with_change(
+            lambda allowed, change: operator_changes.approve_change(allowed, change, change.plan_digest),
+            P.OPERATORS_APPROVE,
+        ),
+        ["operator_change.approved", "operator.second_factors_reset"],
+        [],
+    ),
+    "operator_changes.reject_change": Action(
+        _with_change(
+            lambda allowed, change: operator_changes.reject_change(allowed, change, "no"), P.OPERATORS_APPROVE
+        ),
+        ["operator_change.rejected"],
+        [],
+    ),
+    "operator_changes.withdraw_change": Action(
+        _with_change(operator_changes.withdraw_change, P.OPERATORS_WRITE, "admin"), ["operator_change.withdrawn"], []
+    ),
+    "sessions.sessions.end_session": Action(_end_session, ["session.ended"], []),
     "sessions.invitations.invite": Action(_invite, ["operator.invited"], []),
     "sessions.invitations.prepare_sign_in": Action(
-        _with_factor(lambda row: invitations.prepare_sign_in(_host(P.OPERATORS_WRITE), row)),
+        _with_factor(lambda row: invitations.prepare_sign_in(_host(P.OPERATORS_ENROLL), row)),
         ["operator.sign_in_prepared"],
         [],
     ),
@@ -711,6 +761,7 @@ ACTIONS: dict[str, Action] = {
 
 WITHOUT_OWN_ENTRY = {
     "issuance.collection.read_handover": "reads and seals, writes nothing",
+    "operators.operators.require_another_person": "decides, writes nothing",
     "recording.transaction.recorded": "the block itself",
     "approvals.four_eyes.approving_operator": "decides, writes nothing",
     "approvals.four_eyes.record_approval": "inside the block of the approval",

@@ -21,7 +21,7 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.revocation_log import CaughtUp, Ended, Opened, line_bytes
 from keyvault.models import AuditEntry, BreakGlass, CustomerToken, Key, Notice
 from keyvault.services.keys import lifecycle
-from keyvault.services.merchants.operators import find_operator
+from keyvault.services.operators.operators import find_operator
 from keyvault.services.recording import transaction
 from keyvault.services.recording.revocation_log import append_lines, read_lines
 from keyvault.services.revocations.log_backfill import LogBackfill

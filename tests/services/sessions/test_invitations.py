@@ -10,7 +10,7 @@ from keyvault.access.roles import Role
 from keyvault.domain.errors import NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
-from keyvault.services.merchants.operators import create_operator, disable_operator
+from keyvault.services.operators.operators import create_operator, disable_operator
 from keyvault.services.sessions.invitations import (
     INVITATION_LIFETIME,
     accept_invitation,
@@ -37,11 +37,11 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 @pytest.fixture
 def new() -> Operator:
-    return create_operator(grant(HOST, P.OPERATORS_WRITE), username="new", roles=[Role.AUDITOR], password=None)
+    return create_operator(grant(HOST, P.OPERATORS_ENROLL), username="new", roles=[Role.AUDITOR], password=None)
 
 
 def invited(row: Operator, at: datetime | None = None) -> Plaintext:
-    return invite(grant(HOST, P.OPERATORS_WRITE, at=at or now()), row)
+    return invite(grant(HOST, P.OPERATORS_ENROLL, at=at or now()), row)
 
 
 def some_factor() -> NewFactor:
@@ -113,14 +113,14 @@ def test_invitation_of_nobody_is_void(new: Operator) -> None:
 
 def test_invitation_replaces_no_second_factor(new: Operator) -> None:
     """An invitation is no way around the reset of second factors."""
-    prepare_sign_in(grant(HOST, P.OPERATORS_WRITE), new)
+    prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), new)
     with pytest.raises(StateConflictError, match="Reset its second factors first"):
         invited(new)
 
 
 def test_invitation_ends_with_the_first_sign_in(new: Operator) -> None:
     token = invited(new)
-    seed = prepare_sign_in(grant(HOST, P.OPERATORS_WRITE), new).totp_seed
+    seed = prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), new).totp_seed
     assert find_invited(token, now()) == new
     check_code(FactorAttempt(new, None), totp_code(seed, now()), now())
     with pytest.raises(NotFoundError):

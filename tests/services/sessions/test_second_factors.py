@@ -65,7 +65,7 @@ def tam() -> Operator:
 
 @pytest.fixture
 def seed(tam: Operator) -> Plaintext:
-    return prepare_sign_in(grant(HOST, P.OPERATORS_WRITE), tam).totp_seed
+    return prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), tam).totp_seed
 
 
 def tam_again() -> Operator:
@@ -151,7 +151,7 @@ def test_totp_code_with_a_space_is_accepted(tam: Operator, seed: Plaintext, now:
 def test_totp_code_of_another_operator_is_refused(tam: Operator, seed: Plaintext, now: datetime) -> None:
     make_operator("other", Role.AUDITOR)
     other = Operator.objects.get(username="other")
-    prepare_sign_in(grant(HOST, P.OPERATORS_WRITE), other)
+    prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), other)
     assert not is_accepted(other, totp_code(seed, now), now)
 
 
@@ -178,7 +178,7 @@ def test_totp_seed_and_recovery_codes_are_encrypted(tam: Operator, seed: Plainte
 def test_totp_code_of_concurrent_requests_is_accepted_once(now: datetime) -> None:
     """Of 100 uses of one code, ten at a time, one is accepted. The others wait for the row, and see the code used."""
     make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
-    seed = prepare_sign_in(grant(HOST, P.OPERATORS_WRITE), tam_again()).totp_seed
+    seed = prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), tam_again()).totp_seed
     code = totp_code(seed, now)
     rounds = [_race(10, lambda row, device: is_accepted(row, code, now, device=device)) for _ in range(10)]
     assert [won for winners in rounds for won in winners].count(True) == 1
@@ -302,7 +302,7 @@ def test_sign_in_without_its_audit_entry_uses_no_code_up(
 def test_sign_in_of_an_operator_changed_meanwhile_is_refused(tam: Operator, seed: Plaintext, now: datetime) -> None:
     """A reset between the password and the second factor ends the sign-in."""
     stale = tam_again()
-    prepared = prepare_sign_in(grant(HOST, P.OPERATORS_WRITE), tam)
+    prepared = prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), tam)
     assert not is_accepted(stale, totp_code(prepared.totp_seed, now), now)
 
 

@@ -1,20 +1,16 @@
-"""Sign-in data with a limited life: refusals in memory, sessions in the database."""
+"""Refused sign-ins: counted in memory, written once a minute."""
 
 import json
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
-from django.contrib.sessions.models import Session
 from django.db import OperationalError
 
 from keyvault.models import AuditEntry
-from keyvault.services.maintenance import forget_due
 from keyvault.services.sessions import refusals as module
 from keyvault.services.sessions.refusals import SignInRefusals
-from keyvault.services.sessions.sign_in import forget_expired_sessions
 from keyvault.services.usage.recorder import UsageLog
 from tests.factories import now
 from tests.services.racing import TIMEOUT_SECONDS
@@ -32,27 +28,6 @@ def refusals() -> Iterator[SignInRefusals]:
 def written() -> list[dict[str, Any]]:
     rows = AuditEntry.objects.filter(event="operator.sign_in_refused").order_by("pk")
     return [json.loads(bytes(row.body))["details"] for row in rows]
-
-
-def make_session(name: str, expires_in: timedelta) -> None:
-    Session.objects.create(session_key=name * 32, session_data="", expire_date=now() + expires_in)
-
-
-def test_maintenance_deletes_expired_sessions_only() -> None:
-    make_session("a", timedelta(days=-1))
-    make_session("b", timedelta(hours=1))
-    forget_due()
-    assert [row.session_key[0] for row in Session.objects.all()] == ["b"]
-
-
-def test_maintenance_deletes_a_limited_number_of_sessions_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backlog is worked off in short steps."""
-    monkeypatch.setattr("keyvault.services.work.deletion.MAX_DELETED", 2)
-    for name, days in (("a", 1), ("b", 3), ("c", 2)):
-        make_session(name, timedelta(days=-days))
-    assert forget_expired_sessions(now()) == 2
-    assert [row.session_key[0] for row in Session.objects.all()] == ["a"]
-    assert [forget_expired_sessions(now()), forget_expired_sessions(now())] == [1, 0]
 
 
 def test_sign_in_refusals_not_written_for_lack_of_a_database_are_kept(refusals: SignInRefusals) -> None:

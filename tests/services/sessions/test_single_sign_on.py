@@ -16,7 +16,7 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Operator
 from keyvault.models.recording import UnrecordedWriteError
-from keyvault.services.merchants.operators import reset_password, set_roles
+from keyvault.services.operators.operators import reset_password, set_roles
 from keyvault.services.sessions.refusals import sign_in_refusals
 from keyvault.services.sessions.single_sign_on import SignOnRefusedError, sign_on
 from tests.factories import PASSWORD, grant, make_operator, now

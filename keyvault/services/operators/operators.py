@@ -1,4 +1,7 @@
-"""Operators: created, changed and disabled on the host or by single sign-on, never in the console."""
+"""Operators: created on the host or by single sign-on, and changed or disabled there or by a key administrator.
+
+Nobody changes their own operator. `services.operator_changes` decides which changes a second person approves.
+"""
 
 from collections.abc import Iterable
 
@@ -15,9 +18,11 @@ from keyvault.access.roles import Role
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import clean_text
 from keyvault.domain.keystring import StringScope, string_scope
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Merchant, Operator
+from keyvault.models import ConsoleSession, Merchant, Operator
+from keyvault.services.operators.role_use import replace_role_uses
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.recording.transaction import recorded
 
@@ -36,7 +41,8 @@ def create_operator(
     """
     if Operator.objects.filter(username=username).exists():
         raise StateConflictError(f"Operator {username} already exists. Choose another name.")
-    names = sorted(role.value for role in roles)
+    chosen = frozenset(roles)
+    names = sorted(role.value for role in chosen)
     operator = Operator(username=username, is_staff=True)
     if person is not None:
         operator.person = person
@@ -44,9 +50,10 @@ def create_operator(
         operator.set_unusable_password()
     else:
         choose_password(operator, password)
-    with recorded(grant, Permission.OPERATORS_WRITE, "operator.created", username=username, roles=names):
+    with recorded(grant, Permission.OPERATORS_ENROLL, "operator.created", username=username, roles=names):
         operator.save()
         operator.groups.set(Group.objects.filter(name__in=names))
+        replace_role_uses(operator, chosen, grant.at)
     return operator
 
 
@@ -56,42 +63,46 @@ def reset_password(grant: Grant, operator: Operator, password: Plaintext) -> Non
     Raises RequestInvalidError when the password is too weak, StateConflictError for a disabled operator and for one of
     single sign-on.
     """
-    _require_active(operator)
+    require_active(operator)
     choose_password(operator, password)
-    with recorded(grant, Permission.OPERATORS_WRITE, "operator.password_reset", username=operator.username):
+    with recorded(grant, Permission.OPERATORS_ENROLL, "operator.password_reset", username=operator.username):
         operator.compare_and_swap(password=operator.password)
+        end_sessions(operator)
 
 
-def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role]) -> None:
-    """Replace an operator's roles and end all its sessions.
+def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: str = "") -> None:
+    """Replace an operator's roles and end all its sessions. The caller has obtained an approval where one is required.
 
-    Raises StateConflictError for a disabled operator, and for the last active key administrator, unless single sign-on
-    does it. Only single sign-on changes the roles of its operators.
+    Raises StateConflictError for a disabled operator, the operator's own person, and for the last active key
+    administrator, unless single sign-on does it. Only single sign-on changes the roles of its operators.
     """
-    _require_active(operator)
+    require_active(operator)
+    require_another_person(grant, operator)
     if grant.principal != SINGLE_SIGN_ON:
-        _require_local(operator)
+        require_local(operator)
     before, after = operator.roles, frozenset(roles)
     if before == after:
         return
-    old: list[JsonValue] = [*sorted(before)]
-    new: list[JsonValue] = [*sorted(after)]
-    with recorded(
-        grant, Permission.OPERATORS_WRITE, "operator.roles_changed", username=operator.username, old=old, new=new
-    ):
+    details: dict[str, JsonValue] = {"username": operator.username, "old": [*sorted(before)], "new": [*sorted(after)]}
+    if why:
+        details["why"] = clean_text(why.strip(), 300)
+    with recorded(grant, CHANGING, "operator.roles_changed", account=None, **details):
         if _ADMINISTRATOR in before - after and grant.principal != SINGLE_SIGN_ON:
             _require_another_administrator(operator)
         operator.groups.set(Group.objects.filter(name__in=sorted(after)))
+        replace_role_uses(operator, after, grant.at)
         operator.compare_and_swap()
+        end_sessions(operator)
 
 
 def set_scope(grant: Grant, operator: Operator, scope: AccessScope) -> None:
     """Replace the merchants and environments of an operator, and end all its sessions.
 
-    Raises RequestInvalidError with faults, StateConflictError for a disabled operator, and for the last active key
-    administrator of the whole installation.
+    Raises RequestInvalidError with faults, StateConflictError for a disabled operator, the operator's own person, and
+    the last active key administrator of the whole installation.
     """
-    _require_active(operator)
+    require_active(operator)
+    require_another_person(grant, operator)
     _require_known(scope)
     before = operator.access_scope
     if before == scope:
@@ -103,18 +114,21 @@ def set_scope(grant: Grant, operator: Operator, scope: AccessScope) -> None:
         if _ADMINISTRATOR in operator.roles and before == EVERYWHERE:
             _require_another_administrator(operator)
         operator.compare_and_swap(scope_merchants=new["merchants"], scope_environments=string_scope(scope.environments))
+        end_sessions(operator)
 
 
 def disable_operator(grant: Grant, operator: Operator) -> None:
     """Disable an operator permanently: it can no longer sign in, use a session or run a command.
 
-    Raises StateConflictError for a disabled operator, and for the last active key administrator.
+    Raises StateConflictError for a disabled operator, the last active key administrator, and the operator's own person.
     """
-    _require_active(operator)
+    require_active(operator)
+    require_another_person(grant, operator)
     with recorded(grant, Permission.OPERATORS_WRITE, "operator.disabled", username=operator.username):
         if _ADMINISTRATOR in operator.roles:
             _require_another_administrator(operator)
         operator.compare_and_swap(is_active=False)
+        end_sessions(operator)
 
 
 def list_operators() -> QuerySet[Operator]:
@@ -146,10 +160,8 @@ def operator_row(principal: OperatorPrincipal) -> Operator:
     return Operator.objects.get(username=principal.username)
 
 
-_ADMINISTRATOR = Role.KEY_ADMINISTRATOR
-
-
-def _require_active(operator: Operator) -> None:
+def require_active(operator: Operator) -> None:
+    """Raise StateConflictError for a disabled operator."""
     if not operator.is_active:
         raise StateConflictError(
             f"Operator {operator.username} is disabled. Create a new one: "
@@ -162,12 +174,30 @@ def is_single_sign_on(operator: Operator) -> bool:
     return bool(SocialAccount.objects.filter(user_id=operator.pk).exists())
 
 
-def _require_local(operator: Operator) -> None:
+def require_local(operator: Operator) -> None:
+    """Raise StateConflictError when the identity provider decides the operator's roles."""
     if is_single_sign_on(operator):
         raise StateConflictError(
             f"Operator {operator.username} signs in by single sign-on. Its groups at the identity provider decide its "
             "roles, and it has no password here. Change the groups there, or disable the operator."
         )
+
+
+def require_another_person(grant: Grant, operator: Operator) -> None:
+    """Raise StateConflictError when the operator's own person would change it."""
+    if isinstance(grant.principal, OperatorPrincipal) and grant.principal.person == operator.person:
+        raise StateConflictError("You cannot change your own operator, nor approve a change of it. Another person can.")
+
+
+def end_sessions(operator: Operator) -> None:
+    """Delete the sessions, which the operator's new version has ended, inside the `recorded` block of the change."""
+    ConsoleSession.objects.filter(operator=operator).delete()
+
+
+CHANGING = frozenset({Permission.OPERATORS_WRITE, Permission.OPERATORS_APPROVE})
+"""Permissions of a change: the one that makes it, or the one that approves it."""
+
+_ADMINISTRATOR = Role.KEY_ADMINISTRATOR
 
 
 def _require_another_administrator(operator: Operator) -> None:
@@ -202,7 +232,7 @@ def choose_password(operator: Operator, password: Plaintext) -> None:
 
     Raises RequestInvalidError when it is too weak, StateConflictError for an operator of single sign-on.
     """
-    _require_local(operator)
+    require_local(operator)
     try:
         validate_password(password.reveal(), operator)
     except ValidationError as error:

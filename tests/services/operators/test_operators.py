@@ -15,7 +15,7 @@ from keyvault.domain.errors import NotFoundError, PermissionMissingError, Reques
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Operator
 from keyvault.models.recording import collect_subjects
-from keyvault.services.merchants.operators import (
+from keyvault.services.operators.operators import (
     MAX_SCOPE_MERCHANTS,
     create_operator,
     disable_operator,
@@ -94,7 +94,7 @@ def test_operator_with_a_taken_name_is_refused(db: None) -> None:
 @pytest.mark.parametrize("password", ["short", "password1234", "another-operator"])
 def test_operator_with_a_weak_password_is_refused(db: None, password: str) -> None:
     """Too short, too common, or equal to the username."""
-    allowed = grant(HOST, P.OPERATORS_WRITE)
+    allowed = grant(HOST, P.OPERATORS_ENROLL)
     with pytest.raises(RequestInvalidError):
         create_operator(allowed, username="another-operator", roles=[], password=Plaintext(password))
     assert not Operator.objects.exists()
@@ -104,7 +104,7 @@ def test_operator_password_reset_ends_sessions_and_stores_no_plaintext(db: None)
     make_operator("tam", Role.AUDITOR)
     row = Operator.objects.get()
     before = row.get_session_auth_hash()
-    reset_password(grant(HOST, P.OPERATORS_WRITE), row, Plaintext("another long pass phrase"))
+    reset_password(grant(HOST, P.OPERATORS_ENROLL), row, Plaintext("another long pass phrase"))
     row = Operator.objects.get()
     assert row.check_password("another long pass phrase")
     assert not row.check_password(PASSWORD)
@@ -211,12 +211,19 @@ def test_operator_created_by_an_operator_is_refused(scene: Scene) -> None:
     """Otherwise an operator who may request or approve could create a second person."""
     for operator in (scene.tam, scene.approver, scene.admin, scene.responder):
         with pytest.raises(PermissionMissingError):
-            grant(operator, P.OPERATORS_WRITE)
+            grant(operator, P.OPERATORS_ENROLL)
 
 
 def test_host_principal_sets_up_but_neither_requests_nor_approves_nor_reads(scene: Scene) -> None:
     """A shell on the host must not bypass the second person."""
     allowed = {permission for permission in P if is_allowed(HOST, permission, now=now())}
     # Replaying a revocation only repeats a denial.
-    setting_up = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.PEPPERS_READ, P.PEPPERS_WRITE}
+    setting_up = {
+        P.OPERATORS_WRITE,
+        P.OPERATORS_ENROLL,
+        P.MERCHANTS_WRITE,
+        P.TOKENS_WRITE,
+        P.PEPPERS_READ,
+        P.PEPPERS_WRITE,
+    }
     assert allowed == {*setting_up, P.REVOCATIONS_REPLAY}

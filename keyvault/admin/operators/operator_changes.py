@@ -1,0 +1,178 @@
+"""Changes of operators that a second person approves: requested on an operator's page, decided here."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import RowAction, run_service
+from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.enforcement import may, operator_of
+from keyvault.admin.framework.four_eyes import (
+    ApproveStoredForm,
+    approvals_table,
+    approve_action,
+    reject_action,
+    requester_column,
+    undecided_notes,
+)
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.widgets import NOTHING, AttentionItem, Detail, FactTable, Line, link, moment, mono
+from keyvault.admin.operators.operators import format_roles
+from keyvault.models import OperatorChange, OperatorChangeKind, OperatorChangeState
+from keyvault.services.operator_changes import (
+    approve_change,
+    is_undecided,
+    list_undecided,
+    reject_change,
+    withdraw_change,
+)
+
+K, S = OperatorChangeKind, OperatorChangeState
+
+_WHAT = {K.ROLES: "change of roles", K.SECOND_FACTORS_RESET: "reset of second factors"}
+
+
+def _is_undecided(change: OperatorChange) -> bool:
+    return is_undecided(change, datetime.now(UTC))
+
+
+def _state(change: OperatorChange) -> str:
+    return "expired" if change.state == S.AWAITING_APPROVAL and not _is_undecided(change) else change.state
+
+
+def _explain(change: OperatorChange) -> str:
+    if change.kind == K.ROLES:
+        return (
+            "You approve exactly the roles below. They apply at once, and the operator signs in again. Check with the "
+            "requester why they are needed."
+        )
+    return (
+        "All second factors of the operator are removed at once, and its sessions end. Ask the operator in person: "
+        "this is how accounts are taken over."
+    )
+
+
+class OperatorChangeAdmin(ConsoleModelAdmin):
+    view_permissions = (P.OPERATORS_READ,)
+    section, singular, plural = "Access", "Operator change", "Operator changes"
+    row_actions = (
+        approve_action(
+            P.OPERATORS_APPROVE,
+            approve_change,
+            _explain,
+            approved="Approved. The operator is changed.",
+            is_undecided=_is_undecided,
+            form=ApproveStoredForm,
+        ),
+        reject_action(
+            P.OPERATORS_APPROVE,
+            run_service(reject_change, "Request rejected."),
+            "The operator stays as it is. The requester sees the reason.",
+            is_available=_is_undecided,
+        ),
+        RowAction(
+            "withdraw",
+            "Withdraw",
+            P.OPERATORS_WRITE,
+            run_service(withdraw_change, "Request withdrawn."),
+            "The operator stays as it is. Only the requester can withdraw a request.",
+            is_available=_is_undecided,
+            for_requester=True,
+        ),
+    )
+
+    list_display = ("change_id", "state_badge", "operator_name", "what", "requested_by", "created")
+    list_filter = ("state", "kind")
+    search_fields = ("=change_id", "=operator__username")
+    search_help_text = "By id or user name."
+    sortable_by = ()
+    ordering = ("-created_at",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("operator", "requester")
+
+    state_badge = badge_column("state", _state)
+
+    @admin.display(description="operator")
+    def operator_name(self, change: OperatorChange) -> str:
+        return change.operator.username
+
+    @admin.display(description="change")
+    def what(self, change: OperatorChange) -> str:
+        return _WHAT[K(change.kind)]
+
+    requested_by = requester_column
+    created = moment_column("requested (UTC)", "created_at")
+
+    def name_of(self, row: OperatorChange) -> str:
+        return f"{row.operator.username}: {self.what(row)}"
+
+    def requester_person_of(self, row: OperatorChange) -> str:
+        return row.requester_person
+
+    def summary(self, row: OperatorChange) -> FactTable:
+        """Return what the digest covers."""
+        url = reverse("admin:keyvault_operator_change", args=[row.operator_id])
+        roles = [
+            ("Roles before", format_roles(row.roles_before.split())),
+            ("Roles after", format_roles(row.roles.split())),
+        ]
+        return FactTable(
+            "Request",
+            [
+                ("Operator", link(url, row.operator.username)),
+                ("Change", self.what(row)),
+                *(roles if row.kind == K.ROLES else []),
+                ("Why", row.why),
+                ("Digest of the request (SHA-256)", mono(row.plan_digest)),
+                ("Requested by", row.requester.username),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: OperatorChange) -> Detail:
+        progress = FactTable(
+            "Progress",
+            [
+                ("Requested", moment(row.created_at)),
+                ("Decided", moment(row.closed_at, missing="not yet")),
+                *([("Reason of the rejection", row.closed_why or NOTHING)] if row.state == S.REJECTED else []),
+            ],
+        )
+        return Detail(
+            title=self.name_of(row),
+            state=_state(row),
+            notes=list(_notes(request, row)),
+            sections=[self.summary(row), progress, approvals_table(row)],
+        )
+
+    def _is_available(self, request: HttpRequest, action: RowAction, row: OperatorChange) -> bool:
+        is_concerned = row.operator_person == operator_of(request).person
+        return super()._is_available(request, action, row) and not (is_concerned and action.name == "approve")
+
+    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+        me = operator_of(request).person
+        waiting = list_undecided(datetime.now(UTC)).select_related("operator", "requester")
+        where = f"?state__exact={S.AWAITING_APPROVAL}"
+        if may(request, P.OPERATORS_APPROVE):
+            others = self.list_decidable(request, P.OPERATORS_APPROVE, waiting.exclude(operator_person=me))
+            yield self.attention_item("Changes of operators to approve", others, where, "action")
+        if may(request, P.OPERATORS_WRITE):
+            mine = waiting.filter(requester_person=me)
+            yield self.attention_item("Your changes of operators awaiting approval", mine, where)
+
+    def line_of(self, row: OperatorChange) -> Line:
+        return Line(self.url_of(row), self.name_of(row), f"requested by {row.requester.username}", row.created_at)
+
+
+def _notes(request: HttpRequest, row: OperatorChange) -> Iterable[str]:
+    if not _is_undecided(row):
+        return
+    yield from undecided_notes(request, row)
+    if row.operator_person == operator_of(request).person:
+        yield "This is about you. Another person must approve it."

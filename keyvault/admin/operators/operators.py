@@ -1,0 +1,309 @@
+"""Operators in the console: their access, changed by another key administrator, and the access review."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import Q, QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import FOUR_EYES_ROLES, ROLE_PERMISSIONS, Role, permissions_of
+from keyvault.admin.framework.actions import (
+    ActionResult,
+    Cleaned,
+    ReasonForm,
+    RowAction,
+    Tone,
+    VersionedReasonForm,
+    run_service,
+)
+from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.enforcement import operator_of
+from keyvault.admin.framework.filters import state_filter
+from keyvault.admin.framework.model_admin import BoundedPaginator, ConsoleModelAdmin
+from keyvault.admin.framework.pages import page
+from keyvault.admin.framework.widgets import Detail, FactTable, Link, Table, badge, link, moment, mono, short_moment
+from keyvault.models import Operator, OperatorChange
+from keyvault.services.access_review import (
+    OperatorAccess,
+    RoleAccess,
+    export_lines,
+    format_csv,
+    list_reviewed,
+    review_access,
+)
+from keyvault.services.operator_changes import change_roles, request_factor_reset
+from keyvault.services.operators.operators import disable_operator
+from keyvault.services.operators.role_use import UNUSED_AFTER
+
+_PAGE = 50
+"""Operators on a page of the access review."""
+
+_MAX_CHANGES = 20
+"""Maximum changes that the page of an operator shows."""
+
+_REVIEW_NOTE = (
+    "A role is used when its operator opens a page, or takes an action, that it permits and not every operator may. "
+    f"A use is recorded once a day. A role is reported as unused after {UNUSED_AFTER.days} days."
+)
+
+
+class RolesForm(VersionedReasonForm):
+    roles = forms.MultipleChoiceField(
+        required=False,
+        choices=[(role.value, role.value.replace("_", " ")) for role in Role],
+        widget=forms.CheckboxSelectMultiple,
+        help_text=(
+            f"A second person must approve the addition of {' or '.join(sorted(FOUR_EYES_ROLES)).replace('_', ' ')}. "
+            "Without any role the operator cannot sign in."
+        ),
+    )
+    field_order = ("roles", "why")
+
+    @classmethod
+    def initial_for(cls, row: Operator) -> dict[str, Any]:
+        return {"version": row.version, "roles": sorted(row.roles)}
+
+
+def _change_roles(grant: Grant, operator: Operator, cleaned: Cleaned) -> ActionResult:
+    change = change_roles(grant, operator, map(Role, cleaned["roles"]), cleaned["why"])
+    return ActionResult(f"The roles of {operator.username} are changed.") if change is None else _submitted(change)
+
+
+def _reset_factors(grant: Grant, operator: Operator, cleaned: Cleaned) -> ActionResult:
+    return _submitted(request_factor_reset(grant, operator, cleaned["why"]))
+
+
+def _submitted(change: OperatorChange) -> ActionResult:
+    url = reverse("admin:keyvault_operatorchange_change", args=[change.pk])
+    return ActionResult("Request submitted. A second person must approve it.", url=url)
+
+
+def operator_state(operator: Operator) -> str:
+    return "active" if operator.is_active else "disabled"
+
+
+def format_roles(roles: Iterable[str]) -> str:
+    return ", ".join(sorted(role.replace("_", " ") for role in roles)) or "none"
+
+
+class OperatorAdmin(ConsoleModelAdmin):
+    view_permissions = (P.OPERATORS_READ,)
+    section, singular, plural = "Access", "Operator", "Operators"
+    row_actions = (
+        RowAction(
+            "roles",
+            "Change roles",
+            P.OPERATORS_WRITE,
+            _change_roles,
+            "All sessions of the operator end, so that it signs in again.",
+            form=RolesForm,
+            is_available=lambda operator: operator.is_active,
+            step_up=True,
+        ),
+        RowAction(
+            "reset-factors",
+            "Reset second factors",
+            P.OPERATORS_WRITE,
+            _reset_factors,
+            "Once a second person approves, all second factors of the operator are removed and its sessions end. Then "
+            "it needs a new invitation (manage.py invite_operator). Check in person who asks for it: this is how "
+            "accounts are taken over.",
+            form=ReasonForm,
+            is_available=lambda operator: operator.is_active,
+            step_up=True,
+        ),
+        RowAction(
+            "disable",
+            "Disable",
+            P.OPERATORS_WRITE,
+            run_service(disable_operator, lambda operator: f"{operator.username} is disabled."),
+            "The operator is signed out everywhere with the next request, and never signs in again. This is final.",
+            is_available=lambda operator: operator.is_active,
+            step_up=True,
+            tone=Tone.DANGER,
+        ),
+    )
+
+    list_display = ("username", "state_badge", "roles_text", "last_sign_in", "created")
+    list_filter = (
+        state_filter({"active": Q(is_active=True), "disabled": Q(is_active=False)}),
+        state_filter({role.value: Q(groups__name=role) for role in Role}, name="role", title="role"),
+    )
+    search_fields = ("username",)
+    ordering = ("username",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).prefetch_related("groups")
+
+    state_badge = badge_column("state", operator_state, ordering="is_active")
+
+    @admin.display(description="roles")
+    def roles_text(self, operator: Operator) -> str:
+        return format_roles(group.name for group in operator.groups.all())
+
+    last_sign_in = moment_column("last sign-in (UTC)", "last_login", missing="never")
+    created = moment_column("created (UTC)", "date_joined")
+
+    def get_urls(self) -> list[URLPattern]:
+        """Add the access review and its export, before the routes of a row."""
+        return [
+            path(
+                "access-review/",
+                self.guarded(self.view_permissions, ("GET", "HEAD"), self._review_view),
+                name="keyvault_operator_review",
+            ),
+            path(
+                "access-review/export/",
+                self.guarded(self.view_permissions, ("GET", "HEAD"), self._export_view),
+                name="keyvault_operator_export",
+            ),
+            *super().get_urls(),
+        ]
+
+    def list_context(self, request: HttpRequest) -> dict[str, Any]:
+        context = super().list_context(request)
+        context["create_links"].append(Link("Access review", reverse("admin:keyvault_operator_review")))
+        return context
+
+    def summary(self, row: Operator) -> FactTable:
+        return FactTable(
+            "Operator",
+            [
+                ("User name", row.username),
+                ("Roles", format_roles(row.roles)),
+                ("Last sign-in", moment(row.last_login, missing="never")),
+                ("Created", moment(row.date_joined)),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: Operator) -> Detail:
+        (access,) = review_access([row], datetime.now(UTC))
+        logins = Operator.objects.filter(person=row.person).exclude(pk=row.pk).values_list("username", flat=True)
+        security = FactTable(
+            "Sign-in",
+            [
+                ("Second factor", "yes" if access.has_second_factor else "no"),
+                ("Open sessions", row.sessions.filter(expire_date__gt=datetime.now(UTC)).count()),
+                ("Other logins of this person", ", ".join(sorted(logins)) or "none"),
+                ("Permissions", ", ".join(sorted(permissions_of(row.roles)) if row.is_active else []) or "none"),
+            ],
+        )
+        return Detail(
+            title=row.username,
+            state=operator_state(row),
+            sections=[self.summary(row), security, _roles_table(access), _changes_table(row)],
+            notes=["This is you. Another key administrator changes your roles."] if self._is_own(request, row) else [],
+        )
+
+    def name_of(self, row: Operator) -> str:
+        return row.username
+
+    def _is_available(self, request: HttpRequest, action: RowAction, row: Operator) -> bool:
+        return super()._is_available(request, action, row) and not self._is_own(request, row)
+
+    def _is_own(self, request: HttpRequest, row: Operator) -> bool:
+        return row.person == operator_of(request).person
+
+    # --- the access review --------------------------------------------------------------------------------
+
+    def _review_view(self, request: HttpRequest) -> HttpResponse:
+        rows = BoundedPaginator(list_reviewed(), _PAGE).get_page(request.GET.get("page"))
+        here = reverse("admin:keyvault_operator_review")
+        links = [Link("Export as CSV", reverse("admin:keyvault_operator_export"))]
+        if rows.has_previous():
+            links.append(Link("Previous page", f"{here}?page={rows.previous_page_number()}"))
+        if rows.has_next():
+            links.append(Link("Next page", f"{here}?page={rows.next_page_number()}"))
+        now = datetime.now(UTC)
+        lines = [line for access in review_access(rows, now) for line in self._review_lines(access)]
+        columns = ["operator", "state", "second factor", "last sign-in (UTC)", *_ROLE_COLUMNS]
+        of_roles = [[_name(role), ", ".join(sorted(ROLE_PERMISSIONS[role]))] for role in Role]
+        detail = Detail(
+            title="Access review",
+            state="",
+            sections=[
+                Table(f"Operators (page {rows.number} of {rows.paginator.num_pages})", columns, lines),
+                Table("Permissions of each role", ["role", "permissions"], of_roles),
+            ],
+            notes=[_REVIEW_NOTE],
+        )
+        context = {
+            "title": detail.title,
+            "detail": detail,
+            "sections": detail.sections,
+            "links": links,
+            "crumbs": self._crumbs(),
+        }
+        return page(self.admin_site, request, "detail", context)
+
+    def _review_lines(self, access: OperatorAccess) -> Iterable[list[Any]]:
+        row = access.operator
+        shown: list[Any] = [
+            link(self.url_of(row), row.username),
+            badge(operator_state(row)),
+            "yes" if access.has_second_factor else "no",
+            short_moment(row.last_login, missing="never"),
+        ]
+        for number, role in enumerate(access.roles or [None]):
+            yield [*(shown if number == 0 else [""] * len(shown)), *_role_cells(role)]
+
+    def _export_view(self, request: HttpRequest) -> HttpResponse:
+        now = datetime.now(UTC)
+        return HttpResponse(
+            format_csv(export_lines(now)),
+            content_type="text/csv; charset=utf-8",
+            headers={
+                "Cache-Control": "no-store",
+                "Content-Disposition": f'attachment; filename="access-review-{now:%Y-%m-%d}.csv"',
+            },
+        )
+
+
+_ROLE_COLUMNS = ["role", "granted (UTC)", "last used (UTC)", "review"]
+
+
+def _role_cells(role: RoleAccess | None) -> list[Any]:
+    if role is None:
+        return ["none", "", "", ""]
+    return [
+        _name(role.role),
+        short_moment(role.granted_at, missing="not by a service"),
+        short_moment(role.last_used_at, missing="never"),
+        _review(role),
+    ]
+
+
+def _review(role: RoleAccess) -> SafeString | str:
+    return badge("unused") if role.is_unused else ""
+
+
+def _name(role: Role) -> str:
+    return role.value.replace("_", " ")
+
+
+def _roles_table(access: OperatorAccess) -> Table:
+    return Table("Roles", _ROLE_COLUMNS, [_role_cells(role) for role in access.roles], empty="No role.")
+
+
+def _changes_table(operator: Operator) -> Table:
+    changes = OperatorChange.objects.filter(operator=operator).select_related("requester").order_by("-created_at")
+    return Table(
+        "Latest changes that needed an approval",
+        ["change", "state", "requested by", "requested (UTC)"],
+        [
+            [
+                link(reverse("admin:keyvault_operatorchange_change", args=[change.pk]), mono(change.pk)),
+                badge(change.state),
+                change.requester.username,
+                short_moment(change.created_at),
+            ]
+            for change in changes[:_MAX_CHANGES]
+        ],
+    )

@@ -1,0 +1,204 @@
+"""Changes of operators: made at once, or requested, and then approved by a second person.
+
+Adding a role of `access.roles.FOUR_EYES_ROLES` and resetting second factors need the approval. Nobody requests or
+approves a change of their own operator, under any of their logins. An approval covers one digest, over the operator's
+roles before and after. If they changed meanwhile, it is refused.
+"""
+
+import secrets
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+
+from django.db.models import QuerySet
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.roles import FOUR_EYES_ROLES, Role
+from keyvault.domain.canonical import JsonValue, canonical_digest
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import clean_text, find_reason_fault
+from keyvault.domain.ids import mint_id
+from keyvault.models import Operator, OperatorChange, OperatorChangeApproval, OperatorChangeKind, OperatorChangeState
+from keyvault.services.approvals.four_eyes import approving_operator, record_approval
+from keyvault.services.operators.operators import (
+    end_sessions,
+    operator_row,
+    require_active,
+    require_another_person,
+    set_roles,
+)
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.sessions.second_factors import reset_second_factors
+
+APPROVAL_LIFETIME = timedelta(days=7)
+"""Time within which a requested change can be approved."""
+
+_APPROVALS_NEEDED = 1
+
+K, S = OperatorChangeKind, OperatorChangeState
+
+
+def change_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: str) -> OperatorChange | None:
+    """Replace an operator's roles at once, or request that if it adds a role of FOUR_EYES_ROLES. Return the request.
+
+    Raises StateConflictError for a disabled operator and the grant's own. For a request also if the operator has one
+    already, and if the grant is not an operator's; and RequestInvalidError without a reason.
+    """
+    chosen = frozenset(roles)
+    if chosen - operator.roles & FOUR_EYES_ROLES:
+        return _request(grant, operator, K.ROLES, chosen, why)
+    set_roles(grant, operator, chosen, why)
+    return None
+
+
+def request_factor_reset(grant: Grant, operator: Operator, why: str) -> OperatorChange:
+    """Request that all second factors of an operator are removed. Raises the errors of `change_roles`."""
+    return _request(grant, operator, K.SECOND_FACTORS_RESET, operator.roles, why)
+
+
+def approve_change(grant: Grant, change: OperatorChange, plan_digest: str) -> OperatorChange:
+    """Approve exactly this change, and make it.
+
+    Raises StateConflictError when it does not await approval, the operator was changed after the request, the approver
+    is the requester or the person concerned, or `plan_digest` is not the one of the request.
+    """
+    _require_undecided(grant, change)
+    operator = get_operator_of(change)
+    require_another_person(grant, operator)
+    if change.plan_digest != _digest(change, operator):
+        raise StateConflictError("The operator was changed after the request. Reject it and make a new one.")
+    approver = approving_operator(grant, change, plan_digest)
+    event = "operator_change.approved"
+    with recorded(grant, P.OPERATORS_APPROVE, event, account=None, **_about(change), plan_digest=plan_digest):
+        approval = OperatorChangeApproval(change=change)
+        record_approval(
+            grant,
+            change,
+            approver,
+            approval,
+            environment=Environment.PRODUCTION,
+            event=event,
+            concerned_person=change.operator_person,
+        )
+        change.compare_and_swap(state=S.APPLIED, closed_at=grant.at)
+        if change.kind == K.ROLES:
+            set_roles(grant, operator, map(Role, change.roles.split()), change.why)
+        else:
+            reset_second_factors(grant, operator)
+            end_sessions(operator)
+    return change
+
+
+def reject_change(grant: Grant, change: OperatorChange, why: str) -> OperatorChange:
+    """Reject a requested change. Raises StateConflictError once it is decided."""
+    _require_undecided(grant, change)
+    return _close(grant, P.OPERATORS_APPROVE, change, S.REJECTED, why)
+
+
+def withdraw_change(grant: Grant, change: OperatorChange) -> OperatorChange:
+    """Withdraw a requested change. Only the person who requested it may do this."""
+    operator = grant.principal
+    if not isinstance(operator, OperatorPrincipal) or operator.person != change.requester_person:
+        raise StateConflictError("Only the person who made the request can withdraw it. You can reject it instead.")
+    _require_undecided(grant, change)
+    return _close(grant, P.OPERATORS_WRITE, change, S.WITHDRAWN, "")
+
+
+def is_undecided(change: OperatorChange, now: datetime) -> bool:
+    """Whether the change awaits an approval. After APPROVAL_LIFETIME it does so no longer."""
+    return bool(change.state == S.AWAITING_APPROVAL and now < change.approval_expires_at)
+
+
+def list_undecided(now: datetime) -> QuerySet[OperatorChange]:
+    """Return the changes that await an approval, oldest first."""
+    rows: QuerySet[OperatorChange] = OperatorChange.objects.filter(state=S.AWAITING_APPROVAL)
+    return rows.filter(approval_expires_at__gt=now).order_by("created_at")
+
+
+def get_operator_of(change: OperatorChange) -> Operator:
+    """Return the operator as it is now."""
+    operator: Operator = Operator.objects.get(pk=change.operator_id)
+    return operator
+
+
+def _request(
+    grant: Grant, operator: Operator, kind: OperatorChangeKind, roles: frozenset[Role], why: str
+) -> OperatorChange:
+    requester = grant.principal
+    if not isinstance(requester, OperatorPrincipal):
+        raise StateConflictError(
+            "This requires two operators: one who requests it and one who approves it. Name them with --requested-by "
+            "and --approved-by."
+        )
+    require_active(operator)
+    require_another_person(grant, operator)
+    if (fault := find_reason_fault(why)) is not None:
+        raise RequestInvalidError("The operator cannot be changed.", [Fault("/why", fault)])
+    change = OperatorChange(
+        change_id=mint_id("opc", secrets.token_bytes),
+        operator=operator,
+        operator_person=operator.person,
+        kind=kind,
+        roles_before=_format_roles(operator.roles),
+        roles=_format_roles(roles),
+        why=clean_text(why.strip(), 300),
+        state=S.AWAITING_APPROVAL,
+        approvals_needed=_APPROVALS_NEEDED,
+        requester=operator_row(requester),
+        requester_person=requester.person,
+        created_at=grant.at,
+        approval_expires_at=grant.at + APPROVAL_LIFETIME,
+    )
+    change.plan_digest = _digest(change, operator)
+    details: dict[str, JsonValue] = {**_about(change), "plan_digest": change.plan_digest, "why": change.why}
+    with recorded(grant, P.OPERATORS_WRITE, "operator_change.requested", account=None, **details):
+        if list_undecided(grant.at).filter(operator=operator, kind=kind).exists():
+            raise StateConflictError(
+                f"A change of {operator.username} awaits approval already. Withdraw or reject it first."
+            )
+        change.save()
+    return change
+
+
+def _close(grant: Grant, permission: P, change: OperatorChange, state: OperatorChangeState, why: str) -> OperatorChange:
+    reason = clean_text(why.strip(), 300)
+    details = _about(change) | ({"why": reason} if reason else {})
+    with recorded(grant, permission, f"operator_change.{state.value}", account=None, **details):
+        change.compare_and_swap(state=state, closed_at=grant.at, closed_why=reason)
+    return change
+
+
+def _about(change: OperatorChange) -> dict[str, JsonValue]:
+    details: dict[str, JsonValue] = {
+        "change_id": change.change_id,
+        "username": change.operator.username,
+        "kind": change.kind,
+    }
+    if change.kind == K.ROLES:
+        details |= {"old": [*change.roles_before.split()], "new": [*change.roles.split()]}
+    return details
+
+
+def _digest(change: OperatorChange, operator: Operator) -> str:
+    """Return the digest of the change of an operator as it is now."""
+    return canonical_digest(
+        {
+            "what": "change of an operator",
+            "username": operator.username,
+            "kind": change.kind,
+            "old": _format_roles(operator.roles),
+            "new": change.roles,
+            "why": change.why,
+        }
+    )
+
+
+def _format_roles(roles: frozenset[Role]) -> str:
+    return " ".join(sorted(roles))
+
+
+def _require_undecided(grant: Grant, change: OperatorChange) -> None:
+    if not is_undecided(change, grant.at):
+        raise StateConflictError(f"The change does not await approval: it is {change.state}, or too old.")

@@ -1,0 +1,88 @@
+"""Session engine of the console: a session ends 15 minutes after its last use, and 8 hours after its start.
+
+The row has the digest of the session's key, so that a copy of the database opens no session.
+"""
+
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from typing import Any
+
+from django.contrib.auth import SESSION_KEY
+from django.contrib.sessions.backends.db import SessionStore as DatabaseSessionStore
+
+from keyvault.access.limits import SESSION_IDLE_SECONDS, SESSION_SECONDS
+from keyvault.models import ConsoleSession
+
+USE_INTERVAL = timedelta(minutes=1)
+"""Minimum interval between two writes that record the use of a session."""
+
+_STARTED = "_started_at"
+"""Member of the session's data: the time when it started, in seconds. It survives a change of the key."""
+
+
+def session_id(session_key: str) -> str:
+    """Return the primary key of a session's row, which may be shown."""
+    return sha256(session_key.encode()).hexdigest()[:40]
+
+
+class SessionStore(DatabaseSessionStore):
+    """A session. `address` and `browser` are the client's, as the middleware noted them."""
+
+    def __init__(self, session_key: str | None = None) -> None:
+        super().__init__(session_key)
+        self.address = ""
+        self.browser = ""
+        self._row: ConsoleSession | None = None
+
+    @classmethod
+    def get_model_class(cls) -> type[ConsoleSession]:
+        return ConsoleSession
+
+    def extend(self) -> None:
+        """Record a use of an operator's session, unless the last minute has one.
+
+        Another request may have ended the session: then nothing is written.
+        """
+        row, now = self._row, datetime.now(UTC)
+        if self.session_key is None or row is None or row.operator_id is None or now - row.last_used_at < USE_INTERVAL:
+            return
+        ConsoleSession.objects.filter(pk=row.pk, last_used_at__lt=now).update(
+            last_used_at=now, expire_date=_end_of(row.started_at, now), address=self.address, browser=self.browser
+        )
+
+    def exists(self, session_key: str) -> bool:
+        return ConsoleSession.objects.filter(pk=session_id(session_key)).exists()
+
+    def delete(self, session_key: str | None = None) -> None:
+        key = session_key or self.session_key
+        if key is not None:
+            ConsoleSession.objects.filter(pk=session_id(key)).delete()
+
+    def create_model_instance(self, data: dict[str, Any]) -> ConsoleSession:
+        """Return the row to save. It is a use of the session."""
+        now = datetime.now(UTC)
+        started_at = datetime.fromtimestamp(data.setdefault(_STARTED, int(now.timestamp())), UTC)
+        self._row = ConsoleSession(
+            session_key=session_id(self._get_or_create_session_key()),  # type: ignore[attr-defined]  # not in the stubs
+            session_data=self.encode(data),
+            operator_id=data.get(SESSION_KEY),
+            started_at=started_at,
+            last_used_at=now,
+            expire_date=_end_of(started_at, now),
+            address=self.address,
+            browser=self.browser,
+        )
+        return self._row
+
+    def _get_session_from_db(self) -> ConsoleSession | None:
+        if self.session_key is not None:
+            current = ConsoleSession.objects.filter(expire_date__gt=datetime.now(UTC))
+            self._row = current.filter(pk=session_id(self.session_key)).first()
+        if self._row is None:
+            self._session_key = None
+        return self._row
+
+
+def _end_of(started_at: datetime, used_at: datetime) -> datetime:
+    idle, absolute = timedelta(seconds=SESSION_IDLE_SECONDS), timedelta(seconds=SESSION_SECONDS)
+    return min(used_at + idle, started_at + absolute)
