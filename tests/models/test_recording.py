@@ -119,6 +119,7 @@ def test_recorded_model_written_inside_a_block_notes_its_subject(world: World) -
             "RotationApproval",
             "CampaignApproval",
             "ScheduleApproval",
+            "OperatorChangeApproval",
             "Evidence",
             "Installation",
         }:
@@ -168,6 +169,8 @@ def test_models_every_table_is_recorded_or_listed_as_exempt() -> None:
         "AuditEntry": "the log itself",
         "AuditCheckpoint": "signs the log; an entry for each would be a change to sign again",
         "Change": "the feed itself",
+        "ConsoleSession": "its sign-in and its end are recorded",
+        "RoleUse": "when a role was last used; its grant and its end are recorded with the operator",
         "KeyUse": "counts, no part of a verdict",
         "KeySource": "what is kept of a source's uses",
         "KeyAttempt": "when it was last tried, no part of a verdict",

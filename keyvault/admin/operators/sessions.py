@@ -32,7 +32,7 @@ def _state(session: Any) -> str:
 
 class ConsoleSessionAdmin(ConsoleModelAdmin):
     view_permissions = (P.SESSIONS_WRITE,)
-    section, singular, plural = "Access", "Session", "Your sessions"
+    section, singular, plural = "Access", "Session", "Own sessions"
     row_actions = (
         RowAction(
             "end",

@@ -44,7 +44,7 @@ from keyvault.admin.framework.widgets import (
     mono,
 )
 from keyvault.domain.audit import PLATFORM_CHAIN, account_chain, chains_with
-from keyvault.models import Account, AuditChain, AuditEntry, LimitOverride, PepperVersion
+from keyvault.models import Account, AuditChain, AuditEntry, ConsoleSession, LimitOverride, Operator, PepperVersion
 from keyvault.services.audit.checkpoints import CheckpointStatus, list_checkpoint_status
 from keyvault.services.audit.events import list_events
 
@@ -244,12 +244,14 @@ class AuditEntryAdmin(ConsoleModelAdmin):
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         """Add a link to the audit entries of a row to its page."""
-        if isinstance(row, AuditEntry) or not self.has_view_permission(request):
+        if isinstance(row, AuditEntry | ConsoleSession) or not self.has_view_permission(request):
             return None
         if isinstance(row, Account):
             query = {"chain": _chain_of(row)}
         elif isinstance(row, PepperVersion):
             query = {"q": "pepper."}
+        elif isinstance(row, Operator):
+            query = {"q": row.username}
         else:
             owner = self.admin_site._registry.get(type(row))
             account = owner.account_of(row) if isinstance(owner, ConsoleModelAdmin) else None

@@ -44,7 +44,9 @@ def test_operator_role_is_requested_approved_and_applied_in_the_console(desk: De
     assert approver.post(approve, {"plan_digest": digest}).status_code == 302
     assert row_of("tam").roles == {Role.TECHNICAL_ACCOUNT_MANAGER, Role.APPROVER}
     assert "Changes of operators to approve" not in _attention(text_of(approver.get("/admin/")))
-    assert change.pk in text_of(browser(desk.auditor).get(address("keyvault_operator_change", row_of("tam").pk)))
+    text = text_of(browser(desk.auditor).get(address("keyvault_operator_change", row_of("tam").pk)))
+    assert change.pk in text
+    assert f'{address("keyvault_auditentry_changelist")}?q=tam"' in text
 
 
 def _attention(text: str) -> str:
