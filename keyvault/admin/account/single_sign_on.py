@@ -26,7 +26,7 @@ from django.urls import reverse
 
 from keyvault.access.single_sign_on import AuthorizationRequest, FederatedIdentity, IdentityProvider, SignOnFault
 from keyvault.admin.framework.pages import page
-from keyvault.admin.framework.sign_in import find_next, second_factor_url
+from keyvault.admin.framework.sign_in import find_next, second_factor_url, set_device_cookie
 from keyvault.backends.identity_provider import IdentityProviderError
 from keyvault.services.sessions.id_tokens import verify_id_token
 from keyvault.services.sessions.single_sign_on import configured_provider, identity_provider_client, refuse, sign_on
@@ -158,13 +158,15 @@ def finish(request: HttpRequest) -> HttpResponse:
         raise
     if isinstance(identity, SignOnFault):
         raise deny(identity)
-    operator = sign_on(identity, address, now)
+    signed_on = sign_on(identity, address, request.COOKIES.get(settings.DEVICE_COOKIE, ""), now)
     request.session.flush()
-    login(request, operator)
-    if identity.second_factor_at is None:
+    login(request, signed_on.operator)
+    if identity.second_factor_at is None or signed_on.device is None:
         return _unshared(HttpResponseRedirect(second_factor_url(state["next"])))
     note_second_factor(request.session, identity.second_factor_at)
-    return _unshared(HttpResponseRedirect(state["next"]))
+    response = _unshared(HttpResponseRedirect(state["next"]))
+    set_device_cookie(response, signed_on.device)
+    return response
 
 
 def _authenticate(

@@ -76,7 +76,8 @@ def set_device_cookie(response: HttpResponse, device: str) -> None:
         path="/admin/",
         secure=settings.SESSION_COOKIE_SECURE,
         httponly=True,
-        samesite="Strict",
+        # Not Strict: the identity provider sends the browser back from another site.
+        samesite="Lax",
     )
 
 

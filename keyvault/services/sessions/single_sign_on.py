@@ -5,6 +5,7 @@ roles at each sign-in, and such an operator has no password here. No token of th
 """
 
 import re
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -17,10 +18,13 @@ from keyvault.access.principals import SINGLE_SIGN_ON
 from keyvault.access.single_sign_on import FederatedIdentity, IdentityProvider, SignOnFault
 from keyvault.backends.identity_provider import IdentityProviderClient
 from keyvault.domain.errors import NotFoundError, PermissionMissingError
+from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Operator
 from keyvault.services.operators.operators import create_operator, is_single_sign_on, set_roles
 from keyvault.services.recording.authorization import authorize, operator_principal
+from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.sessions.devices import KnownDevice, read_device, write_device
 from keyvault.services.sessions.refusals import sign_in_refusals
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,149}")
@@ -52,6 +56,14 @@ class SignOnRefusedError(PermissionMissingError):
         self.fault = fault
 
 
+@dataclass(frozen=True, slots=True)
+class SignedOn:
+    """An operator, and the device cookie of a complete sign-in; None: our own second factor is next."""
+
+    operator: Operator
+    device: str | None
+
+
 def configured_provider() -> IdentityProvider:
     """Return the configured provider. Raises NotFoundError without one."""
     if settings.IDENTITY_PROVIDER is None:
@@ -80,8 +92,10 @@ def may_prove_second_factor(operator: Operator) -> bool:
     return provider is not None and bool(provider.second_factors) and is_single_sign_on(operator)
 
 
-def sign_on(identity: FederatedIdentity, address: str | None, now: datetime) -> Operator:
+def sign_on(identity: FederatedIdentity, address: str | None, device: str, now: datetime) -> SignedOn:
     """Sign in the operator of an authenticated identity, and record it. Raises SignOnRefusedError.
+
+    `device` is the device cookie, "" without one.
 
     The first sign-in of a subject with a role creates its operator. Later ones replace the operator's roles if its
     groups have changed, which ends its other sessions. A subject without a role loses the operator's roles, too.
@@ -96,20 +110,28 @@ def sign_on(identity: FederatedIdentity, address: str | None, now: datetime) -> 
         raise refuse(SignOnFault.NO_ROLE, address, now, operator)
     if operator is None:
         operator = _create(identity, address, now)
-    _record(operator, identity, address, now)
-    return operator
+    known = read_device(operator, device)
+    _record(operator, identity, address, known, now)
+    is_complete = identity.second_factor_at is not None
+    return SignedOn(operator, write_device(operator, known, address) if is_complete else None)
 
 
-def _record(operator: Operator, identity: FederatedIdentity, address: str | None, now: datetime) -> None:
+def _record(
+    operator: Operator, identity: FederatedIdentity, address: str | None, known: KnownDevice | None, now: datetime
+) -> None:
     """Audit the sign-in, which is complete only with a second factor at the identity provider."""
     grant = authorize(operator_principal(operator), Permission.SESSIONS_WRITE, now=now)
-    details: dict[str, Any] = {"address": address or "unknown", "issuer": identity.issuer}
+    details: dict[str, Any] = {"address": address or "unknown", "device": "new" if known is None else "known"}
     if identity.second_factor_at is None:
-        with recorded(grant, Permission.SESSIONS_WRITE, "operator.single_sign_on_accepted", **details):
+        event = "operator.single_sign_on_accepted"
+        with recorded(grant, Permission.SESSIONS_WRITE, event, issuer=identity.issuer, **details):
             return
-    with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_in", factor="identity_provider", **details):
+    details["factor"] = "identity_provider"
+    with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_in", issuer=identity.issuer, **details):
         if not operator.swap_beside({"version": operator.version}, last_login=now):
             raise PermissionMissingError("This operator was changed just now. Sign in again.")
+        if known is None or known.address != address:
+            announce(grant, NoticeKind.UNFAMILIAR_SIGN_IN, None, operator.username[:64], **details)
 
 
 def _create(identity: FederatedIdentity, address: str | None, now: datetime) -> Operator:

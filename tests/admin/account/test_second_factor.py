@@ -57,7 +57,7 @@ def test_second_factor_completes_the_sign_in(desk: Desk, tam: Operator, seed: Pl
     response = answer(client, totp_code(seed, now()), next="/admin/keyvault/key/")
     assert (response.status_code, response["Location"]) == (302, "/admin/keyvault/key/")
     cookie = response.cookies["device"]
-    assert (cookie["path"], cookie["httponly"], cookie["samesite"]) == ("/admin/", True, "Strict")
+    assert (cookie["path"], cookie["httponly"], cookie["samesite"]) == ("/admin/", True, "Lax")
     assert 0 < cookie["max-age"] <= 90 * 24 * 60 * 60
     assert client.session.session_key != before, "a session key from before the sign-in is not a signed-in one"
     assert client.get("/admin/").status_code == 200

@@ -25,8 +25,9 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.access.single_sign_on import IdentityProvider
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import AuditEntry, Operator
+from keyvault.models import AuditEntry, Notice, Operator
 from keyvault.services.operators.operators import disable_operator
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.sessions.invitations import invite
@@ -302,6 +303,16 @@ def test_single_sign_on_with_a_second_factor_opens_the_console(provider: StubPro
     assert is_fresh(client.session, datetime.now(UTC))
     assert entries("operator.signed_in")[-1]["details"]["factor"] == "identity_provider"
     assert jane().last_login is not None
+
+
+def test_single_sign_on_of_a_new_device_writes_a_notice(provider: StubProvider) -> None:
+    """Known devices stay silent, and each sign-in says which it was."""
+    client = Client()
+    sign_in(client)
+    client.get("/admin/")
+    sign_in(client)
+    assert [entry["details"]["device"] for entry in entries("operator.signed_in")] == ["new", "known"]
+    assert Notice.objects.filter(kind=NoticeKind.UNFAMILIAR_SIGN_IN, subject="jane").count() == 1
 
 
 @pytest.mark.parametrize("authenticated_at", [lambda: int(time.time()) - 3600, lambda: None], ids=["old", "unknown"])

@@ -49,7 +49,7 @@ def test_single_sign_on_creates_link_and_operator_together() -> None:
     pre_save.connect(fail, SocialAccount)
     try:
         with pytest.raises(OSError, match="killed"):
-            sign_on(identity(), None, now())
+            sign_on(identity(), None, "", now())
     finally:
         pre_save.disconnect(fail, SocialAccount)
     assert not Operator.objects.exists()
@@ -58,8 +58,8 @@ def test_single_sign_on_creates_link_and_operator_together() -> None:
 
 def test_single_sign_on_is_audited_with_each_change() -> None:
     at = now()
-    sign_on(identity(), "192.0.2.1", at)
-    sign_on(identity("1", "jane", Role.APPROVER), "192.0.2.1", at + timedelta(hours=1))
+    sign_on(identity(), "192.0.2.1", "", at)
+    sign_on(identity("1", "jane", Role.APPROVER), "192.0.2.1", "", at + timedelta(hours=1))
     assert events() == [
         "operator.linked",
         "operator.created",
@@ -73,7 +73,7 @@ def test_single_sign_on_is_audited_with_each_change() -> None:
 def test_single_sign_on_operator_of_the_host_is_never_taken_over() -> None:
     make_operator("jane", Role.KEY_ADMINISTRATOR)
     with pytest.raises(SignOnRefusedError) as refused:
-        sign_on(identity(), None, now())
+        sign_on(identity(), None, "", now())
     assert refused.value.fault is SignOnFault.NAME_TAKEN
     assert not SocialAccount.objects.exists()
 
@@ -88,7 +88,7 @@ def test_single_sign_on_operator_of_the_host_is_never_taken_over() -> None:
 )
 def test_single_sign_on_operator_is_not_changed_on_the_host(change: Callable[[Operator], None]) -> None:
     """The next sign-in would undo the roles, and a password would bypass the identity provider."""
-    operator = sign_on(identity(), None, now())
+    operator = sign_on(identity(), None, "", now()).operator
     with pytest.raises(StateConflictError, match="single sign-on"):
         change(operator)
     assert operator.roles == {Role.AUDITOR}
@@ -96,7 +96,7 @@ def test_single_sign_on_operator_is_not_changed_on_the_host(change: Callable[[Op
 
 
 def test_single_sign_on_rows_are_written_by_services_only() -> None:
-    operator = sign_on(identity(), None, now())
+    operator = sign_on(identity(), None, "", now()).operator
     link = SocialAccount.objects.get()
     for write in (link.save, link.delete, SocialAccount(user=operator, provider=ISSUER, uid="2").save):
         with pytest.raises(UnrecordedWriteError):
@@ -109,10 +109,10 @@ def test_single_sign_on_rows_are_written_by_services_only() -> None:
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
 def test_single_sign_on_concurrent_first_sign_ins_create_one_operator() -> None:
-    with held_open(lambda: sign_on(identity(), None, now())):
-        slower = start(lambda: sign_on(identity(), None, now()))
+    with held_open(lambda: sign_on(identity(), None, "", now())):
+        slower = start(lambda: sign_on(identity(), None, "", now()))
         wait_until_blocked(slower)
     with pytest.raises(IntegrityError):
         slower.result(TIMEOUT_SECONDS)
     assert (Operator.objects.count(), SocialAccount.objects.count()) == (1, 1)
-    assert sign_on(identity(), None, now()) == Operator.objects.get()
+    assert sign_on(identity(), None, "", now()).operator == Operator.objects.get()
