@@ -98,7 +98,7 @@ class ScopedPaginator(BoundedPaginator):
         rows: QuerySet[Any] = self.object_list  # type: ignore[assignment]  # Django's admin passes a query set
         first = (self.validate_number(number) - 1) * self.per_page
         ids = list(rows.values_list("pk", flat=True))[first : first + self.per_page]
-        return self._get_page(rows.filter(pk__in=ids), self.validate_number(number), self)
+        return _Page(rows.filter(pk__in=ids), self.validate_number(number), self)
 
 
 class ConsoleList(ChangeList):
