@@ -17,7 +17,6 @@ from django.urls import reverse
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
-from keyvault.access.scopes import AccessScope
 from keyvault.admin.oversight import audit
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.revocation import RevocationReason
@@ -153,18 +152,6 @@ def open_pages(samples: Samples, queries: SlowQueries) -> None:
     for name, path in [*pages, *((path, path) for path in filtered)]:
         with queries.watch(name):
             assert client.get(path).status_code == 200, name
-    open_pages_in_scope("merchant-7", pages)
-
-
-def open_pages_in_scope(merchant: str, pages: list[tuple[str, str]]) -> None:
-    """Open each page as an operator of one merchant: its cost may grow with the rows of the merchant, not of others."""
-    client, queries = browser(make_operator("limited", *Role, scope=AccessScope(frozenset({merchant})))), SlowQueries()
-    for name, path in pages:
-        with queries.watch(name):
-            assert client.get(path).status_code in {200, 403}, name
-    assert queries.count > 100
-    faults = {(name, fault) for name, found in queries.found.items() for fault, _ in found}
-    assert {(name, fault) for name, fault in faults if fault.startswith("reads all of")} == set()
 
 
 def make_requests(samples: Samples, queries: SlowQueries) -> None:

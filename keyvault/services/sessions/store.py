@@ -16,6 +16,9 @@ from keyvault.models import ConsoleSession
 USE_INTERVAL = timedelta(minutes=1)
 """Minimum interval between two writes that record the use of a session."""
 
+_EXPIRY = "_session_expiry"
+"""Member of the session's data: a shorter lifetime in seconds, by `set_expiry`. A sign-in under way has one."""
+
 _STARTED = "_started_at"
 """Member of the session's data: the time when it started, in seconds. It survives a change of the key."""
 
@@ -68,7 +71,7 @@ class SessionStore(DatabaseSessionStore):
             operator_id=data.get(SESSION_KEY),
             started_at=started_at,
             last_used_at=now,
-            expire_date=_end_of(started_at, now),
+            expire_date=min(_end_of(started_at, now), now + timedelta(seconds=data.get(_EXPIRY, SESSION_SECONDS))),
             address=self.address,
             browser=self.browser,
         )

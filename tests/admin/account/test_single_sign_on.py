@@ -18,7 +18,6 @@ from allauth.socialaccount.models import SocialAccount, SocialApp, SocialToken
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from django.conf import settings
 from django.contrib.auth import SESSION_KEY
-from django.contrib.sessions.models import Session
 from django.test import Client, override_settings
 
 from keyvault.access.permissions import Permission as P
@@ -27,7 +26,7 @@ from keyvault.access.roles import Role
 from keyvault.access.single_sign_on import IdentityProvider
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import AuditEntry, Notice, Operator
+from keyvault.models import AuditEntry, ConsoleSession, Notice, Operator
 from keyvault.services.operators.operators import disable_operator
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.sessions.invitations import invite
@@ -43,6 +42,7 @@ from keyvault.services.sessions.second_factors import (
 )
 from keyvault.services.sessions.single_sign_on import identity_provider_client
 from keyvault.services.sessions.step_up import is_fresh
+from keyvault.services.sessions.store import session_id
 from tests.admin.desk import Desk, dump, text_of
 from tests.factories import PASSWORD, grant
 from tests.servers.identity_provider import (
@@ -593,15 +593,15 @@ def test_single_sign_on_begins_by_post_with_a_csrf_token(provider: StubProvider)
     """Another site can neither begin a sign-in nor fill the table of sessions."""
     client = Client(enforce_csrf_checks=True)
     assert [client.get(BEGIN).status_code, client.post(BEGIN).status_code] == [405, 403]
-    assert not Session.objects.exists()
+    assert not ConsoleSession.objects.exists()
 
 
 def test_single_sign_on_under_way_is_kept_for_minutes_only(provider: StubProvider) -> None:
     client = Client()
     callback, now = agree(begin(client)), datetime.now(UTC)
-    assert Session.objects.get().expire_date < now + timedelta(seconds=STATE_TTL + 1)
+    assert ConsoleSession.objects.get().expire_date < now + timedelta(seconds=STATE_TTL + 1)
     client.get(callback)
-    assert Session.objects.get().expire_date > now + timedelta(seconds=STATE_TTL + 1)
+    assert ConsoleSession.objects.get().expire_date > now + timedelta(seconds=STATE_TTL + 1)
     assert STATES_SESSION_KEY not in client.session
 
 
@@ -611,7 +611,7 @@ def test_single_sign_on_gives_the_session_a_new_key(provider: StubProvider) -> N
     before = client.session.session_key
     client.get(callback)
     assert client.session.session_key != before
-    assert not Session.objects.filter(session_key=before).exists()
+    assert not ConsoleSession.objects.filter(pk=session_id(before)).exists()
 
 
 def test_single_sign_on_of_a_signed_in_operator_must_authenticate_again(provider: StubProvider) -> None:

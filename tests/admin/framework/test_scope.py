@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 from django.contrib import admin
@@ -30,6 +31,7 @@ from tests.factories import (
     make_merchant,
     make_operator,
     make_token,
+    now,
     request_key,
 )
 
@@ -41,7 +43,7 @@ ALL_SANDBOX = AccessScope(environments=frozenset({SANDBOX}))
 SHARED = {"keyvault_catalogendpoint", "rotation_blackoutcalendar", "keyvault_limitoverride"}
 """Rows of `every_row` that concern no merchant and that every operator may read."""
 
-OWN = {"remove_second_factor", "add_passkey"}
+OWN = {"remove_second_factor", "add_passkey", "recovery_codes"}
 """Pages of the operator's own second factors."""
 
 SANDBOX_ROWS = {"keyvault_providerconnection", "keyvault_webhookendpoint", "keyvault_notice", "keyvault_account"} | {
@@ -138,6 +140,21 @@ def test_scope_front_page_counts_only_what_it_has(desk: Desk) -> None:
     assert "of-acme" not in text
     assert '<span class="count">1</span>' in text
     assert "of-acme" in text_of(browser(desk.approver).get("/admin/"))
+
+
+def test_scope_list_has_pages_in_its_order(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_merchant("globex")
+    noun = admin.site._registry[IssuanceRequest]
+    monkeypatch.setattr(noun, "list_per_page", 2)
+    place = account("globex", PRODUCTION)
+    made = [request_key(place, by=desk.tam, at=now() - timedelta(minutes=ago)) for ago in range(5)]
+    request_key(desk.production, by=desk.tam)
+    client, page = browser(limited(GLOBEX)), address("keyvault_issuancerequest_changelist")
+    pages = [client.get(page, {"p": str(number)}).context["cl"] for number in (1, 2, 3)]
+    assert [[row.pk for row in each.result_list] for each in pages] == [
+        [row.pk for row in made[first : first + 2]] for first in (0, 2, 4)
+    ]
+    assert {each.result_count for each in pages} == {5}
 
 
 def test_scope_inbox_shows_and_counts_alarms_of_its_accounts(desk: Desk) -> None:
