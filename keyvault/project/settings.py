@@ -8,6 +8,7 @@ import dj_database_url
 from django.core.exceptions import ImproperlyConfigured
 from kombu import Exchange, Queue
 
+from keyvault.access.limits import SESSION_SECONDS
 from keyvault.backends.private_files import ensure_private_directory, ensure_private_file, read_or_make_secret
 from keyvault.domain.networks import IPNetwork
 from keyvault.domain.origins import to_domain
@@ -208,6 +209,8 @@ _https = ORIGIN.startswith("https://")
 SESSION_ENGINE = "keyvault.services.sessions.store"
 # The session's row decides when it ends, so the cookie has no date of its own.
 SESSION_EXPIRE_AT_BROWSER_CLOSE = True
+# Of the cookie that binds a single sign-on to its browser.
+SESSION_COOKIE_AGE = SESSION_SECONDS
 SESSION_COOKIE_HTTPONLY = True
 # A link from an alarm or a mail opens the page, and the identity provider sends the browser back from another site.
 # Forms of other sites get neither this cookie nor the strict one below.

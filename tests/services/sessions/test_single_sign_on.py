@@ -82,7 +82,7 @@ def test_single_sign_on_operator_of_the_host_is_never_taken_over() -> None:
     "change",
     [
         lambda row: set_roles(grant(HOST, P.OPERATORS_WRITE), row, [Role.KEY_ADMINISTRATOR]),
-        lambda row: reset_password(grant(HOST, P.OPERATORS_WRITE), row, Plaintext(PASSWORD)),
+        lambda row: reset_password(grant(HOST, P.OPERATORS_ENROLL), row, Plaintext(PASSWORD)),
     ],
     ids=["roles", "password"],
 )
