@@ -68,6 +68,14 @@ def test_docs_paths_exist() -> None:
             assert any(place.exists() for place in places), f"{page.name} names {path}"
 
 
+def test_docs_security_page_names_existing_tests() -> None:
+    """`file: test` names a test of a file under `tests/`."""
+    named = re.findall(r"`([\w/]+\.py): (test_\w+)`", (ROOT / "docs" / "security.md").read_text())
+    assert len(named) > 30
+    missing = [(file, test) for file, test in named if f"def {test}(" not in (ROOT / "tests" / file).read_text()]
+    assert missing == []
+
+
 def test_docs_names_in_the_contributing_tables_are_in_their_files() -> None:
     """A row that starts with one Python file names constants, classes and functions of that file."""
     for row in (ROOT / "CONTRIBUTING.md").read_text().splitlines():

@@ -42,10 +42,6 @@ STEP_UP_ACTIONS = {
     "rotation_rotation_bypass",
     "rotation_rotation_collect",
     "rotation_standingapproval_approve",
-    "keyvault_operator_roles",
-    "keyvault_operator_reset-factors",
-    "keyvault_operator_disable",
-    "keyvault_operatorchange_approve",
 }
 """Actions that approve, bypass, revoke, offboard, collect, show, create a token or change an operator.
 
