@@ -151,6 +151,7 @@ def test_targets_have_the_agreed_bounds() -> None:
         (20, 5),
         (1.25, 1.1),
         (2, 1.25),
+        (2, 1.25),
         (5, 20),
         (2, 0.5),
     ]

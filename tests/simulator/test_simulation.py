@@ -26,7 +26,7 @@ WITHIN = 20_000
 
 # For each broken rule: a seed that shows it soon, the fleet, and what the report says.
 FOUND = {
-    "silence is judged by key": (3, BUSY, "may be silent for"),
+    "silence is judged by key": (10, BUSY, "may be silent for"),
     "the minutes of one run are a habit": (
         5,
         FleetOptions(credentials=100, forgotten=0.2, new=0.7, pauses=0),

@@ -23,6 +23,7 @@ from keyvault.services.work.disk_space import (
     make_room,
     release_reserve,
 )
+from tests.factories import have_peppers
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +111,7 @@ def test_reserve_that_cannot_be_used_is_logged_and_raises_nothing(
 @pytest.mark.django_db
 def test_readiness_names_a_full_disk_and_stays_ready(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: a load balancer keeps sending revocations to a host whose disk is full."""
+    have_peppers()
     assert client.get("/readyz").json()["checks"]["disk"] == "ok"
     free(monkeypatch, 0)
     answer = client.get("/readyz")
