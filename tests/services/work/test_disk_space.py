@@ -26,7 +26,7 @@ from keyvault.services.work.disk_space import (
 from tests.factories import have_peppers
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def folder(settings: Any) -> Path:
     """A data folder with the revocation log; the tests' database is on the same disk."""
     made = Path(mkdtemp(dir=settings.DATA_DIR))
