@@ -23,6 +23,7 @@ from keyvault.domain.revocation_log import Ended
 from keyvault.models import Key
 from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.recording.revocation_log import read_lines
+from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.work.disk_space import NEEDED_BYTES, RESERVE_BYTES, RESERVE_NAME, keep_reserve
 from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
 from tests.factories import PASSWORD, grant, issue, renew_revocation_log
@@ -74,6 +75,7 @@ def ended_keys() -> list[str]:
 
 @pytest.fixture
 def log(tmp_path: Path, settings: Any) -> Path:
+    secret_backend()  # of this process, for its other tests too
     settings.DATA_DIR = tmp_path / "own"
     settings.DATA_DIR.mkdir()
     settings.REVOCATION_LOG = settings.DATA_DIR / "revocation_log"
