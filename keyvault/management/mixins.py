@@ -14,6 +14,7 @@ from keyvault.access.roles import Role
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
+from keyvault.domain.errors import StateConflictError
 from keyvault.management.json_command import JsonCommand
 from keyvault.models import Account, OperatorChange
 from keyvault.services.merchants.merchants import find_account
@@ -156,16 +157,22 @@ class OperatorChangeMixin(UsernameMixin):
         return self.operators_grant()
 
     def decide(self, change: OperatorChange, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Approve the change if an approver is named. When that is refused, withdraw it."""
-        if options["approved_by"]:
-            try:
-                approver = self.operator(options["approved_by"])
-                grant = self.grant(approver, Permission.OPERATORS_APPROVE, requester_person=change.requester_person)
-                approve_change(grant, change, change.plan_digest)
-            except Exception:
-                change.refresh_from_db()
-                withdraw_change(self.requester_grant(options), change)
-                raise
+        """Approve the change. When that is refused, withdraw it.
+
+        A command line proves no identity, so it leaves no request that its own author could approve in the console.
+        """
+        try:
+            if not options["approved_by"]:
+                raise StateConflictError(
+                    "This takes a second person. Name the approver with --approved-by, or request it in the console."
+                )
+            approver = self.operator(options["approved_by"])
+            grant = self.grant(approver, Permission.OPERATORS_APPROVE, requester_person=change.requester_person)
+            approve_change(grant, change, change.plan_digest)
+        except Exception:
+            change.refresh_from_db()
+            withdraw_change(self.requester_grant(options), change)
+            raise
         return {"change_id": change.change_id, "state": change.state}
 
 

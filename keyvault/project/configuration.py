@@ -438,7 +438,7 @@ SETTINGS: tuple[Setting, ...] = (
         "KEYVAULT_OIDC_ROLE_MAP",
         "",
         "Roles of the provider's groups: `group=role`, separated by commas. A group may appear with several roles. "
-        "Nobody without a mapped group can sign in.",
+        "Without a mapped group, single sign-on is refused. Operators with a password are unaffected.",
         _role_map,
     ),
     Setting(

@@ -1,8 +1,8 @@
 """Changes of operators: made at once, or requested, and then approved by a second person.
 
 Adding a role of `access.roles.FOUR_EYES_ROLES` and resetting second factors need the approval. Nobody requests or
-approves a change of their own operator, under any of their logins. An approval covers one digest, over the operator's
-roles before and after. If they changed meanwhile, it is refused.
+approves a change of any operator of their own person. An approval covers one digest, over the operator's roles before
+and after. If they changed meanwhile, it is refused.
 """
 
 import secrets
@@ -27,6 +27,7 @@ from keyvault.services.operators.operators import (
     operator_row,
     require_active,
     require_another_person,
+    require_local,
     set_roles,
 )
 from keyvault.services.recording.transaction import recorded
@@ -134,6 +135,8 @@ def _request(
         )
     require_active(operator)
     require_another_person(grant, operator)
+    if kind == K.ROLES:
+        require_local(operator)
     if (fault := find_reason_fault(why)) is not None:
         raise RequestInvalidError("The operator cannot be changed.", [Fault("/why", fault)])
     change = OperatorChange(

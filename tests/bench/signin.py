@@ -236,7 +236,7 @@ def main() -> int:
     from keyvault.services.recording.authorization import authorize
 
     out, password = Path(sys.argv[1]), secrets.token_urlsafe(24)
-    grant = authorize(HOST, Permission.OPERATORS_WRITE, now=datetime.now(UTC))
+    grant = authorize(HOST, Permission.OPERATORS_ENROLL, now=datetime.now(UTC))
     operator = create_operator(grant, username="bench", roles=[Role.AUDITOR], password=Plaintext(password))
     out.touch(mode=0o600)
     out.write_text(json.dumps({"username": operator.username, "password": password}))

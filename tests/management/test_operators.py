@@ -135,11 +135,16 @@ def test_set_operator_roles_adds_an_approving_role_with_two_operators_only() -> 
     assert (act.subject, act.is_claimed, act.operator.username) == (answer["change_id"], True, "approver")
 
 
-def test_set_operator_roles_without_an_approver_waits_for_the_console() -> None:
+@pytest.mark.parametrize(
+    "command", [("set_operator_roles", "tam", "--role", "approver"), ("reset_operator_factors", "tam")]
+)
+def test_change_of_an_operator_without_an_approver_leaves_no_request(command: tuple[str, ...]) -> None:
+    """Guarantee: nobody approves in the console what they requested in another's name on a command line."""
     make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
-    answer = run("set_operator_roles", "tam", "--role", "approver", "--requested-by", "admin", "--reason", "why")
-    assert (answer["state"], answer["roles"]) == ("awaiting_approval", ["technical_account_manager"])
-    assert not BreakGlass.objects.exists()
+    with pytest.raises(CommandError, match="Name the approver with --approved-by"):
+        run(*command, "--requested-by", "admin", "--reason", "why")
+    assert OperatorChange.objects.get().state == "withdrawn"
+    assert Operator.objects.get(username="tam").roles == {Role.TECHNICAL_ACCOUNT_MANAGER}
 
 
 @pytest.mark.parametrize(

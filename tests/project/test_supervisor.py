@@ -320,7 +320,7 @@ def test_run_serves_what_it_prints_restarts_programs_and_stops_on_sigterm(runnin
     decision = send_as_printed(running.text)
     assert (decision["allowed"], decision["merchant_id"]) == (True, "acme")
     for operator in ("admin", "approver", "auditor", "responder", "tam"):
-        assert re.search(rf"^  {operator} +\S{{16}} +[a-z_]+$", running.text, re.MULTILINE)
+        assert re.search(rf"^  {operator} +\S{{24}} +[A-Z2-7]{{32,}} +[a-z_]+$", running.text, re.MULTILINE)
 
     killed = worker_of(running)
     assert killed is not None

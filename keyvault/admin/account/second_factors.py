@@ -23,6 +23,7 @@ from keyvault.admin.framework.sign_in import second_factor_url, set_new_device_c
 from keyvault.admin.framework.step_up import CODE, is_step_up_due, read_credential
 from keyvault.admin.framework.widgets import Link
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
+from keyvault.domain.free_text import find_text_fault
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
 from keyvault.services.sessions.passkeys import are_passkeys_possible, begin_registration, complete_registration
@@ -102,12 +103,13 @@ def add_passkey_page(site: AdminSite, request: HttpRequest) -> HttpResponse:
     if not are_passkeys_possible(request.get_host()):
         raise StateConflictError("Passkeys need a domain name and https. Use an authenticator app.")
     if request.method == "POST":
-        name = request.POST.get("name", "").strip()[:40] or "Passkey"
-        factor = complete_registration(read_credential(request.POST), name)
+        name = request.POST.get("name", "").strip() or "Passkey"
+        fault = find_text_fault(name, 40)
+        factor = None if fault else complete_registration(read_credential(request.POST), name)
         if factor is not None:
             add_second_factor(grant_for(request, Permission.SESSIONS_WRITE), operator, factor)
             return _done(request, f"The passkey {name} is added.")
-        error = "The passkey was not accepted. Try again."
+        error = f"The name must have {fault}." if fault else "The passkey was not accepted. Try again."
     context = {
         "title": "Add a passkey",
         "error": error,

@@ -53,8 +53,8 @@ def _explain(change: OperatorChange) -> str:
             "requester why they are needed."
         )
     return (
-        "All second factors of the operator are removed at once, and its sessions end. Ask the operator in person: "
-        "this is how accounts are taken over."
+        "All second factors of the operator are removed immediately, and all its sessions end. Confirm the request "
+        "with the operator in person: attackers use resets to take over accounts."
     )
 
 
@@ -175,4 +175,4 @@ def _notes(request: HttpRequest, row: OperatorChange) -> Iterable[str]:
         return
     yield from undecided_notes(request, row)
     if row.operator_person == operator_of(request).person:
-        yield "This is about you. Another person must approve it."
+        yield "This request changes your own operator. Another person must approve it."

@@ -102,7 +102,7 @@ class OperatorAdmin(ConsoleModelAdmin):
             "Change roles",
             P.OPERATORS_WRITE,
             _change_roles,
-            "All sessions of the operator end, so that it signs in again.",
+            "All sessions of the operator end, so it signs in again.",
             form=RolesForm,
             is_available=lambda operator: operator.is_active,
             step_up=True,
@@ -112,9 +112,9 @@ class OperatorAdmin(ConsoleModelAdmin):
             "Reset second factors",
             P.OPERATORS_WRITE,
             _reset_factors,
-            "Once a second person approves, all second factors of the operator are removed and its sessions end. Then "
-            "it needs a new invitation (manage.py invite_operator). Check in person who asks for it: this is how "
-            "accounts are taken over.",
+            "After a second person approves, all second factors of the operator are removed and all its sessions end. "
+            "The operator then needs a new invitation (manage.py invite_operator). Confirm the request with the "
+            "operator in person: attackers use resets to take over accounts.",
             form=ReasonForm,
             is_available=lambda operator: operator.is_active,
             step_up=True,
@@ -124,7 +124,7 @@ class OperatorAdmin(ConsoleModelAdmin):
             "Disable",
             P.OPERATORS_WRITE,
             run_service(disable_operator, lambda operator: f"{operator.username} is disabled."),
-            "The operator is signed out everywhere with the next request, and never signs in again. This is final.",
+            "All sessions of the operator end, and the operator can never sign in again. This cannot be undone.",
             is_available=lambda operator: operator.is_active,
             step_up=True,
             tone=Tone.DANGER,
@@ -191,7 +191,7 @@ class OperatorAdmin(ConsoleModelAdmin):
             [
                 ("Second factor", "yes" if access.has_second_factor else "no"),
                 ("Open sessions", row.sessions.filter(expire_date__gt=datetime.now(UTC)).count()),
-                ("Other logins of this person", ", ".join(sorted(logins)) or "none"),
+                ("Other operators of this person", ", ".join(sorted(logins)) or "none"),
                 ("Permissions", ", ".join(sorted(permissions_of(row.roles)) if row.is_active else []) or "none"),
             ],
         )
@@ -274,7 +274,7 @@ def _role_cells(role: RoleAccess | None) -> list[Any]:
         return ["none", "", "", ""]
     return [
         _name(role.role),
-        short_moment(role.granted_at, missing="not by a service"),
+        short_moment(role.granted_at, missing="unknown: not granted by Keyvault"),
         short_moment(role.last_used_at, missing="never"),
         _review(role),
     ]

@@ -10,8 +10,8 @@ from keyvault.services.operators.operators import get_operator
 
 class Command(OperatorChangeMixin):
     help = (
-        "Remove all second factors of an operator and end their sessions; invite_operator invites them again. This "
-        "requires two operators and a reason. Without --approved-by the second person approves it in the console."
+        "Remove all second factors of an operator and end all sessions of the operator. Then run invite_operator. The "
+        "reset requires two operators and a reason. Two persons then review the approval in the console."
     )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

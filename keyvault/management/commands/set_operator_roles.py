@@ -13,9 +13,8 @@ from keyvault.services.operators.operators import get_operator
 
 class Command(OperatorChangeMixin):
     help = (
-        "Replace an operator's roles and end their sessions, so that they sign in again. Adding approver or "
-        "key_administrator requires two operators and a reason. Without --approved-by the second person approves it in "
-        "the console."
+        "Replace an operator's roles and end all sessions of the operator. Adding approver or key_administrator "
+        "requires two operators and a reason. Two persons then review the approval in the console."
     )
 
     def add_options(self, parser: CommandParser) -> None:

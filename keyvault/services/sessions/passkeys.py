@@ -3,6 +3,7 @@
 allauth reads the request from the context that its middleware sets.
 """
 
+import struct
 from collections.abc import Callable
 from ipaddress import ip_address
 from typing import Any
@@ -17,7 +18,10 @@ from django.http.request import split_domain_port
 from keyvault.models import Operator
 from keyvault.services.sessions.second_factors import PASSKEY, NewFactor
 
-_MALFORMED = (ValidationError, ValueError, TypeError, KeyError, AttributeError)
+_MALFORMED = (
+    *(ValidationError, ValueError, TypeError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError, struct.error),
+)
 """Errors of allauth and fido2 for a response that is wrong, or no response at all."""
 
 

@@ -128,7 +128,8 @@ def _record(
             return
     details["factor"] = "identity_provider"
     with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_in", issuer=identity.issuer, **details):
-        if not operator.swap_beside({"version": operator.version}, last_login=now):
+        used_up = {"invitation_digest": None, "invitation_expires_at": None}
+        if not operator.swap_beside({"version": operator.version}, last_login=now, **used_up):
             raise PermissionMissingError("This operator was changed just now. Sign in again.")
         if known is None or known.address != address:
             announce(grant, NoticeKind.UNFAMILIAR_SIGN_IN, None, operator.username[:64], **details)

@@ -115,7 +115,7 @@ def _show_sign_ins(context: DemoContext) -> None:
     """Print a password and a TOTP secret of each operator, for the console of this demo."""
     report = context.report
     report.step(f"the console is at {to_domain(local_url(context.port))}/admin/ until the demo ends")
-    grant = authorize(HOST, Permission.OPERATORS_WRITE, now=datetime.now(UTC))
+    grant = authorize(HOST, Permission.OPERATORS_ENROLL, now=datetime.now(UTC))
     for operator in Operator.objects.order_by("username"):
         prepared = prepare_sign_in(grant, operator)
         context.secrets += [prepared.password, prepared.totp_seed]

@@ -86,7 +86,11 @@ def test_second_factor_wrong_code_opens_nothing(desk: Desk, tam: Operator, seed:
 
 
 @pytest.mark.parametrize(
-    "credential", ["", "no JSON", "null", "[]", "{}", '{"id": 1}', '{"rawId": "AA", "response": {}}']
+    "credential",
+    [
+        *("", "no JSON", "null", "[]", "{}", '{"id": 1}', '{"rawId": "AA", "response": {}}'),
+        *(pytest.param("[" * 60_000, id="deep"), pytest.param(r'{"id": "\u0000"}', id="NUL")),
+    ],
 )
 def test_second_factor_malformed_passkey_is_refused(desk: Desk, tam: Operator, credential: str) -> None:
     """The browser's response is untrusted: no text of it ends in a fault of the server."""

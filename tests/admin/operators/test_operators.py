@@ -59,7 +59,7 @@ def test_operator_change_is_offered_neither_to_its_requester_nor_to_the_person_c
     change_roles(desk, "tam", Role.APPROVER)
     change = OperatorChange.objects.get()
     page, approve = (address(f"keyvault_operatorchange_{name}", change.pk) for name in ("change", "approve"))
-    for operator, note in ((desk.admin, "You requested this"), (concerned, "This is about you")):
+    for operator, note in ((desk.admin, "You requested this"), (concerned, "This request changes your own operator")):
         client = browser(operator)
         assert note in text_of(client.get(page))
         assert approve not in text_of(client.get(page))
