@@ -12,7 +12,7 @@ from typing import Any
 
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import OperationalError, ProgrammingError
+from django.db import DatabaseError, OperationalError, ProgrammingError
 
 from keyvault.access.decision import OUTSIDE_SCOPE
 from keyvault.access.permissions import Permission
@@ -49,8 +49,6 @@ class JsonCommand(BaseCommand):
         self._granted: list[tuple[OperatorPrincipal, Permission]] = []
         try:
             answer = self.answer(options)
-            for operator, permission in self._granted:
-                write_uses(operator.username, find_used_roles(operator, [permission]), self.now)
         except RequestInvalidError as error:
             faults = "".join(f"\n  {fault.pointer}: {fault.detail}" for fault in error.faults)
             raise CommandError(redact(f"{error.code}: {error.detail}{faults}")) from error
@@ -61,6 +59,15 @@ class JsonCommand(BaseCommand):
         except (OperationalError, ProgrammingError) as error:
             raise CommandError(f"the database is unavailable or not set up (run manage.py setup): {error}") from error
         self.stdout.write(json.dumps(answer, default=_as_json) if options["json"] else self.format_text(answer))
+        self._note_role_uses()
+
+    def _note_role_uses(self) -> None:
+        """Record the uses of roles. The command is done and its answer printed, so a failure is only a warning."""
+        try:
+            for operator, permission in self._granted:
+                write_uses(operator.username, find_used_roles(operator, [permission]), self.now)
+        except DatabaseError as error:
+            self.stderr.write(f"The use of a role was not recorded: {error}")
 
     def warn_unrevealed(self) -> None:
         """Warn on standard error that the new token was not printed and is stored nowhere."""

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import OperationalError
 from django.test import Client
 
 from keyvault.access.permissions import Permission as P
@@ -21,6 +22,7 @@ from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
 from keyvault.domain.plaintext import Plaintext
+from keyvault.management import json_command
 from keyvault.models import AuditEntry, BreakGlass, Key, Operator, OperatorChange
 from keyvault.models.recording import collect_subjects
 from keyvault.services.sessions.invitations import prepare_sign_in
@@ -314,6 +316,22 @@ def test_django_command_is_refused_by_each_program(entry: list[str], tmp_path: P
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("flush is refused: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_command_prints_its_answer_although_the_use_of_a_role_is_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A string that is shown once is not lost, and an act that is done is not reported as failed."""
+    make_merchant("acme")
+    have_peppers()
+
+    def fail(*_: object) -> None:
+        raise OperationalError("disk full")
+
+    monkeypatch.setattr(json_command, "write_uses", fail)
+    arguments = ("--merchant", "acme", "--environment", "sandbox", "--kind", "private", "--requested-by", "admin")
+    assert run("issue_key", *arguments, "--reveal")["key"]
+    assert "was not recorded: disk full" in capsys.readouterr().err
 
 
 # --- scope ----------------------------------------------------------------------------------------------------

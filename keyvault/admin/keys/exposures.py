@@ -17,7 +17,9 @@ _EXPOSURE_DAYS = 30
 def exposures() -> QuerySet[UseBucket]:
     """Return recent uses that may have exposed the key, newest first. The key itself was verified."""
     since = datetime.now(UTC) - timedelta(days=_EXPOSURE_DAYS)
-    return UseBucket.objects.filter(is_exposure=True, span__in=UseSpan, last_at__gte=since).order_by("-last_at")
+    # The index has the begin of a bucket, which is at most a day before its last use.
+    recent = UseBucket.objects.filter(is_exposure=True, span__in=UseSpan, minute__gte=since - timedelta(days=1))
+    return recent.filter(last_at__gte=since).order_by("-last_at")
 
 
 def exposure_tables(key: Key) -> Iterable[Table]:

@@ -23,8 +23,9 @@ class Command(JsonCommand):
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         if self._needs_migration():
             call_command("migrate", interactive=False, verbosity=0)
-        ensure_peppers(self.now)
+        # Before the secret backend is needed: a process of an old release may start meanwhile.
         record_compatibility(self.now)
+        ensure_peppers(self.now)
         unread = recover_revocation_log(self.now).unread
         if not open_revocation_log(self.now):
             raise CommandError(f"The database is set up, but the service will not start: {format_log_loss(unread)}")
