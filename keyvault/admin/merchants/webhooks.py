@@ -135,6 +135,7 @@ class WebhookEndpointAdmin(AccountRowAdmin):
             "Add endpoint",
             account_of=account_from,
             preset=from_query("merchant", "environment"),
+            step_up=True,
         ),
     )
     row_actions = (
@@ -158,6 +159,7 @@ class WebhookEndpointAdmin(AccountRowAdmin):
                 if _is_in_overlap(endpoint)
                 else ""
             ),
+            step_up=True,
         ),
         resume_action(
             "enable",

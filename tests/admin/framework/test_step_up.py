@@ -42,6 +42,8 @@ STEP_UP_ACTIONS = {
     "rotation_rotation_bypass",
     "rotation_rotation_collect",
     "rotation_standingapproval_approve",
+    "keyvault_webhookendpoint_add",
+    "keyvault_webhookendpoint_rotate",
 }
 """Actions that approve, bypass, revoke, offboard, collect, show, create a token or change an operator.
 
