@@ -111,6 +111,7 @@ def _system_trust() -> ssl.SSLContext:
 
 def _resolve_in_time(destination: Destination, resolve: Resolve, deadline: RequestDeadline) -> Sequence[Address]:
     """Resolve in a separate thread, since the resolver's own timeouts are long."""
+    resolvers = _resolvers  # The thread may outlive this attempt, and returns what it took.
     found: list[Sequence[Address]] = []
     faults: list[OSError] = []
 
@@ -120,15 +121,15 @@ def _resolve_in_time(destination: Destination, resolve: Resolve, deadline: Reque
         except (OSError, UnicodeError) as error:
             faults.append(OSError(f"the name cannot be resolved: {error}"))
         finally:
-            _resolvers.release()
+            resolvers.release()
 
-    if not _resolvers.acquire(timeout=deadline.left(CONNECT_SECONDS)):
+    if not resolvers.acquire(timeout=deadline.left(CONNECT_SECONDS)):
         raise ResolversBusyError("Too many names are being resolved.", internal=destination.host)
     thread = threading.Thread(target=resolve_host, name="webhook-resolver", daemon=True)
     try:
         thread.start()
     except RuntimeError:
-        _resolvers.release()
+        resolvers.release()
         raise
     thread.join(deadline.left(CONNECT_SECONDS))
     if faults:
