@@ -1,7 +1,7 @@
 """The HTTP client of the identity provider: its metadata and its signing keys, cached, with every call bounded.
 
 A call has timeouts, an overall time limit and a maximum reply; it follows no redirect and ignores the environment's
-proxies. After a call without a reply, further calls fail at once for a pause: the console has few threads, and a
+proxies. After a call without a reply, further calls fail immediately for a pause: the console has few threads, and a
 provider that hangs must not occupy them.
 """
 

@@ -1,4 +1,4 @@
-"""Changes of operators: made at once, or requested, and then approved by a second person.
+"""Changes of operators: made immediately, or requested, and then approved by a second person.
 
 Adding a role of `access.roles.FOUR_EYES_ROLES` and resetting second factors need the approval. Nobody requests or
 approves a change of any operator of their own person. An approval covers one digest, over the operator's roles before
@@ -42,7 +42,7 @@ K, S = OperatorChangeKind, OperatorChangeState
 
 
 def change_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: str) -> OperatorChange | None:
-    """Replace an operator's roles at once, or request that if it adds a role of FOUR_EYES_ROLES. Return the request.
+    """Replace an operator's roles, or request that if it adds a role of FOUR_EYES_ROLES. Return the request.
 
     Raises StateConflictError for a disabled operator and the grant's own. For a request also if the operator has one
     already, and if the grant is not an operator's; and RequestInvalidError without a reason.

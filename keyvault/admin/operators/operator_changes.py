@@ -49,8 +49,8 @@ def _state(change: OperatorChange) -> str:
 def _explain(change: OperatorChange) -> str:
     if change.kind == K.ROLES:
         return (
-            "You approve exactly the roles below. They apply at once, and the operator signs in again. Check with the "
-            "requester why they are needed."
+            "You approve exactly the roles below. They apply immediately, and the operator signs in again. Ask "
+            "the requester why they are needed."
         )
     return (
         "All second factors of the operator are removed immediately, and all its sessions end. Confirm the request "

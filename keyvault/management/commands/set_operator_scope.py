@@ -13,8 +13,8 @@ from keyvault.services.operators.operators import get_operator, set_scope
 
 class Command(HostOperatorMixin):
     help = (
-        "Replace the merchants and environments on which an operator may act, and end their sessions. What is outside "
-        "of them appears absent."
+        "Replace an operator's scope, the merchants and environments on which it may act, and end all its sessions. "
+        "The operator does not find objects outside the scope."
     )
 
     def add_options(self, parser: CommandParser) -> None:

@@ -40,7 +40,7 @@ _TOKEN_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class PreparedSignIn:
-    """A password and the seed of an authenticator app (Base32), with which an operator can sign in at once."""
+    """A password and the seed of an authenticator app (Base32), with which an operator can sign in immediately."""
 
     password: Plaintext
     totp_seed: Plaintext
