@@ -27,6 +27,7 @@ from keyvault.models import DeliveryState, IssuanceRequest, ServiceProcess, Webh
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.revocations.log_opening import late_comparison
 from keyvault.services.startup.metrics import allocate_meter_files
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
 from keyvault.services.work.disk_space import keep_reserve
@@ -59,7 +60,7 @@ def utc_now() -> datetime:
 
 @dataclass(slots=True, eq=False)
 class ProcessWatch(BackgroundThread):
-    """Report this process, find lost ones, measure the queues, and keep the disk reserve whole.
+    """Report this process, find lost ones, measure the queues, keep the disk reserve, and compare with the anchor once.
 
     `runs`: the names that this process reports, by kind. `queues`: the queues of work that are measured.
     """
@@ -86,6 +87,8 @@ class ProcessWatch(BackgroundThread):
             ServiceProcess.objects.update_or_create(name=name, defaults={"kind": kind, "seen_at": now, "lost_at": None})
         report_lost(now)
         measure(now, self.queues)
+        # Of each process that missed the anchor at its start: a worker that started later has nothing to compare.
+        late_comparison.run(now)
 
     def _loop(self) -> None:
         self._repeat(self.run_once, REPORT_SECONDS)

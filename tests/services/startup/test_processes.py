@@ -15,6 +15,7 @@ from keyvault.services.merchants.merchants import find_account
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce_to
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.revocations.log_opening import LateComparison, late_comparison
 from keyvault.services.startup.processes import LOST_AFTER, REPORT_SECONDS, ProcessWatch, measure, report_lost
 from keyvault.services.work import leases
 from tests.clocks import Clock
@@ -124,3 +125,22 @@ def test_queues_of_issuance_and_webhooks_are_measured(clock: Clock) -> None:
     measure(clock.tick(7), [])
     assert meter("keyvault_queue_due", queue="webhooks") == 1
     assert meter("keyvault_queue_age_seconds", queue="webhooks") == 7
+
+
+@pytest.mark.django_db
+def test_server_whose_start_missed_the_anchor_compares_with_it_later(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: a server that started beside a sealed Vault does not wait for a worker that missed nothing."""
+    compared = []
+
+    def compare(self: LateComparison, now: datetime) -> None:
+        compared.append(now)
+        self.is_due = False
+
+    monkeypatch.setattr(LateComparison, "_compare", compare)
+    monkeypatch.setattr(late_comparison, "is_due", True)
+    server = watch(clock)
+    server.run_once()
+    server.run_once()
+    assert compared == [clock()]
