@@ -91,7 +91,7 @@ def add_totp_page(site: AdminSite, request: HttpRequest) -> HttpResponse:
         if factor is not None:
             add_second_factor(grant_for(request, Permission.SESSIONS_WRITE), operator, factor)
             del request.session[_SEED]
-            return _done(request, "The authenticator app is added.")
+            return _stay_signed_in(request, operator, _done(request, "The authenticator app is added."))
         error = WRONG_FACTOR
     context = {"title": "Add an authenticator app", "error": error, **totp_context(operator, seed)}
     return page(site, request, "add_totp", {**context, "crumbs": _crumbs()}, status=400 if error else 200)
@@ -122,9 +122,10 @@ def add_passkey_page(site: AdminSite, request: HttpRequest) -> HttpResponse:
 @fresh("POST")
 def recovery_codes_page(site: AdminSite, request: HttpRequest) -> HttpResponse:
     """Replace the recovery codes, and show the new ones once."""
-    factor, codes = new_recovery_codes()
-    add_second_factor(grant_for(request, Permission.SESSIONS_WRITE), _operator(request), factor)
-    return recovery_codes_response(site, request, codes, Link("second factors", reverse("admin:second_factors")))
+    operator, (factor, codes) = _operator(request), new_recovery_codes()
+    add_second_factor(grant_for(request, Permission.SESSIONS_WRITE), operator, factor)
+    back = Link("second factors", reverse("admin:second_factors"))
+    return _stay_signed_in(request, operator, recovery_codes_response(site, request, codes, back))
 
 
 @fresh("POST")
@@ -132,10 +133,8 @@ def remove_page(site: AdminSite, request: HttpRequest, factor_id: int) -> HttpRe
     """Remove a factor. The operator's other sessions end."""
     operator = _operator(request)
     remove_second_factor(grant_for(request, Permission.SESSIONS_WRITE), operator, factor_id)
-    update_session_auth_hash(request, operator)
-    response = _done(request, "The second factor is removed, and your other sessions have ended.")
-    set_new_device_cookie(response, request, operator)
-    return response
+    done = _done(request, "The second factor is removed, and your other sessions have ended.")
+    return _stay_signed_in(request, operator, done)
 
 
 def totp_context(operator: Operator, encrypted_seed: str) -> dict[str, Any]:
@@ -163,6 +162,13 @@ def _operator(request: HttpRequest) -> Operator:
 def _done(request: HttpRequest, message: str) -> HttpResponse:
     messages.success(request, message)
     return HttpResponseRedirect(reverse("admin:second_factors"))
+
+
+def _stay_signed_in(request: HttpRequest, operator: Operator, response: HttpResponse) -> HttpResponse:
+    """Bind this session and this device to the operator as it is now. Its other sessions may have ended."""
+    update_session_auth_hash(request, operator)
+    set_new_device_cookie(response, request, operator)
+    return response
 
 
 def _crumbs() -> list[Link]:

@@ -121,10 +121,11 @@ def new_recovery_codes() -> tuple[NewFactor, list[Plaintext]]:
 
 
 def add_second_factor(grant: Grant, operator: Operator, factor: NewFactor) -> None:
-    """Add a second factor, or replace the one of a kind that each operator has once.
+    """Add a second factor, or replace the one of a kind that each operator has once, which ends the sessions.
 
     Raises StateConflictError beyond MAX_PASSKEYS.
     """
+    is_replaced = factor.kind != PASSKEY and any(each.type == factor.kind for each in list_second_factors(operator))
     with recorded(
         grant,
         Permission.SESSIONS_WRITE,
@@ -132,7 +133,10 @@ def add_second_factor(grant: Grant, operator: Operator, factor: NewFactor) -> No
         username=operator.username,
         factor=factor.kind,
         name=factor.data.get("name", ""),
+        replaced=is_replaced,
     ):
+        if is_replaced:
+            operator.compare_and_swap()
         store_second_factor(operator, factor, grant.at)
 
 

@@ -178,6 +178,16 @@ def test_own_recovery_codes_are_shown_once(desk: Desk, tam: Operator, seed: Plai
     assert answer(with_password(desk.tam), codes[0]).status_code == 302
 
 
+def test_own_recovery_codes_replaced_end_other_sessions(desk: Desk, tam: Operator, seed: Plaintext) -> None:
+    """Guarantee: a session that somebody else opened with a lost code ends when the codes are replaced."""
+    client, other = browser(desk.tam), browser(desk.tam)
+    for _ in range(2):
+        assert client.post(f"{FACTORS}recovery-codes/").status_code == 200
+    assert (last_event()["event"], last_event()["details"]["replaced"]) == ("operator.second_factor_added", True)
+    assert client.get(FACTORS).status_code == 200
+    assert other.get("/admin/").status_code == 302
+
+
 def test_own_factor_is_removed_and_ends_other_sessions(desk: Desk, tam: Operator, seed: Plaintext) -> None:
     add_second_factor(grant(desk.tam, P.SESSIONS_WRITE), tam, NewFactor(PASSKEY, {"name": "lost <key>"}))
     (passkey,) = (factor for factor in list_second_factors(tam) if factor.type == PASSKEY)
