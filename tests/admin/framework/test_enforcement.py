@@ -1,6 +1,7 @@
 """Page access: every address of the console, for every role, by GET and by POST."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from datetime import timedelta
 from typing import Any, cast
 
@@ -314,9 +315,10 @@ def statuses(client: Client, path: str) -> dict[str, int]:
     answers = {}
     for method in ("get", "post"):
         # No transaction around it: revocations refuse to run inside another transaction.
-        before = transaction.savepoint()
+        before, cookies = transaction.savepoint(), deepcopy(client.cookies)
         answers[method] = getattr(client, method)(path).status_code
         transaction.savepoint_rollback(before)
+        client.cookies = cookies
     return answers
 
 
