@@ -37,10 +37,12 @@ def choose_cores() -> Cores:
     return Cores(mine[0], mine[1]) if len(mine) > 1 else Cores(None, None)
 
 
-def pinned(command: list[str], core: int | None) -> list[str]:
-    """The command on that core alone, with everything that it starts."""
+def pinned(command: list[str], *cores: int | None) -> list[str]:
+    """Return the command on these cores alone, with everything that it starts; on all cores if one of them is None."""
     taskset = shutil.which("taskset")
-    return command if core is None or taskset is None else [taskset, "--cpu-list", str(core), *command]
+    if taskset is None or None in cores:
+        return command
+    return [taskset, "--cpu-list", ",".join(map(str, cores)), *command]
 
 
 # --- what a server costs ------------------------------------------------------------------------------------

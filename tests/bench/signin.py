@@ -28,7 +28,7 @@ from .figures import SIGN_IN, Spread, find_noise, number, spread
 from .generators import find_generators
 from .launch import Started, launched, run_to_end
 from .load import Loaded, put_load
-from .machine import Cores
+from .machine import Cores, pinned
 from .pacer import write_requests
 from .site import House, Site
 from .telling import tell
@@ -73,7 +73,9 @@ class SignIn:
         environ = {**house.environ, "KEYVAULT_ORIGIN": f"http://{cases.ADDRESS}:{{port}}"}
         log = self._site.folder / "signin.log"
         rounds = []
-        with launched(self._on_all_cores(command), environ, log, None) as started:
+        # This process is on the load's core, and so is what it starts.
+        command = pinned(command, self._cores.server, self._cores.load)
+        with launched(command, environ, log, None) as started:
             requests = self._write_request(started.port, house)
             for turn in range(1, self._asked.sign_in_rounds + 1):
                 idle = self._measure(started, requests)
@@ -85,12 +87,6 @@ class SignIn:
                 rounds.append(_round(turn, idle, loaded, counted))
                 tell("  " + " | ".join(rows(rounds[-1])[1]))
         return {"rounds": rounds, "rate": self._asked.order_rate, "generator": self._generators.names["open"]}
-
-    def _on_all_cores(self, command: list[str]) -> list[str]:
-        """This process is on the load's core, and what it starts is, too."""
-        if self._cores.server is None:
-            return command
-        return ["taskset", "--cpu-list", f"{self._cores.server},{self._cores.load}", *command]
 
     def _make_operator(self, house: House) -> Operator:
         out = self._site.folder / "operator.json"
