@@ -290,26 +290,9 @@ def vault_service(installed_vault: "InstalledVault", db: None) -> "Iterator[Inst
 
 @pytest.fixture(autouse=True)
 def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> None:
-    """Forget what an earlier test left in this process: limits, rules, records, budgets and the revocation log.
-
-    Limits are counted by account, and a rolled back account's id comes again in the next test. What an earlier test
-    revoked is not revoked in this one's database. The tests of pure packages reach none of it.
-    """
+    """Forget what an earlier test left in this process. The tests of pure packages reach none of it."""
     if request.path.relative_to(TESTS).as_posix().startswith(PURE):
         return
-    from keyvault.hotpath.adapters.assembly import load_blocking
-    from keyvault.services.limits.limiter import failed_proofs, limiter
-    from keyvault.services.limits.sign_in_attempts import attempts
-    from keyvault.services.revocations.log_opening import late_comparison
-    from keyvault.services.usage.recorder import usage_log
+    from .process_state import forget_process_state
 
-    from .factories import forget_evidence, renew_revocation_log
-
-    renew_revocation_log(data_dir / "revocation_log")
-    forget_evidence(data_dir / "keystore.sqlite3")
-    limiter.cache_clear()
-    failed_proofs.cache_clear()
-    late_comparison.is_due = False
-    attempts.cache_clear()
-    load_blocking.cache_clear()
-    usage_log._sources.clear()  # of the engines of earlier tests
+    forget_process_state(data_dir)

@@ -5,17 +5,22 @@ A service cannot omit its change row or its audit entry: a save, update, create 
 migrations bypass this check, and so does a user with the database's password; the audit chain detects that.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self
 
 from django.db import models
+from django.dispatch import Signal
 
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.ids import Subject
 
 _open_subjects: ContextVar[dict[Subject, bool] | None] = ContextVar("open_subjects", default=None)
+
+row_ends = Signal()
+"""Sent inside the transaction before a row is written in a final state."""
 
 
 class UnrecordedWriteError(Exception):
@@ -99,6 +104,8 @@ class RecordedModel(models.Model):
         Raises StateConflictError, without a write, when the row has changed.
         """
         subjects = require_recording(type(self))
+        if self._with(changes).has_ended():
+            row_ends.send(type(self))
         rows: models.QuerySet[Any] = models.QuerySet(type(self)).filter(pk=self.pk, version=self.version)
         if rows.update(version=self.version + 1, **changes) != 1:
             raise StateConflictError(
@@ -122,6 +129,13 @@ class RecordedModel(models.Model):
             return False
         self._note(subjects)
         return True
+
+    def _with(self, changes: Mapping[str, Any]) -> Self:
+        """Return an unsaved copy of the row with these changes."""
+        changed = copy.copy(self)
+        for name, value in changes.items():
+            setattr(changed, name, value)
+        return changed
 
     def _note(self, subjects: dict[Subject, bool]) -> None:
         subject = self.alters()

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from django.db import connection, transaction
@@ -70,6 +71,7 @@ from tests.factories import (
     now,
     request_key,
 )
+from tests.process_state import forget_process_state
 from tests.verifiers import confirm, make_verifier
 
 
@@ -106,8 +108,10 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world_of_module(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[World]:
+def world_of_module(django_db_setup: None, django_db_blocker: DjangoDbBlocker, data_dir: Path) -> Iterator[World]:
     """Make the rows once for all tests of a module, and roll them back after it."""
+    # Fixtures of a module come before those of a test, which would prepare the revocation log.
+    forget_process_state(data_dir)
     around = transaction.atomic()
     # As in Django's TestCase: a durable block counts as the outermost one.
     around._from_testcase = True  # type: ignore[attr-defined]  # a private name
@@ -150,7 +154,7 @@ def make_world() -> World:
     with recorded(allowed, Permission.ROTATIONS_APPROVE, "test.noted", account=production):
         note_evidence(scheduled, EvidenceKind.ACCEPTED, {}, now())
         note_break_glass(allowed, event="x", subject="y", requester_person=tam.person, why="z")
-    sign_due(now())
+    assert sign_due(now()) > 0
     log = UsageLog()
     for outcome in (UseOutcome.ALLOWED, UseOutcome.DENIED):
         log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=outcome)

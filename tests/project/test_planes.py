@@ -2,8 +2,11 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain, combinations
 from pathlib import Path
+from socket import SHUT_WR, create_connection
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -19,7 +22,8 @@ from keyvault.domain.keystring import StringScope
 from keyvault.hotpath.adapters.assembly import unrouted
 from keyvault.management.service import find_free_port
 from keyvault.project.configuration import read_settings
-from keyvault.services.startup.metrics import serve_metrics_or_exit
+from keyvault.services.startup import metrics
+from keyvault.services.startup.metrics import MAX_CONNECTIONS, serve_metrics_or_exit
 from keyvault.wire.planes import Plane
 from tests.admin.desk import browser, set_up_desk
 from tests.factories import account, issue, make_merchant, make_token
@@ -188,6 +192,39 @@ def test_metrics_at_an_address_of_their_own_are_there_for_every_process(settings
             assert listener is not None
             listener.shutdown()
             listener.server_close()
+
+
+@contextmanager
+def metrics_listener(settings: Any) -> Iterator[tuple[str, int]]:
+    settings.METRICS_ADDRESS = address = "127.0.0.1", find_free_port()
+    listener = serve_metrics_or_exit("server")
+    assert listener is not None
+    try:
+        yield address
+    finally:
+        listener.shutdown()
+        listener.server_close()
+
+
+def test_metrics_listener_closes_a_connection_beyond_its_bound(settings: Any) -> None:
+    """Guarantee: clients that send nothing take a bounded number of threads, and a scraper is served after them."""
+    with metrics_listener(settings) as address, ExitStack() as stack:
+        silent = [stack.enter_context(create_connection(address, timeout=5)) for _ in range(MAX_CONNECTIONS)]
+        with create_connection(address, timeout=5) as refused:
+            assert refused.recv(1) == b""
+        for client in silent:
+            client.shutdown(SHUT_WR)
+            assert client.recv(1) == b""
+        with urlopen(f"http://{address[0]}:{address[1]}/metrics", timeout=5) as answer:
+            assert b"keyvault_" in answer.read()
+
+
+def test_metrics_listener_ends_a_connection_that_lasts_too_long(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: a client that sends a byte now and then does not keep its thread."""
+    monkeypatch.setattr(metrics, "_CONNECTION_SECONDS", 0.0)
+    with metrics_listener(settings) as address, create_connection(address, timeout=5) as slow:
+        slow.sendall(b"GET /metr")
+        assert slow.recv(1) == b""
 
 
 def test_metrics_at_an_address_of_another_machine_refuse_the_start_in_one_line(settings: Any) -> None:

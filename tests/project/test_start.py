@@ -125,8 +125,19 @@ def test_start_on_a_newer_schema_is_refused_in_one_line(folder: Path, who: str) 
     ) in refusal(PROGRAMS[who], folder)
 
 
-def migrate_to_a_newer_release(folder: Path, oldest_compatible: str) -> None:
-    execute(folder, "INSERT INTO django_migrations (app, name, applied) VALUES ('keyvault', '9999_x', '2026-11-21')")
+@pytest.mark.parametrize("arguments", [SERVER, ["manage.py", "setup"]], ids=["server", "setup"])
+def test_start_on_a_schema_with_another_app_of_a_newer_release_is_refused(folder: Path, arguments: list[str]) -> None:
+    """Guarantee: an older release does not run beside an app whose rules it does not know."""
+    migrate_to_a_newer_release(folder, "9.0.0", app="ledger")
+    done = run(arguments, folder)
+    assert done.returncode != 0
+    assert (
+        f"the database is ahead of this release ({RELEASE}): it has ledger.9999_x; start release 9.0.0" in done.stderr
+    )
+
+
+def migrate_to_a_newer_release(folder: Path, oldest_compatible: str, *, app: str = "keyvault") -> None:
+    execute(folder, "INSERT INTO django_migrations (app, name, applied) VALUES (?, '9999_x', '2026-11-21')", app)
     execute(folder, "UPDATE keyvault_installation SET oldest_compatible_release = ?", oldest_compatible)
 
 
@@ -138,10 +149,10 @@ def test_setup_of_an_older_release_changes_nothing_on_a_newer_schema(folder: Pat
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("oldest", [RELEASE, "0.0.9"])
-def test_start_on_a_newer_schema_that_is_compatible_works(folder: Path, oldest: str) -> None:
+@pytest.mark.parametrize(("oldest", "app"), [(RELEASE, "keyvault"), ("0.0.9", "keyvault"), (RELEASE, "ledger")])
+def test_start_on_a_newer_schema_that_is_compatible_works(folder: Path, oldest: str, app: str) -> None:
     """Guarantee: during an upgrade the processes of the older release restart beside those of the newer one."""
-    migrate_to_a_newer_release(folder, oldest)
+    migrate_to_a_newer_release(folder, oldest, app=app)
     for arguments in (SERVER, ["manage.py", "setup"], SERVER):
         done = run(arguments, folder)
         assert done.returncode == 0, done.stderr

@@ -40,12 +40,15 @@ class Injection:
 
 NO_FAULT = Injection()
 
+IDLE_SECONDS = 120
+"""Maximum wait for the requests on their way, in seconds; longer than an injection with a slow administrator takes."""
+
 
 class Proxy:
     """Counts requests and injects one `Injection`.
 
     `calls`: the names of the requests, in order. `injected`: set once the selected request has arrived; it may still be
-    in progress. `failures`: errors of the injections themselves, which then did not happen.
+    in progress. `failures`: errors of the injection itself, which then did not happen.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -65,12 +68,13 @@ class Proxy:
         """Inject at request number `number`, counting from 1; 0 injects nowhere. All other requests use `every`."""
         with self._lock:
             self._at, self._injection, self.every, self.calls = number, injection, NO_FAULT, []
+            self.failures = []
             self.injected.clear()
 
     def wait_until_idle(self) -> None:
         """Wait until no request is on its way to the server, even if its sender has disconnected."""
         with self._idle:
-            assert self._idle.wait_for(lambda: self._busy == 0, timeout=30)
+            assert self._idle.wait_for(lambda: self._busy == 0, timeout=IDLE_SECONDS)
 
     @contextmanager
     def running(self) -> Iterator["Proxy"]:

@@ -19,7 +19,8 @@ from keyvault.wire.webhooks import GIVE_UP_AFTER
 def alarm_due(kind: NoticeKind, subject: str, now: datetime) -> Iterator[bool]:
     """Yield whether to raise an alarm: None of this kind and subject is unseen, and no other worker is raising one."""
     unseen = Notice.objects.filter(kind=kind, subject=subject, seen_at__isnull=True)
-    lease = None if unseen.exists() else leases.claim(f"alarm:{kind}:{subject}"[:80], now, ignore_due_at=True)
+    name = leases.make_subject(f"alarm:{kind}:{subject}")
+    lease = None if unseen.exists() else leases.claim(name, now, ignore_due_at=True)
     if lease is None:
         yield False
         return

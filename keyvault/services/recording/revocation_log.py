@@ -28,6 +28,7 @@ from pathlib import Path
 
 from django.conf import settings
 from django.db import DatabaseError, transaction
+from django.dispatch import receiver
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -46,10 +47,10 @@ from keyvault.domain.revocation_log import (
     parse_line,
 )
 from keyvault.models import Account, CustomerToken, Key, Merchant, Notice, ServiceToken
-from keyvault.models.recording import RecordedModel, collect_subjects
+from keyvault.models.recording import RecordedModel, collect_subjects, row_ends
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
-from keyvault.services.work.disk_space import is_out_of_space, make_room, release_reserve
+from keyvault.services.work.disk_space import is_out_of_space, keep_reserve, make_room, release_reserve
 
 _log = logging.getLogger(__name__)
 
@@ -61,9 +62,17 @@ ENDING: Mapping[str, type[RecordedModel]] = {
 }
 """Models whose rows can be revoked permanently (`has_ended`), by the kind of their subject."""
 
+_MAX_RELEASES = 4
+"""Times that one call releases space for its lines: another writer may take the space first."""
+
 _BLOCK_BYTES = 4096
 _CAUGHT_UP_MARKER = b'"what":"looked"'
 _ANCHORED_MARKER = b'"what":"anchored"'
+
+
+@receiver(row_ends)
+def _make_room(**_: object) -> None:
+    make_room()
 
 
 def append_ended(subjects: Mapping[Subject, bool], sequence: int | None, now: datetime) -> None:
@@ -74,7 +83,6 @@ def append_ended(subjects: Mapping[Subject, bool], sequence: int | None, now: da
     ended = [subject for subject, has_ended in subjects.items() if has_ended]
     if not ended or sequence is None:
         return
-    make_room()
     unit = secrets.token_hex(8)
     try:
         append_lines(describe_ended(ended, sequence, now, unit=unit))
@@ -83,6 +91,7 @@ def append_ended(subjects: Mapping[Subject, bool], sequence: int | None, now: da
         _try_alarm(error, now)
     else:
         transaction.on_commit(partial(_note_committed, unit), robust=True)
+    transaction.on_commit(keep_reserve, robust=True)
 
 
 def describe_ended(ended: Iterable[Subject], sequence: int, now: datetime, *, unit: str = "") -> list[Ended]:
@@ -108,15 +117,18 @@ def describe_ended(ended: Iterable[Subject], sequence: int, now: datetime, *, un
 def append_lines(lines: Sequence[LogLine], *, is_synced: bool = True) -> None:
     """Append all lines or none. `is_synced` False: they need not survive a power failure.
 
-    On a full disk it releases the reserve and tries again. Raises OSError, also when the file is missing or empty: a
-    new file here would hide the loss of the old one.
+    On a full disk it releases a part of the reserve and tries again. Raises OSError, also when the file is missing or
+    empty: a new file here would hide the loss of the old one.
     """
-    try:
-        _append(lines, is_synced=is_synced)
-    except OSError as error:
-        if not is_out_of_space(error) or not release_reserve():
-            raise
-        _append(lines, is_synced=is_synced)
+    for _ in range(_MAX_RELEASES):
+        try:
+            _append(lines, is_synced=is_synced)
+        except OSError as error:
+            if not is_out_of_space(error) or not release_reserve():
+                raise
+        else:
+            return
+    _append(lines, is_synced=is_synced)
 
 
 def _append(lines: Sequence[LogLine], *, is_synced: bool) -> None:

@@ -228,7 +228,7 @@ class AnchorWriter:
         until = self._find_anchored_time(now)
         meters.note_anchor(until)
         if now - until > LATE_AFTER:
-            raise_anchor_alarm_once(now, seconds=round((now - until).total_seconds()))
+            raise_anchor_alarm_once(LAG, now, seconds=round((now - until).total_seconds()))
 
     def _find_anchored_time(self, now: datetime) -> datetime:
         if self.position is None:
@@ -257,22 +257,23 @@ def _write_segment(previous: str, lines: Sequence[Ended]) -> str:
     return labels["digest"]
 
 
-def raise_anchor_alarm_once(now: datetime, **details: JsonValue) -> None:
-    """Raise the alarm about the anchor, unless an operator has not seen an earlier one."""
-    with alarm_due(NoticeKind.ANCHOR_LATE, _REVOCATIONS, now) as is_due:
+LAG = "revocations"
+"""Subject of the alarm about an anchor that lacks revocations. A host's name is that of the alarm about its log."""
+
+
+def raise_anchor_alarm_once(subject: str, now: datetime, **details: JsonValue) -> None:
+    """Raise the alarm, unless an operator has not seen an earlier one about the same subject."""
+    with alarm_due(NoticeKind.ANCHOR_LATE, subject, now) as is_due:
         if is_due:
-            raise_anchor_alarm(now, **details)
+            raise_anchor_alarm(subject, now, **details)
 
 
-def raise_anchor_alarm(now: datetime, **details: JsonValue) -> None:
-    """Raise the alarm about the anchor. `details`: its lag, or why or how late the log was compared with it."""
+def raise_anchor_alarm(subject: str, now: datetime, **details: JsonValue) -> None:
+    """Raise the alarm about the anchor's lag, or about a host whose log was compared with it late or not at all."""
     grant = authorize(WORKER, P.REVOCATION_LOG_APPEND, now=now)
-    with recorded(grant, P.REVOCATION_LOG_APPEND, "anchor.late", account=None, **details):
-        announce(grant, NoticeKind.ANCHOR_LATE, None, _REVOCATIONS, **details)
+    with recorded(grant, P.REVOCATION_LOG_APPEND, "anchor.late", account=None, subject=subject, **details):
+        announce(grant, NoticeKind.ANCHOR_LATE, None, subject, **details)
 
-
-_REVOCATIONS = "revocations"
-"""Subject of the alarm about a late anchor."""
 
 _writer = AnchorWriter()
 

@@ -117,12 +117,12 @@ class LateComparison:
     def _compare(self, now: datetime) -> None:
         why = recover_revocation_log(now).unread
         if why is not None:
-            raise_anchor_alarm_once(now, not_compared=why)
+            raise_anchor_alarm_once(host_name(), now, not_compared=why)
             return
         replay = replay_revocations(authorize(WORKER, P.REVOCATIONS_REPLAY, now=now))
         if replay.replayed:
             _log.error("revoked items were valid again", extra={"count": len(replay.replayed)})
-            raise_anchor_alarm(now, revoked_again=len(replay.replayed))
+            raise_anchor_alarm(host_name(), now, revoked_again=len(replay.replayed))
         self.is_due = bool(replay.left)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
+from time import monotonic
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
@@ -24,8 +25,11 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _log = logging.getLogger(__name__)
 
-_REQUEST_SECONDS = 10
-"""Timeout of a scraper that does not send or read, in seconds."""
+MAX_CONNECTIONS = 8
+"""Maximum connections of one process's listener, each with a thread. A further one is closed at once."""
+
+_CONNECTION_SECONDS = 10.0
+"""Maximum duration of a connection, in seconds."""
 
 
 def expose_meters() -> bytes:
@@ -101,6 +105,9 @@ class _MetricsListener(ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._ends_at: dict[Any, float] = {}
+        """When each open connection is ended, by its socket."""
+        self._lock = threading.Lock()
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
@@ -108,6 +115,31 @@ class _MetricsListener(ThreadingMixIn, WSGIServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]  # str for these families
         self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of the connection's own, or close a connection that is one too many."""
+        with self._lock:
+            has_room = len(self._ends_at) < MAX_CONNECTIONS
+            if has_room:
+                self._ends_at[request] = monotonic() + _CONNECTION_SECONDS
+        if has_room:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._ends_at.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End connections that have lasted too long, even if they still send or read. Runs every half second."""
+        now = monotonic()
+        with self._lock:
+            late = [request for request, ends_at in self._ends_at.items() if ends_at <= now]
+        for request in late:
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a scraper that went away, as a line like any other."""
@@ -117,7 +149,7 @@ class _MetricsListener(ThreadingMixIn, WSGIServer):
 class _QuietHandler(WSGIRequestHandler):
     """Writes no line for a scrape: the log has JSON lines only."""
 
-    timeout = _REQUEST_SECONDS
+    timeout = _CONNECTION_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class's name
         pass

@@ -71,7 +71,7 @@ def require_ready(*, needs_peppers: bool = True) -> None:
             _load_peppers()
         require_triggers()
         require_current()
-    keep_reserve()
+        keep_reserve()
     allocate_meter_files()
 
 
@@ -109,12 +109,15 @@ def require_schema() -> None:
 
 
 def require_compatible_release(loader: MigrationLoader) -> None:
-    """Raise ImproperlyConfigured if a newer release has migrated the database to a schema that this one cannot use."""
+    """Raise ImproperlyConfigured if a newer release has migrated the database to a schema that this one cannot use.
+
+    A migration of an app that this release lacks counts, too: a newer release may have added the app.
+    """
     # Migrations squashed long ago are unknown too, but older than the newest one.
     newest: dict[str, str] = {}
     for app, name in loader.graph.nodes:
         newest[app] = max(name, newest.get(app, ""))
-    unknown = sorted((app, name) for app, name in loader.applied_migrations if app in newest and name > newest[app])
+    unknown = sorted((app, name) for app, name in loader.applied_migrations if name > newest.get(app, ""))
     if not unknown:
         return
     ahead = f"the database is ahead of this release ({RELEASE}): it has {'.'.join(unknown[0])}"

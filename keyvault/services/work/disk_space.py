@@ -1,8 +1,12 @@
 """A reserve of disk space, so that a full disk does not stop revocations.
 
 A file of real blocks lies on each disk that a revocation writes to: that of the data folder, of the revocation log, and
-of SQLite's database. A revocation on a full disk shortens the file first, by as much as it needs. The file gets its
-length back once there is space.
+of SQLite's database. A revocation on a full disk shortens the file before its first write, by as much as it needs. The
+file takes back what is left right after the commit.
+
+On SQLite both happen under the database's write lock, so that no other transaction takes the released space. Another
+program on the same disk can take it, and so can a file that is no part of the database, such as a log: at most
+NEEDED_BYTES for each revocation.
 """
 
 import errno
@@ -10,18 +14,25 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from django.conf import settings
+from django.db import DatabaseError, InterfaceError, connection, transaction
 
 from keyvault.backends.private_files import ensure_private_file
 
 RESERVE_BYTES = 16 * 1024 * 1024
 """Length of a whole reserve."""
 
-NEEDED_BYTES = 1024 * 1024
-"""Free space that one revocation may need: its lines of the revocation log, and its pages of SQLite's log."""
+NEEDED_BYTES = 4 * 1024 * 1024
+"""Free space that one revocation may need: its lines of the revocation log, and its pages of SQLite's log.
+
+SQLite keeps at most 2 MB of changed pages in memory until the commit. It writes the others during the transaction.
+"""
+
+_LEFT_BYTES = 64 * 1024
+"""Free space that a reserve leaves to the file system's own records."""
 
 RESERVE_NAME = "disk_reserve"
 
@@ -36,18 +47,23 @@ def is_disk_full() -> bool:
 
 
 def keep_reserve() -> None:
-    """Give each reserve its length back if there is space for it. Never raises."""
+    """Give each reserve its length back, as far as its disk has space. Never raises.
+
+    Waits until no revocation is being written to SQLite: its space may just have been released. Call it outside of a
+    transaction.
+    """
     with _logged():
         for path in _list_reserves():
-            missing = _missing_bytes(path)
-            if missing and _free_bytes(path) - missing >= NEEDED_BYTES:
-                ensure_private_file(path)
-                with path.open("r+b") as file:
-                    os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+            if _growth_bytes(path) > 0:
+                with _no_revocation():
+                    _grow(path)
 
 
 def make_room() -> None:
-    """Shorten the reserves of full disks, so that a revocation can be written. Never raises."""
+    """Shorten the reserves of full disks, so that a revocation can be written. Never raises.
+
+    Call it inside the revocation's transaction, before each of its writes.
+    """
     with _logged():
         for path in _list_reserves():
             _release(path, NEEDED_BYTES - _free_bytes(path))
@@ -97,6 +113,25 @@ def _missing_bytes(path: Path) -> int:
         return RESERVE_BYTES
 
 
+def _growth_bytes(path: Path) -> int:
+    """Return how much longer a reserve can get, in bytes."""
+    return min(_missing_bytes(path), _free_bytes(path) - _LEFT_BYTES)
+
+
+def _grow(path: Path) -> None:
+    count = _growth_bytes(path)
+    if count > 0:
+        ensure_private_file(path)
+        with path.open("r+b") as file:
+            # From the beginning: another process may have shortened the file meanwhile, and a hole reserves nothing.
+            os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES - _missing_bytes(path) + count)
+
+
+def _no_revocation() -> AbstractContextManager[object]:
+    """Hold SQLite's write lock. On PostgreSQL, whose disk is another one, the revocation log releases space again."""
+    return transaction.atomic() if connection.vendor == "sqlite" else nullcontext()
+
+
 def _release(path: Path, count: int) -> bool:
     """Shorten a reserve by this many bytes; return whether it got shorter."""
     left = RESERVE_BYTES - _missing_bytes(path)
@@ -111,5 +146,5 @@ def _release(path: Path, count: int) -> bool:
 def _logged() -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        _log.warning("the disk reserve could not be used", extra={"why": error.strerror or error})
+    except (OSError, DatabaseError, InterfaceError) as error:
+        _log.warning("the disk reserve could not be used", extra={"why": error})

@@ -11,6 +11,7 @@ wake-up while the work is claimed makes it due when it is released.
 To prevent deadlocks, a transaction locks these rows last, after keys and rotations.
 """
 
+import hashlib
 import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -44,6 +45,13 @@ _MAX_COUNTED = 10_000
 """Maximum rows of a queue that are counted."""
 
 
+_MAX_SUBJECT = 80
+"""Maximum length of a subject, as its column has it."""
+
+_DIGEST_HEX = 32
+"""Length of the digest at the end of a longer name, in hexadecimal digits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """A claim. `wakes`: the row's wake-ups when it was claimed; later ones came while it was held."""
@@ -52,6 +60,13 @@ class Lease:
     token: str
     attempts: int
     wakes: int = 0
+
+
+def make_subject(name: str) -> str:
+    """Return a piece of work's name as a subject: a name that is too long ends with its digest."""
+    if len(name) <= _MAX_SUBJECT:
+        return name
+    return name[: _MAX_SUBJECT - _DIGEST_HEX] + hashlib.sha256(name.encode()).hexdigest()[:_DIGEST_HEX]
 
 
 def claim(subject: str, now: datetime, *, ignore_due_at: bool = False) -> Lease | None:

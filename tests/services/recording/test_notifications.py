@@ -10,10 +10,10 @@ from keyvault.access.permissions import Permission as P
 from keyvault.domain.notifications import ALARMS, INTERNAL, NoticeKind
 from keyvault.models import Notice, WebhookDelivery
 from keyvault.models.recording import UnrecordedWriteError
-from keyvault.services.recording.notifications import announce, message_of
+from keyvault.services.recording.notifications import alarm_due, announce, message_of
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.webhooks.endpoints import add_endpoint, disable_endpoint
-from tests.factories import grant
+from tests.factories import grant, now
 from tests.services.conftest import Scene
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -26,6 +26,17 @@ def allowed(scene: Scene) -> Grant:
 def send_notice(scene: Scene, kind: NoticeKind = NoticeKind.KEY_REVOKED, **options: Any) -> Notice:
     with recorded(allowed(scene), P.KEYS_REVOKE, "key.revoked", account=scene.sandbox):
         return announce(allowed(scene), kind, scene.sandbox, "k" * 16, **options)
+
+
+def test_alarms_of_two_hosts_with_long_names_are_both_due() -> None:
+    """Guarantee: the alarm of one host does not hold back that of another, whose name differs at its end only."""
+    hosts = [f"{'keyvault-server-in-the-second-data-center-of-the-region-':x<60}{number}" for number in (1, 2)]
+    with (
+        alarm_due(NoticeKind.CLOCK_DIFFERS, hosts[0], now()) as is_due,
+        alarm_due(NoticeKind.CLOCK_DIFFERS, hosts[1], now()) as is_also_due,
+        alarm_due(NoticeKind.CLOCK_DIFFERS, hosts[0], now()) as is_due_again,
+    ):
+        assert (is_due, is_also_due, is_due_again) == (True, True, False)
 
 
 def test_notice_of_a_rolled_back_transaction_is_not_written(scene: Scene) -> None:

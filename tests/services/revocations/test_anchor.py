@@ -26,7 +26,7 @@ from keyvault.domain.revocation_log import Anchored, Ended, Opened, line_bytes
 from keyvault.models import AuditEntry, Change, Key, Notice
 from keyvault.services import maintenance
 from keyvault.services.keys import lifecycle
-from keyvault.services.recording.revocation_log import append_lines, describe_ended, read_lines
+from keyvault.services.recording.revocation_log import append_lines, describe_ended, host_name, read_lines
 from keyvault.services.revocations import anchor as anchors
 from keyvault.services.revocations import log_opening
 from keyvault.services.revocations.anchor import (
@@ -440,6 +440,23 @@ def test_anchor_that_was_never_read_raises_the_alarm(scene: Scene, settle: Calla
         assert not Notice.objects.filter(kind="anchor.late").exists()
         writer.run(began_at + LATE_AFTER + timedelta(seconds=1))
     assert Notice.objects.get(kind="anchor.late").is_alarm
+
+
+def test_log_that_was_not_compared_raises_an_alarm_beside_the_one_about_the_lag(
+    scene: Scene, settle: Callable[[], None]
+) -> None:
+    """Guarantee: an unseen alarm about one condition does not hide the other, whose consequences differ."""
+    writer, began_at = AnchorWriter(), now()
+    with unavailable():
+        writer.run(began_at)
+        writer.run(began_at + LATE_AFTER + timedelta(seconds=1))
+        require_current()
+        maintenance.compare_revocation_log()
+    alarms = Notice.objects.filter(kind="anchor.late")
+    assert {alarm.subject: list(alarm.payload) for alarm in alarms} == {
+        "revocations": ["seconds"],
+        host_name(): ["not_compared"],
+    }
 
 
 def test_writer_with_a_stale_version_writes_nothing(scene: Scene, settle: Callable[[], None]) -> None:

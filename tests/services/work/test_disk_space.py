@@ -10,10 +10,11 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import OperationalError
+from django.db import OperationalError, connection, transaction
 from django.test import Client
 
 from keyvault.services.work.disk_space import (
+    _LEFT_BYTES,
     NEEDED_BYTES,
     RESERVE_BYTES,
     RESERVE_NAME,
@@ -24,10 +25,11 @@ from keyvault.services.work.disk_space import (
     release_reserve,
 )
 from tests.factories import have_peppers
+from tests.services.racing import race
 
 
 @pytest.fixture
-def folder(settings: Any) -> Path:
+def folder(settings: Any, db: None) -> Path:
     """A data folder with the revocation log; the tests' database is on the same disk."""
     made = Path(mkdtemp(dir=settings.DATA_DIR))
     settings.DATA_DIR = made
@@ -73,20 +75,39 @@ def test_full_disk_releases_what_a_revocation_needs_and_no_more(folder: Path, mo
     assert is_disk_full()
 
 
-def test_reserve_returns_only_when_there_is_space_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: the reserve does not take the space that was just released for a revocation."""
+def test_reserve_takes_back_what_the_disk_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: what a revocation left of the released space is free for no other writer."""
     keep_reserve()
     free(monkeypatch, 0)
     make_room()
-    for available, expected in (
-        (NEEDED_BYTES, RESERVE_BYTES - NEEDED_BYTES),
-        (2 * NEEDED_BYTES - 1, RESERVE_BYTES - NEEDED_BYTES),
-        (2 * NEEDED_BYTES, RESERVE_BYTES),
+    left = length(folder)
+    for available, taken in (
+        (_LEFT_BYTES, 0),
+        (_LEFT_BYTES + 4096, 4096),
+        (2 * NEEDED_BYTES, NEEDED_BYTES),
     ):
         free(monkeypatch, available)
-        assert is_disk_full() == (expected != RESERVE_BYTES)
         keep_reserve()
-        assert length(folder) == expected
+        assert length(folder) == left + taken
+
+
+@pytest.mark.django_db(transaction=True)
+def test_reserve_takes_nothing_back_while_a_revocation_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: no other process takes back the space between its release and the commit on SQLite."""
+    keep_reserve()
+    # The other process does not wait for the write lock, so that its attempt ends.
+    monkeypatch.setitem(connection.settings_dict["OPTIONS"], "timeout", 0)
+    with transaction.atomic():
+        free(monkeypatch, 0)
+        make_room()
+        left = length(folder)
+        free(monkeypatch, RESERVE_BYTES)
+        assert race(keep_reserve) == [None]
+        assert length(folder) == left
+    keep_reserve()
+    assert length(folder) == RESERVE_BYTES
 
 
 def test_quota_releases_the_reserve_although_the_disk_has_space(folder: Path) -> None:
