@@ -84,7 +84,7 @@ class IdentityProvider:
 class AuthorizationRequest:
     """What the state of a sign-in under way is bound to.
 
-    `max_age_seconds`: how long before `begun_at` the person may have authenticated; 0: the provider asks again.
+    `max_age_seconds`: how long before `begun_at` the person may have authenticated; 1: the provider asks again.
     """
 
     issuer: str

@@ -23,7 +23,6 @@ from keyvault.domain.ids import mint_id
 from keyvault.models import Operator, OperatorChange, OperatorChangeApproval, OperatorChangeKind, OperatorChangeState
 from keyvault.services.approvals.four_eyes import approving_operator, record_approval
 from keyvault.services.operators.operators import (
-    end_sessions,
     operator_row,
     require_active,
     require_another_person,
@@ -88,7 +87,6 @@ def approve_change(grant: Grant, change: OperatorChange, plan_digest: str) -> Op
             set_roles(grant, operator, map(Role, change.roles.split()), change.why)
         else:
             reset_second_factors(grant, operator)
-            end_sessions(operator)
     return change
 
 

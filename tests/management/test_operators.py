@@ -73,7 +73,7 @@ def test_disable_operator_ends_sessions_and_sign_in_immediately() -> None:
     assert run("disable_operator", "tam") == {"username": "tam", "is_active": False}
     assert [each.get("/admin/").status_code for each in browsers] == [302, 302]
     assert not signs_in("tam", PASSWORD)
-    assert details_of("operator.disabled") == {"username": "tam"}
+    assert details_of("operator.disabled") == {"username": "tam", "sessions_ended": 2}
     with pytest.raises(CommandError, match=r"is disabled\. Create a new one"):
         run("disable_operator", "tam")
 
@@ -116,7 +116,8 @@ def test_set_operator_roles_replaces_them_and_ends_sessions() -> None:
     assert client.get("/admin/").status_code == 302
     assert signs_in("tam", PASSWORD)
     old, new = ["auditor", "technical_account_manager"], ["incident_responder"]
-    assert details_of("operator.roles_changed") == {"username": "tam", "old": old, "new": new}
+    changed = {"username": "tam", "old": old, "new": new, "sessions_ended": 1}
+    assert details_of("operator.roles_changed") == changed
     run("set_operator_roles", "tam", "--role", "incident_responder")
     assert AuditEntry.objects.filter(event="operator.roles_changed").count() == 1
 
@@ -193,7 +194,7 @@ def test_reset_operator_password_reads_it_and_ends_sessions(monkeypatch: pytest.
     assert client.get("/admin/").status_code == 302
     assert not signs_in("tam", PASSWORD)
     assert signs_in("tam", NEW)
-    assert details_of("operator.password_reset") == {"username": "tam"}
+    assert details_of("operator.password_reset") == {"username": "tam", "sessions_ended": 1}
 
 
 def test_reset_operator_password_reveals_a_random_one_once() -> None:

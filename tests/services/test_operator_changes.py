@@ -90,7 +90,8 @@ def test_roles_changed_in_the_console_are_audited_and_end_sessions(scene: Scene)
     digest = {"plan_digest": change.plan_digest}
     assert details_of("operator_change.requested") == {**about, **digest, "why": WHY}
     assert details_of("operator_change.approved") == {**about, **digest}
-    assert details_of("operator.roles_changed") == {"username": "tam", "old": old, "new": new, "why": WHY}
+    changed = {"username": "tam", "old": old, "new": new, "why": WHY, "sessions_ended": 1}
+    assert details_of("operator.roles_changed") == changed
 
 
 def test_change_of_ones_own_operator_is_refused(scene: Scene) -> None:

@@ -2,13 +2,12 @@
 
 from datetime import UTC, datetime
 
-from django.contrib import messages
 from django.contrib.admin import AdminSite
 from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
 from django.urls import reverse
 
 from keyvault.admin.framework.pages import page, status_of
-from keyvault.admin.framework.sign_in import factor_attempt, find_next, set_device_cookie, set_locked
+from keyvault.admin.framework.sign_in import factor_attempt, find_next, set_device_cookie, set_locked, show_last_sign_in
 from keyvault.admin.framework.step_up import check_factor, factor_context
 from keyvault.domain.errors import KeyvaultError
 from keyvault.models import Operator
@@ -36,8 +35,8 @@ def second_factor_page(site: AdminSite, request: HttpRequest) -> HttpResponse:
             set_locked(response, error.retry_after_seconds)
         return response
     note_second_factor(request.session, now)
-    if not attempt.is_step_up and previous is not None:
-        messages.info(request, f"Your last sign-in was on {previous:%Y-%m-%d at %H:%M} UTC.")
+    if not attempt.is_step_up:
+        show_last_sign_in(request, previous)
     response = HttpResponseRedirect(find_next(request))
     set_device_cookie(response, device)
     return response

@@ -26,11 +26,11 @@ from django.urls import reverse
 
 from keyvault.access.single_sign_on import AuthorizationRequest, FederatedIdentity, IdentityProvider, SignOnFault
 from keyvault.admin.framework.pages import page
-from keyvault.admin.framework.sign_in import find_next, second_factor_url, set_device_cookie
+from keyvault.admin.framework.sign_in import find_next, second_factor_url, set_device_cookie, show_last_sign_in
 from keyvault.backends.identity_provider import IdentityProviderError
 from keyvault.services.sessions.id_tokens import verify_id_token
 from keyvault.services.sessions.single_sign_on import configured_provider, identity_provider_client, refuse, sign_on
-from keyvault.services.sessions.step_up import note_second_factor
+from keyvault.services.sessions.step_up import has_passed_second_factor, note_second_factor
 from keyvault.wire.headers import address_from_environ
 
 PROVIDER_ID = "sso"
@@ -125,8 +125,8 @@ def begin(site: AdminSite, request: HttpRequest) -> HttpResponse:
     configured = configured_provider()
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
-    # A signed-in operator proves its identity again; an identity provider must then ask for it.
-    max_age_seconds = 0 if request.user.is_authenticated else settings.SESSION_COOKIE_AGE
+    # A signed-in operator proves its identity again. OpenBao and Vault refuse 0.
+    max_age_seconds = 1 if request.user.is_authenticated else settings.SESSION_COOKIE_AGE
     if not request.user.is_authenticated:
         request.session.set_expiry(statekit.STATE_TTL)
     begun_at = int(datetime.now(UTC).timestamp())
@@ -159,11 +159,14 @@ def finish(request: HttpRequest) -> HttpResponse:
     if isinstance(identity, SignOnFault):
         raise deny(identity)
     signed_on = sign_on(identity, address, request.COOKIES.get(settings.DEVICE_COOKIE, ""), now)
+    is_step_up = has_passed_second_factor(request.session)
     request.session.flush()
     login(request, signed_on.operator)
     if identity.second_factor_at is None or signed_on.device is None:
         return _unshared(HttpResponseRedirect(second_factor_url(state["next"])))
     note_second_factor(request.session, identity.second_factor_at)
+    if not is_step_up:
+        show_last_sign_in(request, signed_on.last_sign_in_at)
     response = _unshared(HttpResponseRedirect(state["next"]))
     set_device_cookie(response, signed_on.device)
     return response

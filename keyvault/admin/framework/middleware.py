@@ -57,16 +57,16 @@ class _ConsoleOnly(MiddlewareMixin):
 class ConsoleSessionMiddleware(_ConsoleOnly, SessionMiddleware):
     """Django's middleware, which also records the use of a session, and from where."""
 
-    def process_request(self, request: HttpRequest) -> None:
-        super().process_request(request)
-        if isinstance(request.session, SessionStore):
-            request.session.address = address_from_environ(request.META, settings.TRUSTED_PROXIES) or ""
-            request.session.browser = name_browser(request.META.get("HTTP_USER_AGENT", ""))
-
     def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
+        session = request.session
+        if not isinstance(session, SessionStore):
+            return super().process_response(request, response)
+        # Not at the request: allauth replaces the object, without its attributes, during a single sign-on.
+        session.address = address_from_environ(request.META, settings.TRUSTED_PROXIES) or ""
+        session.browser = name_browser(request.META.get("HTTP_USER_AGENT", ""))
         answer = super().process_response(request, response)
-        if isinstance(request.session, SessionStore) and REFRESHED not in request.GET:
-            request.session.extend()
+        if REFRESHED not in request.GET:
+            session.extend()
         return answer
 
 

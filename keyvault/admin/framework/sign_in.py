@@ -5,6 +5,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django.conf import settings
+from django.contrib import messages
 from django.contrib.admin.forms import AdminAuthenticationForm
 from django.contrib.auth import REDIRECT_FIELD_NAME
 from django.contrib.auth.backends import ModelBackend
@@ -79,6 +80,12 @@ def set_device_cookie(response: HttpResponse, device: str) -> None:
         # Not Strict: the identity provider sends the browser back from another site.
         samesite="Lax",
     )
+
+
+def show_last_sign_in(request: HttpRequest, at: datetime | None) -> None:
+    """Show the time of the previous sign-in on the next page, so that the operator notices another person's."""
+    if at is not None:
+        messages.info(request, f"Your last sign-in was on {at:%Y-%m-%d at %H:%M} UTC.")
 
 
 def set_locked(response: HttpResponse, retry_after_seconds: int) -> None:

@@ -1,4 +1,4 @@
-"""The operator's own sessions, which the operator may end."""
+"""The operator's own sessions, which the operator may end one by one, or all but the current one."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -15,15 +15,21 @@ from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, T
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.widgets import Detail, FactTable, moment
+from keyvault.admin.framework.widgets import Detail, FactTable, Link, moment
 from keyvault.models import ConsoleSession
-from keyvault.services.sessions.sessions import end_session, list_sessions
+from keyvault.services.sessions.sessions import end_other_sessions, end_session, list_sessions
 from keyvault.services.sessions.store import session_id
 
 
 def _end(grant: Grant, session: ConsoleSession, cleaned: Cleaned) -> ActionResult:
     end_session(grant, session)
     return ActionResult("The session has ended.", url=reverse("admin:keyvault_consolesession_changelist"))
+
+
+def _end_others(grant: Grant, session: ConsoleSession, cleaned: Cleaned) -> ActionResult:
+    ended = end_other_sessions(grant, session)
+    url = reverse("admin:keyvault_consolesession_changelist")
+    return ActionResult(f"Other sessions that have ended: {ended}.", url=url)
 
 
 def _state(session: Any) -> str:
@@ -44,8 +50,18 @@ class ConsoleSessionAdmin(ConsoleModelAdmin):
             is_available=lambda session: not session.is_current,
             tone=Tone.DANGER,
         ),
+        RowAction(
+            "end-others",
+            "End all other sessions",
+            P.SESSIONS_WRITE,
+            _end_others,
+            "Every other browser in which you are signed in is signed out with its next request.",
+            is_available=lambda session: session.is_current,
+            tone=Tone.DANGER,
+        ),
     )
 
+    change_list_template = "console/change_list_more.html"
     list_display = ("browser_name", "state_badge", "address_text", "started", "last_used", "ends")
     ordering = ("-last_used_at",)
 
@@ -69,6 +85,10 @@ class ConsoleSessionAdmin(ConsoleModelAdmin):
     started = moment_column("started (UTC)", "started_at")
     last_used = moment_column("last used (UTC)", "last_used_at")
     ends = moment_column("ends if unused (UTC)", "expire_date")
+
+    def list_context(self, request: HttpRequest) -> dict[str, Any]:
+        here = reverse("admin:keyvault_consolesession_end-others", args=[session_id(request.session.session_key or "")])
+        return {**super().list_context(request), "page_links": [Link("End all other sessions", here)]}
 
     def name_of(self, row: ConsoleSession) -> str:
         return f"{self.browser_name(row)}, {self.address_text(row)}"

@@ -1,6 +1,8 @@
 """Limits on failed sign-ins by name, address and known device: a lock after ten failures.
 
-The first lock lasts 30 minutes; each further one within a week lasts twice as long, up to a day.
+The first lock lasts 30 minutes; each further one within a week lasts twice as long, up to a day. These are the growing
+pauses for guessing. Pauses of seconds between the attempts of a series would hardly reduce the guesses in a day, and
+would delay every operator behind a shared address after a few typing errors of one of them.
 
     attempt = attempts().take(key)     before a password hash is computed
     attempts().give_back(key)          when the password was right

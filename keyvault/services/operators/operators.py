@@ -4,6 +4,7 @@ Nobody changes their own operator. `services.operator_changes` decides which cha
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from allauth.socialaccount.models import SocialAccount
 from django.contrib.auth.models import Group
@@ -24,7 +25,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import ConsoleSession, Merchant, Operator
 from keyvault.services.operators.role_use import replace_role_uses
 from keyvault.services.recording.authorization import operator_principal
-from keyvault.services.recording.transaction import recorded
+from keyvault.services.recording.transaction import Record, recorded
 
 MAX_SCOPE_MERCHANTS = 100
 """Maximum merchants that an operator's scope names; each list of the console is filtered by their accounts."""
@@ -65,9 +66,8 @@ def reset_password(grant: Grant, operator: Operator, password: Plaintext) -> Non
     """
     require_active(operator)
     choose_password(operator, password)
-    with recorded(grant, Permission.OPERATORS_ENROLL, "operator.password_reset", username=operator.username):
-        operator.compare_and_swap(password=operator.password)
-        end_sessions(operator)
+    with recorded(grant, Permission.OPERATORS_ENROLL, "operator.password_reset", username=operator.username) as record:
+        swap_operator(record, operator, password=operator.password)
 
 
 def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: str = "") -> None:
@@ -86,13 +86,12 @@ def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: str 
     details: dict[str, JsonValue] = {"username": operator.username, "old": [*sorted(before)], "new": [*sorted(after)]}
     if why:
         details["why"] = clean_text(why.strip(), 300)
-    with recorded(grant, CHANGING, "operator.roles_changed", account=None, **details):
+    with recorded(grant, CHANGING, "operator.roles_changed", account=None, **details) as record:
         if _ADMINISTRATOR in before - after and grant.principal != SINGLE_SIGN_ON:
             _require_another_administrator(operator)
         operator.groups.set(Group.objects.filter(name__in=sorted(after)))
         replace_role_uses(operator, after, grant.at)
-        operator.compare_and_swap()
-        end_sessions(operator)
+        swap_operator(record, operator)
 
 
 def set_scope(grant: Grant, operator: Operator, scope: AccessScope) -> None:
@@ -110,11 +109,11 @@ def set_scope(grant: Grant, operator: Operator, scope: AccessScope) -> None:
     old, new = before.as_json(), scope.as_json()
     with recorded(
         grant, Permission.OPERATORS_WRITE, "operator.scope_changed", username=operator.username, old=old, new=new
-    ):
+    ) as record:
         if _ADMINISTRATOR in operator.roles and before == EVERYWHERE:
             _require_another_administrator(operator)
-        operator.compare_and_swap(scope_merchants=new["merchants"], scope_environments=string_scope(scope.environments))
-        end_sessions(operator)
+        environments = string_scope(scope.environments)
+        swap_operator(record, operator, scope_merchants=new["merchants"], scope_environments=environments)
 
 
 def disable_operator(grant: Grant, operator: Operator) -> None:
@@ -124,11 +123,10 @@ def disable_operator(grant: Grant, operator: Operator) -> None:
     """
     require_active(operator)
     require_another_person(grant, operator)
-    with recorded(grant, Permission.OPERATORS_WRITE, "operator.disabled", username=operator.username):
+    with recorded(grant, Permission.OPERATORS_WRITE, "operator.disabled", username=operator.username) as record:
         if _ADMINISTRATOR in operator.roles:
             _require_another_administrator(operator)
-        operator.compare_and_swap(is_active=False)
-        end_sessions(operator)
+        swap_operator(record, operator, is_active=False)
 
 
 def list_operators() -> QuerySet[Operator]:
@@ -189,9 +187,15 @@ def require_another_person(grant: Grant, operator: Operator) -> None:
         raise StateConflictError("You cannot change your own operator, nor approve a change of it. Another person can.")
 
 
-def end_sessions(operator: Operator) -> None:
-    """Delete the sessions, which the operator's new version has ended, inside the `recorded` block of the change."""
-    ConsoleSession.objects.filter(operator=operator).delete()
+def swap_operator(record: Record, operator: Operator, **changes: Any) -> None:
+    """Change the operator and end its sessions, inside the `recorded` block whose entry names their number.
+
+    Sessions are bound to the operator's version. Raises StateConflictError when the row has changed.
+    """
+    operator.compare_and_swap(**changes)
+    ended, _ = ConsoleSession.objects.filter(operator=operator, expire_date__gt=record.grant.at).delete()
+    if ended:
+        record.details["sessions_ended"] = ended
 
 
 CHANGING = frozenset({Permission.OPERATORS_WRITE, Permission.OPERATORS_APPROVE})

@@ -17,7 +17,7 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
-from keyvault.services.operators.operators import choose_password, is_single_sign_on
+from keyvault.services.operators.operators import choose_password, is_single_sign_on, swap_operator
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.second_factors import (
@@ -63,8 +63,8 @@ def invite(grant: Grant, operator: Operator) -> Plaintext:
         "operator.invited",
         username=operator.username,
         expires_at=expires_at.isoformat(timespec="seconds"),
-    ):
-        operator.compare_and_swap(invitation_digest=_digest(token), invitation_expires_at=expires_at)
+    ) as record:
+        swap_operator(record, operator, invitation_digest=_digest(token), invitation_expires_at=expires_at)
     return token
 
 
@@ -108,10 +108,9 @@ def accept_invitation(
     grant = authorize(operator_principal(operator), Permission.SESSIONS_WRITE, now=now)
     with recorded(
         grant, Permission.SESSIONS_WRITE, "operator.enrolled", username=operator.username, factor=factor.kind
-    ):
-        operator.compare_and_swap(
-            password=operator.password, invitation_digest=None, invitation_expires_at=None, last_login=now
-        )
+    ) as record:
+        used_up = {"invitation_digest": None, "invitation_expires_at": None}
+        swap_operator(record, operator, password=operator.password, last_login=now, **used_up)
         remove_all(operator)
         store_second_factor(operator, factor, now)
         store_second_factor(operator, codes, now)
@@ -125,8 +124,8 @@ def prepare_sign_in(grant: Grant, operator: Operator) -> PreparedSignIn:
     factor = NewFactor(TOTP, {"secret": encrypt_seed(prepared.totp_seed)})
     with recorded(
         grant, Permission.OPERATORS_ENROLL, "operator.sign_in_prepared", username=operator.username, factor=factor.kind
-    ):
-        operator.compare_and_swap(password=operator.password)
+    ) as record:
+        swap_operator(record, operator, password=operator.password)
         remove_all(operator)
         store_second_factor(operator, factor, grant.at)
     return prepared

@@ -24,7 +24,7 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
-from keyvault.services.operators.operators import CHANGING
+from keyvault.services.operators.operators import CHANGING, swap_operator
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -134,9 +134,9 @@ def add_second_factor(grant: Grant, operator: Operator, factor: NewFactor) -> No
         factor=factor.kind,
         name=factor.data.get("name", ""),
         replaced=is_replaced,
-    ):
+    ) as record:
         if is_replaced:
-            operator.compare_and_swap()
+            swap_operator(record, operator)
         store_second_factor(operator, factor, grant.at)
 
 
@@ -170,16 +170,16 @@ def remove_second_factor(grant: Grant, operator: Operator, factor_id: int) -> No
         username=operator.username,
         factor=factor.type,
         name=factor.data.get("name", ""),
-    ):
+    ) as record:
         # Concurrent removals of the last two factors conflict in the operator's version.
-        operator.compare_and_swap()
+        swap_operator(record, operator)
         factor.delete()
 
 
 def reset_second_factors(grant: Grant, operator: Operator) -> None:
     """Remove all second factors of an operator, and end its sessions. It enrolls again with an invitation."""
-    with recorded(grant, CHANGING, "operator.second_factors_reset", username=operator.username):
-        operator.compare_and_swap()
+    with recorded(grant, CHANGING, "operator.second_factors_reset", username=operator.username) as record:
+        swap_operator(record, operator)
         remove_all(operator)
 
 

@@ -24,9 +24,7 @@ def end_session(grant: Grant, session: ConsoleSession) -> None:
 
     Raises NotFoundError when the session has ended, or is another operator's.
     """
-    operator = grant.principal
-    if not isinstance(operator, OperatorPrincipal):
-        raise TypeError("only an operator has sessions")
+    operator = _operator(grant)
     with recorded(
         grant,
         Permission.SESSIONS_WRITE,
@@ -40,6 +38,20 @@ def end_session(grant: Grant, session: ConsoleSession) -> None:
             raise NotFoundError("This session has ended already.")
 
 
+def end_other_sessions(grant: Grant, kept: ConsoleSession) -> int:
+    """End the operator's own sessions except one. Return how many."""
+    with recorded(grant, Permission.SESSIONS_WRITE, "session.others_ended") as record:
+        ended, _ = list_sessions(_operator(grant), grant.at).exclude(pk=kept.pk).delete()
+        record.details["sessions_ended"] = ended
+    return ended
+
+
 def forget_expired_sessions(now: datetime) -> int:
     """Delete a batch of expired sessions. Return how many."""
     return delete_batch(ConsoleSession.objects.filter(expire_date__lt=now).order_by("expire_date"))
+
+
+def _operator(grant: Grant) -> OperatorPrincipal:
+    if not isinstance(grant.principal, OperatorPrincipal):
+        raise TypeError("only an operator has sessions")
+    return grant.principal

@@ -12,6 +12,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
+from keyvault.services.operators.operators import swap_operator
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.devices import KnownDevice, read_device
@@ -66,8 +67,9 @@ def _record_password(
     """Audit the right password. Raises SignInRefusedError if the operator changed since it was checked."""
     grant = authorize(operator_principal(row), Permission.SESSIONS_WRITE, now=now)
     address, known = presented.address or "unknown", "new" if device is None else "known"
-    with recorded(grant, Permission.SESSIONS_WRITE, "operator.password_accepted", address=address, device=known):
+    event = "operator.password_accepted"
+    with recorded(grant, Permission.SESSIONS_WRITE, event, address=address, device=known) as record:
         if is_hash_weak:
-            row.compare_and_swap(password=make_password(presented.password.reveal()))
+            swap_operator(record, row, password=make_password(presented.password.reveal()))
         elif not Operator.objects.filter(pk=row.pk, version=row.version).exists():
             raise SignInRefusedError("This operator was changed just now. Sign in again.")

@@ -58,10 +58,14 @@ class SignOnRefusedError(PermissionMissingError):
 
 @dataclass(frozen=True, slots=True)
 class SignedOn:
-    """An operator, and the device cookie of a complete sign-in; None: our own second factor is next."""
+    """An operator, and the device cookie of a complete sign-in; None: our own second factor is next.
+
+    `last_sign_in_at`: the previous complete sign-in; None: there was none.
+    """
 
     operator: Operator
     device: str | None
+    last_sign_in_at: datetime | None
 
 
 def configured_provider() -> IdentityProvider:
@@ -110,10 +114,10 @@ def sign_on(identity: FederatedIdentity, address: str | None, device: str, now: 
         raise refuse(SignOnFault.NO_ROLE, address, now, operator)
     if operator is None:
         operator = _create(identity, address, now)
-    known = read_device(operator, device)
+    known, last_sign_in_at = read_device(operator, device), operator.last_login
     _record(operator, identity, address, known, now)
     is_complete = identity.second_factor_at is not None
-    return SignedOn(operator, write_device(operator, known, address) if is_complete else None)
+    return SignedOn(operator, write_device(operator, known, address) if is_complete else None, last_sign_in_at)
 
 
 def _record(

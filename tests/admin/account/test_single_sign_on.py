@@ -57,6 +57,8 @@ from tests.servers.identity_provider import (
 BEGIN = "/admin/login/sso/"
 CALLBACK = "/admin/login/sso/callback/"
 LOGIN = "/admin/login/"
+FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:128.0) Gecko/20100101 Firefox/128.0"
+LAST = "Your last sign-in was on"
 GROUP_ROLES = {"audit": frozenset({Role.AUDITOR}), "keys": frozenset({Role.KEY_ADMINISTRATOR})}
 
 
@@ -209,6 +211,7 @@ def test_single_sign_on_with_changed_groups_changes_roles_and_ends_other_session
         "username": "jane",
         "old": ["auditor"],
         "new": ["key_administrator"],
+        "sessions_ended": 1,
     }
     assert is_signed_in(new)
     old.get("/admin/")
@@ -315,6 +318,26 @@ def test_single_sign_on_of_a_new_device_writes_a_notice(provider: StubProvider) 
     assert Notice.objects.filter(kind=NoticeKind.UNFAMILIAR_SIGN_IN, subject="jane").count() == 1
 
 
+def test_single_sign_on_records_where_its_session_is_used(provider: StubProvider) -> None:
+    """The operator recognizes the session in the list of its own ones."""
+    client = Client(headers={"user-agent": FIREFOX}, REMOTE_ADDR="192.0.2.7")
+    sign_in(client)
+    row = ConsoleSession.objects.get(operator=jane())
+    assert (row.address, row.browser) == ("192.0.2.7", "Firefox 128 on Linux")
+
+
+def test_single_sign_on_shows_the_previous_one(provider: StubProvider) -> None:
+    """The operator notices that somebody else has signed in. Confirming again is no sign-in."""
+    client = Client()
+    sign_in(client)
+    assert LAST not in text_of(client.get("/admin/"))
+    client.post("/admin/logout/")
+    sign_in(client)
+    assert LAST in text_of(client.get("/admin/"))
+    sign_in(client)
+    assert LAST not in text_of(client.get("/admin/"))
+
+
 @pytest.mark.parametrize("authenticated_at", [lambda: int(time.time()) - 3600, lambda: None], ids=["old", "unknown"])
 def test_single_sign_on_second_factor_is_recent_only_if_the_provider_says_so(
     provider: StubProvider, authenticated_at: Callable[[], int | None]
@@ -328,7 +351,7 @@ def test_single_sign_on_second_factor_is_recent_only_if_the_provider_says_so(
     assert "Confirm with single sign-on" in text_of(client.get("/admin/second-factor/"))
     provider.changes = {}
     url = begin(client)
-    assert parse_qs(urlsplit(url).query)["max_age"] == ["0"]
+    assert parse_qs(urlsplit(url).query)["max_age"] == ["1"]
     client.get(agree(url))
     assert is_fresh(client.session, datetime.now(UTC))
 
@@ -350,6 +373,21 @@ def test_single_sign_on_operator_is_invited_to_a_second_factor_without_a_passwor
     assert not jane().has_usable_password()
     assert has_second_factor(jane())
     assert client.get(url).status_code == 404
+
+
+def test_single_sign_on_operator_accepts_an_invitation_beside_its_session(provider: StubProvider) -> None:
+    """The operator who was sent to the page of the second factor opens the invitation in the same browser."""
+    provider.person["amr"] = ["pwd"]
+    client = Client()
+    sign_in(client)
+    url = f"/admin/invitation/?token={invite(grant(HOST, P.OPERATORS_ENROLL), jane()).reveal()}"
+    sign_in(client)
+    found = re.search(r"<code>([A-Z2-7]{32})</code>", text_of(client.get(url)))
+    assert found is not None
+    code = totp_code(Plaintext(found[1]), datetime.now(UTC))
+    assert client.post(url, {"second_factor_code": code}).status_code == 200
+    assert not is_signed_in(client)
+    assert not ConsoleSession.objects.filter(operator=jane()).exists()
 
 
 # -------------------------------------------------------------------------------------------------- attacks
@@ -617,7 +655,7 @@ def test_single_sign_on_gives_the_session_a_new_key(provider: StubProvider) -> N
 def test_single_sign_on_of_a_signed_in_operator_must_authenticate_again(provider: StubProvider) -> None:
     client = Client()
     sign_in(client)
-    assert parse_qs(urlsplit(begin(client)).query)["max_age"] == ["0"]
+    assert parse_qs(urlsplit(begin(client)).query)["max_age"] == ["1"]
     provider.changes = {"auth_time": int(time.time()) - 3600}
     assert sign_in(client).status_code == 403
     assert refusals() == [("unknown", "authentication_too_old")]

@@ -150,6 +150,7 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_consolesession_changelist": ANY_ROLE,
     "keyvault_consolesession_change": ANY_ROLE,
     "keyvault_consolesession_end": ANY_ROLE,
+    "keyvault_consolesession_end-others": ANY_ROLE,
     "keyvault_operator_changelist": frozenset({P.OPERATORS_READ}),
     "keyvault_operator_change": frozenset({P.OPERATORS_READ}),
     "keyvault_operator_review": frozenset({P.OPERATORS_READ}),

@@ -432,10 +432,16 @@ def test_sign_in_without_counting_is_impossible(desk: Desk) -> None:
 
 
 def test_sign_in_upgrades_an_older_password_hash(desk: Desk) -> None:
-    """The next sign-in after a stronger hash setting stores a new hash, within its entry's transaction."""
+    """The next sign-in after a stronger hash setting stores a new hash, within its entry's transaction.
+
+    The operator's other sessions end, as with each change of the operator.
+    """
+    browser(desk.tam)
     older = hashers.make_password(PASSWORD, hasher=hashers.get_hasher("default"))
     with mock.patch.object(type(hashers.get_hasher()), "must_update", return_value=True):
         assert is_in(sign_in())
     stored = Operator.objects.get(username="tam").password
     assert stored != older
+    assert ConsoleSession.objects.count() == 1
+    assert events("operator.password_accepted")[-1]["details"]["sessions_ended"] == 1
     assert hashers.check_password(PASSWORD, stored)

@@ -1,5 +1,6 @@
 """The operator's own sessions in the console, and the session's cookie."""
 
+import json
 from datetime import timedelta
 from typing import Any
 from urllib.parse import quote
@@ -12,9 +13,15 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.models import AuditEntry, ConsoleSession, Operator
 from keyvault.services.sessions.invitations import prepare_sign_in
-from keyvault.services.sessions.second_factors import totp_code
+from keyvault.services.sessions.second_factors import (
+    PASSKEY,
+    NewFactor,
+    add_second_factor,
+    list_second_factors,
+    totp_code,
+)
 from keyvault.services.sessions.store import session_id
-from tests.admin.desk import Desk, address, browser, dump, pass_second_factor, text_of
+from tests.admin.desk import Desk, address, browser, dump, pass_second_factor, text_of, with_password
 from tests.factories import PASSWORD, grant, issue, now
 
 LOGIN, FACTOR = "/admin/login/", "/admin/second-factor/"
@@ -25,6 +32,10 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 def row_of(client: Client) -> ConsoleSession:
     return ConsoleSession.objects.get(pk=session_id(client.cookies["session"].value))
+
+
+def is_known(client: Client) -> bool:
+    return ConsoleSession.objects.filter(pk=session_id(client.cookies["session"].value)).exists()
 
 
 def grow_older(**age: float) -> None:
@@ -115,6 +126,41 @@ def test_session_ended_elsewhere_is_signed_out_there(desk: Desk) -> None:
     assert here.post(end).status_code == 302
     assert [here.get("/admin/").status_code, there.get("/admin/").status_code] == [200, 302]
     assert AuditEntry.objects.filter(event="session.ended").count() == 1
+
+
+def test_other_sessions_are_ended_from_the_page_of_own_sessions(desk: Desk) -> None:
+    """Only the session that asks remains, and nobody else's session ends."""
+    here, there, also, other = browser(desk.tam), browser(desk.tam), with_password(desk.tam), browser(desk.approver)
+    end = address("keyvault_consolesession_end-others", row_of(here).pk)
+    assert f'href="{end}"' in text_of(here.get(address("keyvault_consolesession_changelist")))
+    assert "End all other sessions" in text_of(here.get(end))
+    assert "Other sessions that have ended: 2." in text_of(here.post(end, follow=True))
+    assert [client.get("/admin/").status_code for client in (here, there, other)] == [200, 302, 200]
+    assert not is_known(also)
+    body = json.loads(bytes(AuditEntry.objects.get(event="session.others_ended").body))
+    assert (body["actor"], body["details"]) == ("operator:tam", {"sessions_ended": 2})
+
+
+def test_other_sessions_are_kept_without_the_current_one(desk: Desk) -> None:
+    """The page of another own session does not offer to end the current one with the others."""
+    here, there, other = browser(desk.tam), browser(desk.tam), browser(desk.approver)
+    end = address("keyvault_consolesession_end-others", row_of(there).pk)
+    assert "not available" in text_of(here.get(end))
+    assert other.post(end).status_code == 404
+    assert [client.get("/admin/").status_code for client in (here, there)] == [200, 200]
+
+
+def test_session_that_removed_a_factor_stays_and_the_others_are_no_longer_listed(desk: Desk) -> None:
+    """The list shows what is open: the operator who removes a factor sees that the other browsers are signed out."""
+    row = Operator.objects.get(username="tam")
+    prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), row)
+    add_second_factor(grant(desk.tam, P.SESSIONS_WRITE), row, NewFactor(PASSKEY, {"name": "key"}))
+    here, there = browser(desk.tam), browser(desk.tam)
+    factor = list_second_factors(row)[0]
+    assert here.post(f"/admin/account/second-factors/{factor.pk}/remove/").status_code == 302
+    page = text_of(here.get(address("keyvault_consolesession_changelist")))
+    assert (page.count("badge-current"), page.count("badge-active")) == (1, 0)
+    assert [client.get("/admin/").status_code for client in (here, there)] == [200, 302]
 
 
 def test_session_that_has_expired_is_not_listed(desk: Desk) -> None:

@@ -42,6 +42,7 @@ from keyvault.models import (
     BreakGlass,
     CatalogEndpoint,
     Change,
+    ConsoleSession,
     IssuanceRequest,
     Key,
     Material,
@@ -365,6 +366,12 @@ def _end_session(scene: Scene) -> Callable[[], object]:
     return partial(sessions.end_session, grant(scene.tam, P.SESSIONS_WRITE), row)
 
 
+def _end_other_sessions(scene: Scene) -> Callable[[], object]:
+    start_session(scene.tam)
+    _, row = start_session(scene.tam)
+    return partial(sessions.end_other_sessions, grant(scene.tam, P.SESSIONS_WRITE), row)
+
+
 def _with_change(
     decide: Callable[[Grant, OperatorChange], object], permission: P, by: str = "approver"
 ) -> Callable[[Scene], Callable[[], object]]:
@@ -654,6 +661,7 @@ ACTIONS: dict[str, Action] = {
         _with_change(operator_changes.withdraw_change, P.OPERATORS_WRITE, "admin"), ["operator_change.withdrawn"], []
     ),
     "sessions.sessions.end_session": Action(_end_session, ["session.ended"], []),
+    "sessions.sessions.end_other_sessions": Action(_end_other_sessions, ["session.others_ended"], []),
     "sessions.invitations.invite": Action(_invite, ["operator.invited"], []),
     "sessions.invitations.prepare_sign_in": Action(
         _with_factor(lambda row: invitations.prepare_sign_in(_host(P.OPERATORS_ENROLL), row)),
@@ -759,6 +767,8 @@ ACTIONS: dict[str, Action] = {
 }
 """Every public service that takes a grant, with what it must write."""
 
+CHANGING_OPERATORS = ("operator_changes.", "operators.", "sessions.invitations.", "sessions.second_factors.")
+
 WITHOUT_OWN_ENTRY = {
     "issuance.collection.read_handover": "reads and seals, writes nothing",
     "operators.operators.require_another_person": "decides, writes nothing",
@@ -801,6 +811,21 @@ def test_service_writes_exactly_its_entries_and_change_rows(scene: Scene, name: 
     events, changes = written_since(before)
     assert events == ACTIONS[name].events
     assert [kind for kind, _ in changes] == ACTIONS[name].changes
+
+
+@pytest.mark.parametrize("name", [name for name in ACTIONS if name.startswith(CHANGING_OPERATORS)])
+def test_service_that_changes_an_operator_ends_its_sessions(scene: Scene, name: str) -> None:
+    """A session that the operator's new version has ended is not listed as open, and the entry names it."""
+    call = ACTIONS[name].prepare(scene)
+    before = last_ids()
+    row = Operator.objects.get(username="tam")
+    _, session = start_session(scene.tam)
+    call()
+    is_changed = Operator.objects.get(username="tam").version != row.version
+    details = [json.loads(bytes(entry.body))["details"] for entry in AuditEntry.objects.filter(pk__gt=before[0])]
+    ended = [each["sessions_ended"] for each in details if "sessions_ended" in each]
+    assert ConsoleSession.objects.filter(pk=session.pk).exists() is not is_changed
+    assert ended == ([1] if is_changed else [])
 
 
 @pytest.mark.parametrize("name", ACTIONS)

@@ -9,8 +9,9 @@ from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.domain.errors import NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Operator
+from keyvault.models import ConsoleSession, Operator
 from keyvault.services.operators.operators import create_operator, disable_operator
+from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.sessions.invitations import (
     INVITATION_LIFETIME,
     accept_invitation,
@@ -31,6 +32,8 @@ from keyvault.services.sessions.second_factors import (
 )
 from tests.admin.desk import dump
 from tests.factories import PASSWORD, grant, now
+from tests.services.rows import last_body
+from tests.services.sessions.test_sessions import start_session
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -74,6 +77,14 @@ def test_invitation_without_a_proved_factor_sets_nothing(new: Operator) -> None:
     row = find_invited(token, now())
     assert not row.has_usable_password()
     assert list_second_factors(row) == []
+
+
+def test_invitation_that_is_accepted_ends_the_operators_sessions(new: Operator) -> None:
+    found = find_invited(invited(new), now())
+    start_session(operator_principal(found))
+    accept_invitation(found, Plaintext(PASSWORD), some_factor, now())
+    assert not ConsoleSession.objects.exists()
+    assert last_body("operator.enrolled")["details"]["sessions_ended"] == 1
 
 
 def test_invitation_expires(new: Operator) -> None:

@@ -14,7 +14,12 @@ from keyvault.access.roles import Role
 from keyvault.domain.errors import NotFoundError
 from keyvault.models import AuditEntry, ConsoleSession, Operator
 from keyvault.services.maintenance import forget_due
-from keyvault.services.sessions.sessions import end_session, forget_expired_sessions, list_sessions
+from keyvault.services.sessions.sessions import (
+    end_other_sessions,
+    end_session,
+    forget_expired_sessions,
+    list_sessions,
+)
 from keyvault.services.sessions.store import SessionStore, session_id
 from tests.factories import grant, make_operator, now
 from tests.services.rows import dump_tables
@@ -128,6 +133,16 @@ def test_session_is_ended_by_its_own_operator_only(tam: OperatorPrincipal) -> No
     body = json.loads(bytes(AuditEntry.objects.get(event="session.ended").body))
     assert body["actor"] == "operator:tam"
     assert set(body["details"]) == {"started_at", "address", "browser"}
+
+
+def test_other_sessions_are_ended_and_counted(tam: OperatorPrincipal) -> None:
+    key, row = start_session(tam)
+    other, _ = start_session(tam)
+    start_session(tam, age=IDLE)
+    elsewhere, _ = start_session(make_operator("approver", Role.APPROVER))
+    assert end_other_sessions(grant(tam, P.SESSIONS_WRITE), row) == 1
+    assert [is_open(each) for each in (key, other, elsewhere)] == [True, False, True]
+    assert end_other_sessions(grant(tam, P.SESSIONS_WRITE), row) == 0
 
 
 def make_session(name: str, ends_in: timedelta) -> None:
