@@ -39,7 +39,7 @@ from keyvault.domain.revocation_log import Opened, line_bytes
 from keyvault.models import Account, IssuanceRequest, Key, Merchant, Operator, PepperVersion, ServiceToken
 from keyvault.services.issuance import requests
 from keyvault.services.merchants.merchants import create_merchant, find_account
-from keyvault.services.operators.operators import create_operator, set_scope
+from keyvault.services.operators.operators import create_operator
 from keyvault.services.peppers.ring import ensure_peppers, list_served_sets, load_peppers
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.secrets.backend import secret_backend
@@ -148,10 +148,10 @@ def make_operator(
             grant(HOST, Permission.OPERATORS_ENROLL),
             username=username,
             roles=roles,
+            scope=scope,
             password=Plaintext(PASSWORD),
             person=person,
         )
-    set_scope(grant(HOST, Permission.OPERATORS_WRITE), row, scope)
     return operator_principal(row, channel, host_user)
 
 

@@ -1,6 +1,8 @@
 """The merchants and environments that a principal may act on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
@@ -32,6 +34,8 @@ class AccessScope:
         return AccessScope(merchants, environments)
 
     def __str__(self) -> str:
+        if self.merchants == frozenset():
+            return "no merchant"
         merchants = "all merchants" if self.merchants is None else ", ".join(sorted(self.merchants))
         return f"{merchants} in {' and '.join(sorted(self.environments))}"
 
@@ -40,6 +44,15 @@ class AccessScope:
         merchants: list[JsonValue] | None = None if self.merchants is None else [*sorted(self.merchants)]
         return {"merchants": merchants, "environments": [*sorted(self.environments)]}
 
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
+        """Return the scope of which `as_json` returned this."""
+        merchants = None if stored["merchants"] is None else frozenset(stored["merchants"])
+        return cls(merchants, frozenset(map(Environment, stored["environments"])))
+
 
 EVERYWHERE = AccessScope()
 """The whole installation."""
+
+NOWHERE = AccessScope(frozenset())
+"""No merchant: the scope of an operator of single sign-on until it is given another one."""

@@ -38,6 +38,7 @@ class NoticeKind(StrEnum):
     PROCESS_LOST = "process.lost"
     APPROVAL_DISOWNED = "approval.disowned"
     UNFAMILIAR_SIGN_IN = "operator.unfamiliar_sign_in"
+    OPERATOR_INVITED = "operator.invited"
 
 
 ALARMS = frozenset(
@@ -63,13 +64,14 @@ ALARMS = frozenset(
         NoticeKind.CLOCK_DIFFERS,
         NoticeKind.PROCESS_LOST,
         NoticeKind.APPROVAL_DISOWNED,
+        NoticeKind.OPERATOR_INVITED,
     }
 )
 """Events that require an operator's attention."""
 
 WITHOUT_ACCOUNT = frozenset(
     {NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED, NoticeKind.CLOCK_DIFFERS, NoticeKind.PROCESS_LOST}
-    | {NoticeKind.APPROVAL_DISOWNED, NoticeKind.UNFAMILIAR_SIGN_IN}
+    | {NoticeKind.APPROVAL_DISOWNED, NoticeKind.UNFAMILIAR_SIGN_IN, NoticeKind.OPERATOR_INVITED}
     | {NoticeKind.AUDIT_ROLLBACK_ACCEPTED, NoticeKind.ANCHOR_LATE}
 )
 """Events of the installation, which belong to no merchant's account."""

@@ -6,7 +6,7 @@ A command with a mixin that defines `add_options` calls `super().add_options(par
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from django.core.management.base import CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST, OperatorPrincipal
@@ -42,6 +42,22 @@ def read_scope(options: Mapping[str, Any]) -> AccessScope:
     named = set(options["environment"] or ["all"])
     environments = frozenset(Environment) if "all" in named else frozenset(map(Environment, named))
     return AccessScope(None if options["merchant"] is None else frozenset(options["merchant"]), environments)
+
+
+def add_operator_scope_options(parser: CommandParser) -> None:
+    """Add the scope of an operator, which `read_operator_scope` reads. No omitted option widens it."""
+    add_scope_options(parser, required=False)
+    parser.add_argument("--all", action="store_true", help="all merchants and environments")
+
+
+def has_operator_scope(options: Mapping[str, Any]) -> bool:
+    return bool(options["all"] or options["merchant"] or options["environment"])
+
+
+def read_operator_scope(options: Mapping[str, Any]) -> AccessScope:
+    if options["all"] == bool(options["merchant"] or options["environment"]):
+        raise CommandError("give --all, or --merchant, --environment or both", returncode=2)
+    return EVERYWHERE if options["all"] else read_scope(options)
 
 
 def add_reveal_option(parser: CommandParser, help_text: str, *, required: bool = False) -> None:

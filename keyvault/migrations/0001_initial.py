@@ -158,7 +158,7 @@ class Migration(migrations.Migration):
                 ('is_active', models.BooleanField(default=True, help_text='Designates whether this user should be treated as active. Unselect this instead of deleting accounts.', verbose_name='active')),
                 ('date_joined', models.DateTimeField(default=django.utils.timezone.now, verbose_name='date joined')),
                 ('person', models.CharField(default=keyvault.models.operators.mint_person, max_length=32)),
-                ('scope_merchants', models.JSONField(blank=True, null=True)),
+                ('scope_merchants', models.JSONField(blank=True, default=list, null=True)),
                 ('scope_environments', models.CharField(choices=[('sbx', 'sbx'), ('prd', 'prd'), ('all', 'all')], default=keyvault.domain.keystring.StringScope['ALL'], max_length=32)),
                 ('invitation_digest', models.CharField(max_length=64, null=True, unique=True)),
                 ('invitation_expires_at', models.DateTimeField(blank=True, null=True)),
@@ -440,7 +440,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('notice_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
-                ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('standing_approval.expiring', 'standing approval.expiring'), ('standing_approval.expired', 'standing approval.expired'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted'), ('audit.rollback_accepted', 'audit.rollback accepted'), ('anchor.late', 'anchor.late'), ('clock.differs', 'clock.differs'), ('process.lost', 'process.lost'), ('approval.disowned', 'approval.disowned'), ('operator.unfamiliar_sign_in', 'operator.unfamiliar sign in')], max_length=32)),
+                ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('standing_approval.expiring', 'standing approval.expiring'), ('standing_approval.expired', 'standing approval.expired'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted'), ('audit.rollback_accepted', 'audit.rollback accepted'), ('anchor.late', 'anchor.late'), ('clock.differs', 'clock.differs'), ('process.lost', 'process.lost'), ('approval.disowned', 'approval.disowned'), ('operator.unfamiliar_sign_in', 'operator.unfamiliar sign in'), ('operator.invited', 'operator.invited')], max_length=32)),
                 ('subject', models.CharField(max_length=64)),
                 ('payload', models.JSONField()),
                 ('is_alarm', models.BooleanField(default=False)),
@@ -860,11 +860,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='notice',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'standing_approval.expiring', 'standing_approval.expired', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted', 'audit.rollback_accepted', 'anchor.late', 'clock.differs', 'process.lost', 'approval.disowned', 'operator.unfamiliar_sign_in'])), name='notice_kind'),
+            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'standing_approval.expiring', 'standing_approval.expired', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted', 'audit.rollback_accepted', 'anchor.late', 'clock.differs', 'process.lost', 'approval.disowned', 'operator.unfamiliar_sign_in', 'operator.invited'])), name='notice_kind'),
         ),
         migrations.AddConstraint(
             model_name='notice',
-            constraint=models.CheckConstraint(condition=models.Q(('account__isnull', False), ('kind__in', ['address.locked', 'anchor.late', 'approval.disowned', 'audit.rollback_accepted', 'clock.differs', 'operator.locked', 'operator.unfamiliar_sign_in', 'process.lost']), _connector='OR'), name='notice_of_an_account'),
+            constraint=models.CheckConstraint(condition=models.Q(('account__isnull', False), ('kind__in', ['address.locked', 'anchor.late', 'approval.disowned', 'audit.rollback_accepted', 'clock.differs', 'operator.invited', 'operator.locked', 'operator.unfamiliar_sign_in', 'process.lost']), _connector='OR'), name='notice_of_an_account'),
         ),
         migrations.AddConstraint(
             model_name='order',
@@ -1032,9 +1032,11 @@ class Migration(migrations.Migration):
                 ('created_at', models.DateTimeField()),
                 ('change_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
                 ('operator_person', models.CharField(max_length=32)),
-                ('kind', models.CharField(choices=[('roles', 'roles'), ('second_factors_reset', 'second factors reset')], max_length=32)),
+                ('kind', models.CharField(choices=[('roles', 'roles'), ('scope', 'scope'), ('second_factors_reset', 'second factors reset')], max_length=32)),
                 ('roles_before', models.CharField(blank=True, max_length=200)),
                 ('roles', models.CharField(blank=True, max_length=200)),
+                ('scope_before', models.JSONField()),
+                ('scope', models.JSONField()),
                 ('why', models.CharField(max_length=300)),
                 ('state', models.CharField(choices=[('awaiting_approval', 'awaiting approval'), ('applied', 'applied'), ('rejected', 'rejected'), ('withdrawn', 'withdrawn')], max_length=32)),
                 ('approval_expires_at', models.DateTimeField()),
@@ -1080,7 +1082,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='operatorchange',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['roles', 'second_factors_reset'])), name='operator_change_kind'),
+            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['roles', 'scope', 'second_factors_reset'])), name='operator_change_kind'),
         ),
         migrations.AddConstraint(
             model_name='operatorchange',

@@ -9,6 +9,7 @@ from keyvault.models.columns import ApprovalColumns, RequestColumns, at, choice,
 
 class OperatorChangeKind(models.TextChoices):
     ROLES = "roles"
+    SCOPE = "scope"
     SECOND_FACTORS_RESET = "second_factors_reset"
 
 
@@ -22,8 +23,8 @@ class OperatorChangeState(models.TextChoices):
 class OperatorChange(RequestColumns):
     """A requested change of an operator. Neither the requester nor the person of the operator approves it.
 
-    `roles`, `roles_before`: names of roles, separated by spaces. `why`: the requester's reason. `closed_why`: the
-    reason of a rejection.
+    `roles`, `roles_before`: names of roles, separated by spaces. `scope`, `scope_before`: see `AccessScope.as_json`.
+    `why`: the requester's reason. `closed_why`: the reason of a rejection.
     """
 
     change_id = models.CharField(primary_key=True, max_length=32)
@@ -33,6 +34,8 @@ class OperatorChange(RequestColumns):
     kind = choice(OperatorChangeKind)
     roles_before = models.CharField(max_length=200, blank=True)
     roles = models.CharField(max_length=200, blank=True)
+    scope_before = models.JSONField()
+    scope = models.JSONField()
     why = models.CharField(max_length=300)
     state = choice(OperatorChangeState)
     requester = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="+")

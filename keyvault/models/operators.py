@@ -34,12 +34,13 @@ class OperatorManager(UserManager["Operator"]):
 class Operator(RecordedModel, AbstractUser):
     """A console user. Its roles are its groups, which a migration creates. There are no superusers.
 
-    It acts on the merchants of `scope_merchants` (None: all) in the environments of `scope_environments`.
+    It acts on the merchants of `scope_merchants` (None: all; by default none) in the environments of
+    `scope_environments`. Until it has merchants, its person may still be linked to another operator's.
     Every `compare_and_swap` ends the operator's sessions, which are bound to the row's version.
     """
 
     person = models.CharField(max_length=32, default=mint_person)
-    scope_merchants = models.JSONField(null=True, blank=True)
+    scope_merchants = models.JSONField(null=True, blank=True, default=list)
     scope_environments = choice(StringScope, default=StringScope.ALL)
     invitation_digest = models.CharField(max_length=64, null=True, unique=True)
     invitation_expires_at = at()

@@ -438,7 +438,8 @@ SETTINGS: tuple[Setting, ...] = (
         "KEYVAULT_OIDC_ROLE_MAP",
         "",
         "Roles of the provider's groups: `group=role`, separated by commas. A group may appear with several roles. "
-        "Without a mapped group, single sign-on is refused. Operators with a password are unaffected.",
+        "Without a mapped group, single sign-on is refused. A new operator also needs a scope (`set_operator_scope`). "
+        "Operators with a password are unaffected.",
         _role_map,
     ),
     Setting(

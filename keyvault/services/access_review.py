@@ -78,6 +78,8 @@ class AccessLine:
     username: str
     person: str
     state: str
+    merchants: str
+    environments: str
     created_at: str
     last_sign_in_at: str | None
     second_factor: str
@@ -119,6 +121,8 @@ def _line(access: OperatorAccess, role: RoleAccess | None) -> AccessLine:
         username=operator.username,
         person=operator.person,
         state="active" if operator.is_active else "disabled",
+        merchants=_list_merchants(operator),
+        environments=" ".join(sorted(operator.access_scope.environments)),
         created_at=format_timestamp(operator.date_joined),
         last_sign_in_at=format_timestamp(operator.last_login),
         second_factor="yes" if access.has_second_factor else "no",
@@ -128,6 +132,11 @@ def _line(access: OperatorAccess, role: RoleAccess | None) -> AccessLine:
         role_unused=("yes" if role.is_unused else "no") if role else "",
         permissions=" ".join(role.permissions) if role else "",
     )
+
+
+def _list_merchants(operator: Operator) -> str:
+    merchants = operator.access_scope.merchants
+    return "all" if merchants is None else " ".join(sorted(merchants)) or "none"
 
 
 def _plain(value: str | None) -> str:

@@ -1,8 +1,12 @@
 """Changes of operators: made immediately, or requested, and then approved by a second person.
 
-Adding a role of `access.roles.FOUR_EYES_ROLES` and resetting second factors need the approval. Nobody requests or
-approves a change of any operator of their own person. An approval covers one digest, over the operator's roles before
-and after. If they changed meanwhile, it is refused.
+Adding a role of `access.roles.FOUR_EYES_ROLES`, widening a scope and resetting second factors need the approval. Nobody
+requests or approves a change of any operator of their own person. An approval covers one digest, over the operator's
+person, and its roles and scope before and after. If they changed meanwhile, it is refused.
+
+Until the installation has two approving persons (`operators.approving_persons`), nobody could approve: then the host's
+owner gives such roles and scopes alone. It gives an approving role with the whole installation only, so that the second
+one ends this.
 """
 
 import secrets
@@ -13,8 +17,9 @@ from django.db.models import QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.principals import HOST, OperatorPrincipal
 from keyvault.access.roles import FOUR_EYES_ROLES, Role
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.canonical import JsonValue, canonical_digest
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
@@ -22,13 +27,18 @@ from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.ids import mint_id
 from keyvault.models import Operator, OperatorChange, OperatorChangeApproval, OperatorChangeKind, OperatorChangeState
 from keyvault.services.approvals.four_eyes import approving_operator, record_approval
+from keyvault.services.operators.approving_persons import has_two_approving_persons
 from keyvault.services.operators.operators import (
+    create_operator,
     operator_row,
     require_active,
     require_another_person,
+    require_known,
     require_local,
     set_roles,
+    set_scope,
 )
+from keyvault.services.recording.authorization import is_allowed, operator_principal
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.second_factors import reset_second_factors
 
@@ -40,6 +50,25 @@ _APPROVALS_NEEDED = 1
 K, S = OperatorChangeKind, OperatorChangeState
 
 
+def enroll_operator(
+    grant: Grant, *, username: str, roles: Iterable[Role], scope: AccessScope, person: str | None = None
+) -> Operator:
+    """Create an operator that then accepts an invitation. `person`: of an existing operator of the same human.
+
+    Raises the errors of `create_operator`, and StateConflictError for a role of FOUR_EYES_ROLES, which a second person
+    approves once the operator exists.
+    """
+    chosen = frozenset(roles)
+    if (needing := chosen & FOUR_EYES_ROLES) and not _decides_alone(grant, chosen, scope):
+        names = " and ".join(sorted(needing))
+        raise StateConflictError(
+            f"A second person must approve {names}. Invite {username} without it. Then request it in the console "
+            f"(Operators, Change roles), or run: manage.py set_operator_roles {username} --role ROLE --requested-by "
+            "NAME --approved-by NAME --reason WHY"
+        )
+    return create_operator(grant, username=username, roles=chosen, scope=scope, password=None, person=person)
+
+
 def change_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: str) -> OperatorChange | None:
     """Replace an operator's roles, or request that if it adds a role of FOUR_EYES_ROLES. Return the request.
 
@@ -47,24 +76,38 @@ def change_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: s
     already, and if the grant is not an operator's; and RequestInvalidError without a reason.
     """
     chosen = frozenset(roles)
-    if chosen - operator.roles & FOUR_EYES_ROLES:
-        return _request(grant, operator, K.ROLES, chosen, why)
+    if chosen - operator.roles & FOUR_EYES_ROLES and not _decides_alone(grant, chosen, operator.access_scope):
+        return _request(grant, operator, K.ROLES, why, roles=chosen)
     set_roles(grant, operator, chosen, why)
+    return None
+
+
+def change_scope(grant: Grant, operator: Operator, scope: AccessScope, why: str) -> OperatorChange | None:
+    """Replace an operator's scope, or request that unless the present scope covers it. Return the request.
+
+    Raises the errors of `change_roles`, and RequestInvalidError for a scope that names nothing known.
+    """
+    require_known(scope)
+    if not operator.access_scope.covers(scope) and not _decides_alone(grant, operator.roles, scope):
+        return _request(grant, operator, K.SCOPE, why, scope=scope)
+    set_scope(grant, operator, scope, why)
     return None
 
 
 def request_factor_reset(grant: Grant, operator: Operator, why: str) -> OperatorChange:
     """Request that all second factors of an operator are removed. Raises the errors of `change_roles`."""
-    return _request(grant, operator, K.SECOND_FACTORS_RESET, operator.roles, why)
+    return _request(grant, operator, K.SECOND_FACTORS_RESET, why)
 
 
 def approve_change(grant: Grant, change: OperatorChange, plan_digest: str) -> OperatorChange:
     """Approve exactly this change, and make it.
 
-    Raises StateConflictError when it does not await approval, the operator was changed after the request, the approver
-    is the requester or the person concerned, or `plan_digest` is not the one of the request.
+    Raises StateConflictError when it does not await approval, the operator was changed after the request, the requester
+    may no longer request it, the approver is the requester or the person concerned, or `plan_digest` is not the one of
+    the request.
     """
     _require_undecided(grant, change)
+    _require_requester(grant, change)
     operator = get_operator_of(change)
     require_another_person(grant, operator)
     if change.plan_digest != _digest(change, operator):
@@ -85,6 +128,8 @@ def approve_change(grant: Grant, change: OperatorChange, plan_digest: str) -> Op
         change.compare_and_swap(state=S.APPLIED, closed_at=grant.at)
         if change.kind == K.ROLES:
             set_roles(grant, operator, map(Role, change.roles.split()), change.why)
+        elif change.kind == K.SCOPE:
+            set_scope(grant, operator, AccessScope.from_json(change.scope), change.why)
         else:
             reset_second_factors(grant, operator)
     return change
@@ -122,9 +167,22 @@ def get_operator_of(change: OperatorChange) -> Operator:
     return operator
 
 
+def _decides_alone(grant: Grant, roles: frozenset[Role], scope: AccessScope) -> bool:
+    """Whether the host's owner gives these roles and this scope without an approval, because nobody could approve."""
+    is_whole = scope == EVERYWHERE or not roles & FOUR_EYES_ROLES
+    return grant.principal == HOST and is_whole and not has_two_approving_persons()
+
+
 def _request(
-    grant: Grant, operator: Operator, kind: OperatorChangeKind, roles: frozenset[Role], why: str
+    grant: Grant,
+    operator: Operator,
+    kind: OperatorChangeKind,
+    why: str,
+    *,
+    roles: frozenset[Role] | None = None,
+    scope: AccessScope | None = None,
 ) -> OperatorChange:
+    """Request a change of an operator. `roles` and `scope`: after the change; None: they stay."""
     requester = grant.principal
     if not isinstance(requester, OperatorPrincipal):
         raise StateConflictError(
@@ -143,7 +201,9 @@ def _request(
         operator_person=operator.person,
         kind=kind,
         roles_before=_format_roles(operator.roles),
-        roles=_format_roles(roles),
+        roles=_format_roles(operator.roles if roles is None else roles),
+        scope_before=operator.access_scope.as_json(),
+        scope=(scope or operator.access_scope).as_json(),
         why=clean_text(why.strip(), 300),
         state=S.AWAITING_APPROVAL,
         approvals_needed=_APPROVALS_NEEDED,
@@ -179,6 +239,8 @@ def _about(change: OperatorChange) -> dict[str, JsonValue]:
     }
     if change.kind == K.ROLES:
         details |= {"old": [*change.roles_before.split()], "new": [*change.roles.split()]}
+    elif change.kind == K.SCOPE:
+        details |= {"old": change.scope_before, "new": change.scope}
     return details
 
 
@@ -188,9 +250,12 @@ def _digest(change: OperatorChange, operator: Operator) -> str:
         {
             "what": "change of an operator",
             "username": operator.username,
+            "person": operator.person,
             "kind": change.kind,
             "old": _format_roles(operator.roles),
             "new": change.roles,
+            "old_scope": operator.access_scope.as_json(),
+            "new_scope": change.scope,
             "why": change.why,
         }
     )
@@ -198,6 +263,15 @@ def _digest(change: OperatorChange, operator: Operator) -> str:
 
 def _format_roles(roles: frozenset[Role]) -> str:
     return " ".join(sorted(roles))
+
+
+def _require_requester(grant: Grant, change: OperatorChange) -> None:
+    """Require that the requester is active and could make the request now."""
+    requester: Operator = Operator.objects.get(pk=change.requester_id)
+    if not is_allowed(operator_principal(requester), P.OPERATORS_WRITE, now=grant.at):
+        raise StateConflictError(
+            f"The requester, {requester.username}, may no longer change operators. Reject it and make a new request."
+        )
 
 
 def _require_undecided(grant: Grant, change: OperatorChange) -> None:

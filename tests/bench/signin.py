@@ -227,13 +227,16 @@ def main() -> int:
     from keyvault.access.permissions import Permission
     from keyvault.access.principals import HOST
     from keyvault.access.roles import Role
+    from keyvault.access.scopes import EVERYWHERE
     from keyvault.domain.plaintext import Plaintext
     from keyvault.services.operators.operators import create_operator
     from keyvault.services.recording.authorization import authorize
 
     out, password = Path(sys.argv[1]), secrets.token_urlsafe(24)
     grant = authorize(HOST, Permission.OPERATORS_ENROLL, now=datetime.now(UTC))
-    operator = create_operator(grant, username="bench", roles=[Role.AUDITOR], password=Plaintext(password))
+    operator = create_operator(
+        grant, username="bench", roles=[Role.AUDITOR], scope=EVERYWHERE, password=Plaintext(password)
+    )
     out.touch(mode=0o600)
     out.write_text(json.dumps({"username": operator.username, "password": password}))
     return 0

@@ -11,12 +11,17 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.test import override_settings
 
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST
+from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import parse_keystring
-from keyvault.management.commands.run import _demo_curl
-from keyvault.models import AuditEntry, BreakGlass, Credential, IssuanceRequest, Operator, ServiceToken
+from keyvault.management.commands.run import _demo_curl, _prepare_sign_ins
+from keyvault.models import AuditEntry, BreakGlass, Credential, IssuanceRequest, Merchant, Operator, ServiceToken
 from keyvault.services.change_feed import receipts
+from keyvault.services.operators.operators import disable_operator
 from rotation.services.rotations.engine import advance_rotation
+from tests.factories import grant, make_operator
 from tests.starting_rows import start_with
 from tests.verifiers import confirm, make_verifier
 
@@ -57,6 +62,23 @@ def test_seed_demo_is_idempotent_and_makes_no_superuser(seeded: Any) -> None:
     assert {operator["username"] for operator in seeded["operators"]} >= {"tam", "approver", "admin", "auditor"}
     assert {environment["name"] for environment in seeded["environments"]} == {"sandbox", "production"}
     assert not Operator.objects.filter(is_superuser=True).exists()
+
+
+def test_demo_in_a_database_that_it_did_not_make_changes_nothing() -> None:
+    """Guarantee: the demo gives nobody a password or a factor of an operator that it did not make."""
+    make_operator("admin", Role.KEY_ADMINISTRATOR)
+    before = Operator.objects.get().password
+    with pytest.raises(CommandError, match="operators that the demo did not make"):
+        run("seed_demo")
+    assert _prepare_sign_ins() == {}
+    assert (Operator.objects.get().password, Merchant.objects.count()) == (before, 0)
+
+
+def test_demo_renews_only_the_operators_that_it_made(seeded: Any) -> None:
+    make_operator("jane", Role.KEY_ADMINISTRATOR, person=Operator.objects.get(username="admin").person)
+    disable_operator(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="tam"))
+    assert run("seed_demo") == seeded
+    assert sorted(_prepare_sign_ins()) == ["admin", "approver", "auditor", "responder"]
 
 
 @pytest.mark.parametrize("served", list(Environment))

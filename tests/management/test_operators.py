@@ -20,10 +20,10 @@ from django.test import Client
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
-from keyvault.access.scopes import AccessScope
+from keyvault.access.scopes import NOWHERE, AccessScope
 from keyvault.domain.plaintext import Plaintext
 from keyvault.management import json_command
-from keyvault.models import AuditEntry, BreakGlass, Key, Operator, OperatorChange
+from keyvault.models import AuditEntry, BreakGlass, Key, Notice, Operator, OperatorChange
 from keyvault.models.recording import collect_subjects
 from keyvault.services.sessions.invitations import prepare_sign_in
 from keyvault.services.sessions.second_factors import FactorAttempt, check_code, totp_code
@@ -93,8 +93,9 @@ def test_disabled_operator_enabled_by_a_stray_write_regains_no_session() -> None
 )
 def test_last_administrator_is_not_disabled(arguments: list[str]) -> None:
     """The installation always keeps an active administrator."""
+    make_operator("approver", Role.APPROVER)
     with pytest.raises(
-        CommandError, match=r"the last active one with the role key_administrator\. Create another first"
+        CommandError, match=r"the last active one with the role key_administrator .* Make another operator"
     ):
         run(*arguments)
     row = Operator.objects.get(username="admin")
@@ -214,19 +215,45 @@ def test_reset_operator_password_of_a_disabled_one_is_refused(monkeypatch: pytes
 
 
 def test_invite_operator_creates_one_that_only_the_link_lets_in() -> None:
-    answer = run("invite_operator", "new", "--role", "auditor", "--role", "approver")
+    make_merchant("acme")
+    answer = run("invite_operator", "new", "--role", "auditor", "--role", "incident_responder", "--merchant", "acme")
     assert answer.keys() == {"username", "enrolment_url"}
     row = Operator.objects.get(username="new")
-    assert row.roles == {Role.AUDITOR, Role.APPROVER}
+    assert row.roles == {Role.AUDITOR, Role.INCIDENT_RESPONDER}
+    assert row.access_scope == AccessScope(frozenset({"acme"}))
     assert not row.has_usable_password()
     parts = urlsplit(answer["enrolment_url"])
     assert (parts.hostname, parts.path) == ("localhost", "/admin/invitation/")
     assert Client().get(f"{parts.path}?{parts.query}").status_code == 200
     assert details_of("operator.invited")["username"] == "new"
+    alarm = Notice.objects.get(kind="operator.invited")
+    assert (alarm.subject, alarm.is_alarm) == ("new", True)
+
+
+@pytest.mark.parametrize("role", ["approver", "key_administrator"])
+def test_invite_operator_makes_no_approver_from_one_shell(role: str) -> None:
+    """Guarantee: beyond the first two approving persons, the command leads to the change under four eyes."""
+    run("invite_operator", "approver", "--role", "approver", "--all")
+    with pytest.raises(CommandError, match="A second person must approve"):
+        run("invite_operator", "new", "--role", role, "--all")
+    assert not Operator.objects.filter(username="new").exists()
+    run("invite_operator", "new", "--role", "auditor", "--all")
+    assert run("set_operator_roles", "new", "--role", role, *BY_TWO)["roles"] == [role]
+    assert BreakGlass.objects.get().is_claimed
+
+
+@pytest.mark.parametrize("options", [[], ["--all", "--merchant", "acme"]])
+def test_invite_operator_without_a_clear_scope_is_refused(options: list[str]) -> None:
+    """Guarantee: nothing starts allowed."""
+    with pytest.raises(CommandError, match="give --all, or --merchant, --environment or both"):
+        run("invite_operator", "new", "--role", "auditor", *options)
+    with pytest.raises(CommandError, match="keeps its scope"):
+        run("invite_operator", "admin", "--all")
+    assert not Operator.objects.filter(username="new").exists()
 
 
 def test_invite_operator_reveals_a_sign_in_that_works_at_once() -> None:
-    answer = run("invite_operator", "new", "--role", "auditor", "--reveal")
+    answer = run("invite_operator", "new", "--role", "auditor", "--all", "--reveal")
     client = Client()
     assert client.post("/admin/login/", {"username": "new", "password": answer["password"]}).status_code == 302
     code = totp_code(Plaintext(answer["totp_secret"]), datetime.now(UTC))
@@ -238,7 +265,7 @@ def test_invite_operator_reveals_a_sign_in_that_works_at_once() -> None:
 
 def test_invite_operator_again_only_without_a_second_factor() -> None:
     """A second invitation replaces the first one, and never a second factor."""
-    first = run("invite_operator", "new", "--role", "auditor")["enrolment_url"]
+    first = run("invite_operator", "new", "--role", "auditor", "--all")["enrolment_url"]
     second = run("invite_operator", "new")["enrolment_url"]
     statuses = [Client().get(url.partition("8000")[2]).status_code for url in (first, second)]
     assert statuses == [404, 200]
@@ -246,7 +273,7 @@ def test_invite_operator_again_only_without_a_second_factor() -> None:
     with pytest.raises(CommandError, match="Reset its second factors first"):
         run("invite_operator", "new")
     with pytest.raises(CommandError, match="already exists"):
-        run("invite_operator", "new", "--role", "auditor")
+        run("invite_operator", "new", "--role", "auditor", "--all")
 
 
 def test_show_totp_code_prints_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,18 +365,42 @@ def test_command_prints_its_answer_although_the_use_of_a_role_is_not_recorded(
 # --- scope ----------------------------------------------------------------------------------------------------
 
 
-def test_set_operator_scope_replaces_it_and_ends_sessions() -> None:
+def test_set_operator_scope_narrows_it_and_ends_sessions() -> None:
     make_merchant("acme")
     client = browser(make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER))
-    answer = run("set_operator_scope", "tam", "--merchant", "acme", "--environment", "sandbox")
-    assert answer == {"username": "tam", "merchants": ["acme"], "environments": ["sandbox"]}
+    answer = run("set_operator_scope", "tam", "--environment", "production")
+    assert answer == {"username": "tam", "merchants": None, "environments": ["production"]}
     assert client.get("/admin/").status_code == 302
     details = details_of("operator.scope_changed")
-    assert (details["username"], details["new"]) == ("tam", {"merchants": ["acme"], "environments": ["sandbox"]})
-    assert run("set_operator_scope", "tam", "--environment", "production")["merchants"] is None
+    assert (details["username"], details["new"]) == ("tam", {"merchants": None, "environments": ["production"]})
     assert run("list_operators")["operators"][1]["environments"] == ["production"]
-    answer = run("set_operator_scope", "tam", "--all")
-    assert answer == {"username": "tam", "merchants": None, "environments": ["production", "sandbox"]}
+    answer = run("set_operator_scope", "tam", "--merchant", "acme", "--environment", "production")
+    assert answer == {"username": "tam", "merchants": ["acme"], "environments": ["production"]}
+
+
+def test_set_operator_scope_widens_it_with_two_operators_only() -> None:
+    make_merchant("acme")
+    make_operator("approver", Role.APPROVER)
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER, scope=AccessScope(frozenset({"acme"})))
+    with pytest.raises(CommandError, match="requires two operators"):
+        run("set_operator_scope", "tam", "--all")
+    with pytest.raises(CommandError, match="Name the approver"):
+        run("set_operator_scope", "tam", "--all", "--requested-by", "admin", "--reason", "why")
+    answer = run("set_operator_scope", "tam", "--all", *BY_TWO)
+    assert (answer["state"], answer["merchants"]) == ("applied", None)
+    act = BreakGlass.objects.get()
+    assert (act.subject, act.is_claimed) == (answer["change_id"], True)
+
+
+def test_set_operator_scope_links_a_new_operator_to_its_person() -> None:
+    tam = make_operator("tam", Role.APPROVER)
+    make_operator("second", Role.APPROVER)
+    make_operator("tam-sso", Role.TECHNICAL_ACCOUNT_MANAGER, scope=NOWHERE)
+    wanted = ("set_operator_scope", "tam-sso", "--all", "--same-person-as", "tam", "--requested-by", "admin")
+    with pytest.raises(CommandError, match="your own operator"):
+        run(*wanted, "--approved-by", "tam", "--reason", "why")
+    run(*wanted, "--approved-by", "second", "--reason", "why")
+    assert Operator.objects.get(username="tam-sso").person == tam.person
 
 
 @pytest.mark.parametrize("options", [[], ["--all", "--merchant", "acme"], ["--all", "--environment", "sandbox"]])
@@ -364,7 +415,7 @@ def test_set_operator_scope_names_unknown_merchants_and_missing_permission() -> 
     with pytest.raises(CommandError, match="there is no merchant absent"):
         run("set_operator_scope", "tam", "--merchant", "absent")
     with pytest.raises(CommandError, match="permission_missing"):
-        run("set_operator_scope", "tam", "--all", "--by", "tam")
+        run("set_operator_scope", "tam", "--environment", "sandbox", "--requested-by", "tam")
 
 
 OUTSIDE = {

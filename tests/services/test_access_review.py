@@ -10,6 +10,7 @@ from django.contrib.auth.models import Group
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import ROLE_PERMISSIONS, Role
+from keyvault.access.scopes import NOWHERE, AccessScope
 from keyvault.models import Operator
 from keyvault.models.recording import collect_subjects
 from keyvault.services import access_review
@@ -17,7 +18,7 @@ from keyvault.services.access_review import export_lines, format_csv
 from keyvault.services.operators.operators import disable_operator
 from keyvault.services.operators.role_use import UNUSED_AFTER, write_uses
 from keyvault.services.sessions.invitations import prepare_sign_in
-from tests.factories import grant, make_operator, now
+from tests.factories import SANDBOX, grant, make_merchant, make_operator, now
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -45,6 +46,19 @@ def test_access_review_lists_every_operator_and_role(monkeypatch: pytest.MonkeyP
     assert {line["username"] for line in lines if line["role_last_used_at"]} == {"tam"}
     assert set(lines[0]["permissions"].split()) == ROLE_PERMISSIONS[Role.APPROVER]
     assert {line["username"] for line in lines if line["second_factor"] == "yes"} == {"zoe"}
+
+
+def test_access_review_says_on_which_accounts() -> None:
+    for name in ("acme", "globex"):
+        make_merchant(name)
+    make_operator("all", Role.AUDITOR)
+    make_operator("some", Role.AUDITOR, scope=AccessScope(frozenset({"globex", "acme"}), frozenset({SANDBOX})))
+    make_operator("new", scope=NOWHERE)
+    assert {line["username"]: (line["merchants"], line["environments"]) for line in export_lines(now())} == {
+        "all": ("all", "production sandbox"),
+        "some": ("acme globex", "sandbox"),
+        "new": ("none", "production sandbox"),
+    }
 
 
 def test_access_review_reports_roles_that_are_not_used() -> None:

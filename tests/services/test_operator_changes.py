@@ -11,6 +11,7 @@ import pytest
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, Channel, OperatorPrincipal
 from keyvault.access.roles import FOUR_EYES_ROLES, Role
+from keyvault.access.scopes import EVERYWHERE, NOWHERE, AccessScope
 from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.models import AuditEntry, BreakGlass, ConsoleSession, Operator, OperatorChange, OperatorChangeApproval
 from keyvault.services.approvals.break_glass import find_review_fault, review_break_glass
@@ -18,17 +19,19 @@ from keyvault.services.operator_changes import (
     APPROVAL_LIFETIME,
     approve_change,
     change_roles,
+    change_scope,
+    enroll_operator,
     is_undecided,
     list_undecided,
     reject_change,
     request_factor_reset,
     withdraw_change,
 )
-from keyvault.services.operators.operators import disable_operator, find_operator
+from keyvault.services.operators.operators import disable_operator, find_operator, link_person
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.sessions.invitations import prepare_sign_in
 from keyvault.services.sessions.second_factors import has_second_factor
-from tests.factories import grant, make_operator, now
+from tests.factories import SANDBOX, grant, make_merchant, make_operator, now
 from tests.services.conftest import Scene
 from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 from tests.services.sessions.test_sessions import start_session
@@ -36,6 +39,10 @@ from tests.services.sessions.test_sessions import start_session
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 WHY = "joins the approvers"
+
+ACME = AccessScope(frozenset({"acme"}))
+ACME_SANDBOX = AccessScope(frozenset({"acme"}), frozenset({SANDBOX}))
+ALL_SANDBOX = AccessScope(None, frozenset({SANDBOX}))
 
 
 def row_of(operator: OperatorPrincipal) -> Operator:
@@ -159,6 +166,24 @@ def test_change_altered_in_the_database_is_refused(scene: Scene) -> None:
         approve_change(grant(scene.approver, P.OPERATORS_APPROVE), change, change.plan_digest)
 
 
+@pytest.mark.parametrize("what", ["disabled", "demoted", "limited"])
+def test_change_whose_requester_may_no_longer_request_it_is_refused(scene: Scene, what: str) -> None:
+    """Guarantee: at the time of the approval, two persons are entitled to the change."""
+    requester = make_operator("second", Role.KEY_ADMINISTRATOR)
+    change = request(scene, scene.tam, Role.APPROVER, by=requester)
+    allowed, row = grant(scene.admin, P.OPERATORS_WRITE), row_of(requester)
+    if what == "disabled":
+        disable_operator(allowed, row)
+    elif what == "demoted":
+        change_roles(allowed, row, [Role.AUDITOR], WHY)
+    else:
+        change_scope(allowed, row, ALL_SANDBOX, WHY)
+    with pytest.raises(StateConflictError, match="may no longer change operators"):
+        approve(change, scene.approver)
+    assert row_of(scene.tam).roles == {Role.TECHNICAL_ACCOUNT_MANAGER}
+    assert not OperatorChangeApproval.objects.exists()
+
+
 def test_change_too_old_is_not_approved(scene: Scene) -> None:
     change = request(scene, scene.tam, Role.APPROVER)
     late = change.created_at + APPROVAL_LIFETIME
@@ -249,6 +274,123 @@ def test_approval_on_a_command_line_is_reviewed_by_two_persons(scene: Scene) -> 
     assert act.reviewed_at is not None
 
 
+# --------------------------------------------------------------------------------------------------------- scope
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "needs_approval"),
+    [
+        (EVERYWHERE, ACME, False),
+        (ALL_SANDBOX, ACME_SANDBOX, False),
+        (ACME, ACME, False),
+        (NOWHERE, ACME_SANDBOX, True),
+        (ACME_SANDBOX, ACME, True),
+        (ACME, EVERYWHERE, True),
+        (ACME, AccessScope(frozenset({"acme", "globex"})), True),
+        (ACME, AccessScope(frozenset({"globex"}), frozenset({SANDBOX})), True),
+        (ACME, ALL_SANDBOX, True),
+    ],
+)
+def test_scope_widened_needs_a_second_person(
+    scene: Scene, before: AccessScope, after: AccessScope, needs_approval: bool
+) -> None:
+    """Guarantee: no single person gives an operator access to a merchant or an environment."""
+    make_merchant("globex")
+    new = make_operator("new", Role.APPROVER, scope=before)
+    change = change_scope(grant(scene.admin, P.OPERATORS_WRITE), row_of(new), after, WHY)
+    assert (change is not None) == needs_approval
+    if change is not None:
+        assert row_of(new).access_scope == before
+        with pytest.raises(StateConflictError, match="second person"):
+            approve(change, scene.admin)
+        approve(change, scene.approver)
+        scopes = {"old": before.as_json(), "new": after.as_json()}
+        about = {"change_id": change.pk, "username": "new", "kind": "scope", "plan_digest": change.plan_digest}
+        assert details_of("operator_change.approved") == about | scopes
+        assert details_of("operator.scope_changed") == {"username": "new", "why": WHY, **scopes}
+    assert row_of(new).access_scope == after
+
+
+def test_scope_widened_by_the_hosts_owner_alone_is_refused(scene: Scene) -> None:
+    new = row_of(make_operator("new", Role.AUDITOR, scope=ACME))
+    with pytest.raises(StateConflictError, match="requires two operators"):
+        change_scope(grant(HOST, P.OPERATORS_WRITE), new, EVERYWHERE, WHY)
+    change_scope(grant(HOST, P.OPERATORS_WRITE), new, ACME_SANDBOX, WHY)
+    assert Operator.objects.get(username="new").access_scope == ACME_SANDBOX
+
+
+def test_scope_that_names_nothing_known_is_not_requested(scene: Scene) -> None:
+    with pytest.raises(RequestInvalidError):
+        change_scope(grant(scene.admin, P.OPERATORS_WRITE), row_of(scene.tam), AccessScope(frozenset({"absent"})), WHY)
+
+
+def test_change_of_roles_is_approved_with_the_scope_that_was_shown(scene: Scene) -> None:
+    """Guarantee: an approved change is carried out with no other scope, and no other person."""
+    new = make_operator("new", Role.AUDITOR, scope=EVERYWHERE)
+    change = request(scene, new, Role.APPROVER)
+    change_scope(grant(scene.admin, P.OPERATORS_WRITE), row_of(new), ACME, WHY)
+    with pytest.raises(StateConflictError, match="was changed after the request"):
+        approve(change, scene.approver)
+    widened = change_scope(grant(scene.admin, P.OPERATORS_WRITE), row_of(new), EVERYWHERE, WHY)
+    assert widened is not None
+    widened.scope = ALL_SANDBOX.as_json()
+    with pytest.raises(StateConflictError, match="was changed after the request"):
+        approve_change(grant(scene.approver, P.OPERATORS_APPROVE), widened, widened.plan_digest)
+    assert row_of(new).access_scope == ACME
+
+
+def test_person_with_two_operators_gets_no_scope_without_a_second_person(scene: Scene) -> None:
+    """Guarantee: two operators of one person approve nothing for each other, from the first scope on."""
+    new = make_operator("new", Role.KEY_ADMINISTRATOR, Role.APPROVER, scope=NOWHERE)
+    allowed = grant(scene.admin, P.OPERATORS_WRITE)
+    unlinked = change_scope(allowed, row_of(new), EVERYWHERE, WHY)
+    assert unlinked is not None
+    link_person(allowed, row_of(new), row_of(scene.approver))
+    with pytest.raises(StateConflictError, match="You cannot change your own operator"):
+        approve(unlinked, scene.approver)
+    second = make_operator("second", Role.APPROVER)
+    with pytest.raises(StateConflictError, match="was changed after the request"):
+        approve(unlinked, second)
+    withdraw_change(allowed, unlinked)
+    linked = change_scope(allowed, row_of(new), EVERYWHERE, WHY)
+    assert linked is not None
+    with pytest.raises(StateConflictError, match="You cannot change your own operator"):
+        approve(linked, scene.approver)
+    approve(linked, second)
+    change = request(scene, scene.tam, Role.APPROVER, by=operator_principal(row_of(new)))
+    with pytest.raises(StateConflictError, match="second person"):
+        approve(change, scene.approver)
+
+
+# ----------------------------------------------------------------------------------------------------- enrolment
+
+
+def enroll(username: str, *roles: Role, scope: AccessScope = EVERYWHERE) -> Operator:
+    return enroll_operator(grant(HOST, P.OPERATORS_ENROLL), username=username, roles=roles, scope=scope)
+
+
+@pytest.mark.parametrize("role", FOUR_EYES_ROLES)
+def test_enrolment_gives_no_approving_role_once_two_persons_can_approve(scene: Scene, role: Role) -> None:
+    """Guarantee: one shell alone adds neither an approver nor a key administrator."""
+    with pytest.raises(StateConflictError, match=f"A second person must approve {role}"):
+        enroll("new", role, Role.AUDITOR)
+    assert not Operator.objects.filter(username="new").exists()
+    assert enroll("new", Role.AUDITOR).roles == {Role.AUDITOR}
+
+
+def test_enrolment_of_the_first_two_approving_persons_needs_nobody(db: None) -> None:
+    """An empty installation has nobody to approve. The roles are for all of it, so that the second one ends this."""
+    with pytest.raises(StateConflictError, match="A second person must approve"):
+        enroll("limited", Role.APPROVER, scope=ALL_SANDBOX)
+    enroll("admin", Role.KEY_ADMINISTRATOR)
+    tam = enroll("tam", Role.TECHNICAL_ACCOUNT_MANAGER, scope=ALL_SANDBOX)
+    change_scope(grant(HOST, P.OPERATORS_WRITE), tam, EVERYWHERE, "")
+    change_roles(grant(HOST, P.OPERATORS_WRITE), tam, [Role.APPROVER], "")
+    assert Operator.objects.get(username="tam").roles == {Role.APPROVER}
+    with pytest.raises(StateConflictError, match="A second person must approve"):
+        enroll("third", Role.APPROVER)
+
+
 # ---------------------------------------------------------------------------------------------- at the same time
 
 
@@ -283,6 +425,7 @@ def test_change_approved_while_its_operator_is_disabled_is_refused(scene: Scene)
 
 def test_change_approved_by_an_operator_that_was_disabled_meanwhile_is_refused(scene: Scene) -> None:
     """A request that was authenticated before its operator was disabled approves nothing afterwards."""
+    make_operator("second", Role.APPROVER)
     change = request(scene, scene.tam, Role.APPROVER)
     allowed = grant(scene.approver, P.OPERATORS_APPROVE, None, change.requester_person)
     disable_operator(grant(scene.admin, P.OPERATORS_WRITE), row_of(scene.approver))

@@ -49,6 +49,19 @@ class MerchantsField(ScopedField, forms.CharField):
         return names
 
 
+class MerchantsForm(ActionForm):
+    """Base form of what concerns either named merchants or all of them."""
+
+    merchants = MerchantsField(required=False, help_text="Merchant ids, one on each line.")
+    all_merchants = forms.BooleanField(required=False, label="All merchants, including future ones")
+
+    def clean(self) -> dict[str, Any]:
+        cleaned: dict[str, Any] = super().clean() or self.cleaned_data
+        if bool(cleaned.get("merchants")) == bool(cleaned.get("all_merchants")):
+            self.add_error("merchants", "Choose either merchants or all merchants.")
+        return cleaned
+
+
 def account_from(cleaned: Cleaned) -> Account:
     """Return the account that an `AccountForm` names. Raises NotFoundError."""
     return find_account(cleaned["merchant"], cleaned["environment"])

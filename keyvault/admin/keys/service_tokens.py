@@ -13,7 +13,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import EVERYWHERE, AccessScope
-from keyvault.admin.framework.accounts import MerchantsField
+from keyvault.admin.framework.accounts import MerchantsForm
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -46,7 +46,7 @@ SCOPES = {
 }
 
 
-class TokenForm(ActionForm):
+class TokenForm(MerchantsForm):
     name = forms.CharField(max_length=100, help_text="Service that will use the token.")
     scope = forms.ChoiceField(label="Environments", choices=[(scope.value, label) for scope, label in SCOPES.items()])
     permissions = forms.MultipleChoiceField(
@@ -54,20 +54,13 @@ class TokenForm(ActionForm):
         widget=forms.CheckboxSelectMultiple,
         help_text="A service cannot approve anything; only people can.",
     )
-    merchants = MerchantsField(required=False, help_text="Merchant ids, one on each line.")
-    all_merchants = forms.BooleanField(required=False, label="All merchants, including future ones")
     lifetime_days = forms.IntegerField(label="Lifetime in days", min_value=1, max_value=MAX_DAYS, initial=DEFAULT_DAYS)
     is_probe = forms.BooleanField(
         required=False,
         label="For probes",
         help_text="Verifications with this token are recorded as probes and do not count as key use or as proof.",
     )
-
-    def clean(self) -> dict[str, Any]:
-        cleaned: dict[str, Any] = super().clean() or self.cleaned_data
-        if bool(cleaned.get("merchants")) == bool(cleaned.get("all_merchants")):
-            self.add_error("merchants", "Choose either merchants or all merchants.")
-        return cleaned
+    field_order = ("name", "scope", "permissions", "merchants", "all_merchants")
 
 
 class RotateTokenForm(ActionForm):

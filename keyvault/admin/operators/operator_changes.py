@@ -10,6 +10,7 @@ from django.http import HttpRequest
 from django.urls import reverse
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.actions import RowAction, run_service
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
@@ -23,7 +24,7 @@ from keyvault.admin.framework.four_eyes import (
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import NOTHING, AttentionItem, Detail, FactTable, Line, link, moment, mono
-from keyvault.admin.operators.operators import format_roles
+from keyvault.admin.operators.operators import format_others, format_roles
 from keyvault.models import OperatorChange, OperatorChangeKind, OperatorChangeState
 from keyvault.services.operator_changes import (
     approve_change,
@@ -35,7 +36,11 @@ from keyvault.services.operator_changes import (
 
 K, S = OperatorChangeKind, OperatorChangeState
 
-_WHAT = {K.ROLES: "change of roles", K.SECOND_FACTORS_RESET: "reset of second factors"}
+_WHAT = {
+    K.ROLES: "change of roles",
+    K.SCOPE: "change of scope",
+    K.SECOND_FACTORS_RESET: "reset of second factors",
+}
 
 
 def _is_undecided(change: OperatorChange) -> bool:
@@ -51,6 +56,12 @@ def _explain(change: OperatorChange) -> str:
         return (
             "You approve exactly the roles below. They apply immediately, and the operator signs in again. Ask "
             "the requester why they are needed."
+        )
+    if change.kind == K.SCOPE:
+        return (
+            "You approve exactly the scope below, and that the operator's person has no other operators than those "
+            "named below: one person with two operators could approve their own requests. Ask the operator in person. "
+            "If one is missing, reject the request."
         )
     return (
         "All second factors of the operator are removed immediately, and all its sessions end. Confirm the request "
@@ -119,16 +130,23 @@ class OperatorChangeAdmin(ConsoleModelAdmin):
     def summary(self, row: OperatorChange) -> FactTable:
         """Return what the digest covers."""
         url = reverse("admin:keyvault_operator_change", args=[row.operator_id])
-        roles = [
-            ("Roles before", format_roles(row.roles_before.split())),
-            ("Roles after", format_roles(row.roles.split())),
-        ]
+        shown = {
+            K.ROLES: [
+                ("Roles before", format_roles(row.roles_before.split())),
+                ("Roles after", format_roles(row.roles.split())),
+            ],
+            K.SCOPE: [
+                ("Scope before", str(AccessScope.from_json(row.scope_before))),
+                ("Scope after", str(AccessScope.from_json(row.scope))),
+                ("Other operators of this person", format_others(row.operator)),
+            ],
+        }
         return FactTable(
             "Request",
             [
                 ("Operator", link(url, row.operator.username)),
                 ("Change", self.what(row)),
-                *(roles if row.kind == K.ROLES else []),
+                *shown.get(K(row.kind), []),
                 ("Why", row.why),
                 ("Digest of the request (SHA-256)", mono(row.plan_digest)),
                 ("Requested by", row.requester.username),

@@ -14,12 +14,15 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import FOUR_EYES_ROLES, ROLE_PERMISSIONS, Role, permissions_of
+from keyvault.access.scopes import NOWHERE, AccessScope
+from keyvault.admin.framework.accounts import MerchantsForm
 from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
     ReasonForm,
     RowAction,
     Tone,
+    VersionedForm,
     VersionedReasonForm,
     run_service,
 )
@@ -29,6 +32,7 @@ from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.model_admin import BoundedPaginator, ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import Detail, FactTable, Link, Table, badge, link, moment, mono, short_moment
+from keyvault.domain.environments import Environment
 from keyvault.models import Operator, OperatorChange
 from keyvault.services.access_review import (
     OperatorAccess,
@@ -38,8 +42,8 @@ from keyvault.services.access_review import (
     list_reviewed,
     review_access,
 )
-from keyvault.services.operator_changes import change_roles, request_factor_reset
-from keyvault.services.operators.operators import disable_operator
+from keyvault.services.operator_changes import change_roles, change_scope, request_factor_reset
+from keyvault.services.operators.operators import disable_operator, link_person
 from keyvault.services.operators.role_use import UNUSED_AFTER
 
 _PAGE = 50
@@ -52,6 +56,34 @@ _REVIEW_NOTE = (
     "A role is used when its operator opens a page, or takes an action, that it permits and not every operator may. "
     f"A use is recorded once a day. A role is reported as unused after {UNUSED_AFTER.days} days."
 )
+
+
+class ScopeForm(MerchantsForm, VersionedReasonForm):
+    environments = forms.MultipleChoiceField(
+        choices=[(env.value, env.value) for env in Environment], widget=forms.CheckboxSelectMultiple
+    )
+    field_order = ("merchants", "all_merchants", "environments", "why")
+
+    @classmethod
+    def initial_for(cls, row: Operator) -> dict[str, Any]:
+        scope = row.access_scope
+        return {
+            "version": row.version,
+            "merchants": "\n".join(sorted(scope.merchants or ())),
+            "all_merchants": scope.merchants is None,
+            "environments": sorted(scope.environments),
+        }
+
+
+class PersonForm(VersionedForm):
+    other = forms.ModelChoiceField(
+        Operator.objects.all(),
+        to_field_name="username",
+        widget=forms.TextInput,
+        label="Other operator of this person",
+        help_text="User name.",
+        error_messages={"invalid_choice": "There is no such operator."},
+    )
 
 
 class RolesForm(VersionedReasonForm):
@@ -76,6 +108,19 @@ def _change_roles(grant: Grant, operator: Operator, cleaned: Cleaned) -> ActionR
     return ActionResult(f"The roles of {operator.username} are changed.") if change is None else _submitted(change)
 
 
+def _change_scope(grant: Grant, operator: Operator, cleaned: Cleaned) -> ActionResult:
+    merchants = None if cleaned["all_merchants"] else frozenset(cleaned["merchants"])
+    scope = AccessScope(merchants, frozenset(map(Environment, cleaned["environments"])))
+    change = change_scope(grant, operator, scope, cleaned["why"])
+    return ActionResult(f"The scope of {operator.username} is changed.") if change is None else _submitted(change)
+
+
+def _link_person(grant: Grant, operator: Operator, cleaned: Cleaned) -> ActionResult:
+    other: Operator = cleaned["other"]
+    link_person(grant, operator, other)
+    return ActionResult(f"{operator.username} and {other.username} are operators of one person.")
+
+
 def _reset_factors(grant: Grant, operator: Operator, cleaned: Cleaned) -> ActionResult:
     return _submitted(request_factor_reset(grant, operator, cleaned["why"]))
 
@@ -93,6 +138,12 @@ def format_roles(roles: Iterable[str]) -> str:
     return ", ".join(sorted(role.replace("_", " ") for role in roles)) or "none"
 
 
+def format_others(operator: Operator) -> str:
+    """Name the other operators of an operator's person."""
+    names = Operator.objects.filter(person=operator.person).exclude(pk=operator.pk).values_list("username", flat=True)
+    return ", ".join(sorted(names)) or "none"
+
+
 class OperatorAdmin(ConsoleModelAdmin):
     view_permissions = (P.OPERATORS_READ,)
     section, singular, plural = "Access", "Operator", "Operators"
@@ -105,6 +156,28 @@ class OperatorAdmin(ConsoleModelAdmin):
             "All sessions of the operator end, so it signs in again.",
             form=RolesForm,
             is_available=lambda operator: operator.is_active,
+            step_up=True,
+        ),
+        RowAction(
+            "scope",
+            "Change scope",
+            P.OPERATORS_WRITE,
+            _change_scope,
+            "The operator acts on these merchants in these environments only. A second person must approve any "
+            "addition. All sessions of the operator end.",
+            form=ScopeForm,
+            is_available=lambda operator: operator.is_active,
+            step_up=True,
+        ),
+        RowAction(
+            "same-person",
+            "Link to a person",
+            P.OPERATORS_WRITE,
+            _link_person,
+            "The operator counts as the same person as another operator, so that neither approves what the other "
+            "requests. Do this before the operator gets a scope. This cannot be undone.",
+            form=PersonForm,
+            is_available=lambda operator: operator.is_active and operator.access_scope == NOWHERE,
             step_up=True,
         ),
         RowAction(
@@ -178,6 +251,8 @@ class OperatorAdmin(ConsoleModelAdmin):
             [
                 ("User name", row.username),
                 ("Roles", format_roles(row.roles)),
+                ("Scope", str(row.access_scope)),
+                ("Other operators of this person", format_others(row)),
                 ("Last sign-in", moment(row.last_login, missing="never")),
                 ("Created", moment(row.date_joined)),
             ],
@@ -185,13 +260,11 @@ class OperatorAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Operator) -> Detail:
         (access,) = review_access([row], datetime.now(UTC))
-        logins = Operator.objects.filter(person=row.person).exclude(pk=row.pk).values_list("username", flat=True)
         security = FactTable(
             "Sign-in",
             [
                 ("Second factor", "yes" if access.has_second_factor else "no"),
                 ("Open sessions", row.sessions.filter(expire_date__gt=datetime.now(UTC)).count()),
-                ("Other operators of this person", ", ".join(sorted(logins)) or "none"),
                 ("Permissions", ", ".join(sorted(permissions_of(row.roles)) if row.is_active else []) or "none"),
             ],
         )
@@ -199,7 +272,7 @@ class OperatorAdmin(ConsoleModelAdmin):
             title=row.username,
             state=operator_state(row),
             sections=[self.summary(row), security, _roles_table(access), _changes_table(row)],
-            notes=["This is you. Another key administrator changes your roles."] if self._is_own(request, row) else [],
+            notes=list(self._notes(request, row)),
         )
 
     def name_of(self, row: Operator) -> str:
@@ -207,6 +280,15 @@ class OperatorAdmin(ConsoleModelAdmin):
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: Operator) -> bool:
         return super()._is_available(request, action, row) and not self._is_own(request, row)
+
+    def _notes(self, request: HttpRequest, row: Operator) -> Iterable[str]:
+        if self._is_own(request, row):
+            yield "This is you. Another key administrator changes your roles."
+        if row.is_active and row.access_scope == NOWHERE:
+            yield (
+                "This operator has no scope, so it has no access. If its person has another operator, link the two "
+                "first. Then request a scope."
+            )
 
     def _is_own(self, request: HttpRequest, row: Operator) -> bool:
         return row.person == operator_of(request).person
@@ -223,7 +305,7 @@ class OperatorAdmin(ConsoleModelAdmin):
             links.append(Link("Next page", f"{here}?page={rows.next_page_number()}"))
         now = datetime.now(UTC)
         lines = [line for access in review_access(rows, now) for line in self._review_lines(access)]
-        columns = ["operator", "state", "second factor", "last sign-in (UTC)", *_ROLE_COLUMNS]
+        columns = ["operator", "state", "scope", "second factor", "last sign-in (UTC)", *_ROLE_COLUMNS]
         of_roles = [[_name(role), ", ".join(sorted(ROLE_PERMISSIONS[role]))] for role in Role]
         detail = Detail(
             title="Access review",
@@ -248,6 +330,7 @@ class OperatorAdmin(ConsoleModelAdmin):
         shown: list[Any] = [
             link(self.url_of(row), row.username),
             badge(operator_state(row)),
+            str(row.access_scope),
             "yes" if access.has_second_factor else "no",
             short_moment(row.last_login, missing="never"),
         ]

@@ -3,25 +3,35 @@
 from collections.abc import Mapping
 from typing import Any
 
-from django.core.management.base import CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.access.roles import Role
-from keyvault.management.mixins import UsernameMixin, add_reveal_option, add_role_option
+from keyvault.management.mixins import (
+    UsernameMixin,
+    add_operator_scope_options,
+    add_reveal_option,
+    add_role_option,
+    has_operator_scope,
+    read_operator_scope,
+)
 from keyvault.models import Operator
-from keyvault.services.operators.operators import create_operator, get_operator
+from keyvault.services.operator_changes import enroll_operator
+from keyvault.services.operators.operators import get_operator
 from keyvault.services.sessions.invitations import enrolment_url, invite, prepare_sign_in
 
 
 class Command(UsernameMixin):
     help = (
         "Create an operator and print a link, valid for 72 hours and once, at which it sets a password and a second "
-        "factor. For an existing operator without a second factor, print a new link."
+        "factor. For an existing operator without a second factor, print a new link. Once two persons can approve, the "
+        "roles approver and key_administrator are added under four eyes afterwards (set_operator_roles)."
     )
 
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)
         add_role_option(parser, required=False)
+        add_operator_scope_options(parser)
         parser.add_argument("--same-person-as", metavar="USERNAME", help="an existing operator of the same person")
         add_reveal_option(parser, "also set a random password and an authenticator app, and print both once")
 
@@ -37,15 +47,15 @@ class Command(UsernameMixin):
 
     def _operator(self, options: Mapping[str, Any]) -> Operator:
         """Return the new operator, or the existing one if no role is named."""
+        same = options["same_person_as"]
         if not options["role"]:
+            if same or has_operator_scope(options):
+                raise CommandError("without --role the operator exists and keeps its scope and person", returncode=2)
             return get_operator(options["username"])
-        person = None
-        if options["same_person_as"]:
-            person = get_operator(options["same_person_as"]).person
-        return create_operator(
+        return enroll_operator(
             self.operators_grant(Permission.OPERATORS_ENROLL),
             username=options["username"],
             roles=[Role(role) for role in options["role"]],
-            password=None,
-            person=person,
+            scope=read_operator_scope(options),
+            person=get_operator(same).person if same else None,
         )

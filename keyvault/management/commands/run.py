@@ -20,6 +20,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.origins import to_domain
 from keyvault.domain.plaintext import Plaintext
+from keyvault.management.commands.seed_demo import list_demo_operators
 from keyvault.management.json_command import call
 from keyvault.management.service import (
     ServiceError,
@@ -31,7 +32,7 @@ from keyvault.management.service import (
     wait_until_ready,
 )
 from keyvault.management.supervisor import StopRequestedError, stopping_on_signals
-from keyvault.models import Operator, ServiceToken
+from keyvault.models import ServiceToken
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.sessions.invitations import PreparedSignIn, prepare_sign_in
 from keyvault.services.startup.startup_checks import require_ready
@@ -71,7 +72,7 @@ class Command(BaseCommand):
         except ImproperlyConfigured as error:
             raise CommandError(f"not started: {error}") from None
         seeded = call("seed_demo")
-        sign_ins = _prepare_sign_ins([operator["username"] for operator in seeded["operators"]])
+        sign_ins = _prepare_sign_ins()
         curl = _demo_curl(port)
         connections.close_all()
         self._print("Starting the server and the worker …")
@@ -126,9 +127,9 @@ def port_number(text: str) -> int:
     return int(text)
 
 
-def _prepare_sign_ins(usernames: list[str]) -> dict[str, PreparedSignIn]:
+def _prepare_sign_ins() -> dict[str, PreparedSignIn]:
     grant = authorize(HOST, Permission.OPERATORS_ENROLL, now=datetime.now(UTC))
-    operators = Operator.objects.filter(username__in=usernames, is_active=True)
+    operators = list_demo_operators().filter(is_active=True)
     return {operator.username: prepare_sign_in(grant, operator) for operator in operators}
 
 

@@ -1,4 +1,8 @@
-"""Run the missing setup, then create demo merchants and operators; repeatable."""
+"""Run the missing setup, then create demo merchants and operators; repeatable.
+
+A demo database is one whose first operators are the demo's. Each of them has a person that no other command creates,
+and an operator keeps its person.
+"""
 
 from collections.abc import Mapping
 from io import StringIO
@@ -6,10 +10,13 @@ from typing import Any
 
 from django.conf import settings
 from django.core.management import call_command
+from django.db.models import QuerySet
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE
+from keyvault.domain.errors import StateConflictError
 from keyvault.management.json_command import JsonCommand
 from keyvault.models import Merchant, Operator
 from keyvault.services.catalog.base_urls import BASE_URLS
@@ -26,12 +33,26 @@ OPERATORS = {
     "responder": Role.INCIDENT_RESPONDER,
 }
 
+_PERSON = "demo_"
+"""Prefix of the persons of the demo's operators."""
+
+
+def list_demo_operators() -> QuerySet[Operator]:
+    """Return the operators that the demo made, by name."""
+    rows: QuerySet[Operator] = Operator.objects.filter(person__in=[_PERSON + name for name in OPERATORS])
+    return rows.filter(username__in=OPERATORS).order_by("username")
+
 
 class Command(JsonCommand):
     help = "Create missing demo merchants and operators. `manage.py run` makes their sign-ins ready."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         call_command("setup", stdout=StringIO())
+        if Operator.objects.exists() and not list_demo_operators().exists():
+            raise StateConflictError(
+                "The database has operators that the demo did not make, so the demo does not use it. Name an empty one "
+                "with KEYVAULT_DATABASE_URL, or an empty folder with KEYVAULT_DATA_DIR."
+            )
         for merchant_id, name in MERCHANTS.items():
             if not Merchant.objects.filter(merchant_id=merchant_id).exists():
                 grant = authorize(HOST, Permission.MERCHANTS_WRITE, now=self.now)
@@ -42,15 +63,18 @@ class Command(JsonCommand):
                     authorize(HOST, Permission.OPERATORS_ENROLL, now=self.now),
                     username=username,
                     roles=[role],
+                    scope=EVERYWHERE,
                     password=None,
+                    person=_PERSON + username,
                 )
-        operators = Operator.objects.filter(username__in=OPERATORS).order_by("username")
         return {
             "merchants": [
                 {"merchant_id": merchant.merchant_id, "name": merchant.name}
                 for merchant in Merchant.objects.order_by("merchant_id")
             ],
-            "operators": [{"username": operator.username, "roles": sorted(operator.roles)} for operator in operators],
+            "operators": [
+                {"username": operator.username, "roles": sorted(operator.roles)} for operator in list_demo_operators()
+            ],
             "environments": [
                 {"name": name.value, "base_url": url}
                 for name, url in BASE_URLS.items()

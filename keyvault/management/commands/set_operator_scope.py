@@ -3,30 +3,37 @@
 from collections.abc import Mapping
 from typing import Any
 
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandParser
 
-from keyvault.access.permissions import Permission
-from keyvault.access.scopes import EVERYWHERE
-from keyvault.management.mixins import HostOperatorMixin, add_scope_options, read_scope
-from keyvault.services.operators.operators import get_operator, set_scope
+from keyvault.management.mixins import OperatorChangeMixin, add_operator_scope_options, read_operator_scope
+from keyvault.services.operator_changes import change_scope
+from keyvault.services.operators.operators import get_operator, link_person
 
 
-class Command(HostOperatorMixin):
+class Command(OperatorChangeMixin):
     help = (
         "Replace an operator's scope, the merchants and environments on which it may act, and end all its sessions. "
-        "The operator does not find objects outside the scope."
+        "The operator does not find objects outside the scope. Any addition to the scope requires two operators and a "
+        "reason. Two persons then review the approval in the console."
     )
 
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)
-        parser.add_argument("username")
-        add_scope_options(parser, required=False)
-        parser.add_argument("--all", action="store_true", help="all merchants and environments")
+        add_operator_scope_options(parser)
+        parser.add_argument(
+            "--same-person-as",
+            metavar="USERNAME",
+            help="first state that the operator, which has no scope yet, belongs to the person of this one",
+        )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        if options["all"] == bool(options["merchant"] or options["environment"]):
-            raise CommandError("give --all, or --merchant, --environment or both", returncode=2)
-        scope = EVERYWHERE if options["all"] else read_scope(options)
-        operator = get_operator(options["username"])
-        set_scope(self.operator_grant(options, Permission.OPERATORS_WRITE), operator, scope)
-        return {"username": operator.username, **scope.as_json()}
+        scope = read_operator_scope(options)
+        operator, grant = get_operator(options["username"]), self.requester_grant(options)
+        if options["same_person_as"]:
+            link_person(grant, operator, get_operator(options["same_person_as"]))
+        change = change_scope(grant, operator, scope, options["reason"] or "")
+        answer: dict[str, Any] = {"username": operator.username}
+        if change is not None:
+            answer |= self.decide(change, options)
+        operator.refresh_from_db()
+        return answer | operator.access_scope.as_json()

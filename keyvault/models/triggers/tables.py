@@ -66,7 +66,13 @@ FROZEN = (
     Frozen(
         "keyvault_installation", ("id", "installation_id", "created_at"), "a database keeps the id of its installation"
     ),
-    Frozen("keyvault_operator", ("id", "username", "person"), "an operator keeps the user name and the person"),
+    Frozen(
+        "keyvault_operator",
+        ("id", "username"),
+        "an operator keeps the user name and, once it has a scope, the person",
+        refused_if=f"({as_text('scope_merchants').format(row='OLD')} <> '[]' AND (NEW.person <> OLD.person "
+        f"OR {as_text('scope_merchants').format(row='NEW')} = '[]'))",
+    ),
     Frozen(
         "keyvault_credential",
         ("credential_id", "account_id", "account_environment", "kind", "delivery"),
@@ -177,7 +183,17 @@ FOUR_EYES = (
         foreign_key="change_id",
         approved="NEW.state = 'applied'",
         environment="'production'",
-        frozen=("operator_id", "operator_person", "kind", "roles_before", "roles", "why", "approval_expires_at"),
+        frozen=(
+            "operator_id",
+            "operator_person",
+            "kind",
+            "roles_before",
+            "roles",
+            "scope_before",
+            "scope",
+            "why",
+            "approval_expires_at",
+        ),
         by_services=False,
     ),
 )

@@ -1,6 +1,7 @@
 """Operators: created on the host or by single sign-on, and changed or disabled there or by a key administrator.
 
-Nobody changes their own operator. `services.operator_changes` decides which changes a second person approves.
+Nobody changes their own operator. `services.operator_changes` decides which changes a second person approves; its
+callers of this module have obtained that approval.
 """
 
 from collections.abc import Iterable
@@ -16,13 +17,14 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import SINGLE_SIGN_ON, Channel, OperatorPrincipal
 from keyvault.access.roles import Role
-from keyvault.access.scopes import EVERYWHERE, AccessScope
+from keyvault.access.scopes import NOWHERE, AccessScope
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text
-from keyvault.domain.keystring import StringScope, string_scope
+from keyvault.domain.keystring import string_scope
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import ConsoleSession, Merchant, Operator
+from keyvault.services.operators.approving_persons import require_approvers_remain
 from keyvault.services.operators.role_use import replace_role_uses
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.recording.transaction import Record, recorded
@@ -32,26 +34,35 @@ MAX_SCOPE_MERCHANTS = 100
 
 
 def create_operator(
-    grant: Grant, *, username: str, roles: Iterable[Role], password: Plaintext | None, person: str | None = None
+    grant: Grant,
+    *,
+    username: str,
+    roles: Iterable[Role],
+    scope: AccessScope,
+    password: Plaintext | None,
+    person: str | None = None,
 ) -> Operator:
     """Create an operator for the console. `person` is the id of an existing person for their second operator.
 
     `password` None: the operator signs in by single sign-on, or cannot sign in until it accepts an invitation.
 
-    Raises StateConflictError when the name is taken, RequestInvalidError when the password is too weak.
+    Raises StateConflictError when the name is taken, RequestInvalidError when the password is too weak or the scope
+    names nothing known.
     """
     if Operator.objects.filter(username=username).exists():
         raise StateConflictError(f"Operator {username} already exists. Choose another name.")
-    chosen = frozenset(roles)
+    if scope != NOWHERE:
+        require_known(scope)
+    chosen, held = frozenset(roles), scope.as_json()
     names = sorted(role.value for role in chosen)
-    operator = Operator(username=username, is_staff=True)
+    operator = Operator(username=username, is_staff=True, **_scope_columns(scope))
     if person is not None:
         operator.person = person
     if password is None:
         operator.set_unusable_password()
     else:
         choose_password(operator, password)
-    with recorded(grant, Permission.OPERATORS_ENROLL, "operator.created", username=username, roles=names):
+    with recorded(grant, Permission.OPERATORS_ENROLL, "operator.created", username=username, roles=names, scope=held):
         operator.save()
         operator.groups.set(Group.objects.filter(name__in=names))
         replace_role_uses(operator, chosen, grant.at)
@@ -71,10 +82,10 @@ def reset_password(grant: Grant, operator: Operator, password: Plaintext) -> Non
 
 
 def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: str = "") -> None:
-    """Replace an operator's roles and end all its sessions. The caller has obtained an approval where one is required.
+    """Replace an operator's roles and end all its sessions.
 
-    Raises StateConflictError for a disabled operator, the operator's own person, and for the last active key
-    administrator, unless single sign-on does it. Only single sign-on changes the roles of its operators.
+    Raises StateConflictError for a disabled operator, the operator's own person, and if too few approving persons would
+    remain, unless single sign-on does it. Only single sign-on changes the roles of its operators.
     """
     require_active(operator)
     require_another_person(grant, operator)
@@ -87,45 +98,65 @@ def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: str 
     if why:
         details["why"] = clean_text(why.strip(), 300)
     with recorded(grant, CHANGING, "operator.roles_changed", account=None, **details) as record:
-        if _ADMINISTRATOR in before - after and grant.principal != SINGLE_SIGN_ON:
-            _require_another_administrator(operator)
+        if grant.principal != SINGLE_SIGN_ON:
+            require_approvers_remain(operator, roles=after, scope=operator.access_scope)
         operator.groups.set(Group.objects.filter(name__in=sorted(after)))
         replace_role_uses(operator, after, grant.at)
         swap_operator(record, operator)
 
 
-def set_scope(grant: Grant, operator: Operator, scope: AccessScope) -> None:
+def set_scope(grant: Grant, operator: Operator, scope: AccessScope, why: str = "") -> None:
     """Replace the merchants and environments of an operator, and end all its sessions.
 
     Raises RequestInvalidError with faults, StateConflictError for a disabled operator, the operator's own person, and
-    the last active key administrator of the whole installation.
+    if too few approving persons would remain.
     """
     require_active(operator)
     require_another_person(grant, operator)
-    _require_known(scope)
+    require_known(scope)
     before = operator.access_scope
     if before == scope:
         return
-    old, new = before.as_json(), scope.as_json()
+    details: dict[str, JsonValue] = {"username": operator.username, "old": before.as_json(), "new": scope.as_json()}
+    if why:
+        details["why"] = clean_text(why.strip(), 300)
+    with recorded(grant, CHANGING, "operator.scope_changed", account=None, **details) as record:
+        require_approvers_remain(operator, roles=operator.roles, scope=scope)
+        swap_operator(record, operator, **_scope_columns(scope))
+
+
+def link_person(grant: Grant, operator: Operator, other: Operator) -> None:
+    """State that an operator belongs to the person of another operator. Its sessions end.
+
+    Raises StateConflictError for a disabled operator, the operator's own person, and for an operator that already had a
+    scope: what it requested or approved stays under its own person.
+    """
+    require_active(operator)
+    require_another_person(grant, operator)
+    if operator.access_scope != NOWHERE:
+        raise StateConflictError(
+            f"Operator {operator.username} has had access as a person of its own. Disable one of the two operators."
+        )
     with recorded(
-        grant, Permission.OPERATORS_WRITE, "operator.scope_changed", username=operator.username, old=old, new=new
+        grant,
+        Permission.OPERATORS_WRITE,
+        "operator.person_linked",
+        username=operator.username,
+        same_person_as=other.username,
     ) as record:
-        if _ADMINISTRATOR in operator.roles and before == EVERYWHERE:
-            _require_another_administrator(operator)
-        environments = string_scope(scope.environments)
-        swap_operator(record, operator, scope_merchants=new["merchants"], scope_environments=environments)
+        swap_operator(record, operator, person=other.person)
 
 
 def disable_operator(grant: Grant, operator: Operator) -> None:
     """Disable an operator permanently: it can no longer sign in, use a session or run a command.
 
-    Raises StateConflictError for a disabled operator, the last active key administrator, and the operator's own person.
+    Raises StateConflictError for a disabled operator, the operator's own person, and if too few approving persons would
+    remain.
     """
     require_active(operator)
     require_another_person(grant, operator)
     with recorded(grant, Permission.OPERATORS_WRITE, "operator.disabled", username=operator.username) as record:
-        if _ADMINISTRATOR in operator.roles:
-            _require_another_administrator(operator)
+        require_approvers_remain(operator, roles=frozenset(), scope=operator.access_scope)
         swap_operator(record, operator, is_active=False)
 
 
@@ -163,7 +194,7 @@ def require_active(operator: Operator) -> None:
     if not operator.is_active:
         raise StateConflictError(
             f"Operator {operator.username} is disabled. Create a new one: "
-            f"manage.py invite_operator NAME --role ROLE --same-person-as {operator.username}"
+            f"manage.py invite_operator NAME --role ROLE --all --same-person-as {operator.username}"
         )
 
 
@@ -201,26 +232,16 @@ def swap_operator(record: Record, operator: Operator, **changes: Any) -> None:
 CHANGING = frozenset({Permission.OPERATORS_WRITE, Permission.OPERATORS_APPROVE})
 """Permissions of a change: the one that makes it, or the one that approves it."""
 
-_ADMINISTRATOR = Role.KEY_ADMINISTRATOR
+
+def _scope_columns(scope: AccessScope) -> dict[str, Any]:
+    return {
+        "scope_merchants": scope.as_json()["merchants"],
+        "scope_environments": string_scope(scope.environments),
+    }
 
 
-def _require_another_administrator(operator: Operator) -> None:
-    """Require another active key administrator of the whole installation, inside the `recorded` block.
-
-    Locks all active operators, so that concurrent removals of the last administrators are serialized.
-    """
-    active = Operator.objects.filter(is_active=True)
-    unlimited = active.filter(scope_merchants__isnull=True, scope_environments=StringScope.ALL)
-    list(active.select_for_update(no_key=True).order_by("pk").values_list("pk"))
-    # After a lock wait PostgreSQL re-reads only the locked rows, not their groups: that takes a second query.
-    if not unlimited.filter(groups__name=_ADMINISTRATOR).exclude(pk=operator.pk).exists():
-        raise StateConflictError(
-            f"Operator {operator.username} is the last active one with the role {_ADMINISTRATOR}. "
-            f"Create another first: manage.py invite_operator NAME --role {_ADMINISTRATOR}"
-        )
-
-
-def _require_known(scope: AccessScope) -> None:
+def require_known(scope: AccessScope) -> None:
+    """Raise RequestInvalidError for a scope without merchants or environments, or with unknown merchants."""
     faults = [] if scope.environments else [Fault("/environment", "at least one environment")]
     if scope.merchants is not None:
         if not 1 <= len(scope.merchants) <= MAX_SCOPE_MERCHANTS:

@@ -15,10 +15,12 @@ from django.conf import settings
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
 from keyvault.services.operators.operators import choose_password, is_single_sign_on, swap_operator
 from keyvault.services.recording.authorization import authorize, operator_principal
+from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.second_factors import (
     TOTP,
@@ -47,7 +49,9 @@ class PreparedSignIn:
 
 
 def invite(grant: Grant, operator: Operator) -> Plaintext:
-    """Return the token of a new invitation, which replaces an earlier one. The operator's sessions end.
+    """Return the token of a new invitation, which replaces an earlier one, and raise an alarm.
+
+    The operator's sessions end.
 
     Raises StateConflictError for a disabled operator, and for one with a second factor.
     """
@@ -57,14 +61,12 @@ def invite(grant: Grant, operator: Operator) -> Plaintext:
         raise StateConflictError(f"Operator {operator.username} has a second factor. Reset its second factors first.")
     token = Plaintext(secrets.token_urlsafe(_TOKEN_BYTES))
     expires_at = grant.at + INVITATION_LIFETIME
+    until = expires_at.isoformat(timespec="seconds")
     with recorded(
-        grant,
-        Permission.OPERATORS_ENROLL,
-        "operator.invited",
-        username=operator.username,
-        expires_at=expires_at.isoformat(timespec="seconds"),
+        grant, Permission.OPERATORS_ENROLL, "operator.invited", username=operator.username, expires_at=until
     ) as record:
         swap_operator(record, operator, invitation_digest=_digest(token), invitation_expires_at=expires_at)
+        announce(grant, NoticeKind.OPERATOR_INVITED, None, operator.username[:64], expires_at=until)
     return token
 
 

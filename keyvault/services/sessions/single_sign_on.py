@@ -1,7 +1,8 @@
 """Sign operators in whom the identity provider has authenticated: find or create the operator, set roles, audit.
 
 An operator is found by issuer and subject, never by name or e-mail address. The identity provider's groups decide the
-roles at each sign-in, and such an operator has no password here. No token of the provider is stored.
+roles at each sign-in, and such an operator has no password here. No token of the provider is stored. A new operator
+has no access until two persons give it a scope, and with it state whether its person has another operator.
 """
 
 import re
@@ -15,6 +16,7 @@ from django.conf import settings
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import SINGLE_SIGN_ON
+from keyvault.access.scopes import NOWHERE
 from keyvault.access.single_sign_on import FederatedIdentity, IdentityProvider, SignOnFault
 from keyvault.backends.identity_provider import IdentityProviderClient
 from keyvault.domain.errors import NotFoundError, PermissionMissingError
@@ -140,7 +142,10 @@ def _record(
 
 
 def _create(identity: FederatedIdentity, address: str | None, now: datetime) -> Operator:
-    """Create the operator of a subject, without a password. A name is taken regardless of its case."""
+    """Create the operator of a subject, without a password and without access: its scope is empty.
+
+    A name is taken regardless of its case.
+    """
     if _NAME.fullmatch(identity.name) is None:
         raise refuse(SignOnFault.NAME_INVALID, address, now)
     if Operator.objects.filter(username__iexact=identity.name).exists():
@@ -154,6 +159,6 @@ def _create(identity: FederatedIdentity, address: str | None, now: datetime) -> 
         issuer=identity.issuer,
         subject=identity.subject,
     ):
-        operator = create_operator(grant, username=identity.name, roles=identity.roles, password=None)
+        operator = create_operator(grant, username=identity.name, roles=identity.roles, scope=NOWHERE, password=None)
         SocialAccount.objects.create(user=operator, provider=identity.issuer, uid=identity.subject)
     return operator

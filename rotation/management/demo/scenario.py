@@ -13,10 +13,10 @@ from keyvault.access.principals import HOST
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.origins import to_domain
+from keyvault.management.commands.seed_demo import list_demo_operators
 from keyvault.management.json_command import call
 from keyvault.management.service import SERVER, WORKER, local_url, supervise, wait_until_ready
 from keyvault.management.supervisor import Supervisor
-from keyvault.models import Operator
 from keyvault.services.change_feed.receipts import Receipt, VerifierProgress
 from keyvault.services.recording.audit_chain import AuditReport, verify_audit
 from keyvault.services.recording.authorization import authorize
@@ -116,7 +116,7 @@ def _show_sign_ins(context: DemoContext) -> None:
     report = context.report
     report.step(f"the console is at {to_domain(local_url(context.port))}/admin/ until the demo ends")
     grant = authorize(HOST, Permission.OPERATORS_ENROLL, now=datetime.now(UTC))
-    for operator in Operator.objects.order_by("username"):
+    for operator in list_demo_operators():
         prepared = prepare_sign_in(grant, operator)
         context.secrets += [prepared.password, prepared.totp_seed]
         report.aside(f"{operator.username}: {prepared.password.reveal()}, TOTP secret {prepared.totp_seed.reveal()}")

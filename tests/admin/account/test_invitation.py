@@ -10,6 +10,7 @@ from django.test import Client
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import ConsoleSession, Operator
 from keyvault.services.operators.operators import create_operator
@@ -22,7 +23,7 @@ from tests.factories import PASSWORD, grant
 @pytest.fixture
 def page(db: None) -> str:
     allowed = grant(HOST, P.OPERATORS_ENROLL)
-    row = create_operator(allowed, username="new", roles=[Role.AUDITOR], password=None)
+    row = create_operator(allowed, username="new", roles=[Role.AUDITOR], scope=EVERYWHERE, password=None)
     return f"/admin/invitation/?token={invite(allowed, row).reveal()}"
 
 

@@ -9,6 +9,7 @@ from pytest_django.live_server_helper import LiveServer
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE
 from keyvault.models import AuditEntry, Operator
 from keyvault.services.operators.operators import create_operator
 from keyvault.services.sessions.invitations import invite
@@ -24,7 +25,7 @@ PASSKEY_BUTTON = "[data-passkey]"
 @pytest.mark.django_db(transaction=True)
 def test_passkey_is_enrolled_and_signs_in(live_server: LiveServer, tmp_path: Path) -> None:
     allowed = grant(HOST, P.OPERATORS_ENROLL)
-    row = create_operator(allowed, username="new", roles=[Role.AUDITOR], password=None)
+    row = create_operator(allowed, username="new", roles=[Role.AUDITOR], scope=EVERYWHERE, password=None)
     token = invite(allowed, row)
     try:
         with chromium(tmp_path) as browser:

@@ -23,11 +23,12 @@ from django.test import Client, override_settings
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE
 from keyvault.access.single_sign_on import IdentityProvider
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, ConsoleSession, Notice, Operator
-from keyvault.services.operators.operators import disable_operator
+from keyvault.services.operators.operators import disable_operator, set_scope
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.sessions.invitations import invite
 from keyvault.services.sessions.refusals import sign_in_refusals
@@ -242,6 +243,7 @@ def test_single_sign_on_takes_the_role_of_the_last_administrator(provider: StubP
     """The provider decides. The host can create another administrator."""
     provider.person["groups"] = ["keys"]
     sign_in(Client())
+    set_scope(grant(HOST, P.OPERATORS_WRITE), jane(), EVERYWHERE)
     disable_operator(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="admin"))
     provider.person["groups"] = []
     client = Client()

@@ -156,6 +156,8 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_operator_review": frozenset({P.OPERATORS_READ}),
     "keyvault_operator_export": frozenset({P.OPERATORS_READ}),
     "keyvault_operator_roles": frozenset({P.OPERATORS_WRITE}),
+    "keyvault_operator_scope": frozenset({P.OPERATORS_WRITE}),
+    "keyvault_operator_same-person": frozenset({P.OPERATORS_WRITE}),
     "keyvault_operator_reset-factors": frozenset({P.OPERATORS_WRITE}),
     "keyvault_operator_disable": frozenset({P.OPERATORS_WRITE}),
     "keyvault_operatorchange_changelist": frozenset({P.OPERATORS_READ}),

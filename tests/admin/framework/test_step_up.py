@@ -30,6 +30,8 @@ STEP_UP_ACTIONS = {
     "keyvault_operator_disable",
     "keyvault_operator_reset-factors",
     "keyvault_operator_roles",
+    "keyvault_operator_same-person",
+    "keyvault_operator_scope",
     "keyvault_operatorchange_approve",
     "keyvault_key_show",
     "keyvault_merchant_offboard",

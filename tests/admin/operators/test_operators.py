@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE, NOWHERE, AccessScope
 from keyvault.models import Operator, OperatorChange, OperatorChangeState, RoleUse
 from keyvault.services.sessions.role_uses import role_uses
 from tests.admin.desk import Desk, address, browser, hidden, text_of
-from tests.factories import make_operator
+from tests.factories import SANDBOX, make_operator
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -123,6 +124,56 @@ def test_operator_disabled_in_the_console_is_signed_out(desk: Desk) -> None:
     assert address("keyvault_operator_roles", row_of("tam").pk) not in text
 
 
+def change_scope(desk: Desk, username: str, **fields: Any) -> Any:
+    client = browser(desk.admin)
+    page = address("keyvault_operator_scope", row_of(username).pk)
+    version = hidden(client.get(page), "version")
+    return client.post(page, {"version": version, "why": "new region", **fields})
+
+
+def test_operator_scope_is_narrowed_by_one_person_and_widened_by_two(desk: Desk) -> None:
+    """Guarantee: the console widens a scope under four eyes, as shown to the approver, and then only."""
+    narrow = {"merchants": "acme", "environments": ["sandbox"]}
+    assert change_scope(desk, "tam", **narrow).status_code == 302
+    assert row_of("tam").access_scope == AccessScope(frozenset({"acme"}), frozenset({SANDBOX}))
+    whole = {"all_merchants": "on", "environments": ["sandbox", "production"]}
+    assert change_scope(desk, "tam", **whole).status_code == 302
+    change = OperatorChange.objects.get()
+    approver, approve = browser(desk.approver), address("keyvault_operatorchange_approve", change.pk)
+    text = text_of(approver.get(approve))
+    for shown in ("acme in sandbox", "all merchants in production and sandbox", "Other operators of this person"):
+        assert shown in text
+    assert row_of("tam").access_scope != EVERYWHERE
+    assert approver.post(approve, {"plan_digest": change.plan_digest}).status_code == 302
+    assert row_of("tam").access_scope == EVERYWHERE
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"environments": ["sandbox"]},
+        {"merchants": "acme", "all_merchants": "on", "environments": ["sandbox"]},
+        {"merchants": "absent", "environments": ["sandbox"]},
+        {"merchants": "acme"},
+    ],
+)
+def test_operator_scope_without_a_clear_choice_is_shown_again(desk: Desk, fields: dict[str, Any]) -> None:
+    assert change_scope(desk, "tam", **fields).status_code == 400
+    assert row_of("tam").access_scope == EVERYWHERE
+
+
+def test_operator_without_a_scope_is_linked_to_its_person(desk: Desk) -> None:
+    make_operator("jane", Role.APPROVER, scope=NOWHERE)
+    client = browser(desk.admin)
+    page, link = (address(f"keyvault_operator_{name}", row_of("jane").pk) for name in ("change", "same-person"))
+    assert "has no access" in text_of(client.get(page))
+    version = hidden(client.get(link), "version")
+    assert client.post(link, {"version": version, "other": "absent"}).status_code == 400
+    assert client.post(link, {"version": version, "other": "tam"}).status_code == 302
+    assert row_of("jane").person == desk.tam.person
+    assert link not in text_of(client.get(address("keyvault_operator_change", row_of("approver").pk)))
+
+
 def test_operator_factors_are_reset_with_a_second_person(desk: Desk) -> None:
     page = address("keyvault_operator_reset-factors", row_of("tam").pk)
     assert browser(desk.admin).post(page, {"why": "lost the phone"}).status_code == 302
@@ -141,6 +192,7 @@ def test_access_review_lists_roles_with_their_use(desk: Desk) -> None:
     text = text_of(client.get(review))
     assert [name in text for name in ("tam", "approver", "admin", "auditor", "responder")] == [True] * 5
     assert "Permissions of each role" in text
+    assert "all merchants in production and sandbox" in text
     assert review in text_of(client.get(address("keyvault_operator_changelist")))
     role_uses.flush()
     used = RoleUse.objects.filter(last_used_at__isnull=False).values_list("operator__username", "role")

@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 from django.contrib.auth.models import Group
+from django.db import IntegrityError, transaction
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, Channel
 from keyvault.access.roles import ROLE_PERMISSIONS, Role
-from keyvault.access.scopes import EVERYWHERE, AccessScope
+from keyvault.access.scopes import EVERYWHERE, NOWHERE, AccessScope
 from keyvault.domain.errors import NotFoundError, PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Operator
@@ -20,6 +21,7 @@ from keyvault.services.operators.operators import (
     create_operator,
     disable_operator,
     find_operator,
+    link_person,
     operator_row,
     reset_password,
     set_roles,
@@ -96,7 +98,7 @@ def test_operator_with_a_weak_password_is_refused(db: None, password: str) -> No
     """Too short, too common, or equal to the username."""
     allowed = grant(HOST, P.OPERATORS_ENROLL)
     with pytest.raises(RequestInvalidError):
-        create_operator(allowed, username="another-operator", roles=[], password=Plaintext(password))
+        create_operator(allowed, username="another-operator", roles=[], scope=EVERYWHERE, password=Plaintext(password))
     assert not Operator.objects.exists()
 
 
@@ -125,8 +127,35 @@ def _demote(row: Operator) -> None:
 ACME_SANDBOX = AccessScope(frozenset({"acme"}), frozenset({SANDBOX}))
 
 
-def test_operator_starts_with_the_whole_installation(db: None) -> None:
-    assert make_operator("tam", Role.AUDITOR).scope == EVERYWHERE
+def test_operator_without_a_scope_has_no_access() -> None:
+    """Guarantee: nothing starts allowed, also not a row that no service made."""
+    assert Operator(username="new").access_scope == NOWHERE
+
+
+def test_operator_is_created_with_its_scope(db: None) -> None:
+    make_merchant("acme")
+    assert make_operator("tam", Role.AUDITOR, scope=ACME_SANDBOX).scope == ACME_SANDBOX
+    with pytest.raises(RequestInvalidError):
+        make_operator("new", Role.AUDITOR, scope=AccessScope(frozenset({"absent"})))
+    created = json.loads(bytes(AuditEntry.objects.get(event="operator.created").body))["details"]
+    assert created["scope"] == {"merchants": ["acme"], "environments": ["sandbox"]}
+
+
+def test_operator_is_linked_to_a_person_before_it_has_a_scope_only(db: None) -> None:
+    """What an operator requested or approved stays under the person that it then had."""
+    tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    make_operator("new", Role.APPROVER, scope=NOWHERE)
+    new = Operator.objects.get(username="new")
+    link_person(grant(HOST, P.OPERATORS_WRITE), new, operator_row(tam))
+    assert Operator.objects.get(username="new").person == tam.person
+    set_scope(grant(HOST, P.OPERATORS_WRITE), new, EVERYWHERE)
+    other = operator_row(make_operator("other", Role.AUDITOR))
+    with pytest.raises(StateConflictError, match="has had access"):
+        link_person(grant(HOST, P.OPERATORS_WRITE), new, other)
+    with collect_subjects(), pytest.raises(IntegrityError, match="once it has a scope"), transaction.atomic():
+        new.compare_and_swap(person=other.person)
+    with collect_subjects(), pytest.raises(IntegrityError, match="once it has a scope"), transaction.atomic():
+        Operator.objects.get(username="new").compare_and_swap(scope_merchants=[])
 
 
 def test_operator_scope_is_replaced_audited_and_ends_sessions(db: None) -> None:
@@ -173,6 +202,7 @@ def test_operator_scope_that_names_nothing_known_is_refused(db: None, scope: Acc
 def test_operators_keep_an_administrator_of_the_whole_installation(db: None, remove: str) -> None:
     """Otherwise nobody could change what concerns every merchant."""
     make_merchant("acme")
+    make_operator("approver", Role.APPROVER)
     make_operator("one", Role.KEY_ADMINISTRATOR)
     make_operator("two", Role.KEY_ADMINISTRATOR, scope=ACME_SANDBOX)
     one, two = (Operator.objects.get(username=name) for name in ("one", "two"))
@@ -195,6 +225,7 @@ def test_operators_two_administrators_removed_concurrently_leave_one(
     first: Callable[[Operator], None], second: Callable[[Operator], None]
 ) -> None:
     """Disable or demote both key administrators concurrently: the second change is refused."""
+    make_operator("approver", Role.APPROVER)
     for name in ("one", "two"):
         make_operator(name, Role.KEY_ADMINISTRATOR)
     one, two = (Operator.objects.get(username=name) for name in ("one", "two"))

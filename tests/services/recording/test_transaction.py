@@ -22,7 +22,7 @@ from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, WORKER, Channel
 from keyvault.access.roles import Role
-from keyvault.access.scopes import AccessScope
+from keyvault.access.scopes import EVERYWHERE, NOWHERE, AccessScope
 from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.checkpoints import CheckpointMark
@@ -83,6 +83,7 @@ from tests.factories import (
     issue,
     issue_request,
     make_merchant,
+    make_operator,
     make_token,
     now,
     renew_revocation_log,
@@ -297,7 +298,11 @@ def _rotate_token(scene: Scene) -> Callable[[], object]:
 
 def _create_operator(scene: Scene) -> Callable[[], object]:
     return lambda: operators.create_operator(
-        _host(P.OPERATORS_ENROLL), username="new", roles=[Role.AUDITOR], password=Plaintext(PASSWORD)
+        _host(P.OPERATORS_ENROLL),
+        username="new",
+        roles=[Role.AUDITOR],
+        scope=EVERYWHERE,
+        password=Plaintext(PASSWORD),
     )
 
 
@@ -349,6 +354,23 @@ def _set_roles(scene: Scene) -> Callable[[], object]:
 def _set_scope(scene: Scene) -> Callable[[], object]:
     row = Operator.objects.get(username="tam")
     return partial(operators.set_scope, _host(P.OPERATORS_WRITE), row, AccessScope(frozenset({"acme"})))
+
+
+def _link_person(scene: Scene) -> Callable[[], object]:
+    make_operator("new", Role.AUDITOR, scope=NOWHERE)
+    new, tam = (Operator.objects.get(username=name) for name in ("new", "tam"))
+    return partial(operators.link_person, grant(scene.admin, P.OPERATORS_WRITE), new, tam)
+
+
+def _enroll_operator(scene: Scene) -> Callable[[], object]:
+    allowed = _host(P.OPERATORS_ENROLL)
+    return partial(operator_changes.enroll_operator, allowed, username="new", roles=[Role.AUDITOR], scope=EVERYWHERE)
+
+
+def _change_scope(scene: Scene) -> Callable[[], object]:
+    make_operator("new", Role.AUDITOR, scope=NOWHERE)
+    row = Operator.objects.get(username="new")
+    return partial(operator_changes.change_scope, grant(scene.admin, P.OPERATORS_WRITE), row, EVERYWHERE, "why")
 
 
 def _change_roles(scene: Scene) -> Callable[[], object]:
@@ -640,6 +662,9 @@ ACTIONS: dict[str, Action] = {
     "operators.operators.reset_password": Action(_reset_password, ["operator.password_reset"], []),
     "operators.operators.disable_operator": Action(_disable_operator, ["operator.disabled"], []),
     "operators.operators.set_roles": Action(_set_roles, ["operator.roles_changed"], []),
+    "operators.operators.link_person": Action(_link_person, ["operator.person_linked"], []),
+    "operator_changes.enroll_operator": Action(_enroll_operator, ["operator.created"], []),
+    "operator_changes.change_scope": Action(_change_scope, ["operator_change.requested"], []),
     "operator_changes.change_roles": Action(_change_roles, ["operator_change.requested"], []),
     "operator_changes.request_factor_reset": Action(_request_factor_reset, ["operator_change.requested"], []),
     "operator_changes.approve_change": Action(

@@ -7,6 +7,7 @@ import pytest
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE
 from keyvault.domain.errors import NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import ConsoleSession, Operator
@@ -40,7 +41,8 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 @pytest.fixture
 def new() -> Operator:
-    return create_operator(grant(HOST, P.OPERATORS_ENROLL), username="new", roles=[Role.AUDITOR], password=None)
+    allowed = grant(HOST, P.OPERATORS_ENROLL)
+    return create_operator(allowed, username="new", roles=[Role.AUDITOR], scope=EVERYWHERE, password=None)
 
 
 def invited(row: Operator, at: datetime | None = None) -> Plaintext:

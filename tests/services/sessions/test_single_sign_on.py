@@ -11,15 +11,18 @@ from django.db.models.signals import pre_save
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
+from keyvault.access.scopes import NOWHERE
 from keyvault.access.single_sign_on import FederatedIdentity, SignOnFault
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Operator
 from keyvault.models.recording import UnrecordedWriteError
 from keyvault.services.operators.operators import reset_password, set_roles
+from keyvault.services.recording.authorization import is_allowed, operator_principal
 from keyvault.services.sessions.refusals import sign_in_refusals
 from keyvault.services.sessions.single_sign_on import SignOnRefusedError, sign_on
-from tests.factories import PASSWORD, grant, make_operator, now
+from tests.factories import PASSWORD, account, grant, make_merchant, make_operator, now
 from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -68,6 +71,16 @@ def test_single_sign_on_is_audited_with_each_change() -> None:
         "operator.signed_in",
     ]
     assert Operator.objects.get().last_login == at + timedelta(hours=1)
+
+
+def test_single_sign_on_operator_starts_without_access() -> None:
+    """Guarantee: whatever its roles, it requests and approves nothing until two persons give it a scope."""
+    make_merchant("acme")
+    jane = operator_principal(sign_on(identity("1", "jane", *Role), None, "", now()).operator)
+    assert (jane.roles, jane.scope) == (frozenset(Role), NOWHERE)
+    places = (None, account("acme", Environment.SANDBOX), account("acme", Environment.PRODUCTION))
+    allowed = {each for each in P for place in places if is_allowed(jane, each, place, now=now())}
+    assert allowed == {P.SESSIONS_WRITE}
 
 
 def test_single_sign_on_operator_of_the_host_is_never_taken_over() -> None:
