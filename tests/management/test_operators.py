@@ -16,11 +16,12 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import OperationalError
 from django.test import Client
+from pytest_django import Settings
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
-from keyvault.access.scopes import NOWHERE, AccessScope
+from keyvault.access.scopes import EVERYWHERE, NOWHERE, AccessScope
 from keyvault.domain.plaintext import Plaintext
 from keyvault.management import json_command
 from keyvault.models import AuditEntry, BreakGlass, Key, Notice, Operator, OperatorChange
@@ -231,8 +232,9 @@ def test_invite_operator_creates_one_that_only_the_link_lets_in() -> None:
 
 
 @pytest.mark.parametrize("role", ["approver", "key_administrator"])
-def test_invite_operator_makes_no_approver_from_one_shell(role: str) -> None:
+def test_invite_operator_makes_no_approver_from_one_shell(role: str, settings: Settings) -> None:
     """Guarantee: beyond the first two approving persons, the command leads to the change under four eyes."""
+    settings.IS_VAULT = True
     run("invite_operator", "approver", "--role", "approver", "--all")
     with pytest.raises(CommandError, match="A second person must approve"):
         run("invite_operator", "new", "--role", role, "--all")
@@ -242,11 +244,18 @@ def test_invite_operator_makes_no_approver_from_one_shell(role: str) -> None:
     assert BreakGlass.objects.get().is_claimed
 
 
-@pytest.mark.parametrize("options", [[], ["--all", "--merchant", "acme"]])
-def test_invite_operator_without_a_clear_scope_is_refused(options: list[str]) -> None:
-    """Guarantee: nothing starts allowed."""
+def test_invite_operator_on_the_embedded_backend_gives_every_role() -> None:
+    """The host's owner holds every secret there. The alarm remains."""
+    for name in ("one", "two", "three"):
+        run("invite_operator", name, "--role", "approver")
+    row = Operator.objects.get(username="three")
+    assert (row.roles, row.access_scope) == ({Role.APPROVER}, EVERYWHERE)
+    assert Notice.objects.filter(kind="operator.invited", is_alarm=True, subject="three").exists()
+
+
+def test_invite_operator_without_a_clear_scope_is_refused() -> None:
     with pytest.raises(CommandError, match="give --all, or --merchant, --environment or both"):
-        run("invite_operator", "new", "--role", "auditor", *options)
+        run("invite_operator", "new", "--role", "auditor", "--all", "--merchant", "acme")
     with pytest.raises(CommandError, match="keeps its scope"):
         run("invite_operator", "admin", "--all")
     assert not Operator.objects.filter(username="new").exists()

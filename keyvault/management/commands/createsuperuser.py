@@ -11,4 +11,4 @@ class Command(DjangoCommand):
     help = "Refused: use invite_operator; there are no superusers."
 
     def run_from_argv(self, argv: list[str]) -> NoReturn:
-        refuse(argv, "There are no superusers. Run: manage.py invite_operator NAME --role ROLE --all")
+        refuse(argv, "There are no superusers. Run: manage.py invite_operator NAME --role ROLE")

@@ -7,6 +7,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE
 from keyvault.management.mixins import (
     UsernameMixin,
     add_operator_scope_options,
@@ -24,8 +25,9 @@ from keyvault.services.sessions.invitations import enrolment_url, invite, prepar
 class Command(UsernameMixin):
     help = (
         "Create an operator and print a link, valid for 72 hours and once, at which it sets a password and a second "
-        "factor. For an existing operator without a second factor, print a new link. Once two persons can approve, the "
-        "roles approver and key_administrator are added under four eyes afterwards (set_operator_roles)."
+        "factor. For an existing operator without a second factor, print a new link. Without a scope option the scope "
+        "is the whole installation. With a Vault, once two persons can approve, the roles approver and key_administrator "
+        "are added under four eyes afterwards (set_operator_roles)."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -56,6 +58,6 @@ class Command(UsernameMixin):
             self.operators_grant(Permission.OPERATORS_ENROLL),
             username=options["username"],
             roles=[Role(role) for role in options["role"]],
-            scope=read_operator_scope(options),
+            scope=read_operator_scope(options) if has_operator_scope(options) else EVERYWHERE,
             person=get_operator(same).person if same else None,
         )

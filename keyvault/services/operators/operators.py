@@ -194,7 +194,7 @@ def require_active(operator: Operator) -> None:
     if not operator.is_active:
         raise StateConflictError(
             f"Operator {operator.username} is disabled. Create a new one: "
-            f"manage.py invite_operator NAME --role ROLE --all --same-person-as {operator.username}"
+            f"manage.py invite_operator NAME --role ROLE --same-person-as {operator.username}"
         )
 
 
