@@ -134,7 +134,7 @@ def _scope_answer(scope: ScopeCheck) -> dict[str, Any]:
         "entries": scope.entries,
         "chains": len(scope.positions),
         "checkpoints": scope.walk.count,
-        "begins_with": None if scope.walk.first is None else scope.walk.first.number,
+        "begins_with": scope.begins_with,
         "newest_checkpoint": None if newest is None else newest.number,
         "newest_checkpoint_at": None if newest is None else format_timestamp(newest.at),
         "signer": None if signed is None else signed.signer,
@@ -165,8 +165,8 @@ def _format_report(check: ExportCheck, answer: dict[str, Any]) -> str:
 
 def _format_scope(name: str, scope: dict[str, Any], exported_at: datetime | None) -> Iterator[str]:
     yield f"{name}: {scope['entries']} entries in {scope['chains']} chains, {scope['checkpoints']} checkpoints."
-    if (scope["begins_with"] or 1) > 1:
-        yield f"  It begins with checkpoint {scope['begins_with']}; the entries that it signs are not in this file."
+    if scope["begins_with"] is not None:
+        yield f"  It begins after checkpoint {scope['begins_with']}; entries signed until then are not in this file."
     if scope["newest_checkpoint"] is not None:
         yield (
             f"  Newest checkpoint: {scope['newest_checkpoint']} of {scope['newest_checkpoint_at']}"

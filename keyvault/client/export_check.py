@@ -20,11 +20,13 @@ class ExportError(ValueError):
 class ScopeCheck:
     """The verification state of one scope. It stops at the first break.
 
+    `begins_with`: number of the checkpoint after whose entries a partial export begins; None: it has every entry.
     `unsigned_since`: when the oldest entry of each chain was written that no checkpoint has signed yet.
     """
 
     walk: CheckpointWalk
     entries: int = 0
+    begins_with: int | None = None
     positions: dict[str, Head] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     unsigned_since: dict[str, datetime] = field(default_factory=dict)
@@ -33,7 +35,7 @@ class ScopeCheck:
     @property
     def unsigned(self) -> int:
         """Entries after the newest checkpoint."""
-        signed = {} if self.walk.newest is None else self.walk.newest.heads
+        signed = self.walk.heads
         return sum(
             head.sequence - (signed[chain].sequence if chain in signed else 0) for chain, head in self.positions.items()
         )
@@ -53,15 +55,22 @@ class ScopeCheck:
         self.positions[entry.chain] = Head(sequence, entry.hash)
 
     def take_checkpoint(self, signed: SignedCheckpoint, *, is_partial: bool) -> None:
-        begins_later = is_partial and self.walk.newest is None and not self.positions
-        self.walk.may_begin_later = begins_later
-        why = self.walk.take(signed, self._find_hash, lambda chain, _: self.unsigned_since.get(chain))
-        # Every checkpoint follows exactly the entries that it signs.
-        self.unsigned_since.clear()
+        # A partial export has every checkpoint, but no entry that is signed by those before its begin.
+        has_entries = not is_partial or self.entries > 0
+        why = self.walk.take(
+            signed, self._find_hash, lambda chain, _: self.unsigned_since.get(chain), has_entries=has_entries
+        )
         if why is not None:
             self.broken = Break(f"checkpoints:{self.walk.scope}", signed.number, why)
-        elif begins_later and self.walk.newest is not None:
-            self.positions = dict(self.walk.newest.heads)
+            return
+        signs = {} if self.walk.newest is None else self.walk.newest.heads
+        # Every checkpoint follows exactly the entries that it signs.
+        for chain, head in signs.items():
+            self.unsigned_since.pop(chain, None)
+            if not has_entries:
+                self.positions[chain] = head
+        if not has_entries:
+            self.begins_with = signed.number
 
     def take_head(self, stated: ChainHead) -> None:
         found = self.positions.get(stated.chain, Head(0, GENESIS))
@@ -80,6 +89,8 @@ class ScopeCheck:
             self.broken = Break(checkpoints, *at_end)
         elif self.walk.newest is None and self.positions:
             self.broken = Break(checkpoints, 1, "no checkpoint: no entry of this scope is signed")
+        else:
+            self.walk.note_unsigned(self.unsigned_since)
 
     def _find_hash(self, chain: str, sequence: int) -> bytes | None:
         head = self.positions.get(chain)
@@ -142,9 +153,8 @@ class ExportCheck:
         return self.start is None or self.start.since is not None or not self.scopes.keys() >= set(PepperSet)
 
     def count_uncompared(self) -> int:
-        """Return the number of kept checkpoints that are outside this export's scopes or before its start."""
-        firsts = {name: scope.walk.first.number for name, scope in self.scopes.items() if scope.walk.first is not None}
-        return sum(scope not in self.scopes or number < firsts.get(scope, 0) for scope, number in self.kept)
+        """Return the number of kept checkpoints that are outside this export's scopes."""
+        return sum(scope not in self.scopes for scope, _ in self.kept)
 
     def _begin(self, record: ExportStart) -> None:
         if self.start is not None:

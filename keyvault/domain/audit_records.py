@@ -1,7 +1,8 @@
 """The audit log as JSON lines: `manage.py export_audit` writes it, the off-host checker reads it.
 
 Each line is one record. The order allows verification in one pass: within each scope, every checkpoint follows the
-entries added since the previous one. The entries after the last checkpoint come next, then the head of every chain.
+entries that it signs. The entries after the last checkpoint come next, then the head of every chain. A partial export
+has every checkpoint too, but not the entries that its first checkpoints sign.
 
     {"record": "export", "format": …, "at": …, "scopes": […], "since": …}
     {"record": "entry", "chain": …, "sequence": …, "body": …, "previous": …, "hash": …}
@@ -39,7 +40,7 @@ KEYS_FORMAT = "keyvault/audit-public-keys/v1"
 class ExportStart:
     """The first record. `since` None: the export has every entry.
 
-    Otherwise each scope begins with its newest checkpoint before `since`.
+    Otherwise it has the entries that no checkpoint until `since` signs.
     """
 
     at: datetime

@@ -1,9 +1,10 @@
 """Signed checkpoints of the audit chains: the signed bytes, and their verification with the public key.
 
-A checkpoint states the length of every chain in its scope and the hash of the chain's newest entry, and contains the
-digest of the previous checkpoint. The hash chains alone reveal an edit in the middle. They do not reveal a chain that
-was rewritten from some entry on, or truncated together with its head. Only a signature does, because its private key
-is outside the database.
+A checkpoint states the length of each chain that has changed since the previous checkpoint of its scope and the hash of
+the chain's newest entry, and contains the digest of the previous checkpoint. So the newest checkpoint commits to the
+heads of all chains. The hash chains alone reveal an edit in the middle. They do not reveal a chain that was rewritten
+from some entry on, or truncated together with its head. Only a signature does, because its private key is outside the
+database.
 
 Signatures are Ed25519 (RFC 8032) over the stored bytes of the body.
 """
@@ -54,13 +55,18 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The content of a checkpoint's body."""
+    """The content of a checkpoint's body.
+
+    `heads`: of the chains that have changed. `checked_through`: id of the last account whose chains the signer has
+    compared with the checkpoints that signed them last; 0: the next comparison begins with the first account.
+    """
 
     scope: str
     number: int
     at: datetime
     previous: bytes
     heads: Mapping[str, Head]
+    checked_through: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,7 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> bytes:
             "at": checkpoint.at.isoformat(timespec="microseconds"),
             "previous": checkpoint.previous.hex(),
             "heads": {chain: [head.sequence, head.hash.hex()] for chain, head in checkpoint.heads.items()},
+            "checked_through": checkpoint.checked_through,
         }
     )
 
@@ -128,6 +135,7 @@ def parse_checkpoint(body: bytes) -> Checkpoint:
             heads={
                 chain: Head(int(sequence), bytes.fromhex(digest)) for chain, (sequence, digest) in data["heads"].items()
             },
+            checked_through=int(data["checked_through"]),
         )
         is_canonical = checkpoint_bytes(checkpoint) == body
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
@@ -154,25 +162,26 @@ def find_signature_fault(signed: SignedCheckpoint, keys: PublicKeys) -> str | No
 class CheckpointWalk:
     """Incremental verification of one scope's checkpoints, in their order.
 
-    `keys` None: signatures are not checked. `may_begin_later`: the first checkpoint may have any number, and
-    verification starts from its content. `late`: number of checkpoints that sign an entry older than UNSIGNED_FOR, and
-    `first_late` describes the first one.
+    `keys` None: signatures are not checked. `heads`: of each chain, as signed by the checkpoint that signed it last.
+    `late`: number of checkpoints that sign an entry older than UNSIGNED_FOR, and `first_late` describes the first one.
     """
 
     scope: str
     keys: PublicKeys | None
     kept: KeptCheckpoints = field(default_factory=dict)
-    may_begin_later: bool = False
     count: int = 0
-    first: Checkpoint | None = None
+    heads: dict[str, Head] = field(default_factory=dict)
     newest: Checkpoint | None = None
     newest_signed: SignedCheckpoint | None = None
     late: int = 0
     first_late: str | None = None
 
-    def take(self, signed: SignedCheckpoint, find_hash: FindHash, find_time: FindTime) -> str | None:
+    def take(
+        self, signed: SignedCheckpoint, find_hash: FindHash, find_time: FindTime, *, has_entries: bool = True
+    ) -> str | None:
         """Verify the next checkpoint against its predecessors and the entries.
 
+        `has_entries` False: the entries that it signs are not available, so its heads are not compared with them.
         Returns why it is not valid, or None after making it the newest.
         """
         try:
@@ -182,16 +191,17 @@ class CheckpointWalk:
         why = (
             self._find_content_fault(signed, checkpoint)
             or self._find_order_fault(signed, checkpoint)
-            or self._find_head_fault(checkpoint, find_hash)
+            or self._find_head_fault(checkpoint, find_hash if has_entries else None)
         )
         if why is not None:
             return why
         kept = self.kept.get((signed.scope, signed.number), frozenset())
         if kept - {signed.digest}:
             return "it differs from the one that was recorded outside the database: the log was rewritten"
-        self._note_late(checkpoint, find_time)
+        if has_entries:
+            self._note_late(checkpoint, find_time)
         self.count += 1
-        self.first = self.first or checkpoint
+        self.heads.update(checkpoint.heads)
         self.newest, self.newest_signed = checkpoint, signed
         return None
 
@@ -203,13 +213,23 @@ class CheckpointWalk:
             return None
         return beyond, f"it was recorded outside the database, but the checkpoints here end at {last}: {ROLLED_BACK}"
 
+    def note_unsigned(self, unsigned_since: Mapping[str, datetime]) -> None:
+        """Note the oldest entry that the newest checkpoint should have signed. Call it last.
+
+        `unsigned_since`: when the oldest entry of each chain was written that no checkpoint signs.
+        """
+        oldest = min(unsigned_since, key=lambda chain: unsigned_since[chain], default=None)
+        if self.newest is not None and oldest is not None and self.newest.at - unsigned_since[oldest] > UNSIGNED_FOR:
+            self.late += 1
+            self.first_late = self.first_late or (
+                f"checkpoint {self.newest.number} of {self.newest.at:%Y-%m-%d %H:%M} UTC does not sign an entry of "
+                f"chain {oldest}, written {unsigned_since[oldest]:%Y-%m-%d %H:%M} UTC"
+            )
+
     def _note_late(self, checkpoint: Checkpoint, find_time: FindTime) -> None:
         """Note a checkpoint that signs an entry older than UNSIGNED_FOR."""
-        if self.newest is None and self.may_begin_later:
-            return
-        before = {} if self.newest is None else self.newest.heads
         for chain, head in checkpoint.heads.items():
-            first = before[chain].sequence + 1 if chain in before else 1
+            first = self.heads[chain].sequence + 1 if chain in self.heads else 1
             written_at = find_time(chain, first) if first <= head.sequence else None
             if written_at is not None and checkpoint.at - written_at > UNSIGNED_FOR:
                 self.late += 1
@@ -227,8 +247,6 @@ class CheckpointWalk:
 
     def _find_order_fault(self, signed: SignedCheckpoint, checkpoint: Checkpoint) -> str | None:
         if self.newest is None or self.newest_signed is None:
-            if self.may_begin_later:
-                return None
             if signed.number != 1:
                 return f"checkpoint 1 is missing; {signed.number} follows"
             return None if checkpoint.previous == FIRST else "it is the first but contains a previous digest"
@@ -238,15 +256,12 @@ class CheckpointWalk:
             return "it does not contain the digest of the checkpoint before it"
         return None
 
-    def _find_head_fault(self, checkpoint: Checkpoint, find_hash: FindHash) -> str | None:
-        before = {} if self.newest is None else self.newest.heads
-        for chain, head in before.items():
-            if chain not in checkpoint.heads or checkpoint.heads[chain].sequence < head.sequence:
-                return f"chain {chain} was longer at the checkpoint before it"
-        if self.newest is None and self.may_begin_later:
-            return None
+    def _find_head_fault(self, checkpoint: Checkpoint, find_hash: FindHash | None) -> str | None:
         for chain, head in checkpoint.heads.items():
-            if before.get(chain) == head:
+            before = self.heads.get(chain)
+            if before is not None and head.sequence < before.sequence:
+                return f"chain {chain} was longer at an earlier checkpoint"
+            if find_hash is None or before == head:
                 continue
             found = find_hash(chain, head.sequence)
             if found is None:

@@ -64,10 +64,18 @@ class Migration(migrations.Migration):
             name='AuditChain',
             fields=[
                 ('name', models.CharField(max_length=96, primary_key=True, serialize=False)),
+                ('scope', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production'), ('service', 'service')], max_length=32)),
                 ('sequence', models.PositiveBigIntegerField(default=0)),
                 ('head_hash', models.BinaryField(max_length=32)),
                 ('newest_at', models.DateTimeField(blank=True, null=True)),
+                ('signed_in', models.PositiveBigIntegerField(default=0)),
+                ('signed_sequence', models.PositiveBigIntegerField(default=0)),
+                ('unsigned_since', models.DateTimeField(blank=True, null=True)),
             ],
+            options={
+                'indexes': [models.Index(condition=models.Q(('unsigned_since__isnull', False)), fields=['scope', 'unsigned_since'], name='audit_chain_unsigned')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('scope__in', ['sandbox', 'production', 'service'])), name='audit_chain_scope')],
+            },
         ),
         migrations.CreateModel(
             name='Key',

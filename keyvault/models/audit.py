@@ -12,12 +12,31 @@ from keyvault.models.recording import RecordedModel
 
 
 class AuditChain(models.Model):
-    """The head of a chain. Adding an entry locks the row and advances it by one; `newest_at` is that entry's time."""
+    """The head of a chain. Adding an entry locks the row and advances it by one; `newest_at` is that entry's time.
+
+    `signed_in`: number of the checkpoint that signed the chain last, up to the entry `signed_sequence`; 0: none has.
+    `unsigned_since`: when the first entry after that was written; None: there is none. These three find the chains to
+    sign. They are no evidence: `audit_verify` compares them with the checkpoints.
+    """
 
     name = models.CharField(primary_key=True, max_length=96)
+    scope = choice(PepperSet)
     sequence = models.PositiveBigIntegerField(default=0)
     head_hash = models.BinaryField(max_length=32)
     newest_at = at()
+    signed_in = models.PositiveBigIntegerField(default=0)
+    signed_sequence = models.PositiveBigIntegerField(default=0)
+    unsigned_since = at()
+
+    class Meta:
+        constraints = [choices_check("audit_chain_scope", "scope", PepperSet)]
+        indexes = [
+            models.Index(
+                fields=["scope", "unsigned_since"],
+                name="audit_chain_unsigned",
+                condition=Q(unsigned_since__isnull=False),
+            )
+        ]
 
     def __str__(self) -> str:
         return self.name
@@ -47,7 +66,7 @@ class AuditEntry(models.Model):
 
 
 class AuditCheckpoint(models.Model):
-    """A signed statement of the heads of a scope's chains. `body` has the signed bytes.
+    """A signed statement of the heads of the scope's chains that had changed. `body` has the signed bytes.
 
     `signer` names the key (`vault:<mount>/<key>` or `local`); `key_version` selects its public key.
     """

@@ -20,7 +20,7 @@ from django.db.models import AutoField, Model
 
 from keyvault.access.permissions import Permission as P
 from keyvault.backends.outbound import Reply
-from keyvault.domain.audit import account_chain
+from keyvault.domain.audit import account_chain, customer_token_chains
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.revocation_log import CaughtUp
@@ -308,6 +308,7 @@ def load_accounts(size: Size, samples: Samples) -> None:
 def load_chains(size: Size, samples: Samples) -> None:
     sample = AuditChain.objects.get(name=account_chain("platform", PRODUCTION))
     entries = size.changes // size.merchants
+    unsigned = {"signed_in": "0", "signed_sequence": "0", "unsigned_since": "now()"}
     copy(
         sample,
         1,
@@ -315,7 +316,12 @@ def load_chains(size: Size, samples: Samples) -> None:
         name=chain("n"),
         sequence=str(entries),
         head_hash=hashed("entry", f"n * {entries} - 1"),
+        **unsigned,
     )
+    empty = {"sequence": "0", "head_hash": "decode(repeat('00', 32), 'hex')", "newest_at": "NULL"}
+    for name in customer_token_chains(sample.name):
+        of_merchant = chain("n").replace("account:", name.partition(":")[0] + ":")
+        copy(sample, 1, size.merchants, name=of_merchant, **unsigned | empty | {"unsigned_since": "NULL"})
 
 
 def load_endpoints(size: Size, samples: Samples) -> None:
@@ -576,7 +582,8 @@ def make_paths_due(size: Size, count: int) -> None:
 
 def make_heads_due(size: Size, count: int) -> None:
     """Let chains have an entry that no checkpoint signs."""
-    change(AuditChain, count, f"row.name = {chain('n')}", sequence="row.sequence + 1")
+    changed = {"sequence": "row.sequence + 1", "unsigned_since": "now()"}
+    change(AuditChain, count, f"row.name = {chain('n')}", **changed)
 
 
 @contextmanager

@@ -56,11 +56,20 @@ class Logbook:
         entries.append(ChainedEntry(chain, sequence, body, previous, entry_hash(previous, body)))
 
     def sign(self, scope: str, key: Ed25519PrivateKey = KEY) -> None:
-        """The next checkpoint, as the service would sign it."""
+        """The next checkpoint of the chains that have changed, as the service would sign it."""
         before = self.checkpoints[scope]
         number, previous = len(before) + 1, before[-1].digest if before else FIRST
-        checkpoint = Checkpoint(scope, number, AT + timedelta(minutes=number), previous, self.heads(scope))
+        last = self.signed_heads(scope)
+        heads = {chain: head for chain, head in self.heads(scope).items() if last.get(chain) != head}
+        checkpoint = Checkpoint(scope, number, AT + timedelta(minutes=number), previous, heads)
         self.checkpoints[scope].append(signed(checkpoint, key))
+
+    def signed_heads(self, scope: str) -> dict[str, Head]:
+        """Return the head of each chain in the checkpoint that signed it last."""
+        found: dict[str, Head] = {}
+        for checkpoint in self.checkpoints[scope]:
+            found |= parse_checkpoint(checkpoint.body).heads
+        return found
 
     def heads(self, scope: str) -> dict[str, Head]:
         return {
@@ -80,9 +89,8 @@ class Logbook:
             )
 
     def signed_length(self, chain: str) -> int:
-        """Return the number of entries that the newest checkpoint signs."""
-        checkpoints = self.checkpoints[scope_of(chain) or ""]
-        heads = parse_checkpoint(checkpoints[-1].body).heads if checkpoints else {}
+        """Return the number of entries that a checkpoint signs."""
+        heads = self.signed_heads(scope_of(chain) or "")
         return heads[chain].sequence if chain in heads else 0
 
     def copied(self) -> "Logbook":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from keyvault.domain.checkpoints import (
     SignedCheckpoint,
     checkpoint_bytes,
     parse_checkpoint,
+    scope_of,
 )
 
 from .logbook import ACME, AT, CHAINS, GLOBEX, KEY, OTHER_KEY, PUBLIC_KEYS, SCOPES, Logbook, signed
@@ -28,12 +30,12 @@ STEPS = [*CHAINS, *SCOPES]
 
 
 def book(steps: list[str]) -> Logbook:
-    """Each step is a chain that gets an entry, or a scope that gets a checkpoint if it has entries."""
+    """Each step is a chain that gets an entry, or a scope that gets a checkpoint if it has unsigned entries."""
     made = Logbook()
     for number, step in enumerate(steps):
         if step in CHAINS:
             made.write(step, f"text {number}")
-        elif made.heads(step):
+        elif made.heads(step) != made.signed_heads(step):
             made.sign(step)
     return made
 
@@ -171,8 +173,9 @@ def test_export_check_log_set_back_with_its_checkpoints_is_found_only_with_kept_
     count = data.draw(st.integers(0, len(made.checkpoints[scope]) - 1))
     assume(count > 0)
     made.checkpoints[scope] = made.checkpoints[scope][:count]
-    for chain, head in parse_checkpoint(made.checkpoints[scope][-1].body).heads.items():
-        made.chains[chain] = made.chains[chain][: head.sequence]
+    for chain in made.chains:
+        if scope_of(chain) == scope:
+            made.chains[chain] = made.chains[chain][: made.signed_length(chain)]
     assert checked(made).first_broken is None
     broken = found(made, kept)
     assert (broken.chain, broken.sequence) == (f"checkpoints:{scope}", count + 1)
@@ -239,9 +242,9 @@ ODDITIES: dict[str, tuple[Callable[[Logbook], None], str]] = {
         lambda made: _put(made, signed(replace(_at(made), previous=bytes(32)))),
         "it does not contain the digest of the checkpoint before it",
     ),
-    "a chain forgotten": (
-        lambda made: _put(made, signed(replace(_at(made), heads={ACME: _at(made).heads[ACME]}))),
-        f"chain {GLOBEX} was longer at the checkpoint before it",
+    "a chain set back": (
+        lambda made: _put(made, signed(replace(_at(made), heads={ACME: Head(1, made.chains[ACME][0].hash)}))),
+        f"chain {ACME} was longer at an earlier checkpoint",
     ),
     "a head of another entry": (
         lambda made: _put(made, signed(replace(_at(made), heads={**_at(made).heads, ACME: Head(4, bytes(32))}))),
@@ -278,6 +281,22 @@ def test_export_check_reports_a_checkpoint_that_signs_an_old_entry() -> None:
     assert check.scopes["sandbox"].walk.late == 1
     assert f"checkpoint {number} " in str(check.scopes["sandbox"].walk.first_late)
     assert check.scopes["service"].walk.late == 0
+
+
+def test_export_check_reports_a_chain_that_is_not_signed_any_more() -> None:
+    """A service that was made to skip a chain leaves its new entries open to change, and the check says so."""
+    made = signed_book([])
+    made.write(GLOBEX)
+    number, newest = len(made.checkpoints["sandbox"]) + 1, made.checkpoints["sandbox"][-1]
+    heads = {ACME: made.heads("sandbox")[ACME]}
+    for hours in (0, 2):
+        at = AT + hours * UNSIGNED_FOR + timedelta(minutes=10)
+        newest = signed(Checkpoint("sandbox", number, at, newest.digest, heads))
+        made.checkpoints["sandbox"].append(newest)
+        number += 1
+    scope = checked(made).scopes["sandbox"]
+    assert (scope.broken, scope.walk.late) == (None, 1)
+    assert f"does not sign an entry of chain {GLOBEX}" in str(scope.walk.first_late)
 
 
 def _find_nothing(chain: str, sequence: int) -> None:
@@ -353,17 +372,17 @@ def test_export_check_from_a_checkpoint_on_holds_and_finds_what_comes_after(made
     scope = check.scopes["sandbox"]
     scope.finish()
     assert scope.broken is None
-    assert scope.walk.first is not None
-    assert scope.walk.first.number == 2
-    assert check.count_uncompared() == 1 + len(made.checkpoints["service"])
+    assert scope.begins_with == 2
+    assert scope.unsigned == sum(len(made.chains[chain]) - made.signed_length(chain) for chain in (ACME, GLOBEX))
+    assert check.count_uncompared() == len(made.checkpoints["service"])
 
 
 def _is_before_second(record: Any, made: Logbook) -> bool:
-    """Return whether the record is outside the sandbox, or signed by its first two checkpoints."""
-    heads = _at(made).heads
+    """Return whether the record is outside the sandbox, or an entry that its first two checkpoints sign."""
     match record:
         case ChainedEntry():
+            heads = _at(made, 1).heads | _at(made).heads
             return record.chain == "platform" or record.sequence <= heads[record.chain].sequence
         case SignedCheckpoint():
-            return record.scope != "sandbox" or record.number < 2
+            return record.scope != "sandbox"
     return getattr(record, "chain", "platform") == "platform"

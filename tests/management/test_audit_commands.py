@@ -77,7 +77,9 @@ def _cut_tail() -> None:
     rows.filter(number=2).delete()
     last = AuditEntry.objects.filter(chain_id=CHAIN).order_by("sequence")[5]
     AuditEntry.objects.filter(chain_id=CHAIN, sequence__gt=6).delete()
-    AuditChain.objects.filter(name=CHAIN).update(sequence=6, head_hash=last.hash)
+    # As in an older copy of the database, in which no entry was signed.
+    signed = {"signed_in": 0, "signed_sequence": 0, "unsigned_since": last.at}
+    AuditChain.objects.filter(name=CHAIN).update(sequence=6, head_hash=last.hash, **signed)
     ensure_triggers(connection)
 
 
@@ -236,7 +238,7 @@ def test_export_audit_selects_scopes_and_start(signed: None) -> None:
     assert {line["chain"] for line in lines if "chain" in line} == {"platform"}
     since = (now() + timedelta(days=1)).isoformat()
     later = [json.loads(line) for line in printed("export_audit", "--scope", "sandbox", "--since", since).splitlines()]
-    assert [line["number"] for line in later if line["record"] == "checkpoint"] == [2]
+    assert [line["number"] for line in later if line["record"] == "checkpoint"] == [1, 2]
     assert sum(line["record"] == "entry" for line in later) == 6
     with pytest.raises(CommandError):
         call_command("export_audit", "--since", "yesterday")

@@ -77,6 +77,7 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     ("token_digest_bytes", "keyvault_servicetoken", {"digest": bytes(33)}),
     ("token_expires_later", "keyvault_servicetoken", {"expires_at": LONG_AGO}),
     ("pepper_set", "keyvault_pepperversion", {"pepper_set": "other"}),
+    ("audit_chain_scope", "keyvault_auditchain", {"scope": "staging"}),
     ("audit_checkpoint_scope", "keyvault_auditcheckpoint", {"scope": "staging"}),
     ("installation_one", "keyvault_installation", {"id": 2}),
     ("request_kind", "keyvault_issuancerequest", {"kind": "other"}),

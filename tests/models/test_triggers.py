@@ -256,6 +256,9 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "auditchain_no_delete": lambda _: delete("keyvault_auditchain", name="account:acme/sandbox"),
     "auditchain_no_replace": lambda _: _replace("keyvault_auditchain", {"sequence": 0}, name="platform"),
     "auditchain_forward": lambda _: update("keyvault_auditchain", {"sequence": 0}, name="platform"),
+    "auditchain_unsigned": lambda _: update(
+        "keyvault_auditchain", {"signed_in": 2, "unsigned_since": None}, name="platform"
+    ),
     # The environments stay separate.
     "connection_mode_insert": lambda world: insert_copy(
         "keyvault_providerconnection", {"id": None, "provider": "other", "account_id": world.sandbox.pk}, mode="live"
@@ -800,16 +803,40 @@ def test_triggers_chain_head_moves_by_any_other_step_is_refused(world: World, st
 def test_triggers_chain_set_back_in_time_is_refused(world: World) -> None:
     head = read_row("keyvault_auditchain", name="platform")
     with refused("an audit chain advances by exactly one entry, and never back in time"):
-        changes = {"sequence": head["sequence"] + 1, "newest_at": "2000-01-01 00:00:00+00:00"}
-        update("keyvault_auditchain", changes, name="platform")
+        changes = {"newest_at": "2000-01-01 00:00:00+00:00", "unsigned_since": "2000-01-01 00:00:00+00:00"}
+        update("keyvault_auditchain", {"sequence": head["sequence"] + 1, **changes}, name="platform")
 
 
 def test_triggers_chain_renamed_is_refused(world: World) -> None:
     """A chain keeps its name, so that no chain can replace another."""
     head = read_row("keyvault_auditchain", name="platform")
-    changes = {"name": "elsewhere", "sequence": head["sequence"] + 1}
-    with refused("an audit chain advances by exactly one entry"):
-        update("keyvault_auditchain", changes, name="platform")
+    changes = {"sequence": head["sequence"] + 1, "unsigned_since": head["newest_at"]}
+    for identity in ({"name": "elsewhere"}, {"scope": "sandbox"}):
+        with refused("an audit chain advances by exactly one entry"):
+            update("keyvault_auditchain", {**changes, **identity}, name="platform")
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes"),
+    [
+        (0, {"unsigned_since": None}),
+        (0, {"signed_sequence": 0, "unsigned_since": None}),
+        (0, {"signed_sequence": 10_000}),
+        (1, {"unsigned_since": None}),
+        (1, {"signed_sequence": 10_000}),
+        (1, {}),
+    ],
+)
+def test_triggers_unsigned_entry_recorded_as_signed_is_refused(world: World, steps: int, changes: Row) -> None:
+    """A chain whose row says that it is signed would never be signed again."""
+    head = read_row("keyvault_auditchain", name="platform")
+    assert head["unsigned_since"] is not None
+    moved = {"sequence": head["sequence"] + steps, "signed_in": head["signed_in"] + 1}
+    with refused("an entry of an audit chain is signed by a checkpoint, or recorded as unsigned"):
+        update("keyvault_auditchain", moved | changes, name="platform")
+    signed = {"signed_in": head["signed_in"] + 1, "signed_sequence": head["sequence"], "unsigned_since": None}
+    with refused("an entry of an audit chain is signed by a checkpoint, or recorded as unsigned"):
+        update("keyvault_auditchain", signed, name="platform")
 
 
 # ------------------------------------------------------------------------------------------- environments, keys

@@ -18,7 +18,7 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--scope", action="append", choices=[scope.value for scope in PepperSet], help="repeatable")
         parser.add_argument(
-            "--since", type=_moment, help="begin with the newest checkpoint before this time (ISO 8601)"
+            "--since", type=_moment, help="omit entries that a checkpoint until this time signs (ISO 8601)"
         )
         parser.add_argument("--newest", action="store_true", help="only the newest checkpoint of each scope")
 

@@ -24,8 +24,22 @@ AUDIT_CHAINS = (
         "auditchain_forward",
         "keyvault_auditchain",
         "UPDATE",
-        "NEW.name <> OLD.name OR NEW.sequence <> OLD.sequence + 1 OR NEW.newest_at < OLD.newest_at",
+        "NEW.name <> OLD.name OR NEW.scope <> OLD.scope OR NEW.newest_at < OLD.newest_at "
+        "OR NOT (NEW.sequence = OLD.sequence + 1 OR (NEW.sequence = OLD.sequence "
+        "AND NEW.head_hash = OLD.head_hash AND NEW.newest_at = OLD.newest_at AND NEW.signed_in <> OLD.signed_in))",
         "an audit chain advances by exactly one entry, and never back in time",
+    ),
+    WriteGuard(
+        "auditchain_unsigned",
+        "keyvault_auditchain",
+        "UPDATE",
+        "(NEW.sequence > OLD.sequence AND (NEW.unsigned_since IS NULL "
+        "OR NEW.signed_in <> OLD.signed_in OR NEW.signed_sequence <> OLD.signed_sequence)) "
+        "OR (NEW.sequence = OLD.sequence AND ((NEW.unsigned_since IS NULL) <> (NEW.signed_sequence = NEW.sequence) "
+        "OR NEW.signed_sequence > NEW.sequence "
+        "OR (NEW.signed_sequence > 0 AND NOT EXISTS (SELECT 1 FROM keyvault_auditcheckpoint c "
+        "WHERE c.scope = NEW.scope AND c.number = NEW.signed_in))))",
+        "an entry of an audit chain is signed by a checkpoint, or recorded as unsigned",
     ),
 )
 

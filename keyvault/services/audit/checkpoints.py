@@ -2,21 +2,25 @@
 
 A checkpoint has no audit entry: each entry would be a change that needs another checkpoint. Its row is append-only,
 and its signature is the evidence. An unavailable signer delays the next checkpoint and blocks nothing.
+
+A checkpoint signs the heads of the chains that have changed. Before, the worker compares the entries of these chains
+with the checkpoints that signed them last, and those of some other chains in turn. A damaged log gets no further
+checkpoints. Only `verify_checkpoints` reads all checkpoints.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from django.db import IntegrityError as DatabaseIntegrityError
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import F, Q, QuerySet
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
 from keyvault.backends import meters
-from keyvault.domain.audit import PLATFORM_CHAIN, Break
+from keyvault.domain.audit import PLATFORM_CHAIN, Break, account_chain, chains_with
 from keyvault.domain.checkpoints import (
     FIRST,
     ROLLED_BACK,
@@ -31,11 +35,12 @@ from keyvault.domain.checkpoints import (
     checkpoint_bytes,
     find_signature_fault,
     parse_checkpoint,
+    scope_of,
 )
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import IntegrityError, KeyvaultError
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
+from keyvault.models import Account, AuditChain, AuditCheckpoint, AuditEntry
 from keyvault.services.audit.checkpoint_marks import CheckpointMarks, read_marks, write_marks
 from keyvault.services.audit.signers import audit_signer
 from keyvault.services.peppers.ring import list_served_sets
@@ -44,6 +49,12 @@ from keyvault.services.recording.authorization import authorize
 
 CHECKPOINT_EVERY = timedelta(minutes=5)
 """Minimum interval between two checkpoints of a scope. An entry waits at most this plus one scheduler tick."""
+
+MAX_HEADS = 500
+"""Maximum number of chains that a checkpoint signs; further ones are signed by the next one, in the same run."""
+
+CHECKED_ACCOUNTS = 100
+"""Number of accounts whose chains are compared with their checkpoints, in turn, before each signature."""
 
 _log = logging.getLogger(__name__)
 
@@ -81,11 +92,19 @@ def list_checkpoints(scope: str, *, first: int = 0) -> Iterator[SignedCheckpoint
 
 def read_heads(scope: str) -> dict[str, Head]:
     """Return the head of every non-empty chain of the scope, in one query, so that they are consistent."""
+    return _as_heads(_list_chains(scope).filter(sequence__gt=0).order_by("name").only("name", "sequence", "head_hash"))
+
+
+def _list_chains(scope: str) -> QuerySet[AuditChain]:
+    """Return the chains of a scope by their names, because the column may have been forged."""
     # The database selects: the other scopes may have most of the chains.
-    of_scope = Q(name=PLATFORM_CHAIN) if scope == PepperSet.SERVICE else Q(name__endswith=f"/{scope}")
-    rows = AuditChain.objects.filter(of_scope, sequence__gt=0).order_by("name")
-    heads = rows.values_list("name", "sequence", "head_hash")
-    return {name: Head(sequence, stored_bytes(digest)) for name, sequence, digest in heads}
+    return AuditChain.objects.filter(
+        Q(name=PLATFORM_CHAIN) if scope == PepperSet.SERVICE else Q(name__endswith=f"/{scope}")
+    )
+
+
+def _as_heads(chains: Iterable[AuditChain]) -> dict[str, Head]:
+    return {chain.name: Head(chain.sequence, stored_bytes(chain.head_hash)) for chain in chains}
 
 
 def find_entry_hash(chain: str, sequence: int) -> bytes | None:
@@ -129,44 +148,114 @@ def read_public_keys() -> tuple[dict[KeyName, bytes], dict[str, str]]:
 # --- signing ----------------------------------------------------------------------------------------------------
 
 
-def _sign_scope(scope: PepperSet, now: datetime) -> bool:
+def _sign_scope(scope: PepperSet, now: datetime) -> int:
+    """Sign the scope's changed chains, MAX_HEADS at a time; return the number of checkpoints."""
+    newest_at = _find_newest_at(scope)
+    if newest_at is not None and timedelta(0) <= now - newest_at < CHECKPOINT_EVERY:
+        return 0
+    count, heads = 0, MAX_HEADS
     try:
-        return _sign_next(scope, now)
+        while heads == MAX_HEADS:
+            heads = _sign_next(scope, now)
+            count += heads > 0
     except IntegrityError as error:
         _log.error("the audit log is damaged: no checkpoint is signed", extra=_log_fields(scope, error))
     except KeyvaultError as error:
         _log.warning("a checkpoint of the audit log is delayed", extra=_log_fields(scope, error))
-    return False
+    return count
 
 
-def _sign_next(scope: PepperSet, now: datetime) -> bool:
-    newest_at = _find_newest_at(scope)
-    if newest_at is not None and timedelta(0) <= now - newest_at < CHECKPOINT_EVERY:
-        return False
+def _sign_next(scope: PepperSet, now: datetime) -> int:
+    """Sign and store the next checkpoint of the scope; return the number of chains that it signs."""
     # Read the marks before the newest checkpoint, and that before the heads, so that concurrent writes cannot put one
     # ahead of the next.
     marks = read_marks(scope)
     signed = find_newest(scope)
-    heads = read_heads(scope)
     _require_marked(scope, signed, marks)
-    before = None if signed is None else _require_intact(signed, heads)
-    if signed is not None and (marks.stored is None or marks.stored.number < signed.number):
-        if _is_own(signed):
-            # A worker was killed between the two, or the backend is new. The next run signs.
-            write_marks(signed, now, marks)
-            return False
-        _require_marked_entries(scope, marks, heads)
-    if heads == ({} if before is None else before.heads):
-        return False
+    is_marked = signed is None or (marks.stored is not None and marks.stored.number >= signed.number)
+    if signed is not None and not is_marked and _is_own(signed, _read_own_keys(scope)):
+        # A worker was killed between the two, or the backend is new. The next run signs.
+        write_marks(signed, now, marks)
+        return 0
+    chains = list(_list_unsigned(scope))
+    if not chains:
+        return 0
+    if not is_marked:
+        # The newest checkpoint proves nothing if this service's signer did not sign it: a person who can write to the
+        # database may have forged it for a log that was rewritten.
+        _require_complete(scope, marks)
+    checked, checked_through = _list_next_checked(scope, signed)
+    _require_signed_entries(scope, [*chains, *checked])
     number, previous = (1, FIRST) if signed is None else (signed.number + 1, signed.digest)
-    body = checkpoint_bytes(Checkpoint(scope, number, now, previous, heads))
+    heads = _as_heads(chains)
+    body = checkpoint_bytes(Checkpoint(scope, number, now, previous, heads, checked_through))
     signer = audit_signer()
     result = signer.sign(scope, body)
     made = SignedCheckpoint(scope, number, body, result.signature, signer.name(scope), result.key_version)
-    if not _store(made, now):
-        return False
+    if not _store(made, now, heads):
+        return 0
     write_marks(made, now, marks)
-    return True
+    return len(heads)
+
+
+def _list_unsigned(scope: str) -> QuerySet[AuditChain]:
+    """Return the chains with unsigned entries, at most MAX_HEADS, those that have waited longest first."""
+    unsigned = AuditChain.objects.filter(scope=scope, unsigned_since__isnull=False)
+    return unsigned.order_by("unsigned_since")[:MAX_HEADS]
+
+
+def _list_next_checked(scope: str, signed: SignedCheckpoint | None) -> tuple[list[AuditChain], int]:
+    """Return the chains of the next accounts in turn, and the id of the last one; 0: the turn is over.
+
+    Raises IntegrityError when one of these chains is missing.
+    """
+    after = 0 if signed is None else _parse(signed).checked_through
+    accounts = list(Account.objects.filter(environment=scope, pk__gt=after).order_by("pk")[:CHECKED_ACCOUNTS])
+    names = {name for each in accounts for name in chains_with(account_chain(each.merchant_id, each.environment))}
+    chains = list(AuditChain.objects.filter(name__in=names))
+    missing = sorted(names - {chain.name for chain in chains})
+    if missing:
+        raise IntegrityError("The audit log is damaged.", internal=f"chain {missing[0]} is missing")
+    return chains, accounts[-1].pk if len(accounts) == CHECKED_ACCOUNTS else 0
+
+
+def _require_signed_entries(scope: str, chains: Sequence[AuditChain]) -> None:
+    """Require of each chain what the checkpoint signs that its row names. Raises IntegrityError.
+
+    A forged row can name an older checkpoint than the chain's last one; `verify_checkpoints` finds that.
+    """
+    signed = _read_signed_heads(scope, chains)
+    faults = (_find_row_fault(scope, chain, signed.get(chain.name)) for chain in chains)
+    why = next((fault for fault in faults if fault is not None), None) or _find_mismatch(signed, _as_heads(chains))
+    if why is not None:
+        raise IntegrityError("The audit log is damaged.", internal=f"{scope}: {why}")
+
+
+def _read_signed_heads(scope: str, chains: Sequence[AuditChain]) -> dict[str, Head]:
+    """Return the head of each chain in the checkpoint that its row names. Raises IntegrityError if that is forged."""
+    names: dict[int, list[str]] = {}
+    for chain in chains:
+        names.setdefault(chain.signed_in, []).append(chain.name)
+    keys, found = _read_own_keys(scope), dict[str, Head]()
+    for row in AuditCheckpoint.objects.filter(scope=scope, number__in=names).iterator(chunk_size=50):
+        signed = _signed(row)
+        _is_own(signed, keys)
+        heads = _parse(signed).heads
+        found |= {name: heads[name] for name in names[signed.number] if name in heads}
+    return found
+
+
+def _find_row_fault(scope: str, chain: AuditChain, signed: Head | None) -> str | None:
+    """Return why the chain's row may keep entries from being signed, or None. `signed`: the head signed last."""
+    if chain.scope != scope or scope_of(chain.name) != scope:
+        return f"chain {chain.name} is recorded in the scope {chain.scope}"
+    if chain.signed_sequence > (0 if signed is None else signed.sequence):
+        return (
+            f"chain {chain.name} is recorded as signed up to entry {chain.signed_sequence}, which no checkpoint signs"
+        )
+    if chain.sequence > chain.signed_sequence and chain.unsigned_since is None:
+        return f"chain {chain.name} has unsigned entries, but is recorded as signed"
+    return None
 
 
 def _require_marked(scope: str, newest: SignedCheckpoint | None, marks: CheckpointMarks) -> None:
@@ -193,18 +282,21 @@ def find_mark_fault(scope: str, newest: SignedCheckpoint | None, marks: Checkpoi
     return None
 
 
-def _is_own(signed: SignedCheckpoint) -> bool:
+def _read_own_keys(scope: str) -> PublicKeys:
+    """Return the public keys of this service's signer."""
+    signer = audit_signer()
+    return {(scope, signer.name(scope), version): key for version, key in signer.read_public_keys(scope).items()}
+
+
+def _is_own(signed: SignedCheckpoint, keys: PublicKeys) -> bool:
     """Whether this service's signer has signed a checkpoint; False: it names another signer, such as a replaced one.
 
     Only own checkpoints are recorded outside the database. Raises IntegrityError if it names this service's signer and
     the signature is not valid: a lost signing key must be restored, and the checkpoint may be forged.
     """
-    signer = audit_signer()
-    name = signer.name(signed.scope)
-    if signed.signer != name:
+    if signed.signer != audit_signer().name(signed.scope):
         return False
-    versions = signer.read_public_keys(signed.scope)
-    why = find_signature_fault(signed, {(signed.scope, name, version): key for version, key in versions.items()})
+    why = find_signature_fault(signed, keys)
     if why is not None:
         raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
     return True
@@ -213,46 +305,52 @@ def _is_own(signed: SignedCheckpoint) -> bool:
 def find_newest_own(scope: str) -> SignedCheckpoint | None:
     """Return the newest checkpoint; None: there is none, or it names another signer.
 
-    Raises IntegrityError if it may be forged, see `_is_own`, or the log differs from it.
+    Raises IntegrityError if it may be forged, see `_is_own`, or the log differs from the checkpoints.
     """
     signed = find_newest(scope)
-    if signed is None or not _is_own(signed):
+    if signed is None or not _is_own(signed, _read_own_keys(scope)):
         return None
-    _require_intact(signed, read_heads(scope))
+    _require_complete(scope, None)
     return signed
 
 
-def _require_marked_entries(scope: str, marks: CheckpointMarks, heads: dict[str, Head]) -> None:
-    """Require the entries that the checkpoints recorded outside the database sign. Raises IntegrityError.
+def forget_missing_checkpoints(scope: str) -> None:
+    """Record the chains as unsigned that a missing checkpoint signed, after the newest one that there is."""
+    newest = AuditCheckpoint.objects.filter(scope=scope).order_by("-number").values_list("number", flat=True).first()
+    chains = AuditChain.objects.filter(scope=scope, signed_in__gt=newest or 0)
+    chains.update(signed_in=0, signed_sequence=0, unsigned_since=F("newest_at"))
 
-    The newest checkpoint proves nothing about them if this service's signer did not sign it: a person who can write to
-    the database may have forged it for a log that was rewritten.
+
+def _require_complete(scope: str, marks: CheckpointMarks | None) -> None:
+    """Require every checkpoint, those recorded outside the database, and the entries. Raises IntegrityError.
+
+    Reads all checkpoints: only for what happens rarely.
     """
-    for mark in marks:
-        marked = find_checkpoint(scope, mark.number)
-        if marked is not None:
-            _require_intact(marked, heads)
+    walk, broken = _walk(scope, None, _add_marks({}, marks))
+    if broken is not None:
+        number, why = broken
+        raise IntegrityError("The audit log is damaged.", internal=f"{scope} checkpoint {number}: {why}")
+    why = _find_mismatch(walk.heads, read_heads(scope))
+    if why is not None:
+        raise IntegrityError("The audit log is damaged.", internal=f"{scope}: {why}")
 
 
-def _require_intact(signed: SignedCheckpoint, heads: dict[str, Head]) -> Checkpoint:
-    """Return a checkpoint, parsed. Raises IntegrityError when the log differs from it.
-
-    A damaged log gets no further checkpoints.
-    """
+def _parse(signed: SignedCheckpoint) -> Checkpoint:
+    """Return a checkpoint, parsed. Raises IntegrityError."""
     try:
         checkpoint = parse_checkpoint(signed.body)
     except ValueError:
-        why: str | None = "its bytes are no checkpoint"
+        why = "its bytes are no checkpoint"
     else:
-        why = _find_mismatch(checkpoint, heads)
-        if why is None:
+        if (checkpoint.scope, checkpoint.number) == (signed.scope, signed.number):
             return checkpoint
+        why = "its columns differ from its bytes"
     raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
 
 
-def _find_mismatch(checkpoint: Checkpoint, heads: dict[str, Head]) -> str | None:
-    """Return how the log differs from a checkpoint, or None."""
-    for chain, head in checkpoint.heads.items():
+def _find_mismatch(signed: Mapping[str, Head], heads: Mapping[str, Head]) -> str | None:
+    """Return how the log differs from the signed heads, or None."""
+    for chain, head in signed.items():
         now = heads.get(chain)
         if now is None or now.sequence < head.sequence:
             return f"chain {chain} ends before entry {head.sequence}, which it signs"
@@ -261,8 +359,8 @@ def _find_mismatch(checkpoint: Checkpoint, heads: dict[str, Head]) -> str | None
     return None
 
 
-def _store(signed: SignedCheckpoint, at: datetime) -> bool:
-    """Store a checkpoint; return False when another worker was first."""
+def _store(signed: SignedCheckpoint, at: datetime, heads: Mapping[str, Head]) -> bool:
+    """Store a checkpoint and note it in the rows of its chains; return False when another worker was first."""
     try:
         with transaction.atomic():
             AuditCheckpoint.objects.create(
@@ -274,6 +372,7 @@ def _store(signed: SignedCheckpoint, at: datetime) -> bool:
                 signer=signed.signer,
                 key_version=signed.key_version,
             )
+            _note_signed(signed.number, heads)
     except DatabaseIntegrityError:
         if not AuditCheckpoint.objects.filter(scope=signed.scope, number=signed.number).exists():
             raise
@@ -286,8 +385,21 @@ def _store(signed: SignedCheckpoint, at: datetime) -> bool:
     return True
 
 
+def _note_signed(number: int, heads: Mapping[str, Head]) -> None:
+    """Note in the rows of its chains what a checkpoint signs.
+
+    Skips rows that a writer has locked, so that neither waits for the other: such a chain is signed once more.
+    """
+    chains = list(AuditChain.objects.select_for_update(skip_locked=True).filter(name__in=heads))
+    for chain in chains:
+        signed = heads[chain.name].sequence
+        chain.signed_in, chain.signed_sequence = number, signed
+        chain.unsigned_since = None if chain.sequence == signed else find_entry_time(chain.name, signed + 1)
+    AuditChain.objects.bulk_update(chains, ["signed_in", "signed_sequence", "unsigned_since"])
+
+
 def _find_newest_at(scope: str) -> datetime | None:
-    """Return the newest checkpoint's time without loading its body, which grows with the number of chains."""
+    """Return the newest checkpoint's time without loading its body."""
     return AuditCheckpoint.objects.filter(scope=scope).order_by("-number").values_list("at", flat=True).first()
 
 
@@ -342,34 +454,47 @@ def verify_checkpoints(
 def _verify_scope(
     scope: str, keys: PublicKeys, kept: KeptCheckpoints, unchecked: str | None, now: datetime
 ) -> ScopeReport:
-    # Read the marks first, so that concurrent signing cannot put them ahead.
+    # Read the marks and the rows first, so that concurrent signing cannot put them ahead.
     marks, unmarked = _read_available_marks(scope)
-    walk = CheckpointWalk(scope, None if unchecked else keys, _add_marks(kept, marks))
-    broken: tuple[int, str] | None = None
-    for signed in list_checkpoints(scope):
-        why = walk.take(signed, find_entry_hash, find_entry_time)
-        if why is not None:
-            broken = (signed.number, why)
-            break
-    else:
-        broken = walk.find_end_fault()
+    chains = list(_list_chains(scope))
+    walk, broken_at = _walk(scope, None if unchecked else keys, _add_marks(kept, marks))
     # Read the heads after the walk, so that concurrent writes are counted and none seems to be missing.
     heads = read_heads(scope)
-    if broken is None and walk.newest is not None:
-        why = _find_mismatch(walk.newest, heads)
-        broken = None if why is None else (walk.newest.number, why)
+    if broken_at is None and walk.newest is not None:
+        why = _find_mismatch(walk.heads, heads)
+        broken_at = None if why is None else (walk.newest.number, why)
+    broken = None if broken_at is None else Break(f"checkpoints:{scope}", *broken_at)
     return ScopeReport(
         scope=scope,
         checkpoints=walk.count,
         newest=walk.newest_signed,
-        unsigned=count_unsigned(walk.newest, heads),
+        unsigned=count_unsigned(walk.heads, heads),
         unchecked=unchecked,
         unmarked=unmarked,
-        broken=None if broken is None else Break(f"checkpoints:{scope}", *broken),
-        overdue=_find_overdue(walk.newest, heads, now) if broken is None else None,
+        broken=broken or _find_forged_row(scope, chains, walk.heads),
+        overdue=_find_overdue(walk.heads, heads, now) if broken is None else None,
         late=walk.late,
         first_late=walk.first_late,
     )
+
+
+def _walk(scope: str, keys: PublicKeys | None, kept: KeptCheckpoints) -> tuple[CheckpointWalk, tuple[int, str] | None]:
+    """Verify all checkpoints of a scope; return the walk and the first broken number with its fault, or None."""
+    walk = CheckpointWalk(scope, keys, kept)
+    for signed in list_checkpoints(scope):
+        why = walk.take(signed, find_entry_hash, find_entry_time)
+        if why is not None:
+            return walk, (signed.number, why)
+    return walk, walk.find_end_fault()
+
+
+def _find_forged_row(scope: str, chains: Iterable[AuditChain], signed: Mapping[str, Head]) -> Break | None:
+    """Return the first chain whose row keeps it from being signed, or None."""
+    for chain in chains:
+        why = _find_row_fault(scope, chain, signed.get(chain.name))
+        if why is not None:
+            return Break(chain.name, chain.signed_sequence, why)
+    return None
 
 
 def _read_available_marks(scope: str) -> tuple[CheckpointMarks | None, str | None]:
@@ -392,9 +517,8 @@ def _add_marks(kept: KeptCheckpoints, marks: CheckpointMarks | None) -> KeptChec
     return merged
 
 
-def _find_overdue(newest: Checkpoint | None, heads: dict[str, Head], now: datetime) -> str | None:
+def _find_overdue(signed: Mapping[str, Head], heads: Mapping[str, Head], now: datetime) -> str | None:
     """Return which entries exceed UNSIGNED_FOR, or None."""
-    signed = {} if newest is None else newest.heads
     for chain, head in heads.items():
         first = signed[chain].sequence + 1 if chain in signed else 1
         if first > head.sequence:
@@ -409,9 +533,8 @@ def _find_overdue(newest: Checkpoint | None, heads: dict[str, Head], now: dateti
     return None
 
 
-def count_unsigned(newest: Checkpoint | None, heads: dict[str, Head]) -> int:
-    """Return the number of entries after the newest checkpoint."""
-    signed = {} if newest is None else newest.heads
+def count_unsigned(signed: Mapping[str, Head], heads: Mapping[str, Head]) -> int:
+    """Return the number of entries after the signed heads."""
     return sum(
         max(0, head.sequence - (signed[chain].sequence if chain in signed else 0)) for chain, head in heads.items()
     )
@@ -419,7 +542,10 @@ def count_unsigned(newest: Checkpoint | None, heads: dict[str, Head]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStatus:
-    """The newest checkpoint of a scope and its fault, for the console. `fault` None: it is valid."""
+    """The newest checkpoint of a scope and its fault, for the console. `fault` None: it is valid.
+
+    `unsigned`: number of unsigned entries, of at most MAX_HEADS chains.
+    """
 
     scope: str
     newest: SignedCheckpoint | None
@@ -437,15 +563,18 @@ def list_checkpoint_status() -> list[CheckpointStatus]:
 def _checkpoint_status(scope: str, keys: PublicKeys, unchecked: str | None) -> CheckpointStatus:
     marks, unmarked = _read_available_marks(scope)
     signed = find_newest(scope)
-    heads = read_heads(scope)
+    unsigned = sum(chain.sequence - chain.signed_sequence for chain in _list_unsigned(scope))
     fault = None if marks is None else find_mark_fault(scope, signed, marks)
     if signed is None:
-        return CheckpointStatus(scope, None, count_unsigned(None, heads), unchecked, fault)
+        return CheckpointStatus(scope, None, unsigned, unchecked, fault)
     if fault is not None:
         return CheckpointStatus(scope, signed, 0, unchecked, fault)
     try:
-        checkpoint = _require_intact(signed, heads)
+        heads = _parse(signed).heads
     except IntegrityError as error:
         return CheckpointStatus(scope, signed, 0, unchecked, error.internal)
+    why = _find_mismatch(heads, _as_heads(AuditChain.objects.filter(name__in=heads)))
+    if why is not None:
+        return CheckpointStatus(scope, signed, 0, unchecked, f"{scope} checkpoint {signed.number}: {why}")
     fault = None if unchecked else find_signature_fault(signed, keys)
-    return CheckpointStatus(scope, signed, count_unsigned(checkpoint, heads), unchecked or unmarked, fault)
+    return CheckpointStatus(scope, signed, unsigned, unchecked or unmarked, fault)

@@ -13,8 +13,8 @@ from keyvault.services.recording.audit_chain import read_entries
 def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> Iterator[ExportRecord]:
     """Iterate over all entries and checkpoints of the scopes as stored, even invalid ones, in bounded memory.
 
-    With `since`, each scope begins with its newest checkpoint at or before that time; without one, with its first
-    entry. Concurrent writes may or may not be included.
+    With `since`, the entries that the scope's newest checkpoint at or before that time and the earlier ones sign are
+    omitted; the checkpoints are not. Concurrent writes may or may not be included.
     """
     yield ExportStart(now, tuple(scopes), since)
     entries = checkpoints = 0
@@ -32,13 +32,14 @@ def export_newest(scopes: Sequence[str]) -> Iterator[ExportRecord]:
 
 
 def _export_scope(scope: str, since: datetime | None) -> Iterator[ExportRecord]:
-    first, written = 0, dict[str, int]()
-    base = None if since is None else _find_base(scope, since)
-    if base is not None:
-        first, written = base.number + 1, {chain: head.sequence for chain, head in _heads(base).items()}
-        yield base
-    for signed in list_checkpoints(scope, first=first):
-        yield from _export_entries(_heads(signed), written)
+    omitted = 0 if since is None else _find_base(scope, since)
+    written: dict[str, int] = {}
+    for signed in list_checkpoints(scope):
+        signs = _heads(signed)
+        if signed.number <= omitted:
+            written |= {chain: head.sequence for chain, head in signs.items()}
+        else:
+            yield from _export_entries(signs, written)
         yield signed
     heads = read_heads(scope)
     yield from _export_entries(heads, written)
@@ -56,10 +57,10 @@ def _export_entries(heads: dict[str, Head], written: dict[str, int]) -> Iterator
             yield entry
 
 
-def _find_base(scope: str, since: datetime) -> SignedCheckpoint | None:
+def _find_base(scope: str, since: datetime) -> int:
+    """Return the number of the newest checkpoint at or before a time; 0: there is none."""
     rows = AuditCheckpoint.objects.filter(scope=scope, at__lte=since).order_by("-number")
-    number = rows.values_list("number", flat=True).first()
-    return None if number is None else next(list_checkpoints(scope, first=number), None)
+    return rows.values_list("number", flat=True).first() or 0
 
 
 def _heads(signed: SignedCheckpoint) -> dict[str, Head]:

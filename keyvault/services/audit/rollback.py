@@ -11,7 +11,12 @@ from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.notifications import NoticeKind
 from keyvault.services.approvals.four_eyes import note_command_line_approval
 from keyvault.services.audit.checkpoint_marks import CheckpointMarks, read_marks, store_mark
-from keyvault.services.audit.checkpoints import find_mark_fault, find_newest, find_newest_own
+from keyvault.services.audit.checkpoints import (
+    find_mark_fault,
+    find_newest,
+    find_newest_own,
+    forget_missing_checkpoints,
+)
 from keyvault.services.peppers.ring import list_served_sets
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
@@ -62,6 +67,7 @@ def accept_rollback(grant: Grant, operator: OperatorPrincipal, approver: Operato
         )
         announce(grant, NoticeKind.AUDIT_ROLLBACK_ACCEPTED, None, host, host=host, why=why)
     for name, marks, newest, _ in behind:
+        forget_missing_checkpoints(name)
         _set_marks(name, marks, newest, grant)
     return list(scopes)
 

@@ -24,6 +24,7 @@ from keyvault.domain.audit import (
     verify_chain,
 )
 from keyvault.domain.canonical import JsonValue
+from keyvault.domain.checkpoints import scope_of
 from keyvault.domain.errors import IntegrityError
 from keyvault.models import Account, AuditChain, AuditEntry
 from keyvault.services.work.clock import MAX_DIFFERENCE
@@ -31,7 +32,7 @@ from keyvault.services.work.clock import MAX_DIFFERENCE
 
 def open_chain(name: str) -> None:
     """Create a chain, inside the transaction that creates its account."""
-    AuditChain.objects.create(name=name, sequence=0, head_hash=GENESIS)
+    AuditChain.objects.create(name=name, scope=scope_of(name), sequence=0, head_hash=GENESIS)
 
 
 def choose_slot(chains: Sequence[str]) -> str:
@@ -98,7 +99,8 @@ def append_entries(*, chain: str, entries: Sequence[NewEntry]) -> None:
             hash=digest,
         )
         head.sequence, head.head_hash, head.newest_at = sequence, digest, at
-        head.save(update_fields=["sequence", "head_hash", "newest_at"])
+        head.unsigned_since = head.unsigned_since or at
+        head.save(update_fields=["sequence", "head_hash", "newest_at", "unsigned_since"])
 
 
 @dataclass(frozen=True, slots=True)

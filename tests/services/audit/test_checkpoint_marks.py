@@ -110,7 +110,9 @@ def test_cut_log_is_refused(signed: None) -> None:
         last = AuditEntry.objects.filter(chain_id=CHAIN).order_by("sequence").first()
         assert last is not None
         AuditEntry.objects.filter(chain_id=CHAIN, sequence__gt=1).delete()
-        AuditChain.objects.filter(name=CHAIN).update(sequence=1, head_hash=last.hash)
+        AuditChain.objects.filter(name=CHAIN).update(
+            sequence=1, head_hash=last.hash, signed_in=1, signed_sequence=1, unsigned_since=None
+        )
         AuditCheckpoint.objects.filter(scope="sandbox", number=2).delete()
     assert sign_due(now() + 2 * STEP) == 0
     assert numbers() == [1]
@@ -158,13 +160,13 @@ def test_worker_killed_before_the_mark_writes_it_in_the_next_run(signed: None) -
 
 def forge_checkpoint() -> None:
     """Add checkpoint 3 for the present heads, in the name of a signer that this service does not know."""
-    newest = find_newest("sandbox")
+    newest, at = find_newest("sandbox"), now()
     assert newest is not None
-    body = checkpoint_bytes(Checkpoint("sandbox", 3, now(), newest.digest, read_heads("sandbox")))
+    body = checkpoint_bytes(Checkpoint("sandbox", 3, at, newest.digest, read_heads("sandbox")))
     AuditCheckpoint.objects.create(
         scope="sandbox",
         number=3,
-        at=now(),
+        at=at,
         body=body,
         signature=bytes(64),
         signer="vault:elsewhere/audit",

@@ -1,6 +1,7 @@
 """Signed checkpoints of the audit log: signing, verification, and export."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +14,10 @@ from unittest import mock
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from django.conf import settings
-from django.db import connection
+from django.db import connection, transaction
+from django.db.models import F
 from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
@@ -27,6 +30,7 @@ from keyvault.domain.checkpoints import (
     FIRST,
     UNSIGNED_FOR,
     Checkpoint,
+    Head,
     checkpoint_bytes,
     parse_checkpoint,
     scope_of,
@@ -40,6 +44,7 @@ from keyvault.services.audit.checkpoints import (
     ScopeReport,
     gather_public_keys,
     list_checkpoint_status,
+    list_checkpoints,
     read_public_keys,
     sign_due,
     verify_checkpoints,
@@ -139,8 +144,7 @@ def first_break() -> Break | None:
 def test_sign_due_signs_the_head_of_every_chain_of_each_scope(written: Iterator[datetime]) -> None:
     sign_due(next(written))
     for scope in SCOPES:
-        newest = parse_checkpoint(bytes(AuditCheckpoint.objects.filter(scope=scope).latest("number").body))
-        assert {chain: (head.sequence, head.hash) for chain, head in newest.heads.items()} == {
+        assert {chain: (head.sequence, head.hash) for chain, head in signed_heads(scope).items()} == {
             chain.name: (chain.sequence, bytes(chain.head_hash))
             for chain in AuditChain.objects.filter(sequence__gt=0)
             if scope_of(chain.name) == scope
@@ -148,6 +152,110 @@ def test_sign_due_signs_the_head_of_every_chain_of_each_scope(written: Iterator[
     assert {scope: (report.broken, report.unsigned) for scope, report in verify().items()} == dict.fromkeys(
         SCOPES, (None, 0)
     )
+
+
+def signed_heads(scope: str) -> dict[str, Head]:
+    """Return the head of each chain in the checkpoint that signed it last."""
+    found: dict[str, Head] = {}
+    for signed in list_checkpoints(scope):
+        found |= parse_checkpoint(signed.body).heads
+    return found
+
+
+def test_sign_due_signs_only_the_chains_that_have_changed(written: Iterator[datetime]) -> None:
+    """Guarantee: the cost of a checkpoint does not grow with the number of chains."""
+    make_merchant("globex")
+    write("globex")
+    sign_due(next(written))
+    write("globex")
+    sign_due(next(written))
+    globex = "account:globex/sandbox"
+    assert [set(parse_checkpoint(_checkpoint(number)).heads) for number in (3, 4, 5)] == [
+        {CHAIN},
+        {CHAIN, globex},
+        {globex},
+    ]
+    assert {report.broken for report in verify().values()} == {None}
+
+
+def _checkpoint(number: int) -> bytes:
+    return bytes(_rows(number=number).get().body)
+
+
+def test_sign_due_of_an_unchanged_log_reads_no_chain(written: Iterator[datetime]) -> None:
+    """With nothing to sign, each scope costs the same few look-ups, whatever the number of chains."""
+    sign_due(next(written))
+    with CaptureQueriesContext(connection) as made:
+        assert sign_due(next(written)) == 0
+    reads = [query["sql"] for query in made.captured_queries if "keyvault_auditchain" in query["sql"]]
+    assert len(reads) == len(SCOPES)
+    assert all('"unsigned_since" IS NOT NULL' in sql and "LIMIT" in sql for sql in reads)
+    assert not any("keyvault_auditentry" in query["sql"] for query in made.captured_queries)
+
+
+def test_sign_due_of_many_chains_signs_them_in_several_checkpoints(written: Iterator[datetime]) -> None:
+    """A checkpoint is bounded. The next ones follow in the same run, and a killed run is continued."""
+    for name in ("globex", "initech", "umbrella"):
+        make_merchant(name)
+        write(name)
+    with mock.patch.object(checkpoints, "MAX_HEADS", 2):
+        killed = mock.patch.object(checkpoints, "write_marks", side_effect=KeyboardInterrupt)
+        with killed, pytest.raises(KeyboardInterrupt):
+            sign_due(next(written))
+        assert _rows().count() == 4
+        sign_due(next(written))  # records the checkpoint outside the database
+        sign_due(next(written))
+    assert [len(parse_checkpoint(_checkpoint(number)).heads) for number in (4, 5)] == [2, 2]
+    report = verify()["sandbox"]
+    assert (report.broken, report.unsigned, report.late) == (None, 0, 0)
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_sign_due_during_writes_waits_for_no_writer_and_signs_everything_later() -> None:
+    """A writer that holds a chain delays neither the checkpoint nor the next entry."""
+    make_merchant("acme")
+    write()
+    at = now()
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        try:
+            with transaction.atomic():
+                AuditChain.objects.select_for_update().get(name=CHAIN)
+                held.set()
+                done.wait(30)
+        finally:
+            connection.close()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(30)
+    assert sign_due(at) == 2
+    assert AuditChain.objects.get(name=CHAIN).signed_in == 0
+    done.set()
+    holder.join()
+    write()
+    assert sign_due(at + STEP) == 1
+    assert AuditChain.objects.get(name=CHAIN).unsigned_since is None
+    assert (first_break(), verify()["sandbox"].unsigned) == (None, 0)
+
+
+def test_sign_due_entry_written_meanwhile_stays_recorded_as_unsigned(written: Iterator[datetime]) -> None:
+    """An entry that arrives between reading the heads and storing the checkpoint is signed by the next one."""
+    real = LocalSigner.sign
+
+    def write_and_sign(self: LocalSigner, scope: str, message: bytes) -> Any:
+        write()
+        return real(self, scope, message)
+
+    with mock.patch.object(LocalSigner, "sign", write_and_sign):
+        assert sign_due(next(written)) == 1
+    chain = AuditChain.objects.get(name=CHAIN)
+    newest = AuditEntry.objects.get(chain_id=CHAIN, sequence=chain.sequence)
+    assert (chain.sequence - chain.signed_sequence, chain.unsigned_since) == (1, newest.at)
+    assert sign_due(next(written)) == 1
+    assert verify()["sandbox"].unsigned == 0
 
 
 def test_sign_due_of_an_unchanged_log_signs_nothing(written: Iterator[datetime]) -> None:
@@ -290,7 +398,9 @@ def _cut_tail(length: int = 4) -> None:
     """Truncate entries and head together; the chain alone cannot reveal that."""
     last = _entries(sequence=length).get()
     _entries(sequence__gt=length).delete()
-    AuditChain.objects.filter(name=CHAIN).update(sequence=length, head_hash=last.hash)
+    # The row names the checkpoint before, as in an older copy of the database.
+    signed = {"signed_in": 2, "signed_sequence": 3, "unsigned_since": last.at}
+    AuditChain.objects.filter(name=CHAIN).update(sequence=length, head_hash=last.hash, **signed)
 
 
 def _rewrite() -> None:
@@ -364,6 +474,113 @@ def test_verify_checkpoints_of_a_tampered_log_names_the_first_broken_checkpoint(
     assert (off_host().first_broken is None) == (name == "time column edited")
 
 
+def list_errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return why the worker refused to sign."""
+    return [vars(record)["why"] for record in caplog.records if record.levelno == logging.ERROR]
+
+
+FORGED_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "signed up to an entry to come": (
+        {"signed_sequence": 1_000, "unsigned_since": None},
+        f"chain {CHAIN} is recorded as signed up to entry 1000, which no checkpoint signs",
+    ),
+    "signed by a checkpoint to come": (
+        {"signed_sequence": 6, "signed_in": 9, "unsigned_since": None},
+        f"chain {CHAIN} is recorded as signed up to entry 6, which no checkpoint signs",
+    ),
+    "nothing unsigned": ({"unsigned_since": None}, f"chain {CHAIN} has unsigned entries, but is recorded as signed"),
+    "another scope": ({"scope": "production"}, f"chain {CHAIN} is recorded in the scope production"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED_ROWS)
+def test_chain_whose_row_is_forged_so_that_it_is_not_signed_any_more_is_found(
+    written: Iterator[datetime], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Guarantee: a database writer cannot keep entries open to change; the command and the worker notice it."""
+    forged, why = FORGED_ROWS[name]
+    with tampering():
+        AuditChain.objects.filter(name=CHAIN).update(**forged)
+    broken = first_break()
+    assert broken is not None
+    assert (broken.chain, broken.why) == (CHAIN, why)
+    make_merchant("globex")
+    write("globex")
+    with caplog.at_level(logging.ERROR):
+        sign_due(next(written))
+    assert f"sandbox: {why}" in list_errors(caplog)
+
+
+def test_chain_whose_row_names_an_older_checkpoint_is_signed_once_more(written: Iterator[datetime]) -> None:
+    """Such a row hides nothing, and a log that was rewritten under it contradicts the checkpoint in between."""
+    with tampering():
+        AuditChain.objects.filter(name=CHAIN).update(signed_in=1, signed_sequence=1)
+    assert first_break() is None
+    with tampering():
+        _rewrite()
+    sign_due(next(written))
+    assert first_break() == Break(
+        "checkpoints:sandbox", 2, f"entry 3 of chain {CHAIN} differs from the one that it signs"
+    )
+
+
+def test_sign_due_compares_all_chains_in_turn(written: Iterator[datetime], caplog: pytest.LogCaptureFixture) -> None:
+    """Guarantee: the worker finds a chain that was rewritten after its last signature, although it never changes."""
+    for name in ("globex", "initech"):
+        make_merchant(name)
+    with mock.patch.object(checkpoints, "CHECKED_ACCOUNTS", 1), caplog.at_level(logging.ERROR):
+        sign_due(next(written))  # compares acme's chains, then globex's, initech's, none, and acme's again
+        with tampering():
+            _rewrite()
+        for _ in range(4):
+            assert list_errors(caplog) == []
+            write("globex")
+            sign_due(next(written))
+    assert list_errors(caplog) == [f"sandbox: entry 6 of chain {CHAIN} differs from the one that it signs"]
+
+
+def test_sign_due_finds_a_missing_chain(written: Iterator[datetime], caplog: pytest.LogCaptureFixture) -> None:
+    """Guarantee: a chain that disappears with all its entries is found by the worker and by the command."""
+    make_merchant("globex")
+    write("globex")
+    sign_due(next(written))
+    with tampering():
+        _entries().delete()
+        AuditChain.objects.filter(name=CHAIN).delete()
+    write("globex")
+    with caplog.at_level(logging.ERROR):
+        assert sign_due(next(written)) == 0
+    assert list_errors(caplog) == [f"chain {CHAIN} is missing"]
+    assert "is missing" in str(first_break())
+
+
+@pytest.mark.parametrize("change", ["body", "number"])
+def test_sign_due_over_an_altered_checkpoint_is_refused(
+    written: Iterator[datetime], caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    """A rewritten chain is not compared with a checkpoint that was rewritten with it."""
+    first, third = _rows(number=1).get(), _rows(number=3).get()
+    make_merchant("globex")
+    write("globex")
+    with mock.patch.object(checkpoints, "_list_unsigned", _only("account:globex/sandbox")):
+        sign_due(next(written))
+    with tampering():
+        altered = parse_checkpoint(bytes(third.body))
+        heads = {CHAIN: Head(5, bytes(32))}
+        if change == "body":
+            _rows(number=3).update(body=checkpoint_bytes(replace(altered, heads=heads)))
+        else:
+            _rows(number=3).update(body=first.body, signature=first.signature)
+    with caplog.at_level(logging.ERROR):
+        sign_due(next(written))
+    why = "its columns differ from its bytes" if change == "number" else "its signature is not the signer's"
+    assert list_errors(caplog) == [f"sandbox checkpoint 3: {why}"]
+
+
+def _only(name: str) -> Any:
+    return lambda scope: AuditChain.objects.filter(scope=scope, name=name)
+
+
 def test_verify_audit_of_a_truncated_or_rewritten_chain_finds_nothing(written: Iterator[datetime]) -> None:
     """The chains alone reveal neither; this is why checkpoints exist."""
     for tamper in (_rewrite, _cut_tail):
@@ -419,6 +636,7 @@ def test_verify_checkpoints_reports_entries_unsigned_for_too_long(written: Itera
     assert overdue["service"] is None
     with tampering():
         AuditCheckpoint.objects.all().delete()
+        AuditChain.objects.update(signed_in=0, signed_sequence=0, unsigned_since=F("newest_at"))
     lose_marks()
     reports = verify_checkpoints(keys, {}, unchecked, late)
     assert {report.broken for report in reports} == {None}
@@ -496,13 +714,12 @@ def _newest() -> Any:
 
 
 def test_export_since_a_time_begins_with_the_newest_older_checkpoint(written: Iterator[datetime]) -> None:
-    """A partial export starts at a signed checkpoint and names it."""
+    """A partial export starts after a signed checkpoint and names it."""
     second = _rows(number=2).get()
     check = off_host(since=second.at + timedelta(seconds=1), scopes=["sandbox"])
     assert check.first_broken is None
     sandbox = check.scopes["sandbox"]
-    assert sandbox.walk.first is not None
-    assert (sandbox.walk.first.number, sandbox.entries) == (2, 3)
+    assert (sandbox.begins_with, sandbox.walk.count, sandbox.entries) == (2, 3, 3)
     assert off_host(since=second.at - timedelta(days=1), scopes=["sandbox"]).scopes["sandbox"].entries == 6
 
 
