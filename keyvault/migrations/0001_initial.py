@@ -574,7 +574,8 @@ class Migration(migrations.Migration):
                 ('key', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='use_contexts', to='keyvault.key')),
             ],
             options={
-                'constraints': [models.UniqueConstraint(fields=('key', 'outcome', 'source', 'user_agent', 'endpoint', 'origin'), name='use_context_unique'), models.CheckConstraint(condition=models.Q(('outcome__in', ['allowed', 'denied', 'refused', 'probed', 'exposed_in_url', 'exposed_in_browser'])), name='use_outcome')],
+                'indexes': [models.Index(fields=['key', 'outcome', '-id'], name='use_context_newest')],
+                'constraints': [models.UniqueConstraint(condition=models.Q(('key__isnull', False)), fields=('key', 'outcome', 'source', 'user_agent', 'endpoint', 'origin'), name='use_context_unique'), models.CheckConstraint(condition=models.Q(('outcome__in', ['allowed', 'denied', 'refused', 'probed', 'exposed_in_url', 'exposed_in_browser'])), name='use_outcome')],
             },
         ),
         migrations.CreateModel(

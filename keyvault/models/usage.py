@@ -92,11 +92,16 @@ class UseContext(models.Model):
 
     class Meta:
         constraints = [
+            # The condition is always true. Without one, PostgreSQL would treat the columns as a key that others refer
+            # to, and the reporters' upsert would block the commits of new buckets of the row: they could deadlock.
             models.UniqueConstraint(
-                fields=["key", "outcome", "source", "user_agent", "endpoint", "origin"], name="use_context_unique"
+                fields=["key", "outcome", "source", "user_agent", "endpoint", "origin"],
+                name="use_context_unique",
+                condition=models.Q(key__isnull=False),
             ),
             choices_check("use_outcome", "outcome", UseOutcome),
         ]
+        indexes = [models.Index(fields=["key", "outcome", "-id"], name="use_context_newest")]
 
     def __str__(self) -> str:
         return f"{self.key_id} {self.source}: {self.outcome}"

@@ -181,9 +181,19 @@ def forget_due() -> None:
         idempotency.shred_due(now)
     finally:
         try:
-            roll_up(now)
+            _roll_up_usage(now)
         finally:
             retention.forget_expired_rows(now)
+
+
+def _roll_up_usage(now: datetime) -> None:
+    """Roll usage up, unless another worker does. One run takes a third of the lease's lifetime."""
+    lease = leases.claim("usage:rollup", now)
+    if lease is not None:
+        try:
+            roll_up(now)
+        finally:
+            leases.release(lease)
 
 
 def compare_revocation_log() -> None:

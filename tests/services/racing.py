@@ -79,6 +79,15 @@ def wait_until_blocked(future: "Future[Any]", connections: int = 1, *, seconds: 
         pause.wait(0.01)
 
 
+def wait_until_settled(*futures: "Future[Any]") -> None:
+    """Wait until each call has ended or waits for a lock."""
+    pause = threading.Event()
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while _count_blocked(0) < sum(not future.done() for future in futures):
+        assert time.monotonic() < deadline, "a call neither ends nor waits for a lock"
+        pause.wait(0.01)
+
+
 def _count_blocked(seconds: float) -> int:
     with connection.cursor() as cursor:
         cursor.execute(

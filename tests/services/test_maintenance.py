@@ -251,6 +251,19 @@ def test_maintenance_in_a_pinned_process_covers_its_environment_only(scene: Scen
     assert sorted(others_keys.values_list("state", "material")) == [("active", "held"), ("deactivated", "destroy_due")]
 
 
+def test_maintenance_rolls_usage_up_in_one_worker_at_a_time(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[datetime] = []
+    monkeypatch.setattr(maintenance, "roll_up", runs.append)
+    other = leases.claim("usage:rollup", now())
+    assert other is not None
+    maintenance.forget_due()
+    assert runs == []
+    leases.release(other)
+    maintenance.forget_due()
+    assert len(runs) == 1
+    assert leases.claim("usage:rollup", now()) is not None
+
+
 def test_maintenance_shreds_expired_secrets_and_deletes_old_responses(scene: Scene) -> None:
     key, text = issue(scene.sandbox)
     request: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}

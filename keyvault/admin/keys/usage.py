@@ -6,7 +6,14 @@ from typing import Any, TypeVar
 from keyvault.admin.framework.widgets import NOTHING, Table, badge, moment, mono, short_moment
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
-from keyvault.services.usage.reports import describe_use, find_users, list_networks, list_versions
+from keyvault.services.usage.reports import (
+    MAX_READ,
+    describe_use,
+    find_users,
+    has_more_users,
+    list_networks,
+    list_versions,
+)
 
 T = TypeVar("T")
 
@@ -30,9 +37,10 @@ def use_facts(key: Key) -> Iterable[tuple[str, Any]]:
 
 def use_tables(key: Key) -> Iterable[Table]:
     """Yield the tables of users and networks; for a public key, shops and app versions come first."""
+    has_more = has_more_users(key.key_id)
     if key.credential.kind == KeyKind.PUBLIC:
-        yield from _versions(key)
-    title, users = _latest("Users", find_users(key.key_id, limit=_MAX_ROWS + 1))
+        yield from _versions(key, has_more)
+    title, users = _latest("Users", has_more, find_users(key.key_id, limit=_MAX_ROWS + 1))
     has_pages = any(user.origin for user in users)
     yield Table(
         title,
@@ -55,16 +63,18 @@ def use_tables(key: Key) -> Iterable[Table]:
         ],
         empty="No use recorded yet. Sources that present the key appear here.",
     )
-    yield from _networks(key)
+    yield from _networks(key, has_more)
 
 
-def _latest(title: str, found: list[T]) -> tuple[str, list[T]]:
-    """Truncate the rows, and note it in the title."""
-    return (f"{title}: latest {_MAX_ROWS}" if len(found) > _MAX_ROWS else title), found[:_MAX_ROWS]
+def _latest(title: str, has_more: bool, found: list[T]) -> tuple[str, list[T]]:
+    """Truncate the rows, and note it in the title, with the users that were not read."""
+    if len(found) > _MAX_ROWS:
+        title = f"{title}: latest {_MAX_ROWS}"
+    return (f"{title} (of the {MAX_READ} newest users)" if has_more else title), found[:_MAX_ROWS]
 
 
-def _versions(key: Key) -> Iterable[Table]:
-    title, versions = _latest("Shops and app versions", list_versions(key.key_id, limit=_MAX_ROWS + 1))
+def _versions(key: Key, has_more: bool) -> Iterable[Table]:
+    title, versions = _latest("Shops and app versions", has_more, list_versions(key.key_id, limit=_MAX_ROWS + 1))
     if versions:
         yield Table(
             title,
@@ -83,8 +93,8 @@ def _versions(key: Key) -> Iterable[Table]:
         )
 
 
-def _networks(key: Key) -> Iterable[Table]:
-    title, networks = _latest("Networks", list_networks(key.key_id, limit=_MAX_ROWS + 1))
+def _networks(key: Key, has_more: bool) -> Iterable[Table]:
+    title, networks = _latest("Networks", has_more, list_networks(key.key_id, limit=_MAX_ROWS + 1))
     if networks:
         yield Table(
             title,

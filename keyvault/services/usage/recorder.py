@@ -386,9 +386,11 @@ def _write(report: _Report) -> bool:
 
 
 def _add_to_rows(rows: Sequence[Uses]) -> None:
+    lock_contexts({tuple(row[:6]) for row in rows})
     with connection.cursor() as cursor:
-        _add_to_buckets(
-            cursor, [(*row[:7], _at(row[7]), _at(row[8]), _at(row[8] // 60 * 60)) for row in rows], UseSpan.MINUTE
+        cursor.executemany(
+            _ADD_TO_BUCKET.replace(_ROWS, _BUCKET_ROW),
+            [(row[6], _at(row[7]), _at(row[8]), _at(row[8] // 60 * 60), *row[:6]) for row in rows],
         )
         cursor.executemany(
             _ADD_TO_SOURCE.replace(_ROWS, _SOURCE_ROW),
@@ -404,24 +406,26 @@ def _add_to_rows(rows: Sequence[Uses]) -> None:
         )
 
 
-def add_to_buckets(rows: Sequence[Sequence[Any]], span: UseSpan) -> None:
+def lock_contexts(contexts: Collection[tuple[str, ...]]) -> None:
+    """Add the contexts that are missing, and lock all of them until the commit, in the order of every reporter.
+
+    The items of a context are the first six of Uses.
+    """
+    with connection.cursor() as cursor:
+        cursor.executemany(_ADD_CONTEXT.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 6)})"), sorted(contexts))
+
+
+def add_to_buckets(rows: Iterable[Sequence[Any]], span: UseSpan, *, is_exposure: bool) -> None:
     """Add counts to buckets of one span. Call it in a transaction.
 
-    The items of a row are those of Uses, but times are datetimes; the last item is when the bucket begins.
+    The items of a row are: count, first use, last use, when the bucket begins, and the context's id.
     """
     adapt = connection.ops.adapt_datetimefield_value
+    values = f"VALUES (%s, %s, %s, %s, %s, {is_exposure}, {span:d})"
     with connection.cursor() as cursor:
-        _add_to_buckets(cursor, [(*row[:7], *map(adapt, row[7:])) for row in rows], span)
-
-
-def _add_to_buckets(cursor: Any, rows: Sequence[Sequence[Any]], span: UseSpan) -> None:
-    cursor.executemany(
-        _ADD_CONTEXT.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 6)})"), sorted({tuple(row[:6]) for row in rows})
-    )
-    cursor.executemany(
-        _ADD_TO_BUCKET.replace(_ROWS, _BUCKET_ROW.replace("<span>", f"{span:d}")),
-        [(*row[6:], *row[:6]) for row in rows],
-    )
+        cursor.executemany(
+            _ADD_TO_BUCKET.replace(_ROWS, values), [(row[0], *map(adapt, row[1:4]), row[4]) for row in rows]
+        )
 
 
 def _key_row(row: Uses) -> tuple[Any, ...]:
@@ -457,9 +461,13 @@ _ROWS = "<rows>"
 _ADD_CONTEXT = """
     INSERT INTO keyvault_usecontext AS was (key_id, endpoint, source, user_agent, origin, outcome)
     <rows>
-    ON CONFLICT (key_id, outcome, source, user_agent, endpoint, origin) DO UPDATE SET origin = was.origin
+    ON CONFLICT (key_id, outcome, source, user_agent, endpoint, origin) WHERE key_id IS NOT NULL
+    DO UPDATE SET origin = was.origin
 """
-"""The update changes nothing. It locks the row until the commit, so that retention does not delete it meanwhile."""
+"""The update changes nothing. It locks the row until the commit, so that retention does not delete it meanwhile.
+
+Other reporters may still refer to the row: the index is partial, so that the lock is a FOR NO KEY UPDATE.
+"""
 
 _IS_EXPOSURE = f"outcome IN ({', '.join(repr(outcome.value) for outcome in EXPOSURES)})"
 
@@ -526,7 +534,7 @@ have no time left for other writers.
 """
 
 _BUCKET_ROW = """
-    SELECT %s, %s, %s, %s, id, <is_exposure>, <span> FROM keyvault_usecontext
+    SELECT %s, %s, %s, %s, id, <is_exposure>, 1 FROM keyvault_usecontext
     WHERE key_id = %s AND endpoint = %s AND source = %s AND user_agent = %s AND origin = %s AND outcome = %s
 """.replace("<is_exposure>", _IS_EXPOSURE)
 

@@ -4,12 +4,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, QuerySet, Sum
+from django.db.models import Exists, F, Max, Min, OuterRef, Q, QuerySet, Sum
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.sources import OCCASION, OTHERS, Minutes, find_longest_gap, name_source, network_of
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import Key, KeyAttempt, KeySource, KeyUse, UseBucket
+from keyvault.models import Key, KeyAttempt, KeySource, KeyUse, UseBucket, UseContext
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 
 TRACES = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED)
@@ -148,46 +148,62 @@ def list_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES) -> lis
     return [user.as_json() for user in find_users(key_id, outcomes=outcomes)]
 
 
+MAX_READ = 200
+"""Maximum contexts of a key whose use is listed, those that began last. The retention limits the buckets of each."""
+
+
 def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int = 50) -> list[KeyUser]:
     """Return uses grouped by source, user agent, endpoint, origin and outcome, the latest first.
 
     Evidence passes the outcomes that it relies on. People see every outcome, with probes marked.
     """
-    rows = (
-        _buckets(key_id, outcomes)
-        .values_list(*_CONTEXT)
-        .annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
-        .order_by("-last", *_CONTEXT)[:limit]
-    )
-    return [
-        KeyUser(source, user_agent, endpoint, origin, UseOutcome(outcome), total, first, last)
-        for source, user_agent, endpoint, origin, outcome, total, first, last in rows
-    ]
+    return _list_users(key_id, outcomes)[:limit]
+
+
+def has_more_users(key_id: str) -> bool:
+    """Whether a key has more users than the lists read, which then lack those that began to use it first."""
+    return len(_list_newest(key_id, TRACES, MAX_READ + 1)) > MAX_READ
 
 
 def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
     """Return the networks that really use a key, the latest first."""
-    rows = (
-        _buckets(key_id, SIGNS_OF_LIFE)
-        .values(source=F("context__source"))
-        .annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
-    )
-    found: dict[str, NetworkUse] = {}
-    for row in rows.iterator():
-        name = network_of(row["source"])
-        one = NetworkUse(name, 1, row["total"], row["first"], row["last"])
-        found[name] = _merge(found[name], one) if name in found else one
-    return sorted(found.values(), key=lambda use: use.last_at, reverse=True)[:limit]
+    found: dict[str, list[KeyUser]] = {}
+    for user in _list_users(key_id, SIGNS_OF_LIFE):
+        found.setdefault(user.network, []).append(user)
+    return [NetworkUse(network, *_sum(users)) for network, users in found.items()][:limit]
 
 
-def _merge(one: NetworkUse, other: NetworkUse) -> NetworkUse:
-    return NetworkUse(
-        one.network,
-        one.sources + other.sources,
-        one.count + other.count,
-        min(one.first_at, other.first_at),
-        max(one.last_at, other.last_at),
+def _sum(users: Collection[KeyUser]) -> tuple[int, int, datetime, datetime]:
+    """Return the number of sources, the number of uses, and the first and last use."""
+    return (
+        len({user.source for user in users}),
+        sum(user.count for user in users),
+        min(user.first_at for user in users),
+        max(user.last_at for user in users),
     )
+
+
+def _list_users(key_id: str, outcomes: Collection[UseOutcome]) -> list[KeyUser]:
+    """Return the users among the newest MAX_READ contexts of these outcomes, the latest first."""
+    contexts = UseContext.objects.in_bulk(_list_newest(key_id, outcomes, MAX_READ))
+    rows = UseBucket.objects.filter(context__in=contexts).order_by().values_list("context_id")
+    totals = rows.annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
+    users = [
+        KeyUser(each.source, each.user_agent, each.endpoint, each.origin, UseOutcome(each.outcome), total, first, last)
+        for each, total, first, last in ((contexts[pk], *rest) for pk, *rest in totals)
+    ]
+    users.sort(key=lambda user: (user.source, user.user_agent, user.endpoint, user.origin, user.outcome))
+    users.sort(key=lambda user: user.last_at, reverse=True)
+    return users
+
+
+def _list_newest(key_id: str, outcomes: Collection[UseOutcome], limit: int) -> list[int]:
+    """Return the ids of a key's newest contexts of these outcomes, by one walk through the index for each outcome."""
+    ids: list[int] = []
+    for outcome in outcomes:
+        rows = UseContext.objects.filter(key=key_id, outcome=outcome).order_by("-pk")
+        ids += rows.values_list("pk", flat=True)[:limit]
+    return sorted(ids, reverse=True)[:limit]
 
 
 MAX_SOURCES = 1_000
@@ -257,21 +273,10 @@ def find_last_of_sources(key_id: str, names: Collection[str]) -> dict[str, datet
 
 def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
     """Return the shop and app versions that use a public key, the latest first."""
-    rows = (
-        _buckets(key_id, SIGNS_OF_LIFE)
-        .values(origin=F("context__origin"), user_agent=F("context__user_agent"))
-        .annotate(
-            total=Sum("count"),
-            sources=Count("context__source", distinct=True),
-            first=Min("first_at"),
-            last=Max("last_at"),
-        )
-        .order_by("-last", "origin", "user_agent")[:limit]
-    )
-    return [
-        VersionUse(row["origin"], row["user_agent"], row["sources"], row["total"], row["first"], row["last"])
-        for row in rows
-    ]
+    found: dict[tuple[str, str], list[KeyUser]] = {}
+    for user in _list_users(key_id, SIGNS_OF_LIFE):
+        found.setdefault((user.origin, user.user_agent), []).append(user)
+    return [VersionUse(*version, *_sum(users)) for version, users in found.items()][:limit]
 
 
 def find_last(key_id: str, outcomes: Collection[UseOutcome] = SIGNS_OF_LIFE) -> datetime | None:
@@ -331,9 +336,6 @@ def _is_known(key_id: str, before: datetime) -> Q:
     in_known = [source for source, network in networks.items() if network in known]
     was_used = Exists(used.filter(context__source=OuterRef("context__source")))
     return Q(was_used) | Q(context__source__in=in_known)
-
-
-_CONTEXT = ("context__source", "context__user_agent", "context__endpoint", "context__origin", "context__outcome")
 
 
 def _buckets(key_id: str, outcomes: Iterable[UseOutcome]) -> QuerySet[UseBucket]:

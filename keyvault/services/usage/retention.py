@@ -2,10 +2,13 @@
 
 Each batch is one transaction and moves counts from finer buckets to coarser ones, so that no use is counted twice or
 lost. A batch that was killed is repeated. Concurrent workers take different rows.
+
+To prevent deadlocks, a batch never waits for a bucket or a source that a reporter may hold, and it locks contexts in
+the order of the reporters. Hours of exact addresses need no lock of their contexts, which stay the same.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -16,7 +19,7 @@ from django.db.models import Max, OuterRef, Q, Subquery
 from keyvault.domain.sources import network_of, product_of
 from keyvault.models import KeySource, UsageReporter, UseBucket, UseContext
 from keyvault.models.usage import UseSpan
-from keyvault.services.usage.recorder import add_to_buckets
+from keyvault.services.usage.recorder import add_to_buckets, lock_contexts
 from keyvault.services.work.deletion import MAX_DELETED
 
 _GONE_KEPT_FOR = timedelta(days=7)
@@ -74,46 +77,66 @@ def _roll_up_batch(is_exposure: bool, level: _Level, now: datetime) -> int:
     with transaction.atomic():
         # PostgreSQL: another worker's rows are skipped. SQLite: only one transaction writes.
         rows = of_contexts.order_by("context_id", "minute").select_for_update(skip_locked=True)
-        found = list(rows.values_list("pk", "context_id", "count", "first_at", "last_at", "minute")[:_MAX_ROLLED_UP])
-        contexts = UseContext.objects.in_bulk({row[1] for row in found})
-        add_to_buckets(_merge(((contexts[row[1]], *row[2:]) for row in found), level), level.into)
+        found = list(rows.values_list("pk", "context_id", "count", "first_at", "last_at")[:_MAX_ROLLED_UP])
+        if not found:
+            return 0
+        contexts = {row[1] for row in found}
+        moved_to = {pk: pk for pk in contexts} if level.is_exact else _find_coarse(contexts)
+        merged = _merge((moved_to[row[1]], *row[2:]) for row in found)
+        add_to_buckets([(*merged[pk], begins_at, pk) for pk in sorted(merged)], level.into, is_exposure=is_exposure)
         UseBucket.objects.filter(pk__in=[row[0] for row in found]).delete()
         if not level.is_exact:
             _delete_unused(contexts)
     return len(found)
 
 
-def _delete_unused(contexts: Iterable[int]) -> None:
-    """Delete those of the contexts that have no bucket any more. Call it in the transaction that deleted buckets.
+def _find_coarse(contexts: Collection[int]) -> dict[int, int]:
+    """Return the id of the coarser context of each of these: it names the network and the product only.
 
-    The lock orders it with other workers, of which the last one sees that no bucket is left. A reporter that begins to
-    use a context meanwhile cannot commit, and repeats its report.
+    Locks all of them, also those that lose their buckets: concurrent workers then see each other's deletions.
     """
-    touched = UseContext.objects.filter(pk__in=list(contexts))
-    if locked := list(touched.order_by("pk").select_for_update().values_list("pk", flat=True)):
-        # A scalar subquery: PostgreSQL may turn NOT EXISTS into a join that reads every bucket.
-        bucket = Subquery(UseBucket.objects.filter(context=OuterRef("pk")).values("pk")[:1])
-        unused = UseContext.objects.filter(pk__in=locked).annotate(bucket=bucket).filter(bucket__isnull=True)
-        UseContext.objects.filter(pk__in=list(unused.values_list("pk", flat=True))).delete()
+    fine = {row.pk: _identity(row) for row in UseContext.objects.filter(pk__in=contexts)}
+    coarse = {
+        pk: (key_id, endpoint, network_of(source), product_of(user_agent), origin, outcome)
+        for pk, (key_id, endpoint, source, user_agent, origin, outcome) in fine.items()
+    }
+    lock_contexts({*fine.values(), *coarse.values()})
+    keys, _, sources, user_agents, _, outcomes = map(set, zip(*coarse.values(), strict=True))
+    rows = UseContext.objects.filter(key__in=keys, outcome__in=outcomes, source__in=sources, user_agent__in=user_agents)
+    ids = {_identity(row): row.pk for row in rows}
+    return {pk: ids[identity] for pk, identity in coarse.items()}
 
 
-def _merge(rows: Iterable[Any], level: _Level) -> list[tuple[Any, ...]]:
-    """Return the coarser buckets of these finer ones, in an order that all workers share."""
-    merged: dict[tuple[Any, ...], list[Any]] = {}
-    for context, count, first_at, last_at, minute in rows:
-        client = context.source, context.user_agent
-        if not level.is_exact:
-            client = network_of(context.source), product_of(context.user_agent)
-        use = (
-            context.key_id, _floor(minute, level.into), *client, context.endpoint, context.origin, context.outcome
-        )  # fmt: skip
-        known = merged.setdefault(use, [0, first_at, last_at])
-        known[:] = known[0] + count, min(known[1], first_at), max(known[2], last_at)
-    return [
-        (key_id, endpoint, source, user_agent, origin, outcome, *merged[use], minute)
-        for use in sorted(merged)
-        for key_id, minute, source, user_agent, endpoint, origin, outcome in [use]
-    ]
+def _identity(context: UseContext) -> tuple[str, ...]:
+    """Return a context's columns as `lock_contexts` takes them."""
+    return (
+        context.key_id, context.endpoint, context.source, context.user_agent, context.origin, context.outcome
+    )  # fmt: skip
+
+
+def _delete_unused(contexts: Collection[int]) -> None:
+    """Delete those of the contexts that have no bucket any more.
+
+    Call it in the transaction that locked the contexts and deleted buckets. A reporter that begins to use a context
+    meanwhile cannot commit, and repeats its report. The rows are locked in the order in which reporters lock them when
+    they commit.
+    """
+    # A scalar subquery: PostgreSQL may turn NOT EXISTS into a join that reads every bucket.
+    bucket = Subquery(UseBucket.objects.filter(context=OuterRef("pk")).values("pk")[:1])
+    unused = UseContext.objects.annotate(bucket=bucket).filter(bucket__isnull=True).values_list("pk", flat=True)
+    found = list(unused.filter(pk__in=contexts))
+    rows = UseContext.objects.filter(pk__in=found).order_by("pk").select_for_update()
+    if locked := list(rows.values_list("pk", flat=True)):
+        UseContext.objects.filter(pk__in=list(unused.filter(pk__in=locked))).delete()
+
+
+def _merge(rows: Iterable[Any]) -> dict[int, tuple[int, datetime, datetime]]:
+    """Return the count, first use and last use of each context, by its id."""
+    merged: dict[int, tuple[int, datetime, datetime]] = {}
+    for context_id, count, first_at, last_at in rows:
+        total, first, last = merged.get(context_id, (0, first_at, last_at))
+        merged[context_id] = total + count, min(first, first_at), max(last, last_at)
+    return merged
 
 
 def _floor(at: datetime, span: UseSpan) -> datetime:
@@ -131,14 +154,28 @@ def forget_old(now: datetime) -> None:
     oldest = now - timedelta(days=settings.USAGE_DAYS)
     # The last use decides: a coarse bucket begins before it.
     old = UseBucket.objects.filter(is_exposure=False, span__in=UseSpan, minute__lt=oldest, last_at__lt=oldest)
-    if found := list(old.values_list("pk", "context_id", "context__key_id")[:MAX_DELETED]):
-        is_silent = ~Q(last_at__gte=oldest) & ~Q(denied_at__gte=oldest)
-        with transaction.atomic():
-            KeySource.objects.filter(is_silent, key__in={key_id for *_, key_id in found}).delete()
-            UseBucket.objects.filter(pk__in=[pk for pk, *_ in found]).delete()
-            _delete_unused({context_id for _, context_id, _ in found})
+    if ids := list(old.values_list("pk", flat=True)[:MAX_DELETED]):
+        _forget_buckets(ids, oldest)
     long_ago = now - _GONE_KEPT_FOR
     UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
     lost = UsageReporter.objects.filter(lost_at__isnull=False)
     for environment, last_at in lost.values_list("environment").annotate(at=Max("lost_at")):
         lost.filter(environment=environment, lost_at__lt=min(long_ago, last_at)).delete()
+
+
+def _forget_buckets(ids: Collection[int], oldest: datetime) -> None:
+    """Delete these buckets, then their keys' sources and their contexts without a newer use.
+
+    Rows that another transaction has locked are in use, and stay.
+    """
+    is_silent = ~Q(last_at__gte=oldest) & ~Q(denied_at__gte=oldest)
+    with transaction.atomic():
+        buckets = UseBucket.objects.filter(pk__in=ids).select_for_update(skip_locked=True)
+        found = dict(buckets.values_list("pk", "context_id"))
+        contexts = {row.pk: _identity(row) for row in UseContext.objects.filter(pk__in=set(found.values()))}
+        lock_contexts(set(contexts.values()))
+        UseBucket.objects.filter(pk__in=found).delete()
+        silent = KeySource.objects.filter(is_silent, key__in={key_id for key_id, *_ in contexts.values()})
+        sources = silent.select_for_update(skip_locked=True).values_list("pk", flat=True)
+        KeySource.objects.filter(pk__in=list(sources)).delete()
+        _delete_unused(contexts)

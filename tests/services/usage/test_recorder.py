@@ -4,7 +4,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from random import Random
@@ -716,6 +716,31 @@ def test_usage_of_concurrent_reporters_sums_exactly(small_portions: None) -> Non
         assert KeyUse.objects.get(key=key).count == 3 * 6 * 5 * len(sources)
         assert count_of(key) == 3 * 6 * 5 * len(sources)
     assert UseBucket.objects.count() == len(keys) * len(sources)
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_reports_that_begin_to_use_a_context_do_not_deadlock() -> None:
+    """A report adds a context that another one committed meanwhile; a third one refers to it and has its bucket."""
+    key, clock = make_key(), Clock(NOON)
+    earlier, stale, later = (make_reporter(clock) for _ in range(3))
+    client = {"user_agent": "shop", "endpoint": "orders.create"}
+    use(earlier, key, source="token-b", **client)
+    clock.tick(60)
+    use(stale, key, source="token-a", **client)
+    use(stale, key, source="token-b", **client)
+    use(later, key, source="token-b", **client)
+    added = (key.key_id, "orders.create", "token-a", "shop", "", "allowed")
+    with ExitStack() as first:
+        first.enter_context(held_open(lambda: recorder.lock_contexts({added})))
+        reported = start(stale.flush)
+        wait_until_blocked(reported)
+        earlier.flush()
+        with held_open(later.flush):
+            first.close()
+            wait_until_blocked(reported)
+    reported.result(TIMEOUT_SECONDS)
+    assert KeyUse.objects.get().count == 4
 
 
 @pytest.mark.django_db(transaction=True)

@@ -20,6 +20,7 @@ from keyvault.services.usage.reports import (
     find_last,
     find_sources,
     find_users,
+    has_more_users,
     list_attempts,
     list_networks,
     list_users,
@@ -87,6 +88,17 @@ def test_users_are_limited_to_the_latest(key: Key) -> None:
     for number in range(4):
         use(key, f"192.0.2.{number}", at=NOON + number * HOUR)
     assert [user.source for user in find_users(key.key_id, limit=2)] == ["192.0.2.3", "192.0.2.2"]
+
+
+def test_users_that_began_first_are_not_read_beyond_the_maximum(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        use(key, f"192.0.2.{number}", at=NOON + number * HOUR, user_agent=f"shop/{number}")
+    assert not has_more_users(key.key_id)
+    monkeypatch.setattr(reports, "MAX_READ", 2)
+    assert has_more_users(key.key_id)
+    assert [user.source for user in find_users(key.key_id)] == ["192.0.2.2", "192.0.2.1"]
+    assert [(each.sources, each.first_at) for each in list_networks(key.key_id)] == [(2, NOON + HOUR)]
+    assert [each.user_agent for each in list_versions(key.key_id)] == ["shop/2", "shop/1"]
 
 
 def test_users_of_another_key_are_omitted(key: Key) -> None:

@@ -25,8 +25,15 @@ from keyvault.services.usage.reports import (
     list_networks,
 )
 from tests.clocks import Clock
-from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
-from tests.services.usage.conftest import NOON, SECOND, use
+from tests.services.racing import (
+    TIMEOUT_SECONDS,
+    held_open,
+    race,
+    start,
+    wait_until_blocked,
+    wait_until_settled,
+)
+from tests.services.usage.conftest import NOON, SECOND, make_key, make_reporter, use
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -151,8 +158,8 @@ def test_rollup_that_is_killed_between_its_statements_changes_nothing(
     clock.tick(40 * 86_400)
     before, rows = totals(key, [NOON]), list(UseBucket.objects.order_by("pk").values())
 
-    def add_and_die(*args: Any) -> None:
-        recorder.add_to_buckets(*args)
+    def add_and_die(*args: Any, **options: Any) -> None:
+        recorder.add_to_buckets(*args, **options)
         raise DatabaseError("killed")
 
     with monkeypatch.context() as patch:
@@ -216,6 +223,31 @@ def test_retention_of_a_context_that_a_reporter_begins_to_use_loses_no_use(
         flushed.result(TIMEOUT_SECONDS)
     log.flush()
     assert UseBucket.objects.get().count == 1
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("days", [3, 40])
+def test_rollup_and_a_report_of_the_same_contexts_do_not_deadlock(days: int) -> None:
+    """A report refers to contexts by their ids, and the rollup locks them by their names, which sort the other way."""
+    key, clock = make_key(), Clock(NOON)
+    log = make_reporter(clock)
+    for source in ("token-b", "token-a"):
+        use(log, key, source=source, user_agent="shop")
+        log.flush()
+    if days > 35:
+        retention.roll_up(NOON + 3 * DAY)
+    clock.tick(days * 86_400)
+    for source in ("token-b", "token-a"):
+        use(log, key, source=source, user_agent="shop")
+    first = UseContext.objects.earliest("pk")
+    with held_open(lambda: list(UseContext.objects.filter(pk=first.pk).select_for_update(no_key=True))):
+        rolled_up = start(lambda: retention.roll_up(clock()))
+        wait_until_settled(rolled_up)
+        reported = start(log.flush)
+        wait_until_settled(rolled_up, reported)
+    assert (rolled_up.result(TIMEOUT_SECONDS), reported.result(TIMEOUT_SECONDS)) == (2, None)
+    assert UseBucket.objects.aggregate(total=Sum("count")) == {"total": 4}
 
 
 # ----------------------------------------------------------------------------------------------------- deleting
