@@ -628,7 +628,7 @@ GUARDS = (
         'key.get("kty") == KEY_TYPES[algorithm]\n        and "d" not in key\n',
         '"kty" in key\n        and "d" not in key\n',
         "The algorithm of an ID token fits the type of the provider's key.",
-        f"{_TOKEN_TESTS}::test_id_token_without_a_published_key_for_it_is_refused",
+        f"{_TOKEN_TESTS}::test_id_token_of_a_published_symmetric_key_is_refused",
     ),
     Guard(
         "id-token-for-this-client",
