@@ -24,8 +24,9 @@ def issue_approved(environment: str = "") -> None:
 
 
 @shared_task(name="keyvault.tasks.deliver_webhooks")
-def deliver_webhooks(environment: str) -> None:
-    deliveries.deliver_due(environments=[environment])
+def deliver_webhooks(environment: str = "") -> None:
+    if shared_jobs.begin("deliver_webhooks", environment):
+        deliveries.deliver_due()
 
 
 @shared_task(name="keyvault.tasks.sign_checkpoints")

@@ -309,7 +309,6 @@ CELERY_BEAT_SCHEDULER = "celery.beat:Scheduler"
 CELERY_BEAT_MAX_LOOP_INTERVAL = 1
 # Jobs by name: task, interval in seconds, queue. The task gets the environment.
 _jobs = {
-    "deliver-webhooks": ("keyvault.tasks.deliver_webhooks", 2.0, "webhooks"),
     # A queue of their own: ticks that collect while no worker runs must not delay an emergency.
     "dispatch-due-rotations": ("rotation.tasks.dispatch_due", 1.0, "ticks"),
     "advance-campaigns": ("rotation.tasks.advance_campaigns", 5.0, "maintenance"),
@@ -317,6 +316,7 @@ _jobs = {
 }
 # These do the work of all environments that their worker serves, once for the messages of all its queues.
 _shared_jobs = {
+    "deliver-webhooks": ("keyvault.tasks.deliver_webhooks", 2.0, "webhooks"),
     "issue-approved": ("keyvault.tasks.issue_approved", 2.0, "issuance"),
     "run-maintenance": ("keyvault.tasks.run_maintenance", 5.0, "maintenance"),
     "forget-pending-copies": ("rotation.tasks.forget_pending", 30.0, "maintenance"),

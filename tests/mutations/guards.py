@@ -46,6 +46,13 @@ _RECORDING = "keyvault/models/recording.py"
 _RULES = "keyvault/models/triggers/rules.py"
 _COPIES = "keyvault/services/secrets/stored_copies.py"
 _ENGINE = "keyvault/hotpath/engine/engine.py"
+_SECOND_FACTORS = "keyvault/services/sessions/second_factors.py"
+_SESSIONS = "keyvault/services/sessions/store.py"
+_ID_TOKENS = "keyvault/services/sessions/id_tokens.py"
+_SINGLE_SIGN_ON = "keyvault/access/single_sign_on.py"
+_OPERATOR_CHANGES = "keyvault/services/operator_changes.py"
+_CHECKPOINTS = "keyvault/services/audit/checkpoints.py"
+_STARTUP = "keyvault/services/startup/startup_checks.py"
 
 _BREAK_GLASS_TESTS = "tests/services/approvals/test_break_glass.py"
 _ENGINE_TESTS = "tests/rotation/services/rotations/test_engine.py"
@@ -72,6 +79,15 @@ _RECORDING_TESTS = "tests/models/test_recording.py"
 _TRIGGER_TESTS = "tests/models/test_triggers.py::test_triggers_attack_on_a_rule_is_refused_by_that_rule"
 _JUDGING_TESTS = "tests/services/verification/test_judging.py"
 _MEMORY_TESTS = "tests/hotpath/engine/test_engine.py"
+_ENFORCEMENT_TESTS = "tests/admin/framework/test_enforcement.py"
+_STEP_UP_TESTS = "tests/admin/framework/test_step_up.py"
+_SESSION_TESTS = "tests/services/sessions/test_sessions.py"
+_FACTOR_TESTS = "tests/services/sessions/test_second_factors.py"
+_TOKEN_TESTS = "tests/services/sessions/test_id_tokens.py"
+_CLAIM_TESTS = "tests/access/test_single_sign_on.py"
+_OPERATOR_TESTS = "tests/services/test_operator_changes.py"
+_MARK_TESTS = "tests/services/audit/test_checkpoint_marks.py"
+_REPLAY_TESTS = "tests/management/test_replay_revocations.py"
 
 GUARDS = (
     # --- rotations ------------------------------------------------------------------------------------------
@@ -451,23 +467,31 @@ GUARDS = (
         "grant.principal.person == operator.person:",
         "not grant.principal.person:",
         "Nobody changes their own operator, or approves a change of it.",
-        "tests/services/test_operator_changes.py::test_change_of_ones_own_operator_is_refused",
+        f"{_OPERATOR_TESTS}::test_change_of_ones_own_operator_is_refused",
     ),
     Guard(
         "approving-roles-under-four-eyes",
-        "keyvault/services/operator_changes.py",
+        _OPERATOR_CHANGES,
         "if chosen - operator.roles & FOUR_EYES_ROLES:",
         "if not chosen:",
         "No single key administrator makes an operator an approver.",
-        "tests/services/test_operator_changes.py::test_role_added_by_one_person_is_no_approving_one",
+        f"{_OPERATOR_TESTS}::test_role_added_by_one_person_is_no_approving_one",
     ),
     Guard(
-        "session-ends-unused",
-        "keyvault/services/sessions/store.py",
-        "return min(used_at + idle, started_at + absolute)",
-        "return started_at + absolute",
-        "A session that is not used ends.",
-        "tests/services/sessions/test_sessions.py::test_session_in_use_is_extended",
+        "change-approved-by-no-person-concerned",
+        _OPERATOR_CHANGES,
+        "operator = get_operator_of(change)\n    require_another_person(grant, operator)\n",
+        "operator = get_operator_of(change)\n",
+        "Nobody approves a change of their own operator, under none of their logins.",
+        f"{_OPERATOR_TESTS}::test_change_is_approved_neither_by_its_requester_nor_by_the_person_concerned",
+    ),
+    Guard(
+        "change-of-the-approved-roles",
+        _OPERATOR_CHANGES,
+        "if change.plan_digest != _digest(change, operator):",
+        "if not change.plan_digest:",
+        "An approval covers the operator's roles before and after, as the approver saw them.",
+        f"{_OPERATOR_TESTS}::test_change_of_an_operator_that_was_changed_meanwhile_is_refused",
     ),
     Guard(
         "second-person-in-the-database",
@@ -533,6 +557,103 @@ GUARDS = (
         "A production key is handed to a service only sealed.",
         f"{_COLLECTION_TESTS}::test_collection_of_an_unsealed_production_key_is_refused",
     ),
+    # --- operators' sessions --------------------------------------------------------------------------------
+    Guard(
+        "second-factor-to-sign-in",
+        "keyvault/admin/site.py",
+        "return self.has_passed_password(request) and has_passed_second_factor(request.session)",
+        "return self.has_passed_password(request)",
+        "A password without the second factor opens no page.",
+        f"{_ENFORCEMENT_TESTS}::test_enforcement_password_alone_opens_nothing",
+    ),
+    Guard(
+        "unmarked-view-closed",
+        "keyvault/admin/framework/middleware.py",
+        "getattr(callback, _OPEN, False)",
+        "getattr(callback, _OPEN, True)",
+        "A view below /admin/ is closed unless it is marked as open before the sign-in.",
+        f"{_ENFORCEMENT_TESTS}::test_enforcement_view_that_is_not_marked_is_closed",
+    ),
+    Guard(
+        "recent-factor-for-the-action",
+        "keyvault/admin/framework/model_admin.py",
+        "if action.step_up and is_step_up_due(request):\n            try:",
+        "if not action.step_up and is_step_up_due(request):\n            try:",
+        "A sensitive action is refused without a recent second factor.",
+        f"{_STEP_UP_TESTS}::test_step_up_without_the_right_code_changes_nothing_and_keeps_the_input",
+    ),
+    Guard(
+        "age-of-a-recent-factor",
+        "keyvault/services/sessions/step_up.py",
+        "checked_at is not None and now - checked_at < STEP_UP",
+        "checked_at is not None and checked_at <= now",
+        "A second factor is recent for five minutes.",
+        f"{_STEP_UP_TESTS}::test_step_up_after_five_minutes_asks_for_a_code_in_the_form",
+    ),
+    Guard(
+        "session-ends-unused",
+        _SESSIONS,
+        "return min(used_at + idle, started_at + absolute)",
+        "return started_at + absolute",
+        "A session that is not used ends.",
+        f"{_SESSION_TESTS}::test_session_in_use_is_extended",
+    ),
+    Guard(
+        "session-ends-in-use",
+        _SESSIONS,
+        "return min(used_at + idle, started_at + absolute)",
+        "return used_at + idle",
+        "A session ends eight hours after its start, however often it is used.",
+        f"{_SESSION_TESTS}::test_session_in_use_ends_eight_hours_after_its_start",
+    ),
+    Guard(
+        "guesses-of-a-factor-locked",
+        "keyvault/services/sessions/guessing.py",
+        "            if attempt.is_locked:\n",
+        "            if attempt.is_locked and self.what == PASSWORD:\n",
+        "After ten failures no second factor is checked.",
+        f"{_FACTOR_TESTS}::test_guesses_of_second_factors_lock_before_the_code_is_checked",
+    ),
+    Guard(
+        "code-used-once",
+        _SECOND_FACTORS,
+        'if counter > data.get("last_counter", -1) else None',
+        'if counter >= data.get("last_counter", -1) else None',
+        "A code of an authenticator app is accepted once.",
+        f"{_FACTOR_TESTS}::test_totp_code_is_accepted_once",
+    ),
+    Guard(
+        "id-token-key-of-its-algorithm",
+        _ID_TOKENS,
+        'key.get("kty") == KEY_TYPES[algorithm]\n        and "d" not in key\n',
+        '"kty" in key\n        and "d" not in key\n',
+        "The algorithm of an ID token fits the type of the provider's key.",
+        f"{_TOKEN_TESTS}::test_id_token_of_a_published_symmetric_key_is_refused",
+    ),
+    Guard(
+        "id-token-for-this-client",
+        _SINGLE_SIGN_ON,
+        "if not _is_for(claims, provider.client_id):",
+        'if not claims.get("aud"):',
+        "An ID token for another client of the identity provider is refused.",
+        f"{_CLAIM_TESTS}::test_single_sign_on_a_wrong_claim_is_refused",
+    ),
+    Guard(
+        "id-token-for-this-sign-in",
+        _SINGLE_SIGN_ON,
+        'if not _is_equal(claims.get("nonce"), authorization.nonce):',
+        'if not claims.get("nonce"):',
+        "An ID token of another sign-in is refused.",
+        f"{_CLAIM_TESTS}::test_single_sign_on_a_wrong_claim_is_refused",
+    ),
+    Guard(
+        "factor-that-the-provider-proves",
+        _SINGLE_SIGN_ON,
+        "if proved.isdisjoint(provider.second_factors):",
+        "if not provider.second_factors:",
+        "Only a configured claim of the identity provider proves a second factor.",
+        f"{_CLAIM_TESTS}::test_single_sign_on_only_a_configured_claim_proves_a_second_factor",
+    ),
     # --- records --------------------------------------------------------------------------------------------
     Guard(
         "compare-and-swap",
@@ -589,6 +710,47 @@ GUARDS = (
         '"1 = 1", message)\n        yield WriteGuard(f"{short}_no_delete", self.table, "UPDATE"',
         "The database deletes no audit entry, approval or evidence.",
         _TRIGGER_TESTS,
+    ),
+    Guard(
+        "log-signed-only-with-its-recorded-checkpoints",
+        _CHECKPOINTS,
+        "    _require_marked(scope, signed, marks)\n",
+        "",
+        "The worker signs no log whose checkpoints differ from those that are recorded outside the database.",
+        f"{_MARK_TESTS}::test_sign_due_of_a_log_rewritten_without_its_checkpoints_is_refused",
+    ),
+    Guard(
+        "log-signed-only-with-its-recorded-entries",
+        _CHECKPOINTS,
+        "        _require_marked_entries(scope, marks, heads)\n    if ",
+        "    if ",
+        "The worker signs no log that was rewritten below a recorded checkpoint.",
+        f"{_MARK_TESTS}::test_rewritten_log_below_a_forged_checkpoint_is_not_signed",
+    ),
+    Guard(
+        "lost-revocation-log",
+        _STARTUP,
+        "if not _append(open_revocation_log):",
+        "if _append(open_revocation_log) is None:",
+        "Nothing starts without the revocation log once a key or token was issued.",
+        "tests/services/revocations/test_log_opening.py::"
+        "test_start_without_the_log_of_an_issued_key_or_token_is_refused",
+    ),
+    Guard(
+        "revoked-keys-valid-again",
+        _STARTUP,
+        "    if found.lost:\n",
+        "    if found.lost and not found.highest:\n",
+        "Nothing starts on a database in which a key of the revocation log is valid again.",
+        f"{_REPLAY_TESTS}::test_replay_reapplies_every_kind_of_revocation",
+    ),
+    Guard(
+        "database-behind-its-log",
+        _STARTUP,
+        "    if found.counter < found.highest:\n",
+        "    if found.counter < 0:\n",
+        "Nothing starts on a database whose newest change is older than the revocation log.",
+        f"{_REPLAY_TESTS}::test_replay_advances_the_sequence_so_that_no_receipt_goes_back",
     ),
     Guard(
         "idempotency-body",

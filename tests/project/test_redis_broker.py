@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from kombu import Connection, Consumer, Message, Queue
+from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from keyvault.project.redis_broker import RedisTransport
@@ -35,6 +36,29 @@ def test_message_that_cannot_be_settled_is_reserved_no_longer(settle: str) -> No
         getattr(message, settle)()
     assert channel.qos.can_consume()
     connection.release()
+
+
+@pytest.mark.skipif(find_redis() is None, reason="no Redis server on this machine")
+def test_unreadable_message_is_removed_when_it_is_read() -> None:
+    """Guarantee: a damaged message fails its reader once, not again and again."""
+    received: list[Message] = []
+
+    def consume(url: str) -> None:
+        with Connection(url, transport=RedisTransport) as connection:
+            queue = Queue("work", channel=connection.default_channel)
+            Consumer(connection.default_channel, [queue], on_message=received.append, no_ack=True).consume()
+            connection.drain_events(timeout=10)
+
+    with redis_server() as url:
+        with Redis.from_url(url) as client:
+            client.lpush("work", b"\x00 no message")
+        with Connection(url, transport=RedisTransport) as connection:
+            Queue("work", channel=connection.default_channel).declare()
+            connection.Producer().publish({"number": 0}, routing_key="work")
+        with pytest.raises(ValueError, match="Expecting value"):
+            consume(url)
+        consume(url)
+    assert [message.payload for message in received] == [{"number": 0}]
 
 
 @pytest.mark.parametrize(("query", "required"), [("", "CERT_REQUIRED"), ("?ssl_cert_reqs=optional", "CERT_OPTIONAL")])

@@ -1,7 +1,8 @@
 """Deliver notices to the merchants' webhook endpoints, at least once and with identical content on each attempt.
 
 Messages are sent outside any transaction. One worker at a time runs a round of an environment. It sends to several
-endpoints concurrently, one message at a time for each, so that a slow endpoint delays only itself.
+endpoints concurrently, one message at a time for each, so that a slow endpoint delays only itself. One thread of a
+worker runs the rounds of all its environments at the same time, so that webhooks never hold its other threads.
 
 The worker visits the endpoints with due messages in turn, so that no backlog delays another account. It visits
 them for urgent messages first, and then for the others. An account holds at most MAX_PER_ACCOUNT attempts. The breaker
@@ -15,7 +16,7 @@ import logging
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -53,7 +54,7 @@ from keyvault.wire.webhooks import (
 )
 
 MAX_CONCURRENT = 16
-"""Maximum attempts under way at the same time, each to a different endpoint."""
+"""Maximum attempts of an environment under way at the same time, each to a different endpoint."""
 MAX_PER_ACCOUNT = 4
 """Maximum attempts of one account under way at the same time."""
 MAX_WITHOUT_REPLY = 8
@@ -62,6 +63,8 @@ MAX_VISITS = 200
 """Maximum endpoints visited in one search for due messages. The next search continues with the endpoint after it."""
 BEGIN_SECONDS = 4.0
 """Time in which a round starts attempts, in seconds. The longest attempt after that still ends within the lease."""
+SEARCH_SECONDS = 1.0
+"""Maximum time between two searches for due messages while no attempt ends, in seconds."""
 HOLD = timedelta(seconds=30)
 """Exclusive time of a started attempt. Longer than an attempt can take."""
 
@@ -132,41 +135,40 @@ def forget_old_notices(now: datetime) -> None:
 # --- one round -------------------------------------------------------------------------------------------------
 
 
-def deliver_due(
-    clock: Callable[[], datetime] = utc_now, send: Send = post, *, environments: Collection[str] | None = None
-) -> int:
-    """Make the attempts that are due, for a few seconds. Return how many; 0 while another worker runs.
+def deliver_due(clock: Callable[[], datetime] = utc_now, send: Send = post) -> int:
+    """Make the attempts that are due in the environments that this process serves, for a few seconds. Return how many.
 
-    `environments`: those to deliver in, among the ones that this process serves; None: all of these.
+    An environment in which another worker runs a round is left to it.
     """
-    served = [each for each in settings.ENVIRONMENTS if environments is None or each in environments]
-    return sum(_run_round(environment, clock, send) for environment in served)
-
-
-def _run_round(environment: str, clock: Callable[[], datetime], send: Send) -> int:
-    lease = leases.claim(f"webhooks:{environment}", clock())
-    if lease is None:
+    claims = {each: leases.claim(f"webhooks:{each}", clock()) for each in settings.ENVIRONMENTS}
+    held = {environment: lease for environment, lease in claims.items() if lease is not None}
+    if not held:
         return 0
     try:
-        with ThreadPoolExecutor(MAX_CONCURRENT, "webhook") as pool:
-            return _attempt_all(environment, pool, clock, send)
+        with ThreadPoolExecutor(MAX_CONCURRENT * len(held), "webhook") as pool:
+            return _attempt_all(tuple(held), pool, clock, send)
     finally:
-        leases.release(lease)
+        for lease in held.values():
+            leases.release(lease)
 
 
-def _attempt_all(environment: str, pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: Send) -> int:
+def _attempt_all(
+    environments: tuple[str, ...], pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: Send
+) -> int:
     """Run a round. Only this thread uses the database; the pool's threads only send."""
     begun, stop_at = 0, time.monotonic() + BEGIN_SECONDS
     under_way: dict[Future[Reply], WebhookDelivery] = {}
     while True:
-        if time.monotonic() < stop_at:
-            for delivery in _next_due(environment, clock(), list(under_way.values())):
+        may_begin = time.monotonic() < stop_at
+        if may_begin:
+            for delivery in _next_due(environments, clock(), list(under_way.values())):
                 if _begin(delivery, clock()):
                     begun += 1
                     under_way[pool.submit(_prepared(delivery, clock(), send))] = delivery
         if not under_way:
             return begun
-        for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+        timeout = SEARCH_SECONDS if may_begin else None
+        for future in wait(under_way, timeout, return_when=FIRST_COMPLETED).done:
             _store_outcome(under_way.pop(future), future, clock())
 
 
@@ -200,22 +202,24 @@ class EndpointTurns:
             yield delivery
 
 
-_turns: defaultdict[str, tuple[EndpointTurns, EndpointTurns]] = defaultdict(
+_turns: defaultdict[tuple[str, ...], tuple[EndpointTurns, EndpointTurns]] = defaultdict(
     lambda: (EndpointTurns(is_urgent=True), EndpointTurns(is_urgent=False))
 )
-"""The turns of each environment: those of urgent messages, and those of the others."""
+"""The turns of the environments of a round: those of urgent messages, and those of the others."""
 
 
-def _next_due(environment: str, now: datetime, under_way: Sequence[WebhookDelivery]) -> list[WebhookDelivery]:
+def _next_due(
+    environments: tuple[str, ...], now: datetime, under_way: Sequence[WebhookDelivery]
+) -> list[WebhookDelivery]:
     """Return the messages to send now beside those under way, at most one for each endpoint."""
     chosen = list(under_way)
-    for turns in _turns[environment]:
+    for turns in _turns[environments]:
         visits = turns.visit(now)
-        while len(chosen) < MAX_CONCURRENT and (delivery := next(visits, None)) is not None:
+        while len(chosen) < MAX_CONCURRENT * len(environments) and (delivery := next(visits, None)) is not None:
             if _is_withdrawn(delivery.endpoint):
                 # Queued by a transaction that ended after the one that disabled the endpoint.
                 _current_attempt(delivery).update(state=DeliveryState.GIVEN_UP, last_error="the endpoint was disabled")
-            elif _may_send(delivery, environment, now) and _has_room(delivery, chosen):
+            elif _may_send(delivery, environments, now) and _has_room(delivery, chosen):
                 chosen.append(delivery)
     return chosen[len(under_way) :]
 
@@ -228,19 +232,22 @@ def _is_withdrawn(endpoint: WebhookEndpoint) -> bool:
     return endpoint.disabled_at is not None and endpoint.account.merchant.status != MerchantStatus.OFFBOARDED
 
 
-def _may_send(delivery: WebhookDelivery, environment: str, now: datetime) -> bool:
-    """Whether the round of the environment may send the due message now."""
+def _may_send(delivery: WebhookDelivery, environments: tuple[str, ...], now: datetime) -> bool:
+    """Whether the round of the environments may send the due message now."""
     endpoint, breaker = delivery.endpoint, breaker_of(delivery.endpoint)
     is_open = breaker is not None and breaker.open_until is not None and breaker.open_until > now
-    return not is_open and endpoint.account.environment == environment
+    return not is_open and endpoint.account.environment in environments
 
 
 def _has_room(delivery: WebhookDelivery, chosen: Sequence[WebhookDelivery]) -> bool:
-    """Whether the endpoint is free, and its account and the endpoints without a reply are below their maximum."""
-    of_account = [each for each in chosen if each.endpoint.account_id == delivery.endpoint.account_id]
-    without_reply = [each for each in chosen if breaker_of(each.endpoint) is not None]
+    """Whether the endpoint is free, and its environment, its account and the endpoints without a reply have room."""
+    account = delivery.endpoint.account
+    beside = [each for each in chosen if each.endpoint.account.environment == account.environment]
+    of_account = [each for each in beside if each.endpoint.account_id == account.pk]
+    without_reply = [each for each in beside if breaker_of(each.endpoint) is not None]
     return (
-        all(each.endpoint_id != delivery.endpoint_id for each in of_account)
+        len(beside) < MAX_CONCURRENT
+        and all(each.endpoint_id != delivery.endpoint_id for each in of_account)
         and len(of_account) < MAX_PER_ACCOUNT
         and (breaker_of(delivery.endpoint) is None or len(without_reply) < MAX_WITHOUT_REPLY)
     )

@@ -436,8 +436,11 @@ def test_account_holds_at_most_its_share_of_the_attempts(clock: Clock) -> None:
     assert at_once[0] <= MAX_PER_ACCOUNT
 
 
-def test_endpoint_without_a_reply_is_paused_and_probed(scene: Scene, clock: Clock) -> None:
+def test_endpoint_without_a_reply_is_paused_and_probed(
+    scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The breaker opens after a few attempts, and one attempt decides again. Waiting messages are not counted."""
+    monkeypatch.setattr(deliveries, "BEGIN_SECONDS", TIMEOUT_SECONDS)
     endpoint, _ = add(scene, "https://hangs.example/")
     for _ in range(9):
         send_notice(scene)
@@ -468,7 +471,7 @@ def test_endpoints_without_a_reply_leave_room_for_others(scene: Scene, clock: Cl
         send_notice(scene, account=account(f"other{number}"))
     add(scene, "https://acme.example/")
     send_notice(scene)
-    chosen = _next_due("sandbox", clock(), [])
+    chosen = _next_due(("sandbox",), clock(), [])
     assert len(chosen) == MAX_WITHOUT_REPLY + 1
     assert scene.sandbox.pk in {delivery.endpoint.account_id for delivery in chosen}
 
@@ -595,6 +598,21 @@ def test_endpoint_gets_one_message_at_a_time_in_order() -> None:
 
     assert deliver_due(send=send) == 5
     assert sent == notices
+
+
+def test_environments_are_delivered_at_the_same_time_by_one_thread(scene: Scene, clock: Clock) -> None:
+    """Webhooks hold one of a worker's four threads, and an endpoint that hangs delays no other environment."""
+    for place in (scene.sandbox, scene.production):
+        add(scene, f"https://{place.environment}.example/", place)
+        send_notice(scene, account=place)
+    both = threading.Barrier(2)
+
+    def send(destination: Destination, *args: Any, **options: Any) -> Reply:
+        both.wait(TIMEOUT_SECONDS)
+        return Reply(200, None)
+
+    assert deliver_due(clock, send) == 2
+    assert set(WebhookDelivery.objects.values_list("state", flat=True)) == {DeliveryState.DELIVERED}
 
 
 @pytest.mark.django_db(transaction=True)

@@ -18,6 +18,7 @@ from keyvault.services.work.leases import (
     finish,
     hold,
     list_due,
+    pause,
     postpone,
     release,
     release_queued,
@@ -119,6 +120,18 @@ def test_lease_postponed_keeps_its_error_until_released(at: datetime) -> None:
     assert WorkLease.objects.get(subject="work").last_error == "x" * 300
     release(claim_lease("work", at + LEASE))
     assert not WorkLease.objects.exists()
+
+
+@pytest.mark.parametrize(("asked", "least", "most"), [(0, 5, 6.25), (30, 30, 37.5), (3_600, 58, 58)])
+def test_lease_paused_waits_as_the_server_asks_within_a_minute(
+    at: datetime, asked: int, least: float, most: float
+) -> None:
+    """An outage uses up no attempt, and its end is noticed within a minute, whatever the server's Retry-After."""
+    pause(claim_lease("work", at), at, "the server is sealed", seconds=asked)
+    due_at = WorkLease.objects.get(subject="work").due_at
+    assert due_at is not None
+    assert least <= (due_at - at).total_seconds() <= most
+    assert claim_lease("work", due_at).attempts == 1
 
 
 def test_lease_woken_is_due_immediately(at: datetime) -> None:

@@ -1,11 +1,15 @@
 """Jobs of which each environment's queue gets a message run once for a round of these messages."""
 
+from collections.abc import Callable
+from types import ModuleType
+
 import pytest
 
 from keyvault.services import maintenance
+from keyvault.services.webhooks import deliveries
 from keyvault.services.work import shared_jobs
 from keyvault.services.work.shared_jobs import SharedJobs
-from keyvault.tasks import issue_approved
+from keyvault.tasks import deliver_webhooks, issue_approved
 
 
 @pytest.fixture
@@ -40,12 +44,17 @@ def test_shared_jobs_run_when_they_are_called_without_a_message(times: list[floa
     assert jobs.begin("issue", "")
 
 
+@pytest.mark.parametrize(
+    ("task", "module", "work"),
+    [(issue_approved, maintenance, "issue_due"), (deliver_webhooks, deliveries, "deliver_due")],
+)
 def test_shared_jobs_task_of_a_second_environment_does_no_work(
-    times: list[float], monkeypatch: pytest.MonkeyPatch
+    times: list[float], monkeypatch: pytest.MonkeyPatch, task: Callable[[str], None], module: ModuleType, work: str
 ) -> None:
+    """Its thread is free for other messages: webhooks hold one of the worker's four threads."""
     runs = []
     monkeypatch.setattr("keyvault.tasks.shared_jobs", SharedJobs())
-    monkeypatch.setattr(maintenance, "issue_due", lambda: runs.append("run"))
-    issue_approved("sandbox")
-    issue_approved("production")
+    monkeypatch.setattr(module, work, lambda: runs.append("run"))
+    task("sandbox")
+    task("production")
     assert runs == ["run"]

@@ -38,7 +38,9 @@ class ServiceEngine(Engine):
         """Do nothing: the services make rotations due themselves."""
 
     def plan_tick(self) -> None:
-        """Schedule the tick for the earliest row that is due."""
+        """Schedule the tick for the earliest row that is due. An allowed use changes no row of the queue."""
+        if self._world.step.actor == "consumer" and not self._world.step.refusals:
+            return
         rows = WorkLease.objects.exclude(queue="").filter(due_at__isnull=False)
         due_at = rows.aggregate(at=Min("due_at"))["at"]
         if due_at == self._tick_at:

@@ -36,6 +36,7 @@ class ServicePeople(People):
 
     def _attempt(self, credential: StoredCredential, act: Callable[[], object], by: str = "person") -> bool:
         world = self._world
+        world.report_uses()
         try:
             act()
         except KeyvaultError as error:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import psycopg
 from django.core.management import call_command
 
+from keyvault.services.usage import recorder
 from rotation.services.rotations import interventions
 from tests.environment import POSTGRES_URL
 from tests.rotation.machine.backend import MemoryBackend
@@ -29,7 +30,11 @@ def service() -> Iterator[MemoryBackend]:
     """Make the services usable in this process; yield their secret backend."""
     logging.disable(logging.CRITICAL)
     try:
-        with stage() as backend, mock.patch.object(interventions, "pause"):
+        with (
+            stage() as backend,
+            mock.patch.object(interventions, "pause"),
+            mock.patch.object(recorder, "sleep"),
+        ):
             yield backend
     finally:
         logging.disable(logging.NOTSET)

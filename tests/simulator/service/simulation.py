@@ -22,6 +22,7 @@ from keyvault.services.secrets.stored_copies import (
     settle_string,
 )
 from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.usage.recorder import Uses as Counts
 from keyvault.services.usage.retention import forget_old, roll_up
 from keyvault.services.work import leases
 from rotation.domain.events import RotationState
@@ -44,29 +45,44 @@ _VERIFIERS, _WORKERS = 2, 3
 
 
 class ReportingVerifier(Verifier):
-    """A verifier with the product's usage log."""
+    """A verifier with the product's usage log, which reports before anything reads the uses, instead of each second.
+
+    `allowed`: uses that the next report has. The truth learns of them with it.
+    """
 
     def __init__(self, name: str, clock: Callable[[], datetime]) -> None:
         super().__init__(name, clock)
-        self._noted_at: datetime | None = None
-        self.log = UsageLog(now=lambda: self._noted_at or self.clock(), reporter_id=f"simulated-{name}")
+        self.log = UsageLog(now=clock, reporter_id=f"simulated-{name}")
+        self.log.add_source(self._take)
+        self.allowed: list[Uses] = []
+        self._counted: list[Counts] = []
         now = self.clock()
         UsageReporter.objects.create(
             reporter_id=self.log.reporter_id, started_at=now, flushed_through_at=now, peppers={}
         )
 
-    def count_use(self, key_id: str, source: str, at: datetime, outcome: UseOutcome) -> None:
-        """Note one use in the log."""
+    def count(self, key_id: str, source: str, at: datetime, outcome: UseOutcome, count: int = 1) -> None:
+        """Count uses in one minute, as the verifier's engine does."""
         caller, _, product = source.partition(" ")
-        self._noted_at = at
-        self.log.note(
-            key_id,
-            source=caller.replace("0/24", "7"),
-            user_agent=f"{product}/1.0",
-            endpoint="orders.create",
-            outcome=outcome,
-        )
-        self._noted_at = None
+        client, seconds = (caller.replace("0/24", "7"), f"{product}/1.0"), at.timestamp()
+        self._counted.append((key_id, "orders.create", *client, "", outcome.value, count, seconds, seconds))
+
+    def _take(self) -> list[Counts]:
+        counted, self._counted = self._counted, []
+        return counted
+
+    def report(self) -> None:
+        """Report, unless the database cannot be reached."""
+        if self.cut_since is not None:
+            return
+        self.log.flush()
+        allowed, self.allowed = self.allowed, []
+        for uses in allowed:
+            uses.report()
+
+    def cut(self) -> None:
+        self.report()
+        super().cut()
 
 
 class RememberingFleet(Fleet):
@@ -116,7 +132,7 @@ class ServiceSimulation(Simulation):
     def _report_history(self, fleet: RememberingFleet) -> None:
         verifier = ReportingVerifier("history", self.draw_clock())
         for at, key, consumer in sorted(getattr(fleet, "uses", []), key=lambda use: use[0]):
-            verifier.count_use(self._ids[key], consumer.source, at, UseOutcome.ALLOWED)
+            verifier.count(self._ids[key], consumer.source, at, UseOutcome.ALLOWED)
         verifier.log.flush(is_final=True)
 
     def _start_verifier(self, number: int) -> ReportingVerifier:
@@ -139,24 +155,19 @@ class ServiceSimulation(Simulation):
         self.people.interfere(rotation)
 
     def report_uses(self) -> None:
-        """Let every verifier that reaches the database report, as it does each second."""
+        """Let every verifier report, before anything reads the uses or the time up to which they are complete."""
         for verifier in self.verifiers.verifiers:
-            if verifier.cut_since is None and isinstance(verifier, ReportingVerifier):
-                verifier.log.flush()
+            assert isinstance(verifier, ReportingVerifier)
+            verifier.report()
 
     def record_uses(self, uses: Uses, verifier: Verifier) -> None:
         assert isinstance(verifier, ReportingVerifier)
         key_id, source = self._ids[uses.key], uses.consumer.source
         minutes = (uses.last_at - uses.first_at) // MINUTE + 1
         for minute in range(minutes):
-            for _ in range(min(20, -(-uses.count // minutes))):
-                verifier.count_use(key_id, source, uses.first_at + minute * MINUTE, UseOutcome.ALLOWED)
-
-        def report() -> None:
-            verifier.log.flush()
-            uses.report()
-
-        verifier.note(report)
+            at = uses.first_at + minute * MINUTE
+            verifier.count(key_id, source, at, UseOutcome.ALLOWED, -(-uses.count // minutes))
+        verifier.note(lambda: verifier.allowed.append(uses))
 
     def record_attempt(self, consumer: Consumer, key: StoredKey, verifier: Verifier) -> None:
         self._note_attempt(verifier, key, consumer.source)
@@ -166,8 +177,8 @@ class ServiceSimulation(Simulation):
 
     def _note_attempt(self, verifier: Verifier, key: StoredKey, source: str) -> None:
         assert isinstance(verifier, ReportingVerifier)
-        verifier.count_use(self._ids[key], source, verifier.clock(), UseOutcome.REFUSED)
-        verifier.note(verifier.log.flush)
+        verifier.count(self._ids[key], source, verifier.clock(), UseOutcome.REFUSED)
+        verifier.note(verifier.report)
 
     def _begin(self) -> None:
         super()._begin()
@@ -175,6 +186,7 @@ class ServiceSimulation(Simulation):
 
     def _maintain(self) -> None:
         """Roll usage up, delete expired rows, and reconcile the backend's copies with the rows."""
+        self.report_uses()
         now = self.clock.now
         roll_up(now)
         forget_old(now)
@@ -237,7 +249,7 @@ class ServiceSimulation(Simulation):
             credential.in_backend, credential.in_backend_since = read, self.clock.now
             self.note(credential, f"{read.key_id} is in the backend")
         if credential.rotations and not credential.rotations[-1].is_closed:
-            self._mirror_rotation(credential.rotations[-1])
+            self._mirror_rotation(credential.rotations[-1], by)
 
     def _mirror_key(self, credential: StoredCredential, row: Key, by: str) -> None:
         key, state = self._keys.get(row.key_id), KeyState(row.state)
@@ -257,17 +269,19 @@ class ServiceSimulation(Simulation):
         key.is_expired = row.retirement == RetirementReason.EXPIRED
         key.is_delivered = key.is_delivered or row.key_id in self.backend.delivered
 
-    def _mirror_rotation(self, rotation: StoredRotation) -> None:
+    def _mirror_rotation(self, rotation: StoredRotation, by: str) -> None:
         row = Rotation.objects.get(pk=rotation.rotation_id)
         was = rotation.state
         rotation.state = row.current_state
         rotation.stalled_from = None if row.stalled_from is None else S(row.stalled_from)
         rotation.replacement = None if row.replacement_id is None else self._keys[row.replacement_id]
-        rotation.has_approval = row.bypassed_at is not None or row.approvals.count() >= row.approvals_needed
+        if by != "engine":
+            # Only people approve and waive.
+            rotation.has_approval = row.bypassed_at is not None or row.approvals.count() >= row.approvals_needed
+            rotation.waived = list_waived(row, row.predecessor)
         rotation.entered_at, rotation.why, rotation.deadline = row.entered_at, row.why, row.deadline_at
         rotation.used_at, rotation.quarantined_at = row.used_at, row.quarantined_at
         rotation.reinstated_at, rotation.silence_waived = row.reinstated_at, row.waived_at is not None
-        rotation.waived = list_waived(row, row.predecessor)
         alarm = Notice.objects.filter(subject=rotation.rotation_id, is_alarm=True).order_by("created_at").last()
         rotation.alarmed_at = None if alarm is None else alarm.created_at
         if rotation.state is was:

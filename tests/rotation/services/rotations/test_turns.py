@@ -14,6 +14,7 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from keyvault.access.permissions import Permission as P
+from keyvault.domain.environments import Environment
 from keyvault.models import Verifier, WorkLease
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import get_key, resume_key, suspend_key
@@ -27,7 +28,7 @@ from rotation.services.rotations import engine, turns
 from rotation.services.rotations.engine import MAX_ATTEMPTS, POLL_SECONDS, advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation, subject_of
-from rotation.services.rotations.requests import reissue_key
+from rotation.services.rotations.requests import approve_rotation, reissue_key
 from rotation.services.rotations.turns import Turn, TurnDispatcher, dispatch_due
 from tests.clocks import Clock
 from tests.rotation import scene
@@ -139,6 +140,16 @@ def test_acknowledgement_makes_the_turn_due(clock: Clock, verifier: UsageLog) ->
     rotation = advance(begun(clock), clock)
     assert list_due(clock) == []
     scene.acknowledge_replacement(rotation.rotation_id, clock())
+    assert list_due(clock) == [rotation.rotation_id]
+
+
+def test_approval_makes_the_turn_due(clock: Clock) -> None:
+    key, _ = scene.first_key(clock(), environment=Environment.PRODUCTION)
+    rotation = advance(scene.rotate(key.credential, clock(), quiet_seconds=3_600, quarantine_seconds=600), clock)
+    assert (rotation.state, list_due(clock)) == ("awaiting_approval", [])
+    account, requester = rotation.credential.account, rotation.requester_person
+    grant = authorize(scene.approver(), P.ROTATIONS_APPROVE, account, now=clock(), requester_person=requester)
+    approve_rotation(grant, rotation, rotation.plan_digest)
     assert list_due(clock) == [rotation.rotation_id]
 
 
