@@ -249,7 +249,7 @@ def test_invite_operator_on_the_embedded_backend_gives_every_role() -> None:
     for name in ("one", "two", "three"):
         run("invite_operator", name, "--role", "approver")
     row = Operator.objects.get(username="three")
-    assert (row.roles, row.access_scope) == ({Role.APPROVER}, EVERYWHERE)
+    assert (row.roles, row.access_scope) == (frozenset({Role.APPROVER}), EVERYWHERE)
     assert Notice.objects.filter(kind="operator.invited", is_alarm=True, subject="three").exists()
 
 
