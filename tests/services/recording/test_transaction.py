@@ -803,6 +803,7 @@ def test_service_writes_exactly_its_entries_and_change_rows(scene: Scene, name: 
     assert [kind for kind, _ in changes] == ACTIONS[name].changes
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", ACTIONS)
 def test_service_whose_entry_cannot_be_written_changes_nothing(
     scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
@@ -820,6 +821,7 @@ def test_service_whose_entry_cannot_be_written_changes_nothing(
     assert changed_tables(before, dump_tables()) == set()
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", [name for name, action in ACTIONS.items() if action.changes])
 def test_service_whose_change_row_cannot_be_written_changes_nothing(
     scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
