@@ -2,7 +2,7 @@
 
 Importing this file sets Django up in a place of its own (`environment.py`), before any other conftest or test
 is imported. Markers: `database` runs on SQLite and on PostgreSQL, `postgres` only there, `redis` and
-`openbao` are put on every test that asks for such a server.
+`openbao` are put on every test that asks for such a server. `sqlite` and `postgres_once` take tests out again.
 """
 
 import gc
@@ -85,13 +85,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep the tests of this run's database; mark those that need a Redis or a Vault (before `-m` is read)."""
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
+    seen: set[str] = set()
     for item in items:
         if "redis_server_url" in getattr(item, "fixturenames", ()):
             item.add_marker("redis")
         if not VAULTS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("openbao")
             item.add_marker("long")
-        (kept if _belongs_here(item) else dropped).append(item)
+        (kept if _belongs_here(item) and not _is_repeated(item, seen) else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
@@ -101,7 +102,19 @@ def _belongs_here(item: pytest.Item) -> bool:
     only_postgres = item.get_closest_marker("postgres") is not None
     if PLACE.database == "sqlite":
         return not only_postgres
+    if item.get_closest_marker("sqlite") is not None:
+        return False
     return only_postgres or item.get_closest_marker("database") is not None
+
+
+def _is_repeated(item: pytest.Item, seen: set[str]) -> bool:
+    """Whether a test marked `postgres_once` is in `seen` with other parameters, in a run on PostgreSQL."""
+    if PLACE.database == "sqlite" or item.get_closest_marker("postgres_once") is None:
+        return False
+    test = item.nodeid.partition("[")[0]
+    is_repeated = test in seen
+    seen.add(test)
+    return is_repeated
 
 
 @pytest.hookimpl(optionalhook=True)

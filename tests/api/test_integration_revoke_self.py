@@ -115,6 +115,7 @@ def test_revoke_self_is_never_rate_limited(ask: Ask) -> None:
     assert ask("POST", URL, key=text).status_code == 202
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("stop", ["key", "account", "merchant", "superseded"])
 def test_revoke_self_of_an_already_stopped_key_marks_it_compromised(ask: Ask, stop: str) -> None:
     """A suspension could be lifted, so the leaked key is revoked nevertheless."""

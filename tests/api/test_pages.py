@@ -143,6 +143,7 @@ def test_page_takes_as_many_queries_for_many_rows_as_for_one(call: Call, rows: R
     assert counts[0] == counts[1]
 
 
+@pytest.mark.postgres_once
 @lists
 @pytest.mark.parametrize(
     "query",

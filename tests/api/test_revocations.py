@@ -86,6 +86,7 @@ def test_revoke_wait_is_capped_by_the_server(call: Call) -> None:
     assert response.body["receipt"]["complete"] is True
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("prefer", [None, "respond-async", "wait", "wait=soon", "wait=-1", 'wait="5', "x" * 4000])
 def test_revoke_without_a_valid_wait_has_no_receipt(call: Call, prefer: str | None) -> None:
     """A malformed or unknown preference is ignored (RFC 7240)."""

@@ -16,6 +16,7 @@ from keyvault.models import Key, KeyUse, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog, Uses
 from tests.factories import account, issue, make_merchant, make_token
+from tests.starting_rows import start_with
 
 from .priming import Primed, prime
 
@@ -24,6 +25,10 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 @pytest.fixture
 def keys(db: None) -> dict[KeyKind, tuple[Key, str]]:
+    return start_with(_make_keys)
+
+
+def _make_keys() -> dict[KeyKind, tuple[Key, str]]:
     make_merchant("acme")
     made = {kind: issue(account(), kind=kind) for kind in KeyKind}
     return {kind: (key, text.reveal()) for kind, (key, text) in made.items()}

@@ -132,6 +132,7 @@ def test_audit_check_of_a_rolled_back_log_fails_with_kept_checkpoints(
     assert "the log was rolled back" in done.stdout
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("damage", "reported"),
     [

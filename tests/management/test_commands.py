@@ -252,6 +252,7 @@ def test_catalog_lists_every_endpoint_of_the_contract() -> None:
     }
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

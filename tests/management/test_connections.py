@@ -64,6 +64,7 @@ def test_set_connection_reads_standard_input(monkeypatch: pytest.MonkeyPatch) ->
     assert stored() == '{"user": "a", "password": "b"}'
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("content", "reason"),
     [(b"", "must not be empty"), (b"\xff\xfe", "UTF-8"), (b"x" * 20_000, "8192 bytes"), (b"sk_live_51H", "live key")],

@@ -319,6 +319,7 @@ def test_list_operators_shows_roles_state_and_last_sign_in_without_hash() -> Non
     assert "pbkdf2" not in output.getvalue()
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("command", "ours"),
     [
@@ -447,6 +448,7 @@ OUTSIDE = {
 """Commands in the name of `limited`, whose scope is globex/sandbox."""
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("arguments", OUTSIDE.values(), ids=OUTSIDE)
 def test_command_of_an_operator_outside_of_the_scope_is_refused(arguments: str) -> None:
     """Guarantee: the command line has the same scope as the console."""

@@ -71,6 +71,7 @@ def test_set_limit_is_recorded_with_the_operator_and_the_host_user() -> None:
     assert body["details"]["host_user"]
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("arguments", "returncode"),
     [

@@ -163,6 +163,7 @@ def minute(at: datetime) -> datetime:
     return at.replace(second=0, microsecond=0)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.database
 @pytest.mark.django_db
 @pytest.mark.parametrize("request_by", REQUESTS)
@@ -174,6 +175,7 @@ def test_plan_field_at_its_bounds_is_accepted_at_every_entry_point(name: str, re
         assert getattr(plan, name) == values[name]
 
 
+@pytest.mark.postgres_once
 @pytest.mark.database
 @pytest.mark.django_db
 @pytest.mark.parametrize("request_by", REQUESTS)
@@ -219,6 +221,7 @@ def test_plan_field_out_of_bounds_says_what_was_wrong_and_what_is_accepted(
     assert FIELDS[name].find_fault(value, environment, datetime(2026, 11, 21, tzinfo=UTC)) == sentence
 
 
+@pytest.mark.postgres_once
 @pytest.mark.database
 @pytest.mark.django_db
 @pytest.mark.parametrize("request_by", REQUESTS)
@@ -228,6 +231,7 @@ def test_plan_with_a_waived_source_that_never_used_the_key_is_refused_at_every_e
     assert not Rotation.objects.exists()
 
 
+@pytest.mark.postgres_once
 @pytest.mark.database
 @pytest.mark.django_db
 @pytest.mark.parametrize("name", BOUNDED_NUMBERS)
@@ -241,6 +245,7 @@ def test_plan_field_below_the_minimum_of_production_is_refused_there(name: str) 
     assert [(fault.pointer, fault.detail) for fault in caught.value.faults] == [(f"/{name}", sentence)]
 
 
+@pytest.mark.postgres_once
 @pytest.mark.database
 @pytest.mark.django_db
 @pytest.mark.parametrize("name", [field.name for field in SHARED_FIELDS if field.type in NUMBERS])

@@ -64,6 +64,7 @@ def details_of(event: str) -> dict[str, Any]:
     return details
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("role", list(Role))
 def test_role_added_by_one_person_is_no_approving_one(scene: Scene, role: Role) -> None:
     """Guarantee: no single key administrator makes another operator an approver or an administrator."""

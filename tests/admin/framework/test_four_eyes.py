@@ -122,6 +122,7 @@ def test_every_action_that_takes_a_second_person_is_in_the_table() -> None:
     assert set(deciding_actions()) == set(ROWS)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(("page", "make"), CASES)
 def test_action_by_whoever_asked_is_refused_at_each_of_their_log_ins(desk: Desk, page: str, make: Any) -> None:
     """Four eyes are two persons': neither a role that may do both, nor another log-in of the same person, counts."""
@@ -143,6 +144,7 @@ def test_action_by_whoever_asked_is_refused_at_each_of_their_log_ins(desk: Desk,
     assert browser(desk.approver).get(url).status_code == 409
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(("page", "make"), BOUND)
 def test_approval_is_bound_to_the_digest_that_was_shown(desk: Desk, page: str, make: Any) -> None:
     """An approval is for exactly what stood on the page: its digest goes with the form, and another's is refused."""

@@ -84,6 +84,7 @@ def test_rotate_campaign_with_a_refused_approval_is_canceled(clock: Clock) -> No
     assert Campaign.objects.get().state == C.CANCELLED
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

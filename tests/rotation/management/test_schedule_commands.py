@@ -74,6 +74,7 @@ def test_set_schedule_for_one_credential_or_an_environment() -> None:
     assert RotationSchedule.objects.count() == 2
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("arguments", "because"),
     [

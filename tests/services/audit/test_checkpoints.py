@@ -460,6 +460,7 @@ TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
 }
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", TAMPERINGS)
 def test_verify_checkpoints_of_a_tampered_log_names_the_first_broken_checkpoint(
     written: Iterator[datetime], name: str

@@ -183,6 +183,7 @@ def test_wait_ends_with_the_last_confirmation(sequence: int, clock: Clock) -> No
     assert clock.slept < 0.1
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(("requested", "waited"), [(0, 0), (1, 1), (5, 5), (6, 5), (999_999_999, 5)])
 def test_wait_without_confirmation_lasts_as_requested_up_to_the_maximum(
     sequence: int, clock: Clock, requested: int, waited: int

@@ -178,6 +178,7 @@ def test_service_request_with_a_recipient_changed_after_issuance_is_not_handed_o
         collect(requester.service, fresh(request))
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("delivery", "recipient", "pointer"),
     [

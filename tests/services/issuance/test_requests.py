@@ -229,6 +229,7 @@ def test_issuance_request_expired_before_its_time_is_refused(scene: Scene) -> No
         requests.expire_issuance(grant(WORKER, P.ISSUANCE_EXECUTE, scene.production, at=at), request)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("options", "pointer"),
     [
@@ -321,6 +322,7 @@ def test_issuance_approved_with_another_digest_is_refused(scene: Scene) -> None:
     assert fresh(request).state == S.PENDING
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     "changes",
     [
@@ -367,6 +369,7 @@ def test_issuance_withdrawn_by_another_person_is_refused(scene: Scene) -> None:
         requests.withdraw_issuance(grant(scene.admin, P.ISSUANCE_WITHDRAW, scene.production), request)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("role", "allowed"),
     [

@@ -73,6 +73,7 @@ def test_credential_restricted_is_audited_with_old_and_new(scene: Scene) -> None
     assert details["new"] == {"networks": ["192.0.2.7/32"], "origin_header": "report"}
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     "text", ["", "x", "192.0.2.1/24", "192.0.2.0/33", "::ffff:192.0.2.0/120", "fe80::1%eth0", "0xc0000200", "1" * 99]
 )

@@ -171,6 +171,7 @@ def test_key_expired_before_its_time_is_refused(scene: Scene) -> None:
             lifecycle.expire_key(engine(scene, at=at), one)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("reason", list(RevocationReason))
 def test_key_revoked_keeps_its_reason_and_loses_its_stored_copy(scene: Scene, reason: RevocationReason) -> None:
     """Each reason of RFC 5280 revokes the key immediately and schedules its stored copy for destruction."""
@@ -242,6 +243,7 @@ def test_key_revoked_with_evidence_cites_it_in_the_audit_entry(scene: Scene) -> 
 # ------------------------------------------------------------------------------------------------- permissions
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", MOVES)
 def test_key_moved_with_a_read_grant_is_refused(scene: Scene, name: str) -> None:
     """Each service requires its own permission."""

@@ -106,6 +106,7 @@ def test_endpoint_limit_cleared_when_absent_changes_nothing(scene: Scene) -> Non
     assert AuditEntry.objects.count() == entries
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", ["no.such", "credentials.revoke_self", ""])
 @pytest.mark.parametrize("limit", [Limit(5, 1), None])
 def test_endpoint_limit_of_an_unlimited_or_unknown_endpoint_is_refused(

@@ -45,6 +45,7 @@ def test_order_created_writes_one_row_and_one_audit_entry(scene: Scene) -> None:
     }
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("amount_minor", "currency", "customer_id", "pointers"),
     [

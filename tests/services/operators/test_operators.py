@@ -40,6 +40,7 @@ def test_roles_equal_the_groups_of_the_migration(db: None) -> None:
     assert set(Group.objects.values_list("name", flat=True)) == {role.value for role in Role}
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("role", list(Role))
 def test_operator_principal_holds_the_permissions_of_its_roles(db: None, role: Role) -> None:
     operator = make_operator("operator", role)
@@ -180,6 +181,7 @@ def test_operator_scope_is_replaced_audited_and_ends_sessions(db: None) -> None:
     assert operator_principal(Operator.objects.get()).scope == EVERYWHERE
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("scope", "pointer"),
     [

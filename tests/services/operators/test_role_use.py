@@ -17,6 +17,7 @@ from tests.factories import grant, make_operator, now
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("permissions", "roles"),
     [

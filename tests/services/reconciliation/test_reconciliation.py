@@ -272,6 +272,7 @@ def test_reconcile_killed_midway_is_finished_by_the_next_run(
 # --- a backend with a rolled back storage -------------------------------------------------------------------
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("due", [Material.DESTROY_DUE, Material.DELETE_DUE, Material.RESTORE_DUE])
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_reused_version_number_never_affects_another_key_s_copy(scene: Scene, due: Material, is_hidden: bool) -> None:
@@ -330,6 +331,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("what", FOREIGN)
 def test_reconcile_reports_an_unattributed_copy_and_keeps_it(scene: Scene, what: str) -> None:
     """An unattributed copy is never deleted; the alarm is raised once, and every report lists the copy."""
@@ -520,6 +522,7 @@ def test_reconcile_when_denied_is_incomplete_and_alarms_once(
     assert (len(calls), denials()) == (2, ["sandbox"])
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("call", ["destroy", "soft_delete", "undelete", "forget"])
 def test_maintenance_when_denied_stops_and_alarms_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, call: str
@@ -695,6 +698,7 @@ def test_maintenance_forgets_no_path_before_every_copy_is_destroyed(scene: Scene
     assert is_path_known(other.credential)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("call", ["versions", "forget"])
 @pytest.mark.parametrize("error", [BackendUnavailableError("sealed"), BackendDeniedError("refused", status=403)])
 def test_maintenance_that_fails_to_forget_a_path_retries(

@@ -140,6 +140,7 @@ def test_audit_of_an_empty_database_is_intact(db: None) -> None:
     assert verify_audit().first_broken is None
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", TAMPERINGS)
 def test_audit_of_a_tampered_chain_names_the_first_broken_entry(written: Scene, name: str) -> None:
     """Edits, deletions, reorderings, truncations and additions without triggers are found where they begin."""

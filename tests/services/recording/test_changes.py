@@ -52,6 +52,7 @@ def unique(subjects: list[Subject]) -> list[Subject]:
 # ------------------------------------------------------------------------------------------------------- every action
 
 
+@pytest.mark.postgres_once
 @pytest.mark.django_db
 @pytest.mark.parametrize("name", [name for name, action in ACTIONS.items() if action.changes])
 def test_service_notifies_the_host_of_its_change_rows(
@@ -136,6 +137,7 @@ REVOCATIONS = [
 ]
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", REVOCATIONS)
 def test_service_revocation_repeated_notifies_the_host_again(
     busy: Scene, shared: HostGeneration, name: str, monkeypatch: pytest.MonkeyPatch

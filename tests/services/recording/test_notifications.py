@@ -57,6 +57,7 @@ def test_notice_outside_a_recorded_block_is_refused(scene: Scene) -> None:
         announce(allowed(scene), NoticeKind.KEY_REVOKED, scene.sandbox, "k" * 16)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("kind", NoticeKind)
 def test_notice_of_each_kind_is_stored_and_alarms_as_listed(scene: Scene, kind: NoticeKind) -> None:
     add_endpoint(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), scene.sandbox, "https://acme.example/")

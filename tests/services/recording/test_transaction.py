@@ -853,6 +853,7 @@ def test_service_that_changes_an_operator_ends_its_sessions(scene: Scene, name: 
     assert ended == ([1] if is_changed else [])
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", ACTIONS)
 def test_service_whose_entry_cannot_be_written_changes_nothing(
     scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
@@ -870,6 +871,7 @@ def test_service_whose_entry_cannot_be_written_changes_nothing(
     assert changed_tables(before, dump_tables()) == set()
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", [name for name, action in ACTIONS.items() if action.changes])
 def test_service_whose_change_row_cannot_be_written_changes_nothing(
     scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch

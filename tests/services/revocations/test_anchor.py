@@ -108,9 +108,9 @@ LOGS: dict[str, Callable[[Path, bytes, bytes], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("log", "is_anchored", "is_restored"), list(itertools.product(LOGS, (True, False), (True, False)))
-)
+@pytest.mark.parametrize(("is_anchored", "is_restored"), list(itertools.product((True, False), (True, False))))
+# The damaged logs are files: the database gets the same statements.
+@pytest.mark.parametrize("log", [pytest.param(log, marks=() if log == "kept" else pytest.mark.sqlite) for log in LOGS])
 def test_revoked_keys_stay_revoked_after_a_restore(
     scene: Scene, settle: Callable[[], None], path: Path, log: str, is_anchored: bool, is_restored: bool
 ) -> None:

@@ -133,7 +133,14 @@ def _deleted_customer_token(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("issue_one", [_key, _service_token, _customer_token, _deleted_customer_token])
-@pytest.mark.parametrize("remaining", [None, b"", line_bytes(OPENED)[:20]])
+@pytest.mark.parametrize(
+    "remaining",
+    [
+        None,
+        pytest.param(b"", marks=pytest.mark.sqlite),
+        pytest.param(line_bytes(OPENED)[:20], marks=pytest.mark.sqlite),
+    ],
+)
 def test_start_without_the_log_of_an_issued_key_or_token_is_refused(
     scene: Scene, path: Path, issue_one: Callable[[Scene], None], remaining: bytes | None
 ) -> None:

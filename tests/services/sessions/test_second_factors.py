@@ -116,6 +116,7 @@ def test_totp_code_older_than_the_last_accepted_one_is_refused(tam: Operator, se
     assert not is_accepted(tam, totp_code(seed, now), now)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(("periods", "is_right"), [(-2, False), (-1, True), (0, True), (1, True), (2, False)])
 def test_totp_code_of_a_neighboring_period_is_accepted(
     tam: Operator, seed: Plaintext, now: datetime, periods: int, is_right: bool
@@ -123,6 +124,7 @@ def test_totp_code_of_a_neighboring_period_is_accepted(
     assert is_accepted(tam, totp_code(seed, now + periods * PERIOD), now) is is_right
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     "change",
     [

@@ -92,6 +92,7 @@ def test_customer_token_chain_removed_is_reported(scene: Scene) -> None:
     assert verify_audit().first_broken == Break("customer_tokens.3:acme/production", 0, "the chain is missing")
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("requested", "bound", "expected"), [(None, 3600, 900), (None, 60, 60), (None, 900, 900), (1, 60, 1), (60, 60, 60)]
 )
@@ -104,6 +105,7 @@ def test_customer_token_lifetime_is_as_requested_or_fifteen_minutes_within_the_b
     assert token.expires_at - token.created_at == timedelta(seconds=expected)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("customer_id", "ttl_seconds", "pointer"),
     [

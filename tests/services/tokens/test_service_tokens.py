@@ -120,6 +120,7 @@ def test_token_for_named_merchants_finds_no_others(scene: Scene) -> None:
                 assert verdict.code is ErrorCode.NOT_FOUND
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("permission", sorted(set(P) - SERVICE_PERMISSIONS))
 def test_token_with_a_permission_for_persons_is_refused(scene: Scene, permission: P) -> None:
     """Decisions such as approving, resuming and setting up require a person."""
@@ -136,6 +137,7 @@ def test_token_with_a_forged_approval_permission_is_denied(scene: Scene) -> None
     assert isinstance(verdict, Denial)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("options", "pointer"),
     [

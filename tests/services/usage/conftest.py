@@ -10,6 +10,7 @@ from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from tests.clocks import Clock
 from tests.factories import account, issue, make_merchant
+from tests.starting_rows import start_with
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 SECOND = timedelta(seconds=1)
@@ -31,6 +32,10 @@ def log(clock: Clock, db: None) -> UsageLog:
 
 
 def make_key() -> Key:
+    return start_with(_make_key)
+
+
+def _make_key() -> Key:
     make_merchant("acme")
     return issue(account())[0]
 

@@ -65,6 +65,7 @@ def broken_database(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------------- counting
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("field", ["source", "user_agent", "endpoint", "origin"])
 @pytest.mark.parametrize("before", ["", "x" * 20, "x" * 480])
 def test_usage_with_a_key_string_in_a_client_field_is_redacted(

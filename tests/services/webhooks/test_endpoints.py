@@ -110,6 +110,7 @@ def test_endpoint_of_an_unserved_environment_is_refused(scene: Scene) -> None:
     load_peppers.cache_clear()
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     "url",
     [
@@ -180,6 +181,7 @@ def test_endpoint_added_twice_concurrently_exists_once() -> None:
     assert WebhookEndpoint.objects.count() == 1
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("action", ["add", "rotate", "disable", "enable", "test"])
 def test_endpoint_changed_with_another_grant_is_refused(scene: Scene, action: str) -> None:
     """A grant for another permission or environment does not suffice."""

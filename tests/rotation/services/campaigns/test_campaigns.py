@@ -88,6 +88,7 @@ def test_request_with_a_suspended_key_leaves_the_credential_out(clock: Clock) ->
     assert asked(clock).selection["left_out"] == {"no_usable_key": 1}
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("chosen", "pointers"),
     [
@@ -216,6 +217,7 @@ def test_approve_of_another_digest_is_refused(clock: Clock) -> None:
         approve_campaign(grant, campaign, "0" * 64)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("altered", ["pace", "overrides", "selection", "members"])
 def test_approve_of_an_altered_campaign_is_refused(clock: Clock, altered: str) -> None:
     """An attacker who alters the rows gets no approval for them and starts no rotation."""
@@ -226,6 +228,7 @@ def test_approve_of_an_altered_campaign_is_refused(clock: Clock, altered: str) -
         approved(clock, get_campaign(campaign.pk))
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("altered", ["pace", "overrides", "selection", "members"])
 def test_tick_of_a_campaign_altered_after_its_approval_begins_nothing(clock: Clock, altered: str) -> None:
     """The approval covers what was shown: an altered campaign halts, and no operator can resume it."""

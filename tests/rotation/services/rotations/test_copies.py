@@ -149,6 +149,7 @@ def test_predecessor_resumed_by_an_operator_stalls_and_has_its_copy_restored(clo
     assert (rotation.state, copy_of(rotation.predecessor)) == (S.STALLED, HELD)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("reason", [RevocationReason.UNSPECIFIED, RevocationReason.KEY_COMPROMISE])
 @pytest.mark.parametrize("is_hidden", [True, False])
 def test_predecessor_ended_in_quarantine_has_its_copy_destroyed(
@@ -166,6 +167,7 @@ def test_predecessor_ended_in_quarantine_has_its_copy_destroyed(
     )
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("reason", [RevocationReason.UNSPECIFIED, RevocationReason.KEY_COMPROMISE])
 @pytest.mark.parametrize("is_destroyed_first", [True, False])
 def test_replacement_ended_in_quarantine_makes_the_predecessor_readable(

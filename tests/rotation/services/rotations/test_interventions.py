@@ -132,6 +132,7 @@ def test_aborted_in_each_state_does_what_was_reviewed(
         assert new == ("active" if expected is S.ROLLING_BACK else "deactivated")
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("state", [S.SCHEDULED, S.STAGED, S.AWAITING_PROOF, S.OVERLAP])
 def test_aborted_while_stalled_depends_on_the_state_it_stalled_in(
     state: S, clock: Clock, verifier: UsageLog, monkeypatch: Patch

@@ -34,6 +34,7 @@ def alarms(rotation: Rotation) -> list[str]:
     return [str(notice.kind) for notice in Notice.objects.filter(subject=rotation.rotation_id, is_alarm=True)]
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("changes", DAMAGES.values(), ids=DAMAGES)
 def test_rotation_with_an_unreadable_plan_stalls_and_the_others_continue(
     clock: Clock, verifier: UsageLog, changes: dict[str, Any]

@@ -185,6 +185,7 @@ def test_command_prints_the_calendar_or_one_json_object() -> None:
     assert "No scheduled key" in output_of("--environment", "production")
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("days", ["0", "733", "soon", "-1"])
 def test_command_with_invalid_days_is_refused(days: str) -> None:
     with pytest.raises(CommandError):

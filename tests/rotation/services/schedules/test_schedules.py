@@ -103,6 +103,7 @@ def test_schedule_saved_again_updates_the_row_and_its_owner(clock: Clock) -> Non
     assert events("schedule.") == ["schedule.saved", "schedule.saved"]
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("terms", "pointer"),
     [
@@ -130,6 +131,7 @@ def test_schedule_that_is_infeasible_is_refused_with_the_field(
     assert not RotationSchedule.objects.exists()
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", ["not_before", "deadline", "retire_at"])
 def test_schedule_with_a_date_in_its_plan_is_refused(clock: Clock, name: str) -> None:
     with pytest.raises(RequestInvalidError) as refused:
@@ -221,6 +223,7 @@ def test_calendar_changed_while_a_schedule_is_saved_makes_one_of_them_conflict(c
     assert BlackoutCalendar.objects.get().version == version + 1
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("name", "periods", "pointer"),
     [
