@@ -80,7 +80,8 @@ class Book:
 
     def idle(self, rounds: int) -> dict[str, Any]:
         """Measure each job a few times with nothing due, in ms; the first time is not counted."""
-        return {name: [_cost(job)[0] for _ in range(rounds + 1)][1:] for name, job in _list_jobs()}
+        with _checkpoints_due():
+            return {name: [_cost(job)[0] for _ in range(rounds + 1)][1:] for name, job in _list_jobs()}
 
     def due(self, count: int) -> dict[str, Any]:
         """Measure one run of each job with so many rows due, in ms."""

@@ -381,7 +381,7 @@ def _is_before_second(record: Any, made: Logbook) -> bool:
     """Return whether the record is outside the sandbox, or an entry that its first two checkpoints sign."""
     match record:
         case ChainedEntry():
-            heads = _at(made, 1).heads | _at(made).heads
+            heads = {**_at(made, 1).heads, **_at(made).heads}
             return record.chain == "platform" or record.sequence <= heads[record.chain].sequence
         case SignedCheckpoint():
             return record.scope != "sandbox"

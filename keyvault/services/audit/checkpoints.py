@@ -185,7 +185,8 @@ def _sign_next(scope: PepperSet, now: datetime) -> int:
         # database may have forged it for a log that was rewritten.
         _require_complete(scope, marks)
     checked, checked_through = _list_next_checked(scope, signed)
-    _require_signed_entries(scope, [*chains, *checked])
+    # One reading of each row: another worker may have signed it in between.
+    _require_signed_entries(scope, list({chain.name: chain for chain in [*chains, *checked]}.values()))
     number, previous = (1, FIRST) if signed is None else (signed.number + 1, signed.digest)
     heads = _as_heads(chains)
     body = checkpoint_bytes(Checkpoint(scope, number, now, previous, heads, checked_through))
@@ -328,8 +329,7 @@ def _require_complete(scope: str, marks: CheckpointMarks | None) -> None:
     """
     walk, broken = _walk(scope, None, _add_marks({}, marks))
     if broken is not None:
-        number, why = broken
-        raise IntegrityError("The audit log is damaged.", internal=f"{scope} checkpoint {number}: {why}")
+        raise IntegrityError("The audit log is damaged.", internal=f"{scope} checkpoint {broken[0]}: {broken[1]}")
     why = _find_mismatch(walk.heads, read_heads(scope))
     if why is not None:
         raise IntegrityError("The audit log is damaged.", internal=f"{scope}: {why}")
