@@ -922,7 +922,7 @@ def test_triggers_approval_in_the_name_of_another_is_refused(world: World) -> No
 
 def test_triggers_login_moved_to_another_person_is_refused(world: World) -> None:
     """The comparison of persons depends on each login staying with its person."""
-    with refused("an operator keeps the user name and the person"):
+    with refused("an operator keeps the user name and, once it has a scope, the person"):
         update("keyvault_operator", {"person": "per_somebody"}, username="tam-too")
 
 

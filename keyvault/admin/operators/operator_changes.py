@@ -52,16 +52,12 @@ def _state(change: OperatorChange) -> str:
 
 
 def _explain(change: OperatorChange) -> str:
-    if change.kind == K.ROLES:
+    if change.kind != K.SECOND_FACTORS_RESET:
         return (
-            "You approve exactly the roles below. They apply immediately, and the operator signs in again. Ask "
-            "the requester why they are needed."
-        )
-    if change.kind == K.SCOPE:
-        return (
-            "You approve exactly the scope below, and that the operator's person has no other operators than those "
-            "named below: one person with two operators could approve their own requests. Ask the operator in person. "
-            "If one is missing, reject the request."
+            "You approve exactly the roles and the scope below. They apply immediately, and the operator signs in "
+            "again. Ask the requester why they are needed. You also approve that the person has no other operators "
+            "than those named below: one person with two could approve their own requests. If one is missing, reject "
+            "the request."
         )
     return (
         "All second factors of the operator are removed immediately, and all its sessions end. Confirm the request "
@@ -130,23 +126,19 @@ class OperatorChangeAdmin(ConsoleModelAdmin):
     def summary(self, row: OperatorChange) -> FactTable:
         """Return what the digest covers."""
         url = reverse("admin:keyvault_operator_change", args=[row.operator_id])
-        shown = {
-            K.ROLES: [
-                ("Roles before", format_roles(row.roles_before.split())),
-                ("Roles after", format_roles(row.roles.split())),
-            ],
-            K.SCOPE: [
-                ("Scope before", str(AccessScope.from_json(row.scope_before))),
-                ("Scope after", str(AccessScope.from_json(row.scope))),
-                ("Other operators of this person", format_others(row.operator)),
-            ],
-        }
+        access = [
+            ("Roles before", format_roles(row.roles_before.split())),
+            ("Roles after", format_roles(row.roles.split())),
+            ("Scope before", str(AccessScope.from_json(row.scope_before))),
+            ("Scope after", str(AccessScope.from_json(row.scope))),
+        ]
         return FactTable(
             "Request",
             [
                 ("Operator", link(url, row.operator.username)),
                 ("Change", self.what(row)),
-                *shown.get(K(row.kind), []),
+                *(access if row.kind != K.SECOND_FACTORS_RESET else []),
+                ("Other operators of this person", format_others(row.operator)),
                 ("Why", row.why),
                 ("Digest of the request (SHA-256)", mono(row.plan_digest)),
                 ("Requested by", row.requester.username),
