@@ -75,7 +75,10 @@ class Restartable:
             time.sleep(0.03)
 
     def stop(self, how: signal.Signals) -> None:
+        """Raises FailedServerError if something still answers: a start script may have left the server behind."""
         self._order(f"stop {int(how)}")
+        if self._plan.is_ready():
+            raise FailedServerError(f"{self._plan.serve[0]} still answers after {how.name}")
 
     def start(self) -> None:
         self._order("start")
@@ -169,6 +172,8 @@ def _rabbitmq(place: Place) -> Plan:
         "RABBITMQ_NODENAME": f"keyvault{place.port}@localhost",
         "RABBITMQ_DIST_PORT": str(free_port()),
         "RABBITMQ_ENABLED_PLUGINS_FILE": str(place.directory / "plugins"),
+        # The start script then becomes the server. Otherwise it stays its parent, and is killed alone.
+        "RUNNING_UNDER_SYSTEMD": "true",
     }
     url = f"amqp://keyvault:{password}@127.0.0.1:{place.port}//"
     return Plan(
