@@ -497,6 +497,7 @@ def test_calls_by_several_threads_all_succeed(backend: SecretBackend) -> None:
         assert text_at(backend, path=f"path {number}") == "two"
 
 
+@pytest.mark.long
 def test_put_killed_halfway_leaves_a_consistent_store(
     backend: SecretBackend, backend_name: str, tmp_path: Path
 ) -> None:

@@ -414,6 +414,7 @@ def test_master_key_of_any_text_is_32_bytes_or_refused(text: str) -> None:
         assert len(parse_master_key(text)) == 32
 
 
+@pytest.mark.long
 def test_first_run_by_several_processes_agrees_on_one_master_key(tmp_path: Path) -> None:
     """Server, worker and beat start together on an empty folder: none fails, and each reads the others' secrets."""
     for turn in range(4):
@@ -438,6 +439,7 @@ def test_first_run_by_several_processes_agrees_on_one_master_key(tmp_path: Path)
         assert not [name for name in files(folder) if name.startswith("tmp")]
 
 
+@pytest.mark.long
 def test_first_run_killed_at_any_moment_is_repeatable(tmp_path: Path) -> None:
     """A killed first run leaves either no master key or a complete one; the next run continues."""
     for turn in range(6):

@@ -13,7 +13,7 @@ from tests.faults import feed_cuts
 from tests.faults.feed import VICTIMS_OF_A_CUT, perform, staged
 from tests.faults.results import Result
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.long, pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
 CUTS = (feed_cuts.kill_listeners, feed_cuts.freeze, feed_cuts.step_clock)
 

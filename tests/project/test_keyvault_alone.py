@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@pytest.mark.long
 def test_keyvault_without_rotation_starts_and_judges_a_key(tmp_path: Path) -> None:
     """No module of keyvault imports rotation, and no check at startup counts on its tables, triggers or tasks."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KEYVAULT_")}

@@ -4,9 +4,11 @@ import html
 import io
 import json
 import re
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -63,8 +65,13 @@ LAST = "Your last sign-in was on"
 GROUP_ROLES = {"audit": frozenset({Role.AUDITOR}), "keys": frozenset({Role.KEY_ADMINISTRATOR})}
 
 
+read_trust = cache(ssl.create_default_context)
+"""Read the host's CAs once: each session reads them, which takes longer than the rest of a test, and none is used."""
+
+
 @pytest.fixture
-def provider(desk: Desk) -> Iterator[StubProvider]:
+def provider(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubProvider]:
+    monkeypatch.setattr(ssl, "create_default_context", read_trust)
     with identity_provider() as stub:
         stub.person |= {"groups": ["audit"], "amr": ["pwd", "mfa"]}
         secret = Plaintext(CLIENT_SECRET)

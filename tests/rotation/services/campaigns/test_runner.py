@@ -128,6 +128,7 @@ def _suspend(key: Key, clock: Clock) -> None:
     suspend_account(authorize(admin(), P.MERCHANTS_WRITE, place, now=clock.now), place)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("meanwhile", "why"),
     [
@@ -158,6 +159,7 @@ def test_tick_skips_a_credential_that_got_a_new_key_since_it_was_selected(clock:
     assert campaign.members.get().why == "its key is younger than selected"
 
 
+@pytest.mark.sqlite
 def test_tick_skips_a_credential_whose_plan_became_infeasible(clock: Clock) -> None:
     """The key now expires before the end of the plan; the fault is worded as for a single request."""
     issue(account("one"), clock.now, expires_in_days=4)
@@ -211,6 +213,7 @@ def test_resume_after_a_halt_takes_a_reason_and_does_not_count_the_same_stall_ag
     assert (fresh(campaign).state, begun(campaign)) == (C.HALTED, 2)
 
 
+@pytest.mark.sqlite
 def test_tick_halts_on_a_share_of_failures_once_it_is_exceeded(clock: Clock) -> None:
     issued(clock, 12)
     campaign = asked(clock, pace=Pace(per_minute=120, concurrency=100, halt_on_stall=False, halt_at_failed_percent=20))
@@ -231,6 +234,7 @@ def test_tick_halts_on_a_share_of_failures_once_it_is_exceeded(clock: Clock) -> 
     assert fresh(campaign).state == C.RUNNING
 
 
+@pytest.mark.sqlite
 def test_tick_without_a_halt_continues_past_stalls(clock: Clock) -> None:
     """A stalled rotation waits for an operator and occupies no slot."""
     issued(clock, 3)
@@ -262,6 +266,7 @@ def test_pause_starts_no_more_until_resumed(clock: Clock) -> None:
     assert begun(campaign) == 2
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("end", [S.COMPLETED, S.STALLED])
 def test_pause_lasts_until_resumed_whatever_its_rotations_do(clock: Clock, end: S) -> None:
     """A paused campaign neither completes nor halts, and its worker has nothing to retry."""
@@ -306,6 +311,7 @@ def test_tick_completes_when_no_rotation_is_running(clock: Clock) -> None:
     )
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("act", [None, pause_campaign])
 def test_tick_with_an_expired_approval_starts_nothing(clock: Clock, act: Any) -> None:
     """An approval is valid for thirty days; the rest must be requested anew, whatever paused the campaign."""
@@ -323,6 +329,7 @@ def test_tick_with_an_expired_approval_starts_nothing(clock: Clock, act: Any) ->
     assert campaign.rotations.get().state == S.SCHEDULED
 
 
+@pytest.mark.sqlite
 def test_tick_with_all_started_does_not_expire(clock: Clock) -> None:
     issued(clock, 1)
     campaign = asked(clock)
@@ -352,6 +359,7 @@ def test_key_of_a_campaign_is_collected_by_whoever_did_not_approve_the_campaign(
     assert [may_collect(rotation, each.person) for each in (tam(), deputy, admin())] == [True, True, False]
 
 
+@pytest.mark.sqlite
 def test_rotation_that_completed_without_proof_is_not_counted_as_proved(clock: Clock) -> None:
     """A rotation also completes when its old key is revoked by hand; nothing then shows that the new one is in use."""
     issued(clock, 4)

@@ -82,6 +82,7 @@ def test_copy_of_a_key_in_quarantine_is_hidden_and_reported_once(clock: Clock, v
         read_string(rotation.predecessor)
 
 
+@pytest.mark.sqlite
 def test_copy_of_a_key_suspended_by_an_operator_stays(clock: Clock, verifier: UsageLog) -> None:
     """A suspension is no quarantine: the key is on hold, not retiring."""
     key, _ = scene.first_key(clock())
@@ -97,6 +98,7 @@ def test_quarantine_over_destroys_the_hidden_copy(clock: Clock, verifier: UsageL
     assert copy_of(rotation.replacement) == HELD
 
 
+@pytest.mark.sqlite
 def test_destruction_retried_during_an_outage_continues_one_ledger_row(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +115,7 @@ def test_destruction_retried_during_an_outage_continues_one_ledger_row(
     assert rotation.ledger.get(step=S.REVOKING).state == "done"
 
 
+@pytest.mark.sqlite
 def test_quarantine_over_before_the_copy_was_hidden_destroys_it(clock: Clock, verifier: UsageLog) -> None:
     """This covers a short quarantine and a backend outage throughout it."""
     rotation = wait(in_quarantine(clock, verifier), clock, verifier, 6)
@@ -132,6 +135,7 @@ def test_predecessor_reinstated_has_its_copy_restored(clock: Clock, verifier: Us
     assert copy_of(rotation.predecessor) == DELETED
 
 
+@pytest.mark.sqlite
 def test_predecessor_reinstated_before_its_copy_was_hidden_has_it_restored(clock: Clock, verifier: UsageLog) -> None:
     """The deletion may already have happened; only restoring afterwards is certain."""
     rotation = attempt(in_quarantine(clock, verifier), clock, verifier, KNOWN)
@@ -186,6 +190,7 @@ def test_replacement_ended_in_quarantine_makes_the_predecessor_readable(
     assert versions_of(rotation.predecessor) == ["destroyed", "destroyed", "live"]
 
 
+@pytest.mark.sqlite
 def test_predecessor_expired_in_quarantine_has_its_copy_destroyed(clock: Clock, verifier: UsageLog) -> None:
     key, _ = scene.issue(scene.account(), clock(), expires_in_days=1)
     deadline = clock() + timedelta(days=3)
@@ -227,6 +232,7 @@ def back_in_quarantine(clock: Clock, verifier: UsageLog) -> Rotation:
     return rotation
 
 
+@pytest.mark.sqlite
 def test_replacement_in_quarantine_of_a_rollback_is_hidden_and_then_destroyed(clock: Clock, verifier: UsageLog) -> None:
     rotation = wait(back_in_quarantine(clock, verifier), clock, verifier, 6)
     run_maintenance()
@@ -234,6 +240,7 @@ def test_replacement_in_quarantine_of_a_rollback_is_hidden_and_then_destroyed(cl
     assert (copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (HELD, DESTROYED)
 
 
+@pytest.mark.sqlite
 def test_predecessor_lost_in_a_rollback_restores_the_replacement_as_the_newest(
     clock: Clock, verifier: UsageLog
 ) -> None:
@@ -246,6 +253,7 @@ def test_predecessor_lost_in_a_rollback_restores_the_replacement_as_the_newest(
     assert (copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (DESTROYED, HELD)
 
 
+@pytest.mark.sqlite
 def test_replacement_that_is_the_newest_is_never_hidden(clock: Clock, verifier: UsageLog) -> None:
     """Without the predecessor's copy merchants would find nothing at the path."""
     key, _ = scene.issue(scene.account(), clock(), delivery=Delivery.SHOW_ONCE)
@@ -268,6 +276,7 @@ def test_replacement_that_is_the_newest_is_never_hidden(clock: Clock, verifier: 
     assert copy_of(rotation.replacement) == HELD
 
 
+@pytest.mark.sqlite
 def test_merchant_offboarded_in_quarantine_leaves_no_copy(clock: Clock, verifier: UsageLog) -> None:
     rotation = hidden(clock, verifier)
     merchant = rotation.credential.account.merchant
@@ -280,6 +289,7 @@ def test_merchant_offboarded_in_quarantine_leaves_no_copy(clock: Clock, verifier
 # --- backend outages, denials and losses --------------------------------------------------------------------
 
 
+@pytest.mark.sqlite
 @pytest.mark.parametrize("error", [BackendUnavailableError("sealed"), BackendDeniedError("refused", status=403)])
 def test_backend_that_fails_to_hide_copies_delays_no_quarantine(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, error: KeyvaultError
@@ -299,6 +309,7 @@ def test_backend_that_fails_to_hide_copies_delays_no_quarantine(
     assert (rotation.state, copy_of(rotation.predecessor)) == (S.COMPLETED, DESTROYED)
 
 
+@pytest.mark.sqlite
 @pytest.mark.parametrize("error", [BackendUnavailableError("sealed"), BackendDeniedError("refused", status=403)])
 def test_backend_that_fails_to_restore_a_copy_is_retried(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, error: KeyvaultError
@@ -321,6 +332,7 @@ def test_backend_that_fails_to_restore_a_copy_is_retried(
     assert copy_of(rotation.predecessor) == HELD
 
 
+@pytest.mark.sqlite
 def test_copy_that_cannot_be_restored_raises_an_alarm_and_the_key_stays_good(clock: Clock, verifier: UsageLog) -> None:
     rotation = attempt(hidden(clock, verifier), clock, verifier, KNOWN)
     key = rotation.predecessor
@@ -334,6 +346,7 @@ def test_copy_that_cannot_be_restored_raises_an_alarm_and_the_key_stays_good(clo
 # --- public keys --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sqlite
 def test_public_key_in_quarantine_is_not_shown_with_the_reason(clock: Clock, verifier: UsageLog) -> None:
     """The refusal states its reason before and after the copy is hidden; a good key is shown again."""
     key, _ = scene.issue(scene.account(), clock(), kind=KeyKind.PUBLIC)
@@ -416,6 +429,7 @@ def retiring(clock: Clock) -> Key:
     return key
 
 
+@pytest.mark.sqlite
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=14))
 def test_backend_with_random_faults_finally_agrees_with_the_rows(

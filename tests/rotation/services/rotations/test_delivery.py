@@ -99,6 +99,7 @@ def test_rotation_whose_message_is_not_accepted_stalls_and_resends_when_resumed(
     assert webhook_delivery(rotation).pk != first.pk
 
 
+@pytest.mark.sqlite
 def test_plan_by_webhook_without_an_endpoint_is_refused(clock: Clock) -> None:
     with pytest.raises(RequestInvalidError) as refused:
         begun(clock, channels=BOTH_WAYS)
@@ -132,6 +133,7 @@ def test_sealed_replacement_is_collectable_with_the_backend_down(
     assert rotation.replacement.backend_version == (None if is_down else 2)
 
 
+@pytest.mark.sqlite
 def test_rotation_resumed_past_its_deadline_is_refused(clock: Clock, verifier: UsageLog) -> None:
     rotation = advance(begun(clock, deadline=scene.later(clock(), 60)), clock)
     rotation = wait(rotation, clock, verifier, 120)
@@ -161,6 +163,7 @@ def test_sealed_replacement_after_a_worker_death_is_still_collectable(
     assert (rotation.replacement_id or "nothing") in opened(rotation, clock)
 
 
+@pytest.mark.sqlite
 def test_sealed_replacement_rolled_back_makes_its_unanswered_write_fail(
     clock: Clock, verifier: UsageLog, keystore: DelayedKeystore
 ) -> None:

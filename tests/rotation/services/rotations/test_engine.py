@@ -123,6 +123,7 @@ def test_rotation_by_traffic_waits_for_count_and_sources(clock: Clock, verifier:
     assert "192.0.2.1" not in str(list(rotation.evidence.values_list("seen", flat=True))), "evidence is permanent"
 
 
+@pytest.mark.sqlite
 def test_rotation_by_traffic_waits_for_the_soak_time(clock: Clock, verifier: UsageLog) -> None:
     rotation = advance(begun(clock, proof=Proof.TRAFFIC, proof_count=1, proof_sources=1, soak_seconds=60), clock)
     scene.use(verifier, rotation.replacement_id or "")
@@ -164,6 +165,7 @@ def test_silence_restarts_at_each_use_of_the_predecessor(clock: Clock, verifier:
     assert advance(rotation, clock).state == S.QUARANTINE
 
 
+@pytest.mark.sqlite
 def test_silence_of_both_keys_proves_nothing(clock: Clock, verifier: UsageLog) -> None:
     """An outage or a weekend is no silence: the replacement must be used after the predecessor."""
     rotation = overlapping(clock, verifier)
@@ -176,6 +178,7 @@ def test_silence_of_both_keys_proves_nothing(clock: Clock, verifier: UsageLog) -
     assert advance(rotation, clock, 3).state == S.QUARANTINE
 
 
+@pytest.mark.sqlite
 def test_silence_that_no_verifier_reports_is_none(clock: Clock, verifier: UsageLog) -> None:
     """Silence counts only as far as every live verifier has reported."""
     rotation = overlapping(clock, verifier)
@@ -209,6 +212,7 @@ def test_quarantine_restarts_at_each_attempt(clock: Clock, verifier: UsageLog) -
     assert advance(rotation, clock).state == S.COMPLETED
 
 
+@pytest.mark.sqlite
 def test_time_alone_never_revokes(clock: Clock, verifier: UsageLog) -> None:
     """At the deadline a rotation stalls and both keys stay good."""
     rotation = advance(begun(clock), clock)
@@ -230,6 +234,7 @@ def test_replacement_revoked_in_quarantine_reinstates_the_predecessor(clock: Clo
     assert key_states(rotation) == ("active", "deactivated")
 
 
+@pytest.mark.sqlite
 def test_replacement_revoked_before_proof_cancels(clock: Clock, verifier: UsageLog) -> None:
     rotation = advance(begun(clock), clock)
     assert rotation.replacement is not None
@@ -247,6 +252,7 @@ def test_predecessor_revoked_by_an_operator_ends_the_rotation_early(clock: Clock
     assert rotation.evidence.filter(kind="silent").count() == 0
 
 
+@pytest.mark.sqlite
 def test_predecessor_expiring_during_the_rotation_completes_without_silence(clock: Clock, verifier: UsageLog) -> None:
     key, _ = scene.issue(scene.account(), clock(), expires_in_days=1)
     rotation = scene.rotate(key.credential, clock(), predecessor_may_expire=True)
@@ -257,6 +263,7 @@ def test_predecessor_expiring_during_the_rotation_completes_without_silence(cloc
     assert rotation.silent_at is None
 
 
+@pytest.mark.sqlite
 @pytest.mark.parametrize("which", ["predecessor", "replacement"])
 def test_key_suspended_by_an_operator_stalls_and_resumes(clock: Clock, verifier: UsageLog, which: str) -> None:
     rotation = advance(begun(clock), clock)
@@ -272,6 +279,7 @@ def test_key_suspended_by_an_operator_stalls_and_resumes(clock: Clock, verifier:
     assert advance(rotation, clock, 3).state == S.OVERLAP
 
 
+@pytest.mark.sqlite
 def test_predecessor_resumed_in_quarantine_stalls_instead_of_revoking(clock: Clock, verifier: UsageLog) -> None:
     rotation = quarantined(clock, verifier)
     key = get_key(rotation.predecessor_id)
@@ -297,6 +305,7 @@ def test_replacement_suspended_in_quarantine_reinstates_the_predecessor_and_stal
     assert key_states(rotation) == ("active", "suspended")
 
 
+@pytest.mark.sqlite
 def test_replacement_compromised_while_stalled_cancels(clock: Clock, verifier: UsageLog) -> None:
     """A stalled rotation still reacts to the end of a key."""
     rotation = quarantined(clock, verifier)
@@ -363,6 +372,7 @@ def test_rotation_ended_between_write_and_record_leaves_no_dead_key_readable(
     assert get_rotation(rotation.rotation_id).replacement.material == Material.DESTROY_DUE  # type: ignore[union-attr]  # it exists
 
 
+@pytest.mark.sqlite
 def test_step_refused_repeatedly_stalls_with_the_reason(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +389,7 @@ def test_step_refused_repeatedly_stalls_with_the_reason(
     assert rotation.why == "a step kept failing: always"
 
 
+@pytest.mark.sqlite
 def test_outage_uses_up_no_attempts(clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """After hours of a sealed backend, the first real failure still counts as the first."""
     rotation = begun(clock)
@@ -399,6 +410,7 @@ def test_outage_uses_up_no_attempts(clock: Clock, verifier: UsageLog, monkeypatc
 # --- the secret backend -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sqlite
 def test_backend_outage_pauses_and_resumes(clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """An outage of the backend uses up no attempts; the old key is untouched and the rotation continues afterwards."""
     rotation = begun(clock)
@@ -415,6 +427,7 @@ def test_backend_outage_pauses_and_resumes(clock: Clock, verifier: UsageLog, mon
     assert rotation.credential.keys.filter(state=KeyState.ACTIVE).count() == 2
 
 
+@pytest.mark.sqlite
 def test_write_with_a_lost_reply_is_read_back_and_adopted(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,6 +447,7 @@ def test_write_with_a_lost_reply_is_read_back_and_adopted(
     assert AuditEntry.objects.filter(event="key.burned").count() == 0
 
 
+@pytest.mark.sqlite
 def test_foreign_writer_stalls_and_is_not_overwritten(clock: Clock, verifier: UsageLog) -> None:
     """A foreign version at the credential's path is left for an operator to inspect."""
     rotation = begun(clock)

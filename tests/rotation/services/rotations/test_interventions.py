@@ -110,6 +110,7 @@ def test_aborted_every_open_state_is_tested() -> None:
     assert set(WAYS) == set(ABORTED) == set(OPEN)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("state", OPEN)
 def test_aborted_in_each_state_does_what_was_reviewed(
     state: S, clock: Clock, verifier: UsageLog, monkeypatch: Patch

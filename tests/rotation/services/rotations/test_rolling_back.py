@@ -82,6 +82,7 @@ def test_replacement_used_while_rolling_back_restarts_its_silence(clock: Clock, 
     assert wait(rotation, clock, verifier, 3).quarantined_at is not None
 
 
+@pytest.mark.sqlite
 def test_predecessor_compromised_while_rolling_back_redelivers_the_replacement(
     clock: Clock, verifier: UsageLog
 ) -> None:
@@ -105,6 +106,7 @@ def test_replacement_revoked_while_rolling_back_ends_it(clock: Clock, verifier: 
     assert stored_key(rotation) == rotation.predecessor_id
 
 
+@pytest.mark.sqlite
 def test_replacement_tried_in_its_quarantine_delays_the_end(clock: Clock, verifier: UsageLog) -> None:
     rotation = advance(abort(overlapping(clock, verifier), clock), clock, 3)
     scene.use(verifier, rotation.predecessor_id)
@@ -116,12 +118,14 @@ def test_replacement_tried_in_its_quarantine_delays_the_end(clock: Clock, verifi
     assert wait(rotation, clock, verifier, 6).state == S.ROLLED_BACK
 
 
+@pytest.mark.sqlite
 def test_abort_while_rolling_back_or_revoking_is_refused(clock: Clock, verifier: UsageLog) -> None:
     rotation = abort(overlapping(clock, verifier), clock)
     with pytest.raises(StateConflictError, match="can no longer be ended"):
         abort(rotation, clock)
 
 
+@pytest.mark.sqlite
 def test_rollback_with_a_dead_predecessor_is_refused(clock: Clock, verifier: UsageLog) -> None:
     rotation = advance(begun(clock), clock)
     revoke(rotation.predecessor, clock)
@@ -131,6 +135,7 @@ def test_rollback_with_a_dead_predecessor_is_refused(clock: Clock, verifier: Usa
     assert rotation.predecessor.state == KeyState.DEACTIVATED
 
 
+@pytest.mark.sqlite
 def test_replacement_ended_in_quarantine_with_the_backend_down_reinstates_the_predecessor(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_silence_of_a_monthly_client_ends_after_two_of_its_gaps(fleet: Fleet) ->
     }
 
 
+@pytest.mark.sqlite
 def test_silence_of_a_monthly_client_that_never_moves_stalls_at_the_deadline(fleet: Fleet) -> None:
     """It is never refused: the deadline keeps both keys."""
     fleet.live(91)
@@ -207,6 +208,7 @@ def test_gap_that_is_open_at_delivery_counts_as_long_as_it_is_then(fleet: Fleet)
     assert rotation.state == S.COMPLETED
 
 
+@pytest.mark.sqlite
 def test_monthly_job_that_ran_once_shortly_before_the_delivery_finds_its_key_a_month_later(fleet: Fleet) -> None:
     """The minutes of its one run, and of a second attempt on that day, are no habit."""
     fleet.day = 1
@@ -241,6 +243,7 @@ def test_client_in_use_for_more_than_a_day_was_seen_more_than_once(fleet: Fleet)
     assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
 
+@pytest.mark.sqlite
 def test_source_seen_once_is_awaited_until_the_deadline(fleet: Fleet) -> None:
     """One call says nothing about the next one."""
     fleet.live(1)
@@ -343,6 +346,7 @@ def test_plan_lists_the_sources_that_cannot_be_silent_by_the_deadline(fleet: Fle
     assert Plan.from_json(rotation.plan).digest() == rotation.plan_digest
 
 
+@pytest.mark.sqlite
 def test_plan_with_the_fitting_deadline_completes(fleet: Fleet) -> None:
     fleet.live(91)
     now = fleet.clock()
@@ -355,6 +359,7 @@ def test_plan_with_the_fitting_deadline_completes(fleet: Fleet) -> None:
     assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
 
+@pytest.mark.sqlite
 def test_plan_with_the_default_deadline_fits_the_longest_gap(fleet: Fleet) -> None:
     fleet.live(91)
     assert late_sources(fleet.begin()) is None
@@ -366,6 +371,7 @@ def test_plan_lists_a_source_seen_once_without_a_deadline(fleet: Fleet) -> None:
     assert late_sources(fleet.begin()) == {JOB: None}
 
 
+@pytest.mark.sqlite
 def test_plan_lists_a_source_that_has_long_been_gone(fleet: Fleet) -> None:
     fleet.live(2, job_every=1)
     fleet.live(60, job_every=1000)
@@ -392,6 +398,7 @@ def test_plan_with_a_waived_source_awaits_the_others_only(fleet: Fleet) -> None:
     assert ended.state == S.COMPLETED
 
 
+@pytest.mark.sqlite
 def test_plan_with_a_waived_source_has_an_earlier_default_deadline(fleet: Fleet) -> None:
     fleet.live(91)
     now = fleet.clock()
@@ -402,6 +409,7 @@ def test_plan_with_a_waived_source_has_an_earlier_default_deadline(fleet: Fleet)
     assert waiving < awaiting
 
 
+@pytest.mark.sqlite
 def test_plan_of_the_sandbox_measures_by_no_gaps(clock: Clock, verifier: UsageLog) -> None:
     key, _ = scene.first_key(clock())
     scene.use(verifier, key.key_id)
@@ -493,6 +501,7 @@ def test_source_that_is_not_waived_reinstates_the_key_beside_a_waived_one(fleet:
     assert (rotation.state, rotation.reinstated_at is not None) == (S.OVERLAP, True)
 
 
+@pytest.mark.sqlite
 @pytest.mark.parametrize(
     ("source", "why", "error"),
     [

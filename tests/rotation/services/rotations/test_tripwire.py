@@ -51,6 +51,7 @@ def test_attempt_from_a_known_source_reinstates_the_predecessor_and_notifies(clo
     assert alarms() == [True]
 
 
+@pytest.mark.sqlite
 def test_predecessor_is_reinstated_once(clock: Clock, verifier: UsageLog) -> None:
     """The second attempt is refused, and the revocation waits for the attempts to end."""
     rotation = attempt(in_quarantine(clock, verifier), clock, verifier, KNOWN)
@@ -77,6 +78,7 @@ def test_attempt_from_an_unknown_source_raises_an_alarm_and_delays_nothing(clock
     assert wait(rotation, clock, verifier, 2).state == S.COMPLETED
 
 
+@pytest.mark.sqlite
 def test_plan_that_never_reinstates_keeps_the_quarantine(clock: Clock, verifier: UsageLog) -> None:
     rotation = in_quarantine(clock, verifier, reinstatement=Reinstatement.NEVER)
     rotation = attempt(rotation, clock, verifier, KNOWN)
@@ -84,6 +86,7 @@ def test_plan_that_never_reinstates_keeps_the_quarantine(clock: Clock, verifier:
     assert alarms() == [False]
 
 
+@pytest.mark.sqlite
 def test_compromised_predecessor_is_never_reinstated(clock: Clock, verifier: UsageLog) -> None:
     rotation = in_quarantine(clock, verifier)
     scene.use(verifier, rotation.predecessor_id, source=KNOWN, outcome=UseOutcome.REFUSED)
@@ -93,6 +96,7 @@ def test_compromised_predecessor_is_never_reinstated(clock: Clock, verifier: Usa
     assert Notice.objects.filter(kind=NoticeKind.KEY_COMPROMISED).count() == 1
 
 
+@pytest.mark.sqlite
 def test_deadline_with_a_revoking_plan_passes_through_quarantine(clock: Clock, verifier: UsageLog) -> None:
     """This applies to proved rotations with an approved plan only, and starts reversibly."""
     start = clock()
@@ -110,6 +114,7 @@ def test_deadline_with_a_revoking_plan_passes_through_quarantine(clock: Clock, v
     assert [evidence.kind for evidence in rotation.evidence.order_by("created_at", "pk")].count("silent") == 0
 
 
+@pytest.mark.sqlite
 def test_deadline_of_an_unproved_rotation_stalls_whatever_the_plan_says(clock: Clock, verifier: UsageLog) -> None:
     """Time alone never revokes."""
     rotation = advance(begun(clock, at_deadline=AtDeadline.REVOKE, deadline=scene.later(clock(), 60)), clock)

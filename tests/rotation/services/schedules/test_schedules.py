@@ -2,6 +2,7 @@
 
 import logging
 from datetime import datetime, timedelta
+from itertools import chain
 from threading import Barrier, Thread
 from typing import Any
 
@@ -497,6 +498,7 @@ def failures() -> set[str]:
     return {*refused, *(str(pk) for pk in ScheduleCheck.objects.exclude(fault="").values_list("pk", flat=True))}
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("end", ["the schedule is disabled", "the key is revoked", "it is rotated by hand"])
 def test_begin_due_forgets_the_failure_of_what_is_no_longer_due(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, end: str
@@ -572,6 +574,7 @@ def damage(row: RotationSchedule, **changes: Any) -> None:
     rows.filter(pk=row.pk).update(**changes)
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("changes", UNREADABLE.values(), ids=UNREADABLE)
 def test_begin_due_with_an_unreadable_schedule_stalls_it_and_starts_the_others(
     clock: Clock, changes: dict[str, Any]
@@ -668,7 +671,7 @@ def test_candidates_without_a_date_are_of_the_listed_environments_only(clock: Cl
 
 @pytest.mark.django_db(transaction=True)
 def test_begin_due_twice_concurrently_starts_each_once(clock: Clock) -> None:
-    """Two simultaneous ticks start one rotation per credential, and neither fails."""
+    """Two simultaneous ticks and the next one start one rotation per credential, and none fails."""
     for number in range(4):
         scene.issue(scene.account(), clock(), label=f"n{number}")
     save(SANDBOX, clock())
@@ -687,7 +690,9 @@ def test_begin_due_twice_concurrently_starts_each_once(clock: Clock) -> None:
     for thread in threads:
         thread.join(timeout=60)
     assert len(found) == 2
-    assert sorted(found[0] + found[1]) == sorted(Rotation.objects.values_list("pk", flat=True))
+    # On PostgreSQL a tick passes over the rows that the other one has locked, even if that one does not claim them.
+    found.append(begin_due(clock() + 91 * DAY))
+    assert sorted(chain(*found)) == sorted(Rotation.objects.values_list("pk", flat=True))
     assert Rotation.objects.exclude(state__in=CLOSED).count() == 4
     assert failures() == set()
 

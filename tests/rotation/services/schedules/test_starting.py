@@ -380,6 +380,7 @@ class Fleet:
         return authorize(scene.admin(), permission, key.credential.account, now=self.clock())
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("seed", range(3))
 def test_dates_after_random_changes_equal_those_from_scratch(clock: Clock, seed: int) -> None:
     """Guarantee: no change of a key, an account, a rotation, a schedule or a calendar leaves an outdated date."""
