@@ -9,7 +9,12 @@ import pytest
 from django.contrib.auth.models import Group
 from django.db import connection
 
+from keyvault.models import Key
 from keyvault.models.triggers import expected_triggers, list_triggers
+from keyvault.services import maintenance
+from keyvault.services.revocations import anchor, log_backfill
+from keyvault.services.revocations.log_opening import late_comparison
+from keyvault.services.work.shared_jobs import shared_jobs
 
 from .conftest import PLACE
 
@@ -29,6 +34,18 @@ def test_isolation_transactional_test_finds_what_migrate_made(turn: str) -> None
     assert Group.objects.exists()
     assert expected_triggers() <= list_triggers(connection)
     Group.objects.create(name="left by a test")
+
+
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_isolation_periodic_jobs_begin_without_the_position_of_an_earlier_test(turn: str) -> None:
+    """A position in the database of an earlier test would let a job pass over the rows of this one."""
+    assert not late_comparison.is_due
+    assert (anchor._writer.position, log_backfill._backfill.position) == (None, 0)
+    assert maintenance._turns == maintenance.MaintenanceTurns()
+    assert shared_jobs.begin("job", turn)
+    late_comparison.is_due = True
+    anchor._writer.position = log_backfill._backfill.position = 7
+    maintenance._turns.expired.last = Key()
 
 
 @pytest.mark.django_db(transaction=True)

@@ -25,6 +25,7 @@ from keyvault.models import Account
 from keyvault.services.operators.operators import find_operator
 from keyvault.services.operators.role_use import find_used_roles, write_uses
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.work.disk_space import make_room
 
 
 class JsonCommand(BaseCommand):
@@ -47,6 +48,8 @@ class JsonCommand(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         self.now = datetime.now(UTC)
         self._granted: list[tuple[OperatorPrincipal, Permission]] = []
+        # The first process that opens SQLite's database creates two files beside it, even to read.
+        make_room()
         try:
             answer = self.answer(options)
         except RequestInvalidError as error:

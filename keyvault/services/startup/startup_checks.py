@@ -25,7 +25,7 @@ from keyvault.services.revocations.log_opening import (
 )
 from keyvault.services.revocations.replay import Comparison, compare_revocation_log
 from keyvault.services.startup.metrics import allocate_meter_files
-from keyvault.services.work.disk_space import keep_reserve
+from keyvault.services.work.disk_space import keep_reserve, make_room
 from keyvault.wire.planes import Plane
 
 _log = logging.getLogger(__name__)
@@ -65,6 +65,8 @@ def require_ready(*, needs_peppers: bool = True) -> None:
 
     Raises ImproperlyConfigured with what is wrong, with which pepper, and what to do.
     """
+    # The first process that opens SQLite's database creates two files beside it, even to read.
+    make_room()
     with _explain_database_errors():
         require_schema()
         if needs_peppers:

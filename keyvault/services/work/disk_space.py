@@ -62,7 +62,7 @@ def keep_reserve() -> None:
 def make_room() -> None:
     """Shorten the reserves of full disks, so that a revocation can be written. Never raises.
 
-    Call it inside the revocation's transaction, before each of its writes.
+    Call it inside the revocation's transaction, before each row that ends, and before the database is opened.
     """
     with _logged():
         for path in _list_reserves():
