@@ -303,10 +303,9 @@ def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> None:
     from keyvault.services.revocations.log_opening import late_comparison
     from keyvault.services.usage.recorder import usage_log
 
-    from .factories import forget_evidence, renew_revocation_log
+    from .factories import renew_evidence
 
-    renew_revocation_log(data_dir / "revocation_log")
-    forget_evidence(data_dir / "keystore.sqlite3")
+    renew_evidence(data_dir)
     limiter.cache_clear()
     failed_proofs.cache_clear()
     late_comparison.is_due = False

@@ -62,6 +62,12 @@ def now() -> datetime:
 INSTALLATION = "installation-of-the-tests"
 
 
+def renew_evidence(data_dir: Path) -> None:
+    """Forget what earlier tests recorded outside of their databases: revocations, and the newest checkpoints."""
+    renew_revocation_log(data_dir / "revocation_log")
+    forget_evidence(data_dir / "keystore.sqlite3")
+
+
 def renew_revocation_log(path: Path) -> None:
     """An empty log of this host, as the first start of the tests' installation makes it."""
     path.write_bytes(line_bytes(Opened(INSTALLATION, now())))

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from django.db import connection, transaction
@@ -68,6 +69,7 @@ from tests.factories import (
     make_operator,
     make_token,
     now,
+    renew_evidence,
     request_key,
 )
 from tests.verifiers import confirm, make_verifier
@@ -106,8 +108,12 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world_of_module(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[World]:
-    """Make the rows once for all tests of a module, and roll them back after it."""
+def world_of_module(django_db_setup: None, django_db_blocker: DjangoDbBlocker, data_dir: Path) -> Iterator[World]:
+    """Make the rows once for all tests of a module, and roll them back after it.
+
+    It is made before the first test's own fresh process, and its checkpoints need the evidence of no other database.
+    """
+    renew_evidence(data_dir)
     around = transaction.atomic()
     # As in Django's TestCase: a durable block counts as the outermost one.
     around._from_testcase = True  # type: ignore[attr-defined]  # a private name
