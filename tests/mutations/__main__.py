@@ -1,7 +1,8 @@
 """Remove one guard at a time and report which test notices: `python -m tests.mutations [--list] [--only NAME]`.
 
-The tracked files are copied once. The unchanged copy must pass every test of the table. Then each guard is replaced in
-the copy, its tests run, and the file is restored. The exit code is 1 when a guard survives or cannot be judged.
+The tracked files are copied once. For each guard, the unchanged copy must pass the guard's test, run alone. Then the
+guard is replaced in the copy, the test runs again, and the file is restored. The exit code is 1 when a guard survives
+or cannot be judged.
 """
 
 import argparse
@@ -63,10 +64,12 @@ def check(guards: Sequence[Guard]) -> int:
         copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-mutations-")))
         copy_tracked_files(copy)
         url = stack.enter_context(postgres_server()) if any(guard.database == "postgres" for guard in guards) else ""
-        for database in sorted({guard.database for guard in guards}):
-            require_passing(copy, [guard for guard in guards if guard.database == database], url)
+        passing: set[tuple[str, str]] = set()
         survivors = 0
         for guard in guards:
+            if (guard.test, guard.database) not in passing:
+                require_passing(copy, guard, url)
+                passing.add((guard.test, guard.database))
             noticed_by = find_noticing_test(copy, guard, url)
             say(f"{guard.name} | {guard.file} | {f'noticed by {noticed_by}' if noticed_by else 'SURVIVED'}")
             survivors += noticed_by is None
@@ -84,13 +87,11 @@ def copy_tracked_files(copy: Path) -> None:
             shutil.copy2(source, copy / name)
 
 
-def require_passing(copy: Path, guards: Sequence[Guard], url: str) -> None:
-    """Require that the unchanged copy passes each guard's tests. Raises UnusableRunError."""
-    tests = sorted({guard.test for guard in guards})
-    passed = run_tests(copy, tests, guards[0].database, url)["PASSED"]
-    idle = [test for test in tests if not any(name == test or name.startswith(f"{test}[") for name in passed)]
-    if idle:
-        raise UnusableRunError(f"These tests did not run on {guards[0].database}: {', '.join(idle)}")
+def require_passing(copy: Path, guard: Guard, url: str) -> None:
+    """Require that the unchanged copy passes the guard's test, without the tests of others. Raises UnusableRunError."""
+    passed = run_test(copy, guard, url)["PASSED"]
+    if not any(name == guard.test or name.startswith(f"{guard.test}[") for name in passed):
+        raise UnusableRunError(f"This test did not run on {guard.database}: {guard.test}")
 
 
 def find_noticing_test(copy: Path, guard: Guard, url: str) -> str | None:
@@ -100,27 +101,25 @@ def find_noticing_test(copy: Path, guard: Guard, url: str) -> str | None:
     original = path.rename(path.with_name(f"{path.name}.unchanged"))
     path.write_text(guard.mutate(original.read_text()))
     try:
-        failed = run_tests(copy, [guard.test], guard.database, url, is_mutated=True)["FAILED"]
+        failed = run_test(copy, guard, url, is_mutated=True)["FAILED"]
     finally:
         original.replace(path)
     return failed[0] if failed else None
 
 
-def run_tests(
-    copy: Path, tests: Sequence[str], database: str, url: str, *, is_mutated: bool = False
-) -> dict[str, list[str]]:
-    """Run the tests in the copy until the first failure; return their node ids by outcome, PASSED and FAILED.
+def run_test(copy: Path, guard: Guard, url: str, *, is_mutated: bool = False) -> dict[str, list[str]]:
+    """Run the guard's test in the copy until the first failure; return the node ids by outcome, PASSED and FAILED.
 
     Raises UnusableRunError when no test ran, one broke outside of its body, or one fails without a mutation.
     """
     # CI: property tests repeat the same examples.
-    variables = {**os.environ, DATABASE: database, POSTGRES_URL: url, "CI": "1"}
+    variables = {**os.environ, DATABASE: guard.database, POSTGRES_URL: url, "CI": "1"}
     variables.pop("DJANGO_SETTINGS_MODULE", None)
     if is_mutated:
         variables["PYTHONDONTWRITEBYTECODE"] = "1"
     options = ("-q", "-x", "--tb=short", "-rfEp", "-p", "no:cacheprovider", "-p", "no:xdist")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *tests],
+        [sys.executable, "-m", "pytest", *options, guard.test],
         cwd=copy,
         env=variables,
         check=False,
@@ -139,7 +138,7 @@ def run_tests(
     is_expected = done.returncode == 0 or (is_mutated and done.returncode == 1 and outcomes["FAILED"])
     if not is_expected:
         raise UnusableRunError(
-            f"{'A mutated' if is_mutated else 'The unchanged'} copy cannot run {' '.join(tests)} on {database}:\n"
+            f"{'A mutated' if is_mutated else 'The unchanged'} copy cannot run {guard.test} on {guard.database}:\n"
             f"{done.stdout[-_OUTPUT_CHARACTERS:]}"
         )
     return outcomes
