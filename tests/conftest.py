@@ -302,13 +302,16 @@ def vault_service(installed_vault: "InstalledVault", db: None) -> "Iterator[Inst
 
 
 @pytest.fixture(autouse=True)
-def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> None:
+def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[None]:
     """Forget what an earlier test left in this process: limits, rules, records, budgets and the revocation log.
 
     Limits are counted by account, and a rolled back account's id comes again in the next test. What an earlier test
     revoked is not revoked in this one's database. The tests of pure packages reach none of it.
+
+    A test that leaves this process reporting usage fails: the thread would report beside the reporters of later tests.
     """
     if request.path.relative_to(TESTS).as_posix().startswith(PURE):
+        yield
         return
     from keyvault.hotpath.adapters.assembly import load_blocking
     from keyvault.services.limits.limiter import failed_proofs, limiter
@@ -326,3 +329,5 @@ def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> None:
     attempts.cache_clear()
     load_blocking.cache_clear()
     usage_log._sources.clear()  # of the engines of earlier tests
+    yield
+    assert not usage_log.is_reporting, "replace `usage_log` and `UsageLog.start`, as tests/api/conftest.py does"
