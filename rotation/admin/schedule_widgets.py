@@ -18,7 +18,7 @@ from rotation.domain.plan_fields import SHARED_FIELDS
 from rotation.domain.windows import clock_text
 from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.services.schedules.calendar import CalendarPage, ScheduledDate
-from rotation.services.schedules.candidates import MAX_LISTED, Position
+from rotation.services.schedules.candidates import MAX_LISTED, DatePosition
 from rotation.services.schedules.schedules import find_draft, partial_draft
 
 LOOKAHEAD_DAYS = {30: "30 days", 90: "90 days", 366: "a year"}
@@ -66,13 +66,13 @@ def month_tables(dates: list[ScheduledDate]) -> Iterable[Table]:
         )
 
 
-def write_position(position: Position) -> str:
+def write_position(position: DatePosition) -> str:
     """Return the position as the query string has it."""
     ask_at, credential_id = position
     return f"{ask_at.isoformat()} {credential_id}"
 
 
-def read_position(text: str) -> Position | None:
+def read_position(text: str) -> DatePosition | None:
     """Return the position that `write_position` wrote; None for any other text."""
     ask_at, _, credential_id = text.partition(" ")
     try:

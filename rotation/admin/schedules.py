@@ -61,7 +61,7 @@ from rotation.admin.schedule_widgets import (
 from rotation.admin.standing_approvals import approval_state, request_action
 from rotation.models import RotationSchedule
 from rotation.services.schedules.calendar import find_next, list_next
-from rotation.services.schedules.candidates import Position
+from rotation.services.schedules.candidates import DatePosition
 from rotation.services.schedules.reports import state_of_schedule
 from rotation.services.schedules.schedules import (
     disable_schedule,
@@ -274,7 +274,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         return page(self.admin_site, request, "detail", context)
 
     def _calendar_links(
-        self, environment: str | None, merchant: str | None, days: int, after: Position | None
+        self, environment: str | None, merchant: str | None, days: int, after: DatePosition | None
     ) -> Iterable[Link]:
         """Yield links to later dates, and to the calendar with other filters."""
 

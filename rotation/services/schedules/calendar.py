@@ -12,7 +12,7 @@ from rotation.domain.events import RotationState
 from rotation.services.rotations.planning import plan_rotation
 from rotation.services.schedules.candidates import (
     Candidate,
-    Position,
+    DatePosition,
     find_candidates,
     list_candidates,
     overrides_for,
@@ -71,12 +71,12 @@ class CalendarPage:
     """Some of the next dates. `after` and `has_more_undated`: see `CandidatePage`."""
 
     dates: list[ScheduledDate]
-    after: Position | None
+    after: DatePosition | None
     has_more_undated: bool
 
 
 def list_next(
-    now: datetime, until: datetime, scope: AccessScope = EVERYWHERE, after: Position | None = None
+    now: datetime, until: datetime, scope: AccessScope = EVERYWHERE, after: DatePosition | None = None
 ) -> CalendarPage:
     """List the next date of each scheduled credential of the scope, those without a date first, then the earliest.
 

@@ -36,7 +36,7 @@ BATCH = 500
 MAX_LISTED = 250
 """Maximum number of credentials that a page lists with a date, and of those that it lists without one."""
 
-Position = tuple[datetime, str]
+DatePosition = tuple[datetime, str]
 """When the rotation of a listed credential is requested, and the credential's id."""
 
 _ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
@@ -100,16 +100,18 @@ class CandidatePage:
     """
 
     candidates: list[Candidate]
-    after: Position | None
+    after: DatePosition | None
     has_more_undated: bool
 
 
-def list_candidates(scope: AccessScope, until: datetime | None = None, after: Position | None = None) -> CandidatePage:
+def list_candidates(
+    scope: AccessScope, until: datetime | None = None, after: DatePosition | None = None
+) -> CandidatePage:
     """List the scheduled credentials that are due first and others without a date, up to MAX_LISTED of each.
 
     `until`: rotations that are requested later are omitted. `after`: a page without those that have no date.
     """
-    dated: list[Position] = []
+    dated: list[DatePosition] = []
     undated: list[str] = []
     # One walk through the index for each environment; together they would sort all rows.
     for environment in sorted(scope.environments):
