@@ -9,6 +9,7 @@ checkpoints. Only `verify_checkpoints` reads all checkpoints.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -153,11 +154,10 @@ def _sign_scope(scope: PepperSet, now: datetime) -> int:
     newest_at = _find_newest_at(scope)
     if newest_at is not None and timedelta(0) <= now - newest_at < CHECKPOINT_EVERY:
         return 0
-    count, heads = 0, MAX_HEADS
+    count = 0
     try:
-        while heads == MAX_HEADS:
-            heads = _sign_next(scope, now)
-            count += heads > 0
+        for _ in range(_count_rounds(scope)):
+            count += _sign_next(scope, now)
     except IntegrityError as error:
         _log.error("the audit log is damaged: no checkpoint is signed", extra=_log_fields(scope, error))
     except KeyvaultError as error:
@@ -165,8 +165,17 @@ def _sign_scope(scope: PepperSet, now: datetime) -> int:
     return count
 
 
-def _sign_next(scope: PepperSet, now: datetime) -> int:
-    """Sign and store the next checkpoint of the scope; return the number of chains that it signs."""
+def _count_rounds(scope: str) -> int:
+    """Return how many checkpoints the chains need that are unsigned now; at least one, which compares.
+
+    Entries that arrive during a run do not extend it.
+    """
+    unsigned = AuditChain.objects.filter(scope=scope, unsigned_since__isnull=False).count()
+    return max(1, math.ceil(unsigned / MAX_HEADS))
+
+
+def _sign_next(scope: PepperSet, now: datetime) -> bool:
+    """Compare the next chains and, if any has changed, sign and store a checkpoint; return whether one was stored."""
     # Read the marks before the newest checkpoint, and that before the heads, so that concurrent writes cannot put one
     # ahead of the next.
     marks = read_marks(scope)
@@ -176,17 +185,19 @@ def _sign_next(scope: PepperSet, now: datetime) -> int:
     if signed is not None and not is_marked and _is_own(signed, _read_own_keys(scope)):
         # A worker was killed between the two, or the backend is new. The next run signs.
         write_marks(signed, now, marks)
-        return 0
+        return False
     chains = list(_list_unsigned(scope))
-    if not chains:
-        return 0
-    if not is_marked:
+    if chains and not is_marked:
         # The newest checkpoint proves nothing if this service's signer did not sign it: a person who can write to the
         # database may have forged it for a log that was rewritten.
         _require_complete(scope, marks)
     checked, checked_through = _list_next_checked(scope, signed)
     # One reading of each row: another worker may have signed it in between.
     _require_signed_entries(scope, list({chain.name: chain for chain in [*chains, *checked]}.values()))
+    if not chains:
+        if signed is not None:
+            _positions[scope] = signed.digest, checked_through
+        return False
     number, previous = (1, FIRST) if signed is None else (signed.number + 1, signed.digest)
     heads = _as_heads(chains)
     body = checkpoint_bytes(Checkpoint(scope, number, now, previous, heads, checked_through))
@@ -194,9 +205,9 @@ def _sign_next(scope: PepperSet, now: datetime) -> int:
     result = signer.sign(scope, body)
     made = SignedCheckpoint(scope, number, body, result.signature, signer.name(scope), result.key_version)
     if not _store(made, now, heads):
-        return 0
+        return False
     write_marks(made, now, marks)
-    return len(heads)
+    return True
 
 
 def _list_unsigned(scope: str) -> QuerySet[AuditChain]:
@@ -205,19 +216,35 @@ def _list_unsigned(scope: str) -> QuerySet[AuditChain]:
     return unsigned.order_by("unsigned_since")[:MAX_HEADS]
 
 
+_positions: dict[str, tuple[bytes, int]] = {}
+"""This process's progress through the accounts since a scope's newest checkpoint, which has this digest."""
+
+
 def _list_next_checked(scope: str, signed: SignedCheckpoint | None) -> tuple[list[AuditChain], int]:
     """Return the chains of the next accounts in turn, and the id of the last one; 0: the turn is over.
 
-    Raises IntegrityError when one of these chains is missing.
+    Of the service, this is the platform's chain. Raises IntegrityError when one of these chains is missing.
     """
-    after = 0 if signed is None else _parse(signed).checked_through
-    accounts = list(Account.objects.filter(environment=scope, pk__gt=after).order_by("pk")[:CHECKED_ACCOUNTS])
-    names = {name for each in accounts for name in chains_with(account_chain(each.merchant_id, each.environment))}
+    if scope == PepperSet.SERVICE:
+        names, checked_through = {PLATFORM_CHAIN}, 0
+    else:
+        after = _find_position(signed)
+        accounts = list(Account.objects.filter(environment=scope, pk__gt=after).order_by("pk")[:CHECKED_ACCOUNTS])
+        names = {name for each in accounts for name in chains_with(account_chain(each.merchant_id, each.environment))}
+        checked_through = accounts[-1].pk if len(accounts) == CHECKED_ACCOUNTS else 0
     chains = list(AuditChain.objects.filter(name__in=names))
     missing = sorted(names - {chain.name for chain in chains})
-    if missing:
+    if missing and not (signed is None and scope == PepperSet.SERVICE):  # The first entry creates the platform's chain.
         raise IntegrityError("The audit log is damaged.", internal=f"chain {missing[0]} is missing")
-    return chains, accounts[-1].pk if len(accounts) == CHECKED_ACCOUNTS else 0
+    return chains, checked_through
+
+
+def _find_position(signed: SignedCheckpoint | None) -> int:
+    """Return the id of the account after which the next comparison begins."""
+    if signed is None:
+        return 0
+    digest, position = _positions.get(signed.scope, (b"", 0))
+    return position if digest == signed.digest else _parse(signed).checked_through
 
 
 def _require_signed_entries(scope: str, chains: Sequence[AuditChain]) -> None:
@@ -236,7 +263,10 @@ def _read_signed_heads(scope: str, chains: Sequence[AuditChain]) -> dict[str, He
     """Return the head of each chain in the checkpoint that its row names. Raises IntegrityError if that is forged."""
     names: dict[int, list[str]] = {}
     for chain in chains:
-        names.setdefault(chain.signed_in, []).append(chain.name)
+        if chain.signed_in:
+            names.setdefault(chain.signed_in, []).append(chain.name)
+    if not names:
+        return {}
     keys, found = _read_own_keys(scope), dict[str, Head]()
     for row in AuditCheckpoint.objects.filter(scope=scope, number__in=names).iterator(chunk_size=50):
         signed = _signed(row)

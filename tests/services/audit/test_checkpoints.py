@@ -182,15 +182,73 @@ def _checkpoint(number: int) -> bytes:
     return bytes(_rows(number=number).get().body)
 
 
-def test_sign_due_of_an_unchanged_log_reads_no_chain(written: Iterator[datetime]) -> None:
+def test_sign_due_of_an_unchanged_log_reads_a_batch_of_chains(written: Iterator[datetime]) -> None:
     """With nothing to sign, each scope costs the same few look-ups, whatever the number of chains."""
+    for name in ("globex", "initech"):
+        make_merchant(name)
     sign_due(next(written))
-    with CaptureQueriesContext(connection) as made:
+    with mock.patch.object(checkpoints, "CHECKED_ACCOUNTS", 1), CaptureQueriesContext(connection) as made:
         assert sign_due(next(written)) == 0
     reads = [query["sql"] for query in made.captured_queries if "keyvault_auditchain" in query["sql"]]
-    assert len(reads) == len(SCOPES)
-    assert all('"unsigned_since" IS NOT NULL' in sql and "LIMIT" in sql for sql in reads)
+    assert len(reads) == 3 * len(SCOPES)
+    assert all('"unsigned_since" IS NOT NULL' in sql or '"name" IN (' in sql for sql in reads)
+    assert not any("globex" in sql or "initech" in sql for sql in reads)
     assert not any("keyvault_auditentry" in query["sql"] for query in made.captured_queries)
+
+
+@pytest.mark.parametrize("chain", [CHAIN, "platform", "every"])
+def test_sign_due_with_every_chain_recorded_as_signed_finds_it(
+    written: Iterator[datetime], caplog: pytest.LogCaptureFixture, chain: str
+) -> None:
+    """Guarantee: a database writer cannot make the worker stop signing silently: with nothing to sign, it compares."""
+    sign_due(next(written))
+    make_merchant("globex")
+    write()
+    forged = AuditChain.objects.filter(**{} if chain == "every" else {"name": chain})
+    with tampering():
+        forged.update(unsigned_since=None)
+    with caplog.at_level(logging.ERROR):
+        sign_due(next(written))
+    names = [CHAIN, "platform"] if chain == "every" else [chain]
+    faults = [f"{scope_of(name)}: chain {name} has unsigned entries, but is recorded as signed" for name in names]
+    assert sorted(list_errors(caplog)) == sorted(faults)
+
+
+def test_sign_due_of_an_unchanged_log_compares_all_chains_in_turn(
+    written: Iterator[datetime], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guarantee: the worker goes on comparing when there is nothing to sign."""
+    for name in ("globex", "initech"):
+        make_merchant(name)
+        write(name)
+    sign_due(next(written))
+    with tampering():
+        last = AuditChain.objects.filter(name="account:initech/sandbox")
+        last.update(signed_sequence=F("sequence") + 1)
+    with mock.patch.object(checkpoints, "CHECKED_ACCOUNTS", 1), caplog.at_level(logging.ERROR):
+        for _ in range(2):
+            assert sign_due(next(written)) == 0
+            assert list_errors(caplog) == []
+        sign_due(next(written))
+    assert len(list_errors(caplog)) == 1
+
+
+def test_sign_due_during_writes_ends(written: Iterator[datetime]) -> None:
+    """Entries that arrive during a run do not extend it."""
+    make_merchant("globex")
+    signatures = 0
+    real = LocalSigner.sign
+
+    def write_and_sign(self: LocalSigner, scope: str, message: bytes) -> Any:
+        nonlocal signatures
+        signatures += 1
+        assert signatures < 10
+        write("acme" if signatures % 2 else "globex")
+        return real(self, scope, message)
+
+    with mock.patch.object(checkpoints, "MAX_HEADS", 1), mock.patch.object(LocalSigner, "sign", write_and_sign):
+        sign_due(next(written))
+    assert first_break() is None
 
 
 def test_sign_due_of_many_chains_signs_them_in_several_checkpoints(written: Iterator[datetime]) -> None:
@@ -722,6 +780,15 @@ def test_export_since_a_time_begins_with_the_newest_older_checkpoint(written: It
     sandbox = check.scopes["sandbox"]
     assert (sandbox.begins_with, sandbox.walk.count, sandbox.entries) == (2, 3, 3)
     assert off_host(since=second.at - timedelta(days=1), scopes=["sandbox"]).scopes["sandbox"].entries == 6
+
+
+def test_export_since_a_time_with_the_clock_set_back_verifies_off_host(written: Iterator[datetime]) -> None:
+    """A checkpoint that is dated before an earlier one moves the begin of the export no further."""
+    sign_due(now() - timedelta(days=1))
+    first = _rows(number=1).get()
+    check = off_host(since=first.at, scopes=["sandbox"])
+    assert check.first_broken is None
+    assert check.scopes["sandbox"].begins_with == 1
 
 
 def test_export_during_writes_and_signing_verifies_off_host(written: Iterator[datetime]) -> None:
