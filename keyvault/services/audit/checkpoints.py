@@ -12,11 +12,12 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from django.db import IntegrityError as DatabaseIntegrityError
 from django.db import transaction
-from django.db.models import F, Q, QuerySet
+from django.db.models import F, OuterRef, Q, QuerySet, Subquery
+from django.db.models.functions import Coalesce
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
@@ -47,6 +48,7 @@ from keyvault.services.audit.signers import audit_signer
 from keyvault.services.peppers.ring import list_served_sets
 from keyvault.services.recording.audit_chain import stored_bytes
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.work import leases
 
 CHECKPOINT_EVERY = timedelta(minutes=5)
 """Minimum interval between two checkpoints of a scope. An entry waits at most this plus one scheduler tick."""
@@ -63,8 +65,8 @@ _log = logging.getLogger(__name__)
 def sign_due(now: datetime) -> int:
     """Sign the next checkpoint of each served scope whose chains have changed; return how many were stored.
 
-    Safe to kill at any point and to run in several workers: one of them stores the checkpoint of a number, and the
-    others discard theirs.
+    Safe to kill at any point and to run in several workers: one of them has the lease of a scope. Should its lease be
+    lost, one worker stores the checkpoint of a number, and the other discards its own.
     """
     authorize(WORKER, Permission.AUDIT_SIGN, now=now)
     stored = sum(_sign_scope(scope, now) for scope in list_served_sets())
@@ -154,14 +156,19 @@ def _sign_scope(scope: PepperSet, now: datetime) -> int:
     newest_at = _find_newest_at(scope)
     if newest_at is not None and timedelta(0) <= now - newest_at < CHECKPOINT_EVERY:
         return 0
+    lease = leases.claim(f"audit:sign:{scope}", now)
+    if lease is None:
+        return 0
     count = 0
     try:
         for _ in range(_count_rounds(scope)):
-            count += _sign_next(scope, now)
+            count += _sign_next(scope, now, lease)
     except IntegrityError as error:
         _log.error("the audit log is damaged: no checkpoint is signed", extra=_log_fields(scope, error))
     except KeyvaultError as error:
         _log.warning("a checkpoint of the audit log is delayed", extra=_log_fields(scope, error))
+    finally:
+        leases.release(lease)
     return count
 
 
@@ -174,8 +181,9 @@ def _count_rounds(scope: str) -> int:
     return max(1, math.ceil(unsigned / MAX_HEADS))
 
 
-def _sign_next(scope: PepperSet, now: datetime) -> bool:
+def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> bool:
     """Compare the next chains and, if any has changed, sign and store a checkpoint; return whether one was stored."""
+    leases.renew(lease, datetime.now(UTC))
     # Read the marks before the newest checkpoint, and that before the heads, so that concurrent writes cannot put one
     # ahead of the next.
     marks = read_marks(scope)
@@ -190,7 +198,7 @@ def _sign_next(scope: PepperSet, now: datetime) -> bool:
     if chains and not is_marked:
         # The newest checkpoint proves nothing if this service's signer did not sign it: a person who can write to the
         # database may have forged it for a log that was rewritten.
-        _require_complete(scope, marks)
+        _require_complete(scope, marks, lease)
     checked, checked_through = _list_next_checked(scope, signed)
     # One reading of each row: another worker may have signed it in between.
     _require_signed_entries(scope, list({chain.name: chain for chain in [*chains, *checked]}.values()))
@@ -270,10 +278,22 @@ def _read_signed_heads(scope: str, chains: Sequence[AuditChain]) -> dict[str, He
     keys, found = _read_own_keys(scope), dict[str, Head]()
     for row in AuditCheckpoint.objects.filter(scope=scope, number__in=names).iterator(chunk_size=50):
         signed = _signed(row)
-        _is_own(signed, keys)
+        if not _is_own(signed, keys):
+            _require_former_signer(signed)
         heads = _parse(signed).heads
         found |= {name: heads[name] for name in names[signed.number] if name in heads}
     return found
+
+
+def _require_former_signer(signed: SignedCheckpoint) -> None:
+    """Require that a checkpoint of another signer was signed before this service's signer began. Raises IntegrityError.
+
+    Its signature cannot be verified here. The rows name only checkpoints that this service stored.
+    """
+    own = AuditCheckpoint.objects.filter(scope=signed.scope, signer=audit_signer().name(signed.scope))
+    if own.filter(number__lt=signed.number).exists():
+        why = f"it names the signer {signed.signer}, but this service's signer has signed an earlier one"
+        raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
 
 
 def _find_row_fault(scope: str, chain: AuditChain, signed: Head | None) -> str | None:
@@ -346,18 +366,19 @@ def find_newest_own(scope: str) -> SignedCheckpoint | None:
 
 
 def forget_missing_checkpoints(scope: str) -> None:
-    """Record the chains as unsigned that a missing checkpoint signed, after the newest one that there is."""
+    """Record the chains as unsigned from their first entry that a missing checkpoint signed."""
     newest = AuditCheckpoint.objects.filter(scope=scope).order_by("-number").values_list("number", flat=True).first()
     chains = AuditChain.objects.filter(scope=scope, signed_in__gt=newest or 0)
-    chains.update(signed_in=0, signed_sequence=0, unsigned_since=F("newest_at"))
+    first = AuditEntry.objects.filter(chain_id=OuterRef("name"), sequence=1).values("at")
+    chains.update(signed_in=0, signed_sequence=0, unsigned_since=Coalesce(Subquery(first), F("newest_at")))
 
 
-def _require_complete(scope: str, marks: CheckpointMarks | None) -> None:
+def _require_complete(scope: str, marks: CheckpointMarks | None, lease: leases.Lease | None = None) -> None:
     """Require every checkpoint, those recorded outside the database, and the entries. Raises IntegrityError.
 
-    Reads all checkpoints: only for what happens rarely.
+    Reads all checkpoints: only for what happens rarely. Renews the lease; raises StateConflictError when it is lost.
     """
-    walk, broken = _walk(scope, None, _add_marks({}, marks))
+    walk, broken = _walk(scope, None, _add_marks({}, marks), lease)
     if broken is not None:
         raise IntegrityError("The audit log is damaged.", internal=f"{scope} checkpoint {broken[0]}: {broken[1]}")
     why = _find_mismatch(walk.heads, read_heads(scope))
@@ -508,10 +529,14 @@ def _verify_scope(
     )
 
 
-def _walk(scope: str, keys: PublicKeys | None, kept: KeptCheckpoints) -> tuple[CheckpointWalk, tuple[int, str] | None]:
+def _walk(
+    scope: str, keys: PublicKeys | None, kept: KeptCheckpoints, lease: leases.Lease | None = None
+) -> tuple[CheckpointWalk, tuple[int, str] | None]:
     """Verify all checkpoints of a scope; return the walk and the first broken number with its fault, or None."""
     walk = CheckpointWalk(scope, keys, kept)
     for signed in list_checkpoints(scope):
+        if lease is not None:
+            leases.renew(lease, datetime.now(UTC))
         why = walk.take(signed, find_entry_hash, find_entry_time)
         if why is not None:
             return walk, (signed.number, why)

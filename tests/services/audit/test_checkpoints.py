@@ -36,7 +36,7 @@ from keyvault.domain.checkpoints import (
     scope_of,
 )
 from keyvault.domain.environments import Environment
-from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
+from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry, WorkLease
 from keyvault.models.triggers import ensure_triggers
 from keyvault.services.audit import checkpoints
 from keyvault.services.audit.checkpoints import (
@@ -54,6 +54,7 @@ from keyvault.services.audit.signers import LOCAL, LocalSigner
 from keyvault.services.recording.audit_chain import verify_audit
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import secret_backend, vault_backend
+from keyvault.services.work import leases
 from tests.backends.vault.installation import InstalledVault, installed, serving_from
 from tests.factories import (
     PRODUCTION,
@@ -396,19 +397,55 @@ def test_sign_due_by_concurrent_workers_stores_each_number_once() -> None:
 
 
 def test_sign_due_after_another_worker_stored_the_number_stores_nothing(written: Iterator[datetime]) -> None:
-    """Another worker stores the same number after this one has read the newest checkpoint."""
+    """Another worker that took over the lease stores the number after this one has read the newest checkpoint."""
     at = next(written)
+    expired = mock.patch.object(leases, "LEASE", timedelta(0))
     real = LocalSigner.sign
 
     def after_another(self: LocalSigner, scope: str, message: bytes) -> Any:
         with mock.patch.object(LocalSigner, "sign", real):
-            assert sign_due(at) == 1
+            assert sign_due(now() + STEP) == 1
         return real(self, scope, message)
 
-    with mock.patch.object(LocalSigner, "sign", after_another):
+    with expired, mock.patch.object(LocalSigner, "sign", after_another):
         assert sign_due(at) == 0
     assert AuditCheckpoint.objects.filter(scope="sandbox").count() == 4
     assert first_break() is None
+
+
+def test_sign_due_while_another_worker_signs_does_nothing(written: Iterator[datetime]) -> None:
+    """Only one worker compares the whole log after a change of the signer, however long it takes."""
+    _rename_signer()
+    real, nested = checkpoints.find_entry_hash, list[int]()
+
+    def sign_meanwhile(chain: str, sequence: int) -> bytes | None:
+        nested.append(sign_due(now()))
+        return real(chain, sequence)
+
+    with mock.patch.object(checkpoints, "find_entry_hash", sign_meanwhile):
+        assert sign_due(now()) == 1
+    assert set(nested) == {0}
+    assert not WorkLease.objects.exists()
+
+
+def _rename_signer() -> None:
+    """Give the checkpoints another signer, as if the service had changed to this one."""
+    with tampering():
+        AuditCheckpoint.objects.filter(scope="sandbox").update(signer="vault:former/audit")
+    lose_marks()
+
+
+def test_sign_due_that_lost_its_lease_stops_comparing(written: Iterator[datetime]) -> None:
+    _rename_signer()
+    real = checkpoints.find_entry_hash
+
+    def take_over(chain: str, sequence: int) -> bytes | None:
+        WorkLease.objects.update(token="of another worker")
+        return real(chain, sequence)
+
+    with mock.patch.object(checkpoints, "find_entry_hash", side_effect=take_over) as compared:
+        assert sign_due(next(written)) == 0
+    assert compared.call_count == 1
 
 
 def test_sign_due_of_a_log_that_contradicts_its_checkpoint_is_refused(
@@ -613,7 +650,7 @@ def test_sign_due_finds_a_missing_chain(written: Iterator[datetime], caplog: pyt
     assert "is missing" in str(first_break())
 
 
-@pytest.mark.parametrize("change", ["body", "number"])
+@pytest.mark.parametrize("change", ["body", "number", "signer"])
 def test_sign_due_over_an_altered_checkpoint_is_refused(
     written: Iterator[datetime], caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
@@ -628,12 +665,21 @@ def test_sign_due_over_an_altered_checkpoint_is_refused(
         heads = {CHAIN: Head(5, bytes(32))}
         if change == "body":
             _rows(number=3).update(body=checkpoint_bytes(replace(altered, heads=heads)))
+        elif change == "signer":
+            _rewrite()
+            heads = {CHAIN: Head(5, bytes(_entries(sequence=5).get().hash))}
+            body = checkpoint_bytes(replace(altered, heads=heads))
+            _rows(number=3).update(body=body, signer="vault:elsewhere/audit")
         else:
             _rows(number=3).update(body=first.body, signature=first.signature)
     with caplog.at_level(logging.ERROR):
         sign_due(next(written))
-    why = "its columns differ from its bytes" if change == "number" else "its signature is not the signer's"
-    assert list_errors(caplog) == [f"sandbox checkpoint 3: {why}"]
+    why = {
+        "body": "its signature is not the signer's",
+        "number": "its columns differ from its bytes",
+        "signer": "it names the signer vault:elsewhere/audit, but this service's signer has signed an earlier one",
+    }
+    assert list_errors(caplog) == [f"sandbox checkpoint 3: {why[change]}"]
 
 
 def _only(name: str) -> Any:
