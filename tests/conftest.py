@@ -302,10 +302,18 @@ def vault_service(installed_vault: "InstalledVault", db: None) -> "Iterator[Inst
 
 
 @pytest.fixture(autouse=True)
-def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> None:
-    """Forget what an earlier test left in this process. The tests of pure packages reach none of it."""
+def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[None]:
+    """Forget what an earlier test left in this process. The tests of pure packages reach none of it.
+
+    A test that leaves this process reporting usage fails: the thread would report beside the reporters of later tests.
+    """
     if request.path.relative_to(TESTS).as_posix().startswith(PURE):
+        yield
         return
+    from keyvault.services.usage.recorder import usage_log
+
     from .process_state import forget_process_state
 
     forget_process_state(data_dir)
+    yield
+    assert not usage_log.is_reporting, "replace `usage_log` and `UsageLog.start`, as tests/api/conftest.py does"

@@ -370,7 +370,8 @@ def _progress(row: Campaign, report: Any) -> Iterable[tuple[str, Any]]:
     if report["all_begun_at"] is not None:
         yield "Earliest time when all have started", moment(datetime.fromisoformat(report["all_begun_at"]))
     requests = report["requests"]
-    yield "Requests with keys of these rotations", f"{requests['allowed']} allowed, {requests['refused']} refused"
+    yield "Requests with the replacements", requests["allowed"]
+    yield "Requests refused with suspended keys", requests["refused"]
     yield "Approved and started", moment(row.began_at, missing="not yet")
     if row.closed_at is not None:
         yield "Closed", moment(row.closed_at)

@@ -1,6 +1,7 @@
 """Formatting of schedules, and the calendar of scheduled rotations with a table per month."""
 
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
@@ -16,7 +17,8 @@ from rotation.admin.plan_fields import WEEKDAYS, show_override
 from rotation.domain.plan_fields import SHARED_FIELDS
 from rotation.domain.windows import clock_text
 from rotation.models import BlackoutCalendar, RotationSchedule
-from rotation.services.schedules.calendar import ScheduledDate
+from rotation.services.schedules.calendar import CalendarPage, ScheduledDate
+from rotation.services.schedules.candidates import MAX_LISTED, DatePosition
 from rotation.services.schedules.schedules import find_draft, partial_draft
 
 LOOKAHEAD_DAYS = {30: "30 days", 90: "90 days", 366: "a year"}
@@ -25,23 +27,24 @@ LOOKAHEAD_DAYS = {30: "30 days", 90: "90 days", 366: "a year"}
 DEFAULT_LOOKAHEAD_DAYS = 90
 """Default lookahead of the calendar, in days."""
 
-_MAX_LINES = 1_000
 _MAX_ROTATIONS = 20
 """Maximum number of rotations on the page of a schedule or standing approval, the latest first."""
 
 
-def calendar_notes(dates: list[ScheduledDate], days: int, merchant: str | None) -> Iterable[str]:
+def calendar_notes(shown: CalendarPage, days: int, merchant: str | None) -> Iterable[str]:
     whose = "" if merchant is None else f" of {merchant}"
     period = LOOKAHEAD_DAYS[days]
     yield f"Scheduled rotations{whose} within {period}. All times are UTC."
-    if len(dates) > _MAX_LINES:
-        yield f"First {_MAX_LINES} rotations. Choose an environment or a merchant to see others."
+    if shown.after is not None:
+        yield f"This page shows {MAX_LISTED} dates. Show later dates, or choose an environment or a merchant."
+    if shown.has_more_undated:
+        yield f"{MAX_LISTED} credentials without a date are shown. Choose an environment or a merchant to see others."
 
 
 def month_tables(dates: list[ScheduledDate]) -> Iterable[Table]:
     """Yield a table per month; blocked rotations without a date come first."""
     columns = ["starts (UTC)", "account", "credential", "state", "requested (UTC)", "reason"]
-    for month, found in groupby(dates[:_MAX_LINES], lambda date: f"{date.begins_at:%B %Y}" if date.begins_at else ""):
+    for month, found in groupby(dates, lambda date: f"{date.begins_at:%B %Y}" if date.begins_at else ""):
         rows = [
             [
                 f"{date.begins_at:%a %d  %H:%M}" if date.begins_at else NOTHING,
@@ -61,6 +64,21 @@ def month_tables(dates: list[ScheduledDate]) -> Iterable[Table]:
             [],
             empty="No scheduled rotations in this period. Put keys on a schedule to see them here.",
         )
+
+
+def write_position(position: DatePosition) -> str:
+    """Return the position as the query string has it."""
+    ask_at, credential_id = position
+    return f"{ask_at.isoformat()} {credential_id}"
+
+
+def read_position(text: str) -> DatePosition | None:
+    """Return the position that `write_position` wrote; None for any other text."""
+    ask_at, _, credential_id = text.partition(" ")
+    try:
+        return datetime.fromisoformat(ask_at).astimezone(UTC), credential_id
+    except (ValueError, OverflowError):
+        return None
 
 
 def next_facts(date: ScheduledDate | None) -> FactTable:

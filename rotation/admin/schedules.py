@@ -52,13 +52,16 @@ from rotation.admin.schedule_widgets import (
     format_scope,
     month_tables,
     next_facts,
+    read_position,
     rotations_table,
     schedule_facts,
     schedules_in_scope,
+    write_position,
 )
 from rotation.admin.standing_approvals import approval_state, request_action
 from rotation.models import RotationSchedule
 from rotation.services.schedules.calendar import find_next, list_next
+from rotation.services.schedules.candidates import DatePosition
 from rotation.services.schedules.reports import state_of_schedule
 from rotation.services.schedules.schedules import (
     disable_schedule,
@@ -246,7 +249,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
     def _calendar_view(self, request: HttpRequest) -> HttpResponse:
         """Show the calendar, filtered by `environment`, `merchant` and `days` in the query string.
 
-        Unknown values are ignored.
+        `after`: the position after which the page begins. Unknown values are ignored.
         """
         value = request.GET.get("environment", "")
         environment = Environment(value) if value in {env.value for env in Environment} else None
@@ -254,29 +257,33 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         days = next((days for days in LOOKAHEAD_DAYS if request.GET.get("days") == str(days)), DEFAULT_LOOKAHEAD_DAYS)
         now = datetime.now(UTC)
         scope = operator_of(request).scope.narrowed_to(merchant, environment)
-        dates = list_next(now, now + timedelta(days=days), scope)
+        shown = list_next(now, now + timedelta(days=days), scope, read_position(request.GET.get("after", "")))
         detail = Detail(
             title="Calendar of rotations",
             state=environment or "",
-            sections=list(month_tables(dates)),
-            notes=list(calendar_notes(dates, days, merchant)),
+            sections=list(month_tables(shown.dates)),
+            notes=list(calendar_notes(shown, days, merchant)),
         )
         context = {
             "title": detail.title,
             "detail": detail,
             "sections": detail.sections,
-            "links": list(self._calendar_links(environment, merchant, days)),
+            "links": list(self._calendar_links(environment, merchant, days, shown.after)),
             "crumbs": self._crumbs(),
         }
         return page(self.admin_site, request, "detail", context)
 
-    def _calendar_links(self, environment: str | None, merchant: str | None, days: int) -> Iterable[Link]:
-        """Yield links to the calendar with other filters."""
+    def _calendar_links(
+        self, environment: str | None, merchant: str | None, days: int, after: DatePosition | None
+    ) -> Iterable[Link]:
+        """Yield links to later dates, and to the calendar with other filters."""
 
         def url_with(**changes: object) -> str:
             chosen = {"environment": environment, "merchant": merchant, "days": days, **changes}
             return f"{self._calendar_url()}?{urlencode({name: value for name, value in chosen.items() if value})}"
 
+        if after is not None:
+            yield Link("Later dates", url_with(after=write_position(after)))
         for env in (None, *(each.value for each in Environment)):
             if env != environment:
                 yield Link(env or "both environments", url_with(environment=env))

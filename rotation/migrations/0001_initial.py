@@ -101,7 +101,7 @@ class Migration(migrations.Migration):
                 ('reminded_percent', models.PositiveSmallIntegerField(default=0)),
                 ('handover', models.JSONField(blank=True, null=True)),
                 ('account', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='keyvault.account')),
-                ('campaign', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='rotation.campaign')),
+                ('campaign', models.ForeignKey(blank=True, db_index=False, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='rotation.campaign')),
                 ('credential', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='keyvault.credential')),
                 ('predecessor', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='retiring_rotations', to='keyvault.key')),
                 ('replacement', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='introducing_rotations', to='keyvault.key')),
@@ -283,6 +283,10 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='rotation',
             index=models.Index(condition=models.Q(('awaits_requester', True), models.Q(('schedule__isnull', False), ('campaign__isnull', False), _connector='OR')), fields=['created_at'], name='rotation_to_hand_over'),
+        ),
+        migrations.AddIndex(
+            model_name='rotation',
+            index=models.Index(condition=models.Q(('campaign__isnull', False)), fields=['campaign', 'state'], name='rotation_of_campaign'),
         ),
         migrations.AddIndex(
             model_name='rotation',

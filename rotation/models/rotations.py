@@ -92,7 +92,9 @@ class Rotation(RequestColumns):
     standing_approval = models.ForeignKey(
         StandingApproval, models.PROTECT, null=True, blank=True, related_name="rotations"
     )
-    campaign = models.ForeignKey(Campaign, models.PROTECT, null=True, blank=True, related_name="rotations")
+    campaign = models.ForeignKey(
+        Campaign, models.PROTECT, null=True, blank=True, related_name="rotations", db_index=False
+    )
 
     class Meta:
         constraints = [
@@ -129,6 +131,9 @@ class Rotation(RequestColumns):
                 fields=["created_at"],
                 name="rotation_to_hand_over",
                 condition=Q(awaits_requester=True) & (Q(schedule__isnull=False) | Q(campaign__isnull=False)),
+            ),
+            models.Index(
+                fields=["campaign", "state"], name="rotation_of_campaign", condition=Q(campaign__isnull=False)
             ),
             models.Index(
                 fields=["-created_at", "-rotation_id"],

@@ -89,6 +89,16 @@ def test_disabled_operator_enabled_by_a_stray_write_regains_no_session() -> None
     assert client.get("/admin/").status_code == 302
 
 
+def test_end_operator_sessions_of_one_of_the_last_two_approving_persons() -> None:
+    """Guarantee: nobody is too important to be signed out, by whichever way the operator signed in."""
+    approver = make_operator("approver", Role.APPROVER)
+    client = browser(approver)
+    assert client.get("/admin/").status_code == 200
+    assert run("end_operator_sessions", "approver") == {"username": "approver"}
+    assert client.get("/admin/").status_code == 302
+    assert details_of("operator.sessions_ended") == {"username": "approver", "sessions_ended": 1}
+
+
 @pytest.mark.parametrize(
     "arguments", [["disable_operator", "admin"], ["set_operator_roles", "admin", "--role", "auditor"]]
 )
@@ -409,6 +419,7 @@ def test_set_operator_scope_links_a_new_operator_to_its_person() -> None:
     wanted = ("set_operator_scope", "tam-sso", "--all", "--same-person-as", "tam", "--requested-by", "admin")
     with pytest.raises(CommandError, match="your own operator"):
         run(*wanted, "--approved-by", "tam", "--reason", "why")
+    assert Operator.objects.get(username="tam-sso").person != tam.person
     run(*wanted, "--approved-by", "second", "--reason", "why")
     assert Operator.objects.get(username="tam-sso").person == tam.person
 

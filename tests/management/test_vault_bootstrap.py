@@ -83,7 +83,9 @@ def test_vault_bootstrap_ignores_a_token_in_the_environment(
         run(*BOTH, "--token-file", str(tmp_path / "other.token"))
 
 
-@pytest.mark.parametrize(("host", "count"), [("web", 3 * 2 + 1), ("worker", 8 * 2 + 2), ("setup", 2 * 3), ("all", 21)])
+@pytest.mark.parametrize(
+    ("host", "count"), [("web", 3 * 2 + 2), ("worker", 8 * 2 + 2), ("setup", 2 * 3 + 1), ("all", 22)]
+)
 def test_vault_bootstrap_creates_the_logins_of_a_host_kind(
     fresh: Layout, token_file: Path, tmp_path: Path, host: str, count: int
 ) -> None:

@@ -58,7 +58,7 @@ def test_vault_doctor_of_a_healthy_installation_finds_nothing(vault_service: Ins
     report = doctor()
     assert report["findings"] == []
     assert {"server", "pepper sandbox", "pepper production", "pepper service"} <= set(report["checked"])
-    assert len(report["checked"]) == 1 + 21 + 3
+    assert len(report["checked"]) == 1 + 22 + 3
     assert doctor() == report  # The run ends its own tokens and nothing else.
 
 

@@ -98,22 +98,22 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     (
         "operator_change_of_another",
         "keyvault_operatorchange",
-        {"requester_person": "per_x", "operator_person": "per_x"},
+        {"requester_person": "per_of_none", "operator_person": "per_of_none"},
     ),
     ("operator_change_expires_later", "keyvault_operatorchange", {"approval_expires_at": LONG_AGO}),
     ("operator_change_closed", "keyvault_operatorchange", {"closed_at": LONG_AGO}),
     ("operator_change_closed", "keyvault_operatorchange", {"state": "applied"}),
     ("role_use_role", "keyvault_roleuse", {"role": "other"}),
     ("break_glass_excluded", "keyvault_breakglass", {"excluded_persons": ""}),
-    ("break_glass_excluded", "keyvault_breakglass", {"requester_person": "per_x", "is_claimed": True}),
-    ("break_glass_excluded", "keyvault_breakglass", {"person": "per_x"}),
+    ("break_glass_excluded", "keyvault_breakglass", {"requester_person": "per_of_none", "is_claimed": True}),
+    ("break_glass_excluded", "keyvault_breakglass", {"person": "per_of_none"}),
     (
         "break_glass_excluded",
         "keyvault_breakglass",
         {"requester_person": "system:host", "excluded_persons": "system:host", "is_claimed": True},
     ),
     ("break_glass_reviewed", "keyvault_breakglass", {"reviewed_at": LONG_AGO}),
-    ("break_glass_reviewed", "keyvault_breakglass", {"reviewer_person": "per_x"}),
+    ("break_glass_reviewed", "keyvault_breakglass", {"reviewer_person": "per_of_none"}),
     ("operator_scope_environments", "keyvault_operator", {"scope_environments": "other"}),
     ("use_outcome", "keyvault_usecontext", {"outcome": "other"}),
     ("attempt_outcome", "keyvault_keyattempt", {"outcome": "other"}),
@@ -222,7 +222,12 @@ def test_checks_claimed_approval_reviewed_by_one_person_is_refused(
     """Two persons review it; the claimed approver is one of them at most."""
     act = read_row("keyvault_breakglass")
     update("keyvault_breakglass", {"is_claimed": True, "excluded_persons": act["requester_person"]})
-    for first, last in ((None, "per_x"), ("per_x", "per_x"), (None, act["person"]), (act["person"], act["person"])):
+    for first, last in (
+        (None, "per_of_none"),
+        ("per_of_none", "per_of_none"),
+        (None, act["person"]),
+        (act["person"], act["person"]),
+    ):
         review = {"reviewed_at": act["created_at"], "first_reviewer_person": first, "reviewer_person": last}
         with (
             subtests.test(f"{first}, {last}"),
@@ -230,7 +235,7 @@ def test_checks_claimed_approval_reviewed_by_one_person_is_refused(
             transaction.atomic(),
         ):
             update("keyvault_breakglass", review)
-    update("keyvault_breakglass", {**review, "first_reviewer_person": "per_x"})
+    update("keyvault_breakglass", {**review, "first_reviewer_person": "per_of_none"})
 
 
 def test_checks_duplicate_row_is_refused(bare_world: World, subtests: pytest.Subtests) -> None:

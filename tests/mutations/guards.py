@@ -472,8 +472,8 @@ GUARDS = (
     Guard(
         "approving-roles-under-four-eyes",
         _OPERATOR_CHANGES,
-        "if chosen - operator.roles & FOUR_EYES_ROLES:",
-        "if not chosen:",
+        "if chosen - operator.roles & FOUR_EYES_ROLES and not",
+        "if not chosen and not",
         "No single key administrator makes an operator an approver.",
         f"{_OPERATOR_TESTS}::test_role_added_by_one_person_is_no_approving_one",
     ),
@@ -813,7 +813,7 @@ GUARDS = (
     Guard(
         "reserve-for-revocations",
         "keyvault/services/recording/revocation_log.py",
-        "if not is_out_of_space(error) or not release_reserve():\n            raise",
+        "if not is_out_of_space(error) or not release_reserve():\n                raise",
         "raise",
         "A full disk costs no line of the revocation log as long as there is a reserve.",
         "tests/project/test_full_disk.py::test_revocation_is_logged_from_the_reserve_when_a_write_finds_no_space",

@@ -24,6 +24,8 @@ from keyvault.management.service import find_free_port
 from keyvault.project.configuration import read_settings
 from keyvault.services.startup import metrics
 from keyvault.services.startup.metrics import MAX_CONNECTIONS, serve_metrics_or_exit
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.verification.refusals import RefusalLog
 from keyvault.wire.planes import Plane
 from tests.admin.desk import browser, set_up_desk
 from tests.factories import account, issue, make_merchant, make_token
@@ -50,7 +52,17 @@ def served_settings(**environ: str) -> dict[str, Any]:
     return read_settings(environ)
 
 
+@pytest.fixture
+def quiet_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep usage and refusals in memory: a thread of the process would write between later tests."""
+    monkeypatch.setattr(UsageLog, "start", lambda self: None)
+    for module in ("keyvault.hotpath.adapters.assembly", "keyvault.api.integration"):
+        monkeypatch.setattr(f"{module}.usage_log", UsageLog())
+        monkeypatch.setattr(f"{module}.refusal_log", RefusalLog())
+
+
 @pytest.mark.django_db
+@pytest.mark.usefixtures("quiet_logs")
 @pytest.mark.parametrize("planes", SUBSETS, ids="+".join)
 def test_process_answers_its_planes_and_health_checks_only(
     client: Client, settings: Any, subtests: pytest.Subtests, planes: tuple[Plane, ...]

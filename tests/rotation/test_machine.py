@@ -28,7 +28,11 @@ EACH = 6
 """Sequences from each scene; the long run is `python -m tests.rotation.machine`."""
 
 
-@pytest.mark.parametrize(("variant", "chain"), list(shares()), ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.parametrize(
+    ("variant", "chain"),
+    [pytest.param(variant, chain, marks=pytest.mark.long if chain else ()) for variant, chain in shares()],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_machine_no_sequence_violates_an_invariant(variant: Variant, chain: int) -> None:
     """The invariants hold under worker deaths, duplicates, operators, traffic, clocks and a failing backend."""
     tally = play_share(variant, chain, EACH, 1, thorough_every=4)

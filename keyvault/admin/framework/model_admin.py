@@ -20,6 +20,7 @@ from django.utils.text import smart_split, unescape_string_literal
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
+from keyvault.access.rules import operation
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.actions import (
     ActionForm,
@@ -63,6 +64,9 @@ _MAX_LINES = 5
 
 _MAX_ATTENTION_ROWS = 200
 """Maximum rows that the front page counts per attention item."""
+
+_MAX_DECIDABLE = 50
+"""Maximum rows of an attention item that are read because the operator's decision on each is authorized."""
 
 
 _MAX_COUNTED = 10_000
@@ -199,9 +203,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the items of this model that the front page shows to the operator."""
         return ()
 
-    def attention_count(self, request: HttpRequest) -> int:
-        """Return the number of unseen rows, for the sidebar."""
-        return 0
+    def attention_count(self, request: HttpRequest) -> str:
+        """Return the number of unseen rows, for the sidebar; empty: there are none."""
+        return ""
 
     def line_of(self, row: Any) -> Line:
         """Return the line of a row on the front page."""
@@ -496,16 +500,25 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def list_decidable(self, request: HttpRequest, permission: Permission, rows: QuerySet[Any]) -> list[Any]:
         """Return the first rows that the operator may decide on, as second person where one is required."""
-        return [row for row in rows[: _MAX_ATTENTION_ROWS + 1] if self._may_on(request, permission, row)]
+        if operation(permission).second_person:
+            # Otherwise many requests of the operator would hide the others.
+            rows = rows.exclude(requester_person=operator_of(request).person)
+        found = rows.filter(pk__in=_first_ids(rows, _MAX_DECIDABLE + 1))
+        return [row for row in found if self._may_on(request, permission, row)]
 
     def attention_item(
         self, title: str, rows: QuerySet[Any] | list[Any], query: str, tone: str = "plain"
     ) -> AttentionItem:
         """Build the attention item for these rows; `query` filters the list that it links to."""
-        found = list(rows[: _MAX_ATTENTION_ROWS + 1])
-        lines = [self.line_of(row) for row in found[:_MAX_LINES]]
-        count = min(len(found), _MAX_ATTENTION_ROWS)
-        return AttentionItem(title, self.list_url(query), count, lines, tone, has_more=len(found) > count)
+        if isinstance(rows, list):
+            shown, found, most = rows[:_MAX_LINES], len(rows), _MAX_DECIDABLE
+        else:
+            ids = _first_ids(rows, _MAX_ATTENTION_ROWS + 1)
+            shown = list(rows.filter(pk__in=ids[:_MAX_LINES])) if ids else []
+            found, most = len(ids), _MAX_ATTENTION_ROWS
+        lines = [self.line_of(row) for row in shown]
+        count = min(found, most)
+        return AttentionItem(title, self.list_url(query), count, lines, tone, has_more=found > count)
 
     def create_links(self, request: HttpRequest) -> list[Link]:
         """Return links to the create actions that the operator may use, for the front page."""
@@ -547,6 +560,17 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "crumbs": self._crumbs(),
             "back": Link(self.plural, self.list_url()),
         }
+
+
+def format_count(rows: QuerySet[Any]) -> str:
+    """Format the number of rows, which is counted up to a maximum; empty: there are none."""
+    count = len(_first_ids(rows.order_by(), _MAX_ATTENTION_ROWS + 1))
+    return f"{_MAX_ATTENTION_ROWS}+" if count > _MAX_ATTENTION_ROWS else str(count or "")
+
+
+def _first_ids(rows: QuerySet[Any], limit: int) -> list[Any]:
+    """Return the ids of the first rows, without `select_related`: the database may join all rows before it sorts."""
+    return list(rows.values_list("pk", flat=True)[:limit])
 
 
 def _form(request: HttpRequest, action: RowAction | CreateAction, *args: Any, **options: Any) -> ActionForm:

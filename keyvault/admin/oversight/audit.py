@@ -81,11 +81,15 @@ class ChainFilter(admin.SimpleListFilter):
     parameter_name = "chain"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        is_listed = models.Q(name=PLATFORM_CHAIN) | models.Q(name__startswith=_ACCOUNT)
-        chains = _chains_in(operator_of(request).scope).filter(is_listed)
-        names = list(chains.order_by("name").values_list("name", flat=True)[:_MAX_CHAINS])
+        scope = operator_of(request).scope
+        accounts = Account.objects.order_by("merchant_id", "environment")
+        if scope != EVERYWHERE:
+            accounts = accounts.filter(environment__in=scope.environments)
+        if scope.merchants is not None:
+            accounts = accounts.filter(merchant_id__in=scope.merchants)
+        names = [PLATFORM_CHAIN] if scope == EVERYWHERE else []
+        names += [account_chain(*each) for each in accounts.values_list("merchant_id", "environment")[:_MAX_CHAINS]]
         chosen = request.GET.get(self.parameter_name)
-        names.sort(key=lambda name: (name.startswith(_ACCOUNT), name))
         if chosen and chosen not in names:
             names.append(chosen[:96])
         return [(name, name.removeprefix(_ACCOUNT)) for name in names]

@@ -25,7 +25,7 @@ from keyvault.admin.framework.actions import (
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.filters import state_filter
-from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin, format_count
 from keyvault.admin.framework.subject_pages import find_noun, find_page
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -140,8 +140,8 @@ class NoticeAdmin(ConsoleModelAdmin):
         unseen = self._in_scope(request, list_unseen()).select_related("account__merchant").order_by("-created_at")
         yield self.attention_item("Unseen alarms", unseen, "?what=unseen", "alarm")
 
-    def attention_count(self, request: HttpRequest) -> int:
-        return self._in_scope(request, list_unseen()).count()
+    def attention_count(self, request: HttpRequest) -> str:
+        return format_count(self._in_scope(request, list_unseen()))
 
     def line_of(self, row: Notice) -> Line:
         return Line(

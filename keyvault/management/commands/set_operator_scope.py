@@ -1,9 +1,11 @@
 """Replace the merchants and environments of an operator."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from django.core.management.base import CommandParser
+from django.db import transaction
 
 from keyvault.management.mixins import OperatorChangeMixin, add_operator_scope_options, read_operator_scope
 from keyvault.services.operator_changes import change_scope
@@ -29,11 +31,13 @@ class Command(OperatorChangeMixin):
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         scope = read_operator_scope(options)
         operator, grant = get_operator(options["username"]), self.requester_grant(options)
-        if options["same_person_as"]:
-            link_person(grant, operator, get_operator(options["same_person_as"]))
-        change = change_scope(grant, operator, scope, options["reason"] or "")
         answer: dict[str, Any] = {"username": operator.username}
-        if change is not None:
-            answer |= self.decide(change, options)
+        # The person is linked only with an approved scope: a shell alone decides on neither.
+        with transaction.atomic() if options["same_person_as"] else nullcontext():
+            if options["same_person_as"]:
+                link_person(grant, operator, get_operator(options["same_person_as"]))
+            change = change_scope(grant, operator, scope, options["reason"] or "")
+            if change is not None:
+                answer |= self.decide(change, options)
         operator.refresh_from_db()
         return answer | operator.access_scope.as_json()

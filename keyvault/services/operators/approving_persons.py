@@ -46,8 +46,8 @@ def require_approvers_remain(operator: Operator, *, roles: frozenset[Role], scop
         raise StateConflictError(
             f"Operator {operator.username} is one of the last two persons who can change operators under four eyes. "
             "Make another operator approver for the whole installation first. To lock the operator out immediately, "
-            "reset its password (manage.py reset_operator_password) or remove it from its groups at the identity "
-            "provider."
+            "reset its password (manage.py reset_operator_password), or remove it from its groups at the identity "
+            "provider and end its sessions (manage.py end_operator_sessions)."
         )
 
 

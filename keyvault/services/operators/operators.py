@@ -147,6 +147,16 @@ def link_person(grant: Grant, operator: Operator, other: Operator) -> None:
         swap_operator(record, operator, person=other.person)
 
 
+def end_operator_sessions(grant: Grant, operator: Operator) -> None:
+    """End all sessions of an operator, which can sign in again.
+
+    Raises StateConflictError for the grant's own person.
+    """
+    require_another_person(grant, operator)
+    with recorded(grant, Permission.OPERATORS_WRITE, "operator.sessions_ended", username=operator.username) as record:
+        swap_operator(record, operator)
+
+
 def disable_operator(grant: Grant, operator: Operator) -> None:
     """Disable an operator permanently: it can no longer sign in, use a session or run a command.
 

@@ -80,8 +80,9 @@ class ProcessWatch(BackgroundThread):
         self.__init__(self.now, queues=self.queues)  # type: ignore[misc]  # a dataclass's own
 
     def run_once(self) -> None:
-        keep_reserve()
+        # Before the reserve takes the free space: a meter file that has none kills the process.
         allocate_meter_files()
+        keep_reserve()
         now = self.now()
         for kind, name in self.runs.items():
             ServiceProcess.objects.update_or_create(name=name, defaults={"kind": kind, "seen_at": now, "lost_at": None})

@@ -73,8 +73,9 @@ def require_ready(*, needs_peppers: bool = True) -> None:
             _load_peppers()
         require_triggers()
         require_current()
+        # Before the reserve takes the free space: a meter file that has none kills the process.
+        allocate_meter_files()
         keep_reserve()
-    allocate_meter_files()
 
 
 @contextmanager

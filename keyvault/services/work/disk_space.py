@@ -4,9 +4,9 @@ A file of real blocks lies on each disk that a revocation writes to: that of the
 of SQLite's database. A revocation on a full disk shortens the file before its first write, by as much as it needs. The
 file takes back what is left right after the commit.
 
-On SQLite both happen under the database's write lock, so that no other transaction takes the released space. Another
-program on the same disk can take it, and so can a file that is no part of the database, such as a log: at most
-NEEDED_BYTES for each revocation.
+On SQLite both happen under the database's write lock, so that no other transaction takes the space before the commit.
+Other writers can: another program on the same disk, a file that is no part of the database, and a transaction between
+the commit and the taking back. They take at most NEEDED_BYTES for each revocation.
 """
 
 import errno

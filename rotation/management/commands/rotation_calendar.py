@@ -19,6 +19,7 @@ from keyvault.management.json_command import JsonCommand
 from keyvault.management.mixins import add_environment_option
 from keyvault.models import Merchant
 from rotation.services.schedules.calendar import DateState, list_next
+from rotation.services.schedules.candidates import MAX_LISTED
 
 _STYLES = {
     DateState.AWAITING_APPROVAL: "yellow",
@@ -26,6 +27,9 @@ _STYLES = {
     DateState.OVERDUE: "bold red",
     DateState.NOT_SCHEDULABLE: "red",
 }
+
+
+_MORE = f"Lists {MAX_LISTED} with a date and {MAX_LISTED} without. Choose an environment or a merchant to see others."
 
 
 class Command(JsonCommand):
@@ -42,8 +46,9 @@ class Command(JsonCommand):
         now = datetime.now(UTC)
         until = now + timedelta(days=options["days"])
         environment = Environment(options["environment"]) if options["environment"] else None
-        dates = list_next(now, until, EVERYWHERE.narrowed_to(options["merchant"], environment))
-        return {"now": now, "until": until, "dates": [date.as_json() for date in dates]}
+        listed = list_next(now, until, EVERYWHERE.narrowed_to(options["merchant"], environment))
+        has_more = listed.after is not None or listed.has_more_undated
+        return {"now": now, "until": until, "dates": [date.as_json() for date in listed.dates], "has_more": has_more}
 
     def format_text(self, answer: Mapping[str, Any]) -> str:
         if not answer["dates"]:
@@ -64,7 +69,8 @@ class Command(JsonCommand):
         # Without a terminal lines are not wrapped, so that the output can be searched.
         width = None if on_terminal else 400
         Console(file=output, force_terminal=on_terminal, highlight=False, width=width).print(table)
-        return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+        lines = [line.rstrip() for line in output.getvalue().splitlines()]
+        return "\n".join([*lines, _MORE] if answer["has_more"] else lines)
 
 
 def _short(text: str | None) -> str:

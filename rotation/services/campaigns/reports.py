@@ -7,7 +7,7 @@ from django.db.models import Count, Q, Sum
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import UseBucket
+from keyvault.models import KeyUse, UseBucket
 from keyvault.models.usage import UseOutcome
 from rotation.domain.events import RotationState
 from rotation.domain.pacing import FAILED, PROVED, START_WITHIN, UNPROVED, Pace, seconds_to_begin
@@ -16,6 +16,9 @@ from rotation.services.campaigns.runner import SKIPPED, list_waiting
 
 S = RotationState
 
+MAX_BUCKETS = 10_000
+"""Maximum counts of refused requests that a description adds up: some for each minute and source."""
+
 
 def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]:
     """Describe the campaign for the console and the command line.
@@ -23,8 +26,8 @@ def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]
     `progress` counts members. `waiting` and `skipped` have no rotation; `begun` is the sum of `unproved`, `proved`,
     `failed` and `stalled`. A `completed` rotation is proved, or unproved if its old key ended before the proof.
     `percent_proved`: replacements in use. `percent_ended`: members without further automatic progress. `all_begun_at`:
-    the earliest time, at the approved pace. `requests`: verifications with keys of these credentials since the
-    campaign began, allowed and refused.
+    the earliest time, at the approved pace. `requests`: allowed verifications with the replacements, and refused ones
+    with suspended keys of these credentials since the campaign began, in at most MAX_BUCKETS counts.
     """
     progress, by_state = _count(campaign)
     pace = Pace.from_json(campaign.pace)
@@ -99,8 +102,13 @@ def _count(campaign: Campaign) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _requests(campaign: Campaign) -> dict[str, JsonValue]:
-    begun = campaign.rotations.values("credential_id")
+    begun = campaign.rotations.order_by()
+    allowed = KeyUse.objects.filter(key__in=begun.values("replacement")).aggregate(total=Sum("count"))
     since = campaign.began_at or campaign.created_at
-    uses = UseBucket.objects.filter(context__key__credential__in=begun, last_at__gte=since)
-    totals = dict(uses.order_by("context__outcome").values_list("context__outcome").annotate(total=Sum("count")))
-    return {"allowed": totals.get(UseOutcome.ALLOWED, 0), "refused": totals.get(UseOutcome.REFUSED, 0)}
+    refused = UseBucket.objects.filter(
+        context__key__credential__in=begun.values("credential"),
+        context__outcome=UseOutcome.REFUSED,
+        last_at__gte=since,
+    )
+    counts = refused.order_by().values_list("count", flat=True)[:MAX_BUCKETS]
+    return {"allowed": allowed["total"] or 0, "refused": sum(counts)}

@@ -10,11 +10,17 @@ from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.timestamps import format_timestamp
 from rotation.domain.events import RotationState
 from rotation.services.rotations.planning import plan_rotation
-from rotation.services.schedules.candidates import Candidate, find_candidates, list_candidates, overrides_for
+from rotation.services.schedules.candidates import (
+    Candidate,
+    DatePosition,
+    find_candidates,
+    list_candidates,
+    overrides_for,
+)
 from rotation.services.schedules.starting import format_failure
 
-MAX_DRY_RUNS = 200
-"""Maximum number of overdue credentials whose plan is validated to find the obstacle."""
+MAX_DRY_RUNS = 50
+"""Maximum number of overdue credentials of a page whose plan is validated to find the obstacle."""
 
 _GRACE = timedelta(minutes=5)
 """Time after which an unrequested date is overdue; the worker checks every half minute and may be busy."""
@@ -60,15 +66,27 @@ class ScheduledDate:
         }
 
 
-def list_next(now: datetime, until: datetime, scope: AccessScope = EVERYWHERE) -> list[ScheduledDate]:
+@dataclass(frozen=True, slots=True)
+class CalendarPage:
+    """Some of the next dates. `after` and `has_more_undated`: see `CandidatePage`."""
+
+    dates: list[ScheduledDate]
+    after: DatePosition | None
+    has_more_undated: bool
+
+
+def list_next(
+    now: datetime, until: datetime, scope: AccessScope = EVERYWHERE, after: DatePosition | None = None
+) -> CalendarPage:
     """List the next date of each scheduled credential of the scope, those without a date first, then the earliest.
 
-    `until`: later dates are omitted. The list of a large environment is incomplete, see `list_candidates`.
+    `until`: later dates are omitted. `after`: the position after which the page begins; None: the first page.
     There is one date per credential, since the following one depends on when that rotation is completed.
     """
     dry_runs = MAX_DRY_RUNS
     found = []
-    for candidate in list_candidates(scope):
+    listed = list_candidates(scope, until, after)
+    for candidate in listed.candidates:
         date = _next_date(candidate, now)
         if date.state is DateState.OVERDUE and dry_runs:
             dry_runs -= 1
@@ -76,7 +94,8 @@ def list_next(now: datetime, until: datetime, scope: AccessScope = EVERYWHERE) -
         if date.begins_at is None or date.begins_at <= until:
             found.append(date)
     first = datetime.min.replace(tzinfo=now.tzinfo)
-    return sorted(found, key=lambda date: (date.begins_at or first, date.credential_id))
+    found.sort(key=lambda date: (date.begins_at or first, date.credential_id))
+    return CalendarPage(found, listed.after, listed.has_more_undated)
 
 
 def find_next(credential_id: str, now: datetime) -> ScheduledDate | None:

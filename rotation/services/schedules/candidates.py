@@ -1,12 +1,12 @@
 """Scheduled credentials, with what decides when their rotations are requested. Read-only."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from operator import itemgetter
 from typing import Any
 
-from django.db.models import Count, Max, Q
+from django.db.models import Count, F, Max, Q
+from django.db.models.fields.tuple_lookups import Tuple, TupleGreaterThan
 
 from keyvault.access.scopes import AccessScope
 from keyvault.domain.errors import RequestInvalidError
@@ -33,8 +33,11 @@ RETRY_DELAY = timedelta(days=7)
 BATCH = 500
 """Maximum number of credentials whose facts are read in one batch."""
 
-MAX_LISTED = 2_000
-"""Maximum number of credentials listed with a date, and of those listed without one."""
+MAX_LISTED = 250
+"""Maximum number of credentials that a page lists with a date, and of those that it lists without one."""
+
+DatePosition = tuple[datetime, str]
+"""When the rotation of a listed credential is requested, and the credential's id."""
 
 _ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
 
@@ -89,21 +92,51 @@ class Candidate:
         return begins_at if window is None else window.next_opening(begins_at)
 
 
-def list_candidates(scope: AccessScope) -> Iterator[Candidate]:
-    """Yield the scheduled credentials that are due first, and others without a date; up to MAX_LISTED of each."""
-    dated: list[tuple[datetime, str]] = []
-    others: list[tuple[None, str]] = []
+@dataclass(frozen=True, slots=True)
+class CandidatePage:
+    """Some scheduled credentials. `after`: where the next page begins; None: no other one has a date.
+
+    `has_more_undated`: credentials without a date are missing.
+    """
+
+    candidates: list[Candidate]
+    after: DatePosition | None
+    has_more_undated: bool
+
+
+def list_candidates(
+    scope: AccessScope, until: datetime | None = None, after: DatePosition | None = None
+) -> CandidatePage:
+    """List the scheduled credentials that are due first and others without a date, up to MAX_LISTED of each.
+
+    `until`: rotations that are requested later are omitted. `after`: a page without those that have no date.
+    """
+    dated: list[DatePosition] = []
+    undated: list[str] = []
     # One walk through the index for each environment; together they would sort all rows.
     for environment in sorted(scope.environments):
-        rows = ScheduledCredential.objects.filter(environment=environment).order_by("ask_at", "pk")
+        rows = ScheduledCredential.objects.filter(environment=environment)
         if scope.merchants is not None:
             rows = rows.filter(credential__account__merchant__in=scope.merchants)
-        found = rows.values_list("ask_at", "pk")
-        dated += found.filter(ask_at__isnull=False)[:MAX_LISTED]
-        others += found.filter(ask_at__isnull=True)[:MAX_LISTED]
-    ids = [pk for _, pk in [*sorted(dated)[:MAX_LISTED], *sorted(others, key=itemgetter(1))[:MAX_LISTED]]]
-    for start in range(0, len(ids), BATCH):
-        yield from find_candidates(ids[start : start + BATCH]).values()
+        due = rows.filter(ask_at__isnull=False) if until is None else rows.filter(ask_at__lte=until)
+        if after is not None:
+            due = due.filter(TupleGreaterThan(Tuple(F("ask_at"), F("pk")), after))
+        else:
+            waiting = rows.filter(ask_at__isnull=True).order_by("ask_at", "pk")
+            undated += waiting.values_list("pk", flat=True)[: MAX_LISTED + 1]
+        dated += due.order_by("ask_at", "pk").values_list("ask_at", "pk")[: MAX_LISTED + 1]
+    if len(scope.environments) > 1:
+        # The database orders them: it may compare ids in another way than Python does.
+        both = ScheduledCredential.objects.filter(pk__in=[pk for _, pk in dated], ask_at__isnull=False)
+        dated = list(both.order_by("ask_at", "pk").values_list("ask_at", "pk")[: MAX_LISTED + 1])
+    ids = [pk for _, pk in dated[:MAX_LISTED]] + sorted(undated)[:MAX_LISTED]
+    found = [
+        candidate
+        for start in range(0, len(ids), BATCH)
+        for candidate in find_candidates(ids[start : start + BATCH]).values()
+    ]
+    next_after = dated[MAX_LISTED - 1] if len(dated) > MAX_LISTED else None
+    return CandidatePage(found, next_after, has_more_undated=len(undated) > MAX_LISTED)
 
 
 def find_candidates(credential_ids: Collection[str]) -> dict[str, Candidate]:

@@ -34,12 +34,21 @@ def add_missing(credentials: Iterable[tuple[str, str]]) -> None:
     ScheduledCredential.objects.bulk_create(new, ignore_conflicts=True)
 
 
-def mark_scope(environment: str, account: Account | None, credential: Credential | None, now: datetime) -> None:
-    """Mark what a schedule applies to: a credential, or everything in an account or environment."""
-    if credential is not None:
-        mark_credentials([(credential.pk, environment)], now)
-    else:
-        ScheduleSweep.objects.create(environment=environment, account=account)
+def mark_scopes(scopes: Iterable[tuple[str, Account | None, Credential | None]], now: datetime) -> None:
+    """Mark what schedules apply to, in a few statements: credentials, or everything in accounts or environments.
+
+    The items of a scope are: environment, account, credential.
+    """
+    credentials: list[tuple[str, str]] = []
+    sweeps: list[ScheduleSweep] = []
+    for environment, account, credential in scopes:
+        if credential is not None:
+            credentials.append((credential.pk, environment))
+        else:
+            sweeps.append(ScheduleSweep(environment=environment, account=account))
+    if credentials:
+        mark_credentials(credentials, now)
+    ScheduleSweep.objects.bulk_create(sweeps)
 
 
 def connect_signals() -> None:

@@ -13,7 +13,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.access.scopes import AccessScope
-from keyvault.domain.canonical import JsonValue
+from keyvault.domain.canonical import JsonValue, canonical_bytes
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import find_text_fault
@@ -36,12 +36,18 @@ from rotation.models import (
     explain_unreadable,
 )
 from rotation.models.standing_approvals import LIVE
-from rotation.services.schedules.marking import mark_scope
+from rotation.services.schedules.marking import mark_scopes
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 _UNREADABLE = "The schedule cannot be read by this release"
 _SET_BY_SCHEDULE = ("not_before", "deadline", "window", "retire_at")
 """Plan overrides that a schedule sets itself for each rotation, so that a draft must leave them empty."""
+
+MAX_OF_CALENDAR = 1_000
+"""Maximum number of enabled schedules of one calendar: each change of the calendar validates and marks all of them."""
+
+_MAX_NAMED = 10
+"""Maximum number of schedules that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,7 @@ def save_schedule(
             scope=str(scope),
             **_audit_details(draft),
         ) as record:
-            _lock_calendar(draft.calendar)
+            _lock_calendar(draft.calendar, row)
             if row is not None:
                 row.compare_and_swap(**columns)
             else:
@@ -148,7 +154,7 @@ def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
     with recorded(
         grant, P.SCHEDULES_WRITE, "schedule.enabled", account=scope.place or scope.within, **_about(schedule)
     ) as record:
-        _lock_calendar(schedule.calendar)
+        _lock_calendar(schedule.calendar, schedule)
         schedule.compare_and_swap(is_enabled=True, **_author(grant))
         _note_change(grant, schedule, record)
 
@@ -157,7 +163,7 @@ def _note_change(grant: Grant, schedule: RotationSchedule, record: Record) -> No
     """Have workers check the schedule and compute the dates of its credentials, in the transaction of its change."""
     _void_approvals(grant, [schedule], record, "the schedule was changed")
     ScheduleCheck.objects.update_or_create(schedule=schedule, defaults={"check_at": grant.at, "fault": ""})
-    mark_scope(schedule.environment, schedule.account, schedule.credential, grant.at)
+    mark_scopes([(schedule.environment, schedule.account, schedule.credential)], grant.at)
 
 
 def _void_approvals(grant: Grant, schedules: list[RotationSchedule], record: Record, why: str) -> None:
@@ -200,8 +206,7 @@ def save_calendar(
             using = _using(row)
             _require_kept(using, grant.at)
             _void_approvals(grant, using, record, f"the calendar {name} was changed")
-            for schedule in using:
-                mark_scope(schedule.environment, schedule.account, schedule.credential, grant.at)
+            mark_scopes(((each.environment, each.account, each.credential) for each in using), grant.at)
     except IntegrityError as error:
         raise StateConflictError("The calendar was changed concurrently. Reload it.") from error
     return row
@@ -335,23 +340,38 @@ def _using(calendar: BlackoutCalendar) -> list[RotationSchedule]:
     return list(_rows().filter(calendar=calendar, is_enabled=True))
 
 
-def _lock_calendar(calendar: BlackoutCalendar | None) -> None:
-    """Lock the calendar, so that it stays as validated; a later save of it validates this schedule, too."""
-    if calendar is not None:
-        lock_row(calendar)
+def _lock_calendar(calendar: BlackoutCalendar | None, schedule: RotationSchedule | None) -> None:
+    """Lock the calendar, so that it stays as validated; a later save of it validates this schedule, too.
+
+    Raises RequestInvalidError if it has MAX_OF_CALENDAR other schedules.
+    """
+    if calendar is None:
+        return
+    lock_row(calendar)
+    others = RotationSchedule.objects.filter(calendar=calendar, is_enabled=True)
+    if schedule is not None:
+        others = others.exclude(pk=schedule.pk)
+    if others[:MAX_OF_CALENDAR].count() == MAX_OF_CALENDAR:
+        detail = f"a calendar of fewer than {MAX_OF_CALENDAR} enabled schedules; use another one, or one wider schedule"
+        raise RequestInvalidError("The calendar has too many schedules.", [Fault("/calendar", detail)])
 
 
 def _require_kept(schedules: Iterable[RotationSchedule], now: datetime) -> None:
     broken = []
+    # Many schedules have the same terms, and validating them takes some milliseconds.
+    known: dict[bytes, list[Fault]] = {}
     for schedule in schedules:
         draft = find_draft(schedule)
         if draft is None:
             continue  # It already begins nothing, and an alarm was raised.
-        faults = list(_draft_faults(Environment(schedule.environment), draft, now))
-        if faults:
-            broken.append(f"{scope_of(schedule)} ({faults[0].detail})")
+        terms = canonical_bytes([schedule.environment, {**_audit_details(draft), "calendar": None}])
+        if terms not in known:
+            known[terms] = list(_draft_faults(Environment(schedule.environment), draft, now))
+        if known[terms]:
+            broken.append(f"{scope_of(schedule)} ({known[terms][0].detail})")
     if broken:
-        detail = f"these schedules could no longer be met: {'; '.join(broken)}"
+        more = [f"and {len(broken) - _MAX_NAMED} more"] if len(broken) > _MAX_NAMED else []
+        detail = f"these schedules could no longer be met: {'; '.join([*broken[:_MAX_NAMED], *more])}"
         raise RequestInvalidError("The calendar prevents scheduled rotations.", [Fault("/periods", detail)])
 
 

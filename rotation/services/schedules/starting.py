@@ -30,7 +30,7 @@ from rotation.models import Rotation, RotationSchedule, ScheduleCheck, Scheduled
 from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules.candidates import BATCH, Candidate, find_candidates, overrides_for
 from rotation.services.schedules.expiries import announce_expiries
-from rotation.services.schedules.marking import add_missing, mark_scope
+from rotation.services.schedules.marking import add_missing, mark_scopes
 from rotation.services.schedules.schedules import find_alarm_account, find_unreadable, scope_of
 from rotation.services.schedules.standing_approvals import find_standing_approval
 
@@ -279,7 +279,7 @@ def _resume(check: ScheduleCheck, now: datetime) -> None:
     schedule = check.schedule
     with transaction.atomic():
         if ScheduleCheck.objects.filter(pk=check.pk, fault=check.fault).update(fault=""):
-            mark_scope(schedule.environment, schedule.account, schedule.credential, now)
+            mark_scopes([(schedule.environment, schedule.account, schedule.credential)], now)
 
 
 # --- requests -------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_bootstrap_dry_run_lists_what_a_run_changes(installed_vault: InstalledVa
     planned = changes(fresh, is_dry_run=True)
     assert snapshot(installed_vault) == before
     assert changes(fresh) == planned
-    assert len(planned) == 2 * 8 + 3 * 2 + 2 + 2 * 21  # KV mounts and their options, signing, merchants, logins
+    assert len(planned) == 2 * 8 + 4 * 2 + 2 + 2 * 22  # KV mounts and their options, transit, merchants, logins
 
 
 def test_bootstrap_of_one_environment_skips_the_other(installed_vault: InstalledVault) -> None:
@@ -238,7 +238,7 @@ def test_make_logins_with_a_foreign_name_is_refused(installed_vault: InstalledVa
 def test_bootstrap_binds_logins_to_networks_and_keeps_them_bound(installed_vault: InstalledVault) -> None:
     """A stolen login does not work elsewhere, and a later run without networks keeps the restriction."""
     elsewhere = BootstrapOptions(networks=("192.0.2.7/32",))
-    assert len(changes(installed_vault, elsewhere)) == 21
+    assert len(changes(installed_vault, elsewhere)) == 22
     assert changes(installed_vault, elsewhere) == []
     assert changes(installed_vault) == []
     with pytest.raises(BackendInvalidError, match="does not accept"):
@@ -254,7 +254,7 @@ def test_bootstrap_for_kubernetes_binds_each_role_to_the_hosts_that_need_it(inst
         changes(installed_vault, options)
     admin.sys.enable_auth_method("kubernetes")
     try:
-        assert len(changes(installed_vault, options)) == 21
+        assert len(changes(installed_vault, options)) == 22
         assert changes(installed_vault, options) == []
         destroyer = read_path(admin, f"auth/kubernetes/role/{prefix}-destroyer-production")
         lookup = read_path(admin, f"auth/kubernetes/role/{prefix}-lookup-service")

@@ -1,5 +1,6 @@
 """Schedules and blackout calendars in the console: saved, edited, disabled, and the resulting calendar."""
 
+import html
 import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -11,6 +12,7 @@ from keyvault.domain.keys import KeyKind
 from rotation.domain.plan_fields import Proof
 from rotation.domain.windows import Window
 from rotation.models import BlackoutCalendar, Rotation, RotationSchedule
+from rotation.services.schedules import candidates
 from rotation.services.schedules.schedules import draft_of
 from rotation.services.schedules.starting import begin_due
 from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
@@ -250,7 +252,29 @@ def test_calendar_page_shows_months_with_working_links(desk: Desk) -> None:
     assert client.post(where).status_code == 405
 
 
-@pytest.mark.parametrize("query", [{"environment": "x"}, {"days": "9" * 400}, {"merchant": "\0"}, {"days": "-1"}])
+def test_calendar_page_links_later_dates(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "MAX_LISTED", 1)
+    for label in ("first", "second"):
+        issue(desk.sandbox, at=now() - 80 * DAY, label=label)
+        issue(desk.production, at=now() - 70 * DAY, label=f"production {label}")
+    save(Environment.SANDBOX, now())
+    begin_due(now())
+    client = browser(desk.auditor)
+    pages = [text_of(client.get(address("rotation_rotationschedule_calendar"), {"environment": "sandbox"}))]
+    (link,) = re.findall(r'href="([^"]+)">Later dates</a>', pages[0])
+    pages.append(text_of(client.get(html.unescape(link))))
+    assert sorted(label for page in pages for label in ("first", "second") if f">{label}<" in page) == [
+        "first",
+        "second",
+    ]
+    assert "Later dates" not in pages[1]
+
+
+INVALID = [{"environment": "x"}, {"days": "9" * 400}, {"merchant": "\0"}, {"days": "-1"}, {"after": "soon"}]
+INVALID += [{"after": "0001-01-01T00:00:00+23:00 crd"}, {"after": "2026-01-01 \0"}, {"after": " "}]
+
+
+@pytest.mark.parametrize("query", INVALID)
 def test_calendar_page_with_an_invalid_query_is_no_fault(desk: Desk, query: dict[str, str]) -> None:
     save(Environment.SANDBOX, now())
     assert browser(desk.tam).get(address("rotation_rotationschedule_calendar"), query).status_code in {200, 400}

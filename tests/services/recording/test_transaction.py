@@ -341,6 +341,11 @@ def _reset_password(scene: Scene) -> Callable[[], object]:
     return lambda: operators.reset_password(_host(P.OPERATORS_ENROLL), row, Plaintext("another long pass phrase"))
 
 
+def _end_operator_sessions(scene: Scene) -> Callable[[], object]:
+    row = Operator.objects.get(username="tam")
+    return partial(operators.end_operator_sessions, _host(P.OPERATORS_WRITE), row)
+
+
 def _disable_operator(scene: Scene) -> Callable[[], object]:
     row = Operator.objects.get(username="tam")
     return partial(operators.disable_operator, _host(P.OPERATORS_WRITE), row)
@@ -660,6 +665,7 @@ ACTIONS: dict[str, Action] = {
     "operators.operators.set_scope": Action(_set_scope, ["operator.scope_changed"], []),
     "operators.operators.create_operator": Action(_create_operator, ["operator.created"], []),
     "operators.operators.reset_password": Action(_reset_password, ["operator.password_reset"], []),
+    "operators.operators.end_operator_sessions": Action(_end_operator_sessions, ["operator.sessions_ended"], []),
     "operators.operators.disable_operator": Action(_disable_operator, ["operator.disabled"], []),
     "operators.operators.set_roles": Action(_set_roles, ["operator.roles_changed"], []),
     "operators.operators.link_person": Action(_link_person, ["operator.person_linked"], []),

@@ -19,8 +19,9 @@ from keyvault.services.merchants.merchants import suspend_account
 from keyvault.services.recording.authorization import authorize
 from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.domain.windows import Window
-from rotation.models import Rotation
+from rotation.models import Rotation, ScheduledCredential
 from rotation.services.rotations.requests import reject_rotation
+from rotation.services.schedules import candidates
 from rotation.services.schedules.calendar import DateState, ScheduledDate, list_next
 from rotation.services.schedules.candidates import RETRY_DELAY
 from rotation.services.schedules.starting import begin_due
@@ -37,7 +38,7 @@ YEAR = timedelta(days=366)
 
 def dates(now: datetime, ahead: timedelta = YEAR, **where: Any) -> dict[str, ScheduledDate]:
     """Return the scheduled dates by label."""
-    return {date.label: date for date in list_next(now, now + ahead, **where)}
+    return {date.label: date for date in list_next(now, now + ahead, **where).dates}
 
 
 def test_calendar_lists_the_next_date_of_each_credential_in_order(clock: Clock) -> None:
@@ -46,7 +47,7 @@ def test_calendar_lists_the_next_date_of_each_credential_in_order(clock: Clock) 
     scene.issue(scene.account(), clock(), kind=KeyKind.PUBLIC, label="public")
     scene.issue(scene.account(environment=PRODUCTION), clock(), label="elsewhere")
     save(SANDBOX, clock(), lead_days=5)
-    first, second = list_next(clock(), clock() + YEAR)
+    first, second = list_next(clock(), clock() + YEAR).dates
     assert (first.label, first.merchant_id, first.state) == ("first", "globex", DateState.PLANNED)
     assert (second.due_at, second.begins_at) == (clock() + 90 * DAY, clock() + 90 * DAY)
     assert (second.ask_at, second.why) == (clock() + 85 * DAY, "")
@@ -61,7 +62,7 @@ def test_calendar_writes_nothing(clock: Clock) -> None:
         scene.issue(scene.account(), clock() - 100 * DAY, label=label)
     save(SANDBOX, clock())
     with CaptureQueriesContext(connection) as queries:
-        assert len(list_next(clock(), clock() + YEAR)) == 3
+        assert len(list_next(clock(), clock() + YEAR).dates) == 3
     wrote = [query["sql"] for query in queries.captured_queries if not query["sql"].startswith(("SELECT", "DECLARE"))]
     assert wrote == []
     assert not Rotation.objects.exists()
@@ -83,7 +84,7 @@ def test_calendar_equals_what_begin_due_starts(clock: Clock) -> None:
     for number in range(5):
         scene.issue(scene.account(), clock() - number * DAY, label=f"n{number}")
     save(SANDBOX, clock(), cryptoperiod_days=40, jitter_days=20, lead_days=2, window=NIGHTS)
-    promised = {date.credential_id: date for date in list_next(clock(), clock() + YEAR)}
+    promised = {date.credential_id: date for date in list_next(clock(), clock() + YEAR).dates}
     for hours in range(0, 45 * 24, 3):
         begin_due(clock() + timedelta(hours=hours))
     begun = {row.credential_id: row for row in Rotation.objects.all()}
@@ -156,8 +157,41 @@ def test_calendar_of_many_keys_needs_a_constant_number_of_queries(clock: Clock) 
         scene.issue(scene.account(), clock(), label=f"n{number}")
     save(SANDBOX, clock(), window=Window("UTC", (0,), 0, 60))
     with CaptureQueriesContext(connection) as queries:
-        assert len(list_next(clock(), clock() + YEAR)) == 8
-    assert len(queries) <= 7 + len(Environment)
+        assert len(list_next(clock(), clock() + YEAR).dates) == 8
+    assert len(queries) <= 8 + len(Environment)
+
+
+def test_calendar_of_many_keys_has_pages(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each date is on one page, the earliest first; all of them may begin with the same window."""
+    monkeypatch.setattr(candidates, "MAX_LISTED", 2)
+    for environment in (SANDBOX, PRODUCTION):
+        for label in "abc":
+            scene.issue(scene.account(environment=environment), clock(), label=label)
+        save(environment, clock(), window=NIGHTS)
+    begin_due(clock())
+    shown: list[list[ScheduledDate]] = []
+    after = None
+    while not shown or after is not None:
+        page = list_next(clock(), clock() + YEAR, after=after)
+        shown.append(page.dates)
+        after = page.after
+    ids = [date.credential_id for page in shown for date in page]
+    assert ([len(page) for page in shown], len(set(ids))) == ([2, 2, 2], 6)
+    times = [date.ask_at for page in shown for date in page if date.ask_at is not None]
+    assert times == sorted(times)
+    assert list_next(clock(), clock() + DAY).dates == []
+
+
+def test_calendar_tells_that_more_credentials_have_no_date(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "MAX_LISTED", 2)
+    for label in "abc":
+        scene.issue(scene.account(), clock(), label=label)
+    save(SANDBOX, clock())
+    begin_due(clock())
+    assert not list_next(clock(), clock() + YEAR).has_more_undated
+    ScheduledCredential.objects.update(ask_at=None)
+    page = list_next(clock(), clock() + YEAR)
+    assert (len(page.dates), page.after, page.has_more_undated) == (2, None, True)
 
 
 # --- the command ----------------------------------------------------------------------------------------------
@@ -183,6 +217,16 @@ def test_command_prints_the_calendar_or_one_json_object() -> None:
     assert (date["credential_id"], date["state"], date["environment"]) == (key.credential_id, "planned", "sandbox")
     assert datetime.fromisoformat(date["begins_at"]) == Key.objects.get(pk=key.pk).activated_at + 90 * DAY
     assert "No scheduled key" in output_of("--environment", "production")
+
+
+def test_command_tells_that_there_are_more_dates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "MAX_LISTED", 1)
+    for label in "ab":
+        scene.issue(scene.account(), datetime.now(UTC), label=label)
+    save(SANDBOX, datetime.now(UTC))
+    begin_due(datetime.now(UTC))
+    assert "Choose an environment or a merchant" in output_of()
+    assert json.loads(output_of("--json"))["has_more"] is True
 
 
 @pytest.mark.postgres_once

@@ -30,11 +30,18 @@ from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import DeliveryChannel, PlanOverrides, Proof
 from rotation.domain.states import CLOSED
 from rotation.domain.windows import Window
-from rotation.models import BlackoutCalendar, Rotation, RotationSchedule, ScheduleCheck, ScheduledCredential
+from rotation.models import (
+    BlackoutCalendar,
+    Rotation,
+    RotationSchedule,
+    ScheduleCheck,
+    ScheduledCredential,
+    ScheduleSweep,
+)
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import approve_rotation, begin_rotation, reject_rotation
-from rotation.services.schedules import starting
+from rotation.services.schedules import schedules, starting
 from rotation.services.schedules.candidates import RETRY_DELAY, list_candidates
 from rotation.services.schedules.schedules import (
     ScheduleDraft,
@@ -42,6 +49,7 @@ from rotation.services.schedules.schedules import (
     disable_schedule,
     enable_schedule,
     find_schedule,
+    get_calendar,
     save_calendar,
     save_schedule,
 )
@@ -210,6 +218,42 @@ def test_calendar_that_closes_a_schedule_is_refused_with_its_name(clock: Clock) 
     assert "sandbox" not in refused.value.faults[0].detail.split("(")[0]
     assert BlackoutCalendar.objects.get().periods == frozen.periods
     assert events("calendar.") == ["calendar.saved"]
+
+
+def test_calendar_has_a_limited_number_of_enabled_schedules(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of the calendar validates and marks all of them."""
+    monkeypatch.setattr(schedules, "MAX_OF_CALENDAR", 1)
+    row = save(SANDBOX, clock(), calendar=calendar("freeze", clock()))
+    save(SANDBOX, clock(), calendar=get_calendar("freeze"), lead_days=1)
+    other = scene.account()
+    with pytest.raises(RequestInvalidError, match="too many schedules") as refused:
+        save(other, clock(), calendar=get_calendar("freeze"))
+    assert pointers(refused.value) == {"/calendar"}
+    grant = authorize(scene.tam(), P.SCHEDULES_WRITE, now=clock())
+    row.refresh_from_db()
+    disable_schedule(grant, row)
+    save(other, clock(), calendar=get_calendar("freeze"))
+    with pytest.raises(RequestInvalidError, match="too many schedules"):
+        enable_schedule(grant, RotationSchedule.objects.get(pk=row.pk))
+
+
+def test_calendar_of_many_schedules_is_saved_in_few_queries(clock: Clock) -> None:
+    calendar("freeze", clock())
+
+    def count_queries() -> int:
+        with CaptureQueriesContext(connection) as queries:
+            calendar("freeze", clock(), (clock() + DAY, clock() + 2 * DAY))
+        return len(queries)
+
+    for name in ("acme", "globex"):
+        save(scene.account(name), clock(), calendar=get_calendar("freeze"))
+        save(scene.issue(scene.account(name), clock())[0].credential, clock(), calendar=get_calendar("freeze"))
+    few = count_queries()
+    for name in ("initech", "hooli", "umbrella"):
+        save(scene.account(name), clock(), calendar=get_calendar("freeze"))
+        save(scene.issue(scene.account(name), clock())[0].credential, clock(), calendar=get_calendar("freeze"))
+    assert count_queries() == few
+    assert ScheduleSweep.objects.filter(account__merchant="umbrella").exists()
 
 
 def test_calendar_changed_while_a_schedule_is_saved_makes_one_of_them_conflict(clock: Clock) -> None:
@@ -651,7 +695,7 @@ def test_begin_due_with_nothing_due_needs_few_queries_for_any_number_of_keys(clo
         begin_due(clock())
     assert len(few) <= 3 + len(Environment)  # schedules to check, expiries, sweeps, and what is due in each environment
     with CaptureQueriesContext(connection) as more:
-        assert len(list(list_candidates(AccessScope(environments=frozenset({SANDBOX}))))) == 6
+        assert len(list_candidates(AccessScope(environments=frozenset({SANDBOX}))).candidates) == 6
     assert len(more) <= 7
 
 
@@ -664,7 +708,8 @@ def test_candidates_without_a_date_are_of_the_listed_environments_only(clock: Cl
     begin_due(clock())
     ScheduledCredential.objects.filter(credential__label="waiting").update(ask_at=None)
     for environment in Environment:
-        found = [candidate.credential for candidate in list_candidates(AccessScope(None, frozenset({environment})))]
+        listed = list_candidates(AccessScope(None, frozenset({environment}))).candidates
+        found = [candidate.credential for candidate in listed]
         assert len(found) == 2
         assert {(each.environment, each.label) for each in found} == {(environment, "dated"), (environment, "waiting")}
 
@@ -701,7 +746,7 @@ def test_begin_of_a_replaced_key_starts_nothing(clock: Clock) -> None:
     """A tick with an outdated list does not rotate the new key."""
     key, _ = scene.first_key(clock())
     save(SANDBOX, clock())
-    (candidate,) = list_candidates(AccessScope(environments=frozenset({SANDBOX})))
+    (candidate,) = list_candidates(AccessScope(environments=frozenset({SANDBOX}))).candidates
     grant = authorize(scene.admin(), P.KEYS_REVOKE, key.credential.account, now=clock())
     revoke_key(grant, Key.objects.get(pk=key.pk), RevocationReason.SUPERSEDED)
     assert starting.begin(candidate, clock() + 91 * DAY) is None
