@@ -4,8 +4,8 @@ A checkpoint has no audit entry: each entry would be a change that needs another
 and its signature is the evidence. An unavailable signer delays the next checkpoint and blocks nothing.
 
 A checkpoint signs the heads of the chains that have changed. Before, the worker compares the entries of these chains
-with the checkpoints that signed them last, and those of some other chains in turn. A damaged log gets no further
-checkpoints. Only `verify_checkpoints` reads all checkpoints.
+with the checkpoints that their rows name, and those of some other chains in turn. If they differ, it signs nothing. A
+database writer can forge these rows together with the entries: `verify_checkpoints` finds that, with all checkpoints.
 """
 
 import logging
@@ -58,6 +58,9 @@ MAX_HEADS = 500
 
 CHECKED_ACCOUNTS = 100
 """Number of accounts whose chains are compared with their checkpoints, in turn, before each signature."""
+
+NOTED_TOGETHER = 50
+"""Number of chains whose rows one transaction updates after a signature."""
 
 _log = logging.getLogger(__name__)
 
@@ -411,7 +414,7 @@ def _find_mismatch(signed: Mapping[str, Head], heads: Mapping[str, Head]) -> str
 
 
 def _store(signed: SignedCheckpoint, at: datetime, heads: Mapping[str, Head]) -> bool:
-    """Store a checkpoint and note it in the rows of its chains; return False when another worker was first."""
+    """Store a checkpoint, then note it in the rows of its chains; return False when another worker was first."""
     try:
         with transaction.atomic():
             AuditCheckpoint.objects.create(
@@ -423,7 +426,6 @@ def _store(signed: SignedCheckpoint, at: datetime, heads: Mapping[str, Head]) ->
                 signer=signed.signer,
                 key_version=signed.key_version,
             )
-            _note_signed(signed.number, heads)
     except DatabaseIntegrityError:
         if not AuditCheckpoint.objects.filter(scope=signed.scope, number=signed.number).exists():
             raise
@@ -433,20 +435,25 @@ def _store(signed: SignedCheckpoint, at: datetime, heads: Mapping[str, Head]) ->
         "a checkpoint of the audit log was signed",
         extra={"scope": signed.scope, "number": signed.number, "digest": signed.digest.hex(), "signer": signed.signer},
     )
+    _note_signed(signed.number, heads)
     return True
 
 
 def _note_signed(number: int, heads: Mapping[str, Head]) -> None:
-    """Note in the rows of its chains what a checkpoint signs.
+    """Note in the rows of its chains what a checkpoint signs, in short transactions, because writers wait for the rows.
 
-    Skips rows that a writer has locked, so that neither waits for the other: such a chain is signed once more.
+    Skips rows that a writer has locked. Such a chain is signed once more, and so are those that a killed worker left.
     """
-    chains = list(AuditChain.objects.select_for_update(skip_locked=True).filter(name__in=heads))
-    for chain in chains:
-        signed = heads[chain.name].sequence
-        chain.signed_in, chain.signed_sequence = number, signed
-        chain.unsigned_since = None if chain.sequence == signed else find_entry_time(chain.name, signed + 1)
-    AuditChain.objects.bulk_update(chains, ["signed_in", "signed_sequence", "unsigned_since"])
+    names = sorted(heads)
+    for start in range(0, len(names), NOTED_TOGETHER):
+        with transaction.atomic():
+            rows = AuditChain.objects.filter(name__in=names[start : start + NOTED_TOGETHER], signed_in__lt=number)
+            chains = list(rows.select_for_update(skip_locked=True))
+            for chain in chains:
+                signed = heads[chain.name].sequence
+                chain.signed_in, chain.signed_sequence = number, signed
+                chain.unsigned_since = None if chain.sequence == signed else find_entry_time(chain.name, signed + 1)
+            AuditChain.objects.bulk_update(chains, ["signed_in", "signed_sequence", "unsigned_since"])
 
 
 def _find_newest_at(scope: str) -> datetime | None:

@@ -413,6 +413,37 @@ def test_sign_due_after_another_worker_stored_the_number_stores_nothing(written:
     assert first_break() is None
 
 
+def test_sign_due_killed_before_the_rows_were_updated_signs_once_more(written: Iterator[datetime]) -> None:
+    """The rows are updated after the checkpoint, so that no writer waits for all of them."""
+    at = next(written)
+    noted = mock.patch.object(AuditChain.objects, "bulk_update", side_effect=KeyboardInterrupt)
+    with noted, pytest.raises(KeyboardInterrupt):
+        sign_due(at)
+    assert _rows().count() == 4
+    sign_due(next(written))  # records the checkpoint outside the database
+    sign_due(next(written))
+    assert [set(parse_checkpoint(_checkpoint(number)).heads) for number in (4, 5)] == [{CHAIN}, {CHAIN}]
+    assert (first_break(), verify()["sandbox"].unsigned) == (None, 0)
+    assert not AuditChain.objects.filter(scope="sandbox", unsigned_since__isnull=False).exists()
+
+
+def test_sign_due_updates_a_bounded_number_of_rows_together(written: Iterator[datetime]) -> None:
+    for name in ("globex", "initech"):
+        make_merchant(name)
+        write(name)
+    real, sizes = AuditChain.objects.bulk_update, list[int]()
+
+    def update(chains: list[AuditChain], fields: list[str]) -> int:
+        sizes.append(len(chains))
+        return int(real(chains, fields))
+
+    together = mock.patch.object(checkpoints, "NOTED_TOGETHER", 2)
+    with together, mock.patch.object(AuditChain.objects, "bulk_update", update):
+        sign_due(next(written))
+    assert max(sizes) == 2
+    assert not AuditChain.objects.filter(unsigned_since__isnull=False).exists()
+
+
 def test_sign_due_while_another_worker_signs_does_nothing(written: Iterator[datetime]) -> None:
     """Only one worker compares the whole log after a change of the signer, however long it takes."""
     _rename_signer()
@@ -621,7 +652,10 @@ def test_chain_whose_row_names_an_older_checkpoint_is_signed_once_more(written: 
 
 
 def test_sign_due_compares_all_chains_in_turn(written: Iterator[datetime], caplog: pytest.LogCaptureFixture) -> None:
-    """Guarantee: the worker finds a chain that was rewritten after its last signature, although it never changes."""
+    """Guarantee: the worker finds a chain that was rewritten after its last signature, although it never changes.
+
+    The row must name the checkpoint that signed it; `verify_checkpoints` needs no row.
+    """
     for name in ("globex", "initech"):
         make_merchant(name)
     with mock.patch.object(checkpoints, "CHECKED_ACCOUNTS", 1), caplog.at_level(logging.ERROR):
