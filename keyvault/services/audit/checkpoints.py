@@ -77,6 +77,8 @@ def sign_due(now: datetime) -> int:
         newest_at = _find_newest_at(scope)
         if newest_at is not None:
             meters.note_checkpoint(scope, newest_at)
+        oldest = _list_unsigned(scope).values_list("unsigned_since", flat=True).first()
+        meters.note_unsigned(scope, oldest)
     return stored
 
 

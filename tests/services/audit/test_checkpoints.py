@@ -21,6 +21,7 @@ from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
+from keyvault.backends import meters
 from keyvault.backends.base import BackendUnavailableError, Mount
 from keyvault.backends.vault.layout import SecretsEngine
 from keyvault.client.export_check import ExportCheck
@@ -191,7 +192,7 @@ def test_sign_due_of_an_unchanged_log_reads_a_batch_of_chains(written: Iterator[
     with mock.patch.object(checkpoints, "CHECKED_ACCOUNTS", 1), CaptureQueriesContext(connection) as made:
         assert sign_due(next(written)) == 0
     reads = [query["sql"] for query in made.captured_queries if "keyvault_auditchain" in query["sql"]]
-    assert len(reads) == 3 * len(SCOPES)
+    assert len(reads) == 4 * len(SCOPES)
     assert all('"unsigned_since" IS NOT NULL' in sql or '"name" IN (' in sql for sql in reads)
     assert not any("globex" in sql or "initech" in sql for sql in reads)
     assert not any("keyvault_auditentry" in query["sql"] for query in made.captured_queries)
@@ -232,6 +233,20 @@ def test_sign_due_of_an_unchanged_log_compares_all_chains_in_turn(
             assert list_errors(caplog) == []
         sign_due(next(written))
     assert len(list_errors(caplog)) == 1
+
+
+def test_sign_due_measures_since_when_entries_are_unsigned(written: Iterator[datetime]) -> None:
+    """Guarantee: an alarm can tell an idle log from one that is not signed."""
+    with mock.patch.object(meters, "note_unsigned") as noted:
+        sign_due(next(written))
+        write()
+        newest = AuditEntry.objects.filter(chain_id=CHAIN).latest("sequence")
+        with mock.patch.object(
+            LocalSigner, "sign", side_effect=BackendUnavailableError("No answer.", internal="sealed")
+        ):
+            sign_due(next(written))
+    sandbox = [call.args[1] for call in noted.call_args_list if call.args[0] == "sandbox"]
+    assert sandbox == [None, newest.at]
 
 
 def test_sign_due_during_writes_ends(written: Iterator[datetime]) -> None:
