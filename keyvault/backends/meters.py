@@ -32,6 +32,13 @@ _checkpoint = Gauge(
     multiprocess_mode="livemax",
 )
 
+_unsigned = Gauge(
+    "keyvault_audit_unsigned_since_timestamp_seconds",
+    "When the oldest audit entry was written that no checkpoint signs; 0: there is none.",
+    ["scope"],
+    multiprocess_mode="livemostrecent",
+)
+
 _anchor = Gauge(
     "keyvault_revocation_anchor_timestamp_seconds",
     "Time up to which every revocation is in the revocation anchor; the age of this time is the anchor's lag.",
@@ -140,3 +147,7 @@ def note_compared(is_compared: bool) -> None:
 
 def note_checkpoint(scope: str, at: datetime) -> None:
     _checkpoint.labels(scope).set(at.timestamp())
+
+
+def note_unsigned(scope: str, since: datetime | None) -> None:
+    _unsigned.labels(scope).set(0 if since is None else since.timestamp())

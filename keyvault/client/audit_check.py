@@ -120,6 +120,7 @@ def _answer(check: ExportCheck) -> dict[str, Any]:
         "intact": broken is None,
         "first_broken": None if broken is None else asdict(broken),
         "exported_at": None if check.start is None else format_timestamp(check.start.at),
+        "since": None if check.since is None else format_timestamp(check.since),
         "scopes": {name: _scope_answer(scope) for name, scope in check.scopes.items()},
         "kept_compared": sum(len(digests) for digests in check.kept.values()) - check.count_uncompared(),
         "kept_not_compared": check.count_uncompared(),
@@ -148,6 +149,8 @@ def _scope_answer(scope: ScopeCheck) -> dict[str, Any]:
 
 def _format_report(check: ExportCheck, answer: dict[str, Any]) -> str:
     lines: list[str] = []
+    if answer["since"] is not None:
+        lines.append(f"Without the entries that were signed until {answer['since']}: compare this with --since.")
     for name, scope in answer["scopes"].items():
         lines += _format_scope(name, scope, check.exported_at)
     if check.kept:

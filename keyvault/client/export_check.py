@@ -8,7 +8,15 @@ from datetime import datetime
 
 from keyvault.domain.audit import GENESIS, Break, ChainedEntry, find_fault
 from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportRecord, ExportStart, parse_time
-from keyvault.domain.checkpoints import CheckpointWalk, Head, KeptCheckpoints, PublicKeys, SignedCheckpoint, scope_of
+from keyvault.domain.checkpoints import (
+    CheckpointWalk,
+    Head,
+    KeptCheckpoints,
+    PublicKeys,
+    SignedCheckpoint,
+    parse_checkpoint,
+    scope_of,
+)
 from keyvault.domain.digests import PepperSet
 
 
@@ -21,11 +29,13 @@ class ScopeCheck:
     """The verification state of one scope. It stops at the first break.
 
     `begins_with`: number of the checkpoint after whose entries a partial export begins; None: it has every entry.
+    `has_begun`: the entries that the further checkpoints sign must be in the export.
     `unsigned_since`: when the oldest entry of each chain was written that no checkpoint has signed yet.
     """
 
     walk: CheckpointWalk
     entries: int = 0
+    has_begun: bool = False
     begins_with: int | None = None
     positions: dict[str, Head] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
@@ -54,9 +64,11 @@ class ScopeCheck:
             self.unsigned_since[entry.chain] = at
         self.positions[entry.chain] = Head(sequence, entry.hash)
 
-    def take_checkpoint(self, signed: SignedCheckpoint, *, is_partial: bool) -> None:
-        # A partial export has every checkpoint, but no entry that is signed by those before its begin.
-        has_entries = not is_partial or self.entries > 0
+    def take_checkpoint(self, signed: SignedCheckpoint, since: datetime | None) -> None:
+        # A partial export has every checkpoint. It omits only the entries that the first ones sign, until `since`.
+        if since is None or self.entries > 0 or not _is_until(signed, since):
+            self.has_begun = True
+        has_entries = self.has_begun
         why = self.walk.take(
             signed, self._find_hash, lambda chain, _: self.unsigned_since.get(chain), has_entries=has_entries
         )
@@ -97,6 +109,14 @@ class ScopeCheck:
         return head.hash if head is not None and head.sequence == sequence else None
 
 
+def _is_until(signed: SignedCheckpoint, since: datetime) -> bool:
+    """Whether a checkpoint was signed at this time or before."""
+    try:
+        return parse_checkpoint(signed.body).at <= since
+    except (ValueError, TypeError):  # The body is invalid, which the walk reports, or has no time zone.
+        return False
+
+
 @dataclass(slots=True)
 class ExportCheck:
     """Incremental verification of one export, record by record. `start`: the export's first record."""
@@ -112,6 +132,10 @@ class ExportCheck:
     @property
     def first_broken(self) -> Break | None:
         return next((scope.broken for scope in self.scopes.values() if scope.broken is not None), None)
+
+    @property
+    def since(self) -> datetime | None:
+        return None if self.start is None else self.start.since
 
     @property
     def exported_at(self) -> datetime | None:
@@ -138,7 +162,7 @@ class ExportCheck:
             case ChainedEntry():
                 scope.take_entry(record)
             case SignedCheckpoint():
-                scope.take_checkpoint(record, is_partial=self.start.since is not None)
+                scope.take_checkpoint(record, self.start.since)
             case ChainHead():
                 scope.take_head(record)
 

@@ -306,9 +306,11 @@ def load_accounts(size: Size, samples: Samples) -> None:
 
 
 def load_chains(size: Size, samples: Samples) -> None:
+    """Load the chains, unsigned. The service signs them in many checkpoints, and those of adjacent accounts apart."""
     sample = AuditChain.objects.get(name=account_chain("platform", PRODUCTION))
     entries = size.changes // size.merchants
-    unsigned = {"signed_in": "0", "signed_sequence": "0", "unsigned_since": "now()"}
+    since = "now() - n % 100 * interval '1 second'"
+    unsigned = {"signed_in": "0", "signed_sequence": "0", "unsigned_since": since}
     copy(
         sample,
         1,

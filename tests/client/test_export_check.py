@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from keyvault.client.export_check import ExportCheck, ExportError
 from keyvault.domain.audit import Break, ChainedEntry
-from keyvault.domain.audit_records import ExportStart, gather_kept, parse_record
+from keyvault.domain.audit_records import ChainHead, ExportStart, gather_kept, parse_record
 from keyvault.domain.checkpoints import (
     UNSIGNED_FOR,
     Checkpoint,
@@ -375,6 +375,37 @@ def test_export_check_from_a_checkpoint_on_holds_and_finds_what_comes_after(made
     assert scope.begins_with == 2
     assert scope.unsigned == sum(len(made.chains[chain]) - made.signed_length(chain) for chain in (ACME, GLOBEX))
     assert check.count_uncompared() == len(made.checkpoints["service"])
+
+
+def test_export_check_of_a_partial_export_needs_every_entry_signed_after_its_time() -> None:
+    """Guarantee: a partial export omits no entry that was signed after the time that it names."""
+    made = signed_book([])
+    for since, number in ((AT, 1), (_at(made, 1).at, 2)):
+        check = ExportCheck(PUBLIC_KEYS, {})
+        check.take(ExportStart(AT, SCOPES, since))
+        for record in made.records():
+            if isinstance(record, SignedCheckpoint | ChainHead) and scope_of_record(record) == "sandbox":
+                check.take(record)
+        broken = check.scopes["sandbox"].broken
+        assert broken is not None
+        assert (broken.chain, broken.sequence) == ("checkpoints:sandbox", number)
+        assert broken.why.endswith("which it signs, is missing")
+
+
+def scope_of_record(record: SignedCheckpoint | ChainHead) -> str | None:
+    return record.scope if isinstance(record, SignedCheckpoint) else scope_of(record.chain)
+
+
+def test_export_check_of_a_partial_export_without_new_entries_holds() -> None:
+    made = signed_book([])
+    made.chains[ACME].pop()
+    check = ExportCheck(PUBLIC_KEYS, {})
+    check.take(ExportStart(AT, ("sandbox",), _at(made).at))
+    for record in made.records():
+        if isinstance(record, SignedCheckpoint | ChainHead) and scope_of_record(record) == "sandbox":
+            check.take(record)
+    check.scopes["sandbox"].finish()
+    assert (check.first_broken, check.scopes["sandbox"].begins_with) == (None, 2)
 
 
 def _is_before_second(record: Any, made: Logbook) -> bool:

@@ -171,7 +171,9 @@ def test_audit_check_of_a_partial_export_is_refused_unless_requested(
         done = check(part, "--public-key", keys)
         assert (done.returncode, done.stdout) == (2, "")
         assert "--partial" in done.stderr
-        assert check(part, "--public-key", keys, "--partial", "--kept", kept).returncode == 0
+        accepted = check(part, "--public-key", keys, "--partial", "--kept", kept)
+        assert accepted.returncode == 0
+        assert ("Without the entries that were signed until" in accepted.stdout) == (arguments[0] == "--since")
 
 
 def test_audit_check_needs_only_its_two_folders(files: tuple[str, str, str], tmp_path: Path) -> None:

@@ -4,18 +4,20 @@ A checkpoint has no audit entry: each entry would be a change that needs another
 and its signature is the evidence. An unavailable signer delays the next checkpoint and blocks nothing.
 
 A checkpoint signs the heads of the chains that have changed. Before, the worker compares the entries of these chains
-with the checkpoints that signed them last, and those of some other chains in turn. A damaged log gets no further
-checkpoints. Only `verify_checkpoints` reads all checkpoints.
+with the checkpoints that their rows name, and those of some other chains in turn. If they differ, it signs nothing. A
+database writer can forge these rows together with the entries: `verify_checkpoints` finds that, with all checkpoints.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from django.db import IntegrityError as DatabaseIntegrityError
 from django.db import transaction
-from django.db.models import F, Q, QuerySet
+from django.db.models import F, OuterRef, Q, QuerySet, Subquery
+from django.db.models.functions import Coalesce
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
@@ -46,6 +48,7 @@ from keyvault.services.audit.signers import audit_signer
 from keyvault.services.peppers.ring import list_served_sets
 from keyvault.services.recording.audit_chain import stored_bytes
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.work import leases
 
 CHECKPOINT_EVERY = timedelta(minutes=5)
 """Minimum interval between two checkpoints of a scope. An entry waits at most this plus one scheduler tick."""
@@ -56,14 +59,17 @@ MAX_HEADS = 500
 CHECKED_ACCOUNTS = 100
 """Number of accounts whose chains are compared with their checkpoints, in turn, before each signature."""
 
+NOTED_TOGETHER = 50
+"""Number of chains whose rows one transaction updates after a signature."""
+
 _log = logging.getLogger(__name__)
 
 
 def sign_due(now: datetime) -> int:
     """Sign the next checkpoint of each served scope whose chains have changed; return how many were stored.
 
-    Safe to kill at any point and to run in several workers: one of them stores the checkpoint of a number, and the
-    others discard theirs.
+    Safe to kill at any point and to run in several workers: one of them has the lease of a scope. Should its lease be
+    lost, one worker stores the checkpoint of a number, and the other discards its own.
     """
     authorize(WORKER, Permission.AUDIT_SIGN, now=now)
     stored = sum(_sign_scope(scope, now) for scope in list_served_sets())
@@ -71,6 +77,8 @@ def sign_due(now: datetime) -> int:
         newest_at = _find_newest_at(scope)
         if newest_at is not None:
             meters.note_checkpoint(scope, newest_at)
+        oldest = _list_unsigned(scope).values_list("unsigned_since", flat=True).first()
+        meters.note_unsigned(scope, oldest)
     return stored
 
 
@@ -153,20 +161,34 @@ def _sign_scope(scope: PepperSet, now: datetime) -> int:
     newest_at = _find_newest_at(scope)
     if newest_at is not None and timedelta(0) <= now - newest_at < CHECKPOINT_EVERY:
         return 0
-    count, heads = 0, MAX_HEADS
+    lease = leases.claim(f"audit:sign:{scope}", now)
+    if lease is None:
+        return 0
+    count = 0
     try:
-        while heads == MAX_HEADS:
-            heads = _sign_next(scope, now)
-            count += heads > 0
+        for _ in range(_count_rounds(scope)):
+            count += _sign_next(scope, now, lease)
     except IntegrityError as error:
         _log.error("the audit log is damaged: no checkpoint is signed", extra=_log_fields(scope, error))
     except KeyvaultError as error:
         _log.warning("a checkpoint of the audit log is delayed", extra=_log_fields(scope, error))
+    finally:
+        leases.release(lease)
     return count
 
 
-def _sign_next(scope: PepperSet, now: datetime) -> int:
-    """Sign and store the next checkpoint of the scope; return the number of chains that it signs."""
+def _count_rounds(scope: str) -> int:
+    """Return how many checkpoints the chains need that are unsigned now; at least one, which compares.
+
+    Entries that arrive during a run do not extend it.
+    """
+    unsigned = AuditChain.objects.filter(scope=scope, unsigned_since__isnull=False).count()
+    return max(1, math.ceil(unsigned / MAX_HEADS))
+
+
+def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> bool:
+    """Compare the next chains and, if any has changed, sign and store a checkpoint; return whether one was stored."""
+    leases.renew(lease, datetime.now(UTC))
     # Read the marks before the newest checkpoint, and that before the heads, so that concurrent writes cannot put one
     # ahead of the next.
     marks = read_marks(scope)
@@ -176,17 +198,19 @@ def _sign_next(scope: PepperSet, now: datetime) -> int:
     if signed is not None and not is_marked and _is_own(signed, _read_own_keys(scope)):
         # A worker was killed between the two, or the backend is new. The next run signs.
         write_marks(signed, now, marks)
-        return 0
+        return False
     chains = list(_list_unsigned(scope))
-    if not chains:
-        return 0
-    if not is_marked:
+    if chains and not is_marked:
         # The newest checkpoint proves nothing if this service's signer did not sign it: a person who can write to the
         # database may have forged it for a log that was rewritten.
-        _require_complete(scope, marks)
+        _require_complete(scope, marks, lease)
     checked, checked_through = _list_next_checked(scope, signed)
     # One reading of each row: another worker may have signed it in between.
     _require_signed_entries(scope, list({chain.name: chain for chain in [*chains, *checked]}.values()))
+    if not chains:
+        if signed is not None:
+            _positions[scope] = signed.digest, checked_through
+        return False
     number, previous = (1, FIRST) if signed is None else (signed.number + 1, signed.digest)
     heads = _as_heads(chains)
     body = checkpoint_bytes(Checkpoint(scope, number, now, previous, heads, checked_through))
@@ -194,9 +218,9 @@ def _sign_next(scope: PepperSet, now: datetime) -> int:
     result = signer.sign(scope, body)
     made = SignedCheckpoint(scope, number, body, result.signature, signer.name(scope), result.key_version)
     if not _store(made, now, heads):
-        return 0
+        return False
     write_marks(made, now, marks)
-    return len(heads)
+    return True
 
 
 def _list_unsigned(scope: str) -> QuerySet[AuditChain]:
@@ -205,19 +229,35 @@ def _list_unsigned(scope: str) -> QuerySet[AuditChain]:
     return unsigned.order_by("unsigned_since")[:MAX_HEADS]
 
 
+_positions: dict[str, tuple[bytes, int]] = {}
+"""This process's progress through the accounts since a scope's newest checkpoint, which has this digest."""
+
+
 def _list_next_checked(scope: str, signed: SignedCheckpoint | None) -> tuple[list[AuditChain], int]:
     """Return the chains of the next accounts in turn, and the id of the last one; 0: the turn is over.
 
-    Raises IntegrityError when one of these chains is missing.
+    Of the service, this is the platform's chain. Raises IntegrityError when one of these chains is missing.
     """
-    after = 0 if signed is None else _parse(signed).checked_through
-    accounts = list(Account.objects.filter(environment=scope, pk__gt=after).order_by("pk")[:CHECKED_ACCOUNTS])
-    names = {name for each in accounts for name in chains_with(account_chain(each.merchant_id, each.environment))}
+    if scope == PepperSet.SERVICE:
+        names, checked_through = {PLATFORM_CHAIN}, 0
+    else:
+        after = _find_position(signed)
+        accounts = list(Account.objects.filter(environment=scope, pk__gt=after).order_by("pk")[:CHECKED_ACCOUNTS])
+        names = {name for each in accounts for name in chains_with(account_chain(each.merchant_id, each.environment))}
+        checked_through = accounts[-1].pk if len(accounts) == CHECKED_ACCOUNTS else 0
     chains = list(AuditChain.objects.filter(name__in=names))
     missing = sorted(names - {chain.name for chain in chains})
-    if missing:
+    if missing and not (signed is None and scope == PepperSet.SERVICE):  # The first entry creates the platform's chain.
         raise IntegrityError("The audit log is damaged.", internal=f"chain {missing[0]} is missing")
-    return chains, accounts[-1].pk if len(accounts) == CHECKED_ACCOUNTS else 0
+    return chains, checked_through
+
+
+def _find_position(signed: SignedCheckpoint | None) -> int:
+    """Return the id of the account after which the next comparison begins."""
+    if signed is None:
+        return 0
+    digest, position = _positions.get(signed.scope, (b"", 0))
+    return position if digest == signed.digest else _parse(signed).checked_through
 
 
 def _require_signed_entries(scope: str, chains: Sequence[AuditChain]) -> None:
@@ -236,14 +276,29 @@ def _read_signed_heads(scope: str, chains: Sequence[AuditChain]) -> dict[str, He
     """Return the head of each chain in the checkpoint that its row names. Raises IntegrityError if that is forged."""
     names: dict[int, list[str]] = {}
     for chain in chains:
-        names.setdefault(chain.signed_in, []).append(chain.name)
+        if chain.signed_in:
+            names.setdefault(chain.signed_in, []).append(chain.name)
+    if not names:
+        return {}
     keys, found = _read_own_keys(scope), dict[str, Head]()
     for row in AuditCheckpoint.objects.filter(scope=scope, number__in=names).iterator(chunk_size=50):
         signed = _signed(row)
-        _is_own(signed, keys)
+        if not _is_own(signed, keys):
+            _require_former_signer(signed)
         heads = _parse(signed).heads
         found |= {name: heads[name] for name in names[signed.number] if name in heads}
     return found
+
+
+def _require_former_signer(signed: SignedCheckpoint) -> None:
+    """Require that a checkpoint of another signer was signed before this service's signer began. Raises IntegrityError.
+
+    Its signature cannot be verified here. The rows name only checkpoints that this service stored.
+    """
+    own = AuditCheckpoint.objects.filter(scope=signed.scope, signer=audit_signer().name(signed.scope))
+    if own.filter(number__lt=signed.number).exists():
+        why = f"it names the signer {signed.signer}, but this service's signer has signed an earlier one"
+        raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
 
 
 def _find_row_fault(scope: str, chain: AuditChain, signed: Head | None) -> str | None:
@@ -316,18 +371,19 @@ def find_newest_own(scope: str) -> SignedCheckpoint | None:
 
 
 def forget_missing_checkpoints(scope: str) -> None:
-    """Record the chains as unsigned that a missing checkpoint signed, after the newest one that there is."""
+    """Record the chains as unsigned from their first entry that a missing checkpoint signed."""
     newest = AuditCheckpoint.objects.filter(scope=scope).order_by("-number").values_list("number", flat=True).first()
     chains = AuditChain.objects.filter(scope=scope, signed_in__gt=newest or 0)
-    chains.update(signed_in=0, signed_sequence=0, unsigned_since=F("newest_at"))
+    first = AuditEntry.objects.filter(chain_id=OuterRef("name"), sequence=1).values("at")
+    chains.update(signed_in=0, signed_sequence=0, unsigned_since=Coalesce(Subquery(first), F("newest_at")))
 
 
-def _require_complete(scope: str, marks: CheckpointMarks | None) -> None:
+def _require_complete(scope: str, marks: CheckpointMarks | None, lease: leases.Lease | None = None) -> None:
     """Require every checkpoint, those recorded outside the database, and the entries. Raises IntegrityError.
 
-    Reads all checkpoints: only for what happens rarely.
+    Reads all checkpoints: only for what happens rarely. Renews the lease; raises StateConflictError when it is lost.
     """
-    walk, broken = _walk(scope, None, _add_marks({}, marks))
+    walk, broken = _walk(scope, None, _add_marks({}, marks), lease)
     if broken is not None:
         raise IntegrityError("The audit log is damaged.", internal=f"{scope} checkpoint {broken[0]}: {broken[1]}")
     why = _find_mismatch(walk.heads, read_heads(scope))
@@ -360,7 +416,7 @@ def _find_mismatch(signed: Mapping[str, Head], heads: Mapping[str, Head]) -> str
 
 
 def _store(signed: SignedCheckpoint, at: datetime, heads: Mapping[str, Head]) -> bool:
-    """Store a checkpoint and note it in the rows of its chains; return False when another worker was first."""
+    """Store a checkpoint, then note it in the rows of its chains; return False when another worker was first."""
     try:
         with transaction.atomic():
             AuditCheckpoint.objects.create(
@@ -372,7 +428,6 @@ def _store(signed: SignedCheckpoint, at: datetime, heads: Mapping[str, Head]) ->
                 signer=signed.signer,
                 key_version=signed.key_version,
             )
-            _note_signed(signed.number, heads)
     except DatabaseIntegrityError:
         if not AuditCheckpoint.objects.filter(scope=signed.scope, number=signed.number).exists():
             raise
@@ -382,20 +437,25 @@ def _store(signed: SignedCheckpoint, at: datetime, heads: Mapping[str, Head]) ->
         "a checkpoint of the audit log was signed",
         extra={"scope": signed.scope, "number": signed.number, "digest": signed.digest.hex(), "signer": signed.signer},
     )
+    _note_signed(signed.number, heads)
     return True
 
 
 def _note_signed(number: int, heads: Mapping[str, Head]) -> None:
-    """Note in the rows of its chains what a checkpoint signs.
+    """Note in the rows of its chains what a checkpoint signs, in short transactions, because writers wait for the rows.
 
-    Skips rows that a writer has locked, so that neither waits for the other: such a chain is signed once more.
+    Skips rows that a writer has locked. Such a chain is signed once more, and so are those that a killed worker left.
     """
-    chains = list(AuditChain.objects.select_for_update(skip_locked=True).filter(name__in=heads))
-    for chain in chains:
-        signed = heads[chain.name].sequence
-        chain.signed_in, chain.signed_sequence = number, signed
-        chain.unsigned_since = None if chain.sequence == signed else find_entry_time(chain.name, signed + 1)
-    AuditChain.objects.bulk_update(chains, ["signed_in", "signed_sequence", "unsigned_since"])
+    names = sorted(heads)
+    for start in range(0, len(names), NOTED_TOGETHER):
+        with transaction.atomic():
+            rows = AuditChain.objects.filter(name__in=names[start : start + NOTED_TOGETHER], signed_in__lt=number)
+            chains = list(rows.select_for_update(skip_locked=True))
+            for chain in chains:
+                signed = heads[chain.name].sequence
+                chain.signed_in, chain.signed_sequence = number, signed
+                chain.unsigned_since = None if chain.sequence == signed else find_entry_time(chain.name, signed + 1)
+            AuditChain.objects.bulk_update(chains, ["signed_in", "signed_sequence", "unsigned_since"])
 
 
 def _find_newest_at(scope: str) -> datetime | None:
@@ -478,10 +538,14 @@ def _verify_scope(
     )
 
 
-def _walk(scope: str, keys: PublicKeys | None, kept: KeptCheckpoints) -> tuple[CheckpointWalk, tuple[int, str] | None]:
+def _walk(
+    scope: str, keys: PublicKeys | None, kept: KeptCheckpoints, lease: leases.Lease | None = None
+) -> tuple[CheckpointWalk, tuple[int, str] | None]:
     """Verify all checkpoints of a scope; return the walk and the first broken number with its fault, or None."""
     walk = CheckpointWalk(scope, keys, kept)
     for signed in list_checkpoints(scope):
+        if lease is not None:
+            leases.renew(lease, datetime.now(UTC))
         why = walk.take(signed, find_entry_hash, find_entry_time)
         if why is not None:
             return walk, (signed.number, why)

@@ -13,8 +13,8 @@ from keyvault.services.recording.audit_chain import read_entries
 def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> Iterator[ExportRecord]:
     """Iterate over all entries and checkpoints of the scopes as stored, even invalid ones, in bounded memory.
 
-    With `since`, the entries that the scope's newest checkpoint at or before that time and the earlier ones sign are
-    omitted; the checkpoints are not. Concurrent writes may or may not be included.
+    With `since`, the entries are omitted that the scope's checkpoints before its first one after that time sign; the
+    checkpoints are not. Concurrent writes may or may not be included.
     """
     yield ExportStart(now, tuple(scopes), since)
     entries = checkpoints = 0
@@ -58,9 +58,15 @@ def _export_entries(heads: dict[str, Head], written: dict[str, int]) -> Iterator
 
 
 def _find_base(scope: str, since: datetime) -> int:
-    """Return the number of the newest checkpoint at or before a time; 0: there is none."""
-    rows = AuditCheckpoint.objects.filter(scope=scope, at__lte=since).order_by("-number")
-    return rows.values_list("number", flat=True).first() or 0
+    """Return the number of the last checkpoint before the first one after a time; 0: there is none.
+
+    A clock that was set back may have dated a later one before that time.
+    """
+    rows = AuditCheckpoint.objects.filter(scope=scope)
+    after = rows.filter(at__gt=since).order_by("number").values_list("number", flat=True).first()
+    if after is not None:
+        return after - 1
+    return rows.order_by("-number").values_list("number", flat=True).first() or 0
 
 
 def _heads(signed: SignedCheckpoint) -> dict[str, Head]:

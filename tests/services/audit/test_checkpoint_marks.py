@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 from django.conf import settings
+from django.db.models import F
 
 from keyvault.backends.base import EVIDENCE_VERSIONS, BackendUnavailableError, Mount
 from keyvault.backends.local import LocalKeystore
@@ -194,9 +195,11 @@ def find_digest(number: int) -> str:
 
 
 def test_rewritten_log_below_a_forged_checkpoint_is_not_signed(signed: None) -> None:
-    """The recorded checkpoint is kept, and a forged one after it agrees with the rewritten entries."""
+    """The recorded checkpoint is kept, and a forged one after it and the row agree with the rewritten entries."""
     kept = list(AuditCheckpoint.objects.values())
     rewrite_everything()
+    with tampering():
+        AuditChain.objects.filter(name=CHAIN).update(signed_in=0, signed_sequence=0, unsigned_since=F("newest_at"))
     AuditCheckpoint.objects.bulk_create(AuditCheckpoint(**row) for row in kept)
     forge_checkpoint()
     write()

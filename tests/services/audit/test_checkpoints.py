@@ -21,6 +21,7 @@ from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
+from keyvault.backends import meters
 from keyvault.backends.base import BackendUnavailableError, Mount
 from keyvault.backends.vault.layout import SecretsEngine
 from keyvault.client.export_check import ExportCheck
@@ -36,7 +37,7 @@ from keyvault.domain.checkpoints import (
     scope_of,
 )
 from keyvault.domain.environments import Environment
-from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
+from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry, WorkLease
 from keyvault.models.triggers import ensure_triggers
 from keyvault.services.audit import checkpoints
 from keyvault.services.audit.checkpoints import (
@@ -54,6 +55,7 @@ from keyvault.services.audit.signers import LOCAL, LocalSigner
 from keyvault.services.recording.audit_chain import verify_audit
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import secret_backend, vault_backend
+from keyvault.services.work import leases
 from tests.backends.vault.installation import InstalledVault, installed, serving_from
 from tests.factories import (
     PRODUCTION,
@@ -182,15 +184,87 @@ def _checkpoint(number: int) -> bytes:
     return bytes(_rows(number=number).get().body)
 
 
-def test_sign_due_of_an_unchanged_log_reads_no_chain(written: Iterator[datetime]) -> None:
+def test_sign_due_of_an_unchanged_log_reads_a_batch_of_chains(written: Iterator[datetime]) -> None:
     """With nothing to sign, each scope costs the same few look-ups, whatever the number of chains."""
+    for name in ("globex", "initech"):
+        make_merchant(name)
     sign_due(next(written))
-    with CaptureQueriesContext(connection) as made:
+    with mock.patch.object(checkpoints, "CHECKED_ACCOUNTS", 1), CaptureQueriesContext(connection) as made:
         assert sign_due(next(written)) == 0
     reads = [query["sql"] for query in made.captured_queries if "keyvault_auditchain" in query["sql"]]
-    assert len(reads) == len(SCOPES)
-    assert all('"unsigned_since" IS NOT NULL' in sql and "LIMIT" in sql for sql in reads)
+    assert len(reads) == 4 * len(SCOPES)
+    assert all('"unsigned_since" IS NOT NULL' in sql or '"name" IN (' in sql for sql in reads)
+    assert not any("globex" in sql or "initech" in sql for sql in reads)
     assert not any("keyvault_auditentry" in query["sql"] for query in made.captured_queries)
+
+
+@pytest.mark.parametrize("chain", [CHAIN, "platform", "every"])
+def test_sign_due_with_every_chain_recorded_as_signed_finds_it(
+    written: Iterator[datetime], caplog: pytest.LogCaptureFixture, chain: str
+) -> None:
+    """Guarantee: a database writer cannot make the worker stop signing silently: with nothing to sign, it compares."""
+    sign_due(next(written))
+    make_merchant("globex")
+    write()
+    forged = AuditChain.objects.filter(**{} if chain == "every" else {"name": chain})
+    with tampering():
+        forged.update(unsigned_since=None)
+    with caplog.at_level(logging.ERROR):
+        sign_due(next(written))
+    names = [CHAIN, "platform"] if chain == "every" else [chain]
+    faults = [f"{scope_of(name)}: chain {name} has unsigned entries, but is recorded as signed" for name in names]
+    assert sorted(list_errors(caplog)) == sorted(faults)
+
+
+def test_sign_due_of_an_unchanged_log_compares_all_chains_in_turn(
+    written: Iterator[datetime], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guarantee: the worker goes on comparing when there is nothing to sign."""
+    for name in ("globex", "initech"):
+        make_merchant(name)
+        write(name)
+    sign_due(next(written))
+    with tampering():
+        last = AuditChain.objects.filter(name="account:initech/sandbox")
+        last.update(signed_sequence=F("sequence") + 1)
+    with mock.patch.object(checkpoints, "CHECKED_ACCOUNTS", 1), caplog.at_level(logging.ERROR):
+        for _ in range(2):
+            assert sign_due(next(written)) == 0
+            assert list_errors(caplog) == []
+        sign_due(next(written))
+    assert len(list_errors(caplog)) == 1
+
+
+def test_sign_due_measures_since_when_entries_are_unsigned(written: Iterator[datetime]) -> None:
+    """Guarantee: an alarm can tell an idle log from one that is not signed."""
+    with mock.patch.object(meters, "note_unsigned") as noted:
+        sign_due(next(written))
+        write()
+        newest = AuditEntry.objects.filter(chain_id=CHAIN).latest("sequence")
+        with mock.patch.object(
+            LocalSigner, "sign", side_effect=BackendUnavailableError("No answer.", internal="sealed")
+        ):
+            sign_due(next(written))
+    sandbox = [call.args[1] for call in noted.call_args_list if call.args[0] == "sandbox"]
+    assert sandbox == [None, newest.at]
+
+
+def test_sign_due_during_writes_ends(written: Iterator[datetime]) -> None:
+    """Entries that arrive during a run do not extend it."""
+    make_merchant("globex")
+    signatures = 0
+    real = LocalSigner.sign
+
+    def write_and_sign(self: LocalSigner, scope: str, message: bytes) -> Any:
+        nonlocal signatures
+        signatures += 1
+        assert signatures < 10
+        write("acme" if signatures % 2 else "globex")
+        return real(self, scope, message)
+
+    with mock.patch.object(checkpoints, "MAX_HEADS", 1), mock.patch.object(LocalSigner, "sign", write_and_sign):
+        sign_due(next(written))
+    assert first_break() is None
 
 
 def test_sign_due_of_many_chains_signs_them_in_several_checkpoints(written: Iterator[datetime]) -> None:
@@ -338,19 +412,86 @@ def test_sign_due_by_concurrent_workers_stores_each_number_once() -> None:
 
 
 def test_sign_due_after_another_worker_stored_the_number_stores_nothing(written: Iterator[datetime]) -> None:
-    """Another worker stores the same number after this one has read the newest checkpoint."""
+    """Another worker that took over the lease stores the number after this one has read the newest checkpoint."""
     at = next(written)
+    expired = mock.patch.object(leases, "LEASE", timedelta(0))
     real = LocalSigner.sign
 
     def after_another(self: LocalSigner, scope: str, message: bytes) -> Any:
         with mock.patch.object(LocalSigner, "sign", real):
-            assert sign_due(at) == 1
+            assert sign_due(now() + STEP) == 1
         return real(self, scope, message)
 
-    with mock.patch.object(LocalSigner, "sign", after_another):
+    with expired, mock.patch.object(LocalSigner, "sign", after_another):
         assert sign_due(at) == 0
     assert AuditCheckpoint.objects.filter(scope="sandbox").count() == 4
     assert first_break() is None
+
+
+def test_sign_due_killed_before_the_rows_were_updated_signs_once_more(written: Iterator[datetime]) -> None:
+    """The rows are updated after the checkpoint, so that no writer waits for all of them."""
+    at = next(written)
+    noted = mock.patch.object(AuditChain.objects, "bulk_update", side_effect=KeyboardInterrupt)
+    with noted, pytest.raises(KeyboardInterrupt):
+        sign_due(at)
+    assert _rows().count() == 4
+    sign_due(next(written))  # records the checkpoint outside the database
+    sign_due(next(written))
+    assert [set(parse_checkpoint(_checkpoint(number)).heads) for number in (4, 5)] == [{CHAIN}, {CHAIN}]
+    assert (first_break(), verify()["sandbox"].unsigned) == (None, 0)
+    assert not AuditChain.objects.filter(scope="sandbox", unsigned_since__isnull=False).exists()
+
+
+def test_sign_due_updates_a_bounded_number_of_rows_together(written: Iterator[datetime]) -> None:
+    for name in ("globex", "initech"):
+        make_merchant(name)
+        write(name)
+    real, sizes = AuditChain.objects.bulk_update, list[int]()
+
+    def update(chains: list[AuditChain], fields: list[str]) -> int:
+        sizes.append(len(chains))
+        return int(real(chains, fields))
+
+    together = mock.patch.object(checkpoints, "NOTED_TOGETHER", 2)
+    with together, mock.patch.object(AuditChain.objects, "bulk_update", update):
+        sign_due(next(written))
+    assert max(sizes) == 2
+    assert not AuditChain.objects.filter(unsigned_since__isnull=False).exists()
+
+
+def test_sign_due_while_another_worker_signs_does_nothing(written: Iterator[datetime]) -> None:
+    """Only one worker compares the whole log after a change of the signer, however long it takes."""
+    _rename_signer()
+    real, nested = checkpoints.find_entry_hash, list[int]()
+
+    def sign_meanwhile(chain: str, sequence: int) -> bytes | None:
+        nested.append(sign_due(now()))
+        return real(chain, sequence)
+
+    with mock.patch.object(checkpoints, "find_entry_hash", sign_meanwhile):
+        assert sign_due(now()) == 1
+    assert set(nested) == {0}
+    assert not WorkLease.objects.exists()
+
+
+def _rename_signer() -> None:
+    """Give the checkpoints another signer, as if the service had changed to this one."""
+    with tampering():
+        AuditCheckpoint.objects.filter(scope="sandbox").update(signer="vault:former/audit")
+    lose_marks()
+
+
+def test_sign_due_that_lost_its_lease_stops_comparing(written: Iterator[datetime]) -> None:
+    _rename_signer()
+    real = checkpoints.find_entry_hash
+
+    def take_over(chain: str, sequence: int) -> bytes | None:
+        WorkLease.objects.update(token="of another worker")
+        return real(chain, sequence)
+
+    with mock.patch.object(checkpoints, "find_entry_hash", side_effect=take_over) as compared:
+        assert sign_due(next(written)) == 0
+    assert compared.call_count == 1
 
 
 def test_sign_due_of_a_log_that_contradicts_its_checkpoint_is_refused(
@@ -526,7 +667,10 @@ def test_chain_whose_row_names_an_older_checkpoint_is_signed_once_more(written: 
 
 
 def test_sign_due_compares_all_chains_in_turn(written: Iterator[datetime], caplog: pytest.LogCaptureFixture) -> None:
-    """Guarantee: the worker finds a chain that was rewritten after its last signature, although it never changes."""
+    """Guarantee: the worker finds a chain that was rewritten after its last signature, although it never changes.
+
+    The row must name the checkpoint that signed it; `verify_checkpoints` needs no row.
+    """
     for name in ("globex", "initech"):
         make_merchant(name)
     with mock.patch.object(checkpoints, "CHECKED_ACCOUNTS", 1), caplog.at_level(logging.ERROR):
@@ -555,7 +699,7 @@ def test_sign_due_finds_a_missing_chain(written: Iterator[datetime], caplog: pyt
     assert "is missing" in str(first_break())
 
 
-@pytest.mark.parametrize("change", ["body", "number"])
+@pytest.mark.parametrize("change", ["body", "number", "signer"])
 def test_sign_due_over_an_altered_checkpoint_is_refused(
     written: Iterator[datetime], caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
@@ -570,12 +714,21 @@ def test_sign_due_over_an_altered_checkpoint_is_refused(
         heads = {CHAIN: Head(5, bytes(32))}
         if change == "body":
             _rows(number=3).update(body=checkpoint_bytes(replace(altered, heads=heads)))
+        elif change == "signer":
+            _rewrite()
+            heads = {CHAIN: Head(5, bytes(_entries(sequence=5).get().hash))}
+            body = checkpoint_bytes(replace(altered, heads=heads))
+            _rows(number=3).update(body=body, signer="vault:elsewhere/audit")
         else:
             _rows(number=3).update(body=first.body, signature=first.signature)
     with caplog.at_level(logging.ERROR):
         sign_due(next(written))
-    why = "its columns differ from its bytes" if change == "number" else "its signature is not the signer's"
-    assert list_errors(caplog) == [f"sandbox checkpoint 3: {why}"]
+    why = {
+        "body": "its signature is not the signer's",
+        "number": "its columns differ from its bytes",
+        "signer": "it names the signer vault:elsewhere/audit, but this service's signer has signed an earlier one",
+    }
+    assert list_errors(caplog) == [f"sandbox checkpoint 3: {why[change]}"]
 
 
 def _only(name: str) -> Any:
@@ -722,6 +875,15 @@ def test_export_since_a_time_begins_with_the_newest_older_checkpoint(written: It
     sandbox = check.scopes["sandbox"]
     assert (sandbox.begins_with, sandbox.walk.count, sandbox.entries) == (2, 3, 3)
     assert off_host(since=second.at - timedelta(days=1), scopes=["sandbox"]).scopes["sandbox"].entries == 6
+
+
+def test_export_since_a_time_with_the_clock_set_back_verifies_off_host(written: Iterator[datetime]) -> None:
+    """A checkpoint that is dated before an earlier one moves the begin of the export no further."""
+    sign_due(now() - timedelta(days=1))
+    first = _rows(number=1).get()
+    check = off_host(since=first.at, scopes=["sandbox"])
+    assert check.first_broken is None
+    assert check.scopes["sandbox"].begins_with == 1
 
 
 def test_export_during_writes_and_signing_verifies_off_host(written: Iterator[datetime]) -> None:

@@ -10,14 +10,14 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.domain.errors import IntegrityError, PermissionMissingError, RequestInvalidError, StateConflictError
-from keyvault.models import AuditCheckpoint, AuditEntry, BreakGlass, Notice
+from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry, BreakGlass, Notice
 from keyvault.services.audit.checkpoint_marks import read_marks
 from keyvault.services.audit.checkpoints import sign_due
 from keyvault.services.audit.rollback import accept_rollback
 from keyvault.services.operators.operators import find_operator
 from tests.factories import grant, make_merchant, make_operator, now
 from tests.services.audit.test_checkpoint_marks import numbers, verify
-from tests.services.audit.test_checkpoints import STEP, tampering, write
+from tests.services.audit.test_checkpoints import CHAIN, STEP, tampering, write
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -64,6 +64,15 @@ def test_accepted_rollback_is_audited_and_signed_again(signed: None, accept: Acc
     assert sign_due(now() + 3 * STEP) >= 1
     assert numbers() == [1, 2]
     assert verify().broken is None
+
+
+def test_accepted_rollback_records_entries_as_unsigned_since_the_first_one(signed: None, accept: Accept) -> None:
+    """Chains are signed in the order in which their first unsigned entries were written."""
+    roll_back()
+    accept()
+    chain, first = AuditChain.objects.get(name=CHAIN), AuditEntry.objects.get(chain_id=CHAIN, sequence=1)
+    assert (chain.signed_in, chain.signed_sequence, chain.unsigned_since) == (0, 0, first.at)
+    assert chain.newest_at != first.at
 
 
 def test_accept_rollback_needs_a_second_person_who_may_approve(signed: None, accept: Accept) -> None:
