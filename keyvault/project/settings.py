@@ -277,6 +277,9 @@ elif BROKER_URL.startswith(("redis://", "rediss://")):
     if BROKER_URL.startswith("rediss:"):
         # Kombu derives TLS from the name of its own transport. Parameters of the URL (`ssl_ca_certs`) override this.
         CELERY_BROKER_USE_SSL = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
+elif BROKER_URL.startswith(("amqp://", "amqps://", "pyamqp://")):
+    # Seconds. Without them a process waits forever for a broker that accepts its connection and then does not reply.
+    CELERY_BROKER_TRANSPORT_OPTIONS = {"read_timeout": 5, "write_timeout": 5}
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_RESULT_EXPIRES = None
 # A message is acknowledged before its task runs, so a task that kills its worker does not kill the next one.

@@ -4,7 +4,12 @@ The copy of a key in quarantine is soft-deleted, so that it cannot be read but c
 or expired key is destroyed. The key's row first records what is due, and a separate step does it. No function here may
 run inside a database transaction. Each one is safe to repeat after a crash, because labels identify the key of a
 stored version.
+
+A `fence` is called directly before a call that changes the backend. It raises if another worker has taken over, so that
+a worker that slept past its lease changes nothing there.
 """
+
+from collections.abc import Callable
 
 from django.conf import settings
 from django.db.models import QuerySet
@@ -32,6 +37,13 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import MOUNT, secret_backend
 from keyvault.services.work.leases import Lease, hold
 from keyvault.services.work.row_turns import batch_after
+
+Fence = Callable[[], None]
+
+
+def _no_fence() -> None:
+    """Allow a change that is safe whoever makes it."""
+
 
 _STEPS = frozenset({Permission.ISSUANCE_EXECUTE, Permission.ROTATIONS_ADVANCE, Permission.BACKEND_RECONCILE})
 
@@ -61,7 +73,15 @@ def newest_version(credential: Credential) -> int:
     return max((version.version for version in versions), default=0)
 
 
-def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None = None, again: bool = False) -> int:
+def store_string(
+    key: Key,
+    text: Plaintext,
+    *,
+    purpose: str,
+    after: int | None = None,
+    again: bool = False,
+    fence: Fence = _no_fence,
+) -> int:
     """Write the key's string as the newest version of its credential and return the version's number.
 
     Args:
@@ -69,6 +89,7 @@ def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None =
             write fails, because the key may have been discarded. None: the newest version at the time of the call.
         again: Write a new version even if the newest one is already the key's. Pending writes that expect that version
             to be the newest then fail.
+        fence: Called after the newest version was read: a write by another worker between the two makes this one fail.
 
     Safe to repeat after an ambiguous response: the stored version is read back and identified by its key id.
 
@@ -89,6 +110,7 @@ def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None =
     if newest is not None and newest.labels.get("key_id") == key.key_id and not again:
         return newest.version
     known = newest_version(credential) if after is None else after
+    fence()
     try:
         return secret_backend().put(mount, path, text, labels, expected_version=known)
     except (BackendConflictError, BackendUnavailableError) as error:
@@ -134,13 +156,14 @@ def is_in_backend(key: Key) -> bool:
     return key.material in {Material.HELD, Material.RESTORE_DUE}
 
 
-def recover_string(key: Key) -> Plaintext:
+def recover_string(key: Key, *, fence: Fence = _no_fence) -> Plaintext:
     """Read the string of a key that has just left quarantine, and undelete it first if that is still due."""
     try:
         return read_string(key)
     except BackendMissingError:
         if not is_in_backend(key) or key.backend_version is None:
             raise
+    fence()
     secret_backend().undelete(*_location(key), key.backend_version)
     return read_string(key)
 
@@ -164,7 +187,7 @@ def read_public_string(key: Key) -> Plaintext:
         raise StateConflictError("The key has just left quarantine. Try again in a moment.") from error
 
 
-def destroy_string(grant: Grant, key: Key) -> None:
+def destroy_string(grant: Grant, key: Key, *, fence: Fence = _no_fence) -> None:
     """Destroy the backend's copy of a key if that is due, then record it. Idempotent after a crash between the two.
 
     If another string has the key's version number, the key's own is lost: raise an alarm and leave the other string.
@@ -174,6 +197,7 @@ def destroy_string(grant: Grant, key: Key) -> None:
     if _holds_other_string(key):
         _record_material(grant, key, Material.DESTROYED, "key.material_lost")
         return
+    fence()
     secret_backend().destroy(*_location(key), key.backend_version)
     _record_material(grant, key, Material.DESTROYED, "key.material_destroyed")
 
@@ -246,9 +270,10 @@ def announce_missing(grant: Grant, key: Key) -> None:
     )
 
 
-def forget_string(key: Key) -> None:
+def forget_string(key: Key, *, fence: Fence = _no_fence) -> None:
     """Destroy the copy that the key's row names, because a newer copy replaces it. Idempotent."""
     if key.backend_version is not None and not _holds_other_string(key):
+        fence()
         secret_backend().destroy(*_location(key), key.backend_version)
 
 

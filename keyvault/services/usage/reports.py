@@ -276,7 +276,7 @@ def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
     found: dict[tuple[str, str], list[KeyUser]] = {}
     for user in _list_users(key_id, SIGNS_OF_LIFE):
         found.setdefault((user.origin, user.user_agent), []).append(user)
-    return [VersionUse(*version, *_sum(users)) for version, users in found.items()][:limit]
+    return [VersionUse(origin, agent, *_sum(users)) for (origin, agent), users in found.items()][:limit]
 
 
 def find_last(key_id: str, outcomes: Collection[UseOutcome] = SIGNS_OF_LIFE) -> datetime | None:

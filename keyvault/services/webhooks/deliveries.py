@@ -18,12 +18,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
 from django.conf import settings
-from django.db import DatabaseError, connection, transaction
+from django.db import connection, transaction
 from django.db.models import Exists, Min, OuterRef, QuerySet
 
 from keyvault.access.decision import Grant
@@ -140,16 +141,17 @@ def deliver_due(clock: Callable[[], datetime] = utc_now, send: Send = post) -> i
 
     An environment in which another worker runs a round is left to it.
     """
-    claims = {each: leases.claim(f"webhooks:{each}", clock()) for each in settings.ENVIRONMENTS}
-    held = {environment: lease for environment, lease in claims.items() if lease is not None}
-    if not held:
-        return 0
-    try:
-        with ThreadPoolExecutor(MAX_CONCURRENT * len(held), "webhook") as pool:
-            return _attempt_all(tuple(held), pool, clock, send)
-    finally:
-        for lease in held.values():
-            leases.release(lease)
+    environments: list[str] = []
+    with ExitStack() as claims:
+        for environment in settings.ENVIRONMENTS:
+            lease = leases.claim(f"webhooks:{environment}", clock())
+            if lease is not None:
+                claims.callback(leases.release, lease)
+                environments.append(environment)
+        if not environments:
+            return 0
+        with ThreadPoolExecutor(MAX_CONCURRENT * len(environments), "webhook") as pool:
+            return _attempt_all(tuple(environments), pool, clock, send)
 
 
 def _attempt_all(
@@ -162,14 +164,31 @@ def _attempt_all(
         may_begin = time.monotonic() < stop_at
         if may_begin:
             for delivery in _next_due(environments, clock(), list(under_way.values())):
-                if _begin(delivery, clock()):
-                    begun += 1
-                    under_way[pool.submit(_prepared(delivery, clock(), send))] = delivery
+                with _isolated(delivery):
+                    if _begin(delivery, clock()):
+                        begun += 1
+                        under_way[pool.submit(_prepared(delivery, clock(), send))] = delivery
         if not under_way:
             return begun
         timeout = SEARCH_SECONDS if may_begin else None
         for future in wait(under_way, timeout, return_when=FIRST_COMPLETED).done:
-            _store_outcome(under_way.pop(future), future, clock())
+            delivery = under_way.pop(future)
+            with _isolated(delivery):
+                _store_outcome(delivery, future, clock())
+
+
+@contextmanager
+def _isolated(delivery: WebhookDelivery) -> Iterator[None]:
+    """Log an error of one message, so that the round continues. The message is due again, after HOLD at the latest.
+
+    An error that lost the database connection ends the round.
+    """
+    try:
+        yield
+    except Exception:
+        _log.exception("a webhook delivery failed", extra={"notice": delivery.notice_id})
+        if not connection.is_usable():
+            raise
 
 
 @dataclass(slots=True)
@@ -218,7 +237,9 @@ def _next_due(
         while len(chosen) < MAX_CONCURRENT * len(environments) and (delivery := next(visits, None)) is not None:
             if _is_withdrawn(delivery.endpoint):
                 # Queued by a transaction that ended after the one that disabled the endpoint.
-                _current_attempt(delivery).update(state=DeliveryState.GIVEN_UP, last_error="the endpoint was disabled")
+                with _isolated(delivery):
+                    gone = {"state": DeliveryState.GIVEN_UP, "last_error": "the endpoint was disabled"}
+                    _current_attempt(delivery).update(**gone)
             elif _may_send(delivery, environments, now) and _has_room(delivery, chosen):
                 chosen.append(delivery)
     return chosen[len(under_way) :]
@@ -284,7 +305,7 @@ def _raise_later(error: Exception) -> Callable[[], Reply]:
 
 
 def _store_outcome(delivery: WebhookDelivery, attempt: Future[Reply], now: datetime) -> None:
-    """Store the outcome of an attempt. Errors are isolated per message; a failed one is due again after HOLD."""
+    """Store the outcome of an attempt, unless it is not the latest any more."""
     error = attempt.exception()
     if error is None:
         reply = attempt.result()
@@ -302,10 +323,6 @@ def _store_outcome(delivery: WebhookDelivery, attempt: Future[Reply], now: datet
                 _set_breaker(delivery.endpoint, now, has_replied=not isinstance(error, OutboundError))
     except KeyvaultError as fault:
         _log.warning("the outcome of a webhook delivery was not stored", extra={"why": fault.internal or fault.detail})
-    except DatabaseError:
-        _log.exception("the outcome of a webhook delivery was not stored")
-        if not connection.is_usable():
-            raise
 
 
 def _set_breaker(endpoint: WebhookEndpoint, now: datetime, *, has_replied: bool) -> None:

@@ -120,8 +120,16 @@ def hold(lease: Lease) -> None:
         raise _lost(lease)
 
 
+def is_held(lease: Lease) -> bool:
+    """Whether no other worker has taken the work over."""
+    return _own(lease).exists()
+
+
 def renew(lease: Lease, now: datetime) -> None:
-    """Extend the lease from now, between many small steps. Raises StateConflictError when it is lost."""
+    """Extend the lease from now, between many small steps or before a call to another server.
+
+    Raises StateConflictError when it is lost.
+    """
     if _own(lease).update(until=now + LEASE, due_at=now + LEASE) != 1:
         raise _lost(lease)
 

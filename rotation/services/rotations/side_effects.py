@@ -1,6 +1,8 @@
 """The side effects of a rotation: make, deliver and write back a key, and destroy a stored copy.
 
-The secret backend is called between two short transactions; a ledger row precedes the call. The replacement's string
+The secret backend is called between two short transactions; an open ledger row precedes the call. Two workers may share
+the row, and the second one closes it. So each call that changes the backend renews the lease first, and a worker that
+was overtaken changes nothing. The replacement's string
 exists only in this process's memory, and as a pending copy in the backend while the rotation waits for verifiers. If
 a process dies before it delivers or stores the string, only the digest of a key remains that no client holds. The next
 process discards that key and makes another. Every side effect may be killed at any point and run again: the key id in
@@ -80,7 +82,7 @@ class Effects:
             self.write_back(grant, rotation)
         else:
             entry = self._begin(rotation, rotation.predecessor, grant.at)
-            destroy_string(grant, rotation.predecessor)
+            destroy_string(grant, rotation.predecessor, fence=self._fence)
             self._finish(entry, "destroyed")
 
     def keep(self, grant: Grant, rotation: Rotation) -> None:
@@ -95,6 +97,7 @@ class Effects:
         key = _replacement(rotation)
         # The entry stays open until the pending copy is erased, see `forget_due`.
         self._begin(rotation, key, grant.at)
+        self._fence()
         try:
             keep_pending(key, PendingCopy(held.text, held.after))
         except DependencyUnavailableError:
@@ -192,7 +195,7 @@ class Effects:
     def _deploy(self, rotation: Rotation, key: Key, held: _HeldKey | None) -> int | None:
         """Return the backend's version that holds the key; None: its string is lost, and it was never delivered."""
         if held is not None:
-            return store_string(key, held.text, purpose=rotation.rotation_id, after=held.after)
+            return store_string(key, held.text, purpose=rotation.rotation_id, after=held.after, fence=self._fence)
         stored = find_stored(key.credential)
         if stored is not None and stored.labels.get("key_id") == key.key_id:
             return stored.version
@@ -201,10 +204,11 @@ class Effects:
         # A rollback wrote the predecessor over the delivered replacement, and then the predecessor ended.
         older = key.backend_version
         try:
-            version = store_string(key, recover_string(key), purpose=rotation.rotation_id)
+            text = recover_string(key, fence=self._fence)
+            version = store_string(key, text, purpose=rotation.rotation_id, fence=self._fence)
         except BackendMissingError:
             return older  # Collected and then destroyed: the merchant has it.
-        forget_string(key)
+        forget_string(key, fence=self._fence)
         return version
 
     def _newest_text(self, key: Key) -> Plaintext | None:
@@ -249,12 +253,14 @@ class Effects:
         if is_needed and not is_in_backend(predecessor):
             return "the predecessor was never in the backend, or is dead"
         if is_needed:
-            text = recover_string(predecessor)
+            text = recover_string(predecessor, fence=self._fence)
             # A new version even if the predecessor is the newest: a concurrent write on the older version then fails.
-            version = store_string(predecessor, text, purpose=rotation.rotation_id, after=version, again=True)
+            version = store_string(
+                predecessor, text, purpose=rotation.rotation_id, after=version, again=True, fence=self._fence
+            )
         if version != predecessor.backend_version:
             # The older copy is destroyed before its version number is overwritten.
-            forget_string(predecessor)
+            forget_string(predecessor, fence=self._fence)
             self._note(grant, rotation, predecessor, version)
         return f"the predecessor is version {version}"
 
@@ -302,12 +308,19 @@ class Effects:
         return entry or LedgerEntry.objects.create(**of_step, started_at=now)
 
     def _fail(self, entry: LedgerEntry, detail: str, began_at: datetime) -> None:
-        """Record a failure. A row that an earlier attempt left open stays open: its write may still arrive."""
-        if entry.started_at >= began_at:
+        """Record a failure. A row that an earlier attempt left open stays open: its write may still arrive.
+
+        So does a row whose worker was overtaken: the other worker continues it.
+        """
+        if entry.started_at >= began_at and leases.is_held(self.lease):
             self._finish(entry, detail, LedgerState.FAILED)
 
     def _finish(self, entry: LedgerEntry, detail: str, state: LedgerState = LedgerState.DONE) -> None:
         LedgerEntry.objects.filter(pk=entry.pk).update(state=state, finished_at=self.clock(), detail=detail[:300])
+
+    def _fence(self) -> None:
+        """Renew the lease for one call that changes the backend. Raises StateConflictError when it is lost."""
+        leases.renew(self.lease, self.clock())
 
     def _finish_deliveries(self, rotation: Rotation, detail: str) -> None:
         _open_deliveries(rotation).update(state=LedgerState.DONE, finished_at=self.clock(), detail=detail)

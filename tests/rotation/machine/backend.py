@@ -51,8 +51,9 @@ class _Version:
 class MemoryBackend:
     """An in-memory backend with injected faults.
 
-    `faults`: for the next calls, one each. `late`, `stuck`: pending writes. `on_call` is called before and after each
-    call that could change something; it may raise. `delivered`: ids of keys that a reader could have read here.
+    `faults`: for the next calls, one each. `late`, `stuck`: pending writes. `on_call` is called before each call with
+    its name, and after it with `after` and its name; it may raise. `delivered`: ids of keys that a reader could have
+    read here.
     """
 
     versions_at: dict[Place, tuple[_Version, ...]] = field(default_factory=dict)
@@ -175,7 +176,7 @@ class MemoryBackend:
         if late is None:
             self._arrive()
         if self.on_call is not None:
-            self.on_call(name)
+            self.on_call(f"after {name}")
         if fault is Fault.LOST:
             raise BackendUnavailableError("The reply was lost.", may_be_applied=late is not None)
         return answer

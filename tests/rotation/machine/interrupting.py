@@ -72,7 +72,12 @@ class Interruption:
     def _called(self, also: Callable[[str], None] | None) -> Callable[[str], None]:
         def called(name: str) -> None:
             if also is not None and not self.is_dead:
-                also(name)
+                # The watcher's statements are not the worker's: nothing happens between its check and the call.
+                was_acting, self._is_acting = self._is_acting, True
+                try:
+                    also(name)
+                finally:
+                    self._is_acting = was_acting
             self.event(name)
 
         return called

@@ -725,7 +725,7 @@ def test_reports_that_begin_to_use_a_context_do_not_deadlock() -> None:
     """A report adds a context that another one committed meanwhile; a third one refers to it and has its bucket."""
     key, clock = make_key(), Clock(NOON)
     earlier, stale, later = (make_reporter(clock) for _ in range(3))
-    client = {"user_agent": "shop", "endpoint": "orders.create"}
+    client: dict[str, Any] = {"user_agent": "shop", "endpoint": "orders.create"}
     use(earlier, key, source="token-b", **client)
     clock.tick(60)
     use(stale, key, source="token-a", **client)

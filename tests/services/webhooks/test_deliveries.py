@@ -560,6 +560,45 @@ def test_outcome_that_the_database_refuses_does_not_end_the_round(
     assert list(states.values()) == [DeliveryState.DELIVERED]
 
 
+def test_message_that_cannot_begin_does_not_end_the_round_of_another_environment(
+    scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (scene.sandbox, scene.production):
+        add(scene, f"https://{place.environment}.example/", place)
+        send_notice(scene, account=place)
+    begin = deliveries._begin
+
+    def refuse_sandbox(delivery: WebhookDelivery, *args: Any) -> bool:
+        if delivery.endpoint.account == scene.sandbox:
+            raise DatabaseError("canceling statement due to lock timeout")
+        return begin(delivery, *args)
+
+    monkeypatch.setattr(deliveries, "_begin", refuse_sandbox)
+    assert deliver_due(clock, replying(200)) == 1
+    states = dict(WebhookDelivery.objects.values_list("endpoint__account__environment", "state"))
+    assert states == {"sandbox": DeliveryState.DUE, "production": DeliveryState.DELIVERED}
+
+
+def test_outcome_with_an_unexpected_error_does_not_end_the_round(
+    scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (scene.sandbox, scene.production):
+        add(scene, f"https://{place.environment}.example/", place)
+        send_notice(scene, account=place)
+    settle = deliveries._settle
+
+    def fail_sandbox(delivery: WebhookDelivery, *args: Any) -> None:
+        if delivery.endpoint.account == scene.sandbox:
+            raise RuntimeError("unexpected")
+        settle(delivery, *args)
+
+    monkeypatch.setattr(deliveries, "_settle", fail_sandbox)
+    assert deliver_due(clock, replying(200)) == 2
+    states = dict(WebhookDelivery.objects.values_list("endpoint__account__environment", "state"))
+    assert states == {"sandbox": DeliveryState.DUE, "production": DeliveryState.DELIVERED}
+    assert not WorkLease.objects.exists()
+
+
 def test_message_queued_while_its_endpoint_is_disabled_is_given_up(scene: Scene, clock: Clock) -> None:
     """The transaction that wrote it began before the one that disabled the endpoint, and ended after it."""
     endpoint, _ = add(scene, "https://acme.example/")
@@ -815,4 +854,20 @@ def test_deliveries_are_deleted_a_limited_number_at_a_time_oldest_first(
 
 def test_delivery_run_releases_its_lease(scene: Scene) -> None:
     deliver_due(send=refuse_connection)
+    assert not WorkLease.objects.exists()
+
+
+def test_delivery_run_that_cannot_claim_each_environment_releases_the_others(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = leases.claim
+
+    def refuse_second(*args: Any) -> leases.Lease | None:
+        if WorkLease.objects.exists():
+            raise DatabaseError("canceling statement due to lock timeout")
+        return claim(*args)
+
+    monkeypatch.setattr(leases, "claim", refuse_second)
+    with pytest.raises(DatabaseError):
+        deliver_due(send=refuse_connection)
     assert not WorkLease.objects.exists()

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
-from keyvault.backends.base import BackendDeniedError, BackendMissingError, BackendUnavailableError, Mount
+from keyvault.backends.base import (
+    BackendDeniedError,
+    BackendMissingError,
+    BackendUnavailableError,
+    Mount,
+    StoredSecret,
+)
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.errors import KeyvaultError, StateConflictError
 from keyvault.domain.issuance import Delivery
@@ -29,7 +35,8 @@ from keyvault.services.secrets.stored_copies import find_stored, read_public_str
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import Proof
-from rotation.models import Rotation
+from rotation.models import LedgerEntry, LedgerState, Rotation
+from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation, confirm_rotation, request_retirement
 from rotation.services.rotations.reports import get_rotation
 from tests.clocks import Clock
@@ -417,6 +424,35 @@ def test_step_overtaken_by_another_worker_writes_nothing(
     run_maintenance()
     assert copy_of(rotation.predecessor) == DELETED
     assert AuditEntry.objects.filter(event="key.material_deleted").count() == 1
+
+
+def test_worker_overtaken_before_its_call_changes_nothing_in_the_backend(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that took over has closed their ledger row, so a later call would have no open row before it."""
+    rotation = back_in_quarantine(clock, verifier)
+    revoke(rotation.predecessor, clock, RevocationReason.KEY_COMPROMISE)
+    clock.tick(3)
+    read, seen = LocalKeystore.read, list[str]()
+    rows = LedgerEntry.objects.filter(rotation=rotation, step=S.PUBLISHING, key=rotation.replacement)
+
+    def sleep_before(self: LocalKeystore, *args: object) -> StoredSecret:
+        if args[2:] and rows.filter(state=LedgerState.STARTED).exists():  # the version that it wants to restore
+            monkeypatch.setattr(LocalKeystore, "read", read)
+            clock.tick(16)
+            advance_rotation(rotation.rotation_id, clock)
+            seen.append("overtaken")
+            for name in ("put", "undelete", "soft_delete", "destroy"):
+                monkeypatch.setattr(LocalKeystore, name, lambda *_, name=name, **__: seen.append(name))
+        return read(self, *args)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr(LocalKeystore, "read", sleep_before)
+    advance_rotation(rotation.rotation_id, clock)
+    monkeypatch.undo()
+    assert seen == ["overtaken"]
+    assert set(rows.values_list("state", flat=True)) == {LedgerState.DONE}
+    rotation = get_rotation(rotation.rotation_id)
+    assert (rotation.state, newest_key(rotation)) == (S.COMPLETED, rotation.replacement_id)
 
 
 STEPS = ("suspend", "resume", "revoke", "maintenance", "maintenance", "lost", "failed", "refused", "died", "read")
