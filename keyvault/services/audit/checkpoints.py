@@ -167,7 +167,9 @@ def _sign_scope(scope: PepperSet, now: datetime) -> int:
     count = 0
     try:
         for _ in range(_count_rounds(scope)):
-            count += _sign_next(scope, now, lease)
+            if not _sign_next(scope, now, lease):
+                break
+            count += 1
     except IntegrityError as error:
         _log.error("the audit log is damaged: no checkpoint is signed", extra=_log_fields(scope, error))
     except KeyvaultError as error:
@@ -280,25 +282,28 @@ def _read_signed_heads(scope: str, chains: Sequence[AuditChain]) -> dict[str, He
             names.setdefault(chain.signed_in, []).append(chain.name)
     if not names:
         return {}
-    keys, found = _read_own_keys(scope), dict[str, Head]()
+    keys, found, foreign = _read_own_keys(scope), dict[str, Head](), list[int]()
     for row in AuditCheckpoint.objects.filter(scope=scope, number__in=names).iterator(chunk_size=50):
         signed = _signed(row)
         if not _is_own(signed, keys):
-            _require_former_signer(signed)
+            foreign.append(signed.number)
         heads = _parse(signed).heads
         found |= {name: heads[name] for name in names[signed.number] if name in heads}
+    if foreign:
+        _require_former_signer(scope, foreign)
     return found
 
 
-def _require_former_signer(signed: SignedCheckpoint) -> None:
-    """Require that a checkpoint of another signer was signed before this service's signer began. Raises IntegrityError.
+def _require_former_signer(scope: str, foreign: Sequence[int]) -> None:
+    """Require that another signer's checkpoints were signed before this service's signer began. Raises IntegrityError.
 
-    Its signature cannot be verified here. The rows name only checkpoints that this service stored.
+    Their signatures cannot be verified here. Compares with the first checkpoint and the ones before them.
     """
-    own = AuditCheckpoint.objects.filter(scope=signed.scope, signer=audit_signer().name(signed.scope))
-    if own.filter(number__lt=signed.number).exists():
-        why = f"it names the signer {signed.signer}, but this service's signer has signed an earlier one"
-        raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
+    before = AuditCheckpoint.objects.filter(scope=scope, number__in={1, *(number - 1 for number in foreign)})
+    own = before.filter(signer=audit_signer().name(scope)).order_by("number").values_list("number", flat=True).first()
+    if own is not None and max(foreign) > own:
+        why = "it names another signer, but this service's signer has signed an earlier one"
+        raise IntegrityError("The audit log is damaged.", internal=f"{scope} checkpoint {max(foreign)}: {why}")
 
 
 def _find_row_fault(scope: str, chain: AuditChain, signed: Head | None) -> str | None:

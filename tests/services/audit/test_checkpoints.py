@@ -726,13 +726,28 @@ def test_sign_due_over_an_altered_checkpoint_is_refused(
     why = {
         "body": "its signature is not the signer's",
         "number": "its columns differ from its bytes",
-        "signer": "it names the signer vault:elsewhere/audit, but this service's signer has signed an earlier one",
+        "signer": "it names another signer, but this service's signer has signed an earlier one",
     }
     assert list_errors(caplog) == [f"sandbox checkpoint 3: {why[change]}"]
 
 
 def _only(name: str) -> Any:
     return lambda scope: AuditChain.objects.filter(scope=scope, name=name)
+
+
+def test_sign_due_after_a_change_of_the_signer_accepts_the_former_ones_checkpoints(
+    written: Iterator[datetime], caplog: pytest.LogCaptureFixture
+) -> None:
+    _rename_signer()
+    with caplog.at_level(logging.ERROR):
+        assert [sign_due(next(written)) for _ in range(2)] == [1, 0]
+        make_merchant("globex")
+        write("globex")
+        with tampering():
+            AuditChain.objects.filter(name=CHAIN).update(signed_in=3, signed_sequence=5, unsigned_since=now())
+        assert sign_due(next(written)) > 0
+    assert list_errors(caplog) == []
+    assert list(_rows().order_by("number").values_list("signer", flat=True)) == ["vault:former/audit"] * 3 + [LOCAL] * 2
 
 
 def test_verify_audit_of_a_truncated_or_rewritten_chain_finds_nothing(written: Iterator[datetime]) -> None:
