@@ -30,7 +30,8 @@ from keyvault.admin.framework.widgets import (
 from keyvault.admin.keys.keys import key_link
 from keyvault.admin.keys.usage import use_tables
 from keyvault.models import Account
-from keyvault.services.usage.reports import list_versions
+from keyvault.models.usage import SIGNS_OF_LIFE
+from keyvault.services.usage.reports import has_more_users, list_versions
 from rotation.domain.states import CLOSED
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.interventions import approve_retirement
@@ -161,8 +162,13 @@ class RetirementAdmin(ConsoleModelAdmin):
 
 
 def _versions(rotation: Rotation) -> SafeString | str:
-    lines = (
-        (f"{use.origin or 'no origin'} · {use.user_agent or 'no user agent'}", f"{use.last_at:%Y-%m-%d}", use.count)
-        for use in list_versions(rotation.predecessor_id, limit=_MAX_VERSIONS)
-    )
-    return format_html_join("", "<div>{}: last on {}, uses seen: {}</div>", lines) or "no use recorded"
+    """Return the latest versions, with a note when there are more."""
+    versions = list_versions(rotation.predecessor_id, limit=_MAX_VERSIONS + 1)
+    lines = [
+        f"{use.origin or 'no origin'} · {use.user_agent or 'no user agent'}: last on {use.last_at:%Y-%m-%d}, "
+        f"uses seen: {use.count}"
+        for use in versions[:_MAX_VERSIONS]
+    ]
+    if len(versions) > _MAX_VERSIONS or has_more_users(rotation.predecessor_id, outcomes=SIGNS_OF_LIFE):
+        lines.append("There are more.")
+    return format_html_join("", "<div>{}</div>", ((line,) for line in lines)) or "no use recorded"

@@ -8,6 +8,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
 from keyvault.services.usage.reports import (
     MAX_READ,
+    TRACES,
     describe_use,
     find_users,
     has_more_users,
@@ -40,7 +41,11 @@ def use_tables(key: Key) -> Iterable[Table]:
     has_more = has_more_users(key.key_id)
     if key.credential.kind == KeyKind.PUBLIC:
         yield from _versions(key, has_more)
-    title, users = _latest("Users", has_more, find_users(key.key_id, limit=_MAX_ROWS + 1))
+    found = find_users(key.key_id, limit=_MAX_ROWS + 1)
+    latest = {outcome: [user for user in found if user.outcome is outcome][:_MAX_ROWS] for outcome in TRACES}
+    users = [user for user in found if user in latest[user.outcome]]
+    is_cut = len(users) < len(found)
+    title = _title(f"Users: latest {_MAX_ROWS} of each outcome" if is_cut else "Users", has_more)
     has_pages = any(user.origin for user in users)
     yield Table(
         title,
@@ -67,10 +72,15 @@ def use_tables(key: Key) -> Iterable[Table]:
 
 
 def _latest(title: str, has_more: bool, found: list[T]) -> tuple[str, list[T]]:
-    """Truncate the rows, and note it in the title, with the users that were not read."""
+    """Truncate the rows, and note it in the title."""
     if len(found) > _MAX_ROWS:
         title = f"{title}: latest {_MAX_ROWS}"
-    return (f"{title} (of the {MAX_READ} newest users)" if has_more else title), found[:_MAX_ROWS]
+    return _title(title, has_more), found[:_MAX_ROWS]
+
+
+def _title(title: str, has_more: bool) -> str:
+    """Note the users that were not read."""
+    return f"{title} (incomplete: {MAX_READ} users of each outcome are read)" if has_more else title
 
 
 def _versions(key: Key, has_more: bool) -> Iterable[Table]:

@@ -149,20 +149,31 @@ def list_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES) -> lis
 
 
 MAX_READ = 200
-"""Maximum contexts of a key whose use is listed, those that began last. The retention limits the buckets of each."""
+"""Maximum contexts of a key and an outcome whose use is listed: half of them the oldest, half of them the newest rows.
+
+Whoever holds the key can add any number of contexts. These hide neither older ones nor those of another outcome. The
+rollup into days adds rows, too. The retention limits the buckets of each context.
+"""
 
 
 def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int = 50) -> list[KeyUser]:
     """Return uses grouped by source, user agent, endpoint, origin and outcome, the latest first.
 
-    Evidence passes the outcomes that it relies on. People see every outcome, with probes marked.
+    Evidence passes the outcomes that it relies on. People see every outcome, with probes marked. `limit`: the maximum
+    for each outcome, so that refused attempts do not displace real use.
     """
-    return _list_users(key_id, outcomes)[:limit]
+    left = dict.fromkeys(outcomes, limit)
+    users: list[KeyUser] = []
+    for user in _list_users(key_id, outcomes):
+        left[user.outcome] -= 1
+        if left[user.outcome] >= 0:
+            users.append(user)
+    return users
 
 
-def has_more_users(key_id: str) -> bool:
-    """Whether a key has more users than the lists read, which then lack those that began to use it first."""
-    return len(_list_newest(key_id, TRACES, MAX_READ + 1)) > MAX_READ
+def has_more_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES) -> bool:
+    """Whether a key has more contexts of one of these outcomes than the lists read."""
+    return any(len(_contexts(key_id, outcome)[: MAX_READ + 1]) > MAX_READ for outcome in outcomes)
 
 
 def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
@@ -184,8 +195,12 @@ def _sum(users: Collection[KeyUser]) -> tuple[int, int, datetime, datetime]:
 
 
 def _list_users(key_id: str, outcomes: Collection[UseOutcome]) -> list[KeyUser]:
-    """Return the users among the newest MAX_READ contexts of these outcomes, the latest first."""
-    contexts = UseContext.objects.in_bulk(_list_newest(key_id, outcomes, MAX_READ))
+    """Return the users among MAX_READ contexts of each of these outcomes, the latest first."""
+    ids: set[int] = set()
+    for outcome in outcomes:
+        found = _contexts(key_id, outcome)
+        ids.update(found.order_by("pk")[: MAX_READ // 2], found.order_by("-pk")[: MAX_READ // 2])
+    contexts = UseContext.objects.in_bulk(ids)
     rows = UseBucket.objects.filter(context__in=contexts).order_by().values_list("context_id")
     totals = rows.annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
     users = [
@@ -197,13 +212,9 @@ def _list_users(key_id: str, outcomes: Collection[UseOutcome]) -> list[KeyUser]:
     return users
 
 
-def _list_newest(key_id: str, outcomes: Collection[UseOutcome], limit: int) -> list[int]:
-    """Return the ids of a key's newest contexts of these outcomes, by one walk through the index for each outcome."""
-    ids: list[int] = []
-    for outcome in outcomes:
-        rows = UseContext.objects.filter(key=key_id, outcome=outcome).order_by("-pk")
-        ids += rows.values_list("pk", flat=True)[:limit]
-    return sorted(ids, reverse=True)[:limit]
+def _contexts(key_id: str, outcome: UseOutcome) -> QuerySet[UseContext, int]:
+    """Return the ids of a key's contexts of one outcome, which an index has in their order."""
+    return UseContext.objects.filter(key=key_id, outcome=outcome).values_list("pk", flat=True)
 
 
 MAX_SOURCES = 1_000

@@ -21,6 +21,7 @@ from keyvault.services.change_feed import receipts
 from keyvault.services.keys.lifecycle import last_sequence
 from keyvault.services.usage.recorder import Observation, observe
 from keyvault.services.usage.reports import (
+    MAX_READ,
     KeyUser,
     SourceUse,
     UseAttempts,
@@ -29,6 +30,7 @@ from keyvault.services.usage.reports import (
     find_last_of_sources,
     find_sources,
     find_users,
+    has_more_users,
 )
 from keyvault.services.webhooks.deliveries import find_delivery_report
 from rotation.domain.events import RotationState
@@ -230,14 +232,18 @@ def proof_seen(rotation: Rotation, facts: Facts) -> dict[str, JsonValue]:
             "minutes": replacement.minutes,
             "first_used_at": format_timestamp(replacement.first_used_at),
             "by_source": _count_by_source(rotation.replacement_id or ""),
+            "has_more_sources": has_more_users(rotation.replacement_id or "", outcomes=(UseOutcome.ALLOWED,)),
         }
     return seen
 
 
 def _count_by_source(key_id: str) -> list[JsonValue]:
-    """Count the allowed uses of a key by source, the latest first. Evidence is permanent and holds no exact address."""
+    """Count the allowed uses of a key by source, the latest first. Evidence is permanent and holds no exact address.
+
+    The evidence states whether the key has more clients than are read, so that sources or uses are missing.
+    """
     counts: dict[str, list[KeyUser]] = {}
-    for user in find_users(key_id, outcomes=(UseOutcome.ALLOWED,), limit=_MAX_CITED):
+    for user in find_users(key_id, outcomes=(UseOutcome.ALLOWED,), limit=MAX_READ):
         counts.setdefault(name_source(user.source, user.user_agent), []).append(user)
     return [
         {
@@ -264,7 +270,7 @@ def silence_seen(
 
 
 _MAX_CITED = 200
-"""Maximum sources that evidence of silence names, and clients that evidence of proof counts, the latest first."""
+"""Maximum sources that evidence of silence names, the latest first."""
 
 
 def sources_seen(facts: Facts) -> list[JsonValue]:

@@ -61,6 +61,8 @@ def test_key_page_shows_that_the_list_of_users_is_truncated(desk: Desk) -> None:
     assert "Users: latest 20" in text
     assert "Networks: latest 20" in text
     assert "10.0.99.1" not in text, "among equals the last by name is omitted"
+    use(key, "203.0.113.1", UseOutcome.DENIED)
+    assert "203.0.113.1" in page(desk, key), "users of one outcome do not displace those of another"
 
 
 @pytest.mark.parametrize("origin", ["", "https://shop.example"])

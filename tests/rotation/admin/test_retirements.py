@@ -99,6 +99,22 @@ def test_date_page_shows_the_shops_and_versions_that_use_the_key(desk: Desk) -> 
     log.flush()
     text = text_of(browser(desk.approver).get(page(dated(desk, row), "approve")))
     assert "https://shop.example · ShopApp/4.1 &lt;b&gt;: last on" in text
+    assert "There are more." not in text
+
+
+def test_date_page_states_that_more_versions_use_the_key(desk: Desk) -> None:
+    row = rotated(desk, desk.production)
+    log = UsageLog()
+    for number in range(11):
+        log.note(
+            row.predecessor_id,
+            source="192.0.2.9",
+            user_agent=f"ShopApp/4.{number}",
+            endpoint="checkout.create",
+            outcome=UseOutcome.ALLOWED,
+        )
+    log.flush()
+    assert "There are more." in text_of(browser(desk.approver).get(page(dated(desk, row), "approve")))
 
 
 def test_date_form_is_not_offered_for_a_private_key(desk: Desk) -> None:

@@ -90,15 +90,30 @@ def test_users_are_limited_to_the_latest(key: Key) -> None:
     assert [user.source for user in find_users(key.key_id, limit=2)] == ["192.0.2.3", "192.0.2.2"]
 
 
-def test_users_that_began_first_are_not_read_beyond_the_maximum(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_beyond_the_maximum_are_the_oldest_and_the_newest(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever holds the key cannot hide its steady users behind new clients."""
     for number in range(3):
         use(key, f"192.0.2.{number}", at=NOON + number * HOUR, user_agent=f"shop/{number}")
     assert not has_more_users(key.key_id)
     monkeypatch.setattr(reports, "MAX_READ", 2)
     assert has_more_users(key.key_id)
-    assert [user.source for user in find_users(key.key_id)] == ["192.0.2.2", "192.0.2.1"]
-    assert [(each.sources, each.first_at) for each in list_networks(key.key_id)] == [(2, NOON + HOUR)]
-    assert [each.user_agent for each in list_versions(key.key_id)] == ["shop/2", "shop/1"]
+    assert [user.source for user in find_users(key.key_id)] == ["192.0.2.2", "192.0.2.0"]
+    assert [(each.sources, each.first_at) for each in list_networks(key.key_id)] == [(2, NOON)]
+    assert [each.user_agent for each in list_versions(key.key_id)] == ["shop/2", "shop/0"]
+
+
+def test_users_that_are_refused_do_not_displace_real_ones(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thief's refused attempts are later and more than the uses of the real client."""
+    monkeypatch.setattr(reports, "MAX_READ", 2)
+    for number in range(3):
+        use(key, f"198.51.100.{number}", at=NOON - HOUR, outcome=REFUSED)
+    use(key)
+    for number in range(3, 6):
+        use(key, f"198.51.100.{number}", at=NOON + HOUR, outcome=REFUSED)
+    assert [user.source for user in find_users(key.key_id) if user.outcome is ALLOWED] == ["192.0.2.1"]
+    assert [user.outcome for user in find_users(key.key_id, limit=1)] == [REFUSED, ALLOWED]
+    assert has_more_users(key.key_id)
+    assert not has_more_users(key.key_id, outcomes=SIGNS_OF_LIFE)
 
 
 def test_users_of_another_key_are_omitted(key: Key) -> None:

@@ -120,7 +120,21 @@ def test_rotation_by_traffic_waits_for_count_and_sources(clock: Clock, verifier:
         "192.0.2.0/24 test": 6,
         "198.51.100.0/24 test": 1,
     }
+    assert used.seen["has_more_sources"] is False
     assert "192.0.2.1" not in str(list(rotation.evidence.values_list("seen", flat=True))), "evidence is permanent"
+
+
+@pytest.mark.sqlite
+def test_evidence_of_proof_states_that_it_lacks_sources(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keyvault.services.usage.reports.MAX_READ", 2)
+    rotation = advance(begun(clock, proof=Proof.TRAFFIC, proof_count=3, proof_sources=3), clock)
+    for source in ("192.0.2.1", "198.51.100.2", "203.0.113.3"):
+        scene.use(verifier, rotation.replacement_id or "", 1, source=source)
+    assert advance(rotation, clock, 3).state == S.OVERLAP
+    seen = rotation.evidence.get(kind="used").seen
+    assert (seen["sources"], len(seen["by_source"]), seen["has_more_sources"]) == (3, 2, True)
 
 
 @pytest.mark.sqlite
