@@ -316,4 +316,4 @@ def fresh_process(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[No
 
     forget_process_state(data_dir)
     yield
-    assert not usage_log.is_reporting, "replace `usage_log` and `UsageLog.start`, as tests/api/conftest.py does"
+    assert usage_log._thread is None, "replace `usage_log` and `UsageLog.start`, as tests/api/conftest.py does"
