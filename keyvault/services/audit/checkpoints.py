@@ -9,7 +9,6 @@ database writer can forge these rows together with the entries: `verify_checkpoi
 """
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -54,7 +53,10 @@ CHECKPOINT_EVERY = timedelta(minutes=5)
 """Minimum interval between two checkpoints of a scope. An entry waits at most this plus one scheduler tick."""
 
 MAX_HEADS = 500
-"""Maximum number of chains that a checkpoint signs; further ones are signed by the next one, in the same run."""
+"""Maximum number of chains that a checkpoint signs; further ones are signed by the next one."""
+
+MAX_CHECKPOINTS = 20
+"""Maximum number of checkpoints of a scope in one run. The next run continues."""
 
 CHECKED_ACCOUNTS = 100
 """Number of accounts whose chains are compared with their checkpoints, in turn, before each signature."""
@@ -166,10 +168,11 @@ def _sign_scope(scope: PepperSet, now: datetime) -> int:
         return 0
     count = 0
     try:
-        for _ in range(_count_rounds(scope)):
-            if not _sign_next(scope, now, lease):
+        for _ in range(MAX_CHECKPOINTS):
+            heads = _sign_next(scope, now, lease)
+            count += heads > 0
+            if heads < MAX_HEADS:
                 break
-            count += 1
     except IntegrityError as error:
         _log.error("the audit log is damaged: no checkpoint is signed", extra=_log_fields(scope, error))
     except KeyvaultError as error:
@@ -179,17 +182,8 @@ def _sign_scope(scope: PepperSet, now: datetime) -> int:
     return count
 
 
-def _count_rounds(scope: str) -> int:
-    """Return how many checkpoints the chains need that are unsigned now; at least one, which compares.
-
-    Entries that arrive during a run do not extend it.
-    """
-    unsigned = AuditChain.objects.filter(scope=scope, unsigned_since__isnull=False).count()
-    return max(1, math.ceil(unsigned / MAX_HEADS))
-
-
-def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> bool:
-    """Compare the next chains and, if any has changed, sign and store a checkpoint; return whether one was stored."""
+def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> int:
+    """Compare the next chains, and sign those that have changed; return their number, 0 if no checkpoint was stored."""
     leases.renew(lease, datetime.now(UTC))
     # Read the marks before the newest checkpoint, and that before the heads, so that concurrent writes cannot put one
     # ahead of the next.
@@ -200,7 +194,7 @@ def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> bool:
     if signed is not None and not is_marked and _is_own(signed, _read_own_keys(scope)):
         # A worker was killed between the two, or the backend is new. The next run signs.
         write_marks(signed, now, marks)
-        return False
+        return 0
     chains = list(_list_unsigned(scope))
     if chains and not is_marked:
         # The newest checkpoint proves nothing if this service's signer did not sign it: a person who can write to the
@@ -212,7 +206,7 @@ def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> bool:
     if not chains:
         if signed is not None:
             _positions[scope] = signed.digest, checked_through
-        return False
+        return 0
     number, previous = (1, FIRST) if signed is None else (signed.number + 1, signed.digest)
     heads = _as_heads(chains)
     body = checkpoint_bytes(Checkpoint(scope, number, now, previous, heads, checked_through))
@@ -220,9 +214,9 @@ def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> bool:
     result = signer.sign(scope, body)
     made = SignedCheckpoint(scope, number, body, result.signature, signer.name(scope), result.key_version)
     if not _store(made, now, heads):
-        return False
+        return 0
     write_marks(made, now, marks)
-    return True
+    return len(heads)
 
 
 def _list_unsigned(scope: str) -> QuerySet[AuditChain]:
