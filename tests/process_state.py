@@ -8,6 +8,7 @@ from pathlib import Path
 
 from keyvault.hotpath.adapters.assembly import load_blocking
 from keyvault.services import maintenance
+from keyvault.services.audit import checkpoints
 from keyvault.services.limits.limiter import failed_proofs, limiter
 from keyvault.services.limits.sign_in_attempts import attempts
 from keyvault.services.revocations import anchor, log_backfill
@@ -32,3 +33,4 @@ def forget_process_state(data_dir: Path) -> None:
     log_backfill._backfill = log_backfill.LogBackfill()
     maintenance._turns = maintenance.MaintenanceTurns()
     shared_jobs._begun.clear()
+    checkpoints._walked.clear()

@@ -4,14 +4,18 @@ A checkpoint has no audit entry: each entry would be a change that needs another
 and its signature is the evidence. An unavailable signer delays the next checkpoint and blocks nothing.
 
 A checkpoint signs the heads of the chains that have changed. Before, the worker compares the entries of these chains
-with the checkpoints that their rows name, and those of some other chains in turn. If they differ, it signs nothing. A
-database writer can forge these rows together with the entries: `verify_checkpoints` finds that, with all checkpoints.
+with the checkpoints that their rows name, and those of some other chains in turn. These rows can be forged together
+with the entries, so it also compares the entries with some other checkpoints in turn. If they differ, it signs nothing.
+Only `verify_checkpoints` reads all checkpoints.
 """
 
 import logging
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import reduce
+from operator import or_
 
 from django.db import IntegrityError as DatabaseIntegrityError
 from django.db import transaction
@@ -60,6 +64,12 @@ MAX_CHECKPOINTS = 20
 
 CHECKED_ACCOUNTS = 100
 """Number of accounts whose chains are compared with their checkpoints, in turn, before each signature."""
+
+WALKED_CHECKPOINTS = 20
+"""Number of checkpoints whose heads are compared with the entries, in turn, before each signature."""
+
+HEADS_TOGETHER = 100
+"""Number of heads whose entries one query reads."""
 
 NOTED_TOGETHER = 50
 """Number of chains whose rows one transaction updates after a signature."""
@@ -203,6 +213,7 @@ def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> int:
     checked, checked_through = _list_next_checked(scope, signed)
     # One reading of each row: another worker may have signed it in between.
     _require_signed_entries(scope, list({chain.name: chain for chain in [*chains, *checked]}.values()))
+    _require_next_checkpoints(scope, signed)
     if not chains:
         if signed is not None:
             _positions[scope] = signed.digest, checked_through
@@ -298,6 +309,48 @@ def _require_former_signer(scope: str, foreign: Sequence[int]) -> None:
     if own is not None and max(foreign) > own:
         why = "it names another signer, but this service's signer has signed an earlier one"
         raise IntegrityError("The audit log is damaged.", internal=f"{scope} checkpoint {max(foreign)}: {why}")
+
+
+_walked: dict[str, int] = {}
+"""Number of the checkpoint of each scope that this process compared last. It begins at a random one."""
+
+
+def _require_next_checkpoints(scope: str, newest: SignedCheckpoint | None) -> None:
+    """Compare what the next checkpoints in turn sign with the entries. Raises IntegrityError.
+
+    What own ones sign cannot be forged with the database alone. The comparison stays at a damaged one.
+    """
+    if newest is None:
+        return
+    last = _walked.setdefault(scope, secrets.randbelow(newest.number))
+    if last >= newest.number:
+        last = 0
+    rows = AuditCheckpoint.objects.filter(scope=scope, number__gt=last).order_by("number")[:WALKED_CHECKPOINTS]
+    keys = _read_own_keys(scope)
+    for row in rows:
+        signed = _signed(row)
+        if signed.number != last + 1:
+            why = f"{scope} checkpoint {last + 1} is missing"
+            raise IntegrityError("The audit log is damaged.", internal=why)
+        difference = _find_difference(_parse(signed).heads) if _is_own(signed, keys) else None
+        if difference is not None:
+            why = f"{scope} checkpoint {signed.number}: {difference}"
+            raise IntegrityError("The audit log is damaged.", internal=why)
+        last = _walked[scope] = signed.number
+
+
+def _find_difference(heads: Mapping[str, Head]) -> str | None:
+    """Return how the entries differ from the heads that a checkpoint signs, or None."""
+    signed = list(heads.items())
+    for start in range(0, len(signed), HEADS_TOGETHER):
+        some = signed[start : start + HEADS_TOGETHER]
+        wanted = (Q(chain_id=chain, sequence=head.sequence) for chain, head in some)
+        entries = AuditEntry.objects.filter(reduce(or_, wanted)).values_list("chain_id", "hash")
+        found = {chain: stored_bytes(digest) for chain, digest in entries}
+        for chain, head in some:
+            if found.get(chain) != head.hash:
+                return f"entry {head.sequence} of chain {chain} differs from the one that it signs"
+    return None
 
 
 def _find_row_fault(scope: str, chain: AuditChain, signed: Head | None) -> str | None:

@@ -189,7 +189,8 @@ def test_sign_due_of_an_unchanged_log_reads_a_batch_of_chains(written: Iterator[
     for name in ("globex", "initech"):
         make_merchant(name)
     sign_due(next(written))
-    with mock.patch.object(checkpoints, "CHECKED_ACCOUNTS", 1), CaptureQueriesContext(connection) as made:
+    bounded = mock.patch.multiple(checkpoints, CHECKED_ACCOUNTS=1, WALKED_CHECKPOINTS=0)
+    with bounded, CaptureQueriesContext(connection) as made:
         assert sign_due(next(written)) == 0
     reads = [query["sql"] for query in made.captured_queries if "keyvault_auditchain" in query["sql"]]
     assert len(reads) == 3 * len(SCOPES)
@@ -673,7 +674,8 @@ def test_sign_due_compares_all_chains_in_turn(written: Iterator[datetime], caplo
     """
     for name in ("globex", "initech"):
         make_merchant(name)
-    with mock.patch.object(checkpoints, "CHECKED_ACCOUNTS", 1), caplog.at_level(logging.ERROR):
+    bounded = mock.patch.multiple(checkpoints, CHECKED_ACCOUNTS=1, WALKED_CHECKPOINTS=0)
+    with bounded, caplog.at_level(logging.ERROR):
         sign_due(next(written))  # compares acme's chains, then globex's, initech's, none, and acme's again
         with tampering():
             _rewrite()
@@ -682,6 +684,28 @@ def test_sign_due_compares_all_chains_in_turn(written: Iterator[datetime], caplo
             write("globex")
             sign_due(next(written))
     assert list_errors(caplog) == [f"sandbox: entry 6 of chain {CHAIN} differs from the one that it signs"]
+
+
+def test_sign_due_compares_all_checkpoints_in_turn(
+    written: Iterator[datetime], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guarantee: the worker finds a chain that was rewritten together with its row, and then signs nothing."""
+    make_merchant("globex")
+    with tampering():
+        _rewrite()
+        AuditChain.objects.filter(name=CHAIN).update(signed_in=1, signed_sequence=1)
+    one = mock.patch.object(checkpoints, "WALKED_CHECKPOINTS", 1)
+    first = mock.patch("secrets.randbelow", return_value=0)
+    with one, first, caplog.at_level(logging.ERROR):
+        for _ in range(6):
+            write("globex")
+            sign_due(next(written))
+        newest = _rows().count()
+        write("globex")
+        sign_due(next(written))
+    assert _rows().count() == newest
+    (why,) = set(list_errors(caplog))
+    assert why.endswith(f"of chain {CHAIN} differs from the one that it signs")
 
 
 def test_sign_due_finds_a_missing_chain(written: Iterator[datetime], caplog: pytest.LogCaptureFixture) -> None:
