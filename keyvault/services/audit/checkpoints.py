@@ -66,7 +66,10 @@ CHECKED_ACCOUNTS = 100
 """Number of accounts whose chains are compared with their checkpoints, in turn, before each signature."""
 
 WALKED_CHECKPOINTS = 20
-"""Number of checkpoints whose heads are compared with the entries, in turn, before each signature."""
+"""Maximum number of checkpoints whose heads are compared with the entries, in turn, in each run.
+
+After MAX_HEADS heads the next run continues.
+"""
 
 HEADS_TOGETHER = 100
 """Number of heads whose entries one query reads."""
@@ -178,6 +181,7 @@ def _sign_scope(scope: PepperSet, now: datetime) -> int:
         return 0
     count = 0
     try:
+        _require_next_checkpoints(scope)
         for _ in range(MAX_CHECKPOINTS):
             heads = _sign_next(scope, now, lease)
             count += heads > 0
@@ -213,7 +217,6 @@ def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> int:
     checked, checked_through = _list_next_checked(scope, signed)
     # One reading of each row: another worker may have signed it in between.
     _require_signed_entries(scope, list({chain.name: chain for chain in [*chains, *checked]}.values()))
-    _require_next_checkpoints(scope, signed)
     if not chains:
         if signed is not None:
             _positions[scope] = signed.digest, checked_through
@@ -315,28 +318,32 @@ _walked: dict[str, int] = {}
 """Number of the checkpoint of each scope that this process compared last. It begins at a random one."""
 
 
-def _require_next_checkpoints(scope: str, newest: SignedCheckpoint | None) -> None:
+def _require_next_checkpoints(scope: str) -> None:
     """Compare what the next checkpoints in turn sign with the entries. Raises IntegrityError.
 
     What own ones sign cannot be forged with the database alone. The comparison stays at a damaged one.
     """
+    newest = find_newest(scope)
     if newest is None:
         return
     last = _walked.setdefault(scope, secrets.randbelow(newest.number))
     if last >= newest.number:
         last = 0
-    rows = AuditCheckpoint.objects.filter(scope=scope, number__gt=last).order_by("number")[:WALKED_CHECKPOINTS]
-    keys = _read_own_keys(scope)
-    for row in rows:
-        signed = _signed(row)
-        if signed.number != last + 1:
-            why = f"{scope} checkpoint {last + 1} is missing"
+    keys, compared = _read_own_keys(scope), 0
+    for number in range(last + 1, min(last + WALKED_CHECKPOINTS, newest.number) + 1):
+        signed = find_checkpoint(scope, number)
+        if signed is None:
+            why = f"{scope} checkpoint {number} is missing"
             raise IntegrityError("The audit log is damaged.", internal=why)
-        difference = _find_difference(_parse(signed).heads) if _is_own(signed, keys) else None
+        heads = _parse(signed).heads
+        difference = _find_difference(heads) if _is_own(signed, keys) else None
         if difference is not None:
-            why = f"{scope} checkpoint {signed.number}: {difference}"
+            why = f"{scope} checkpoint {number}: {difference}"
             raise IntegrityError("The audit log is damaged.", internal=why)
-        last = _walked[scope] = signed.number
+        _walked[scope] = number
+        compared += len(heads)
+        if compared >= MAX_HEADS:
+            return
 
 
 def _find_difference(heads: Mapping[str, Head]) -> str | None:
@@ -462,9 +469,7 @@ def _find_mismatch(signed: Mapping[str, Head], heads: Mapping[str, Head]) -> str
         now = heads.get(chain)
         if now is None or now.sequence < head.sequence:
             return f"chain {chain} ends before entry {head.sequence}, which it signs"
-        if now != head and find_entry_hash(chain, head.sequence) != head.hash:
-            return f"entry {head.sequence} of chain {chain} differs from the one that it signs"
-    return None
+    return _find_difference({chain: head for chain, head in signed.items() if heads[chain] != head})
 
 
 def _store(signed: SignedCheckpoint, at: datetime, heads: Mapping[str, Head]) -> bool:
@@ -501,13 +506,24 @@ def _note_signed(number: int, heads: Mapping[str, Head]) -> None:
     names = sorted(heads)
     for start in range(0, len(names), NOTED_TOGETHER):
         with transaction.atomic():
-            rows = AuditChain.objects.filter(name__in=names[start : start + NOTED_TOGETHER], signed_in__lt=number)
-            chains = list(rows.select_for_update(skip_locked=True))
-            for chain in chains:
-                signed = heads[chain.name].sequence
-                chain.signed_in, chain.signed_sequence = number, signed
-                chain.unsigned_since = None if chain.sequence == signed else find_entry_time(chain.name, signed + 1)
-            AuditChain.objects.bulk_update(chains, ["signed_in", "signed_sequence", "unsigned_since"])
+            _note_chains(number, {name: heads[name] for name in names[start : start + NOTED_TOGETHER]})
+
+
+def _note_chains(number: int, heads: Mapping[str, Head]) -> None:
+    rows = AuditChain.objects.filter(name__in=heads, signed_in__lt=number)
+    complete = []
+    for chain in rows.select_for_update(skip_locked=True):
+        signed = heads[chain.name].sequence
+        if chain.sequence == signed:
+            complete.append(chain.name)
+            continue
+        chain.signed_in, chain.signed_sequence = number, signed
+        chain.unsigned_since = find_entry_time(chain.name, signed + 1)
+        chain.save(update_fields=["signed_in", "signed_sequence", "unsigned_since"])
+    # One statement, because most chains have no newer entry.
+    AuditChain.objects.filter(name__in=complete).update(
+        signed_in=number, signed_sequence=F("sequence"), unsigned_since=None
+    )
 
 
 def _find_newest_at(scope: str) -> datetime | None:

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -432,7 +432,7 @@ def test_sign_due_after_another_worker_stored_the_number_stores_nothing(written:
 def test_sign_due_killed_before_the_rows_were_updated_signs_once_more(written: Iterator[datetime]) -> None:
     """The rows are updated after the checkpoint, so that no writer waits for all of them."""
     at = next(written)
-    noted = mock.patch.object(AuditChain.objects, "bulk_update", side_effect=KeyboardInterrupt)
+    noted = mock.patch.object(checkpoints, "_note_chains", side_effect=KeyboardInterrupt)
     with noted, pytest.raises(KeyboardInterrupt):
         sign_due(at)
     assert _rows().count() == 4
@@ -447,14 +447,14 @@ def test_sign_due_updates_a_bounded_number_of_rows_together(written: Iterator[da
     for name in ("globex", "initech"):
         make_merchant(name)
         write(name)
-    real, sizes = AuditChain.objects.bulk_update, list[int]()
+    real, sizes = checkpoints._note_chains, list[int]()
 
-    def update(chains: list[AuditChain], fields: list[str]) -> int:
-        sizes.append(len(chains))
-        return int(real(chains, fields))
+    def note(number: int, heads: Mapping[str, Head]) -> None:
+        sizes.append(len(heads))
+        real(number, heads)
 
     together = mock.patch.object(checkpoints, "NOTED_TOGETHER", 2)
-    with together, mock.patch.object(AuditChain.objects, "bulk_update", update):
+    with together, mock.patch.object(checkpoints, "_note_chains", note):
         sign_due(next(written))
     assert max(sizes) == 2
     assert not AuditChain.objects.filter(unsigned_since__isnull=False).exists()
@@ -708,6 +708,15 @@ def test_sign_due_compares_all_checkpoints_in_turn(
     assert why.endswith(f"of chain {CHAIN} differs from the one that it signs")
 
 
+def test_sign_due_compares_a_bounded_number_of_heads(written: Iterator[datetime]) -> None:
+    """A run continues after the checkpoint at which the run before stopped, however many chains each signs."""
+    first = mock.patch.dict(checkpoints._walked, {"sandbox": 0})
+    with first, mock.patch.object(checkpoints, "MAX_HEADS", 1):
+        for number in (1, 2, 3):
+            sign_due(next(written))
+            assert checkpoints._walked["sandbox"] == number
+
+
 def test_sign_due_finds_a_missing_chain(written: Iterator[datetime], caplog: pytest.LogCaptureFixture) -> None:
     """Guarantee: a chain that disappears with all its entries is found by the worker and by the command."""
     make_merchant("globex")
@@ -717,7 +726,7 @@ def test_sign_due_finds_a_missing_chain(written: Iterator[datetime], caplog: pyt
         _entries().delete()
         AuditChain.objects.filter(name=CHAIN).delete()
     write("globex")
-    with caplog.at_level(logging.ERROR):
+    with mock.patch.object(checkpoints, "WALKED_CHECKPOINTS", 0), caplog.at_level(logging.ERROR):
         assert sign_due(next(written)) == 0
     assert list_errors(caplog) == [f"chain {CHAIN} is missing"]
     assert "is missing" in str(first_break())
