@@ -65,6 +65,9 @@ MAX_CHECKPOINTS = 20
 CHECKED_ACCOUNTS = 100
 """Number of accounts whose chains are compared with their checkpoints, in turn, before each signature."""
 
+READ_CHECKPOINTS = 10
+"""Number of checkpoints that these chains may name. There are fewer accounts if their chains were signed apart."""
+
 WALKED_CHECKPOINTS = 20
 """Maximum number of checkpoints whose heads are compared with the entries, in turn, in each run.
 
@@ -249,17 +252,25 @@ def _list_next_checked(scope: str, signed: SignedCheckpoint | None) -> tuple[lis
     Of the service, this is the platform's chain. Raises IntegrityError when one of these chains is missing.
     """
     if scope == PepperSet.SERVICE:
-        names, checked_through = {PLATFORM_CHAIN}, 0
+        names_of = {0: {PLATFORM_CHAIN}}
     else:
-        after = _find_position(signed)
-        accounts = list(Account.objects.filter(environment=scope, pk__gt=after).order_by("pk")[:CHECKED_ACCOUNTS])
-        names = {name for each in accounts for name in chains_with(account_chain(each.merchant_id, each.environment))}
-        checked_through = accounts[-1].pk if len(accounts) == CHECKED_ACCOUNTS else 0
-    chains = list(AuditChain.objects.filter(name__in=names))
-    missing = sorted(names - {chain.name for chain in chains})
-    if missing and not (signed is None and scope == PepperSet.SERVICE):  # The first entry creates the platform's chain.
-        raise IntegrityError("The audit log is damaged.", internal=f"chain {missing[0]} is missing")
-    return chains, checked_through
+        after = Account.objects.filter(environment=scope, pk__gt=_find_position(signed)).order_by("pk")
+        names_of = {
+            each.pk: set(chains_with(account_chain(each.merchant_id, each.environment)))
+            for each in after[:CHECKED_ACCOUNTS]
+        }
+    found = {chain.name: chain for chain in AuditChain.objects.filter(name__in=set().union(*names_of.values()))}
+    chains, read = list[AuditChain](), set[int]()
+    for checked_through, names in names_of.items():
+        missing = sorted(names - found.keys())
+        if missing and not (signed is None and scope == PepperSet.SERVICE):  # The first entry creates the platform's.
+            raise IntegrityError("The audit log is damaged.", internal=f"chain {missing[0]} is missing")
+        compared = [found[name] for name in names if name in found]
+        chains += compared
+        read |= {chain.signed_in for chain in compared if chain.signed_in}
+        if len(read) >= READ_CHECKPOINTS:
+            return chains, checked_through
+    return chains, max(names_of) if len(names_of) == CHECKED_ACCOUNTS else 0
 
 
 def _find_position(signed: SignedCheckpoint | None) -> int:

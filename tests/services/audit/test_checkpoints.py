@@ -37,7 +37,7 @@ from keyvault.domain.checkpoints import (
     scope_of,
 )
 from keyvault.domain.environments import Environment
-from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry, WorkLease
+from keyvault.models import Account, AuditChain, AuditCheckpoint, AuditEntry, WorkLease
 from keyvault.models.triggers import ensure_triggers
 from keyvault.services.audit import checkpoints
 from keyvault.services.audit.checkpoints import (
@@ -684,6 +684,23 @@ def test_sign_due_compares_all_chains_in_turn(written: Iterator[datetime], caplo
             write("globex")
             sign_due(next(written))
     assert list_errors(caplog) == [f"sandbox: entry 6 of chain {CHAIN} differs from the one that it signs"]
+
+
+def test_sign_due_reads_a_bounded_number_of_checkpoints_for_the_chains_in_turn(written: Iterator[datetime]) -> None:
+    """The chains of adjacent accounts may all have been signed by different checkpoints."""
+    for name in ("globex", "initech"):
+        make_merchant(name)
+        write(name)
+    sign_due(next(written))
+    with mock.patch.object(checkpoints, "READ_CHECKPOINTS", 1):
+        for number, name in ((5, "acme"), (6, "globex"), (7, "initech")):
+            write()
+            sign_due(next(written))
+            account_id = Account.objects.get(merchant=name, environment="sandbox").pk
+            assert parse_checkpoint(_checkpoint(number)).checked_through == account_id
+        write()
+        sign_due(next(written))
+        assert parse_checkpoint(_checkpoint(8)).checked_through == 0
 
 
 def test_sign_due_compares_all_checkpoints_in_turn(
