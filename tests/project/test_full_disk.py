@@ -248,7 +248,7 @@ class Installation:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_embedded_service_on_a_full_disk_revokes_verifies_and_recovers(disk: Path, tmp_path: Path) -> None:
-    """Guarantee: on SQLite, with everything on one full disk, a key can be revoked and is refused at once."""
+    """Guarantee: on SQLite, with everything on one full disk, a key can be revoked and is refused immediately."""
     installation = Installation(disk, tmp_path)
     installation.manage("seed_demo")
     keys = [installation.issue() for _ in range(4)]
