@@ -1,12 +1,11 @@
 """Changes of operators: made immediately, or requested, and then approved by a second person.
 
-Adding a role of `access.roles.FOUR_EYES_ROLES`, widening a scope and resetting second factors need the approval. Nobody
-requests or approves a change of any operator of their own person. An approval covers one digest, over the operator's
-person, and its roles and scope before and after. If they changed meanwhile, it is refused.
+Adding a role of `access.roles.FOUR_EYES_ROLES`, widening a scope and resetting second factors need the approval. A
+person neither requests nor approves a change of an operator of their own. An approval covers one digest, over the
+operator's person, and its roles and scope before and after. If they changed meanwhile, it is refused.
 
-Until the installation has two approving persons (`operators.approving_persons`), nobody could approve: then the host's
-owner gives such roles and scopes alone. It gives an approving role with the whole installation only, so that the second
-one ends this.
+Until the installation has two approving persons (`operators.approving_persons`), the host's owner gives such roles and
+scopes alone. It gives an approving role only for the whole installation, because only such a person counts.
 
 On the embedded secret backend the host's owner holds the master key, the signing key and the database, so no rule of
 this service binds that person: there `enroll_operator` gives every role.
@@ -172,7 +171,7 @@ def get_operator_of(change: OperatorChange) -> Operator:
 
 
 def _decides_alone(grant: Grant, roles: frozenset[Role], scope: AccessScope) -> bool:
-    """Whether the host's owner gives these roles and this scope without an approval, because nobody could approve."""
+    """Whether the host's owner gives these roles and this scope without an approval, for lack of approving persons."""
     is_whole = scope == EVERYWHERE or not roles & FOUR_EYES_ROLES
     return grant.principal == HOST and is_whole and not has_two_approving_persons()
 

@@ -78,14 +78,14 @@ def test_roles_every_operator_may_explain_a_refusal() -> None:
 
 
 def test_roles_only_key_administrators_change_the_rules() -> None:
-    """What an endpoint asks for, and whence a credential may be used, is nothing to change in passing."""
+    """The rules of an endpoint and the allowed networks of a credential protect every key."""
     for role in Role:
         held = ROLE_PERMISSIONS[role] & {P.CATALOG_WRITE, P.CREDENTIALS_RESTRICT}
         assert bool(held) == (role is Role.KEY_ADMINISTRATOR)
 
 
 def test_roles_only_key_administrators_change_operators() -> None:
-    """Guarantee: whoever could add roles to operators without a second person holds every role."""
+    """Guarantee: only the role that has every permission of an approval changes operators."""
     for role in Role:
         assert (P.OPERATORS_WRITE in ROLE_PERMISSIONS[role]) == (role is Role.KEY_ADMINISTRATOR)
     assert all(ROLE_PERMISSIONS[role].isdisjoint(APPROVING) for role in set(Role) - FOUR_EYES_ROLES)

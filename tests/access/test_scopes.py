@@ -112,7 +112,7 @@ def test_operator_with_a_scope_ends_its_own_session() -> None:
 
 @pytest.mark.parametrize("permission", [P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW])
 def test_approver_with_a_scope_approves_only_within_it(permission: P) -> None:
-    """Guarantee: the second person of another merchant's request is never somebody without that merchant."""
+    """Guarantee: the second person of another merchant's request is never an approver without that merchant."""
     limited = operator(AccessScope(frozenset({"acme"})), Role.APPROVER)
     for merchant, allowed in (("acme", True), ("globex", False)):
         target = Target(PRODUCTION, merchant, requester_person="per_bert")

@@ -42,6 +42,23 @@ class Receiver:
         return f"{scheme}://{host}:{self.port}{path}"
 
 
+class TlsServer(ThreadingHTTPServer):
+    """An HTTP server on 127.0.0.1, with TLS if it has a context. Each client has a thread, for its handshake, too."""
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None) -> None:
+        self._tls = tls
+        super().__init__(("127.0.0.1", 0), handler)
+
+    def handle_error(self, *args: Any) -> None:
+        """Ignore clients that disconnect or do not trust the certificate; some tests do so on purpose."""
+
+    def get_request(self) -> tuple[Any, Any]:
+        request, address = super().get_request()
+        if self._tls is not None:
+            request = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        return request, address
+
+
 @contextmanager
 def receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
     """Listen on 127.0.0.1 until the block ends."""
@@ -62,17 +79,7 @@ def receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    class Server(ThreadingHTTPServer):
-        def handle_error(self, *args: Any) -> None:
-            """Ignore clients that disconnect or do not trust the certificate; some tests do so on purpose."""
-
-        def get_request(self) -> tuple[Any, Any]:
-            request, address = super().get_request()
-            if tls is not None:
-                request = tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-            return request, address
-
-    with Server(("127.0.0.1", 0), Handler) as server:
+    with TlsServer(Handler, tls) as server:
         here = Receiver(server.server_port)
         if tls is not None:
             tls.sni_callback = lambda connection, name, context: here.names.append(name)

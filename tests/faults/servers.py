@@ -1,7 +1,5 @@
 """Throwaway servers that can be stopped and started again with what they kept: PostgreSQL, Redis, RabbitMQ."""
 
-import json
-import os
 import secrets
 import shutil
 import signal
@@ -25,6 +23,7 @@ from tests.servers.throwaway import (
     Place,
     Plan,
     free_port,
+    guard_order,
     let_end,
     new_directory,
     unprivileged_owner,
@@ -43,22 +42,8 @@ class Restartable:
     def __init__(self, plan: Plan, place: Place) -> None:
         self.url = plan.url
         self._plan = plan
-        spec = {
-            "directory": str(place.directory),
-            "environment": {
-                "HOME": str(place.directory),
-                "PATH": os.environ.get("PATH", os.defpath),
-                "LC_ALL": "C",
-                "TZ": "UTC",
-            },
-            "owner": place.owner,
-            "parent": os.getpid(),
-            "prepare": plan.prepare,
-            "serve": plan.serve,
-            "stop_signal": plan.stop_signal,
-        }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.again", json.dumps(spec)],
+            [sys.executable, "-m", "tests.faults.again", guard_order(plan, place)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -65,7 +65,7 @@ def test_seed_demo_is_idempotent_and_makes_no_superuser(seeded: Any) -> None:
 
 
 def test_demo_in_a_database_that_it_did_not_make_changes_nothing() -> None:
-    """Guarantee: the demo gives nobody a password or a factor of an operator that it did not make."""
+    """Guarantee: the demo replaces no password and no factor of an operator that it did not make."""
     make_operator("admin", Role.KEY_ADMINISTRATOR)
     before = Operator.objects.get().password
     with pytest.raises(CommandError, match="operators that the demo did not make"):

@@ -90,7 +90,7 @@ def test_disabled_operator_enabled_by_a_stray_write_regains_no_session() -> None
 
 
 def test_end_operator_sessions_of_one_of_the_last_two_approving_persons() -> None:
-    """Guarantee: nobody is too important to be signed out, by whichever way the operator signed in."""
+    """Guarantee: every operator can be signed out, one of the last two approving persons too."""
     approver = make_operator("approver", Role.APPROVER)
     client = browser(approver)
     assert client.get("/admin/").status_code == 200
@@ -154,7 +154,7 @@ def test_set_operator_roles_adds_an_approving_role_with_two_operators_only() -> 
     "command", [("set_operator_roles", "tam", "--role", "approver"), ("reset_operator_factors", "tam")]
 )
 def test_change_of_an_operator_without_an_approver_leaves_no_request(command: tuple[str, ...]) -> None:
-    """Guarantee: nobody approves in the console what they requested in another's name on a command line."""
+    """Guarantee: a command's request in another's name is withdrawn, so that its author cannot approve it later."""
     make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     with pytest.raises(CommandError, match="Name the approver with --approved-by"):
         run(*command, "--requested-by", "admin", "--reason", "why")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from keyvault.backends.vault.client import open_client
 from keyvault.backends.vault.layout import Layout, VaultRole
 from keyvault.backends.vault.logins import AppRoleLogin
 from keyvault.domain.plaintext import Plaintext
-from tests.backends.receivers import make_authority
+from tests.backends.receivers import TlsServer, make_authority
 from tests.backends.vault.installation import InstalledVault, installed
 from tests.servers.openbao import VaultOnDisk
 
@@ -125,17 +125,7 @@ def answering(status: int, body: object, tls: ssl.SSLContext | None = None) -> I
         def log_message(self, *args: Any) -> None:
             pass
 
-    class Server(ThreadingHTTPServer):
-        def handle_error(self, *args: Any) -> None:
-            """A client that does not trust the certificate is part of the test."""
-
-        def get_request(self) -> tuple[Any, Any]:
-            request, address = super().get_request()
-            if tls is not None:
-                request = tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-            return request, address
-
-    with Server(("127.0.0.1", 0), Handler) as server:
+    with TlsServer(Handler, tls) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

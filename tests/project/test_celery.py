@@ -5,23 +5,30 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+
+def describe_connection(data_dir: Path, broker_url: str, what: str) -> Any:
+    """Return the JSON value of an expression over `c`, the connection of the Celery app of a new process."""
+    code = (
+        "import json; from keyvault.project.celery import app; c = app.connection_for_write();"
+        f"print(json.dumps({what}))"
+    )
+    environment = os.environ | {
+        "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
+        "KEYVAULT_DATA_DIR": str(data_dir),
+        "KEYVAULT_BROKER_URL": broker_url,
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("scheme", ["amqp", "amqps", "pyamqp"])
 def test_rabbitmq_that_does_not_reply_is_given_up(tmp_path: Path, scheme: str) -> None:
     """Guarantee: no request, worker or beat waits forever for a broker that has accepted its connection."""
-    code = (
-        "import json; from keyvault.project.celery import app; c = app.connection_for_write();"
-        "print(json.dumps([c.transport_options, c.connect_timeout]))"
-    )
-    environment = os.environ | {
-        "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
-        "KEYVAULT_DATA_DIR": str(tmp_path),
-        "KEYVAULT_BROKER_URL": f"{scheme}://keyvault:secret@127.0.0.1:5672//",
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    options, connect_seconds = json.loads(done.stdout)
+    url = f"{scheme}://keyvault:secret@127.0.0.1:5672//"
+    options, connect_seconds = describe_connection(tmp_path, url, "[c.transport_options, c.connect_timeout]")
     assert options == {"read_timeout": 5, "write_timeout": 5}
     assert connect_seconds <= 5

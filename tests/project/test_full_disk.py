@@ -85,6 +85,18 @@ def log(tmp_path: Path, settings: Any) -> Path:
     return Path(settings.REVOCATION_LOG)
 
 
+def fill_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[], bool]) -> None:
+    """Refuse each `os.write` for lack of space while the disk is full."""
+    write = os.write
+
+    def write_if_space(descriptor: int, text: bytes) -> int:
+        if is_full():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, text)
+
+    monkeypatch.setattr(os, "write", write_if_space)
+
+
 def revoke(desk: Desk) -> Key:
     key, _ = issue(desk.sandbox)
     revoke_key(grant(desk.admin, P.KEYS_REVOKE, desk.sandbox), key, RevocationReason.KEY_COMPROMISE)
@@ -97,15 +109,8 @@ def test_revocation_is_logged_from_the_reserve_when_a_write_finds_no_space(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guarantee: a full disk of the revocation log costs no line of it as long as there is a reserve."""
-    desk = set_up_desk()
-    reserve, write = log.parent / RESERVE_NAME, os.write
-
-    def write_if_released(descriptor: int, text: bytes) -> int:
-        if reserve.stat().st_size == RESERVE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, text)
-
-    monkeypatch.setattr(os, "write", write_if_released)
+    desk, reserve = set_up_desk(), log.parent / RESERVE_NAME
+    fill_disk(monkeypatch, lambda: reserve.stat().st_size == RESERVE_BYTES)
     key = revoke(desk)
     assert ended_keys() == [key.key_id]
     assert reserve.stat().st_size == RESERVE_BYTES, "what was released and not used is taken back"
@@ -117,15 +122,8 @@ def test_revocation_is_logged_although_another_writer_takes_the_released_space(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guarantee: the line of a revocation is written as long as the reserve has space."""
-    desk = set_up_desk()
-    reserve, write = log.parent / RESERVE_NAME, os.write
-
-    def write_if_released(descriptor: int, text: bytes) -> int:
-        if reserve.stat().st_size > RESERVE_BYTES - 3 * NEEDED_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, text)
-
-    monkeypatch.setattr(os, "write", write_if_released)
+    desk, reserve = set_up_desk(), log.parent / RESERVE_NAME
+    fill_disk(monkeypatch, lambda: reserve.stat().st_size > RESERVE_BYTES - 3 * NEEDED_BYTES)
     key = revoke(desk)
     assert ended_keys() == [key.key_id]
 
@@ -248,7 +246,7 @@ class Installation:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_embedded_service_on_a_full_disk_revokes_verifies_and_recovers(disk: Path, tmp_path: Path) -> None:
-    """Guarantee: on SQLite, with everything on one full disk, a key can be revoked and is refused at once."""
+    """Guarantee: on SQLite, with everything on one full disk, a key can be revoked and is refused immediately."""
     installation = Installation(disk, tmp_path)
     installation.manage("seed_demo")
     keys = [installation.issue() for _ in range(4)]

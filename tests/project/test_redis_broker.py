@@ -1,9 +1,5 @@
 """The broker Redis: after a loss, and over TLS."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +9,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from keyvault.project.redis_broker import RedisTransport
+from tests.project.test_celery import describe_connection
 from tests.servers.redis import find_redis, redis_server
 
 
@@ -64,14 +61,5 @@ def test_unreadable_message_is_removed_when_it_is_read() -> None:
 @pytest.mark.parametrize(("query", "required"), [("", "CERT_REQUIRED"), ("?ssl_cert_reqs=optional", "CERT_OPTIONAL")])
 def test_broker_of_a_rediss_url_uses_tls(tmp_path: Path, query: str, required: str) -> None:
     """Guarantee: the password and the messages are never sent in clear text, and the certificate is verified."""
-    code = (
-        "import json; from keyvault.project.celery import app; c = app.connection_for_write();"
-        "print(json.dumps([type(c.transport).__name__, c.ssl['ssl_cert_reqs'].name]))"
-    )
-    environment = os.environ | {
-        "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
-        "KEYVAULT_DATA_DIR": str(tmp_path),
-        "KEYVAULT_BROKER_URL": f"rediss://:secret@127.0.0.1:6380/0{query}",
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == ["RedisTransport", required]
+    url, what = f"rediss://:secret@127.0.0.1:6380/0{query}", "[type(c.transport).__name__, c.ssl['ssl_cert_reqs'].name]"
+    assert describe_connection(tmp_path, url, what) == ["RedisTransport", required]

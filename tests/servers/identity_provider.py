@@ -51,7 +51,7 @@ class _Code:
 
 @dataclass
 class StubProvider:
-    """The provider's state. `person`: claims of whoever signs in. A test replaces `sign` and `metadata` to attack."""
+    """The provider's state. `person`: claims of the operator. A test replaces `sign` and `metadata` to attack."""
 
     issuer: str
     person: Claims = field(default_factory=lambda: {"sub": "248289761001", "preferred_username": "jane", "groups": []})

@@ -93,27 +93,34 @@ def new_directory(prefix: str, owner: tuple[int, int] | None) -> Path:
     return directory
 
 
-class Guarded:
-    """A server that runs under `guard.py`."""
-
-    def __init__(self, plan: Plan, place: Place) -> None:
-        spec = {
+def guard_order(plan: Plan, place: Place) -> str:
+    """Return what the process that keeps a server reads: which commands to run, where and as whom."""
+    environment = {
+        "HOME": str(place.directory),
+        "PATH": os.environ.get("PATH", os.defpath),
+        "LC_ALL": "C",
+        "TZ": "UTC",
+    }
+    return json.dumps(
+        {
             "directory": str(place.directory),
-            "environment": {
-                "HOME": str(place.directory),
-                "PATH": os.environ.get("PATH", os.defpath),
-                "LC_ALL": "C",
-                "TZ": "UTC",
-            },
+            "environment": environment,
             "owner": place.owner,
             "parent": os.getpid(),
             "prepare": plan.prepare,
             "serve": plan.serve,
             "stop_signal": plan.stop_signal,
         }
+    )
+
+
+class Guarded:
+    """A server that runs under `guard.py`."""
+
+    def __init__(self, plan: Plan, place: Place) -> None:
         self.plan = plan
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(GUARD), json.dumps(spec)],
+            [sys.executable, "-I", "-S", str(GUARD), guard_order(plan, place)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Ctrl-C belongs to the tests, which still need the server while they are torn down.

@@ -1,6 +1,9 @@
 """Helpers that rotate, use, retire and destroy peppers without waiting for propagation."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -11,13 +14,23 @@ from keyvault.models import PepperVersion
 from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.pepper_rotation import propagation, rotation
 from keyvault.services.peppers.ring import load_peppers
-from tests.factories import grant, now
+from tests.factories import grant, now, own_keystore
 
 
 def skip_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the propagation delay to zero, so that a new pepper version is used immediately."""
     monkeypatch.setattr(propagation, "PROPAGATION", timedelta(0))
     monkeypatch.setattr(rotation, "PROPAGATION", timedelta(0))
+
+
+@contextmanager
+def isolated_peppers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give the test its own keystore, no propagation delay and an empty queue of re-hashes."""
+    skip_propagation(monkeypatch)
+    with own_keystore(folder):
+        pending_rehashes.forget()
+        yield
+        pending_rehashes.forget()
 
 
 def rotate(pepper_set: PepperSet = PepperSet.SANDBOX) -> PepperVersion:

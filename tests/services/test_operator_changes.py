@@ -104,7 +104,7 @@ def test_roles_changed_in_the_console_are_audited_and_end_sessions(scene: Scene)
 
 
 def test_change_of_ones_own_operator_is_refused(scene: Scene) -> None:
-    """Nobody changes their own roles, under none of their logins, and nobody disables themselves."""
+    """A person changes the roles of none of their own logins, and disables none of them."""
     other_login = make_operator("admin-too", Role.AUDITOR, person=scene.admin.person)
     allowed = grant(scene.admin, P.OPERATORS_WRITE)
     for own in (row_of(scene.admin), row_of(other_login)):
@@ -384,7 +384,7 @@ def test_enrolment_gives_no_approving_role_once_two_persons_can_approve(
 
 
 def test_enrolment_of_the_first_two_approving_persons_needs_nobody(db: None, settings: Settings) -> None:
-    """An empty installation has nobody to approve. The roles are for all of it, so that the second one ends this."""
+    """An empty installation has no approver. The roles are for all of it, so that two persons suffice."""
     settings.IS_VAULT = True
     with pytest.raises(StateConflictError, match="A second person must approve"):
         enroll("limited", Role.APPROVER, scope=ALL_SANDBOX)

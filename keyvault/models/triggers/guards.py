@@ -130,7 +130,7 @@ OPERATORS: tuple[TriggerRule, ...] = (
         "INSERT",
         "EXISTS (SELECT 1 FROM keyvault_operatorchange c "
         "WHERE c.change_id = NEW.change_id AND c.operator_person = NEW.person)",
-        "nobody approves a change of their own operator",
+        "a person does not approve a change of their own operator",
     ),
     WriteGuard(
         "operatorchange_in_time",

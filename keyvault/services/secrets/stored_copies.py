@@ -42,7 +42,7 @@ Fence = Callable[[], None]
 
 
 def _no_fence() -> None:
-    """Allow a change that is safe whoever makes it."""
+    """Check no lease: the change is safe without one."""
 
 
 _STEPS = frozenset({Permission.ISSUANCE_EXECUTE, Permission.ROTATIONS_ADVANCE, Permission.BACKEND_RECONCILE})

@@ -26,7 +26,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 8
-"""Maximum connections of one process's listener, each with a thread. A further one is closed at once."""
+"""Maximum connections of one process's listener, each with a thread. A further one is closed immediately."""
 
 _CONNECTION_SECONDS = 10.0
 """Maximum duration of a connection, in seconds."""

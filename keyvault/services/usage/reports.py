@@ -151,7 +151,7 @@ def list_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES) -> lis
 MAX_READ = 200
 """Maximum contexts of a key and an outcome whose use is listed: half of them the oldest, half of them the newest rows.
 
-Whoever holds the key can add any number of contexts. These hide neither older ones nor those of another outcome. The
+A holder of the key can add any number of contexts. These hide neither older ones nor those of another outcome. The
 rollup into days adds rows, too. The retention limits the buckets of each context.
 """
 

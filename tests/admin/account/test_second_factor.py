@@ -179,7 +179,7 @@ def test_own_recovery_codes_are_shown_once(desk: Desk, tam: Operator, seed: Plai
 
 
 def test_own_recovery_codes_replaced_end_other_sessions(desk: Desk, tam: Operator, seed: Plaintext) -> None:
-    """Guarantee: a session that somebody else opened with a lost code ends when the codes are replaced."""
+    """Guarantee: a session that an attacker opened with a lost code ends when the codes are replaced."""
     client, other = browser(desk.tam), browser(desk.tam)
     for _ in range(2):
         assert client.post(f"{FACTORS}recovery-codes/").status_code == 200

@@ -336,7 +336,7 @@ def test_single_sign_on_records_where_its_session_is_used(provider: StubProvider
 
 
 def test_single_sign_on_shows_the_previous_one(provider: StubProvider) -> None:
-    """The operator notices that somebody else has signed in. Confirming again is no sign-in."""
+    """The operator notices a sign-in by another person. Confirming again is no sign-in."""
     client = Client()
     sign_in(client)
     assert LAST not in text_of(client.get("/admin/"))
@@ -366,7 +366,7 @@ def test_single_sign_on_second_factor_is_recent_only_if_the_provider_says_so(
 
 
 def test_single_sign_on_operator_is_invited_to_a_second_factor_without_a_password(provider: StubProvider) -> None:
-    """The link alone signs nobody in, because it does not prove who opens it."""
+    """The link alone does not sign the operator in, because it does not prove who opens it."""
     provider.person["amr"] = ["pwd"]
     sign_in(Client())
     url = f"/admin/invitation/?token={invite(grant(HOST, P.OPERATORS_ENROLL), jane()).reveal()}"
@@ -491,7 +491,7 @@ def test_single_sign_on_response_without_a_state_is_refused(provider: StubProvid
 
 
 def test_single_sign_on_response_in_another_browser_is_refused(provider: StubProvider) -> None:
-    """An attacker cannot make somebody else sign in as the attacker, or finish a sign-in that somebody began."""
+    """An attacker cannot make a victim sign in as the attacker, or finish a sign-in that a victim began."""
     callback, other = agree(begin(Client())), Client()
     begin(other)
     assert_refused(other.get(callback), other, "state_invalid")

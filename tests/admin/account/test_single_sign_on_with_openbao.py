@@ -179,7 +179,7 @@ def test_single_sign_on_with_openbao_redeems_a_code_once(openbao: OpenBao) -> No
 
 
 def test_single_sign_on_with_openbao_binds_a_code_to_the_browser_that_began(openbao: OpenBao) -> None:
-    """A stolen code that nobody has redeemed yet lacks the PKCE verifier of the thief."""
+    """A thief cannot redeem a stolen code, because it belongs to the PKCE verifier of another browser."""
     thief = Client()
     code = parse_qs(urlsplit(openbao.agree(begin(Client()))).query)["code"][0]
     state = parse_qs(urlsplit(begin(thief)).query)["state"][0]

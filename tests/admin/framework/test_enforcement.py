@@ -388,7 +388,7 @@ def test_enforcement_password_alone_opens_nothing(desk: Desk, role: Role) -> Non
 
 
 def test_enforcement_view_that_is_not_marked_is_closed(rf: RequestFactory) -> None:
-    """A view that somebody routes below /admin/ without a check of its own is closed."""
+    """A view that is routed below /admin/ without a check of its own is closed."""
     request = rf.get("/admin/new/")
     request.user, request.session = AnonymousUser(), SessionStore()
     check = ConsoleAccessMiddleware(lambda request: HttpResponse())

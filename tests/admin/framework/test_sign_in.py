@@ -253,7 +253,7 @@ def test_sign_in_device_cookie_is_void_after_a_password_reset(desk: Desk) -> Non
 def test_sign_in_device_cookie_expires_ninety_days_after_the_devices_last_sign_in(
     desk: Desk, extra_seconds: int, status: int
 ) -> None:
-    """A cookie stolen long ago gives no extra guesses, whatever lifetime the browser was told."""
+    """A cookie stolen long ago gives no extra guesses, whatever lifetime the cookie has in the browser."""
     with mock.patch("django.core.signing.time") as time:
         time.time.return_value = 1_800_000_000
         known = on_known_device()

@@ -129,7 +129,7 @@ def test_session_ended_elsewhere_is_signed_out_there(desk: Desk) -> None:
 
 
 def test_other_sessions_are_ended_from_the_page_of_own_sessions(desk: Desk) -> None:
-    """Only the session that asks remains, and nobody else's session ends."""
+    """Only the requesting session remains, and no session of another operator ends."""
     here, there, also, other = browser(desk.tam), browser(desk.tam), with_password(desk.tam), browser(desk.approver)
     end = address("keyvault_consolesession_end-others", row_of(here).pk)
     assert f'href="{end}"' in text_of(here.get(address("keyvault_consolesession_changelist")))

@@ -41,7 +41,7 @@ from keyvault.services.verification import judging
 from tests.factories import grant, issue, make_token, now, own_keystore
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import by_admin, verdict
-from tests.services.peppering import destroy, rehash, retire, rotate, skip_propagation
+from tests.services.peppering import destroy, isolated_peppers, rehash, retire, rotate
 from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
 from tests.services.rows import last_body, last_ids, written_since
 
@@ -52,12 +52,8 @@ SANDBOX, SERVICE = PepperSet.SANDBOX, PepperSet.SERVICE
 
 @pytest.fixture(autouse=True)
 def isolated_keystore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give the test its own keystore and an empty queue."""
-    skip_propagation(monkeypatch)
-    with own_keystore(tmp_path):
-        pending_rehashes.forget()
+    with isolated_peppers(tmp_path, monkeypatch):
         yield
-        pending_rehashes.forget()
 
 
 @pytest.fixture

@@ -202,7 +202,7 @@ def test_operator_scope_that_names_nothing_known_is_refused(db: None, scope: Acc
 
 @pytest.mark.parametrize("remove", ["disable", "demote", "limit"])
 def test_operators_keep_an_administrator_of_the_whole_installation(db: None, remove: str) -> None:
-    """Otherwise nobody could change what concerns every merchant."""
+    """Otherwise no operator could change what concerns every merchant."""
     make_merchant("acme")
     make_operator("approver", Role.APPROVER)
     make_operator("one", Role.KEY_ADMINISTRATOR)

@@ -14,7 +14,6 @@ from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import StateConflictError
 from keyvault.models import AuditEntry, Key, PepperVersion, UsageReporter
 from keyvault.services import maintenance
-from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.maintenance import renew_peppers
 from keyvault.services.pepper_rotation.propagation import list_lagging
 from keyvault.services.pepper_rotation.status import describe_version
@@ -22,10 +21,10 @@ from keyvault.services.peppers import ring
 from keyvault.services.peppers.ring import PepperRing, load_peppers
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification import judging
-from tests.factories import have_peppers, issue, now, own_keystore
+from tests.factories import have_peppers, issue, now
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
-from tests.services.peppering import rehash, retire, rotate, skip_propagation
+from tests.services.peppering import isolated_peppers, rehash, retire, rotate
 from tests.services.racing import race
 from tests.services.rows import disable_triggers
 
@@ -36,11 +35,8 @@ SANDBOX, PRODUCTION = PepperSet.SANDBOX, PepperSet.PRODUCTION
 
 @pytest.fixture(autouse=True)
 def isolated_keystore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    skip_propagation(monkeypatch)
-    with own_keystore(tmp_path):
-        pending_rehashes.forget()
+    with isolated_peppers(tmp_path, monkeypatch):
         yield
-        pending_rehashes.forget()
 
 
 @pytest.fixture

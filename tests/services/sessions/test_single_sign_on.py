@@ -44,7 +44,7 @@ def events() -> list[str]:
 
 
 def test_single_sign_on_creates_link_and_operator_together() -> None:
-    """Without its link the operator would exist with roles, and nobody could sign in as it."""
+    """Without its link the operator would exist with roles, but without a way to sign in."""
 
     def fail(**_: object) -> None:
         raise OSError("killed")

@@ -91,7 +91,7 @@ def test_users_are_limited_to_the_latest(key: Key) -> None:
 
 
 def test_users_beyond_the_maximum_are_the_oldest_and_the_newest(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever holds the key cannot hide its steady users behind new clients."""
+    """A holder of the key cannot hide its steady users behind new clients."""
     for number in range(3):
         use(key, f"192.0.2.{number}", at=NOON + number * HOUR, user_agent=f"shop/{number}")
     assert not has_more_users(key.key_id)

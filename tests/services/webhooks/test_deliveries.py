@@ -103,6 +103,17 @@ def send_notice(
         return announce(allowed, kind, place, subject, key_id="k" * 16, rotation_id=subject)
 
 
+def notify_both(scene: Scene) -> None:
+    """Register an endpoint in each environment, and announce something to both."""
+    for place in (scene.sandbox, scene.production):
+        add(scene, f"https://{place.environment}.example/", place)
+        send_notice(scene, account=place)
+
+
+def states_by_environment() -> dict[str, str]:
+    return dict(WebhookDelivery.objects.values_list("endpoint__account__environment", "state"))
+
+
 def the_delivery() -> WebhookDelivery:
     return WebhookDelivery.objects.get()
 
@@ -563,9 +574,7 @@ def test_outcome_that_the_database_refuses_does_not_end_the_round(
 def test_message_that_cannot_begin_does_not_end_the_round_of_another_environment(
     scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in (scene.sandbox, scene.production):
-        add(scene, f"https://{place.environment}.example/", place)
-        send_notice(scene, account=place)
+    notify_both(scene)
     begin = deliveries._begin
 
     def refuse_sandbox(delivery: WebhookDelivery, *args: Any) -> bool:
@@ -575,16 +584,13 @@ def test_message_that_cannot_begin_does_not_end_the_round_of_another_environment
 
     monkeypatch.setattr(deliveries, "_begin", refuse_sandbox)
     assert deliver_due(clock, replying(200)) == 1
-    states = dict(WebhookDelivery.objects.values_list("endpoint__account__environment", "state"))
-    assert states == {"sandbox": DeliveryState.DUE, "production": DeliveryState.DELIVERED}
+    assert states_by_environment() == {"sandbox": DeliveryState.DUE, "production": DeliveryState.DELIVERED}
 
 
 def test_outcome_with_an_unexpected_error_does_not_end_the_round(
     scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in (scene.sandbox, scene.production):
-        add(scene, f"https://{place.environment}.example/", place)
-        send_notice(scene, account=place)
+    notify_both(scene)
     settle = deliveries._settle
 
     def fail_sandbox(delivery: WebhookDelivery, *args: Any) -> None:
@@ -594,8 +600,7 @@ def test_outcome_with_an_unexpected_error_does_not_end_the_round(
 
     monkeypatch.setattr(deliveries, "_settle", fail_sandbox)
     assert deliver_due(clock, replying(200)) == 2
-    states = dict(WebhookDelivery.objects.values_list("endpoint__account__environment", "state"))
-    assert states == {"sandbox": DeliveryState.DUE, "production": DeliveryState.DELIVERED}
+    assert states_by_environment() == {"sandbox": DeliveryState.DUE, "production": DeliveryState.DELIVERED}
     assert not WorkLease.objects.exists()
 
 
@@ -641,9 +646,7 @@ def test_endpoint_gets_one_message_at_a_time_in_order() -> None:
 
 def test_environments_are_delivered_at_the_same_time_by_one_thread(scene: Scene, clock: Clock) -> None:
     """Webhooks hold one of a worker's four threads, and an endpoint that hangs delays no other environment."""
-    for place in (scene.sandbox, scene.production):
-        add(scene, f"https://{place.environment}.example/", place)
-        send_notice(scene, account=place)
+    notify_both(scene)
     both = threading.Barrier(2)
 
     def send(destination: Destination, *args: Any, **options: Any) -> Reply:
