@@ -214,7 +214,7 @@ def issue_request(request: IssuanceRequest, *, at: datetime | None = None) -> Ke
     moment = at or now()
     lease = leases.claim(f"issuance:{request.issuance_request_id}", moment)
     assert lease is not None, "another worker holds the lease"
-    key = requests.issue_approved(request, lease, moment)
+    key = requests.issue_approved(request, lease, moment, lambda: moment)
     leases.release(lease)
     return key
 

@@ -222,7 +222,7 @@ def settle_copies(rotation_id: str, now: datetime) -> None:
     for key in list_unsettled(Environment.SANDBOX):
         lease = leases.claim(copy_subject(key), now, ignore_due_at=True)
         if lease is not None:
-            settle_string(grant, key, lease)
+            settle_string(grant, key, lease, lambda: now)
             leases.release(lease)
 
 

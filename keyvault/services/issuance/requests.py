@@ -1,7 +1,7 @@
 """Request a credential, decide on it under four eyes, issue it, and collect it once."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 
 from django.conf import settings
@@ -50,7 +50,8 @@ from keyvault.services.secrets.stored_copies import (
     require_served,
     store_string,
 )
-from keyvault.services.work.leases import Lease, hold
+from keyvault.services.work.clock import host_time
+from keyvault.services.work.leases import Lease, hold, renew
 from keyvault.services.work.row_turns import BATCH, batch_after
 
 """Maximum rows that one listing returns."""
@@ -182,13 +183,16 @@ def expire_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:
     return _close(grant, P.ISSUANCE_EXECUTE, request, IssuanceState.EXPIRED, "issuance.expired")
 
 
-def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key:
+def issue_approved(
+    request: IssuanceRequest, lease: Lease, now: datetime, clock: Callable[[], datetime] = host_time
+) -> Key:
     """Generate, hash, store and activate the key of an approved request. The worker calls this.
 
     The function may be killed at any point and run again. The digest is stored first, then the string goes to the
     secret backend, then one transaction activates the key and marks the request as issued. A run that finds the staged
     key's string in the backend adopts that key. Otherwise it discards the staged key, which was never handed out, and
-    stages another.
+    stages another. It renews the lease before it writes the string, because a worker that took over may have discarded
+    the key.
 
     Raises StateConflictError if the request is not approved, and BackendUnavailableError.
     """
@@ -205,7 +209,9 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
     if key is None:
         before = 0 if request.credential is None else newest_version(request.credential)
         key, text = _stage(grant, request, lease)
-        version = store_string(key, text, purpose=request.issuance_request_id, after=before)
+        version = store_string(
+            key, text, purpose=request.issuance_request_id, after=before, fence=lambda: renew(lease, clock())
+        )
     else:
         stored = find_stored(key.credential)
         if stored is None:

@@ -1,8 +1,15 @@
 """The persons who decide on changes of operators: a key administrator requests one, and another person approves it.
 
 Both are active, with the whole installation as scope. Until there are two such persons, the host's owner decides alone,
-see `services.operator_changes`. That does not begin again: no change of an operator may leave fewer than two.
+see `services.operator_changes`. Invited persons count there: two invitations end it.
+
+An invited person cannot approve before it has a second factor. So no change of an operator may leave fewer than two
+persons who have one.
 """
+
+from allauth.mfa.models import Authenticator
+from django.conf import settings
+from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from keyvault.access.roles import FOUR_EYES_ROLES, Role
 from keyvault.access.scopes import EVERYWHERE, AccessScope
@@ -17,15 +24,23 @@ _Held = frozenset[tuple[str, str]]
 
 
 def has_two_approving_persons() -> bool:
-    """Whether one person can request a change of an operator and another one approve it."""
-    return _has_two(_list_held())
+    """Whether one person requests a change of an operator and another one approves it, once both can sign in."""
+    return _has_two(_list_held(_holders()))
 
 
-def require_approvers_remain(operator: Operator, *, roles: frozenset[Role], scope: AccessScope) -> None:
-    """Require that operators can still be changed with these roles and this scope of an operator.
+def list_second_factor_rows() -> QuerySet[Authenticator]:
+    """Return the second factors of all operators, without recovery codes, which replace a lost factor only."""
+    rows: QuerySet[Authenticator] = Authenticator.objects.exclude(type=Authenticator.Type.RECOVERY_CODES)
+    return rows
+
+
+def require_approvers_remain(
+    operator: Operator, *, roles: frozenset[Role], scope: AccessScope, keeps_factors: bool = True
+) -> None:
+    """Require that operators can still be changed with these roles, this scope and the factors of an operator.
 
     Call it inside the `recorded` block, before the change. Locks all active operators, so that concurrent removals are
-    serialized.
+    serialized. Persons who cannot sign in yet do not replace one who can.
 
     Raises StateConflictError when the last key administrator, or the last second person, of the whole installation
     would be removed.
@@ -34,28 +49,44 @@ def require_approvers_remain(operator: Operator, *, roles: frozenset[Role], scop
         return
     list(Operator.objects.filter(is_active=True).select_for_update(no_key=True).order_by("pk").values_list("pk"))
     # After a lock wait PostgreSQL re-reads only the locked rows, not their groups: that takes a second query.
-    others = _list_held(without=operator)
+    can_sign_in = Operator.objects.filter(_has_factor(), pk=operator.pk).exists()
+    holders = _holders().filter(_has_factor()) if can_sign_in else _holders()
+    others = _list_held(holders.exclude(pk=operator.pk))
     before = others | _held_by(operator.person, operator.roles, operator.access_scope)
-    after = others | _held_by(operator.person, roles, scope)
+    after = others | (_held_by(operator.person, roles, scope) if keeps_factors else frozenset())
     if _has_administrator(before) and not _has_administrator(after):
         raise StateConflictError(
             f"Operator {operator.username} is the last active one with the role {_ADMINISTRATOR} for the whole "
-            f"installation. Make another operator {_ADMINISTRATOR} first."
+            f"installation. Make another operator {_ADMINISTRATOR} first, who then accepts the invitation."
         )
-    if _has_two(before) and not _has_two(after):
+    if can_sign_in and _has_two(before) and not _has_two(after):
         raise StateConflictError(
             f"Operator {operator.username} is one of the last two persons who can change operators under four eyes. "
-            "Make another operator approver for the whole installation first. To lock the operator out immediately, "
-            "reset its password (manage.py reset_operator_password), or remove it from its groups at the identity "
-            "provider and end its sessions (manage.py end_operator_sessions)."
+            "Make another operator approver for the whole installation first, who then accepts the invitation. To lock "
+            "the operator out immediately, reset its password (manage.py reset_operator_password), or remove it from "
+            "its groups at the identity provider and end its sessions (manage.py end_operator_sessions)."
         )
 
 
-def _list_held(without: Operator | None = None) -> _Held:
-    rows = Operator.objects.filter(is_active=True, scope_merchants__isnull=True, scope_environments=StringScope.ALL)
-    if without is not None:
-        rows = rows.exclude(pk=without.pk)
-    return frozenset(rows.filter(groups__name__in=FOUR_EYES_ROLES).values_list("person", "groups__name"))
+def _holders() -> QuerySet[Operator]:
+    rows: QuerySet[Operator] = Operator.objects.filter(
+        is_active=True, scope_merchants__isnull=True, scope_environments=StringScope.ALL
+    )
+    return rows
+
+
+def _has_factor() -> Q:
+    """Return the condition that an operator has a second factor here, or has proved one at the identity provider."""
+    has_own = Q(Exists(list_second_factor_rows().filter(user=OuterRef("pk"))))
+    provider = settings.IDENTITY_PROVIDER
+    if provider is None or not provider.second_factors:
+        return has_own
+    return has_own | Q(last_login__isnull=False, socialaccount__isnull=False)
+
+
+def _list_held(holders: QuerySet[Operator]) -> _Held:
+    rows = holders.filter(groups__name__in=FOUR_EYES_ROLES)
+    return frozenset(rows.values_list("person", "groups__name"))
 
 
 def _held_by(person: str, roles: frozenset[Role], scope: AccessScope) -> _Held:

@@ -10,6 +10,7 @@ a worker that slept past its lease changes nothing there.
 """
 
 from collections.abc import Callable
+from datetime import datetime
 
 from django.conf import settings
 from django.db.models import QuerySet
@@ -35,7 +36,8 @@ from keyvault.models import Account, Credential, Key, Material
 from keyvault.services.recording.notifications import alarm_due, announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import MOUNT, secret_backend
-from keyvault.services.work.leases import Lease, hold
+from keyvault.services.work.clock import host_time
+from keyvault.services.work.leases import Lease, hold, renew
 from keyvault.services.work.row_turns import batch_after
 
 Fence = Callable[[], None]
@@ -202,21 +204,23 @@ def destroy_string(grant: Grant, key: Key, *, fence: Fence = _no_fence) -> None:
     _record_material(grant, key, Material.DESTROYED, "key.material_destroyed")
 
 
-def settle_string(grant: Grant, key: Key, lease: Lease) -> None:
+def settle_string(grant: Grant, key: Key, lease: Lease, clock: Callable[[], datetime] = host_time) -> None:
     """Soft-delete the copy of a key that entered quarantine, or undelete that of a key that left it; then record it.
 
-    Requires a lease on the key, because two such calls in the wrong order would leave the wrong state. Idempotent
-    after a crash. Raises an alarm if the copy cannot be undeleted or another string replaced it; the key itself stays
-    valid.
+    Requires a lease on the key, because two such calls in the wrong order would leave the wrong state. Renews it before
+    the call, so that a worker that was overtaken changes nothing. Idempotent after a crash. Raises an alarm if the copy
+    cannot be undeleted or another string replaced it; the key itself stays valid.
     """
     if key.material not in {Material.DELETE_DUE, Material.RESTORE_DUE} or key.backend_version is None:
         return
     if _holds_other_string(key):
         _record_material(grant, key, Material.DESTROYED, "key.material_lost", lease)
     elif key.material == Material.DELETE_DUE:
+        renew(lease, clock())
         secret_backend().soft_delete(*_location(key), key.backend_version)
         _record_material(grant, key, Material.DELETED, "key.material_deleted", lease)
     else:
+        renew(lease, clock())
         try:
             secret_backend().undelete(*_location(key), key.backend_version)
         except BackendMissingError:

@@ -24,6 +24,7 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
+from keyvault.services.operators.approving_persons import list_second_factor_rows, require_approvers_remain
 from keyvault.services.operators.operators import CHANGING, swap_operator
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.recording.notifications import announce
@@ -68,14 +69,12 @@ class FactorAttempt:
 
 def has_second_factor(operator: Operator) -> bool:
     """Whether the operator can pass the page of the second factor; recovery codes alone do not count."""
-    rows = Authenticator.objects.filter(user_id=operator.pk)
-    return bool(rows.exclude(type=RECOVERY_CODES).exists())
+    return bool(list_second_factor_rows().filter(user_id=operator.pk).exists())
 
 
 def list_with_second_factor(operators: Iterable[Operator]) -> set[int]:
     """Return the primary keys of those operators that have a second factor, see `has_second_factor`."""
-    rows = Authenticator.objects.filter(user__in=operators).exclude(type=RECOVERY_CODES)
-    return set(rows.values_list("user_id", flat=True))
+    return set(list_second_factor_rows().filter(user__in=operators).values_list("user_id", flat=True))
 
 
 def list_second_factors(operator: Operator) -> list[Authenticator]:
@@ -177,8 +176,12 @@ def remove_second_factor(grant: Grant, operator: Operator, factor_id: int) -> No
 
 
 def reset_second_factors(grant: Grant, operator: Operator) -> None:
-    """Remove all second factors of an operator, and end its sessions. It enrolls again with an invitation."""
+    """Remove all second factors of an operator, and end its sessions. It enrolls again with an invitation.
+
+    Raises StateConflictError if too few approving persons would remain.
+    """
     with recorded(grant, CHANGING, "operator.second_factors_reset", username=operator.username) as record:
+        require_approvers_remain(operator, roles=operator.roles, scope=operator.access_scope, keeps_factors=False)
         swap_operator(record, operator)
         remove_all(operator)
 

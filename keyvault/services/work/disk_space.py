@@ -34,26 +34,39 @@ SQLite keeps at most 2 MB of changed pages in memory until the commit. It writes
 _LEFT_BYTES = 64 * 1024
 """Free space that a reserve leaves to the file system's own records."""
 
+MIN_FREE_BYTES = 16 * 1024 * 1024
+"""Free space that a new reserve leaves to all other writers. A disk with less gets no reserve."""
+
 RESERVE_NAME = "disk_reserve"
 
 _POSTGRES_DISK_FULL = "53100"
 
 _log = logging.getLogger(__name__)
 
+_too_small: set[Path] = set()
+"""Reserves whose disk is too small for them, each logged once."""
+
 
 def is_disk_full() -> bool:
     """Whether a disk lacks the space for a revocation or for a whole reserve."""
-    return any(_free_bytes(path) - _missing_bytes(path) < NEEDED_BYTES for path in _list_reserves())
+    return any(
+        _free_bytes(path) - _missing_bytes(path) < (NEEDED_BYTES if path.exists() else MIN_FREE_BYTES)
+        for path in _list_reserves()
+    )
 
 
 def keep_reserve() -> None:
     """Give each reserve its length back, as far as its disk has space. Never raises.
+
+    Make a reserve only if MIN_FREE_BYTES stay free beside the whole of it; otherwise log that there is none.
 
     Waits until no revocation is being written to SQLite: its space may just have been released. Call it outside of a
     transaction.
     """
     with _logged():
         for path in _list_reserves():
+            if _has_no_room(path):
+                continue
             if _growth_bytes(path) > 0:
                 with _no_revocation():
                     _grow(path)
@@ -111,6 +124,21 @@ def _missing_bytes(path: Path) -> int:
         return max(0, RESERVE_BYTES - path.stat().st_size)
     except FileNotFoundError:
         return RESERVE_BYTES
+
+
+def _has_no_room(path: Path) -> bool:
+    """Whether there is no reserve yet, and its disk is too small for one."""
+    free = _free_bytes(path)
+    if path.exists() or free >= RESERVE_BYTES + MIN_FREE_BYTES:
+        _too_small.discard(path)
+        return False
+    if path not in _too_small:
+        _too_small.add(path)
+        _log.warning(
+            "there is no disk reserve: the disk has too little free space, so a full disk may refuse revocations",
+            extra={"path": str(path), "free_bytes": free, "required_bytes": RESERVE_BYTES + MIN_FREE_BYTES},
+        )
+    return True
 
 
 def _growth_bytes(path: Path) -> int:

@@ -209,7 +209,7 @@ class World:
             lease = leases.claim(copy_subject(key), self.now, ignore_due_at=True)
             if lease is not None:
                 with suppress(KeyvaultError):
-                    settle_string(self._maintenance_grant(), key, lease)
+                    settle_string(self._maintenance_grant(), key, lease, lambda: self.now)
                 leases.release(lease)
 
     def _maintenance_grant(self) -> Grant:

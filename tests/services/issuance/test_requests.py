@@ -579,23 +579,46 @@ def test_issuance_by_a_worker_without_its_lease_records_nothing(
 def test_issuance_by_a_worker_without_its_lease_does_not_overwrite_the_active_key(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stored string stays that of the active key."""
+    """The stored string stays that of the active key, although the slow worker's call was under way already."""
     request = request_key(scene.sandbox)
     slow = _lease_of(request, now())
-    real = stored_copies.store_string
+    backend = secret_backend()
+    real = backend.put
     issued: list[Key] = []
 
-    def store_after_successor(key: Key, text: Plaintext, **options: Any) -> int:
-        monkeypatch.setattr(requests, "store_string", real)
-        issued.append(issue_request(fresh(request), at=now() + leases.LEASE))
-        return real(key, text, **options)
+    def put_after_successor(*args: Any, **options: Any) -> int:
+        monkeypatch.setattr(backend, "put", real)
+        issued.append(issue_request(fresh(request), at=now() + 2 * leases.LEASE))
+        return real(*args, **options)
 
-    monkeypatch.setattr(requests, "store_string", store_after_successor)
+    monkeypatch.setattr(backend, "put", put_after_successor)
     with pytest.raises(BackendConflictError):
         requests.issue_approved(fresh(request), slow, now())
     stored = secret_backend().read(Mount.SANDBOX, issued[0].credential.backend_path)
     assert stored.labels["key_id"] == issued[0].key_id
     assert verdict(stored.secret) is None
+
+
+def test_issuance_by_a_worker_that_slept_past_its_lease_stores_no_discarded_key(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: no string of a discarded key reaches the backend, where nothing but the reconciler would find it."""
+    request = request_key(scene.sandbox)
+    slow = _lease_of(request, now())
+    real = requests.store_string
+
+    def store_after_withdrawal(key: Key, text: Plaintext, **options: Any) -> int:
+        _withdraw(scene, fresh(request))
+        expire_leases()
+        maintenance.destroy_due()
+        return real(key, text, **options)
+
+    monkeypatch.setattr(requests, "store_string", store_after_withdrawal)
+    with pytest.raises(StateConflictError, match="Another worker took this over"):
+        requests.issue_approved(fresh(request), slow, now())
+    key = Key.objects.get()
+    assert key.state == "destroyed"
+    assert versions_of(key.credential) == []
 
 
 def test_issuance_with_a_lost_reply_of_the_backend_reads_the_stored_version(

@@ -15,6 +15,7 @@ from django.test import Client
 
 from keyvault.services.work.disk_space import (
     _LEFT_BYTES,
+    MIN_FREE_BYTES,
     NEEDED_BYTES,
     RESERVE_BYTES,
     RESERVE_NAME,
@@ -73,6 +74,23 @@ def test_full_disk_releases_what_a_revocation_needs_and_no_more(folder: Path, mo
         make_room()
     assert length(folder) == 0
     assert is_disk_full()
+
+
+def test_reserve_is_not_made_on_a_disk_that_it_would_fill(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guarantee: the reserve never takes the last free space. The log and the readiness say that there is none."""
+    free(monkeypatch, RESERVE_BYTES + MIN_FREE_BYTES - 1)
+    for _ in range(2):
+        keep_reserve()
+    assert not (folder / RESERVE_NAME).exists()
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["there is no disk reserve"]
+    assert is_disk_full()
+    assert not release_reserve()
+    free(monkeypatch, RESERVE_BYTES + MIN_FREE_BYTES)
+    assert not is_disk_full()
+    keep_reserve()
+    assert length(folder) == RESERVE_BYTES
 
 
 def test_reserve_takes_back_what_the_disk_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ class ServiceSimulation(Simulation):
                 lease = leases.claim(copy_subject(key), now, ignore_due_at=True)
                 if lease is not None:
                     with suppress(KeyvaultError):
-                        settle_string(grant, key, lease)
+                        settle_string(grant, key, lease, lambda: now)
                     leases.release(lease)
 
     def _check(self) -> str | None:
