@@ -353,9 +353,10 @@ class Migration(migrations.Migration):
                 ('refusals', models.PositiveSmallIntegerField(default=0)),
                 ('why', models.CharField(blank=True, max_length=300)),
                 ('revision', models.PositiveIntegerField(default=0)),
+                ('account', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='+', to='keyvault.account')),
             ],
             options={
-                'indexes': [models.Index(fields=['environment', 'ask_at', 'credential'], name='scheduled_by_ask_at')],
+                'indexes': [models.Index(fields=['environment', 'ask_at', 'credential'], name='scheduled_by_ask_at'), models.Index(fields=['account', 'ask_at', 'credential'], name='scheduled_of_account')],
             },
         ),
         migrations.CreateModel(
