@@ -289,7 +289,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('credential_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
-                ('account_environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
+                ('account_environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32, verbose_name='environment')),
                 ('kind', models.CharField(choices=[('public', 'public'), ('private', 'private')], max_length=32)),
                 ('label', models.CharField(max_length=100)),
                 ('delivery', models.CharField(choices=[('secret_backend', 'secret backend'), ('show_once', 'show once'), ('sealed', 'sealed')], max_length=32)),
@@ -341,7 +341,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('issuance_request_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
-                ('account_environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
+                ('account_environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32, verbose_name='environment')),
                 ('kind', models.CharField(choices=[('public', 'public'), ('private', 'private')], max_length=32)),
                 ('label', models.CharField(max_length=100)),
                 ('delivery', models.CharField(choices=[('secret_backend', 'secret backend'), ('show_once', 'show once'), ('sealed', 'sealed')], max_length=32)),
@@ -986,6 +986,10 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='notice',
             index=models.Index(models.OrderBy(models.Case(models.When(models.Q(('is_alarm', True), ('seen_at__isnull', True)), then=models.Value(True)), default=models.Value(False), output_field=models.BooleanField()), descending=True), models.OrderBy(models.F('created_at'), descending=True), models.OrderBy(models.F('notice_id'), descending=True), name='notice_inbox'),
+        ),
+        migrations.AddIndex(
+            model_name='refusal',
+            index=models.Index(fields=['environment', '-at', '-request_id'], name='refusal_by_env'),
         ),
         migrations.AddIndex(
             model_name='refusal',

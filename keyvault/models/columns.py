@@ -28,7 +28,7 @@ def account_environment() -> "models.CharField[Any, Any]":
 
     A trigger compares it with the account.
     """
-    return choice(Environment)
+    return choice(Environment, verbose_name="environment")
 
 
 def page_indexes(name: str, primary_key: str, filtered: str = "") -> list[models.Index]:

@@ -32,6 +32,7 @@ class Refusal(models.Model):
             choices_check("refusal_environment", "environment", Environment),
         ]
         indexes = [
+            models.Index(fields=["environment", "-at", "-request_id"], name="refusal_by_env"),
             models.Index(fields=["at"], name="refusal_unproved", condition=models.Q(key_id="")),
             models.Index(fields=["key_id"], name="refusal_by_key", condition=~models.Q(key_id="")),
             models.Index(fields=["merchant_id"], name="refusal_by_merchant", condition=~models.Q(merchant_id="")),

@@ -30,6 +30,7 @@ from keyvault.admin.framework.widgets import (
     link,
     short_moment,
 )
+from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
@@ -48,10 +49,10 @@ from rotation.admin.rotation_sections import (
     users_tables,
 )
 from rotation.domain.events import RotationState
-from rotation.domain.plan_fields import Proof
 from rotation.domain.runbook import Case, find_stall, find_wait, fit_advice
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
+from rotation.models.rotations import AWAITS_CONFIRMATION
 from rotation.services.rotations.interventions import list_collectable, may_collect
 from rotation.services.rotations.reports import find_waits, subject_of
 from rotation.services.rotations.requests import is_undecided
@@ -93,6 +94,9 @@ _TO_COLLECT = (
 """Rotations whose replacement the requester may collect, see `may_be_collected`."""
 
 
+_TO_CONFIRM = f"?state__exact={S.AWAITING_PROOF}"
+
+
 BYPASS_FILTER = state_filter(
     lambda: {"open": _is_unreviewed(), "all": Q(bypassed_at__isnull=False)},
     name="bypass",
@@ -122,11 +126,12 @@ class RotationAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Rotation", "Rotations"
     account_lookup = "account"
+    environment_lookup = "account_environment"
     create_actions = (REQUEST,)
     row_actions = ROW_ACTIONS
 
     list_display = ("rotation_id", "state_badge", "account", "label", "requested_by", "created")
-    list_filter = ("state", "credential__account__environment", BYPASS_FILTER, BLOCKED_FILTER, COLLECTION_FILTER)
+    list_filter = ("state", "account_environment", BYPASS_FILTER, BLOCKED_FILTER, COLLECTION_FILTER)
     search_fields = (
         "=rotation_id",
         "=credential__credential_id",
@@ -265,8 +270,9 @@ class RotationAdmin(ConsoleModelAdmin):
         if may(request, P.ROTATIONS_WRITE):
             own = asked.filter(requester_person=me)
             yield self.attention_item("Your rotations awaiting approval", own, where)
+            unconfirmed = rows.filter(pk__in=_first_to_confirm(rows))
             yield self.attention_item(
-                "Rotations awaiting an operator's confirmation", _to_confirm(rows), _TO_CONFIRM, "action"
+                "Rotations awaiting an operator's confirmation", unconfirmed, _TO_CONFIRM, "action"
             )
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(_TO_COLLECT, requester_person=me)
@@ -322,10 +328,10 @@ class RotationAdmin(ConsoleModelAdmin):
         return Extras(links=[Link("Rotate", f"{url}?credential={credential.pk}")], sections=[table])
 
 
-_TO_CONFIRM = f"?state__exact={S.AWAITING_PROOF}"
+def _first_to_confirm(rows: QuerySet[Any]) -> list[str]:
+    """Return the ids of the first rotations of each environment that only an operator can confirm.
 
-
-def _to_confirm(rows: QuerySet[Any]) -> QuerySet[Any]:
-    """Return rotations that only an operator can confirm: public keys and unused credentials."""
-    is_manual = Q(plan__proof=Proof.CONFIRMATION.value) | Q(plan__is_dormant=True)
-    return rows.filter(is_manual, state=S.AWAITING_PROOF, confirmed_at__isnull=True)
+    One walk through the index for each environment; together they would sort all that wait.
+    """
+    waiting = (rows.filter(AWAITS_CONFIRMATION, account_environment=environment) for environment in Environment)
+    return [pk for each in waiting for pk in each.values_list("pk", flat=True)[:_MAX_LISTED]]

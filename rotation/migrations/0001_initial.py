@@ -68,7 +68,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('rotation_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
-                ('account_environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32)),
+                ('account_environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32, verbose_name='environment')),
                 ('state', models.CharField(choices=[('requested', 'requested'), ('awaiting_approval', 'awaiting approval'), ('scheduled', 'scheduled'), ('emergency', 'emergency'), ('staged', 'staged'), ('publishing', 'publishing'), ('awaiting_proof', 'awaiting proof'), ('overlap', 'overlap'), ('quarantine', 'quarantine'), ('revoking', 'revoking'), ('rolling_back', 'rolling back'), ('completed', 'completed'), ('rolled_back', 'rolled back'), ('rejected', 'rejected'), ('expired', 'expired'), ('cancelled', 'cancelled'), ('stalled', 'stalled')], max_length=32)),
                 ('stalled_from', models.CharField(blank=True, choices=[('requested', 'requested'), ('awaiting_approval', 'awaiting approval'), ('scheduled', 'scheduled'), ('emergency', 'emergency'), ('staged', 'staged'), ('publishing', 'publishing'), ('awaiting_proof', 'awaiting proof'), ('overlap', 'overlap'), ('quarantine', 'quarantine'), ('revoking', 'revoking'), ('rolling_back', 'rolling back'), ('completed', 'completed'), ('rolled_back', 'rolled back'), ('rejected', 'rejected'), ('expired', 'expired'), ('cancelled', 'cancelled'), ('stalled', 'stalled')], max_length=32, null=True)),
                 ('why', models.CharField(blank=True, max_length=300)),
@@ -278,6 +278,14 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='rotation',
+            index=models.Index(condition=models.Q(('confirmed_at__isnull', True), ('state', 'awaiting_proof'), models.Q(('plan__proof', 'confirmation'), ('plan__is_dormant', True), _connector='OR')), fields=['account_environment', 'created_at'], name='rotation_to_confirm'),
+        ),
+        migrations.AddIndex(
+            model_name='rotation',
+            index=models.Index(condition=models.Q(('confirmed_at__isnull', True), ('state', 'awaiting_proof'), models.Q(('plan__proof', 'confirmation'), ('plan__is_dormant', True), _connector='OR')), fields=['account'], name='rotation_account_to_confirm'),
+        ),
+        migrations.AddIndex(
+            model_name='rotation',
             index=models.Index(condition=models.Q(('awaits_requester', True)), fields=['requester_person', 'created_at'], name='rotation_to_collect'),
         ),
         migrations.AddIndex(
@@ -345,9 +353,10 @@ class Migration(migrations.Migration):
                 ('refusals', models.PositiveSmallIntegerField(default=0)),
                 ('why', models.CharField(blank=True, max_length=300)),
                 ('revision', models.PositiveIntegerField(default=0)),
+                ('account', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='+', to='keyvault.account')),
             ],
             options={
-                'indexes': [models.Index(fields=['environment', 'ask_at', 'credential'], name='scheduled_by_ask_at')],
+                'indexes': [models.Index(fields=['environment', 'ask_at', 'credential'], name='scheduled_by_ask_at'), models.Index(fields=['account', 'ask_at', 'credential'], name='scheduled_of_account')],
             },
         ),
         migrations.CreateModel(

@@ -22,11 +22,17 @@ from keyvault.models.keys import Credential, Key
 from keyvault.models.merchants import Account
 from keyvault.models.tokens import ServiceToken
 from rotation.domain.events import RotationState
+from rotation.domain.plan_fields import Proof
 from rotation.domain.policy import PLAN_UNREADABLE, Plan, UnreadablePlanError
 from rotation.domain.states import CLOSED
 from rotation.models.campaigns import Campaign
 from rotation.models.schedules import RotationSchedule, ScheduledCredential
 from rotation.models.standing_approvals import StandingApproval
+
+AWAITS_CONFIRMATION = Q(state=RotationState.AWAITING_PROOF.value, confirmed_at__isnull=True) & (
+    Q(plan__proof=Proof.CONFIRMATION.value) | Q(plan__is_dormant=True)
+)
+"""Rotations that only an operator can confirm: of public keys and of unused credentials."""
 
 
 def explain_unreadable(error: Exception) -> str:
@@ -122,6 +128,10 @@ class Rotation(RequestColumns):
         indexes = [
             models.Index(fields=["state", "created_at"], name="rotation_by_state"),
             models.Index(fields=["-created_at", "-rotation_id"], name="rotation_newest"),
+            models.Index(
+                fields=["account_environment", "created_at"], name="rotation_to_confirm", condition=AWAITS_CONFIRMATION
+            ),
+            models.Index(fields=["account"], name="rotation_account_to_confirm", condition=AWAITS_CONFIRMATION),
             models.Index(
                 fields=["requester_person", "created_at"],
                 name="rotation_to_collect",

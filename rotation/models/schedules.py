@@ -89,6 +89,8 @@ class ScheduledCredential(models.Model):
     """
 
     credential = models.OneToOneField(Credential, models.PROTECT, primary_key=True, related_name="+")
+    # Copies of the credential's account and environment, which never change. The index serves the foreign key.
+    account = models.ForeignKey(Account, models.PROTECT, related_name="+", db_index=False)
     environment = choice(Environment)
     ask_at = at()
     refusals = models.PositiveSmallIntegerField(default=0)
@@ -96,7 +98,10 @@ class ScheduledCredential(models.Model):
     revision = models.PositiveIntegerField(default=0)
 
     class Meta:
-        indexes = [models.Index(fields=["environment", "ask_at", "credential"], name="scheduled_by_ask_at")]
+        indexes = [
+            models.Index(fields=["environment", "ask_at", "credential"], name="scheduled_by_ask_at"),
+            models.Index(fields=["account", "ask_at", "credential"], name="scheduled_of_account"),
+        ]
 
     def __str__(self) -> str:
         return f"{self.credential_id} at {self.ask_at}"

@@ -398,7 +398,8 @@ def load_schedule(size: Size, samples: Samples) -> None:
     """Load the date of each credential's next rotation, which one with an open rotation does not have."""
     sample = ScheduledCredential.objects.get(credential=samples.key.credential)
     date = f"CASE WHEN n > {size.rotations} THEN now() + interval '300 days' END"
-    copy(sample, 1, size.credentials, credential_id=credential("n"), ask_at=date)
+    place = {"credential_id": credential("n"), "account_id": account_of("n", size)}
+    copy(sample, 1, size.credentials, ask_at=date, **place)
 
 
 def load_issuance(size: Size, samples: Samples) -> None:

@@ -17,7 +17,9 @@ from django.urls import reverse
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
+from keyvault.access.scopes import AccessScope
 from keyvault.admin.oversight import audit
+from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential, IssuanceRequest, Key, Notice, Refusal
@@ -60,6 +62,12 @@ AUDIT_QUERIES = (
 )
 """Searches of the audit entries, with and without a chain."""
 
+SCOPES = {
+    "production": AccessScope(environments=frozenset({Environment.PRODUCTION})),
+    "merchants": AccessScope(frozenset({"merchant-7", "merchant-8", "merchant-9"})),
+}
+"""Limited scopes of operators, by user name. All rows are of production."""
+
 
 @pytest.fixture(autouse=True)
 def usage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +107,7 @@ def test_no_job_and_no_request_reads_a_large_table() -> None:
             advance_rotation(samples.rotations[state].rotation_id)
     make_requests(samples, queries)
     open_pages(samples, queries)
+    open_lists_in_scope(samples, queries)
     assert queries.count > 500
     assert queries.found == {}
     assert list_report_faults(queries) == []
@@ -135,6 +144,24 @@ def open_pages(samples: Samples, queries: SlowQueries) -> None:
     others = OPEN | {"add_passkey", "recovery_codes"}
     pages = [(name, path) for name, path in addresses.items() if "<" not in path and name not in others]
     assert len(pages) > 30
+    for name, path in [*pages, *((path, path) for path in list_filtered(samples))]:
+        with queries.watch(name):
+            assert client.get(path).status_code == 200, name
+
+
+def open_lists_in_scope(samples: Samples, queries: SlowQueries) -> None:
+    """Open the front page and the lists, also filtered ones, as operators with a limited scope."""
+    lists = [path for name, path in patterns(admin.site.get_urls()) if name.endswith(("_changelist", "_calendar"))]
+    assert len(lists) > 20
+    for username, scope in SCOPES.items():
+        client = browser(make_operator(username, *Role, scope=scope))
+        for path in [reverse("admin:index"), *lists, *list_filtered(samples)]:
+            with queries.watch(f"{path} in the scope {username}"):
+                assert client.get(path).status_code == 200, path
+
+
+def list_filtered(samples: Samples) -> list[str]:
+    """Return the addresses of filtered and searched lists."""
     rotations, merchant = reverse("admin:rotation_rotation_changelist"), samples.account.merchant_id
     calendar = reverse("admin:rotation_rotationschedule_calendar")
     filtered = [
@@ -151,9 +178,7 @@ def open_pages(samples: Samples, queries: SlowQueries) -> None:
     for model in (IssuanceRequest, Credential, Key, Notice, Refusal, Rotation):
         listed = reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_changelist")
         filtered.append(f"{listed}?o=2.3&q=merchant-1")
-    for name, path in [*pages, *((path, path) for path in filtered)]:
-        with queries.watch(name):
-            assert client.get(path).status_code == 200, name
+    return filtered
 
 
 def make_requests(samples: Samples, queries: SlowQueries) -> None:

@@ -105,8 +105,12 @@ class BoundedPaginator(_Paginator):
 
     @cached_property
     def count(self) -> int:
+        # In the list's order: the database would read a table from its start to find rows of one environment.
+        return self._counted().values("pk")[:_MAX_COUNTED].count()
+
+    def _counted(self) -> QuerySet[Any]:
         rows: QuerySet[Any] = self.object_list  # type: ignore[assignment]  # Django's admin passes a query set
-        return rows.order_by().values("pk")[:_MAX_COUNTED].count()
+        return rows
 
     @property
     def has_more(self) -> bool:
@@ -114,11 +118,14 @@ class BoundedPaginator(_Paginator):
 
 
 class ScopedPaginator(BoundedPaginator):
-    """Paginator for an operator with a scope.
+    """Paginator for an operator whose scope names merchants.
 
     With a LIMIT the database may walk the rows of all merchants in the order of the list until it has a page of the
     scope's. So the ids of few rows are read without one, by the index of their accounts.
     """
+
+    def _counted(self) -> QuerySet[Any]:
+        return super()._counted().order_by()
 
     def page(self, number: int | str) -> _Page:
         if self.has_more:
@@ -156,6 +163,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     account_lookup: str | None = None
     """Lookup of a row's account. None: the rows concern the installation."""
 
+    environment_lookup: str | None = None
+    """Column with a copy of the account's environment, with which an index of the list begins. None: there is none."""
+
     row_actions: tuple[RowAction, ...] = ()  # not `actions`, which are the bulk actions of Django's admin
     secret_views: tuple[SecretView, ...] = ()
     create_actions: tuple[CreateAction, ...] = ()
@@ -185,6 +195,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the rows that an operator with this scope may see: by default, those of its accounts."""
         if scope == EVERYWHERE:
             return rows
+        if scope.merchants is None and self.environment_lookup is not None:
+            return rows.filter(**{f"{self.environment_lookup}__in": scope.environments})
         return rows.none() if self.account_lookup is None else rows.filter(in_scope(scope, self.account_lookup))
 
     def account_of(self, row: Any) -> Account | None:
@@ -247,8 +259,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return self.rows_in_scope(super().get_queryset(request), operator_of(request).scope)
 
     def get_paginator(self, request: HttpRequest, *args: Any, **options: Any) -> BoundedPaginator:
-        is_unlimited = operator_of(request).scope == EVERYWHERE
-        return (BoundedPaginator if is_unlimited else ScopedPaginator)(*args, **options)
+        names_merchants = operator_of(request).scope.merchants is not None
+        return (ScopedPaginator if names_merchants else BoundedPaginator)(*args, **options)
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return ConsoleList

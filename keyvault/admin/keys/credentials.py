@@ -79,6 +79,7 @@ class CredentialAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Credential", "Credentials"
     account_lookup = "account"
+    environment_lookup = "account_environment"
     row_actions: tuple[RowAction, ...] = (
         RowAction(
             "restrict",
@@ -94,7 +95,7 @@ class CredentialAdmin(ConsoleModelAdmin):
     )
 
     list_display = ("credential_id", "account", "kind", "label", "key_states", "created")
-    list_filter = ("account__environment", "kind", "delivery")
+    list_filter = ("account_environment", "kind", "delivery")
     search_fields = ("=credential_id", "=keys__key_id", "=account__merchant__merchant_id", "^label")
     search_help_text = "By credential id, key id, merchant id or the beginning of a label. Never paste a whole key."
     sortable_by = ()

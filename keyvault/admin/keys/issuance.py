@@ -133,6 +133,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
     view_permissions = (P.ISSUANCE_READ,)
     section, singular, plural = "Keys", "Issuance request", "Issuance requests"
     account_lookup = "account"
+    environment_lookup = "account_environment"
     create_actions = (
         CreateAction(
             "request",
@@ -184,7 +185,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
     )
 
     list_display = ("issuance_request_id", "state_badge", "account", "kind", "label", "requested_by", "created")
-    list_filter = ("state", "account__environment", "kind", "delivery")
+    list_filter = ("state", "account_environment", "kind", "delivery")
     search_fields = (
         "=issuance_request_id",
         "=key__key_id",

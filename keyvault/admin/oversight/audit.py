@@ -181,7 +181,13 @@ class AuditEntryAdmin(ConsoleModelAdmin):
 
     def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
         """Return the entries of the accounts' chains; an unlimited scope has the platform's too."""
-        return rows if scope == EVERYWHERE else rows.filter(chain__in=_chains_in(scope))
+        if scope == EVERYWHERE:
+            return rows
+        if scope.merchants is None:
+            ends = (models.Q(name__endswith=f"/{environment}") for environment in scope.environments)
+            return rows.filter(chain__in=AuditChain.objects.filter(reduce(or_, ends)))
+        accounts = [account_chain(merchant, env) for merchant in scope.merchants for env in scope.environments]
+        return rows.filter(chain_id__in=[name for account in accounts for name in chains_with(account)])
 
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
         """Add the checkpoints, which are of the whole installation."""
@@ -262,18 +268,6 @@ class AuditEntryAdmin(ConsoleModelAdmin):
             query = {} if account is None else {"chain": _chain_of(account)}
             query["q"] = row.endpoint if isinstance(row, LimitOverride) else str(row.pk)
         return Extras(links=[Link("Audit entries", self.list_url(f"?{urlencode(query)}"))])
-
-
-def _chains_in(scope: AccessScope) -> QuerySet[AuditChain]:
-    """Return the chains of the scope's accounts; all chains for an unlimited scope."""
-    chains = AuditChain.objects.all()
-    if scope == EVERYWHERE:
-        return chains
-    if scope.merchants is None:
-        ends = (models.Q(name__endswith=f"/{environment}") for environment in scope.environments)
-        return chains.filter(reduce(or_, ends))
-    accounts = [account_chain(merchant, env) for merchant in scope.merchants for env in scope.environments]
-    return chains.filter(name__in=[name for account in accounts for name in chains_with(account)])
 
 
 def _checkpoints() -> Table:

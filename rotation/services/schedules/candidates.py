@@ -113,11 +113,10 @@ def list_candidates(
     """
     dated: list[DatePosition] = []
     undated: list[str] = []
-    # One walk through the index for each environment; together they would sort all rows.
-    for environment in sorted(scope.environments):
-        rows = ScheduledCredential.objects.filter(environment=environment)
-        if scope.merchants is not None:
-            rows = rows.filter(credential__account__merchant__in=scope.merchants)
+    places = _list_places(scope)
+    # One walk through an index for each place; together they would sort all rows.
+    for place in places:
+        rows = ScheduledCredential.objects.filter(**place)
         due = rows.filter(ask_at__isnull=False) if until is None else rows.filter(ask_at__lte=until)
         if after is not None:
             due = due.filter(TupleGreaterThan(Tuple(F("ask_at"), F("pk")), after))
@@ -125,10 +124,13 @@ def list_candidates(
             waiting = rows.filter(ask_at__isnull=True).order_by("ask_at", "pk")
             undated += waiting.values_list("pk", flat=True)[: MAX_LISTED + 1]
         dated += due.order_by("ask_at", "pk").values_list("ask_at", "pk")[: MAX_LISTED + 1]
-    if len(scope.environments) > 1:
-        # The database orders them: it may compare ids in another way than Python does.
-        both = ScheduledCredential.objects.filter(pk__in=[pk for _, pk in dated], ask_at__isnull=False)
-        dated = list(both.order_by("ask_at", "pk").values_list("ask_at", "pk")[: MAX_LISTED + 1])
+    if len(places) > 1:
+        # The database orders those of one time: it may compare ids in another way than Python does.
+        dated.sort(key=lambda position: position[0])
+        last_at = dated[MAX_LISTED][0] if len(dated) > MAX_LISTED else None
+        first = [pk for ask_at, pk in dated if last_at is None or ask_at <= last_at]
+        earliest = ScheduledCredential.objects.filter(pk__in=first, ask_at__isnull=False)
+        dated = list(earliest.order_by("ask_at", "pk").values_list("ask_at", "pk")[: MAX_LISTED + 1])
     ids = [pk for _, pk in dated[:MAX_LISTED]] + sorted(undated)[:MAX_LISTED]
     found = [
         candidate
@@ -137,6 +139,14 @@ def list_candidates(
     ]
     next_after = dated[MAX_LISTED - 1] if len(dated) > MAX_LISTED else None
     return CandidatePage(found, next_after, has_more_undated=len(undated) > MAX_LISTED)
+
+
+def _list_places(scope: AccessScope) -> list[dict[str, Any]]:
+    """Return the conditions of the scope's environments, or those of its accounts if it names merchants."""
+    if scope.merchants is None:
+        return [{"environment": environment} for environment in sorted(scope.environments)]
+    accounts = Account.objects.filter(merchant__in=scope.merchants, environment__in=scope.environments)
+    return [{"account": pk} for pk in accounts.values_list("pk", flat=True)]
 
 
 def find_candidates(credential_ids: Collection[str]) -> dict[str, Candidate]:

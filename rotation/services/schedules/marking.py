@@ -18,19 +18,22 @@ from keyvault.services.recording.signals import accounts_changed, keys_changed
 from rotation.models import ScheduledCredential, ScheduleSweep
 
 
-def mark_credentials(credentials: Iterable[tuple[str, str]], now: datetime) -> None:
-    """Mark private credentials, given as pairs of id and environment."""
-    environments = dict(credentials)
-    rows = ScheduledCredential.objects.filter(pk__in=environments)
+def mark_credentials(credential_ids: Collection[str], now: datetime) -> None:
+    """Mark private credentials."""
+    rows = ScheduledCredential.objects.filter(pk__in=credential_ids)
     mark: dict[str, Any] = {"ask_at": now, "refusals": 0, "revision": F("revision") + 1}
-    if rows.update(**mark) < len(environments):
-        add_missing(environments.items())
+    if rows.update(**mark) < len(credential_ids):
+        add_missing(credential_ids)
         rows.update(**mark)
 
 
-def add_missing(credentials: Iterable[tuple[str, str]]) -> None:
+def add_missing(credential_ids: Collection[str]) -> None:
     """Add the rows of credentials that have none yet, without a date."""
-    new = (ScheduledCredential(credential_id=pk, environment=environment) for pk, environment in credentials)
+    found = Credential.objects.filter(pk__in=credential_ids).values_list("pk", "account_id", "account_environment")
+    new = (
+        ScheduledCredential(credential_id=pk, account_id=account_id, environment=environment)
+        for pk, account_id, environment in found
+    )
     ScheduledCredential.objects.bulk_create(new, ignore_conflicts=True)
 
 
@@ -39,11 +42,11 @@ def mark_scopes(scopes: Iterable[tuple[str, Account | None, Credential | None]],
 
     The items of a scope are: environment, account, credential.
     """
-    credentials: list[tuple[str, str]] = []
+    credentials: set[str] = set()
     sweeps: list[ScheduleSweep] = []
     for environment, account, credential in scopes:
         if credential is not None:
-            credentials.append((credential.pk, environment))
+            credentials.add(credential.pk)
         else:
             sweeps.append(ScheduleSweep(environment=environment, account=account))
     if credentials:
@@ -61,7 +64,7 @@ def _mark_keys(key_ids: Collection[str], permission: Permission | None, now: dat
     if permission is Permission.ROTATIONS_ADVANCE:
         return  # A rotation is open, and marks its credential when it closes.
     rows = Credential.objects.filter(keys__in=key_ids, kind=KeyKind.PRIVATE)
-    credentials = list(rows.values_list("pk", "account__environment"))
+    credentials = set(rows.values_list("pk", flat=True))
     if credentials:
         mark_credentials(credentials, now)
 

@@ -199,7 +199,7 @@ def _sweep_batch(sweep: ScheduleSweep, now: datetime) -> int:
     ids = list(credentials.order_by("pk").values_list("pk", flat=True)[:BATCH])
     found = ScheduledCredential.objects.filter(pk__in=ids)
     if found.count() < len(ids):
-        add_missing((pk, sweep.environment) for pk in ids)
+        add_missing(ids)
     rows = list(found)
     _compute_dates(rows, now)
     # Also the unchanged ones: a worker that read them before, and computes from older facts, then stores nothing.

@@ -42,7 +42,7 @@ def test_revocation_during_a_request_waits_for_it() -> None:
 def test_revocation_during_an_abort_waits_for_it() -> None:
     """Both write the rotation's lease before the date of the credential's next rotation."""
     key, _ = scene.issue(scene.account(), now())
-    mark_credentials([(key.credential_id, "sandbox")], now())
+    mark_credentials([key.credential_id], now())
     assert ScheduledCredential.objects.exists()
     rotation = scene.rotate(key.credential, now())
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=now())

@@ -11,10 +11,10 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.scopes import EVERYWHERE
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
-from keyvault.models import Key
+from keyvault.models import Credential, Key
 from keyvault.services.merchants.merchants import suspend_account
 from keyvault.services.recording.authorization import authorize
 from rotation.domain.plan_fields import PlanOverrides, Proof
@@ -26,8 +26,10 @@ from rotation.services.schedules.calendar import DateState, ScheduledDate, list_
 from rotation.services.schedules.candidates import RETRY_DELAY
 from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock
+from tests.plans import copy_row, explain
 from tests.rotation import scene
 from tests.rotation.services.schedules.test_schedules import NIGHTS, calendar, damage, save
+from tests.services.rows import disable_triggers
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -161,7 +163,8 @@ def test_calendar_of_many_keys_needs_a_constant_number_of_queries(clock: Clock) 
     assert len(queries) <= 8 + len(Environment)
 
 
-def test_calendar_of_many_keys_has_pages(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scope", [EVERYWHERE, EVERYWHERE.narrowed_to("acme", None)], ids=str)
+def test_calendar_of_many_keys_has_pages(clock: Clock, monkeypatch: pytest.MonkeyPatch, scope: AccessScope) -> None:
     """Each date is on one page, the earliest first; all of them may begin with the same window."""
     monkeypatch.setattr(candidates, "MAX_LISTED", 2)
     for environment in (SANDBOX, PRODUCTION):
@@ -172,14 +175,14 @@ def test_calendar_of_many_keys_has_pages(clock: Clock, monkeypatch: pytest.Monke
     shown: list[list[ScheduledDate]] = []
     after = None
     while not shown or after is not None:
-        page = list_next(clock(), clock() + YEAR, after=after)
+        page = list_next(clock(), clock() + YEAR, scope, after)
         shown.append(page.dates)
         after = page.after
     ids = [date.credential_id for page in shown for date in page]
     assert ([len(page) for page in shown], len(set(ids))) == ([2, 2, 2], 6)
     times = [date.ask_at for page in shown for date in page if date.ask_at is not None]
     assert times == sorted(times)
-    assert list_next(clock(), clock() + DAY).dates == []
+    assert list_next(clock(), clock() + DAY, scope).dates == []
 
 
 def test_calendar_tells_that_more_credentials_have_no_date(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +195,23 @@ def test_calendar_tells_that_more_credentials_have_no_date(clock: Clock, monkeyp
     ScheduledCredential.objects.update(ask_at=None)
     page = list_next(clock(), clock() + YEAR)
     assert (len(page.dates), page.after, page.has_more_undated) == (2, None, True)
+
+
+@pytest.mark.postgres
+def test_calendar_of_a_merchant_reads_the_rows_of_its_accounts_in_order(clock: Clock) -> None:
+    """Guarantee: the cost for a scope of some merchants does not grow with the credentials, not even with theirs."""
+    for merchant in ("acme", "globex"):
+        scene.issue(scene.account(merchant), clock())
+    save(SANDBOX, clock())
+    begin_due(clock())
+    disable_triggers()
+    copy_row(Credential, credential_id="'crd_' || n")
+    copy_row(ScheduledCredential, credential="'crd_' || n", ask_at="now() + n * interval '1 minute'")
+    until, scope = clock() + YEAR, EVERYWHERE.narrowed_to("globex", SANDBOX)
+    plans = [plan for plan in explain(lambda: candidates.list_candidates(scope, until)) if "ask_at <=" in plan]
+    assert len(plans) == 1
+    assert "scheduled_of_account" in plans[0]
+    assert "Sort" not in plans[0]
 
 
 # --- the command ----------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def test_sweep_computes_the_date_of_a_credential_whose_own_change_is_rolled_back
 
     def change_and_fail() -> None:
         with suppress(RuntimeError), transaction.atomic():
-            mark_credentials([(scheduled.credential_id, SANDBOX)], clock())
+            mark_credentials([scheduled.credential_id], clock())
             is_locked.set()
             assert is_stored.wait(TIMEOUT_SECONDS)
             raise RuntimeError("rolled back")
