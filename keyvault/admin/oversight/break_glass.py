@@ -85,6 +85,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             _explain_review,
             form=VersionedForm,
             tone=Tone.GOOD,
+            step_up=True,
         ),
         RowAction(
             "confirm",
@@ -97,6 +98,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             ),
             form=VersionedForm,
             tone=Tone.GOOD,
+            step_up=True,
         ),
         RowAction(
             "disown",

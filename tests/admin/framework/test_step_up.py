@@ -21,6 +21,8 @@ from tests.factories import grant, issue, now
 REVOKE = {"reason": "superseded"}
 
 STEP_UP_ACTIONS = {
+    "keyvault_breakglass_confirm",
+    "keyvault_breakglass_review",
     "keyvault_credential_compromised",
     "keyvault_issuancerequest_approve",
     "keyvault_issuancerequest_collect",

@@ -605,7 +605,7 @@ def test_issuance_by_a_worker_that_slept_past_its_lease_stores_no_discarded_key(
     """Guarantee: no string of a discarded key reaches the backend, where nothing but the reconciler would find it."""
     request = request_key(scene.sandbox)
     slow = _lease_of(request, now())
-    real = requests.store_string
+    real = stored_copies.store_string
 
     def store_after_withdrawal(key: Key, text: Plaintext, **options: Any) -> int:
         _withdraw(scene, fresh(request))
