@@ -156,7 +156,11 @@ rollup into days adds rows, too. The retention limits the buckets of each contex
 """
 
 
-def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int = 50) -> list[KeyUser]:
+MAX_USERS = 50
+"""Maximum users of each outcome that are returned by default."""
+
+
+def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int = MAX_USERS) -> list[KeyUser]:
     """Return uses grouped by source, user agent, endpoint, origin and outcome, the latest first.
 
     Evidence passes the outcomes that it relies on. People see every outcome, with probes marked. `limit`: the maximum
@@ -171,9 +175,10 @@ def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit:
     return users
 
 
-def has_more_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES) -> bool:
-    """Whether a key has more contexts of one of these outcomes than the lists read."""
-    return any(len(_contexts(key_id, outcome)[: MAX_READ + 1]) > MAX_READ for outcome in outcomes)
+def has_more_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int | None = None) -> bool:
+    """Whether a key has more contexts of one of these outcomes than `limit`; None: than the lists read."""
+    limit = MAX_READ if limit is None else limit
+    return any(len(_contexts(key_id, outcome)[: limit + 1]) > limit for outcome in outcomes)
 
 
 def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
