@@ -321,13 +321,17 @@ def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -
 
     `without`: names of sources whose attempts do not count, for their first _MAX_CLIENTS clients.
     """
+    tried_at = find_last(key_id, [UseOutcome.REFUSED])
+    if tried_at is None or tried_at < since:
+        return UseAttempts()  # the usual case, without the buckets, of which there may be many from before
     attempts = _attempts_since(key_id, since)
+    last_at: datetime | None = tried_at
     if without:
         columns = ("context__source", "context__user_agent")
         clients = attempts.order_by(*columns).values_list(*columns).distinct()[:_MAX_CLIENTS]
         for caller, user_agent in [client for client in clients if name_source(*client) in without]:
             attempts = attempts.exclude(context__source=caller, context__user_agent=user_agent)
-    last_at = attempts.aggregate(at=Max("last_at"))["at"]
+        last_at = attempts.aggregate(at=Max("last_at"))["at"]
     if last_at is None:
         return UseAttempts()
     return UseAttempts(last_at, attempts.filter(_is_known(key_id, since)).aggregate(at=Max("last_at"))["at"])
