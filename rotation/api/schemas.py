@@ -139,6 +139,7 @@ ROTATION_BODY = define(
         handover=nullable(_HANDOVER_BODY),
         evidence=list_of(_EVIDENCE_BODY),
         predecessor_users=list_of(_USER_BODY),
+        has_more_predecessor_users={**FLAG, "description": "Whether `predecessor_users` is incomplete."},
     ),
 )
 

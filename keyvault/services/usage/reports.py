@@ -156,7 +156,11 @@ rollup into days adds rows, too. The retention limits the buckets of each contex
 """
 
 
-def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int = 50) -> list[KeyUser]:
+MAX_USERS = 50
+"""Maximum users of each outcome that are returned by default."""
+
+
+def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int = MAX_USERS) -> list[KeyUser]:
     """Return uses grouped by source, user agent, endpoint, origin and outcome, the latest first.
 
     Evidence passes the outcomes that it relies on. People see every outcome, with probes marked. `limit`: the maximum
@@ -171,9 +175,10 @@ def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit:
     return users
 
 
-def has_more_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES) -> bool:
-    """Whether a key has more contexts of one of these outcomes than the lists read."""
-    return any(len(_contexts(key_id, outcome)[: MAX_READ + 1]) > MAX_READ for outcome in outcomes)
+def has_more_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int | None = None) -> bool:
+    """Whether a key has more contexts of one of these outcomes than `limit`; None: than the lists read."""
+    limit = MAX_READ if limit is None else limit
+    return any(len(_contexts(key_id, outcome)[: limit + 1]) > limit for outcome in outcomes)
 
 
 def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
@@ -316,13 +321,17 @@ def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -
 
     `without`: names of sources whose attempts do not count, for their first _MAX_CLIENTS clients.
     """
+    tried_at = find_last(key_id, [UseOutcome.REFUSED])
+    if tried_at is None or tried_at < since:
+        return UseAttempts()  # the usual case, without the buckets, of which there may be many from before
     attempts = _attempts_since(key_id, since)
+    last_at: datetime | None = tried_at
     if without:
         columns = ("context__source", "context__user_agent")
         clients = attempts.order_by(*columns).values_list(*columns).distinct()[:_MAX_CLIENTS]
         for caller, user_agent in [client for client in clients if name_source(*client) in without]:
             attempts = attempts.exclude(context__source=caller, context__user_agent=user_agent)
-    last_at = attempts.aggregate(at=Max("last_at"))["at"]
+        last_at = attempts.aggregate(at=Max("last_at"))["at"]
     if last_at is None:
         return UseAttempts()
     return UseAttempts(last_at, attempts.filter(_is_known(key_id, since)).aggregate(at=Max("last_at"))["at"])

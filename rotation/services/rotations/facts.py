@@ -273,9 +273,12 @@ _MAX_CITED = 200
 """Maximum sources that evidence of silence names, the latest first."""
 
 
-def sources_seen(facts: Facts) -> list[JsonValue]:
-    """Describe each source of a key that was observed to be silent: why it no longer needs the key."""
-    return [
+def sources_seen(facts: Facts) -> dict[str, JsonValue]:
+    """Describe each source of a key that was observed to be silent: why it no longer needs the key.
+
+    The evidence states whether the key has more sources than it names.
+    """
+    named: list[JsonValue] = [
         {
             "source": source.name,
             "last_used_at": format_timestamp(source.used_at),
@@ -285,3 +288,4 @@ def sources_seen(facts: Facts) -> list[JsonValue]:
         }
         for source in facts.sources[:_MAX_CITED]
     ]
+    return {"sources": named, "has_more_sources": len(facts.sources) > _MAX_CITED}

@@ -7,7 +7,7 @@ from django.db.models import Q
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.services.usage.reports import list_users
+from keyvault.services.usage.reports import MAX_USERS, has_more_users, list_users
 from rotation.domain.events import RotationState
 from rotation.domain.silence import AwaitedSource
 from rotation.domain.states import CLOSED, Move, list_awaited_sources, next_step
@@ -45,6 +45,7 @@ def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
             for evidence in rotation.evidence.order_by("created_at", "evidence_id")
         ],
         "predecessor_users": list_users(rotation.predecessor_id),
+        "has_more_predecessor_users": has_more_users(rotation.predecessor_id, limit=MAX_USERS),
     }
 
 

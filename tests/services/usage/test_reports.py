@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
+from typing import Any
 
 import pytest
 from django.db.models import QuerySet
@@ -311,6 +312,17 @@ def test_attempts_of_many_sources_take_a_fixed_number_of_queries(
     with django_assert_num_queries(4):
         find_attempts(key.key_id, NOON)
     assert len(list_attempts(key.key_id, NOON)) == 50
+
+
+def test_attempts_before_a_key_was_suspended_are_not_read(
+    key: Key, django_assert_num_queries: Callable[[int], AbstractContextManager[Any]]
+) -> None:
+    """The cost of an engine run does not grow with refused requests from before."""
+    for number in range(3):
+        use(key, f"192.0.2.{number}", outcome=REFUSED, at=NOON)
+    with django_assert_num_queries(1) as made:
+        assert find_attempts(key.key_id, NOON + HOUR) == UseAttempts()
+    assert "keyvault_keyattempt" in made.captured_queries[0]["sql"]
 
 
 def test_attempts_of_waived_clients_beyond_the_bound_count(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ from keyvault.access.catalog import ACKNOWLEDGEMENT
 from keyvault.models import Key
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState
+from rotation.domain.silence import SourceFacts
 from rotation.services.rotations import facts
 from tests.clocks import Clock
-from tests.rotation import scene
+from tests.rotation import scene, situation
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -66,3 +68,14 @@ def test_traffic_is_read_without_the_buckets_of_its_minutes(key: Key, verifier: 
         facts._traffic(key)
     assert [query["sql"] for query in made if "keyvault_usebucket" in query["sql"]] == []
     assert [query["sql"] for query in made if "usecontext" in query["sql"] and "LIMIT" not in query["sql"]] == []
+
+
+@pytest.mark.parametrize(("count", "has_more"), [(2, False), (3, True)])
+def test_evidence_of_silence_states_whether_it_names_all_sources(
+    monkeypatch: pytest.MonkeyPatch, count: int, has_more: bool
+) -> None:
+    monkeypatch.setattr(facts, "_MAX_CITED", 2)
+    sources = tuple(SourceFacts(f"192.0.{number}.0/24 shop", used_at=situation.NOW) for number in range(count))
+    seen = facts.sources_seen(situation.facts(RotationState.OVERLAP, sources=sources))
+    assert isinstance(seen["sources"], list)
+    assert (len(seen["sources"]), seen["has_more_sources"]) == (2, has_more)

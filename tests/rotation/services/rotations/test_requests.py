@@ -19,6 +19,7 @@ from keyvault.services.approvals.break_glass import review_break_glass
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.tokens.service_tokens import create_service_token
 from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.usage.reports import MAX_USERS
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Rotation
@@ -319,4 +320,16 @@ def test_rotation_description_names_its_wait_and_the_users_of_the_old_key(clock:
     assert description["state"] == S.AWAITING_PROOF
     assert str(description["waiting_for"]).startswith("the merchant to acknowledge with the replacement")
     assert [(user["source"], user["count"]) for user in description["predecessor_users"]] == [("192.0.2.7", 3)]  # type: ignore[index,union-attr,call-overload]  # parsed JSON
+    assert description["has_more_predecessor_users"] is False
     assert text.reveal() not in str(description)
+
+
+def test_rotation_description_tells_that_users_of_the_old_key_are_missing(clock: Clock, verifier: UsageLog) -> None:
+    key, _ = scene.first_key(clock())
+    rotation = scene.rotate(key.credential, clock())
+    for number in range(MAX_USERS + 1):
+        scene.use(verifier, key.key_id, source=f"192.0.2.{number}")
+    description = describe(get_rotation(rotation.rotation_id), clock())
+    assert isinstance(description["predecessor_users"], list)
+    assert len(description["predecessor_users"]) == MAX_USERS
+    assert description["has_more_predecessor_users"] is True

@@ -160,6 +160,7 @@ def test_silence_of_a_monthly_client_ends_after_two_of_its_gaps(fleet: Fleet) ->
     assert rotation is not None
     assert rotation.state == S.COMPLETED
     silent = rotation.evidence.get(kind="silent").seen
+    assert silent["has_more_sources"] is False
     assert {each["source"]: each["longest_gap_seconds"] for each in silent["sources"]} == {
         "203.0.113.0/24 month-end": 30 * DAY,
         "198.51.100.0/24 shop": DAY,
