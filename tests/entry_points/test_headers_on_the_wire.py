@@ -139,6 +139,7 @@ def test_credential_headers_on_the_wire_get_the_verdict_of_the_contract(wire: Wi
         assert ("www-authenticate" in answer.headers) is (answer.status == 401)
 
 
+@pytest.mark.sqlite
 def test_service_token_on_the_wire_is_accepted_once_and_in_its_own_header(wire: Wire) -> None:
     good = b"Authorization: Bearer " + wire.token
     assert wire.send(good, method=b"GET", path=b"/v1/credentials").status == 200
@@ -203,6 +204,7 @@ def test_paths_on_the_wire_match_in_their_canonical_spelling_alone(wire: Wire) -
         assert (answer.status, answer.body) == (400, b""), path
 
 
+@pytest.mark.sqlite
 def test_key_in_a_path_on_the_wire_is_refused_in_every_encoding(wire: Wire) -> None:
     """Guarantee: the response repeats no key from a URL and redirects to no URL with a key."""
     for path in (
@@ -220,6 +222,7 @@ def test_key_in_a_path_on_the_wire_is_refused_in_every_encoding(wire: Wire) -> N
         assert "location" not in answer.headers
 
 
+@pytest.mark.sqlite
 def test_bodies_on_the_wire_are_read_completely_or_refused(wire: Wire) -> None:
     """Guarantee: no entry point acts on a truncated body, and credentials are judged before the body."""
     question = b'{"key": null, "environment": "sandbox", "endpoint": "credentials.acknowledge"}'
@@ -281,6 +284,7 @@ def test_oversized_and_unusual_requests_on_the_wire_are_refused_without_a_server
         assert outcome(answer) == (400, "request_invalid"), host
 
 
+@pytest.mark.sqlite
 def test_envoy_request_on_the_wire_keeps_the_host_and_the_path_of_its_client(wire: Wire) -> None:
     """The server validates neither: these requests fail because the gateway's own token is missing."""
     for host in (b"shop.example", b"shop.example:8443", b"a b", b"127.0.0.1"):

@@ -195,6 +195,7 @@ def test_refusals_of_unproved_keys_are_identical_at_every_entry_point(scene: Sce
         assert not DENIED.search(proved), "the entry point refuses a good key too: nothing was compared"
 
 
+@pytest.mark.sqlite
 def test_refusals_of_another_merchant_s_keys_are_identical_to_unknown_ones(scene: Scene) -> None:
     """Guarantee: a service token of one merchant learns neither the existence nor the state of another's keys."""
     foreign = {what: text.encode() for what, text in scene.keys.items() if what != "globex's"}
@@ -228,6 +229,7 @@ def test_refusals_of_unproved_customer_tokens_are_identical(scene: Scene) -> Non
     assert b" 200 " in ask(scene.customers["acme"]).partition(b"\r\n")[0]
 
 
+@pytest.mark.sqlite
 def test_refusals_beyond_the_limit_of_failed_proofs_are_identical(scene: Scene) -> None:
     """Guarantee: beyond the limit every guess gets the same response with Retry-After; a good key still passes."""
     answers = {what: _guess_until_limited(scene, key) for what, key in unproved(scene).items()}

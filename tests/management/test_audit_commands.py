@@ -96,6 +96,7 @@ def test_audit_check_of_a_whole_export_reports_what_it_proves(files: tuple[str, 
     assert "2 compared, 0 outside" in done.stdout
 
 
+@pytest.mark.sqlite
 def test_audit_check_as_json_counts_by_scope(files: tuple[str, str, str]) -> None:
     export, keys, _ = files
     answer = json.loads(check(export, "--public-key", keys, "--json").stdout)
@@ -105,6 +106,7 @@ def test_audit_check_as_json_counts_by_scope(files: tuple[str, str, str]) -> Non
     assert (sandbox["checkpoints"], sandbox["signer"], sandbox["unsigned_entries"]) == (2, "local", 6)
 
 
+@pytest.mark.sqlite
 def test_audit_check_of_an_altered_entry_names_it(files: tuple[str, str, str], tmp_path: Path) -> None:
     """The exit code is 1, and the message names the place."""
     export, keys, _ = files
@@ -119,6 +121,7 @@ def test_audit_check_of_an_altered_entry_names_it(files: tuple[str, str, str], t
     assert "THE AUDIT LOG IS NOT INTACT." in done.stdout
 
 
+@pytest.mark.sqlite
 def test_audit_check_of_a_rolled_back_log_fails_with_kept_checkpoints(
     files: tuple[str, str, str], tmp_path: Path
 ) -> None:
@@ -132,7 +135,7 @@ def test_audit_check_of_a_rolled_back_log_fails_with_kept_checkpoints(
     assert "the log was rolled back" in done.stdout
 
 
-@pytest.mark.postgres_once
+@pytest.mark.sqlite
 @pytest.mark.parametrize(
     ("damage", "reported"),
     [
@@ -161,6 +164,7 @@ def test_audit_check_of_a_damaged_file_is_refused_with_the_reason(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.sqlite
 def test_audit_check_of_a_partial_export_is_refused_unless_requested(
     files: tuple[str, str, str], tmp_path: Path
 ) -> None:
@@ -176,6 +180,7 @@ def test_audit_check_of_a_partial_export_is_refused_unless_requested(
         assert ("Without the entries that were signed until" in accepted.stdout) == (arguments[0] == "--since")
 
 
+@pytest.mark.sqlite
 def test_audit_check_needs_only_its_two_folders(files: tuple[str, str, str], tmp_path: Path) -> None:
     """An auditor needs keyvault/domain and keyvault/client only."""
     export, keys, _ = files
@@ -186,6 +191,7 @@ def test_audit_check_needs_only_its_two_folders(files: tuple[str, str, str], tmp
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.sqlite
 def test_audit_check_without_usable_files_is_refused(files: tuple[str, str, str], tmp_path: Path) -> None:
     export, keys, kept = files
     assert check(export).returncode == 2
@@ -228,6 +234,7 @@ def test_audit_verify_of_a_rolled_back_database_fails_with_kept_checkpoints(file
     assert answer["first_broken"] == answer["checkpoints"]["sandbox"]["broken"]
 
 
+@pytest.mark.sqlite
 def test_audit_verify_with_no_usable_files_is_refused(files: tuple[str, str, str], tmp_path: Path) -> None:
     export, keys, _ = files
     for arguments in (["--public-key", export], ["--checkpoints", keys], ["--checkpoints", str(tmp_path / "none")]):
@@ -253,6 +260,7 @@ def test_audit_public_key_before_the_first_signature_is_refused(db: None, tmp_pa
         call_command("audit_public_key")
 
 
+@pytest.mark.sqlite
 def test_audit_public_key_in_both_formats_is_the_same_key(signed: None) -> None:
     assert json.loads(printed("audit_public_key")) == json.loads(printed("audit_public_key", "--json"))
 

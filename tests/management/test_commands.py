@@ -277,6 +277,7 @@ def test_command_exit_code_distinguishes_refusal_from_usage_error(
         assert output.err
 
 
+@pytest.mark.sqlite
 @pytest.mark.django_db(transaction=True)
 def test_command_refusal_is_the_exit_code_of_its_process() -> None:
     done = subprocess.run(

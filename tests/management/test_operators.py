@@ -351,6 +351,7 @@ def test_django_command_that_bypasses_the_services_is_refused(
     assert output.err.count("\n") == 1
 
 
+@pytest.mark.sqlite
 @pytest.mark.parametrize("entry", [["manage.py"], ["-m", "django"]], ids=" ".join)
 def test_django_command_is_refused_by_each_program(entry: list[str], tmp_path: Path) -> None:
     environment = {

@@ -91,8 +91,9 @@ def test_scope_of_another_merchant_finds_no_object(desk: Desk, scope: AccessScop
     assert wrong == []
 
 
+@pytest.mark.postgres_once
 @pytest.mark.database
-@pytest.mark.parametrize("scope", [GLOBEX, GLOBEX_SANDBOX])
+@pytest.mark.parametrize("scope", [GLOBEX_SANDBOX, GLOBEX])
 def test_scope_of_another_merchant_shows_no_id_of_it(desk: Desk, scope: AccessScope) -> None:
     """Guarantee: no list, form or front page shows an id of another merchant, and no search finds one."""
     rows = every_row(desk)

@@ -372,6 +372,7 @@ def test_sign_due_in_a_process_of_some_environments_signs_for_those_only(db: Non
     assert set(read_public_keys()[1]) == {"production"}
 
 
+@pytest.mark.sqlite
 def test_sign_due_with_the_signer_unavailable_is_delayed(
     written: Iterator[datetime], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -506,6 +507,7 @@ def test_sign_due_of_a_log_that_contradicts_its_checkpoint_is_refused(
     assert [record.getMessage() for record in caplog.records] == ["the audit log is damaged: no checkpoint is signed"]
 
 
+@pytest.mark.sqlite
 def test_sign_due_without_the_local_key_is_refused_and_creates_no_key(
     written: Iterator[datetime], tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -516,6 +518,7 @@ def test_sign_due_without_the_local_key_is_refused_and_creates_no_key(
     assert {record.getMessage() for record in caplog.records} == {"the audit log is damaged: no checkpoint is signed"}
 
 
+@pytest.mark.sqlite
 def test_local_signer_keys_of_the_scopes_differ_and_stay(written: Iterator[datetime]) -> None:
     """The environments share no signing key."""
     first, _ = read_public_keys()
@@ -749,6 +752,7 @@ def test_sign_due_finds_a_missing_chain(written: Iterator[datetime], caplog: pyt
     assert "is missing" in str(first_break())
 
 
+@pytest.mark.postgres_once
 @pytest.mark.parametrize("change", ["body", "number", "signer"])
 def test_sign_due_over_an_altered_checkpoint_is_refused(
     written: Iterator[datetime], caplog: pytest.LogCaptureFixture, change: str
@@ -833,6 +837,7 @@ def test_verify_checkpoints_of_a_rolled_back_database_needs_the_kept_ones(writte
     )
 
 
+@pytest.mark.sqlite
 def test_verify_checkpoints_without_the_signer_checks_everything_else(written: Iterator[datetime]) -> None:
     """A signature without its public key counts as unchecked; keys from a file check it."""
     known, _ = read_public_keys()
@@ -862,6 +867,7 @@ def test_verify_checkpoints_reports_entries_unsigned_for_too_long(written: Itera
     assert all("checkpoints were deleted" in str(report.overdue) for report in reports if report.unsigned)
 
 
+@pytest.mark.sqlite
 def test_sign_due_logs_each_checkpoint(written: Iterator[datetime], caplog: pytest.LogCaptureFixture) -> None:
     """Shipped logs keep a copy of each checkpoint outside the database."""
     with caplog.at_level(logging.INFO, logger="keyvault.services.audit.checkpoints"):

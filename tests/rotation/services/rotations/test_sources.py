@@ -137,6 +137,7 @@ def fleet(clock: Clock, verifier: UsageLog) -> Fleet:
     return Fleet(clock, verifier)
 
 
+@pytest.mark.sqlite
 def test_silence_of_a_daily_client_does_not_hide_a_monthly_one(fleet: Fleet) -> None:
     """With the defaults of production, the month-end job still finds its key 30 days after its last call."""
     fleet.live(91)
@@ -180,6 +181,7 @@ def test_silence_of_a_monthly_client_that_never_moves_stalls_at_the_deadline(fle
     assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
 
 
+@pytest.mark.sqlite
 def test_silence_of_a_monthly_client_that_moved_is_one_gap_and_the_quiet_period(fleet: Fleet) -> None:
     """Another host of that source may call once more with the old key, within its gap."""
     fleet.live(91)
@@ -435,6 +437,7 @@ def test_rotation_completes_although_a_verifier_is_lost_every_week(fleet: Fleet)
 # --- what it says, and what an operator can do --------------------------------------------------------------
 
 
+@pytest.mark.sqlite
 def test_rotation_says_which_sources_it_waits_for_and_until_when(fleet: Fleet) -> None:
     """Also while it is stalled at its deadline."""
     fleet.live(91)
