@@ -6,6 +6,7 @@ diff.
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from django.db import transaction
 from pytest_django import DjangoDbBlocker
 
 from keyvault.domain.environments import Environment
+from keyvault.services.catalog.policy_snapshot import read_rules
 from keyvault.services.limits.limiter import FailedProofs, Limiter
 from keyvault.services.limits.stores import LocalStore
 from keyvault.services.usage.recorder import UsageLog
@@ -86,6 +88,16 @@ def quiet_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("hotpath.adapters.assembly", "api.integration"):
         monkeypatch.setattr(f"keyvault.{module}.usage_log", UsageLog())
         monkeypatch.setattr(f"keyvault.{module}.refusal_log", RefusalLog())
+
+
+@pytest.fixture(autouse=True)
+def rules_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the catalog and the limits once for each test, because no case changes them.
+
+    An engine without a cache spends half of a request on them.
+    """
+    snapshot = cache(lambda: read_rules(None))
+    monkeypatch.setattr("keyvault.hotpath.adapters.stores.read_rules", lambda known: snapshot())
 
 
 def test_matrix_equals_the_reviewed_file(demanded: Mapping[Row, str]) -> None:
