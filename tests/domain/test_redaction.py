@@ -745,17 +745,17 @@ def giant_header(megabytes: int) -> Iterator[str]:
 @pytest.mark.parametrize("source", [lines, giant_line, giant_header])
 def test_redact_stream_of_any_size_keeps_to_its_memory(source: Callable[[int], Iterator[str]]) -> None:
     """An attachment of hundreds of megabytes, or of one endless line, takes no more memory than a small one."""
-    for _ in redact_stream(source(1)):
+    for _ in redact_stream(islice(source(1), 4)):
         pass  # Fill the permanent caches before the measurement.
     tracemalloc.start()
     try:
-        for clean in redact_stream(source(3)):
+        for clean in redact_stream(source(2)):
             assert SECRET not in clean
             assert len(clean) < 1 << 18
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 1 << 21
+    assert peak < 1 << 20
 
 
 def test_redact_stream_of_an_endless_secret_lets_nothing_of_it_out() -> None:

@@ -382,6 +382,7 @@ STEPS = st.sampled_from(
 )
 
 
+@pytest.mark.long
 @given(steps=st.lists(st.tuples(STEPS, st.integers(0, 2)), max_size=30))
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_peppers_in_any_order_of_actions_never_refuse_a_valid_key(

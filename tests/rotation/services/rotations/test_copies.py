@@ -466,6 +466,7 @@ def retiring(clock: Clock) -> Key:
 
 
 @pytest.mark.sqlite
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=14))
 def test_backend_with_random_faults_finally_agrees_with_the_rows(
