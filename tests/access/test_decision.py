@@ -325,8 +325,10 @@ def test_decide_customer_without_a_bearer_is_missing() -> None:
 
 @pytest.mark.parametrize("miss", [NoMatchingEndpoint(), NoMatchingEndpoint(("GET",))])
 def test_request_without_any_key_learns_that_there_is_no_endpoint(miss: NoMatchingEndpoint) -> None:
-    """Unauthenticated requests to an unknown path answer `endpoint_unknown` too, or which methods there are; with
-    a key that proves nothing the order of the table holds."""
+    """A request without a key for an unknown path gets `endpoint_unknown` or `method_not_allowed`.
+
+    With a key that proves nothing, the order of the table holds.
+    """
     expected = "method_not_allowed" if miss.allowed else "endpoint_unknown"
     for bearer in (None, "x", CUSTOMER_TOKEN):
         verdict = judge(Case(endpoint=miss, is_presented=False, bearer=bearer))

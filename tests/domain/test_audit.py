@@ -118,7 +118,7 @@ def test_entry_hash_is_sha256_over_a_label_the_previous_hash_and_the_bytes() -> 
 
 
 def test_account_chain_of_one_account_is_never_another_s() -> None:
-    """Merchant ids contain no slash and no colon, so neither two accounts nor an account and the platform share a chain."""
+    """Merchant ids contain neither slash nor colon, so each account has chains of its own, and so has the platform."""
     names = [account_chain(merchant, env) for merchant in ("a", "a-b", "platform") for env in ("sandbox", "production")]
     names += [chain for name in names for chain in customer_token_chains(name)]
     assert len(set(names)) == 6 * (1 + CUSTOMER_TOKEN_SLOTS)

@@ -691,7 +691,7 @@ LONG = {
 def test_redact_stream_of_a_long_line_cut_at_every_sort_of_place_is_redact_of_the_whole(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of an escape, of a word, of a key; what stood before the cut is remembered as far as it matters."""
+    """The line is cut in an escape, in a word or in a key. The redactor keeps enough of the text before the cut."""
     monkeypatch.setattr(redaction, "_MAX_LOOKBACK", 512)  # Enough for these, and many more cuts.
     text = LONG[name]
     clean = redact(text)

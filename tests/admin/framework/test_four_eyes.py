@@ -147,7 +147,7 @@ def test_action_by_any_operator_of_the_requester_is_refused(desk: Desk, page: st
 @pytest.mark.postgres_once
 @pytest.mark.parametrize(("page", "make"), BOUND)
 def test_approval_is_bound_to_the_digest_that_was_shown(desk: Desk, page: str, make: Any) -> None:
-    """An approval is for exactly what stood on the page: its digest goes with the form, and another's is refused."""
+    """An approval covers exactly what the page showed: the form contains the digest, and another digest is refused."""
     row, other = make(desk), request_key(desk.production, by=desk.tam, label="another")
     client, url = browser(desk.approver), address(page, row.pk)
     shown = hidden(client.get(url), "plan_digest")

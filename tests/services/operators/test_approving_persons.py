@@ -58,7 +58,7 @@ def test_approving_persons_without_an_administrator_are_none() -> None:
 
 @pytest.mark.parametrize("remove", [disable, demote, limit])
 def test_approving_persons_stay_two(remove: Callable[[str], None]) -> None:
-    """Guarantee: nothing that a shell does alone leads back to an installation in which it adds an approver alone."""
+    """Guarantee: a shell alone cannot restore the state in which it may add an approver alone."""
     make_merchant("acme")
     make_operator("admin", Role.KEY_ADMINISTRATOR)
     make_operator("approver", Role.APPROVER)
