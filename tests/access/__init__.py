@@ -1,1 +1,1 @@
-"""Proofs of keyvault/access."""
+"""Tests of keyvault/access."""

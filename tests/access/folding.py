@@ -6,14 +6,14 @@ Row = tuple[str, ...]
 
 
 def folded(found: Mapping[Row, str]) -> str:
-    """One line for each set of rows with one outcome: `*` any, `a|b` one of these, `!a|b` any but these."""
+    """Return one line for each set of rows with one outcome: `*` any, `a|b` one of these, `!a|b` any but these."""
     columns = [list(dict.fromkeys(values)) for values in zip(*found, strict=True)]
     width = max(map(len, found.values()))
     return "".join(f"{outcome:<{width}}  {'  '.join(row)}\n" for *row, outcome in _lines(found, columns, ()))
 
 
 def _lines(found: Mapping[Row, str], columns: Sequence[Sequence[str]], known: Row) -> list[Row]:
-    """The lines below `known`, without it."""
+    """Return the lines below `known`, without it."""
     if len(known) == len(columns):
         return [(found[known],)]
     values = columns[len(known)]

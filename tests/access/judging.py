@@ -104,7 +104,7 @@ class Case:
 
     @property
     def own_endpoint(self) -> Endpoint | NoMatchingEndpoint:
-        """The endpoint, or one that takes this kind of key."""
+        """Return the endpoint, or one that accepts this kind of key."""
         if self.endpoint is not None:
             return self.endpoint
         return CATALOG.find("orders.create" if self.kind is KeyKind.PRIVATE else "client.configuration")
@@ -184,7 +184,7 @@ def _judge_key(text: str | None, stored: KeyRecord | None, environment: Environm
 def judge_bearer(
     case: Case, endpoint: Endpoint | NoMatchingEndpoint, holder: KeyHolder
 ) -> Customer | CustomerFault | None:
-    """None where there is no Bearer, or none is taken."""
+    """Return None without a Bearer, and for an endpoint that accepts none."""
     if case.bearer is None or isinstance(endpoint, NoMatchingEndpoint) or endpoint.bearer is Bearer.NONE:
         return None
     return _judge_token(case.bearer, case.customer_record() if case.is_customer_stored else None, holder)

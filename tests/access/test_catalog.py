@@ -1,4 +1,4 @@
-"""The endpoint catalog: that it says what the contract says, and that a path is matched or refused, never guessed."""
+"""The endpoint catalog: it agrees with the contract, and a path is matched or refused, never guessed."""
 
 import re
 from itertools import product
@@ -76,7 +76,7 @@ def test_catalog_names_and_request_lines_are_unique() -> None:
 
 
 def test_catalog_no_request_line_fits_two_endpoints() -> None:
-    """Which rule applies never hangs on the order of the catalog: no path fits two templates of one method."""
+    """The order of the catalog does not matter: no path matches two templates of one method."""
 
     clashes = [
         (one.name, other.name)
@@ -133,7 +133,7 @@ def test_match_finds_the_endpoint_of_its_request_line(endpoint: Endpoint) -> Non
 @endpoints
 @pytest.mark.parametrize("method", METHODS)
 def test_match_known_path_with_another_method_returns_the_allowed_ones(endpoint: Endpoint, method: str) -> None:
-    """A wrong method is never let through as a right one: not in lower case, not as HEAD for GET."""
+    """A wrong method is never accepted as a right one: not in lower case, not HEAD for GET."""
     found = BUILT_IN.match(method, EXAMPLES[endpoint.name])
     if method == endpoint.method:
         assert found is endpoint
@@ -221,13 +221,13 @@ AMBIGUOUS = [
 @pytest.mark.parametrize("path", AMBIGUOUS, ids=ascii)
 @pytest.mark.parametrize("base_path", ["", "/sandbox"], ids=["bare", "with base"])
 def test_match_ambiguous_path_is_a_miss(path: str, base_path: str) -> None:
-    """What a proxy, a framework and we might read differently reaches no rule at all (endpoint_unknown)."""
+    """A path that a proxy, a framework and the service could parse differently matches no rule (endpoint_unknown)."""
     assert BUILT_IN.match("GET", base_path + path, base_path) == NoMatchingEndpoint()
 
 
 @given(st.text(max_size=30), st.sampled_from(sorted(EXAMPLES.values())), st.text(max_size=10))
 def test_match_any_text_matches_plain_paths_only(before: str, middle: str, after: str) -> None:
-    """Any bytes as a request line: no fault, and whatever matches is a plain path of known segments."""
+    """Any bytes as a request line cause no fault, and only a plain path of known segments matches."""
     for path in (before, before + middle, middle + after):
         found = BUILT_IN.match("GET", path)
         if isinstance(found, Endpoint):
@@ -239,7 +239,7 @@ def test_match_any_text_matches_plain_paths_only(before: str, middle: str, after
 
 @pytest.mark.parametrize("query", ["?", "?a=b", "?a=%2f&b=/../;", "?é\\//", "??", "?#"])
 def test_match_query_string_makes_no_difference(query: str) -> None:
-    """The query is the endpoint's business; it chooses no rule."""
+    """The query does not affect which rule applies."""
     assert name_of(BUILT_IN.match("GET", f"/merchants/orders/a{query}")) == "orders.retrieve"
     assert BUILT_IN.match("GET", f"/merchants/other{query}") == NoMatchingEndpoint()
 
@@ -301,7 +301,7 @@ def test_catalog_with_added_endpoints_finds_them_beside_its_own() -> None:
     ],
 )
 def test_variables_are_read_from_the_path_alone(path: str, shop: str, order: str) -> None:
-    """Under a base path or not, and never from the query."""
+    """Variables come from the path, with or without a base path, and never from the query."""
     assert REFUND.variables(path) == {"shop": shop, "id": order}
 
 
@@ -352,7 +352,7 @@ def test_context_with_an_invalid_source_is_refused(text: str) -> None:
     [("s-1", "s-1"), (" s-1 ", "s-1"), ("", None), ("  ", None), ("a,b", None), (",", None), (None, None)],
 )
 def test_context_that_is_repeated_or_blank_is_none(value: str | None, read: str | None) -> None:
-    """What a server joined from two headers is neither of the two."""
+    """A value that a server joined from two headers is neither of the two."""
     headers = {} if value is None else {"X-Store-Id": value}
     assert ContextSource(ContextPlace.HEADER, "X-Store-Id").read({"X-Store-Id": "no"}, headers) == read
     variables = {} if value is None else {"shop": value}

@@ -1,4 +1,4 @@
-"""Customer ids: the merchant's own, as long as they stand in a path as they are."""
+"""Customer ids: the merchant's own ids, if they need no escaping in a path."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from tests.domain.minting import mint
 
 @given(st.text(max_size=140) | st.from_regex(r"[A-Za-z0-9._~!$&'()*+,=:@-]{0,140}", fullmatch=True))
 def test_customer_id_is_a_plain_segment_of_at_most_128_characters(text: str) -> None:
-    """Whatever is taken in a body can be asked for in a path, and the reverse."""
+    """An id that a body accepts can be requested in a path, and the reverse."""
     assert (find_customer_id_fault(text) is None) == (len(text) <= 128 and is_plain_segment(text))
 
 

@@ -1,4 +1,4 @@
-"""Customer access tokens: what dies before a look-up, what proves one, whose it has to be, and when it is over."""
+"""Customer access tokens: refusals before a look-up, proof of possession, owner and expiry."""
 
 import hmac
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def test_read_token_of_the_environment_is_read(environment: Environment) -> None
     ids=lambda text: ascii(text[:24]),
 )
 def test_read_token_that_is_malformed_or_of_another_environment_is_invalid(text: str) -> None:
-    """A key, a service token, the other environment's token: no Bearer, and nothing is looked up for it."""
+    """A key, a service token or the other environment's token is no Bearer and causes no look-up."""
     assert read(text) is CustomerFault.INVALID
 
 
@@ -122,7 +122,7 @@ def test_judge_token_against_the_decoy_s_digest_is_invalid() -> None:
 
 @pytest.mark.parametrize("how", ["unknown id", "wrong secret", "right secret", "revoked", "another merchant's"])
 def test_judge_token_computes_one_digest_for_every_verdict(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No stopwatch tells an unknown token from a wrong one."""
+    """An unknown and a wrong token take the same computation, so the time of the response distinguishes neither."""
     record = Case().customer_record()
     if how == "revoked":
         record = replace(record, revoked_at=NOW)
@@ -161,7 +161,7 @@ def test_judge_token_computes_one_digest_for_every_verdict(how: str, monkeypatch
     ],
 )
 def test_judge_token_by_its_state(revoked_at: object, expires_at: object, fault: CustomerFault | None) -> None:
-    """Good until, and not at, its last moment; a revocation is one whatever its date says."""
+    """A token is valid before its expiry and not at it. A revocation counts whatever its date is."""
     record = Case().but(customer_revoked_at=revoked_at, customer_expires_at=expires_at).customer_record()
     found = judge(record)
     assert isinstance(found, Customer) if fault is None else found is fault

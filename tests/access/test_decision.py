@@ -184,7 +184,7 @@ def test_decide_grants_exactly_the_requests_that_meet_every_condition(
 def test_decide_denial_names_the_holder_and_a_reason(
     rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest
 ) -> None:
-    """After proof the caller learns which key was refused, and in words why."""
+    """After proof of the key, the caller learns which key was refused and why."""
     verdict = decide(rule, holder, request_, NOW)
     if isinstance(verdict, Denial):
         assert verdict.holder == holder
@@ -196,7 +196,7 @@ def test_decide_denial_names_the_holder_and_a_reason(
 def test_decide_detail_reveals_nothing_about_another_merchant(
     rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest
 ) -> None:
-    """The public reason names neither whose key it is nor whom the request named; the internal one may."""
+    """The public reason names neither the key's merchant nor the requested one; the internal reason may."""
     verdict = decide(rule, holder, request_, NOW)
     if isinstance(verdict, Denial):
         assert "acme" not in verdict.detail
@@ -208,7 +208,7 @@ def test_decide_detail_reveals_nothing_about_another_merchant(
 def test_decide_is_a_function_of_its_arguments(
     rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest
 ) -> None:
-    """No memory, no clock, no row: asked again it answers the same."""
+    """`decide` reads no state and no clock: the same arguments give the same verdict."""
     assert decide(rule, holder, request_, NOW) == decide(rule, holder, request_, NOW)
 
 
@@ -265,7 +265,7 @@ def test_decide_endpoint_of_both_kinds_takes_either() -> None:
 
 
 def test_decide_public_key_with_an_origin_is_allowed() -> None:
-    """Browsers are where public keys are used."""
+    """Public keys are used in browsers."""
     assert code_of(judge(Case(kind=KeyKind.PUBLIC, has_origin=True))) == "allowed"
 
 
@@ -276,7 +276,7 @@ def test_decide_private_key_with_an_origin_is_allowed_only_where_that_was_set() 
 
 @pytest.mark.parametrize("context", ["globex", "ACME", "acme ", " "])
 def test_decide_any_other_merchant_in_context_is_a_mismatch(context: str) -> None:
-    """What the path or a header says counts as naming a merchant, beside what the caller names itself."""
+    """A merchant in the path or a header counts like one that the caller names explicitly."""
     for named in (None, "acme"):
         verdict = judge(Case(endpoint=WALLET, merchant_context=context, named_merchant=named))
         assert code_of(verdict) == "merchant_mismatch"
@@ -298,7 +298,7 @@ def test_decide_any_other_merchant_in_context_is_a_mismatch(context: str) -> Non
     ],
 )
 def test_decide_address_outside_the_list_is_refused(address: str | None, code: str) -> None:
-    """A list that exists is kept to: an unknown address is not on it."""
+    """If a credential lists networks, an unknown address is refused."""
     assert code_of(judge(Case(networks=OFFICE, client_address=address))) == code
     assert code_of(judge(Case(client_address=address))) == "allowed"
 
@@ -317,7 +317,7 @@ def test_decide_bearer_without_a_judgement_is_not_accepted() -> None:
 
 
 def test_decide_customer_without_a_bearer_is_missing() -> None:
-    """And the reverse: a customer that no Bearer carried does not count."""
+    """A customer without a Bearer does not count."""
     holder = KeyHolder("A" * 16, "crd_1", KeyKind.PRIVATE, Environment.SANDBOX, "acme")
     verdict = decide(EndpointRule(ENDPOINT["customers.me"]), holder, EndpointRequest(customer=CUSTOMER), NOW)
     assert code_of(verdict) == "customer_token_missing"
@@ -325,8 +325,10 @@ def test_decide_customer_without_a_bearer_is_missing() -> None:
 
 @pytest.mark.parametrize("miss", [NoMatchingEndpoint(), NoMatchingEndpoint(("GET",))])
 def test_request_without_any_key_learns_that_there_is_no_endpoint(miss: NoMatchingEndpoint) -> None:
-    """Unauthenticated requests to an unknown path answer `endpoint_unknown` too, or which methods there are; with
-    a key that proves nothing the order of the table holds."""
+    """A request without a key for an unknown path gets `endpoint_unknown` or `method_not_allowed`.
+
+    With a key that proves nothing, the order of the table holds.
+    """
     expected = "method_not_allowed" if miss.allowed else "endpoint_unknown"
     for bearer in (None, "x", CUSTOMER_TOKEN):
         verdict = judge(Case(endpoint=miss, is_presented=False, bearer=bearer))
@@ -374,6 +376,6 @@ def test_trace_changes_no_verdict(rule: EndpointRule, holder: KeyHolder, request
 
 
 def test_endpoint_rules_every_kind_and_origin_is_settled() -> None:
-    """No combination of key, endpoint, Bearer and Origin is a fault."""
+    """No combination of key, endpoint, Bearer and Origin raises an error."""
     for kind, endpoint, bearer, has_origin in product(KeyKind, CATALOG.endpoints, [None, "x"], [True, False]):
         code_of(judge(Case(kind=kind, endpoint=endpoint, bearer=bearer, has_origin=has_origin)))

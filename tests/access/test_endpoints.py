@@ -23,7 +23,7 @@ def read(draft: EndpointDraft = GOOD, others: tuple[Endpoint, ...] = BUILT_IN.en
 
 
 def pointers(**changed: Any) -> list[str]:
-    """The fields that are at fault; none when it is an endpoint."""
+    """Return the fields with faults; none for a valid endpoint."""
     found = read(**changed)
     return [] if isinstance(found, Endpoint) else [fault.pointer for fault in found]
 
@@ -100,7 +100,7 @@ def test_endpoint_path_that_is_ambiguous_is_refused(path: str) -> None:
     ],
 )
 def test_endpoint_that_overlaps_another_is_refused(method: str, path: str) -> None:
-    """No request line is for two endpoints: an added rule cannot take a built-in one's requests over."""
+    """No request line matches two endpoints: an added rule cannot take over the requests of a built-in one."""
     assert pointers(method=method, path=path) == ["/path"]
 
 
@@ -114,7 +114,7 @@ def test_endpoint_name_of_a_built_in_one_is_refused() -> None:
 
 
 def test_endpoint_without_a_kind_of_key_is_refused() -> None:
-    """Nothing is open by omission."""
+    """An omitted field never opens an endpoint."""
     assert pointers(credentials=frozenset()) == ["/credentials"]
 
 
@@ -145,7 +145,7 @@ def test_endpoint_with_a_bearer_beside_a_public_key_is_refused(bearer: Bearer, k
 )
 @pytest.mark.parametrize("field", ["merchant_from", "store_from"])
 def test_endpoint_context_that_cannot_be_read_is_refused(field: str, source: str) -> None:
-    """A context comes from a variable that the path has, or from a header that carries nothing else."""
+    """A context comes from a variable of the path, or from a header that is used for nothing else."""
     assert pointers(**{field: source}) == [f"/{field}"]
 
 
@@ -158,7 +158,7 @@ def test_endpoint_limit_out_of_bounds_is_refused(count: int | None, seconds: int
 
 
 def test_endpoint_summary_with_a_key_string_is_refused() -> None:
-    """A summary is shown to everybody, so no secret hides in it."""
+    """A summary is public, so it may contain no secret."""
     assert pointers(summary=f"for {mint()}") == ["/summary"]
 
 
@@ -172,7 +172,7 @@ SEGMENT = st.text(st.sampled_from("aB0.%;<>/_-~é \n?#"), max_size=6)
 
 @given(st.lists(SEGMENT, min_size=1, max_size=4).map(lambda parts: "/refunds/" + "/".join(parts)))
 def test_endpoint_that_is_read_is_matched_by_canonical_paths_only(path: str) -> None:
-    """Whatever template gets into the catalog, a request that fills its variables in is canonical and finds it."""
+    """For every valid template, a request with its variables filled in is canonical and matches it."""
     found = read(path=path)
     if not isinstance(found, Endpoint):
         return
@@ -191,7 +191,7 @@ def test_endpoint_description_agrees_with_the_catalog(endpoint: Endpoint) -> Non
 
 
 def test_endpoint_description_has_the_same_labels_for_every_endpoint() -> None:
-    """Nobody has to wonder whether a missing line means no."""
+    """Every panel has the same labels, so that a property that an endpoint lacks is stated, too."""
     added = read(merchant_from="path:refund_id", limit_count=5, limit_seconds=1)
     labels = [tuple(label for label, _ in authorization_panel(each)) for each in (*BUILT_IN.endpoints, added)]
     assert len(set(labels)) == 1

@@ -1,4 +1,4 @@
-"""The cell rate algorithm against a token bucket counted in fractions, which rounds nothing either."""
+"""The cell rate algorithm, compared with a token bucket in exact fractions."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -42,7 +42,7 @@ limits = st.builds(
 
 @st.composite
 def visits(draw: st.DrawFn) -> tuple[Limit, list[Request]]:
-    """A limit and requests for it, many at one moment or just before and after a token comes back."""
+    """Generate a limit and requests: many at one moment, or just before and after a token returns."""
     limit = draw(limits)
     token_us = limit.window_us // limit.count
     gaps = (
@@ -56,7 +56,7 @@ def visits(draw: st.DrawFn) -> tuple[Limit, list[Request]]:
 
 @dataclass
 class Tokens:
-    """The textbook's bucket."""
+    """The token bucket of the textbook."""
 
     limit: Limit
     left: Fraction
@@ -77,7 +77,7 @@ def spend_one(state: BucketState | None, limit: Limit, cost: int, now_us: int) -
 
 
 def admitted_in_excess(limit: Limit, admitted: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The windows, as two moments, in which more passed than the burst and what came back meanwhile."""
+    """Return the windows in which more requests passed than the burst and the returned tokens allow."""
     sums = [0, *accumulate(cost for _, cost in admitted)]
     return [
         (admitted[first][0], admitted[last][0])
@@ -182,7 +182,7 @@ def test_spend_after_a_refusal_passes_at_the_end_of_the_wait_and_not_before(limi
 def test_spend_from_several_buckets_takes_from_all_or_from_none(
     chosen: list[Limit], gaps: list[int], data: st.DataObject
 ) -> None:
-    """A request that one limit refuses costs the others nothing."""
+    """A request that one limit refuses spends nothing of the others."""
     buckets = [bucket(limit) for limit in chosen]
     states: tuple[BucketState | None, ...] = (None,) * len(chosen)
     now_us = NOW_US
@@ -246,7 +246,7 @@ def test_binding_of_an_allowed_request_is_the_bucket_with_the_least_left() -> No
 
 
 def test_binding_of_a_refused_request_is_the_bucket_that_refuses_longest() -> None:
-    """The one with less left may be one that does not refuse, or that is ready again before."""
+    """The bucket with fewer tokens may not be the one that refuses, or may be ready earlier."""
     short, long = Limit(2, 2), Limit(100, MAX_SECONDS)
     used_up = [BucketState(NOW_US + short.window_us, 0), BucketState(NOW_US + long.window_us - 864 * SECOND_US, 0)]
     outcome, _ = spend(used_up, [bucket(short), bucket(long, "endpoint")], 2, NOW_US)

@@ -146,7 +146,7 @@ def test_operation_by_role_on_a_request_of_the_same_person(role: Role, permissio
 
 @pytest.mark.parametrize("permission", sorted(permission for permission in P if operation(permission).second_person))
 def test_operation_four_eyes_compare_persons_not_names(permission: P) -> None:
-    """A second log-in of the same person is no second person; another person of the same role is."""
+    """A second operator of the same person is no second person; another person with the same role is."""
     target = Target(PRODUCTION, "acme", requester_person="per_anna")
     again = operator(Role.APPROVER, Role.KEY_ADMINISTRATOR, username="anna-admin")
     assert asked(again, permission, target) == "state_conflict"
@@ -190,7 +190,7 @@ def test_operation_creator_of_a_token_cannot_approve_the_requests_of_the_token()
     ids=lambda principal: principal.actor,
 )
 def test_operation_only_people_are_a_second_person(principal: Principal, permission: P) -> None:
-    """Even a machine that somehow held the permission could not approve."""
+    """A service that had the permission could still not approve."""
     assert asked(principal, permission, Target(SANDBOX, "acme", requester_person="per_bert")) == "state_conflict"
 
 
@@ -224,7 +224,7 @@ def test_service_outside_its_environments_lacks_permission(permission: P, enviro
 
 @pytest.mark.parametrize("permission", sorted(SERVICE_PERMISSIONS))
 def test_service_outside_its_merchants_finds_nothing(permission: P) -> None:
-    """Another merchant's thing does not exist for it: the same `not_found` as for what never was."""
+    """Another merchant's object is `not_found`, like an object that never existed."""
     own = service(permission, merchants=frozenset({"acme"}))
     assert asked(own, permission, Target(SANDBOX, "acme")) == "allowed"
     assert asked(own, permission, Target(SANDBOX, "globex")) == "not_found"
@@ -271,7 +271,7 @@ def test_key_holder_acts_in_its_own_account_only(permission: P) -> None:
 
 @pytest.mark.parametrize("permission", P)
 def test_systems_have_only_their_own_permissions(permission: P) -> None:
-    """The worker carries out, the host sets up; neither approves, reads or revokes by that."""
+    """The worker executes and the host sets up; neither may approve, read or revoke."""
     worker = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER}
     worker |= {P.AUDIT_SIGN, P.KEYS_REHASH, P.BACKEND_RECONCILE, P.REVOCATION_LOG_APPEND, P.PROCESSES_WATCH}
     worker |= {P.REVOCATIONS_REPLAY}
@@ -305,7 +305,7 @@ def test_trace_of_an_operation_ends_with_the_rule_that_failed() -> None:
     ],
 )
 def test_principals_are_named_in_the_audit_log_by_what_they_proved(principal: Principal, actor: str) -> None:
-    """No two sorts of principal can pass for one another in the log, whatever they are called."""
+    """Principals of two kinds never have the same name in the log."""
     assert principal.actor == actor
 
 

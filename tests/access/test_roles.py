@@ -1,4 +1,4 @@
-"""What each role may do: separation of duties, spelt out once more beside the table."""
+"""What each role may do: separation of duties, restated independently of the table."""
 
 from itertools import chain, combinations
 
@@ -124,7 +124,7 @@ def test_roles_no_console_role_has_system_permissions_or_creates_operators() -> 
 
 
 def test_roles_worker_and_host_have_their_own_few_rights() -> None:
-    """A stolen worker approves nothing and reads nothing; the host's shell approves nothing either."""
+    """A compromised worker can neither approve nor read; the host's shell cannot approve."""
     assert WORKER.permissions == ENGINE | {P.REVOCATIONS_REPLAY}
     operators = {P.OPERATORS_WRITE, P.OPERATORS_ENROLL}
     peppers = {P.PEPPERS_READ, P.PEPPERS_WRITE}
@@ -157,5 +157,5 @@ def test_permissions_of_several_roles_are_theirs_together(roles: frozenset[Role]
 
 
 def test_permissions_of_no_role_are_none() -> None:
-    """A disabled log-in may do nothing."""
+    """A disabled operator may do nothing."""
     assert permissions_of(frozenset()) == frozenset()

@@ -97,7 +97,7 @@ def test_scope_only_takes_away(scope: AccessScope, roles: frozenset[Role], permi
     ],
 )
 def test_operator_outside_of_its_scope_finds_nothing(target: Target, code: str) -> None:
-    """Other accounts appear absent; what concerns all merchants conceals none, so that is refused by its name."""
+    """Other accounts appear absent. A target that concerns all merchants reveals none, so it is refused openly."""
     limited = operator(AccessScope(frozenset({"acme"}), frozenset({SANDBOX})), *Role)
     verdict = decide(operation(P.ROTATIONS_WRITE), limited, target, NOW)
     assert ("allowed" if isinstance(verdict, Grant) else verdict.code.value) == code

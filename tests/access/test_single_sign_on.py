@@ -132,7 +132,7 @@ def test_single_sign_on_the_last_right_value_is_accepted(changes: dict[str, Any]
     )
 )
 def test_single_sign_on_any_claims_give_a_verdict(claims: dict[str, Any]) -> None:
-    """A provider that sends nonsense causes a refusal, never an error."""
+    """Malformed claims cause a refusal, never an error."""
     verdict = judge_claims({**CLAIMS, **claims}, PROVIDER, REQUEST, datetime.fromtimestamp(NOW, UTC))
     assert isinstance(verdict, SignOnFault | FederatedIdentity)
 

@@ -149,7 +149,7 @@ def ends(column: Column) -> Column:
 
 
 def every_key() -> dict[Row, str]:
-    """Return the verdicts on all keys but the good one, in a sample of circumstances."""
+    """Return the verdicts on all invalid keys, in a sample of circumstances."""
     sample = (*map(ends, CIRCUMSTANCES[:2]), REQUESTED, *map(ends, CIRCUMSTANCES[3:]))
     found: dict[Row, str] = {}
     for kind in KeyKind:
@@ -160,7 +160,7 @@ def every_key() -> dict[Row, str]:
 
 
 def every_request() -> dict[Row, str]:
-    """Return the verdicts on the good key in every circumstance."""
+    """Return the verdicts on the valid key in every circumstance."""
     return {
         (kind, *circumstances): code
         for each in KeyKind

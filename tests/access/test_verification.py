@@ -50,7 +50,7 @@ def keystring(text: str, environment: Environment = SANDBOX) -> KeyString:
 
 
 def forged(text: str) -> str:
-    """The same id, another secret, the right checksum."""
+    """Return a string with the same id, another secret and a correct checksum."""
     head = text[:27] + key_string(seed="another")[27:70]
     return head + checksum(head)
 
@@ -88,7 +88,7 @@ def test_read_key_absent_is_missing() -> None:
     ],
 )
 def test_ambiguous_credential_with_a_comma_is_found_and_none_is_chosen(text: str) -> None:
-    """Servers join a repeated header with a comma: what came twice is refused, even if one of them is good."""
+    """Servers join a repeated header with a comma: a repeated credential is refused, even if one of them is valid."""
     for name, found in (
         ("X-Api-Key", find_ambiguous(text, None)),
         ("X-Api-Key", find_ambiguous(text, "x")),
@@ -135,7 +135,7 @@ def test_ambiguous_credentials_without_a_comma_are_left_alone(key: str | None, b
     ids=lambda text: ascii(text[:24]),
 )
 def test_read_key_that_is_malformed_is_invalid(text: str) -> None:
-    """Malformed, mistyped, another brand's, a service or a customer token: one answer, that tells nothing."""
+    """Malformed and mistyped keys, keys of another brand, and other tokens get the same refusal, without details."""
     assert denied(text) is INVALID
 
 
@@ -149,7 +149,7 @@ def test_read_key_of_any_text_raises_nothing(text: str) -> None:
 def test_read_key_of_the_other_environment_names_the_right_base_url(
     kind: KeyKind, home: Environment, asked: Environment
 ) -> None:
-    """The string itself says where it belongs, so that no look-up is made, nor any of the other's peppers needed."""
+    """The key string names its environment, so the refusal needs no look-up and no pepper of the other environment."""
     found = denied(key_string(kind, home), asked)
     assert found.code is Code.ENVIRONMENT_MISMATCH
     assert BASE_URLS[home] in found.detail
@@ -159,7 +159,7 @@ def test_read_key_of_the_other_environment_names_the_right_base_url(
 
 @given(keystrings, st.sampled_from(Environment))
 def test_read_key_denial_never_repeats_what_was_presented(text: str, environment: Environment) -> None:
-    """A refused key is not echoed into answers, logs or dashboards: not even its public part."""
+    """No response, log or dashboard repeats a refused key, not even its public part."""
     found = read(text, environment)
     if isinstance(found, Denial):
         assert text[-65:-49] not in found.detail + found.internal
@@ -231,7 +231,7 @@ def test_exposed_credential_in_a_url_is_found(escape: str, text: str) -> None:
     ids=lambda url: ascii(url[:30]),
 )
 def test_exposed_url_without_a_credential_is_left_alone(url: str) -> None:
-    """Key ids are public and stand in our own URLs."""
+    """Key ids are public and occur in the service's own URLs."""
     assert find_exposed(url) is None
 
 
@@ -239,7 +239,7 @@ def test_exposed_url_without_a_credential_is_left_alone(url: str) -> None:
 @pytest.mark.parametrize("kind", KeyKind)
 @pytest.mark.parametrize("environment", Environment)
 def test_exposed_key_in_a_url_is_attributed_after_proof(escape: str, kind: KeyKind, environment: Environment) -> None:
-    """Only a whole, well-formed API key can be attributed to a key at all."""
+    """Only a complete, well-formed API key can be attributed to a key."""
     text = key_string(kind, environment)
     found = read_exposed(f"/orders?a=b&x={ESCAPES[escape](text)}&c=d", "kv")
     assert found is not None
@@ -283,7 +283,7 @@ def test_judge_key_with_the_right_secret_is_its_holder() -> None:
 
 
 def test_judge_key_unknown_and_wrong_give_the_identical_denial() -> None:
-    """Nobody can find out by asking which key ids exist: not by a word, not by a field."""
+    """No text and no field of a refusal reveals which key ids exist."""
     unknown = judge_key(keystring(key_string()), None, PEPPERS[SANDBOX], NOW)
     wrong = judge_stored(Case(), forged(key_string()))
     malformed = denied("nonsense")
@@ -321,7 +321,7 @@ def test_judge_key_against_the_decoy_s_digest_is_invalid() -> None:
 
 @pytest.mark.parametrize("how", ["unknown id", "wrong secret", "right secret", "revoked", "unknown pepper"])
 def test_judge_key_computes_one_digest_for_every_verdict(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An absent key costs what a wrong secret costs, so that a stopwatch finds no key ids either."""
+    """An unknown key id takes the same computation as a wrong secret, so the time reveals no key ids."""
     record, text = Case().record(), key_string()
     if how == "wrong secret":
         text = forged(text)
@@ -394,7 +394,7 @@ def test_judge_key_by_its_state(
 def test_judge_key_allows_an_active_unexpired_key_only(
     state: KeyState, retirement: RetirementReason | None, expires_at: object
 ) -> None:
-    """All states, all retirements, both sides of the last moment: there is one way to be good."""
+    """Of all states, retirements and times before and after the expiry, exactly one combination is valid."""
     found = judge_stored(Case().but(state=state, retirement=retirement, expires_at=expires_at))
     is_good = state is KeyState.ACTIVE and (expires_at is None or expires_at == NOW + DAY)
     assert isinstance(found, KeyHolder) == is_good
@@ -406,6 +406,6 @@ def test_judge_key_allows_an_active_unexpired_key_only(
 def test_judge_record_explains_what_judge_key_answers_after_proof(
     state: KeyState, retirement: RetirementReason | None, expires_at: object
 ) -> None:
-    """An explanation without the secret gives exactly the verdict that the holder of the key gets."""
+    """An explanation without the secret gives the verdict that the holder of the key gets."""
     case = Case().but(state=state, retirement=retirement, expires_at=expires_at)
     assert judge_record(case.record(), NOW) == judge_stored(case)

@@ -1,1 +1,1 @@
-"""Proofs of keyvault/domain."""
+"""Tests of keyvault/domain."""

@@ -1,4 +1,4 @@
-"""Repeatable randomness, and key strings of every sort that there is."""
+"""Repeatable randomness, and key strings of every kind."""
 
 import hashlib
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SORTS = [
 
 
 def drawn_from(seed: object) -> Callable[[int], bytes]:
-    """Bytes as random as SHAKE-256 makes them, the same for the same seed."""
+    """Pseudorandom bytes of SHAKE-256, the same for the same seed."""
     rolls = 0
 
     def random_bytes(count: int) -> bytes:

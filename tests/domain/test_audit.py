@@ -1,4 +1,4 @@
-"""The chain of audit entries: whatever is done to a stored log afterwards is found, and where."""
+"""The chain of audit entries: every later change of a stored log is found, with its place."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 
 
 def written(texts: list[str], chain: str = NAME) -> list[ChainedEntry]:
-    """A chain with one entry for each text, as the service writes it."""
+    """Return a chain with one entry for each text, as the service writes it."""
     entries: list[ChainedEntry] = []
     for sequence, text in enumerate(texts, 1):
         body = entry_bytes(**ENTRY | {"chain": chain, "sequence": sequence, "details": {"text": text}})
@@ -59,7 +59,7 @@ def rechained(entries: list[ChainedEntry]) -> list[ChainedEntry]:
 
 
 def checked(entries: list[ChainedEntry], head: list[ChainedEntry]) -> Break | None:
-    """What the checker says of these entries, under the head that the chain `head` left behind."""
+    """Verify these entries against the head of the chain `head`."""
     return verify_chain(NAME, entries, len(head), head[-1].hash if head else GENESIS)
 
 
@@ -95,7 +95,7 @@ def index(data: st.DataObject, entries: list[ChainedEntry], start: int = 0, end:
     ],
 )
 def test_entry_bytes_cover_every_part(name: str, value: object) -> None:
-    """Nothing that an entry says can be changed without changing what was hashed."""
+    """Every field of an entry is part of the hashed bytes."""
     assert entry_bytes(**ENTRY | {name: value}) != entry_bytes(**ENTRY)
 
 
@@ -112,13 +112,13 @@ def test_entry_bytes_refuse_plaintext() -> None:
 
 
 def test_entry_hash_is_sha256_over_a_label_the_previous_hash_and_the_bytes() -> None:
-    """Stored chains stay checkable: the formula is spelt out once more."""
+    """Stored chains stay verifiable: the formula is restated here."""
     assert entry_hash(b"p" * 32, b"body") == hashlib.sha256(b"keyvault/audit/v1\0" + b"p" * 32 + b"body").digest()
     assert bytes(32) == GENESIS
 
 
 def test_account_chain_of_one_account_is_never_another_s() -> None:
-    """Merchant ids hold neither slash nor colon, so that no two accounts share a chain, nor one with the platform."""
+    """Merchant ids contain neither slash nor colon, so each account has chains of its own, and so has the platform."""
     names = [account_chain(merchant, env) for merchant in ("a", "a-b", "platform") for env in ("sandbox", "production")]
     names += [chain for name in names for chain in customer_token_chains(name)]
     assert len(set(names)) == 6 * (1 + CUSTOMER_TOKEN_SLOTS)
@@ -141,7 +141,7 @@ def test_chain_untouched_is_whole(entries: list[ChainedEntry]) -> None:
 
 @given(chains, st.data())
 def test_chain_with_an_edited_entry_is_found_there(entries: list[ChainedEntry], data: st.DataObject) -> None:
-    """An entry's bytes cannot be changed: any bit."""
+    """A change of any bit of an entry is found."""
     at = index(data, entries)
     original = list(entries)
     body = bytearray(entries[at].body)
@@ -183,7 +183,7 @@ def test_chain_with_a_deleted_entry_and_the_rest_renumbered_is_found_there(
 def test_chain_without_its_tail_is_found_at_the_first_missing_entry(
     entries: list[ChainedEntry], data: st.DataObject
 ) -> None:
-    """The newest entries cannot be dropped, all of them included: the head says how many there were."""
+    """A removal of the newest or of all entries is found: the head has their number."""
     kept = index(data, entries)
     assert found_at(entries[:kept], entries) == kept + 1
 
@@ -215,7 +215,7 @@ def test_chain_with_two_entries_swapped_and_renumbered_is_found_at_the_first(
 def test_chain_with_an_entry_slipped_in_is_found_there(
     entries: list[ChainedEntry], text: str, data: st.DataObject
 ) -> None:
-    """An entry made later, correctly hashed onto the one before, does not fit in anywhere, the end included."""
+    """A correctly hashed entry that is inserted later is found at every position, also at the end."""
     at = index(data, entries, end=1)
     previous = entries[at - 1].hash if at else GENESIS
     body = entry_bytes(**ENTRY | {"sequence": at + 1, "details": {"slipped in": text}})
@@ -266,7 +266,7 @@ def test_chain_whose_link_was_altered_is_found_there(entries: list[ChainedEntry]
 
 @given(chains)
 def test_chain_of_another_account_does_not_pass_for_this_one(entries: list[ChainedEntry]) -> None:
-    """A whole, intact chain in another's place, its head with it, is noticed."""
+    """A complete chain that replaces another one, with its head, is found."""
     other = written(["another"] * len(entries), "account:globex/sandbox")
     assert found_at(other, other) == 1
     assert found_at([*entries[:-1], replace(entries[-1], chain="platform")], entries) == len(entries)
@@ -289,7 +289,7 @@ def test_chain_that_should_be_empty_and_is_not_is_broken() -> None:
 
 @given(longer_chains, st.data())
 def test_chain_broken_twice_is_found_at_the_first_place(entries: list[ChainedEntry], data: st.DataObject) -> None:
-    """The checker names where the log stops being trustworthy."""
+    """The verification names the first entry that cannot be trusted."""
     first = index(data, entries, end=-1)
     second = index(data, entries, start=first + 1)
     original = list(entries)
@@ -299,6 +299,6 @@ def test_chain_broken_twice_is_found_at_the_first_place(entries: list[ChainedEnt
 
 
 def test_chain_is_read_once_and_in_passing() -> None:
-    """A generator of any length can be checked: nothing is kept but the last hash."""
+    """A generator of any length can be verified: only the last hash is kept in memory."""
     entries = written(["a", "b", "c"])
     assert verify_chain(NAME, iter(entries), 3, entries[-1].hash) is None

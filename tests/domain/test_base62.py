@@ -1,4 +1,4 @@
-"""Digits of key strings: the notation, and that none is likelier than another."""
+"""Digits of key strings: their notation and their uniform distribution."""
 
 import math
 from collections import Counter
@@ -14,7 +14,7 @@ from .minting import ALPHANUMERIC, drawn_from
 
 
 def decode(digits: str) -> int:
-    """The other way round, digit by digit."""
+    """Decode digit by digit."""
     number = 0
     for digit in digits:
         number = number * 62 + ALPHANUMERIC.index(digit)
@@ -22,7 +22,7 @@ def decode(digits: str) -> int:
 
 
 def first_bytes(*draws: bytes) -> Callable[[int], bytes]:
-    """A source that gives these, one for each call."""
+    """Return a source that yields these values, one for each call."""
     given_out = iter(draws)
     return lambda count: next(given_out)
 
@@ -107,5 +107,5 @@ def test_random_digits_refused_bytes_are_drawn_again_until_there_are_enough() ->
 
 
 def test_random_digits_of_a_secret_carry_256_bits() -> None:
-    """43 digits are enough for 256 bits, and one less would not be."""
+    """43 digits are enough for 256 bits; 42 are not."""
     assert 43 * math.log2(62) >= 256 > 42 * math.log2(62)

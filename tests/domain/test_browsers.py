@@ -1,4 +1,4 @@
-"""Names of browsers: words of ours and a version, whatever the client sends."""
+"""Names of browsers: fixed words and a version, whatever the client sends."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""One way to write a value as bytes: the same value gives the same bytes, and nothing ambiguous gives any."""
+"""Canonical bytes of a value: equal values give equal bytes, and ambiguous values are refused."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ values: st.SearchStrategy[Any] = st.recursive(
 
 
 def shuffled(value: Any, chance: random.Random) -> Any:
-    """The same value, its objects' members in another order."""
+    """Return the same value with the members of its objects in another order."""
     if isinstance(value, dict):
         members = [(key, shuffled(member, chance)) for key, member in value.items()]
         chance.shuffle(members)
@@ -34,7 +34,7 @@ def shuffled(value: Any, chance: random.Random) -> Any:
 
 
 def exact(value: Any) -> Any:
-    """The value with its types, since Python holds True equal to 1."""
+    """Return the value with its types, because True equals 1 in Python."""
     if isinstance(value, dict):
         return {key: exact(member) for key, member in value.items()}
     return [exact(member) for member in value] if isinstance(value, list) else (type(value).__name__, value)
@@ -53,7 +53,7 @@ def test_canonical_order_of_members_makes_no_difference(value: JsonValue, chance
 
 @given(values, values)
 def test_canonical_different_values_give_different_bytes(value: JsonValue, other: JsonValue) -> None:
-    """No two things that could be asked for share a digest."""
+    """No two different requests have the same digest."""
     assert (canonical_bytes(value) == canonical_bytes(other)) == (exact(value) == exact(other))
 
 
@@ -74,7 +74,7 @@ def test_canonical_different_values_give_different_bytes(value: JsonValue, other
     ids=repr,
 )
 def test_canonical_known_value_gives_known_bytes(value: JsonValue, expected: bytes) -> None:
-    """Stored digests go on meaning what they meant: sorted, no white space, UTF-8, least escapes."""
+    """Stored digests stay valid: sorted members, no white space, UTF-8, minimal escapes."""
     assert canonical_bytes(value) == expected
     assert canonical_digest(value) == hashlib.sha256(expected).hexdigest()
 

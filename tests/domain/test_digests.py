@@ -91,14 +91,14 @@ def test_digest_does_not_match_a_string_that_differs_anywhere(text: str, at: int
 
 @given(keystrings, peppers, peppers)
 def test_digest_does_not_match_under_another_pepper(text: str, pepper: bytes, other: bytes) -> None:
-    """A stolen database is useless without the peppers."""
+    """Without the peppers, a copy of the database proves no key."""
     assume(pepper != other)
     digest, version = Peppers(PepperSet.SANDBOX, {1: pepper}).digest(Plaintext(text))
     assert not Peppers(PepperSet.SANDBOX, {1: other}).matches(Plaintext(text), digest, version)
 
 
 def test_digest_of_one_version_does_not_match_as_another() -> None:
-    """The version that made a digest and no other is tried: nothing is found by going through them all."""
+    """Only the version that made a digest is tried, not every version."""
     text = Plaintext(mint())
     digest, _ = SANDBOX.digest(text, 1)
     assert SANDBOX.matches(text, digest, 1)
@@ -107,7 +107,7 @@ def test_digest_of_one_version_does_not_match_as_another() -> None:
 
 @pytest.mark.parametrize("version", [DECOY_VERSION, -1, 3, 2**40])
 def test_digest_of_an_unknown_version_never_matches(version: int) -> None:
-    """A record that names a pepper we have not got proves nothing, whatever its digest."""
+    """A record with an unknown pepper version proves no key, whatever its digest."""
     text = Plaintext(mint())
     for digest in (DECOY_DIGEST, SANDBOX.digest(text, 1)[0], SANDBOX.digest(text, 2)[0], b""):
         assert not SANDBOX.matches(text, digest, version)
@@ -139,7 +139,7 @@ def test_digest_of_another_length_does_not_match_and_raises_nothing(digest: byte
 def test_digest_comparison_takes_the_same_steps_for_every_result(
     digest: bytes, version: int, work: Counter[str]
 ) -> None:
-    """One MAC and one comparison in constant time on every way, so that a stopwatch learns nothing."""
+    """Every path computes one MAC and one comparison in constant time, so the time reveals nothing."""
     SANDBOX.matches(Plaintext(mint()), digest, version)
     assert work == {"macs": 1, "comparisons": 1}
 
@@ -150,7 +150,7 @@ def test_peppers_decoy_version_belongs_to_no_pepper() -> None:
 
 
 def test_peppers_repr_names_versions_only() -> None:
-    """A pepper set in a log or a traceback gives no pepper away."""
+    """The representation of a pepper set contains no pepper."""
     shown = f"{SANDBOX} {SANDBOX!r} {[SANDBOX]}"
     assert "versions=[1, 2]" in shown
     assert "1111" not in shown
@@ -185,7 +185,7 @@ def test_check_value_distinguishes_peppers_and_reveals_none(pepper: bytes, other
 
 
 def test_check_value_is_no_digest_of_any_key_string() -> None:
-    """The label inside the MAC holds characters that no key string has, so that neither passes for the other."""
+    """The label in the MAC has characters that no key string has, so neither can be taken for the other."""
     assert set("keyvault/pepper-check/sandbox/1") - set(ALPHANUMERIC + "_")
 
 

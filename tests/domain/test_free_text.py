@@ -16,7 +16,7 @@ KEY = mint(seed="free text")
 def test_clean_text_holds_no_key_string_and_is_no_longer_than_asked(
     before: str, text: str, after: str, longest: int
 ) -> None:
-    """The cut never leaves half a secret: what is cut is masked already."""
+    """Text is masked before it is cut, so half a secret never remains."""
     clean = clean_text(before + text + after, longest)
     assert len(clean) <= longest
     assert text[text.rindex("_") + 17 :][:8] not in clean
@@ -42,5 +42,5 @@ def test_find_text_fault_of_a_key_string_does_not_quote_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["x", "Acme & Söhne", "kv_prv_sbx checkout", KEY[:27]])
 def test_find_text_fault_of_a_good_name_is_none(name: str) -> None:
-    """The public part of a key string is none: support names keys by it."""
+    """The public part of a key string is no secret: support names keys by it."""
     assert find_text_fault(name, 100) is None

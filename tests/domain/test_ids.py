@@ -1,4 +1,4 @@
-"""Public handles: what each looks like, and that none can be taken for another."""
+"""Public ids: the format of each, and that none can be taken for another."""
 
 import re
 from typing import get_args
@@ -33,7 +33,7 @@ def test_ids_are_drawn_from_the_given_randomness_only() -> None:
 
 @pytest.mark.parametrize("text", ["A" * 15, "A" * 17, "A" * 15 + "_", "A" * 15 + "-", "A" * 16 + "\n", "٣" * 16])
 def test_key_id_of_another_shape_is_none(text: str) -> None:
-    """A key id stands in URLs, paths and logs unescaped: nothing else passes for one."""
+    """A key id occurs unescaped in URLs, paths and logs, so no other text is accepted as one."""
     assert not is_key_id(text)
 
 
@@ -44,7 +44,7 @@ def test_merchant_id_that_is_a_slug_is_accepted(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["-a", "a-", "-", "Acme", "a" * 65, "acme\n", "ácme", "a٣"])
 def test_merchant_id_that_is_no_slug_is_refused(text: str) -> None:
-    """A merchant id stands in a URL, a path and a label unescaped: nothing that needs escaping passes."""
+    """A merchant id occurs unescaped in URLs, paths and labels, so text that needs escaping is refused."""
     assert not is_merchant_id(text)
 
 

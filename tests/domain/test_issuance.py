@@ -1,4 +1,4 @@
-"""Asking for a credential: the states of a request, and that an approval is bound to exactly what was asked."""
+"""Issuance requests: their states, and the approval that is bound to exactly what was requested."""
 
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -68,7 +68,7 @@ def test_transitions_nothing_is_issued_that_was_not_approved() -> None:
 
 @pytest.mark.parametrize("state", ["rejected", "expired", "withdrawn", "collected", "burned"])
 def test_transitions_a_closed_request_stays_closed(state: str) -> None:
-    """A rejected, expired or withdrawn request is never issued after all; a collected or burned one never again."""
+    """A rejected, expired or withdrawn request is never issued; a collected or discarded one never again."""
     assert TRANSITIONS[IssuanceState(state)] == frozenset()
 
 
@@ -88,7 +88,7 @@ def test_plan_every_field_is_tried() -> None:
     ("name", "value"), [(name, value) for name, values in OTHERWISE.items() for value in values], ids=repr
 )
 def test_plan_digest_changes_with_every_field(name: str, value: object) -> None:
-    """An approval holds for exactly what was asked: no field can be changed under it."""
+    """An approval covers exactly what was requested: a change of any field voids it."""
     assert replace(PLAN, **{name: value}).digest() != PLAN.digest()  # type: ignore[arg-type]  # of the field's own type
 
 
@@ -98,5 +98,5 @@ def test_plan_digests_are_equal_for_equal_plans_only(plan: IssuancePlan, other: 
 
 
 def test_plan_digest_is_stable_for_ever() -> None:
-    """Stored approvals go on meaning what they meant: `sha256sum` of the canonical text, made elsewhere."""
+    """Stored approvals stay valid: the digest equals `sha256sum` of the canonical text, computed elsewhere."""
     assert PLAN.digest() == "4294c3cf30dcd119ed4b162c57799f127d59ab7ddb6f93e0ad3dffda430b15a5"

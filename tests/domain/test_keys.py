@@ -1,4 +1,4 @@
-"""States of a key: the table of NIST SP 800-57, and that what is dead stays dead."""
+"""States of a key: the table of NIST SP 800-57, and that terminal states are final."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -55,7 +55,7 @@ def key_record(state: KeyState, expires_at: datetime | None = None, **changes: o
 
 
 def reachable(states: Iterable[KeyState]) -> set[KeyState]:
-    """All that can become of these, in any number of steps, themselves included."""
+    """Return these states and all that are reachable from them, in any number of steps."""
     found, fresh = set(states), set(states)
     while fresh:
         fresh = {new for old in fresh for new in TRANSITIONS[old]} - found
@@ -72,7 +72,7 @@ def test_states_are_those_of_nist_sp_800_57() -> None:
     ("old", "new"), list(product(KeyState, KeyState)), ids=lambda state: getattr(state, "value", None)
 )
 def test_transitions_cell_by_cell(old: KeyState, new: KeyState) -> None:
-    """The whole table, spelt out once more: a changed cell has to be changed in two places."""
+    """The whole table, restated: a changed cell must be changed in two places."""
     ours = {
         "pre_activation": {"active", "compromised", "destroyed"},
         "active": {"suspended", "deactivated", "compromised"},
@@ -99,7 +99,7 @@ def test_transitions_nothing_leads_from_a_dead_state_to_a_living_one() -> None:
 
 
 def test_transitions_a_compromise_can_be_reported_until_the_key_is_destroyed() -> None:
-    """An incident responder is never told that the table does not allow it."""
+    """A report of a leak is refused only if the key is already compromised or destroyed."""
     refusing = {state for state in KeyState if not can_transition(state, KeyState.COMPROMISED)}
     assert refusing == {KeyState.COMPROMISED, KeyState.DESTROYED}
 
@@ -130,7 +130,7 @@ def test_transitions_every_state_ends_as_destroyed() -> None:
 def test_key_verifies_only_while_active_and_unexpired(
     state: KeyState, expires_at: datetime | None, is_expired: bool
 ) -> None:
-    """Every state, on either side of the last moment: no other one than `active`, and not a moment too long."""
+    """Of all states, before and after the expiry, only `active` before the expiry verifies."""
     found = key_record(state, expires_at)
     assert found.is_expired(NOW) == is_expired
     assert found.may_verify(NOW) == (state is KeyState.ACTIVE and not is_expired)

@@ -51,7 +51,7 @@ def base62(number: int) -> str:
 
 
 def signed(head: str) -> str:
-    """Any text with the right checksum behind it: what is refused then is refused for another reason."""
+    """Generate any text with a correct checksum, so that a refusal has another reason."""
     return head + base62(crc32(head))
 
 
@@ -59,7 +59,7 @@ def signed(head: str) -> str:
 
 
 def test_keystring_example_made_elsewhere_is_read() -> None:
-    """The format is the contract's, not merely what this code agrees on with itself."""
+    """The format is the one of the contract, not only consistent with itself."""
     found = parse_keystring(EXAMPLE, "kv")
     assert found is not None
     assert (found.kind, found.scope, found.key_id) == ("prv", "sbx", "0123456789ABCDEF")
@@ -100,7 +100,7 @@ def test_keystring_checksum_covers_all_that_stands_before_it(head: str) -> None:
 
 
 def test_keystring_parts_share_no_randomness() -> None:
-    """The public handle tells nothing of the secret: each is drawn for itself."""
+    """The public id reveals nothing about the secret: both are drawn independently."""
 
     def other_secret(count: int) -> bytes:
         return drawn_from("an id" if count == 16 else "another secret")(count)
@@ -128,7 +128,7 @@ def test_keystring_many_minted_are_all_different() -> None:
 
 
 def test_keystring_shows_no_secret_in_its_repr() -> None:
-    """A presented key in a log line or a debugger is its handle, and nothing more."""
+    """The representation of a presented key contains only its public id."""
     found = parse_keystring(EXAMPLE, "kv")
     assert EXAMPLE[27:] not in repr(found)
     assert "0123456789ABCDEF" in repr(found)
@@ -139,7 +139,7 @@ def test_keystring_shows_no_secret_in_its_repr() -> None:
 
 @pytest.mark.parametrize("sort", SORTS, ids="_".join)
 def test_keystring_with_any_one_character_changed_is_refused(sort: tuple[StringKind, StringScope]) -> None:
-    """Every position, every other character: no typing error gets as far as a look-up."""
+    """No typing error of one character, at any position, causes a look-up."""
     text = mint(*sort)
     for position, right in enumerate(text):
         for wrong in ALPHANUMERIC + "_-":
@@ -159,7 +159,7 @@ def test_keystring_with_a_character_more_less_or_swapped_is_refused(text: str, d
 
 @given(keystrings, brands)
 def test_keystring_of_another_brand_is_refused(text: str, brand: str) -> None:
-    """Another installation's key is none here, right checksum or not."""
+    """A key of another installation is refused, even with a correct checksum."""
     assert (parse_keystring(text, brand) is not None) == text.startswith(f"{brand}_")
 
 
@@ -216,7 +216,7 @@ def test_keystring_of_another_length_is_refused(digits: int) -> None:
     ids=repr,
 )
 def test_keystring_malformed_is_refused_without_a_fault(text: str) -> None:
-    """Any text may be presented: NUL, lone surrogates and look-alike digits are refused, not stumbled over."""
+    """Any text may be presented: NUL, lone surrogates and look-alike digits are refused without an error."""
     assert parse_keystring(text, "kv") is None
 
 
@@ -227,7 +227,7 @@ def test_keystring_any_text_is_read_or_refused_never_a_fault(text: str) -> None:
 
 
 def test_keystring_over_long_text_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody makes the service work by presenting megabytes: not even what it begins with is looked at."""
+    """A text of megabytes costs nothing: it is refused before its beginning is parsed."""
     longest = mint(brand="a" * 16)
     assert parse_keystring(longest, "a" * 16) is not None
     monkeypatch.setattr(keystring, "_prefixes", None)
@@ -247,7 +247,7 @@ def test_keystring_minted_for_no_brand_is_refused(brand: str) -> None:
 
 @given(keystrings, st.text(max_size=30), st.text(max_size=30))
 def test_keystring_anywhere_in_a_text_is_noticed(text: str, before: str, after: str) -> None:
-    """A leak scanner finds it whatever it is glued to."""
+    """A leak scanner finds a key between any other characters."""
     assert SHAPED.search(before + text + after) is not None
 
 
@@ -262,7 +262,7 @@ def test_keystring_cut_or_mistyped_is_still_noticed(text: str, cut: int) -> None
 
 @given(keystrings)
 def test_keystring_s_public_part_alone_is_not_noticed(text: str) -> None:
-    """The handle is public: naming a key in a URL or a log is no exposure."""
+    """The key id is public: naming it in a URL or a log is no exposure."""
     key_id = text.rpartition("_")[2][:16]
     assert SHAPED.search(f"/v1/keys/{key_id}/revoke") is None
     assert SHAPED.search(text[: text.rindex("_") + 17]) is None

@@ -1,4 +1,4 @@
-"""Lines of the log: whichever way a secret gets into a record, it does not get out, and a record is one line."""
+"""Lines of the log: a secret is masked wherever it is in a record, and a record is one line."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from .test_redaction import HANDLE, KEY, OPAQUE, SECRET, tangles
 
 
 class Log:
-    """A logger of its own with the service's formatter on it."""
+    """Return a separate logger with the service's formatter."""
 
     def __init__(self) -> None:
         self.stream = io.StringIO()
@@ -29,7 +29,7 @@ class Log:
         self.logger.addHandler(handler)
 
     def read(self) -> dict[str, Any]:
-        """The one line that was written."""
+        """Return the one line that was written."""
         text = self.stream.getvalue()
         assert text.endswith("\n")
         assert len(text.splitlines()) == 1, text
@@ -111,7 +111,7 @@ WAYS: dict[str, Callable[[Log], None]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_log_line_shows_no_secret_whichever_way_it_came(way: str, log: Log) -> None:
-    """Redaction is the last step before the line is written: no way into a record goes round it."""
+    """Redaction is the last step before the line is written, so no part of a record bypasses it."""
     WAYS[way](log)
     text = log.stream.getvalue()
     assert SECRET[:5] not in text
@@ -127,7 +127,7 @@ def test_log_line_keeps_the_handle_of_the_key(log: Log) -> None:
 
 
 def test_log_line_of_a_plaintext_is_its_mask(log: Log) -> None:
-    """Even a secret that looks like nothing is safe in its type."""
+    """A secret without a recognizable format is masked because of its type."""
     log.logger.info("sent %s and %r", Plaintext("hunter2"), [Plaintext("hunter2")], extra={"it": Plaintext("hunter2")})
     line = log.read()
     assert "hunter2" not in str(line)
@@ -149,7 +149,7 @@ def test_log_line_has_time_level_logger_message_and_extras(log: Log) -> None:
 
 
 def test_log_line_of_an_exception_has_its_traceback(log: Log) -> None:
-    """A fault can be found by its line in the log, for all that was masked in it."""
+    """A masked log line still identifies the fault."""
     log_exception(log)
     line = log.read()
     assert line["message"] == "it broke"
@@ -175,7 +175,7 @@ FORGERIES = [
 
 @pytest.mark.parametrize("text", FORGERIES, ids=ascii)
 def test_log_line_cannot_be_forged(text: str, log: Log) -> None:
-    """Nobody writes a second line, or over the first one on a terminal, by sending control characters."""
+    """Control characters of a client start no second line and overwrite none on a terminal."""
     log.logger.info("client said %s", text, extra={"user_agent": text})
     written = log.stream.getvalue().rstrip("\n")
     assert written.isascii()
@@ -191,7 +191,7 @@ def test_log_line_cannot_be_forged(text: str, log: Log) -> None:
 @example("", "['x-api-key', ", "header")
 @example("x-api-key: [", "'authorization': '", "authorization")
 def test_log_line_of_any_text_is_one_json_object(message: str, extra: str, name: str) -> None:
-    """Whatever is sent to us, every line can be read by a machine, has its fields, and shows no secret."""
+    """Whatever a client sends, every line is valid JSON with all fields and without secrets."""
     log = Log()
     log.logger.info("%s", message, extra={name: extra, "after": "the end"})
     line = log.read()
@@ -206,6 +206,6 @@ def test_log_line_of_every_kind_of_key_is_masked(log: Log) -> None:
 
 
 def test_log_line_that_cannot_be_made_shows_no_secret_either(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong format string is a programmer's error; it is no way round the redactor."""
+    """A wrong format string does not bypass the redactor."""
     log.logger.info("sent %d", KEY)
     assert SECRET not in log.stream.getvalue() + "".join(capsys.readouterr())

@@ -1,4 +1,4 @@
-"""Networks that a credential may be used from: what is one, and which addresses are in it."""
+"""Networks that a credential may be used from: their format, and which addresses they contain."""
 
 from ipaddress import ip_address, ip_network
 
@@ -82,7 +82,7 @@ def test_address_is_within_no_empty_list() -> None:
 
 @given(st.ip_addresses(v=4), st.integers(0, 32), st.ip_addresses(v=4))
 def test_ipv4_mapped_address_counts_as_the_ipv4_address(home: object, prefix: int, asking: object) -> None:
-    """A dual-stack server reports one client in two ways; both are judged alike."""
+    """A dual-stack server reports one client in two notations, which are judged alike."""
     networks = (ip_network(f"{home}/{prefix}", strict=False),)
     expected = asking in networks[0]
     assert is_within(str(asking), networks) is is_within(f"::ffff:{asking}", networks) is expected

@@ -1,4 +1,4 @@
-"""Web origins: one spelling each, as browsers have it."""
+"""Web origins: one spelling each, as browsers send it."""
 
 import pytest
 from hypothesis import given
@@ -68,14 +68,14 @@ def test_origin_as_browsers_write_it_is_one(origin: str) -> None:
     ],
 )
 def test_origin_of_any_other_spelling_is_none(text: str) -> None:
-    """A list is compared letter by letter, so that nothing may stand in it that no browser sends."""
+    """A list is compared character by character, so it may contain only what browsers send."""
     assert not is_origin(text)
     assert find_origin_fault(text) is not None
 
 
 @given(st.text(max_size=80))
 def test_origin_never_holds_what_json_escapes_or_a_list_is_cut_at(text: str) -> None:
-    """A listed origin can be looked for as quoted text."""
+    """A listed origin can be searched for as quoted text."""
     if is_origin(text):
         assert text.isascii()
         assert not set('"\\,% _*') & set(text)

@@ -1,4 +1,4 @@
-"""The type of secret text: every way that text usually gets out is shut."""
+"""The type of secret text: it blocks every usual way for text to leak."""
 
 import copy
 import json
@@ -76,7 +76,7 @@ class Holder:
 
 @pytest.mark.parametrize("way", SHOWN)
 def test_plaintext_shown_is_masked(way: str) -> None:
-    """However a secret is turned into text by accident, its mask is all that comes out."""
+    """Every accidental conversion of a secret to text gives only its mask."""
     shown = SHOWN[way](Plaintext(SECRET))
     assert SECRET not in shown
     assert MASK in shown
@@ -84,14 +84,14 @@ def test_plaintext_shown_is_masked(way: str) -> None:
 
 @pytest.mark.parametrize("way", REFUSED)
 def test_plaintext_stored_compared_or_taken_apart_is_refused(way: str) -> None:
-    """A secret gets into no queue, file, cache or dictionary key, and is never compared byte by byte."""
+    """A secret cannot be stored in a queue, file, cache or dictionary key, or compared byte by byte."""
     with pytest.raises(TypeError) as refused:
         REFUSED[way](Plaintext(SECRET))
     assert SECRET not in str(refused.value)
 
 
 def test_plaintext_in_a_traceback_with_locals_is_masked() -> None:
-    """A fault reporter that prints local variables shows the mask."""
+    """An error reporter that prints local variables shows the mask."""
 
     def fail(secret: Plaintext, held: list[Plaintext]) -> None:
         raise RuntimeError(f"cannot use {secret}")
@@ -105,7 +105,7 @@ def test_plaintext_in_a_traceback_with_locals_is_masked() -> None:
 
 
 def test_plaintext_takes_no_other_attribute() -> None:
-    """Nothing can be hung on it that would travel beside the mask."""
+    """No attribute can be added that would be shown beside the mask."""
     secret: Any = Plaintext(SECRET)
     with pytest.raises(AttributeError):
         secret.note = SECRET

@@ -1,4 +1,4 @@
-"""Sealing to a recipient: opened by the private key and by nothing else, with code that is not ours."""
+"""Sealing to a recipient: only the private key opens it, with independent implementations."""
 
 import base64
 import hmac
@@ -72,7 +72,7 @@ def open_by_the_book(secret: X25519PrivateKey, enc: bytes, ciphertext: bytes) ->
 
 @given(secrets_, strings)
 def test_recipients_sealed_text_is_opened_by_its_recipient(secret: X25519PrivateKey, text: str) -> None:
-    """Any HPKE library opens it: cryptography's own, and the RFC written out by hand."""
+    """Any HPKE library opens it: that of `cryptography`, and the steps of the RFC written out here."""
     enc, ciphertext = sealed_bytes(secret, text)
     suite = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
     assert suite.decrypt(enc + ciphertext, secret).decode() == text
@@ -84,7 +84,7 @@ def test_recipients_sealed_text_is_opened_by_its_recipient(secret: X25519Private
 def test_recipients_sealed_text_that_was_touched_does_not_open(
     secret: X25519PrivateKey, text: str, data: st.DataObject
 ) -> None:
-    """One altered bit, wherever it is, and nothing comes out."""
+    """A text with one altered bit, at any place, cannot be opened."""
     enc, ciphertext = sealed_bytes(secret, text)
     whole = bytearray(enc + ciphertext)
     # The top bit of `enc` is masked by X25519, and yet it goes into the key by its bytes.
@@ -130,7 +130,7 @@ def test_recipients_point_of_low_order_is_refused(point: int) -> None:
 
 @pytest.mark.parametrize("point", [PRIME, PRIME + 1, PRIME + 9, 2**255 + 9, 2**256 - 1])
 def test_recipients_point_written_in_another_way_is_refused(point: int) -> None:
-    """The recipient's own library would hash another spelling than ours, and never open it."""
+    """The recipient's library would hash another spelling of the key, and could never open the text."""
     fault = find_recipient_fault(encoded(point.to_bytes(32, "little")))
     assert fault is not None
     assert "canonical" in fault
@@ -153,7 +153,7 @@ def test_recipients_point_written_in_another_way_is_refused(point: int) -> None:
     ],
 )
 def test_recipients_text_of_another_form_is_refused(text: str) -> None:
-    """Wrong lengths, padding, the other alphabet, bits that do not count, and no ASCII: one clear demand."""
+    """Wrong lengths, padding, the other alphabet, unused bits and other characters get one clear error."""
     fault = find_recipient_fault(text)
     assert fault is not None
     assert "43 characters" in fault

@@ -1,4 +1,4 @@
-"""What must never leave: secrets in every rendering that logs and support attachments have them in."""
+"""Secrets are masked in every form that they have in logs and support attachments."""
 
 import io
 import json
@@ -71,7 +71,7 @@ opaque = st.builds(str.__add__, st.sampled_from(OPENING), st.text(OPENING + "@#$
 
 
 def leaks(value: str, text: str) -> bool:
-    """Whether any five characters of it in a row are there to be read."""
+    """Whether any five consecutive characters of it are readable."""
     return any(value[at : at + 5] in text for at in range(len(value) - 4))
 
 
@@ -84,7 +84,7 @@ def leaks(value: str, text: str) -> bool:
 def test_redact_key_string_of_any_kind_shows_its_handle_only(
     sort: tuple[str, str], brand: str, is_checksum_right: bool
 ) -> None:
-    """All four kinds of any brand, right checksum or not: what is left is public, and enough for support."""
+    """Keys of all four kinds and any brand, with any checksum: the rest is public, and enough for support."""
     text = mint(*sort, brand=brand)  # type: ignore[arg-type]  # of its two types
     if not is_checksum_right:
         text = text[:-1] + ("A" if text[-1] != "A" else "B")
@@ -95,7 +95,7 @@ def test_redact_key_string_of_any_kind_shows_its_handle_only(
 
 @given(keystrings, st.integers(1, 48))
 def test_redact_key_string_cut_short_shows_no_digit_of_its_secret(text: str, cut: int) -> None:
-    """A line that a logger cut in the middle of a secret shows none of the half that is left."""
+    """If a logger cuts a line in the middle of a secret, the remaining half is masked, too."""
     handle = text[: text.rindex("_") + 17]
     assert redact(text[:-cut]) == handle + MASK
 
@@ -112,7 +112,7 @@ def test_redact_key_string_glued_to_more_digits_shows_none_of_them(text: str, mo
 @example("kv_prv_sbx_", mint(), "")
 @example(mint() + "_", mint(), mint())
 def test_redact_key_string_in_any_text_leaks_nothing(before: str, text: str, after: str) -> None:
-    """Whatever stands around it."""
+    """A secret is masked between any other characters."""
     secret = text[text.rindex("_") + 17 :]
     assert secret[:8] not in redact(before + text + after)
 
@@ -121,7 +121,7 @@ def test_redact_key_string_in_any_text_leaks_nothing(before: str, text: str, aft
     "escape", ["%5F", "%5f", "%255F", "%25255f", "%" + "25" * 8 + "5F", "\\u005f", "\\u005F", "\\\\u005f"]
 )
 def test_redact_key_string_escaped_in_a_url_or_in_json_is_masked(escape: str) -> None:
-    """Each hop may escape once more what it was given escaped; the secret's own digits need no escape."""
+    """Each hop may escape an escaped text again; the secret's own digits need no escape."""
     assert redact(f"GET /a?key={KEY.replace('_', escape)} 200") == f"GET /a?key={HANDLE.replace('_', escape)}*** 200"
 
 
@@ -164,7 +164,7 @@ def test_redact_names_split_by_colors_still_tell_their_secret() -> None:
 
 
 def test_redact_key_id_alone_stays() -> None:
-    """The handle is public: support finds the key by it."""
+    """The key id is public: support finds the key by it."""
     line = f"POST /v1/keys/{HANDLE[-16:]}/revoke 202 {HANDLE}"
     assert redact(line) == line
 
@@ -191,7 +191,7 @@ def test_redact_header_in_any_rendering_is_masked(rendering: str, value: str) ->
 @given(st.sampled_from(sorted(RENDERINGS)), st.sampled_from(NAMES), st.sampled_from(["", "Bearer ", "Basic "]), opaque)
 @example("JSON", "Authorization", "Basic ", "Bearer-bearer")
 def test_redact_header_of_any_value_is_masked(rendering: str, name: str, scheme: str, value: str) -> None:
-    """Nothing about the value itself has to look like a secret: the header's name is enough."""
+    """The name of the header is enough, even if the value does not look like a secret."""
     clean = redact(RENDERINGS[rendering](name, scheme + value))
     frame = RENDERINGS[rendering](name, scheme)
     assert not any(value[at : at + 5] in clean and value[at : at + 5] not in frame for at in range(len(value) - 4))
@@ -202,7 +202,7 @@ def test_redact_header_of_any_value_is_masked(rendering: str, name: str, scheme:
     "value", ['a"secret', "a\\secret", "a\nsecret", "cafésecret", 'a\\"secret', "'secret'", "secret\\"]
 )
 def test_redact_header_with_escapes_in_json_is_masked_to_its_end(rendering: str, value: str) -> None:
-    """A quote or a backslash inside a value does not end it; and what is left is still JSON."""
+    """A quote or a backslash inside a value does not end it, and the rest is still JSON."""
     clean = redact(RENDERINGS[rendering]("X-Api-Key", value))
     if rendering != "JSON pairs" or not set(value) & set("\"\\\n'é"):
         assert "secret" not in clean
@@ -215,7 +215,7 @@ def test_redact_header_with_parameters_is_masked_to_the_end_of_its_line() -> Non
 
 
 def test_redact_header_keeps_what_support_needs() -> None:
-    """Which key it was, in which environment, and how it was sent."""
+    """The mask shows which key it was, in which environment, and how it was sent."""
     assert redact(f"Authorization: Bearer {KEY}\n") == f"Authorization: Bearer {HANDLE}***\n"
     assert redact(f"X-Api-Key: {KEY}\r\n") == f"X-Api-Key: {HANDLE}***\r\n"
     assert redact(f"x-api-key={KEY} status=401") == f"x-api-key={HANDLE}***"
@@ -252,7 +252,7 @@ def test_redact_header_on_the_next_line_is_not_touched() -> None:
     ],
 )
 def test_redact_secret_of_another_sort_is_masked(text: str, clean: str) -> None:
-    """Sealed secrets, Vault and OpenBao tokens, passwords in URLs, and tokens that stand by themselves."""
+    """Sealed secrets, Vault and OpenBao tokens, passwords in URLs, and tokens without context."""
     assert redact(text) == clean
     assert redact(clean) == clean
 
@@ -307,7 +307,7 @@ COOKIES = f"sessionid={OPAQUE}; csrftoken=Zu8tYq; other=choc0late"
     ],
 )
 def test_redact_cookies_are_masked(text: str, clean: str) -> None:
-    """A session's cookie is the operator, for as long as the session lasts."""
+    """Until the session ends, the session's cookie gives the access of its operator."""
     assert redact(text) == clean
     assert redact(clean) == clean
 
@@ -336,7 +336,7 @@ VALUES = [OPAQUE, 'a"b\\c', "ends in \\", "two\nlines", "café", "x", "***", "a,
 
 
 def nested(value: object, depth: int) -> str:
-    """JSON in a string of JSON, so many times."""
+    """Return JSON in a string of JSON, nested this many times."""
     text = json.dumps(value)
     for _ in range(depth):
         text = json.dumps({"body": text, "status": 401})
@@ -373,14 +373,14 @@ def test_redact_json_number_named_like_a_secret_becomes_the_mask(value: float, d
 @pytest.mark.parametrize("value", [None, True, False, "", {}, [], {"a": 1}])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_redact_json_member_that_holds_no_secret_stays(value: object, depth: int) -> None:
-    """That a secret is there, or is not, is what support has to see."""
+    """Support must see whether a secret is present or absent."""
     text = nested({"password": value, "b": 1}, depth)
     assert redact(text) == text
 
 
 @pytest.mark.parametrize("name", COLLECTIVE_NAMES)
 def test_redact_json_strings_under_a_collective_name_are_masked(name: str) -> None:
-    """Strings are secrets; numbers are counts, and objects have names of their own."""
+    """Strings are masked. Numbers are counts, and the members of objects have names of their own."""
     kinds = ["private", "public"]  # An endpoint's accepted kinds are a list named `credentials`.
     for value, masked in ((OPAQUE, MASK), (kinds, kinds if "credentials" in name else [MASK])):
         clean = redact(json.dumps({"a": 1, name: value, "b": "c"}))
@@ -465,7 +465,7 @@ def test_redact_pem_public_key_and_certificate_stay() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_redact_json_member_that_support_needs_stays_readable(depth: int) -> None:
-    """Ids, counts, names and types are no secrets, whatever word stands in them."""
+    """Ids, counts, names and types are no secrets, whatever word they contain."""
     for name in READABLE_NAMES:
         text = nested({name: "0123456789abcdef", "b": 7, f"{name}_count": 5}, depth)
         assert redact(text) == text
@@ -516,7 +516,7 @@ BREAKS = {
 @pytest.mark.parametrize("name", BREAKS)
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 def test_redact_key_string_over_two_lines_leaks_nothing(name: str, is_streamed: bool) -> None:
-    """Mail clients and terminals break a key anywhere: also what stands on the second line is its secret."""
+    """Mail clients and terminals break a key anywhere: the part on the second line is masked, too."""
     for at in (*range(3, 76, 5), 26, 27, 28, 75):
         text = f"here: {KEY[:at]}{BREAKS[name]}{KEY[at:]} and more\nnext line\n"
         clean = "".join(redact_stream(text)) if is_streamed else redact(text)
@@ -539,7 +539,7 @@ def test_redact_key_string_over_many_lines_leaks_nothing(cuts: list[int], name: 
     st.lists(st.integers(0, 700), max_size=8),
 )
 def test_redact_stream_of_broken_keys_cut_anywhere_is_redact_of_the_whole(parts: list[str], cuts: list[int]) -> None:
-    """A key over two lines is found where a read ends between them, too."""
+    """A key on two lines is found even if a read ends between them."""
     text = "".join(parts)
     assert "".join(redact_stream(chunks_of(text, cuts))) == redact(text)
 
@@ -595,7 +595,7 @@ def test_redact_plain_prose_stays_as_it_is(text: str) -> None:
 
 
 def test_redact_json_stays_json() -> None:
-    """The lines of a JSON log are still that afterwards, and say the same but for the secret."""
+    """The lines of a JSON log stay JSON, with the same content except the secret."""
     line = {"message": f"sent X-Api-Key: {KEY}", "authorization": f"Bearer {OPAQUE}", "status": 401, "who": "acme"}
     clean = json.loads(redact(json.dumps(line)))
     assert clean == {**line, "message": f"sent X-Api-Key: {HANDLE}***", "authorization": "Bearer ***"}
@@ -656,7 +656,7 @@ def chunks_of(text: str, cuts: list[int]) -> list[str]:
 
 @given(st.lists(tangles | st.text(max_size=20), max_size=6).map("".join), st.lists(st.integers(0, 10_000), max_size=12))
 def test_redact_stream_cut_anywhere_is_redact_of_the_whole(text: str, cuts: list[int]) -> None:
-    """Where a file happens to be cut into reads never shows: not in a secret's head, body or escape."""
+    """The result does not depend on where reads end: in a secret's prefix, in its body or in an escape."""
     assert "".join(redact_stream(chunks_of(text, cuts))) == redact(text)
 
 
@@ -670,7 +670,7 @@ def test_redact_stream_of_single_characters_is_redact_of_the_whole(text: str) ->
     st.lists(st.integers(0, 100_000), max_size=20),
 )
 def test_redact_stream_of_a_long_line_cut_anywhere_is_redact_of_the_whole(parts: list[str], cuts: list[int]) -> None:
-    """The same for lines longer than what is looked at in one go."""
+    """The same for lines that are longer than the redactor's buffer."""
     text = "".join(parts).replace("\n", " ").replace("\r", " ")
     clean = "".join(redact_stream(chunks_of(text, cuts)))
     assert clean == redact(text)
@@ -691,7 +691,7 @@ LONG = {
 def test_redact_stream_of_a_long_line_cut_at_every_sort_of_place_is_redact_of_the_whole(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of an escape, of a word, of a key; what stood before the cut is remembered as far as it matters."""
+    """The line is cut in an escape, in a word or in a key. The redactor keeps enough of the text before the cut."""
     monkeypatch.setattr(redaction, "_MAX_LOOKBACK", 512)  # Enough for these, and many more cuts.
     text = LONG[name]
     clean = redact(text)
@@ -701,14 +701,14 @@ def test_redact_stream_of_a_long_line_cut_at_every_sort_of_place_is_redact_of_th
 
 @given(keystrings, st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 700))
 def test_redact_stream_key_string_across_chunks_leaks_nothing(text: str, before: int, after: int, size: int) -> None:
-    """No secret slips through the joint between two reads, wherever the joint is."""
+    """A secret that spans two reads is masked, wherever the first one ends."""
     whole = "-" * before + text + "-" * after
     clean = "".join(redact_stream(whole[at : at + size] for at in range(0, len(whole), size)))
     assert clean == "-" * before + text[: text.rindex("_") + 17] + MASK + "-" * after
 
 
 def test_redact_stream_lets_whole_lines_go_as_they_come() -> None:
-    """`tail -f … | manage.py redact` shows each line when it is there."""
+    """`tail -f … | manage.py redact` shows each line as soon as it is written."""
     clean = redact_stream(iter(["first\n", f"second {KEY}\nthi", "rd\n"]))
     assert next(clean) == "first\n"
     assert next(clean) == f"second {HANDLE}***\n"
@@ -722,7 +722,7 @@ def test_redact_stream_of_nothing_is_nothing(chunks: list[str]) -> None:
 
 
 def lines(megabytes: int) -> Iterator[str]:
-    """A log, in reads of 64 KiB that pay no heed to its lines."""
+    """Yield a log in reads of 64 KiB, regardless of its lines."""
     filler = "2026-11-21T12:00:00Z INFO GET /merchants/orders/abc123 status=200 request_id=0123456789abcdef\n" * 40
     block = (f"{filler}X-Api-Key: {KEY}\n" * 40)[: 1 << 17]
     for _ in range(megabytes * 8):
@@ -802,12 +802,12 @@ HOSTILE = {
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_redact_hostile_text_takes_time_by_its_length(name: str) -> None:
-    """Nobody stops the log by sending text that a pattern chokes on: a quarter megabyte of it is soon done."""
+    """No text makes a pattern so slow that it blocks the log: a quarter megabyte takes a short time."""
     redact(HOSTILE[name] * ((1 << 18) // len(HOSTILE[name])))
 
 
 def test_redact_shuffled_log_leaks_nothing() -> None:
-    """Every rendering of many secrets, mixed into one attachment and read in odd pieces."""
+    """Many secrets in every form, mixed into one attachment that is read in pieces of odd sizes."""
     chance = random.Random(20261121)  # noqa: S311  the same mixture each time
     parts, secrets = [], []
     for seed in range(300):

@@ -33,7 +33,7 @@ def test_reasons_are_those_of_rfc_5280_that_fit_a_key() -> None:
 
 @pytest.mark.parametrize("reason", RevocationReason)
 def test_revocation_for_any_reason_leads_to_a_dead_state(reason: RevocationReason) -> None:
-    """There is no reason that leaves a way back."""
+    """Every reason leads to a terminal state."""
     assert state_after(reason) in DEAD_STATES
 
 

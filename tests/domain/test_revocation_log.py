@@ -1,4 +1,4 @@
-"""Lines of the revocation log: what was written is read back, and nothing else is taken for a line."""
+"""Lines of the revocation log: a written line is read back, and no other text is parsed as a line."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -57,7 +57,7 @@ def test_line_comes_back_as_it_was_written(line: LogLine) -> None:
 
 @given(lines, st.data())
 def test_line_with_any_byte_changed_is_damaged(line: LogLine, data: st.DataObject) -> None:
-    """Nobody reads a revocation of another key out of a line that went bad on the disk."""
+    """A line that is damaged on the disk is never read as a revocation of another key."""
     text = bytearray(line_bytes(line)[:-1])
     place = data.draw(st.integers(0, len(text) - 1))
     text[place] ^= data.draw(st.integers(1, 255))
@@ -125,14 +125,14 @@ def test_standing_without_a_unit_was_committed_before_it_was_written() -> None:
 
 
 def test_standing_never_is_what_was_dropped() -> None:
-    """Not after the machine went down either: the caller got an error, and the key goes on."""
+    """The same after the machine went down: the caller got an error, and the key stays valid."""
     assert standing(FIRST, SECOND, Dropped("u1"), boot="later") == [SECOND]
     assert standing(Dropped("u1"), boot="later") == []
 
 
 @pytest.mark.parametrize("marks", [(Dropped("u1"), Committed("u1")), (Committed("u1"), Dropped("u1"))])
 def test_standing_is_what_committed_though_it_was_dropped(marks: tuple[LogLine, LogLine]) -> None:
-    """A commit that was late was answered with a yes all the same."""
+    """A late commit was still confirmed to the caller."""
     assert standing(FIRST, *marks, boot="now") == standing(FIRST, *marks, boot="later") == [FIRST]
 
 

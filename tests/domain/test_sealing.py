@@ -1,4 +1,4 @@
-"""Show-once secrets at rest: opened by the pepper of their set in their own context, and by nothing else."""
+"""Show-once secrets at rest: only the pepper of their set opens them, and only in their own context."""
 
 import os
 
@@ -27,7 +27,7 @@ def test_sealing_opens_to_what_was_sealed(text: str, context: bytes) -> None:
 
 
 def test_sealing_the_same_text_twice_gives_unrelated_ciphertexts() -> None:
-    """Salt and nonce are fresh: equal secrets are not told from unequal ones, and no key is used twice."""
+    """Salt and nonce are new each time: equal secrets cannot be recognized, and no key is used twice."""
     one, other = sealed(), sealed()
     assert one[:4] == other[:4]
     assert one[4:20] != other[4:20]

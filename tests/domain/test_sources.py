@@ -75,7 +75,7 @@ def summarize(uses: list[list[int]]) -> list[Minutes]:
 
 @given(st.lists(st.integers(0, 1_000), min_size=1, unique=True), st.sets(st.integers(0, 100)))
 def test_longest_gap_is_the_same_after_any_rotations(minutes: list[int], rotated_at: set[int]) -> None:
-    """A source that moves from key to key has one habit."""
+    """The longest gap of a source does not depend on which keys it uses."""
     minutes.sort()
     cuts = sorted({0, len(minutes), *(cut for cut in rotated_at if cut < len(minutes))})
     assert find_longest_gap(summarize([minutes[a:b] for a, b in pairwise(cuts)])) == gaps(minutes)

@@ -1,5 +1,8 @@
-"""A key that has ended is refused again from memory: in the same bytes as ever, noted each time, and only as long as
-its record, its caller and the rules are those that it was refused by."""
+"""Cached denials of a key in a final state.
+
+Each is byte-identical to the first one and is noted. It is used only while the key's record, the caller and the rules
+are unchanged.
+"""
 
 import json
 from collections.abc import Callable, Iterable

@@ -33,9 +33,12 @@ def data(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_verifiers_cut_off_from_the_feed_allow_no_stale_key(data: Path, tmp_path: Path) -> None:
-    """LISTEN connections killed again and again, a process stopped while a key is revoked, the clock stepped while
-    nothing can be confirmed: on the writer's host no yes after the act returned, elsewhere none after its receipt or
-    after MAX_STALENESS; good keys are refused for no other reason than that there is no verdict, and allowed again."""
+    """Guarantee: a cut from the feed never makes a revoked key valid.
+
+    The test kills LISTEN connections, stops a process while a key is revoked, and steps the clock while nothing can be
+    confirmed. On the writer's host no process allows the key after the revoke has returned; elsewhere none does after
+    the receipt or MAX_STALENESS. Valid keys are refused only for lack of a verdict, and are allowed again.
+    """
     result = Result("cuts")
     dice = random.Random(6)  # noqa: S311  a test's own dice
     with staged(tmp_path, result, dice, victims=VICTIMS_OF_A_CUT * len(CUTS), tokens=2, workers=1, rate=150) as stage:

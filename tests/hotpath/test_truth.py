@@ -148,8 +148,10 @@ def prove_nothing(primed: Primed, asked: list[Asked]) -> None:
 
 @pytest.mark.parametrize("name", ALTERING)
 def test_engine_after_any_operation_answers_like_one_without_a_cache(scene: Scene, minted: Minted, name: str) -> None:
-    """Guarantee: once an act has returned, no engine of its host answers by what was before, nor does any engine of
-    another host that has seen the feed since; whatever it had in memory, and in which tier."""
+    """Guarantee: once an act has returned, no engine of its host answers from older data, whatever it had cached.
+
+    The same holds for each engine of another host that has read the feed since.
+    """
     make_token(*SERVICE_PERMISSIONS)
     token_of(issue(scene.sandbox)[0])
     ended, ended_text = issue(scene.sandbox)
@@ -271,8 +273,10 @@ def test_engine_finds_a_key_that_was_issued_after_a_miss(
 
 
 def test_engine_whose_follower_detects_a_lost_feed_answers_nothing(scene: Scene) -> None:
-    """Guarantee: after a fail-over to a replica that lacks a revocation the key is not good again, though the database
-    that questions are read through from says so."""
+    """Guarantee: after a fail-over to a replica that lacks a revocation, the key stays refused.
+
+    The database that the slow path reads has the key as active again.
+    """
     _, service = make_token(*SERVICE_PERMISSIONS)
     key, text = issue(scene.sandbox)
     asked = {"key": text.reveal(), "environment": "sandbox", "endpoint": "orders.create"}

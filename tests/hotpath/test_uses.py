@@ -198,8 +198,10 @@ def test_uses_whose_report_failed_are_in_the_next(
 def test_uses_are_never_older_than_a_report_that_was_given_without_them(
     keys: dict[KeyKind, tuple[Key, str]], token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: silence is observed. However reports and uses come across each other, each use is in the first report
-    whose watermark is behind its time."""
+    """Guarantee: a claim of silence is true. Each use is in the first report whose watermark is later than its time.
+
+    This holds for concurrent reports and uses.
+    """
     clock = [time.time()]
 
     def tick() -> float:

@@ -828,7 +828,7 @@ def test_triggers_chain_renamed_is_refused(world: World) -> None:
     ],
 )
 def test_triggers_unsigned_entry_recorded_as_signed_is_refused(world: World, steps: int, changes: Row) -> None:
-    """A chain whose row says that it is signed would never be signed again."""
+    """A chain whose row is forged as signed would never be signed again."""
     head = read_row("keyvault_auditchain", name="platform")
     assert head["unsigned_since"] is not None
     moved = {"sequence": head["sequence"] + steps, "signed_in": head["signed_in"] + 1}

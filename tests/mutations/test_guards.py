@@ -13,7 +13,7 @@ def test_guards_occur_exactly_once_in_their_files() -> None:
 
 
 def test_guards_removed_leave_other_code_that_can_be_read() -> None:
-    """A test that fails on broken syntax notices nothing of the guard."""
+    """Otherwise the test would fail because of broken syntax, and would prove nothing about the guard."""
     for guard in GUARDS:
         source = (ROOT / guard.file).read_text()
         assert ast.dump(ast.parse(guard.mutate(source))) != ast.dump(ast.parse(source)), guard.name

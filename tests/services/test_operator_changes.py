@@ -257,7 +257,7 @@ def test_factor_reset_needs_a_second_person_and_ends_sessions(scene: Scene) -> N
 
 
 def test_approval_on_a_command_line_is_reviewed_by_two_persons(scene: Scene) -> None:
-    """The person whose operator was changed reviews nothing of it, although they may have the role for it now."""
+    """The person whose operator was changed does not review the change, even if their new role permits reviews."""
     change = request(scene, scene.tam, Role.APPROVER, by=find_operator("admin", "root"))
     approve(change, find_operator("approver", "root"))
     act = BreakGlass.objects.get()

@@ -38,8 +38,9 @@ def test_lost_reply_to_a_login_pauses_the_rotation_and_loses_no_key(harness: Vau
 
 
 def test_lost_reply_to_an_unwrap_stalls_the_rotation_as_a_taken_login(harness: VaultHarness) -> None:
-    """Guarantee: a secret id that was opened, perhaps by another party, is reported and never guessed. Every key stays
-    good meanwhile, and with a new login the rotation completes.
+    """Guarantee: a secret id that was unwrapped, perhaps by another party, is reported and not used.
+
+    Every key stays valid, and with a new login the rotation completes.
     """
     journey = Journey(harness)
     _renew_wrapped(harness)

@@ -1,1 +1,1 @@
-"""Proofs of keyvault/wire."""
+"""Tests of keyvault/wire."""

@@ -82,7 +82,7 @@ def test_url_accepted_is_written_in_its_canonical_form(text: str, url: str) -> N
     ],
 )
 def test_url_that_is_ambiguous_or_internal_is_refused(text: str) -> None:
-    """The plainest form is taken and nothing else, so that no two readers of a URL differ about its host."""
+    """Only the plainest form is accepted, so that no two parsers of a URL differ about its host."""
     with pytest.raises(ValueError, match=r"."):
         parse_url(text)
 
@@ -114,7 +114,7 @@ PRIVATE = [
 
 
 def _embedded(inner: IPv4Address) -> list[IPv6Address]:
-    """Every way in which an IPv6 address carries an IPv4 one."""
+    """Return every form in which an IPv6 address contains an IPv4 one."""
     bits = int(inner)
     return [
         IPv6Address(bits),
@@ -128,7 +128,7 @@ def _embedded(inner: IPv4Address) -> list[IPv6Address]:
 
 @pytest.mark.parametrize("address", [str(each) for inner in PRIVATE for each in (inner, *_embedded(inner))])
 def test_address_that_is_internal_is_refused_in_every_form(address: str) -> None:
-    """However it is written, and whatever it is wrapped in, a private address is a private address."""
+    """A private address is refused in every notation, also inside an IPv6 address."""
     assert not may_connect(address)
 
 

@@ -1,4 +1,4 @@
-"""What a gateway says of its client's request, dialect by dialect."""
+"""The headers in which each gateway describes its client's request."""
 
 import pytest
 from hypothesis import given
@@ -33,7 +33,7 @@ NGINX = {
 
 
 def test_gateway_dialects_read_their_own_headers_and_no_others() -> None:
-    """Guarantee: what a client adds in another gateway's words changes nothing."""
+    """Guarantee: headers of another gateway that a client adds change nothing."""
     both = {**TRAEFIK, **NGINX}
     assert read_forwarded(NAMES[Dialect.TRAEFIK], both) == Forwarded(
         "GET", "/sandbox/customers/me?x=1,2", "shop.example:8443", "192.0.2.7"
@@ -82,7 +82,7 @@ def test_gateway_host_is_compared_without_port_and_spelling(host: str, hostname:
 
 @given(st.text(max_size=60))
 def test_gateway_client_address_is_what_the_gateway_wrote_last(forged: str) -> None:
-    """Guarantee: nothing that stands further left, which a client may have sent, is taken for its address."""
+    """Guarantee: an entry further left, which a client may have sent, is never used as its address."""
     assert last_address(f"{forged}, 192.0.2.7") == "192.0.2.7"
 
 
@@ -105,7 +105,7 @@ def test_gateway_identity_is_always_whole() -> None:
 
 @given(st.integers(100, 599))
 def test_gateway_nginx_gets_only_statuses_that_it_can_pass_on(status: int) -> None:
-    """Guarantee: no refusal turns into a yes on the way."""
+    """Guarantee: no gateway turns a refusal into an acceptance."""
     passed = nginx_status(status)
     assert passed in {200, 401, 403}
     assert (passed == 200) == (status == 200)

@@ -1,4 +1,4 @@
-"""Credentials and request ids in headers: read strictly, never chosen from, never trusted."""
+"""Credentials and request ids in headers: parsed strictly; of several values none is chosen."""
 
 import re
 from ipaddress import IPv6Address, ip_address
@@ -71,7 +71,7 @@ def test_bearer_header_absent_is_none() -> None:
     ids=lambda text: ascii(text[:20]),
 )
 def test_bearer_header_of_any_other_form_proves_nothing(authorization: str) -> None:
-    """Another scheme, a joined header, none at all: never a token, and never None."""
+    """A malformed header gives an empty token, which never verifies, and not None."""
     assert read_bearer(authorization) == ""
 
 
@@ -87,7 +87,7 @@ def test_bearer_of_any_header_raises_nothing(authorization: str) -> None:
 
 @given(st.text(st.characters(exclude_characters=","), min_size=1), st.text())
 def test_bearer_header_joined_with_another_is_refused(token: str, other: str) -> None:
-    """Servers join repeated headers with a comma: which of the two was meant is never guessed."""
+    """Servers join repeated headers with a comma: the service never guesses which one was meant."""
     assert read_bearer(f"Bearer {token}, {other}") == ""
 
 
@@ -127,7 +127,7 @@ def test_client_request_id_that_is_plain_is_kept(value: str) -> None:
     ids=ascii,
 )
 def test_client_request_id_that_is_not_plain_is_dropped(value: str | None) -> None:
-    """A client writes nothing into our logs but a short plain word."""
+    """The id that a client sends is kept only if it is a short plain word."""
     assert clean_client_request_id(value) is None
 
 
@@ -139,7 +139,7 @@ def test_client_request_id_kept_is_harmless(value: str) -> None:
 
 
 def test_request_id_is_generated_and_unpredictable() -> None:
-    """22 base62 digits, 130 bits, from the randomness that is given; a client's own id never becomes ours."""
+    """22 base62 digits, 130 bits, from the given randomness; the id that a client sends is never used."""
     minted = [mint_request_id(drawn_from(seed)) for seed in range(200)]
     assert len(set(minted)) == 200
     assert all(re.fullmatch(r"[0-9A-Za-z]{22}", each) for each in minted)
@@ -223,7 +223,7 @@ def test_client_address_is_the_one_that_the_trusted_proxies_report(
 
 @given(st.text(), st.lists(st.ip_addresses(), min_size=1, max_size=4))
 def test_client_address_is_not_changed_by_entries_of_a_client(forged: str, appended: list[IPv6Address]) -> None:
-    """Guarantee: a proxy appends; whatever came with the request stands further left, and is never looked at."""
+    """Guarantee: a proxy appends its entry, so entries further left, sent by the client, are ignored."""
     proxies = ", ".join(map(str, appended))
     honest = client_address(PEER, proxies, len(appended))
     assert client_address(PEER, f"{forged}, {proxies}", len(appended)) == honest
@@ -291,7 +291,7 @@ def test_preference_wait_is_the_first_number_of_seconds(prefer: str, seconds: in
     ],
 )
 def test_preference_wait_that_cannot_be_read_is_none(prefer: str | None) -> None:
-    """A preference is no demand: what cannot be read is passed over, and never refused."""
+    """A preference is optional: a malformed one is ignored, not refused."""
     assert read_preference_wait(prefer) is None
 
 

@@ -1,4 +1,4 @@
-"""The Idempotency-Key header: which values are one key, and which are none."""
+"""The Idempotency-Key header: which values are the same key, and which are invalid."""
 
 import pytest
 from hypothesis import given
@@ -35,7 +35,7 @@ def quoted(text: str) -> str:
     ],
 )
 def test_idempotency_key_quoted_and_bare_is_the_same_key(value: str, key: str) -> None:
-    """Only a whole Structured-Fields string is unquoted; what merely begins like one is a key as it stands."""
+    """Only a complete Structured-Fields string is unquoted; any other value is used unchanged."""
     assert read_idempotency_key(value) == key
 
 
@@ -65,7 +65,7 @@ def test_idempotency_key_of_any_printable_text_survives_quoting(text: str) -> No
 
 @given(st.text(max_size=300))
 def test_idempotency_key_of_any_text_is_read_or_refused_by_name(text: str) -> None:
-    """No header value does anything else than give a key or an answer that says why not."""
+    """Every header value gives a key, or an error that states the reason."""
     try:
         key = read_idempotency_key(text)
     except (IdempotencyError, RequestInvalidError):

@@ -1,4 +1,4 @@
-"""Faults of a JSON body: each names its place in fixed text and repeats nothing that was sent."""
+"""Faults of a JSON body: each names its place in fixed text and repeats no input."""
 
 import pytest
 

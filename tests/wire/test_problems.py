@@ -1,4 +1,4 @@
-"""Error codes on the wire: status, check and headers of every one, as the contract's table has them."""
+"""Error codes on the wire: status, check and headers of each, as in the table of the contract."""
 
 import json
 import re
@@ -90,7 +90,7 @@ def answer(code: ErrorCode, **more: object) -> Problem:
 
 
 def test_codes_are_those_of_the_contract() -> None:
-    """Clients branch on codes: none is missing, none has another name."""
+    """Clients branch on codes: none is missing or renamed."""
     assert {code.value for code in ErrorCode} == set(EXPECTED)
 
 
@@ -175,7 +175,7 @@ def test_problem_is_never_stored_by_a_cache(code: ErrorCode) -> None:
 
 @every_code
 def test_problem_of_401_alone_carries_a_challenge(code: ErrorCode) -> None:
-    """RFC 9110: every 401 says how to authenticate; ours tell keys from tokens."""
+    """RFC 9110: every 401 states how to authenticate; the schemes distinguish keys from tokens."""
     challenge = answer(code).headers.get("WWW-Authenticate")
     if code not in CHALLENGES:
         assert challenge is None
@@ -206,7 +206,7 @@ def test_problem_of_405_without_methods_carries_an_empty_allow() -> None:
 
 @given(st.sampled_from(ErrorCode), st.integers(-(10**6), 10**6))
 def test_problem_retry_after_is_whole_seconds_and_at_least_one(code: ErrorCode, seconds: int) -> None:
-    """A client that honors the header always waits, and needs to parse no fraction."""
+    """The header is a whole number of at least one second."""
     value = answer(code, retry_after_seconds=seconds).headers["Retry-After"]
     assert re.fullmatch(r"[1-9][0-9]*", value)
     assert int(value) == max(1, seconds)
@@ -214,7 +214,7 @@ def test_problem_retry_after_is_whole_seconds_and_at_least_one(code: ErrorCode, 
 
 @every_code
 def test_problem_retry_after_is_always_there_where_waiting_helps(code: ErrorCode) -> None:
-    """Nobody who answers with one of these can forget to say when; elsewhere nothing is promised by default."""
+    """Each of these codes has a default Retry-After; the others have none."""
     assert answer(code).headers.get("Retry-After") == ("1" if code in TRY_AGAIN else None)
     assert answer(code, retry_after_seconds=7).headers["Retry-After"] == "7"
 

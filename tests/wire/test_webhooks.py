@@ -1,4 +1,4 @@
-"""Standard Webhooks: the vectors of the standard, what a forged message meets, and when one is tried again."""
+"""Standard Webhooks: the vectors of the standard, forged messages, and the times of retries."""
 
 import base64
 import re

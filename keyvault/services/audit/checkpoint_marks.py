@@ -1,8 +1,8 @@
 """The number and digest of each scope's newest checkpoint, recorded outside the database.
 
 They are in the secret backend, with the signing key, and in this host's revocation log. A person who can only write to
-the database can rewrite the audit log and delete its checkpoints, and the worker would sign the result. Below these
-marks the worker signs nothing, and verification fails.
+the database can rewrite the audit log and delete its checkpoints, and the worker would sign the result. If the
+newest checkpoint is older than a mark, the worker signs nothing, and verification fails.
 
 A mark is written after its checkpoint. After a crash in between it is one checkpoint behind, until the next run.
 """
@@ -71,7 +71,7 @@ def read_marks(scope: str, *, needs_log: bool = True) -> CheckpointMarks:
 
 
 def write_marks(signed: SignedCheckpoint, at: datetime, marks: CheckpointMarks) -> None:
-    """Record a scope's newest checkpoint. `marks`: read before that checkpoint was.
+    """Record a scope's newest checkpoint. `marks`: the marks as they were before that checkpoint was read.
 
     Does not raise if it cannot be recorded: the next run tries again.
     """

@@ -3,8 +3,8 @@
 A checkpoint has no audit entry: each entry would be a change that needs another checkpoint. Its row is append-only,
 and its signature is the evidence. An unavailable signer delays the next checkpoint and blocks nothing.
 
-A checkpoint signs the heads of the chains that have changed. Before, the worker compares the entries of these chains
-with the checkpoints that their rows name, and those of some other chains in turn. These rows can be forged together
+A checkpoint signs the heads of the chains that have changed. Before it signs, the worker compares the entries of these
+chains and of some others, in turn, with the checkpoints that their rows name. These rows can be forged together
 with the entries, so it also compares the entries with some other checkpoints in turn. If they differ, it signs nothing.
 Only `verify_checkpoints` reads all checkpoints.
 """
@@ -202,8 +202,8 @@ def _sign_scope(scope: PepperSet, now: datetime) -> int:
 def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> int:
     """Compare the next chains, and sign those that have changed; return their number, 0 if no checkpoint was stored."""
     leases.renew(lease, datetime.now(UTC))
-    # Read the marks before the newest checkpoint, and that before the heads, so that concurrent writes cannot put one
-    # ahead of the next.
+    # Read the marks, then the newest checkpoint, then the heads. In another order, a checkpoint or an entry that is
+    # written meanwhile would seem to be missing.
     marks = read_marks(scope)
     signed = find_newest(scope)
     _require_marked(scope, signed, marks)
@@ -218,7 +218,7 @@ def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> int:
         # database may have forged it for a log that was rewritten.
         _require_complete(scope, marks, lease)
     checked, checked_through = _list_next_checked(scope, signed)
-    # One reading of each row: another worker may have signed it in between.
+    # Use one reading of each row: another worker may sign its chain meanwhile.
     _require_signed_entries(scope, list({chain.name: chain for chain in [*chains, *checked]}.values()))
     if not chains:
         if signed is not None:
@@ -249,7 +249,7 @@ _positions: dict[str, tuple[bytes, int]] = {}
 def _list_next_checked(scope: str, signed: SignedCheckpoint | None) -> tuple[list[AuditChain], int]:
     """Return the chains of the next accounts in turn, and the id of the last one; 0: the turn is over.
 
-    Of the service, this is the platform's chain. Raises IntegrityError when one of these chains is missing.
+    The scope of the service has only the platform's chain. Raises IntegrityError when one of these chains is missing.
     """
     if scope == PepperSet.SERVICE:
         names_of = {0: {PLATFORM_CHAIN}}
@@ -282,7 +282,7 @@ def _find_position(signed: SignedCheckpoint | None) -> int:
 
 
 def _require_signed_entries(scope: str, chains: Sequence[AuditChain]) -> None:
-    """Require of each chain what the checkpoint signs that its row names. Raises IntegrityError.
+    """Require that each chain agrees with the checkpoint that its row names. Raises IntegrityError.
 
     A forged row can name an older checkpoint than the chain's last one; `verify_checkpoints` finds that.
     """
@@ -332,7 +332,8 @@ _walked: dict[str, int] = {}
 def _require_next_checkpoints(scope: str) -> None:
     """Compare what the next checkpoints in turn sign with the entries. Raises IntegrityError.
 
-    What own ones sign cannot be forged with the database alone. The comparison stays at a damaged one.
+    A checkpoint of this service's signer cannot be forged with the database alone. The next run compares a damaged
+    one again.
     """
     newest = find_newest(scope)
     if newest is None:
@@ -451,7 +452,7 @@ def forget_missing_checkpoints(scope: str) -> None:
 def _require_complete(scope: str, marks: CheckpointMarks | None, lease: leases.Lease | None = None) -> None:
     """Require every checkpoint, those recorded outside the database, and the entries. Raises IntegrityError.
 
-    Reads all checkpoints: only for what happens rarely. Renews the lease; raises StateConflictError when it is lost.
+    Reads all checkpoints, so call it only in rare cases. Renews the lease; raises StateConflictError when it is lost.
     """
     walk, broken = _walk(scope, None, _add_marks({}, marks), lease)
     if broken is not None:

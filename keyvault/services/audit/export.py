@@ -13,8 +13,8 @@ from keyvault.services.recording.audit_chain import read_entries
 def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> Iterator[ExportRecord]:
     """Iterate over all entries and checkpoints of the scopes as stored, even invalid ones, in bounded memory.
 
-    With `since`, the entries are omitted that the scope's checkpoints before its first one after that time sign; the
-    checkpoints are not. Concurrent writes may or may not be included.
+    `since`: omit the entries that were signed before the scope's first checkpoint after that time, but no checkpoint.
+    Concurrent writes may or may not be included.
     """
     yield ExportStart(now, tuple(scopes), since)
     entries = checkpoints = 0
@@ -60,7 +60,7 @@ def _export_entries(heads: dict[str, Head], written: dict[str, int]) -> Iterator
 def _find_base(scope: str, since: datetime) -> int:
     """Return the number of the last checkpoint before the first one after a time; 0: there is none.
 
-    A clock that was set back may have dated a later one before that time.
+    The clock may have been set back, so a checkpoint with a higher number can have an earlier time.
     """
     rows = AuditCheckpoint.objects.filter(scope=scope)
     after = rows.filter(at__gt=since).order_by("number").values_list("number", flat=True).first()

@@ -1,7 +1,7 @@
 """Operators: created on the host or by single sign-on, and changed or disabled there or by a key administrator.
 
-Nobody changes their own operator. `services.operator_changes` decides which changes a second person approves; its
-callers of this module have obtained that approval.
+A person changes no operator of their own. `services.operator_changes` decides which changes a second person approves,
+and calls this module after the approval.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ def create_operator(
     `password` None: the operator signs in by single sign-on, or cannot sign in until it accepts an invitation.
 
     Raises StateConflictError when the name is taken, RequestInvalidError when the password is too weak or the scope
-    names nothing known.
+    names an unknown merchant.
     """
     if Operator.objects.filter(username=username).exists():
         raise StateConflictError(f"Operator {username} already exists. Choose another name.")

@@ -1,7 +1,7 @@
 """When each operator last used each of its roles: a page opened, or an action taken, that the role permits.
 
-Reading that every operator may do, and one's own session, count for no role. A permission that two of the operator's
-roles have counts for both.
+Pages that every operator may open, and the operator's own sessions, count for no role. A permission that two of the
+operator's roles have counts for both.
 """
 
 from collections.abc import Iterable
@@ -36,12 +36,12 @@ def write_uses(username: str, roles: Iterable[Role], at: datetime) -> None:
 
 
 def is_unused(use: RoleUse, now: datetime) -> bool:
-    """Whether the role was used neither within UNUSED_AFTER nor granted within it."""
+    """Whether the role was neither used nor granted within UNUSED_AFTER."""
     return now - (use.last_used_at or use.granted_at) >= UNUSED_AFTER
 
 
 def replace_role_uses(operator: Operator, roles: frozenset[Role], now: datetime) -> None:
-    """Begin with new roles and forget removed ones, inside the `recorded` block of the change."""
+    """Add rows for new roles and delete those of removed ones, inside the `recorded` block of the change."""
     require_recording(RoleUse)
     uses = RoleUse.objects.filter(operator=operator)
     uses.exclude(role__in=roles).delete()

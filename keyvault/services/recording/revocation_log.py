@@ -5,7 +5,7 @@ committed before the caller gets its response. So every acknowledged revocation 
 cannot be written, the service logs an error and the worker appends it within a minute.
 
 A revocation whose commit failed has no mark and is ignored while this machine runs; the worker marks it as dropped a
-minute later. If the machine goes down before that, the mark of a successful commit may be what was lost, so the
+minute later. If the machine goes down before that, the mark of a successful commit may be lost, too. So such a
 revocation counts: the service revokes too much rather than too little.
 
 Each host has its own file, on its own disk. The worker appends the revocations of other hosts, and those that could
@@ -63,7 +63,7 @@ ENDING: Mapping[str, type[RecordedModel]] = {
 """Models whose rows can be revoked permanently (`has_ended`), by the kind of their subject."""
 
 _MAX_RELEASES = 4
-"""Times that one call releases space for its lines: another writer may take the space first."""
+"""Maximum number of times that one call releases space for its lines: another writer may take the space first."""
 
 _BLOCK_BYTES = 4096
 _CAUGHT_UP_MARKER = b'"what":"looked"'
@@ -188,7 +188,7 @@ def find_progress_line() -> int:
 
 
 def find_anchored() -> int:
-    """Return the change sequence up to which the log has what the revocation anchor has. Raises OSError.
+    """Return the change sequence up to which the log contains the revocations of the anchor. Raises OSError.
 
     Lines of progress through the change feed do not count: a database that was set back reuses sequences.
     """

@@ -95,7 +95,7 @@ class SourceUse:
 
     @property
     def seen_at(self) -> datetime:
-        """The last sign of life."""
+        """The last use, allowed or denied."""
         return max(at for at in (self.last_at, self.denied_at) if at is not None)
 
 

@@ -85,7 +85,7 @@ def make_room() -> None:
 def release_reserve() -> bool:
     """Shorten each reserve by what a revocation needs, after a write has failed; return whether there was one.
 
-    A quota can end before the disk is full, so the free space says nothing here.
+    A quota can end before the disk is full, so the free space is not checked here.
     """
     with _logged():
         released = [_release(path, NEEDED_BYTES) for path in _list_reserves()]
@@ -156,7 +156,7 @@ def _grow(path: Path) -> None:
 
 
 def _no_revocation() -> AbstractContextManager[object]:
-    """Hold SQLite's write lock. On PostgreSQL, whose disk is another one, the revocation log releases space again."""
+    """Hold SQLite's write lock. PostgreSQL needs none: the revocation log releases space again when it must."""
     return transaction.atomic() if connection.vendor == "sqlite" else nullcontext()
 
 

@@ -241,7 +241,7 @@ def wake(subjects: Collection[str], now: datetime, *, is_urgent: bool = False) -
             # Locked in order, so that two transactions with several rows each do not deadlock.
             list(rows.order_by("subject").select_for_update())
         idle = set(rows.exclude(is_paused | is_waiting).values_list("subject", flat=True))
-        # Also the others: a worker that claims one meanwhile may not see the event's changes.
+        # Wake the paused and the waiting ones, too: a worker that claims one now may not see the event's changes.
         rows.update(
             wakes=F("wakes") + 1,
             due_at=Case(When(is_paused | is_waiting, then=F("due_at")), default=Value(now)),

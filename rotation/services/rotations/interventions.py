@@ -441,7 +441,7 @@ def may_collect(rotation: Rotation, person: str) -> bool:
     """Whether the person may collect the replacement: anyone who neither approved, bypassed nor reviewed its approval.
 
     An operator who requested it and bypassed the approval may, too. A scheduled rotation's requester is the author of
-    the schedule, who may be absent when the key is there.
+    the schedule, who may be absent when the key can be collected.
     """
     return bool(list_collectable([rotation], person))
 

@@ -2,11 +2,12 @@
 
 The secret backend is called between two short transactions; an open ledger row precedes the call. Two workers may share
 the row, and the second one closes it. So each call that changes the backend renews the lease first, and a worker that
-was overtaken changes nothing. The replacement's string
-exists only in this process's memory, and as a pending copy in the backend while the rotation waits for verifiers. If
-a process dies before it delivers or stores the string, only the digest of a key remains that no client holds. The next
-process discards that key and makes another. Every side effect may be killed at any point and run again: the key id in
-the backend shows how far it came.
+was overtaken changes nothing.
+
+The replacement's string exists only in this process's memory, and as a pending copy in the backend while the rotation
+waits for verifiers. If a process dies before it delivers or stores the string, only the key's digest remains, and no
+client has the key. The next process discards that key and makes another. Every side effect may be killed at any point
+and run again: the key id in the backend shows how far it came.
 """
 
 import logging
@@ -376,7 +377,7 @@ def has_unsettled_delivery(rotation: Rotation) -> bool:
 
 def _open_deliveries(rotation: Rotation) -> QuerySet[LedgerEntry]:
     deliveries = rotation.ledger.filter(step=S.PUBLISHING, state=LedgerState.STARTED)
-    return deliveries.exclude(key=rotation.predecessor_id)  # a cancellation writes that one back
+    return deliveries.exclude(key=rotation.predecessor_id)  # written back by a cancellation
 
 
 def announce_replacement(grant: Grant, rotation: Rotation) -> None:

@@ -124,7 +124,7 @@ def test_every_action_that_takes_a_second_person_is_in_the_table() -> None:
 
 @pytest.mark.postgres_once
 @pytest.mark.parametrize(("page", "make"), CASES)
-def test_action_by_whoever_asked_is_refused_at_each_of_their_log_ins(desk: Desk, page: str, make: Any) -> None:
+def test_action_by_any_operator_of_the_requester_is_refused(desk: Desk, page: str, make: Any) -> None:
     """Four eyes are two persons': neither a role that may do both, nor another log-in of the same person, counts."""
     row = make(desk)
     url, change = address(page, row.pk), address(f"{page.rpartition('_')[0]}_change", row.pk)
@@ -147,7 +147,7 @@ def test_action_by_whoever_asked_is_refused_at_each_of_their_log_ins(desk: Desk,
 @pytest.mark.postgres_once
 @pytest.mark.parametrize(("page", "make"), BOUND)
 def test_approval_is_bound_to_the_digest_that_was_shown(desk: Desk, page: str, make: Any) -> None:
-    """An approval is for exactly what stood on the page: its digest goes with the form, and another's is refused."""
+    """An approval covers exactly what the page showed: the form contains the digest, and another digest is refused."""
     row, other = make(desk), request_key(desk.production, by=desk.tam, label="another")
     client, url = browser(desk.approver), address(page, row.pk)
     shown = hidden(client.get(url), "plan_digest")

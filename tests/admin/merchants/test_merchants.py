@@ -131,7 +131,7 @@ def test_account_change_invalid_is_refused_with_the_reason(
 
 
 def test_merchant_offboarded_in_the_console_counts_before_and_after(desk: Desk) -> None:
-    """The page lists what would end, requires the id, and the answer lists what ended and what remains."""
+    """The page lists what would end and requires the id. The response lists what ended and what remains."""
     issue(desk.sandbox)
     issue(desk.production)
     request_key(desk.production)

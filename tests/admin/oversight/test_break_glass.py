@@ -61,7 +61,7 @@ def offered(client: Client, act: BreakGlass) -> set[str]:
     return {name for name in ("review", "confirm", "disown") if address(f"keyvault_breakglass_{name}", act.pk) in shown}
 
 
-def test_break_glass_reviewed_by_whoever_asked_for_it_is_refused_and_says_why(desk: Desk, claimed: BreakGlass) -> None:
+def test_break_glass_reviewed_by_its_requester_is_refused_with_the_reason(desk: Desk, claimed: BreakGlass) -> None:
     """A requester is not offered the review of their own request and is shown the reason."""
     client = browser(desk.admin)
     assert offered(client, claimed) == set()

@@ -624,8 +624,7 @@ MEANWHILE: dict[str, Callable[[Primed, Stage], None]] = {
 
 @pytest.mark.parametrize("change", MEANWHILE)
 def test_engine_miss_with_a_concurrent_change_uses_its_own_reading_and_is_not_cached(stage: Stage, change: str) -> None:
-    """Guarantee: a key is read for once, and that reading, which began after the question came, serves it; and no other
-    question."""
+    """Guarantee: each request has one reading of its key, which began after the request came and serves no other."""
     (_, known), (gone, gone_text), (_, other) = (issue(account(), label=f"number {number}") for number in range(3))
     revoke(gone)
     expected = {

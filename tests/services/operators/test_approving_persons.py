@@ -76,7 +76,7 @@ def test_approving_persons_without_an_administrator_are_none() -> None:
 
 @pytest.mark.parametrize("remove", [disable, demote, limit, reset])
 def test_approving_persons_who_can_sign_in_stay_two(remove: Callable[[str], None]) -> None:
-    """Guarantee: nothing that a shell does alone leaves one person who can approve.
+    """Guarantee: a shell alone cannot leave only one person who can approve.
 
     A person without a second factor cannot, so an invitation replaces nobody.
     """

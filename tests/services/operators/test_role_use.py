@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
     ],
 )
 def test_role_use_counts_for_the_roles_that_permit_it(permissions: list[P], roles: set[str]) -> None:
-    """What every operator may do is no sign of any role, and neither is what the operator may not do."""
+    """Neither what every operator may do nor what the operator may not do counts as use of a role."""
     assert find_used_roles(make_operator("tam", Role.APPROVER, Role.AUDITOR), permissions) == roles
 
 

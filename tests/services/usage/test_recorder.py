@@ -196,7 +196,7 @@ def test_usage_longest_gap_is_kept_for_each_source(key: Key, log: UsageLog, cloc
 
 
 def test_usage_longest_gap_of_a_source_counts_allowed_uses_only(key: Key, log: UsageLog, clock: Clock) -> None:
-    """A client that is denied every minute says nothing about one that is allowed once a month."""
+    """The denials of one client are no evidence about another client that is allowed once a month."""
     use(log, key)
     for hours in (3, 20, 2):
         clock.tick(hours * 3600)

@@ -337,7 +337,7 @@ def test_usage_reporters_that_stopped_are_deleted_except_the_last_lost() -> None
 
 
 def test_usage_reporters_of_each_environment_keep_their_last_lost(clock: Clock) -> None:
-    """The last loss of one environment says nothing about the other."""
+    """The last loss of one environment does not concern the other."""
     losses = {"sandbox": (1, 2), "production": (3, 4), "": (5, 6)}
     for environment, days in losses.items():
         for day in days:

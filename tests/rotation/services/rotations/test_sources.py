@@ -248,7 +248,7 @@ def test_client_in_use_for_more_than_a_day_was_seen_more_than_once(fleet: Fleet)
 
 @pytest.mark.sqlite
 def test_source_seen_once_is_awaited_until_the_deadline(fleet: Fleet) -> None:
-    """One call says nothing about the next one."""
+    """One call gives no evidence of when the next one comes."""
     fleet.live(1)
     fleet.live(20, job_every=1000)
     fleet.begin()
