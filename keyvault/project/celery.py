@@ -8,7 +8,7 @@ from typing import Any
 
 from celery import Celery
 from celery.beat import Service
-from celery.signals import beat_init, worker_init, worker_ready
+from celery.signals import beat_init, task_postrun, task_prerun, worker_init, worker_ready
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
 
@@ -38,6 +38,16 @@ def _check_beat(**_: Any) -> None:
     start_or_exit("beat", needs_peppers=False)
     connection.close()
     process_watch.report_as("beat")
+
+
+@task_prerun.connect
+@task_postrun.connect
+def _close_old_connections(sender: Any, **_: Any) -> None:
+    """Close the thread's database connection if it is broken or older than its maximum age."""
+    from django.db import close_old_connections
+
+    if not sender.request.is_eager:
+        close_old_connections()
 
 
 @worker_init.connect

@@ -1,6 +1,7 @@
 """Django's settings, safe by default. Every choice of the host comes from `configuration`."""
 
 import ssl
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -280,6 +281,8 @@ elif BROKER_URL.startswith(("redis://", "rediss://")):
 elif BROKER_URL.startswith(("amqp://", "amqps://", "pyamqp://")):
     # Seconds. Without them a process waits forever for a broker that accepts its connection and then does not reply.
     CELERY_BROKER_TRANSPORT_OPTIONS = {"read_timeout": 5, "write_timeout": 5}
+# Otherwise Celery closes the database connection after each task. `project.celery` closes it as after a request.
+CELERY_DB_REUSE_MAX = sys.maxsize
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_RESULT_EXPIRES = None
 # A message is acknowledged before its task runs, so a task that kills its worker does not kill the next one.

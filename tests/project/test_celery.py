@@ -8,6 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery.fixups.django import DjangoFixup
+from celery.signals import task_postrun, task_prerun
+from django.db import Error, connection
+
+from keyvault.models import WorkLease
+from keyvault.project.celery import app
+from rotation.tasks import dispatch_due
 
 
 def describe_connection(data_dir: Path, broker_url: str, what: str) -> Any:
@@ -32,3 +39,28 @@ def test_rabbitmq_that_does_not_reply_is_given_up(tmp_path: Path, scheme: str) -
     options, connect_seconds = describe_connection(tmp_path, url, "[c.transport_options, c.connect_timeout]")
     assert options == {"read_timeout": 5, "write_timeout": 5}
     assert connect_seconds <= 5
+
+
+@pytest.mark.database
+@pytest.mark.django_db(transaction=True)
+def test_worker_keeps_its_database_connection_between_tasks() -> None:
+    """A new connection costs more than most tasks."""
+    worker = DjangoFixup(app).worker_fixup
+    connection.ensure_connection()
+    kept = connection.connection
+    for signal, close in ((task_prerun, worker.on_task_prerun), (task_postrun, worker.on_task_postrun)):
+        close(dispatch_due)
+        signal.send(sender=dispatch_due)
+        assert connection.connection is kept
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_worker_replaces_a_broken_database_connection() -> None:
+    """Guarantee: after a loss of its connection to the database, a worker's next task has another one."""
+    connection.ensure_connection()
+    connection.connection.close()
+    with pytest.raises(Error):
+        WorkLease.objects.exists()
+    task_prerun.send(sender=dispatch_due)
+    assert not WorkLease.objects.exists()
