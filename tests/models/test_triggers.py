@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from django.core.management import call_command
-from django.db import connection, models
+from django.db import connection
 
 from keyvault.access import principals
-from keyvault.models import IssuanceApproval, Key, LimitOverride, Operator, Order
+from keyvault.models import IssuanceApproval, Key, LimitOverride, Operator
 from keyvault.models.triggers import (
     drop_triggers,
     ensure_triggers,
@@ -1052,24 +1051,3 @@ def test_triggers_removed_and_reinstalled_are_enforced(world: World) -> None:
     ensure_triggers(connection)
     with refused("a terminated key never verifies again"):
         update("keyvault_key", {"state": "active"}, key_id=world.dead_key.key_id)
-
-
-@pytest.mark.django_db(transaction=True)
-def test_triggers_of_a_rebuilt_table_are_restored_by_migrate() -> None:
-    """SQLite rebuilds a table when a column changes and loses its triggers; the end of `migrate` restores them."""
-    before = expected_triggers(connection.vendor)
-    field = Order._meta.get_field("currency")
-    wider: models.Field[Any, Any] = models.CharField(max_length=9)
-    wider.set_attributes_from_name("currency")
-    wider.model = Order  # a table that no other table's trigger names
-    try:
-        with connection.schema_editor() as editor:
-            editor.alter_field(Order, field, wider)
-        if connection.vendor == "sqlite":
-            assert not any(name.startswith("order_") for name in list_triggers(connection)), "the table was not rebuilt"
-        call_command("migrate", interactive=False, verbosity=0)
-        assert list_triggers(connection) == before
-    finally:
-        with connection.schema_editor() as editor:
-            editor.alter_field(Order, wider, field)
-        ensure_triggers(connection)
