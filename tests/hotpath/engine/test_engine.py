@@ -755,6 +755,7 @@ def test_engine_request_abandoned_while_its_batch_is_answered_spends_nothing(
     asyncio.run(run())
 
 
+@pytest.mark.sqlite
 def test_engine_runs_at_most_one_reading_above_the_concurrency_limit(stage: Stage) -> None:
     """Requests that miss only a key, and requests that need more data, begin together."""
     texts = [
@@ -820,6 +821,7 @@ class BrokenStore(HeldStore):
         return await super().find(kind, ids)
 
 
+@pytest.mark.sqlite
 @pytest.mark.parametrize("breaks", ["asked", "reading"])
 def test_engine_store_with_a_bug_gives_every_waiting_request_a_500_and_reads_again(
     stage: Stage, breaks: str, caplog: pytest.LogCaptureFixture
