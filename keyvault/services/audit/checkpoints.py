@@ -65,7 +65,7 @@ MAX_CHECKPOINTS = 20
 CHECKED_ACCOUNTS = 100
 """Number of accounts whose chains are compared with their checkpoints, in turn, before each signature."""
 
-READ_CHECKPOINTS = 10
+READ_CHECKPOINTS = 5
 """Number of checkpoints that these chains may name. There are fewer accounts if their chains were signed apart."""
 
 WALKED_CHECKPOINTS = 20

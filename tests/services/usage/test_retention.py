@@ -74,8 +74,7 @@ def totals(key: Key, since: Sequence[datetime]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------- rolling up
 
 
-@pytest.mark.postgres_once
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 def test_usage_totals_are_the_same_after_any_rollup(key: Key, log: UsageLog, clock: Clock, seed: int) -> None:
     """Whatever was rolled up when, in batches of any size: no use is lost, counted twice or given another time."""
     random = Random(seed)  # noqa: S311  a test's own choices
