@@ -239,11 +239,13 @@ def _destroy(scene: Scene) -> Callable[[], object]:
 def _settle(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
     lifecycle.suspend_key(_admin_grant(scene, P.KEYS_SUSPEND), key)
-    lease = leases.claim(stored_copies.copy_subject(key), now())
+    at = now()
+    lease = leases.claim(stored_copies.copy_subject(key), at)
     assert lease is not None
     with recording.recorded(_worker_grant(scene), P.ISSUANCE_EXECUTE, "test.hidden", account=scene.sandbox):
         key.compare_and_swap(material=Material.DELETE_DUE)
-    return lambda: stored_copies.settle_string(_worker_grant(scene), key, lease)
+    # At the same time, the renewal of the lease changes nothing.
+    return lambda: stored_copies.settle_string(_worker_grant(scene), key, lease, lambda: at)
 
 
 def _report_refusal(scene: Scene) -> Callable[[], object]:
