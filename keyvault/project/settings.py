@@ -281,7 +281,7 @@ elif BROKER_URL.startswith(("redis://", "rediss://")):
 elif BROKER_URL.startswith(("amqp://", "amqps://", "pyamqp://")):
     # Seconds. Without them a process waits forever for a broker that accepts its connection and then does not reply.
     CELERY_BROKER_TRANSPORT_OPTIONS = {"read_timeout": 5, "write_timeout": 5}
-# Otherwise Celery closes the database connection after each task. `project.celery` closes it as after a request.
+# Otherwise Celery closes the database connection after each task. `project.celery` closes only broken and old ones.
 CELERY_DB_REUSE_MAX = sys.maxsize
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_RESULT_EXPIRES = None

@@ -135,7 +135,8 @@ class AuditList(ConsoleList):
         if not (term := self.query.strip()):
             return entries
         chosen = request.GET.get(ChainFilter.parameter_name)
-        newest = _list_newest(entries, _find_chains(term) or (chains_with(chosen) if chosen else ()))
+        chains = _find_chains(term) or (chains_with(chosen) if chosen else _list_used(operator_of(request).scope))
+        newest = _list_newest(entries, chains)
         if len(newest) == _MAX_SEARCHED:
             (latest, _), (oldest, _) = newest[0], newest[-1]
             # Others may have the time of the oldest one.
@@ -155,6 +156,18 @@ def _list_newest(entries: QuerySet[AuditEntry], chains: Sequence[str]) -> list[t
     each = [entries.filter(chain_id=name).order_by("-sequence") for name in chains] or [entries]
     rows = chain.from_iterable(found.values_list("at", "pk")[:_MAX_SEARCHED] for found in each)
     return nlargest(_MAX_SEARCHED, rows)
+
+
+def _name_chains(scope: AccessScope) -> list[str]:
+    """Return the names of the chains of the accounts of a scope that names merchants."""
+    accounts = [account_chain(merchant, env) for merchant in scope.merchants or () for env in scope.environments]
+    return [name for account in accounts for name in chains_with(account)]
+
+
+def _list_used(scope: AccessScope) -> list[str]:
+    """Return the chains with entries, if the scope names merchants: no index has the order of all of them together."""
+    used = AuditChain.objects.filter(name__in=_name_chains(scope), sequence__gt=0)
+    return list(used.values_list("name", flat=True)) if scope.merchants is not None else []
 
 
 def _find_chains(term: str) -> tuple[str, ...]:
@@ -186,8 +199,7 @@ class AuditEntryAdmin(ConsoleModelAdmin):
         if scope.merchants is None:
             ends = (models.Q(name__endswith=f"/{environment}") for environment in scope.environments)
             return rows.filter(chain__in=AuditChain.objects.filter(reduce(or_, ends)))
-        accounts = [account_chain(merchant, env) for merchant in scope.merchants for env in scope.environments]
-        return rows.filter(chain_id__in=[name for account in accounts for name in chains_with(account)])
+        return rows.filter(chain_id__in=_name_chains(scope))
 
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
         """Add the checkpoints, which are of the whole installation."""

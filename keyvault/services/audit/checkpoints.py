@@ -66,7 +66,7 @@ CHECKED_ACCOUNTS = 100
 """Number of accounts whose chains are compared with their checkpoints, in turn, before each signature."""
 
 READ_CHECKPOINTS = 5
-"""Number of checkpoints that these chains may name. There are fewer accounts if their chains were signed apart."""
+"""Number of different checkpoints after which the comparison stops. The chains of CHECKED_ACCOUNTS may name more."""
 
 WALKED_CHECKPOINTS = 20
 """Maximum number of checkpoints whose heads are compared with the entries, in turn, in each run.

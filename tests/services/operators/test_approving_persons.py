@@ -78,7 +78,7 @@ def test_approving_persons_without_an_administrator_are_none() -> None:
 def test_approving_persons_who_can_sign_in_stay_two(remove: Callable[[str], None]) -> None:
     """Guarantee: a shell alone cannot leave only one person who can approve.
 
-    A person without a second factor cannot, so an invitation replaces nobody.
+    A person without a second factor cannot approve, so an invited person does not replace one who can.
     """
     make_merchant("acme")
     make_enrolled("admin", Role.KEY_ADMINISTRATOR)
@@ -101,7 +101,7 @@ def test_administrator_who_can_sign_in_is_not_replaced_by_an_invited_one() -> No
 
 
 def test_invited_approver_of_a_new_installation_is_replaced() -> None:
-    """An invitation that nobody accepts locks nobody out, although it counts as the second person."""
+    """An invited person counts as the second one, and can be disabled and replaced before the first sign-in."""
     make_enrolled("admin", Role.KEY_ADMINISTRATOR)
     make_operator("mistyped", Role.APPROVER)
     assert has_two_approving_persons()
