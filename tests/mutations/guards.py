@@ -53,6 +53,7 @@ _SINGLE_SIGN_ON = "keyvault/access/single_sign_on.py"
 _OPERATOR_CHANGES = "keyvault/services/operator_changes.py"
 _CHECKPOINTS = "keyvault/services/audit/checkpoints.py"
 _STARTUP = "keyvault/services/startup/startup_checks.py"
+_APPROVING_PERSONS = "keyvault/services/operators/approving_persons.py"
 
 _BREAK_GLASS_TESTS = "tests/services/approvals/test_break_glass.py"
 _ENGINE_TESTS = "tests/rotation/services/rotations/test_engine.py"
@@ -62,6 +63,7 @@ _EVENT_TESTS = "tests/rotation/domain/test_events.py"
 _SOURCE_TESTS = "tests/rotation/domain/test_silence_of_sources.py"
 _COPY_TESTS = "tests/rotation/services/rotations/test_copies.py"
 _STORED_TESTS = "tests/services/secrets/test_stored_copies.py"
+_SETTLING_TESTS = f"{_STORED_TESTS}::test_copy_is_not_settled_by_a_worker_that_slept_past_its_lease"
 _TRANSITION_TESTS = "tests/rotation/services/rotations/test_transitions.py"
 _LIVING_TESTS = f"{_TRANSITION_TESTS}::test_transition_whose_other_key_was_revoked_meanwhile_is_refused"
 _FENCING_TESTS = f"{_TRANSITION_TESTS}::test_transition_of_a_worker_that_lost_its_lease_is_refused"
@@ -75,6 +77,7 @@ _USAGE_TESTS = "tests/services/usage/test_recorder.py"
 _DECISION_TESTS = "tests/access/test_decision.py"
 _VERIFICATION_TESTS = "tests/access/test_verification.py"
 _ISSUANCE_TESTS = "tests/services/issuance/test_requests.py"
+_SLOW_ISSUANCE_TESTS = f"{_ISSUANCE_TESTS}::test_issuance_by_a_worker_that_slept_past_its_lease_stores_no_discarded_key"
 _RECORDING_TESTS = "tests/models/test_recording.py"
 _TRIGGER_TESTS = "tests/models/test_triggers.py::test_triggers_attack_on_a_rule_is_refused_by_that_rule"
 _JUDGING_TESTS = "tests/services/verification/test_judging.py"
@@ -86,6 +89,7 @@ _FACTOR_TESTS = "tests/services/sessions/test_second_factors.py"
 _TOKEN_TESTS = "tests/services/sessions/test_id_tokens.py"
 _CLAIM_TESTS = "tests/access/test_single_sign_on.py"
 _OPERATOR_TESTS = "tests/services/test_operator_changes.py"
+_APPROVING_TESTS = "tests/services/operators/test_approving_persons.py::test_approving_persons_who_can_sign_in_stay_two"
 _MARK_TESTS = "tests/services/audit/test_checkpoint_marks.py"
 _REPLAY_TESTS = "tests/management/test_replay_revocations.py"
 
@@ -494,6 +498,22 @@ GUARDS = (
         f"{_OPERATOR_TESTS}::test_change_of_an_operator_that_was_changed_meanwhile_is_refused",
     ),
     Guard(
+        "approving-persons-who-can-sign-in",
+        _APPROVING_PERSONS,
+        "_holders().filter(_has_factor()) if can_sign_in else _holders()",
+        "_holders()",
+        "A person without a second factor replaces no approving person who has one.",
+        f"{_APPROVING_TESTS}[disable]",
+    ),
+    Guard(
+        "approving-persons-keep-their-factors",
+        _APPROVING_PERSONS,
+        "_held_by(operator.person, roles, scope) if keeps_factors else frozenset()",
+        "_held_by(operator.person, roles, scope)",
+        "No reset of second factors leaves fewer than two approving persons who have one.",
+        f"{_APPROVING_TESTS}[reset]",
+    ),
+    Guard(
         "second-person-in-the-database",
         _RULES,
         'f"EXISTS ({requested} AND r.requester_person = NEW.person)"',
@@ -776,6 +796,38 @@ GUARDS = (
         'if not stored.labels.get("credential_id", "-"):',
         "A copy that Keyvault did not write stalls the rotation and is not overwritten.",
         f"{_ENGINE_TESTS}::test_foreign_writer_stalls_and_is_not_overwritten",
+    ),
+    Guard(
+        "first-copy-fenced",
+        "keyvault/services/issuance/requests.py",
+        "after=before, fence=lambda: renew(lease, clock())",
+        "after=before",
+        "A worker that lost its lease stores no key of an issuance request.",
+        _SLOW_ISSUANCE_TESTS,
+    ),
+    Guard(
+        "stored-copy-fenced",
+        _COPIES,
+        "    fence()\n    try:\n        return secret_backend().put(",
+        "    try:\n        return secret_backend().put(",
+        "A copy is written only after its fence.",
+        _SLOW_ISSUANCE_TESTS,
+    ),
+    Guard(
+        "soft-deletion-fenced",
+        _COPIES,
+        "renew(lease, clock())\n        secret_backend().soft_delete(",
+        "secret_backend().soft_delete(",
+        "A worker that lost its lease hides no copy of a valid key.",
+        f"{_SETTLING_TESTS}[True]",
+    ),
+    Guard(
+        "undeletion-fenced",
+        _COPIES,
+        "renew(lease, clock())\n        try:\n            secret_backend().undelete(",
+        "try:\n            secret_backend().undelete(",
+        "A worker that lost its lease restores no copy of a key in quarantine.",
+        f"{_SETTLING_TESTS}[False]",
     ),
     Guard(
         "copy-of-this-key",
