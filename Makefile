@@ -79,7 +79,7 @@ sbom: ## write sbom.json, the bill of materials of requirements.txt in CycloneDX
 	@$(call install,tests/tools/requirements.txt,$(TOOLS))
 	$(TOOLS)/bin/cyclonedx-py requirements requirements.txt --output-reproducible --output-file sbom.json
 
-errors: ready-to-run ## print every error code with cause and cure, as in docs/errors.md
+errors: ready-to-run ## print every error code with cause and remedy, as in docs/errors.md
 	@exec $(BIN)/python manage.py show_errors
 
 # The options keep this machine's package index and file paths out of the lock files (tests/architecture/test_lock.py).

@@ -12,9 +12,9 @@ database, no network.
   regularly.
 - `--partial`: required for an export made with `--scope` or `--since`. An incomplete export is refused otherwise.
 
-It proves that without the signing key, no entry was edited, reordered, added or removed after the checkpoint that signs
-it. It proves nothing about the time before: a checkpoint that signs an entry older than an hour is reported as late.
-Nor does it prove that an entry was true when it was written. Entries after the newest checkpoint are chained, not
+It proves that no entry was edited, moved, added or removed after a checkpoint signed it, except by a holder of the
+signing key. It proves nothing about the time before: a checkpoint that signs an entry older than an hour is reported as
+late. Nor does it prove that an entry was true when it was written. Entries after the newest checkpoint are chained, not
 signed. Only `--kept` detects a log whose checkpoints were removed, and which was then cut, or rewritten and signed
 again. On the service's host, `manage.py audit_verify` compares with the newest checkpoint outside the database.
 
@@ -34,7 +34,9 @@ from keyvault.client.export_check import ExportCheck, ExportError, ScopeCheck
 from keyvault.domain.audit_records import gather_kept, parse_public_keys, parse_record
 from keyvault.domain.timestamps import format_timestamp
 
-PROVES = "Without the signing key, no entry was edited, reordered, added or removed after the checkpoint that signs it."
+PROVES = (
+    "No entry was edited, moved, added or removed after a checkpoint signed it, except by a holder of the signing key."
+)
 LIMITS = (
     "Entries after a scope's newest checkpoint are chained, but not signed yet.",
     "Until a checkpoint signs an entry, a person who can write to the database can change it.",

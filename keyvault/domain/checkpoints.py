@@ -187,7 +187,7 @@ class CheckpointWalk:
         try:
             checkpoint = parse_checkpoint(signed.body)
         except ValueError:
-            return "its bytes are no checkpoint"
+            return "its bytes are not a checkpoint"
         why = (
             self._find_content_fault(signed, checkpoint)
             or self._find_order_fault(signed, checkpoint)

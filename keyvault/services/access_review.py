@@ -26,9 +26,9 @@ _FORMULA = ("=", "+", "-", "@")
 
 @dataclass(frozen=True, slots=True)
 class RoleAccess:
-    """A role of an operator. `is_unused`: not used, and not granted, within 90 days.
+    """A role of an operator. `is_unused`: neither used nor granted within 90 days.
 
-    `granted_at`: None if the role was not granted by a service, but by a write to the database.
+    `granted_at`: None if the role was granted by a direct write to the database.
     """
 
     role: Role

@@ -75,8 +75,9 @@ def enroll_operator(
 def change_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: str) -> OperatorChange | None:
     """Replace an operator's roles, or request that if it adds a role of FOUR_EYES_ROLES. Return the request.
 
-    Raises StateConflictError for a disabled operator and the grant's own. For a request also if the operator has one
-    already, and if the grant is not an operator's; and RequestInvalidError without a reason.
+    Raises StateConflictError if the operator is disabled or belongs to the person of the grant. A request also
+    raises StateConflictError if one is open already or the grant is not an operator's, and RequestInvalidError without
+    a reason.
     """
     chosen = frozenset(roles)
     if chosen - operator.roles & FOUR_EYES_ROLES and not _decides_alone(grant, chosen, operator.access_scope):
@@ -105,9 +106,9 @@ def request_factor_reset(grant: Grant, operator: Operator, why: str) -> Operator
 def approve_change(grant: Grant, change: OperatorChange, plan_digest: str) -> OperatorChange:
     """Approve exactly this change, and make it.
 
-    Raises StateConflictError when it does not await approval, the operator was changed after the request, the requester
-    may no longer request it, the approver is the requester or the person concerned, or `plan_digest` is not the one of
-    the request.
+    Raises StateConflictError when the change does not await approval or has another digest, the operator was changed
+    after the request, or the requester may no longer request it. Raises it also when the approver is the requester or
+    the person concerned.
     """
     _require_undecided(grant, change)
     _require_requester(grant, change)
@@ -154,7 +155,7 @@ def withdraw_change(grant: Grant, change: OperatorChange) -> OperatorChange:
 
 
 def is_undecided(change: OperatorChange, now: datetime) -> bool:
-    """Whether the change awaits an approval. After APPROVAL_LIFETIME it does so no longer."""
+    """Whether the change awaits an approval; False after APPROVAL_LIFETIME."""
     return bool(change.state == S.AWAITING_APPROVAL and now < change.approval_expires_at)
 
 

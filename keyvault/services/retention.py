@@ -125,7 +125,10 @@ RULES = (
     ),
     RetentionRule(UseContext, "with its last bucket; addresses and user agents for `KEYVAULT_USAGE_HOUR_DAYS`"),
     RetentionRule(KeySource, "with the last minute in which the source was seen"),
-    RetentionRule(UsageReporter, "7 days after the process ended; the last loss of each environment permanently"),
+    RetentionRule(
+        UsageReporter,
+        "7 days after the process ended; the row of the last lost process of each environment permanently",
+    ),
     RetentionRule(
         Change,
         "{days} days; the newest changes, and those that a live verifier has yet to confirm, longer",

@@ -15,12 +15,12 @@ CONTENT_TYPE = "application/problem+json"
 
 @dataclass(frozen=True, slots=True)
 class ProblemType:
-    """The description of one error code. `cure`: what the client should do. `challenge`: WWW-Authenticate of a 401."""
+    """The description of one error code. `remedy`: what the client does. `challenge`: WWW-Authenticate of a 401."""
 
     status: int
     title: str
     cause: str
-    cure: str
+    remedy: str
     check: int | None = None
     challenge: str | None = None
 
@@ -343,9 +343,9 @@ def problems_page() -> str:
         "",
         "Do not retry an authorization error indefinitely. `make errors` prints this page.",
         "",
-        "| status | code | check | cause | cure |",
+        "| status | code | check | cause | remedy |",
         "|---|---|---|---|---|",
     ]
     for code, kind in PROBLEM_TYPES.items():
-        lines.append(f"| {kind.status} | `{code}` | {kind.check or ''} | {kind.cause} | {kind.cure} |")
+        lines.append(f"| {kind.status} | `{code}` | {kind.check or ''} | {kind.cause} | {kind.remedy} |")
     return "\n".join(lines)

@@ -278,7 +278,7 @@ def show_override(field: PlanField, value: Any, environment: Environment) -> Any
 
 
 def show_plan_field(field: PlanField, value: Any, unmet: Container[Condition]) -> Any:
-    """Format the value of a plan, and say whether it has no effect. `unmet`: conditions that do not hold."""
+    """Format the value of a plan, with the reason if it has no effect. `unmet`: conditions that do not hold."""
     reason = next((condition for condition in Condition if condition in unmet and condition in field.needs), None)
     shown = show_value(field, value)
     return shown if reason is None else format_html("{} · {}", shown, reason.value)

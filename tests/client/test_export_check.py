@@ -308,7 +308,7 @@ def test_walk_body_that_is_no_checkpoint_is_named() -> None:
     walk = CheckpointWalk("sandbox", None)
     for body in (b"", b"\xff", b"[1]", b"{}", b"[" * 100_000, checkpoint_bytes(_at(signed_book([]))) + b" "):
         found = SignedCheckpoint("sandbox", 1, body, KEY.sign(body), "x", 1)
-        assert walk.take(found, _find_nothing, _find_nothing) == "its bytes are no checkpoint"
+        assert walk.take(found, _find_nothing, _find_nothing) == "its bytes are not a checkpoint"
 
 
 # --- the file --------------------------------------------------------------------------------------------------

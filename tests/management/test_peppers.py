@@ -149,7 +149,7 @@ def test_pepper_status_of_a_pepper_in_memory_only_is_an_alarm() -> None:
     secret_backend().destroy(Mount.PEPPERS, PepperSet.SANDBOX, 1)
     code, answer = status()
     assert code == 1
-    assert "only in memory" in of(answer, "sandbox", 1)["fault"]
+    assert "Only running processes have it" in of(answer, "sandbox", 1)["fault"]
 
 
 @pytest.mark.django_db(transaction=True)

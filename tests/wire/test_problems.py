@@ -121,19 +121,19 @@ def test_problem_type_titles_are_distinct() -> None:
 def test_problem_type_has_a_cause_and_a_remedy(code: ErrorCode) -> None:
     """The errors page explains each code: what happened and what to do, each in a sentence."""
     kind = PROBLEM_TYPES[code]
-    for text in (kind.cause, kind.cure):
+    for text in (kind.cause, kind.remedy):
         assert re.fullmatch(r"[A-Z].{10,}[.]", text)
         assert "|" not in text
-    assert kind.cause != kind.cure
+    assert kind.cause != kind.remedy
 
 
 def test_problems_page_lists_every_code_once_with_its_status() -> None:
     page = problems_page()
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (\d?) \| (.+) \| (.+) \|$", page, re.MULTILINE)
     assert [code for _, code, *_ in rows] == [code.value for code in PROBLEM_TYPES]
-    for status, code, check, cause, cure in rows:
+    for status, code, check, cause, remedy in rows:
         kind = PROBLEM_TYPES[ErrorCode(code)]
-        assert (int(status), check, cause, cure) == (kind.status, str(kind.check or ""), kind.cause, kind.cure)
+        assert (int(status), check, cause, remedy) == (kind.status, str(kind.check or ""), kind.cause, kind.remedy)
 
 
 # --- the body ---------------------------------------------------------------------------------------------

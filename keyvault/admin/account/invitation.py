@@ -32,7 +32,7 @@ _SEED = "enrolment_seed"
 
 
 class FactorForm(ActionForm):
-    """The form of an operator of single sign-on: the second factor only, whose fields are not of Django."""
+    """The form of an operator of single sign-on: only the second factor, whose inputs are in the template."""
 
 
 class InvitationForm(FactorForm):

@@ -141,7 +141,7 @@ def totp_context(operator: Operator, encrypted_seed: str) -> dict[str, Any]:
     """Return what a page shows to set up an authenticator app: the QR code, and the seed to type."""
     seed, adapter = decrypt_seed(encrypted_seed), get_adapter()
     svg = adapter.build_totp_svg(adapter.build_totp_url(operator, seed.reveal()))
-    # Our own library draws the image. The XML declaration before it is not HTML.
+    # Safe: a library draws the image from our own text. The XML declaration before it is not HTML.
     return {"totp_image": SafeString(svg[svg.index("<svg") :]), "totp_seed": seed.reveal()}
 
 

@@ -25,7 +25,7 @@ from keyvault.wire.headers import address_from_environ
 ViewT = TypeVar("ViewT", bound=Callable[..., Any])
 
 REFRESHED = "refreshed"
-"""Parameter of a page that reloads itself. Nobody may sit before it, so it does not extend the session."""
+"""Parameter of a page that reloads itself. It does not extend the session, because the operator may be absent."""
 
 _OPEN = "is_open_before_sign_in"
 

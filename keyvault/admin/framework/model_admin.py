@@ -74,14 +74,14 @@ _MAX_COUNTED = 10_000
 
 
 _MAX_FOUND = 1_000
-"""Maximum rows that a search finds by each field and word: the first in the order of the list, or any of a prefix.
+"""Maximum rows that a search finds by each field and word.
 
-The id of an older row still finds that row alone.
+An exact field finds the first rows in the order of the list, a prefix any rows. The id of a row always finds that row.
 """
 
 _CUT_NOTE = (
-    f"A word of the search matches more than {_MAX_FOUND:,} rows, and only {_MAX_FOUND:,} of them are searched: the "
-    "newest of an id, any of a label. Search for another id, or for more of the label."
+    f"A word of the search matches more than {_MAX_FOUND:,} rows, so some rows are missing. Search for the id of one "
+    "row, or for a longer beginning of the label."
 )
 
 

@@ -149,9 +149,9 @@ class AuditList(ConsoleList):
 
 
 def _list_newest(entries: QuerySet[AuditEntry], chains: Sequence[str]) -> list[tuple[datetime, int]]:
-    """List the times and ids of the newest _MAX_SEARCHED entries; `chains`: the only ones that they are in, if any.
+    """List the times and ids of the newest _MAX_SEARCHED entries in these chains; no chains: in all.
 
-    No index has the order of several chains together, so that each is read by its own.
+    No index sorts the entries of several chains by time, so each chain is read by itself.
     """
     each = [entries.filter(chain_id=name).order_by("-sequence") for name in chains] or [entries]
     rows = chain.from_iterable(found.values_list("at", "pk")[:_MAX_SEARCHED] for found in each)
@@ -165,7 +165,7 @@ def _name_chains(scope: AccessScope) -> list[str]:
 
 
 def _list_used(scope: AccessScope) -> list[str]:
-    """Return the chains with entries, if the scope names merchants: no index has the order of all of them together."""
+    """Return the chains with entries if the scope names merchants, else none: `_list_newest` reads each by itself."""
     used = AuditChain.objects.filter(name__in=_name_chains(scope), sequence__gt=0)
     return list(used.values_list("name", flat=True)) if scope.merchants is not None else []
 

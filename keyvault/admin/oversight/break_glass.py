@@ -188,7 +188,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
 
 
 def _notes(person: str, action: BreakGlass) -> Iterable[str]:
-    """State what the review of a claimed approval takes, and why the review button is missing."""
+    """State what the review of a claimed approval requires, and why the review button is missing."""
     if action.reviewed_at is not None:
         return
     if may_confirm(action, person):

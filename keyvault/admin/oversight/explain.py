@@ -164,7 +164,7 @@ def verdict_facts(code: ErrorCode, detail: str, internal: str) -> FactTable:
         ("Code", mono(code)),
         ("Detail sent to the caller", detail),
         ("Cause", kind.cause),
-        ("Remedy", kind.cure),
+        ("Remedy", kind.remedy),
     ]
     if kind.check is not None:
         rows.append(("Check before retrying", f"{kind.check}: {_RETRY_CHECKS[kind.check]}"))

@@ -19,7 +19,7 @@ class Command(JsonCommand):
                     "title": kind.title,
                     "check": kind.check,
                     "cause": kind.cause,
-                    "cure": kind.cure,
+                    "cure": kind.remedy,
                 }
                 for code, kind in PROBLEM_TYPES.items()
             ]

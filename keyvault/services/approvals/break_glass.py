@@ -148,7 +148,7 @@ def exclude_collector(person: str, *subjects: str) -> None:
 
 
 def list_reviewed(person: str, subjects: Collection[str]) -> set[str]:
-    """Return those of the subjects of which the person reviewed a break-glass action, first or last."""
+    """Return the subjects with a break-glass action that the person reviewed, as its first or its last reviewer."""
     is_reviewer = Q(first_reviewer_person=person) | Q(reviewer_person=person)
     return set(BreakGlass.objects.filter(is_reviewer, subject__in=subjects).values_list("subject", flat=True))
 

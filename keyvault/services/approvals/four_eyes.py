@@ -27,7 +27,8 @@ def approving_operator(grant: Grant, row: _Approvable, shown_digest: str) -> Ope
     """Return the approving operator.
 
     Raises StateConflictError when the operator made the request, was shown another version of it, or has already
-    approved it; and on a command line, where one of several approvers could claim the others.
+    approved it. Raises it also on a command line if the request needs several approvals: one person could give them
+    all in the names of others.
     """
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):

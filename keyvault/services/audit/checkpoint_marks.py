@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class CheckpointMarks:
     """The marks of a scope. `version`: version of `stored` in the secret backend; 0: there is none.
 
-    Iterates over those that name a checkpoint: an operator may have accepted that there is none.
+    Iterates over the marks that name a checkpoint. A mark names none after operators accepted a log without any.
     """
 
     stored: CheckpointMark | None
@@ -92,7 +92,7 @@ def write_marks(signed: SignedCheckpoint, at: datetime, marks: CheckpointMarks) 
 
 def store_mark(mark: CheckpointMark, version: int) -> None:
     """Store a mark in the secret backend after this version. Raises the errors of the secret backend."""
-    # Nothing of it is secret.
+    # The secret is empty: number and digest may be known, so the labels hold them.
     labels = {"number": str(mark.number), "digest": mark.digest, "at": mark.at.astimezone(UTC).isoformat()}
     secret_backend().put(Mount.EVIDENCE, _path(mark.scope), Plaintext(""), labels, expected_version=version)
 

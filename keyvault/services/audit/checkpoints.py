@@ -243,11 +243,11 @@ def _list_unsigned(scope: str) -> QuerySet[AuditChain]:
 
 
 _positions: dict[str, tuple[bytes, int]] = {}
-"""This process's progress through the accounts since a scope's newest checkpoint, which has this digest."""
+"""For each scope, the digest of its newest checkpoint, and how far this process has come through the accounts since."""
 
 
 def _list_next_checked(scope: str, signed: SignedCheckpoint | None) -> tuple[list[AuditChain], int]:
-    """Return the chains of the next accounts in turn, and the id of the last one; 0: the turn is over.
+    """Return the chains of the next accounts in turn, and the id of the last account; 0: every account had its turn.
 
     The scope of the service has only the platform's chain. Raises IntegrityError when one of these chains is missing.
     """
@@ -467,7 +467,7 @@ def _parse(signed: SignedCheckpoint) -> Checkpoint:
     try:
         checkpoint = parse_checkpoint(signed.body)
     except ValueError:
-        why = "its bytes are no checkpoint"
+        why = "its bytes are not a checkpoint"
     else:
         if (checkpoint.scope, checkpoint.number) == (signed.scope, signed.number):
             return checkpoint

@@ -31,9 +31,12 @@ def accept_rollback(grant: Grant, operator: OperatorPrincipal, approver: Operato
     signs, because each has a revocation log. The grant is for the platform. A newest checkpoint of another signer is
     not recorded: the scope then has no mark until the worker signs the next one.
 
-    Raises RequestInvalidError without a reason, StateConflictError if no log was set back or the approver is not a
-    second person, PermissionMissingError if the approver has no role that approves, IntegrityError if a newest
-    checkpoint is forged or its entries are not in the log, OSError, and the errors of the secret backend.
+    Raises:
+        RequestInvalidError: no reason was given.
+        StateConflictError: no log was set back, or the approver is not a second person.
+        PermissionMissingError: the approver has no role that approves.
+        IntegrityError: a newest checkpoint is forged, or its entries are not in the log.
+        OSError, and the errors of the secret backend.
     """
     if (fault := find_reason_fault(reason)) is not None:
         raise RequestInvalidError("Accepting a rollback requires a reason.", [Fault("/reason", fault)])

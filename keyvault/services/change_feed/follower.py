@@ -167,7 +167,7 @@ class Follower(BackgroundThread):
         return before is not None and time.monotonic() - before <= _expires_after_seconds()
 
     def _announce_confirmed(self) -> None:
-        """Send `changes_confirmed` for new confirmations, after the poll for which verdicts wait."""
+        """Send `changes_confirmed` for new confirmations. Call it after the poll, for which verdicts wait."""
         above, self._announced = self._announced, self._reported_through
         through = self._reported_through
         if above is not None and through is not None and above < through:

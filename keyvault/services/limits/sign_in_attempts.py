@@ -1,8 +1,8 @@
 """Limits on failed sign-ins by name, address and known device: a lock after ten failures.
 
-The first lock lasts 30 minutes; each further one within a week lasts twice as long, up to a day. These are the growing
-pauses for guessing. Pauses of seconds between the attempts of a series would hardly reduce the guesses in a day, and
-would delay every operator behind a shared address after a few typing errors of one of them.
+The first lock lasts 30 minutes; each further one within a week lasts twice as long, up to a day. A pause of
+some seconds after each failure, instead of the lock, would hardly reduce the guesses in a day. It would delay every
+operator behind a shared address when one of them mistypes.
 
     attempt = attempts().take(key)     before a password hash is computed
     attempts().give_back(key)          when the password was right
@@ -118,8 +118,8 @@ class LocalAttempts:
             del self._series[key]
 
 
-# KEYS: a series and its locks. ARGV: the count that locks; in milliseconds the first lock, the longest one, and how
-# long locks are remembered.
+# KEYS: the count of the series; the count of locks. ARGV: the number of failures that locks; then, in milliseconds, the
+# duration of the first lock, the maximum duration, and the retention of the count of locks.
 _TAKE = """
 local count = tonumber(redis.call('GET', KEYS[1]) or '0')
 local limit = tonumber(ARGV[1])

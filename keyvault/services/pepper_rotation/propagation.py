@@ -36,7 +36,7 @@ def list_lagging(row: PepperVersion) -> list[str]:
 
 
 def is_loaded_everywhere(row: PepperVersion, now: datetime) -> bool:
-    """Whether the version may make digests: every process could judge them."""
+    """Whether the version may make digests: every process is able to check them."""
     return row.is_staged and now >= row.created_at + PROPAGATION and not list_lagging(row)
 
 

@@ -166,7 +166,7 @@ def find_pepper_usage(pepper_set: PepperSet, number: int, now: datetime) -> Pepp
 
 
 def retire_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVersion:
-    """Retire a version: it proves nothing any more, and its dead keys become `credential_invalid`.
+    """Retire a version: no key is verified with it any more, and its dead keys become `credential_invalid`.
 
     Repeatable. Raises PepperInUseError, with what to do, while anything live depends on it. Raises StateConflictError
     for the newest version, and until a newer one has made the digests for long enough. Raises NotFoundError.

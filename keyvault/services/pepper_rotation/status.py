@@ -158,7 +158,7 @@ def _describe(row: PepperVersion, stored: Mapping[int, VersionState] | None) -> 
         command = f"retire_pepper --set {pepper_set} --version {row.number} --destroy"
         fault = f"It was destroyed but is in the secret backend again (a restored Vault?). Run {command}."
     elif row.retired_at is None and is_stored is False and not fault:
-        fault = "It is missing from the secret backend and only in memory. Restore it before a process stops."
+        fault = "The secret backend lacks it. Only running processes have it, in memory: restore it before they stop."
     return PepperState(
         pepper_set=pepper_set,
         number=row.number,
@@ -206,7 +206,7 @@ def _find_stored(pepper_set: PepperSet) -> Mapping[int, VersionState] | None:
 
 
 def _count_dead(pepper_set: PepperSet, number: int, now: datetime) -> int:
-    """Count keys, or service tokens, that prove nothing any more with or without the pepper."""
+    """Count the keys, or service tokens, that have ended: they cannot authenticate, with or without the pepper."""
     if pepper_set is PepperSet.SERVICE:
         ended = Q(revoked_at__isnull=False) | Q(expires_at__lte=now)
         return ServiceToken.objects.filter(ended, pepper_version=number).count()

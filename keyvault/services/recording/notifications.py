@@ -17,7 +17,7 @@ from keyvault.wire.webhooks import GIVE_UP_AFTER
 
 @contextmanager
 def alarm_due(kind: NoticeKind, subject: str, now: datetime) -> Iterator[bool]:
-    """Yield whether to raise an alarm: None of this kind and subject is unseen, and no other worker is raising one."""
+    """Yield True if no alarm of this kind and subject is unseen, and no other worker is raising one."""
     unseen = Notice.objects.filter(kind=kind, subject=subject, seen_at__isnull=True)
     name = leases.make_subject(f"alarm:{kind}:{subject}")
     lease = None if unseen.exists() else leases.claim(name, now, ignore_due_at=True)
@@ -42,8 +42,8 @@ def announce(
     """Write a notice and one delivery per webhook endpoint of the account, inside the `recorded` block of the event.
 
     `account`: None for a notice about the installation. `subject`: the id of the affected object. `is_alarm`: an
-    operator must acknowledge this notice, although not every notice of its kind.
-    `payload`: ids, states and times; no key material and no personal data.
+    operator must acknowledge this notice, even if its kind is not always an alarm. `payload`: ids, states and times; no
+    key material and no personal data.
     """
     notice = _write_notice(grant, kind, account, subject, payload, is_alarm or kind in ALARMS)
     if account is None or kind in INTERNAL:

@@ -232,7 +232,7 @@ class AnchorWriter:
 
     def _find_anchored_time(self, now: datetime) -> datetime:
         if self.position is None:
-            return self.began_at or now  # The anchor could not be read since then.
+            return self.began_at or now  # This process has not been able to read the anchor yet.
         waiting = Change.objects.filter(sequence__gt=self.position, subject_kind__in=ENDING).order_by("sequence")
         return min(now, waiting.values_list("at", flat=True).first() or now)
 
@@ -262,7 +262,7 @@ LAG = "revocations"
 
 
 def raise_anchor_alarm_once(subject: str, now: datetime, **details: JsonValue) -> None:
-    """Raise the alarm, unless an operator has not seen an earlier one about the same subject."""
+    """Raise the alarm, unless an earlier one about the same subject is still unseen."""
     with alarm_due(NoticeKind.ANCHOR_LATE, subject, now) as is_due:
         if is_due:
             raise_anchor_alarm(subject, now, **details)

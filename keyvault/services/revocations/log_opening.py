@@ -177,9 +177,12 @@ def accept_loss(grant: Grant, operator: OperatorPrincipal, approver: OperatorPri
 
     The grant is for the platform.
 
-    Raises RequestInvalidError without a reason, StateConflictError if no log is lost, the anchor can replace it, or the
-    approver is not a second person, PermissionMissingError if the approver has no role that approves,
-    BackendUnavailableError if the anchor cannot be read now, OSError if the log cannot be read or written.
+    Raises:
+        RequestInvalidError: no reason was given.
+        StateConflictError: no log is lost, the anchor can replace it, or the approver is not a second person.
+        PermissionMissingError: the approver has no role that approves.
+        BackendUnavailableError: the anchor cannot be read now.
+        OSError: the log cannot be read or written.
     """
     if (fault := find_reason_fault(reason)) is not None:
         raise RequestInvalidError(

@@ -162,7 +162,7 @@ def _announce_lock(grant: Grant, row: Operator, by: str, details: dict[str, Any]
 
 
 _ADDRESSES = "sign-in"
-"""Subject of the alarm about locked addresses, of which at most one is unseen."""
+"""Subject of the alarm about locked addresses. At most one such alarm is unseen."""
 
 
 def _is_alarm_unseen(kind: NoticeKind, subject: str) -> bool:

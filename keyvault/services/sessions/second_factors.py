@@ -120,7 +120,7 @@ def new_recovery_codes() -> tuple[NewFactor, list[Plaintext]]:
 
 
 def add_second_factor(grant: Grant, operator: Operator, factor: NewFactor) -> None:
-    """Add a second factor, or replace the one of a kind that each operator has once, which ends the sessions.
+    """Add a second factor. One of a kind that an operator has once replaces the earlier one and ends the sessions.
 
     Raises StateConflictError beyond MAX_PASSKEYS.
     """

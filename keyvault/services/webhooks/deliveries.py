@@ -246,7 +246,7 @@ def _next_due(
 
 
 def _is_withdrawn(endpoint: WebhookEndpoint) -> bool:
-    """Whether the endpoint receives nothing any more.
+    """Whether the endpoint receives nothing more.
 
     Endpoints of an offboarded merchant still receive earlier notices, including those about the end of its access.
     """

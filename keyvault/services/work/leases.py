@@ -228,10 +228,10 @@ def enqueue(subject: str, queue: str, due_at: datetime, *, is_urgent: bool = Fal
 
 
 def wake(subjects: Collection[str], now: datetime, *, is_urgent: bool = False) -> set[str]:
-    """Make work in a queue due now, in the transaction of the event; after a failure, once its pause is over.
+    """Make work in a queue due now, in the transaction of the event. Paused work is due after its pause.
 
-    A wake-up for work that is claimed takes effect when it is released. Return the work that needs a message: other
-    work is paused, or was woken or dispatched already and waits for a worker.
+    A wake-up for work that is claimed takes effect when it is released. Return the work that needs a message. The
+    other work is paused, or was woken or dispatched earlier and waits for a worker.
     """
     is_paused = ~Q(last_error="") & Q(until__isnull=True)
     is_waiting = Q(due_since__isnull=False) & (Q(is_urgent=True) if is_urgent else Q())

@@ -1,4 +1,4 @@
-"""Jobs that do the work of all environments of their worker, although each environment's queue gets their messages."""
+"""Jobs that do the work of all environments of a worker. Beat sends their message to the queue of each environment."""
 
 import threading
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class SharedJobs:
     def begin(self, job: str, environment: str) -> bool:
         """Return whether to run the job: False if another environment's message of this round has begun it.
 
-        `environment`: whose queue had the message; blank: the call is no message, and always runs the job.
+        `environment`: the one whose queue had the message. Blank: no message caused the call, and the job always runs.
         """
         if not environment:
             return True

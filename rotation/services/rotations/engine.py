@@ -143,7 +143,7 @@ def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetim
             return _DoneTurn(step, _next_due(step, rotation, facts, now), is_urgent)
         if isinstance(step, Move):
             if step.to is S.CANCELLED or (step.to is S.ROLLED_BACK and rotation.written_back_at is None):
-                # The database suffices for this, so the predecessor verifies again even while the backend is down.
+                # This needs only the database, so the predecessor verifies again even while the backend is down.
                 lift_quarantine(grant, rotation, lease)
                 effects.write_back(grant, rotation)
             make_transition(grant, rotation, facts, step, lease)

@@ -97,7 +97,7 @@ def may_be_aborted(rotation: Rotation) -> bool:
 def _may_be_delivered(rotation: Rotation) -> bool:
     """Whether the merchant may have the replacement; a worker may have died between writing and recording it."""
     stored = None if rotation.replacement is None else find_stored(rotation.credential)
-    # Any other key there is ours, too, and arrived late: a rollback writes the predecessor over it.
+    # Another key there is an earlier replacement whose write arrived late: a rollback writes the predecessor over it.
     is_there = stored is not None and stored.labels.get("key_id") != rotation.predecessor_id
     return rotation.delivered_at is not None or is_there or has_unsettled_delivery(rotation)
 
@@ -244,7 +244,8 @@ def may_be_confirmed(rotation: Rotation) -> bool:
     # A credential that was dormant when planned is no longer dormant once its old key is used.
     is_dormant = plan.is_dormant and find_last(rotation.predecessor_id) is None
     needs_confirmation = plan.proof is Proof.CONFIRMATION or is_dormant
-    if rotation.state == S.ROLLING_BACK:  # Confirms the return to the old key; again after use of the replacement.
+    if rotation.state == S.ROLLING_BACK:
+        # Confirms the return to the old key; a later use of the replacement requires another confirmation.
         used_at = None if rotation.replacement_id is None else find_last(rotation.replacement_id)
         is_overtaken = rotation.confirmed_at is None or (used_at is not None and used_at > rotation.confirmed_at)
         return rotation.written_back_at is not None and is_overtaken

@@ -48,7 +48,7 @@ def test_pepper_pages_show_each_version_and_count_no_keys(desk: Desk) -> None:
 
 def test_pepper_page_warns_when_the_backend_has_lost_it(desk: Desk) -> None:
     secret_backend().destroy(Mount.PEPPERS, PepperSet.SANDBOX, 1)
-    assert "It is missing from the secret backend and only in memory" in shown(desk)
+    assert "The secret backend lacks it. Only running processes have it, in memory" in shown(desk)
 
 
 def test_pepper_pages_show_only_the_sets_that_the_process_serves(desk: Desk) -> None:

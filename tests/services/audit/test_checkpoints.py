@@ -588,7 +588,7 @@ TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
     "rewritten": (_rewrite, 2, "entry 3 of chain account:acme/sandbox differs from the one that it signs"),
     "first checkpoint deleted": (lambda: _rows(number=1).delete(), 2, "checkpoint 1 is missing; 2 follows"),
     "middle checkpoint deleted": (lambda: _rows(number=2).delete(), 3, "checkpoint 2 is missing; 3 follows"),
-    "body made invalid": (lambda: _rows(number=2).update(body=b"\xff"), 2, "its bytes are no checkpoint"),
+    "body made invalid": (lambda: _rows(number=2).update(body=b"\xff"), 2, "its bytes are not a checkpoint"),
     "signature altered": (lambda: _rows(number=2).update(signature=bytes(64)), 2, "its signature is not the signer's"),
     "time column edited": (lambda: _rows(number=2).update(at=now()), 2, "its columns differ from its bytes"),
     "signer column edited": (
