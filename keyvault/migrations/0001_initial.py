@@ -84,6 +84,7 @@ class Migration(migrations.Migration):
                 ('key_id', models.CharField(max_length=16, primary_key=True, serialize=False)),
                 ('digest', models.BinaryField(max_length=32)),
                 ('pepper_version', models.PositiveIntegerField()),
+                ('account_environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32, verbose_name='environment')),
                 ('state', models.CharField(choices=[('pre_activation', 'pre activation'), ('active', 'active'), ('suspended', 'suspended'), ('deactivated', 'deactivated'), ('compromised', 'compromised'), ('destroyed', 'destroyed')], default=keyvault.domain.keys.KeyState['PRE_ACTIVATION'], max_length=32)),
                 ('retirement', models.CharField(blank=True, choices=[('expired', 'expired'), ('revoked', 'revoked')], max_length=32, null=True)),
                 ('reason', models.CharField(blank=True, choices=[('unspecified', 'unspecified'), ('key_compromise', 'key compromise'), ('affiliation_changed', 'affiliation changed'), ('superseded', 'superseded'), ('cessation_of_operation', 'cessation of operation'), ('privilege_withdrawn', 'privilege withdrawn')], max_length=32, null=True)),
@@ -754,6 +755,14 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='key',
             index=models.Index(fields=['-created_at', '-key_id'], name='key_newest'),
+        ),
+        migrations.AddIndex(
+            model_name='key',
+            index=models.Index(fields=['account_environment', '-created_at', '-key_id'], name='key_env'),
+        ),
+        migrations.AddIndex(
+            model_name='key',
+            index=models.Index(condition=models.Q(('state', 'active')), fields=['account_environment', 'activated_at'], name='key_active_since'),
         ),
         migrations.AddIndex(
             model_name='key',

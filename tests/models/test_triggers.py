@@ -287,6 +287,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "credential_no_replace": lambda world: _replace(
         "keyvault_credential", {"kind": "public"}, credential_id=world.key.credential_id
     ),
+    "key_environment": lambda world: _copy_key(world, "other0000000key0", account_environment="sandbox"),
     "key_no_revival": lambda world: update("keyvault_key", {"state": "active"}, key_id=world.dead_key.key_id),
     "key_never_pre_active_again": lambda world: update(
         "keyvault_key", {"state": "pre_activation"}, key_id=world.key.key_id
