@@ -449,6 +449,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('notice_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
+                ('account_environment', models.CharField(blank=True, choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32, null=True, verbose_name='environment')),
                 ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('standing_approval.expiring', 'standing approval.expiring'), ('standing_approval.expired', 'standing approval.expired'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted'), ('audit.rollback_accepted', 'audit.rollback accepted'), ('anchor.late', 'anchor.late'), ('clock.differs', 'clock.differs'), ('process.lost', 'process.lost'), ('approval.disowned', 'approval.disowned'), ('operator.unfamiliar_sign_in', 'operator.unfamiliar sign in'), ('operator.invited', 'operator.invited')], max_length=32)),
                 ('subject', models.CharField(max_length=64)),
                 ('payload', models.JSONField()),
@@ -995,6 +996,10 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='notice',
             index=models.Index(models.OrderBy(models.Case(models.When(models.Q(('is_alarm', True), ('seen_at__isnull', True)), then=models.Value(True)), default=models.Value(False), output_field=models.BooleanField()), descending=True), models.OrderBy(models.F('created_at'), descending=True), models.OrderBy(models.F('notice_id'), descending=True), name='notice_inbox'),
+        ),
+        migrations.AddIndex(
+            model_name='notice',
+            index=models.Index(models.F('account_environment'), models.OrderBy(models.Case(models.When(models.Q(('is_alarm', True), ('seen_at__isnull', True)), then=models.Value(True)), default=models.Value(False), output_field=models.BooleanField()), descending=True), models.OrderBy(models.F('created_at'), descending=True), models.OrderBy(models.F('notice_id'), descending=True), name='notice_inbox_env'),
         ),
         migrations.AddIndex(
             model_name='refusal',

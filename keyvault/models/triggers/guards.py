@@ -92,6 +92,15 @@ KEYS = (
         "an issuance request has the environment of its account",
     ),
     WriteGuard(
+        "notice_environment",
+        "keyvault_notice",
+        "INSERT",
+        "(NEW.account_id IS NULL AND NEW.account_environment IS NOT NULL) OR (NEW.account_id IS NOT NULL AND "
+        "NOT EXISTS (SELECT 1 FROM keyvault_account a WHERE a.id = NEW.account_id "
+        "AND a.environment = coalesce(NEW.account_environment, '')))",
+        "a notice has the environment of its account",
+    ),
+    WriteGuard(
         "key_environment",
         "keyvault_key",
         "INSERT",

@@ -123,6 +123,7 @@ FROZEN = (
         (
             "notice_id",
             "coalesce({row}.account_id, 0)",
+            "coalesce({row}.account_environment, '')",
             "kind",
             "subject",
             "CAST({row}.payload AS TEXT)",
