@@ -201,6 +201,7 @@ class Migration(migrations.Migration):
             name='AuditEntry',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('scope', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production'), ('service', 'service')], max_length=32)),
                 ('sequence', models.PositiveBigIntegerField()),
                 ('at', models.DateTimeField()),
                 ('event', models.CharField(max_length=64)),
@@ -676,6 +677,14 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='auditentry',
             index=models.Index(fields=['event', '-at'], name='audit_by_event'),
+        ),
+        migrations.AddIndex(
+            model_name='auditentry',
+            index=models.Index(fields=['scope', '-at'], name='audit_by_scope'),
+        ),
+        migrations.AddIndex(
+            model_name='auditentry',
+            index=models.Index(fields=['scope', 'event', '-at'], name='audit_by_scope_event'),
         ),
         migrations.AddConstraint(
             model_name='auditentry',

@@ -67,9 +67,10 @@ AUDIT_QUERIES = (
 
 SCOPES = {
     "production": AccessScope(environments=frozenset({Environment.PRODUCTION})),
+    "sandbox": AccessScope(environments=frozenset({Environment.SANDBOX})),
     "merchants": AccessScope(frozenset({"merchant-7", "merchant-8", "merchant-9"})),
 }
-"""Limited scopes of operators, by user name. All rows are of production."""
+"""Limited scopes of operators, by user name. Nearly all rows are of production: a list of the sandbox has few."""
 
 
 @pytest.fixture(autouse=True)
