@@ -84,6 +84,7 @@ class Migration(migrations.Migration):
                 ('key_id', models.CharField(max_length=16, primary_key=True, serialize=False)),
                 ('digest', models.BinaryField(max_length=32)),
                 ('pepper_version', models.PositiveIntegerField()),
+                ('account_environment', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32, verbose_name='environment')),
                 ('state', models.CharField(choices=[('pre_activation', 'pre activation'), ('active', 'active'), ('suspended', 'suspended'), ('deactivated', 'deactivated'), ('compromised', 'compromised'), ('destroyed', 'destroyed')], default=keyvault.domain.keys.KeyState['PRE_ACTIVATION'], max_length=32)),
                 ('retirement', models.CharField(blank=True, choices=[('expired', 'expired'), ('revoked', 'revoked')], max_length=32, null=True)),
                 ('reason', models.CharField(blank=True, choices=[('unspecified', 'unspecified'), ('key_compromise', 'key compromise'), ('affiliation_changed', 'affiliation changed'), ('superseded', 'superseded'), ('cessation_of_operation', 'cessation of operation'), ('privilege_withdrawn', 'privilege withdrawn')], max_length=32, null=True)),
@@ -200,6 +201,7 @@ class Migration(migrations.Migration):
             name='AuditEntry',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('scope', models.CharField(choices=[('sandbox', 'sandbox'), ('production', 'production'), ('service', 'service')], max_length=32)),
                 ('sequence', models.PositiveBigIntegerField()),
                 ('at', models.DateTimeField()),
                 ('event', models.CharField(max_length=64)),
@@ -448,6 +450,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('version', models.PositiveIntegerField(default=1, editable=False)),
                 ('notice_id', models.CharField(max_length=32, primary_key=True, serialize=False)),
+                ('account_environment', models.CharField(blank=True, choices=[('sandbox', 'sandbox'), ('production', 'production')], max_length=32, null=True, verbose_name='environment')),
                 ('kind', models.CharField(choices=[('key.issued', 'key.issued'), ('key.revoked', 'key.revoked'), ('key.compromised', 'key.compromised'), ('rotation.planned', 'rotation.planned'), ('rotation.replacement_available', 'rotation.replacement available'), ('rotation.predecessor_available', 'rotation.predecessor available'), ('rotation.replacement_awaited', 'rotation.replacement awaited'), ('rotation.predecessor_retiring', 'rotation.predecessor retiring'), ('rotation.used_in_quarantine', 'rotation.used in quarantine'), ('rotation.stalled', 'rotation.stalled'), ('rotation.bypassed', 'rotation.bypassed'), ('rotation.blocked', 'rotation.blocked'), ('rotation.ended', 'rotation.ended'), ('schedule.stalled', 'schedule.stalled'), ('standing_approval.expiring', 'standing approval.expiring'), ('standing_approval.expired', 'standing approval.expired'), ('campaign.halted', 'campaign.halted'), ('credential.without_key', 'credential.without key'), ('webhook.failed', 'webhook.failed'), ('webhook.test', 'webhook.test'), ('backend.unattributed', 'backend.unattributed'), ('backend.denied', 'backend.denied'), ('journal.failed', 'journal.failed'), ('operator.locked', 'operator.locked'), ('address.locked', 'address.locked'), ('journal.loss_accepted', 'journal.loss accepted'), ('audit.rollback_accepted', 'audit.rollback accepted'), ('anchor.late', 'anchor.late'), ('clock.differs', 'clock.differs'), ('process.lost', 'process.lost'), ('approval.disowned', 'approval.disowned'), ('operator.unfamiliar_sign_in', 'operator.unfamiliar sign in'), ('operator.invited', 'operator.invited')], max_length=32)),
                 ('subject', models.CharField(max_length=64)),
                 ('payload', models.JSONField()),
@@ -675,6 +678,14 @@ class Migration(migrations.Migration):
             model_name='auditentry',
             index=models.Index(fields=['event', '-at'], name='audit_by_event'),
         ),
+        migrations.AddIndex(
+            model_name='auditentry',
+            index=models.Index(fields=['scope', '-at'], name='audit_by_scope'),
+        ),
+        migrations.AddIndex(
+            model_name='auditentry',
+            index=models.Index(fields=['scope', 'event', '-at'], name='audit_by_scope_event'),
+        ),
         migrations.AddConstraint(
             model_name='auditentry',
             constraint=models.UniqueConstraint(fields=('chain', 'sequence'), name='audit_entry_unique'),
@@ -754,6 +765,14 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='key',
             index=models.Index(fields=['-created_at', '-key_id'], name='key_newest'),
+        ),
+        migrations.AddIndex(
+            model_name='key',
+            index=models.Index(fields=['account_environment', '-created_at', '-key_id'], name='key_env'),
+        ),
+        migrations.AddIndex(
+            model_name='key',
+            index=models.Index(condition=models.Q(('state', 'active')), fields=['account_environment', 'activated_at'], name='key_active_since'),
         ),
         migrations.AddIndex(
             model_name='key',
@@ -986,6 +1005,10 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='notice',
             index=models.Index(models.OrderBy(models.Case(models.When(models.Q(('is_alarm', True), ('seen_at__isnull', True)), then=models.Value(True)), default=models.Value(False), output_field=models.BooleanField()), descending=True), models.OrderBy(models.F('created_at'), descending=True), models.OrderBy(models.F('notice_id'), descending=True), name='notice_inbox'),
+        ),
+        migrations.AddIndex(
+            model_name='notice',
+            index=models.Index(models.F('account_environment'), models.OrderBy(models.Case(models.When(models.Q(('is_alarm', True), ('seen_at__isnull', True)), then=models.Value(True)), default=models.Value(False), output_field=models.BooleanField()), descending=True), models.OrderBy(models.F('created_at'), descending=True), models.OrderBy(models.F('notice_id'), descending=True), name='notice_inbox_env'),
         ),
         migrations.AddIndex(
             model_name='refusal',

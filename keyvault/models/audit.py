@@ -43,9 +43,13 @@ class AuditChain(models.Model):
 
 
 class AuditEntry(models.Model):
-    """An audit entry. `body` has the hashed bytes; the other columns are copies for searching."""
+    """An audit entry. `body` has the hashed bytes; the other columns are copies for searching.
+
+    `scope`: that of the chain, which begins the indexes of the lists by environment.
+    """
 
     chain = models.ForeignKey(AuditChain, models.PROTECT, related_name="entries")
+    scope = choice(PepperSet)
     sequence = models.PositiveBigIntegerField()
     at = models.DateTimeField()
     event = models.CharField(max_length=64)
@@ -59,6 +63,8 @@ class AuditEntry(models.Model):
         indexes = [
             models.Index(fields=["-at"], name="audit_by_time"),
             models.Index(fields=["event", "-at"], name="audit_by_event"),
+            models.Index(fields=["scope", "-at"], name="audit_by_scope"),
+            models.Index(fields=["scope", "event", "-at"], name="audit_by_scope_event"),
         ]
 
     def __str__(self) -> str:

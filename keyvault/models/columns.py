@@ -23,12 +23,12 @@ def choices_check(name: str, column: str, values: type[StrEnum] | type[models.Te
     return models.CheckConstraint(name=name, condition=Q(**{f"{column}__in": [value.value for value in values]}))
 
 
-def account_environment() -> "models.CharField[Any, Any]":
+def account_environment(**options: Any) -> "models.CharField[Any, Any]":
     """Return a column with a copy of the account's environment, which begins the indexes of the lists by environment.
 
     A trigger compares it with the account.
     """
-    return choice(Environment, verbose_name="environment")
+    return choice(Environment, verbose_name="environment", **options)
 
 
 def page_indexes(name: str, primary_key: str, filtered: str = "") -> list[models.Index]:

@@ -107,6 +107,7 @@ class Key(DigestColumns):
 
     key_id = models.CharField(primary_key=True, max_length=16)
     credential = models.ForeignKey(Credential, models.PROTECT, related_name="keys")
+    account_environment = account_environment()
     state = choice(KeyState, default=KeyState.PRE_ACTIVATION)
     retirement = choice(RetirementReason, null=True, blank=True)
     reason = choice(RevocationReason, null=True, blank=True)
@@ -161,6 +162,10 @@ class Key(DigestColumns):
                 fields=["expires_at", "key_id"], name="key_expiring", condition=Q(state__in=["active", "suspended"])
             ),
             models.Index(fields=["-created_at", "-key_id"], name="key_newest"),
+            models.Index(fields=["account_environment", "-created_at", "-key_id"], name="key_env"),
+            models.Index(
+                fields=["account_environment", "activated_at"], name="key_active_since", condition=Q(state="active")
+            ),
             models.Index(fields=["credential"], name="key_staged", condition=Q(state="pre_activation")),
         ]
 

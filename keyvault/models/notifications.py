@@ -5,7 +5,7 @@ from django.db import models
 from django.db.models import Case, F, Q, Value, When
 
 from keyvault.domain.notifications import WITHOUT_ACCOUNT, NoticeKind
-from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.columns import account_environment, at, choice, choices_check, created_at
 from keyvault.models.merchants import Account, WebhookEndpoint
 from keyvault.models.recording import RecordedModel
 
@@ -28,6 +28,7 @@ class Notice(RecordedModel):
 
     notice_id = models.CharField(primary_key=True, max_length=32)
     account = models.ForeignKey(Account, models.PROTECT, null=True, blank=True, related_name="notices")
+    account_environment = account_environment(null=True, blank=True)
     kind = choice(NoticeKind)
     subject = models.CharField(max_length=64)
     payload = models.JSONField()
@@ -49,6 +50,13 @@ class Notice(RecordedModel):
             models.Index(fields=["subject", "kind"], name="notice_by_subject"),
             models.Index(fields=["created_at"], name="notice_unseen", condition=UNSEEN_NOTICE),
             models.Index(IS_UNSEEN.desc(), F("created_at").desc(), F("notice_id").desc(), name="notice_inbox"),
+            models.Index(
+                F("account_environment"),
+                IS_UNSEEN.desc(),
+                F("created_at").desc(),
+                F("notice_id").desc(),
+                name="notice_inbox_env",
+            ),
             models.Index(fields=["created_at"], name="notice_settled", condition=SETTLED_NOTICE),
         ]
 

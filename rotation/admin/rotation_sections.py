@@ -37,7 +37,8 @@ from rotation.domain.silence import AwaitedSource, describe_need
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import predecessor_ended_at
-from rotation.services.rotations.reports import subject_of
+from rotation.services.rotations.planning import MAX_LATE_SOURCES
+from rotation.services.rotations.reports import MAX_AWAITED, subject_of
 
 S = RotationState
 
@@ -100,12 +101,14 @@ def _format_late_sources(plan: Plan) -> SafeString | str:
     """Name each source with a deadline that would fit."""
     if not plan.late_sources:
         return "none"
-    lines = (
+    lines: list[tuple[SafeString | str, str]] = [
         (mono(name), describe_need(name))
         if fitting is None
         else (mono(name), f"a deadline of {fitting[:16].replace('T', ' ')} UTC fits")
         for name, fitting in plan.late_sources.items()
-    )
+    ]
+    if len(lines) == MAX_LATE_SOURCES:
+        lines.append(("Others", f"the plan lists at most {MAX_LATE_SOURCES} sources, the latest"))
     return format_html_join(format_html("<br>"), "{}: {}", lines)
 
 
@@ -335,8 +338,11 @@ def retirements_table(row: Rotation) -> Table:
 
 def awaited_table(awaited: Sequence[AwaitedSource]) -> Table:
     """Return the sources that the rotation waits for, and until when."""
+    title = "Sources that the rotation waits for"
+    if len(awaited) > MAX_AWAITED:
+        title = f"{title}: latest {MAX_AWAITED} of {len(awaited)}"
     return Table(
-        "Sources that the rotation waits for",
+        title,
         ["source", "last use (UTC)", "until (UTC)"],
         [
             [
@@ -344,12 +350,9 @@ def awaited_table(awaited: Sequence[AwaitedSource]) -> Table:
                 short_moment(source.used_at),
                 short_moment(source.until, missing=describe_need(source.name)),
             ]
-            for source in awaited[:_MAX_AWAITED]
+            for source in awaited[:MAX_AWAITED]
         ],
     )
-
-
-_MAX_AWAITED = 50
 
 
 def users_tables(row: Rotation) -> Iterator[Table]:

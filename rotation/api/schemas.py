@@ -21,6 +21,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField
 from rotation.domain.policy import Plan
 from rotation.models import EvidenceKind
+from rotation.services.rotations.planning import MAX_LATE_SOURCES
 
 _PLAN_TYPES = get_type_hints(Plan)
 _SCHEMAS = {FieldType.FLAG: FLAG, FieldType.INSTANT: INSTANT, FieldType.WINDOW: ANY_OBJECT}
@@ -50,8 +51,8 @@ _PLAN_BODY = define(
         is_dormant=FLAG,
         late_sources={
             **nullable({"type": "object", "additionalProperties": nullable(INSTANT)}),
-            "description": "Sources that cannot be silent by the deadline, each with a deadline that would fit. Null: "
-            "seen only within 24 hours, so it must use the replacement or be waived.",
+            "description": "Sources that cannot be silent by the deadline, each with a deadline that would fit; the "
+            f"latest {MAX_LATE_SOURCES}. Null: seen only within 24 hours, so it must use the replacement or be waived.",
         },
         **{field.name: _plan_field(field) for field in FIELDS.values()},
     ),
@@ -134,6 +135,7 @@ ROTATION_BODY = define(
         **_OWN_COLUMNS,
         waiting_for=nullable(TEXT),
         waiting_sources=list_of(_AWAITED_SOURCE_BODY),
+        has_more_waiting_sources={**FLAG, "description": "Whether `waiting_sources` is incomplete."},
         plan=_PLAN_BODY,
         approvals=list_of(TEXT),
         handover=nullable(_HANDOVER_BODY),

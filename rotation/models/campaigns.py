@@ -23,10 +23,10 @@ class Campaign(RequestColumns):
     """A selection of credentials that is rotated under one approval of selection, plan and pace.
 
     `selection`: {"environment", "merchants" (list or null), "older_than_days" (or null)}, `left_out`, the number of
-    excluded credentials by reason, and `count`, that of the selected ones. `overrides`: those of each plan. `pace`:
-    {"per_minute", "concurrency", "halt_on_stall" (bool), "halt_at_failed_percent"}. The digest covers all three and the
-    selected credentials, which are `members` from the start. `began_at`: when the approval was complete. `resumed_at`:
-    when it was last resumed after a halt; only later outcomes count towards the next halt.
+    matching credentials that were excluded, by reason, and `count`, that of the selected ones. `overrides`: those of
+    each plan. `pace`: {"per_minute", "concurrency", "halt_on_stall" (bool), "halt_at_failed_percent"}. The digest
+    covers all three and the selected credentials, which are `members` from the start. `began_at`: when the approval was
+    complete. `resumed_at`: when it was last resumed after a halt; only later outcomes count towards the next halt.
     """
 
     campaign_id = models.CharField(primary_key=True, max_length=32)

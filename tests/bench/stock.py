@@ -128,6 +128,7 @@ def add_keys(accounts: list[Any], count: int, listed: int) -> list[str]:
             Key(
                 key_id=minted.key_id,
                 credential=credential,
+                account_environment=credential.account_environment,
                 digest=digest,
                 pepper_version=pepper_version,
                 state=KeyState.ACTIVE,

@@ -40,7 +40,7 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     ("account_customer_token_seconds", "keyvault_account", {"customer_token_seconds": 86_401}),
     ("connection_mode", "keyvault_providerconnection", {"mode": "other"}),
     ("notice_kind", "keyvault_notice", {"kind": "other"}),
-    ("notice_of_an_account", "keyvault_notice", {"account_id": None}),
+    ("notice_of_an_account", "keyvault_notice", {"account_id": None, "account_environment": None}),
     ("webhook_delivery_state", "keyvault_webhookdelivery", {"state": "other"}),
     ("credential_kind", "keyvault_credential", {"kind": "other"}),
     ("credential_delivery", "keyvault_credential", {"delivery": "other"}),

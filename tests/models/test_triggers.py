@@ -287,6 +287,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "credential_no_replace": lambda world: _replace(
         "keyvault_credential", {"kind": "public"}, credential_id=world.key.credential_id
     ),
+    "key_environment": lambda world: _copy_key(world, "other0000000key0", account_environment="sandbox"),
     "key_no_revival": lambda world: update("keyvault_key", {"state": "active"}, key_id=world.dead_key.key_id),
     "key_never_pre_active_again": lambda world: update(
         "keyvault_key", {"state": "pre_activation"}, key_id=world.key.key_id
@@ -416,6 +417,9 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     ),
     "key_of_a_merchant_update": lambda world: _after_leaving(
         lambda: update("keyvault_key", {"state": "active"}, key_id=_suspended_key(world))
+    ),
+    "notice_environment": lambda _: insert_copy(
+        "keyvault_notice", {"notice_id": fresh_id(), "account_environment": None}, account_environment="production"
     ),
     "notice_stays": lambda _: update("keyvault_notice", {"payload": "{}"}),
     "notice_no_delete": lambda _: delete("keyvault_notice"),
@@ -696,7 +700,8 @@ def test_triggers_operator_replaced_by_name_is_refused(world: World) -> None:
 
 def test_triggers_notice_without_account_moved_to_an_account_is_refused(world: World) -> None:
     """A notice without an account stays so: NULL passes no rule."""
-    row = {"notice_id": "ntc_installation", "kind": "operator.locked", "account_id": None, "is_alarm": True}
+    row = {"notice_id": "ntc_installation", "kind": "operator.locked", "is_alarm": True}
+    row |= {"account_id": None, "account_environment": None}
     insert("keyvault_notice", read_row("keyvault_notice") | row | {"seen_at": None, "seen_by_id": None})
     with refused("a notice is immutable"):
         update("keyvault_notice", {"account_id": world.sandbox.pk}, notice_id="ntc_installation")

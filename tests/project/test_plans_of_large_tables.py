@@ -29,7 +29,10 @@ from keyvault.services.secrets.stored_copies import read_string
 from keyvault.services.usage import recorder
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
+from rotation.domain.pacing import Pace
+from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Rotation
+from rotation.services.campaigns.campaigns import request_campaign
 from rotation.services.rotations.engine import advance_rotation
 from tests.admin.desk import browser
 from tests.admin.framework.test_enforcement import OPEN, patterns
@@ -64,9 +67,10 @@ AUDIT_QUERIES = (
 
 SCOPES = {
     "production": AccessScope(environments=frozenset({Environment.PRODUCTION})),
+    "sandbox": AccessScope(environments=frozenset({Environment.SANDBOX})),
     "merchants": AccessScope(frozenset({"merchant-7", "merchant-8", "merchant-9"})),
 }
-"""Limited scopes of operators, by user name. All rows are of production."""
+"""Limited scopes of operators, by user name. Nearly all rows are of production: a list of the sandbox has few."""
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +110,7 @@ def test_no_job_and_no_request_reads_a_large_table() -> None:
         with queries.watch(f"a rotation's turn in {state}"):
             advance_rotation(samples.rotations[state].rotation_id)
     make_requests(samples, queries)
+    make_campaigns(queries)
     open_pages(samples, queries)
     open_lists_in_scope(samples, queries)
     assert queries.count > 500
@@ -134,6 +139,24 @@ def make_due(samples: Samples) -> None:
     scale_rows.make_rows_old(SIZE, samples, DUE)
     scale_rows.make_paths_due(SIZE, DUE)
     scale_rows.make_heads_due(SIZE, DUE)
+
+
+def make_campaigns(queries: SlowQueries) -> None:
+    """Request campaigns over the oldest keys of the environment and over the keys of a merchant."""
+    old, number = "now() - interval '500 days'", scale_rows.free(SIZE, 6, DUE)
+    scale_rows.change(Key, DUE, f"row.key_id = {scale_rows.key(number)}", created_at=old, activated_at=old)
+    asking = grant(scene.tam(), P.ROTATIONS_WRITE)
+    for merchants, older_than_days in ((None, 390), (["merchant-30"], None)):
+        with queries.watch(f"campaign over {merchants}"):
+            request_campaign(
+                asking,
+                environment=Environment.PRODUCTION,
+                merchants=merchants,
+                older_than_days=older_than_days,
+                overrides=PlanOverrides(),
+                pace=Pace(),
+                reason="old keys",
+            )
 
 
 def open_pages(samples: Samples, queries: SlowQueries) -> None:

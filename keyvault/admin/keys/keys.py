@@ -123,6 +123,7 @@ class KeyAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Key", "Keys"
     account_lookup = "credential__account"
+    environment_lookup = "account_environment"
     secret_views = (
         SecretView(
             "show",
@@ -177,7 +178,7 @@ class KeyAdmin(ConsoleModelAdmin):
     )
 
     list_display = ("key_id", "state_badge", "account", "kind", "first_used", "last_used", "expires")
-    list_filter = ("state", "credential__account__environment", "credential__kind", EXPOSED_FILTER)
+    list_filter = ("state", "account_environment", "credential__kind", EXPOSED_FILTER)
     search_fields = (
         "=key_id",
         "=credential__credential_id",

@@ -6,10 +6,8 @@ Read-only.
 import json
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from functools import reduce
 from heapq import nlargest
 from itertools import chain
-from operator import or_
 from typing import Any
 
 from django.contrib import admin
@@ -44,6 +42,7 @@ from keyvault.admin.framework.widgets import (
     mono,
 )
 from keyvault.domain.audit import PLATFORM_CHAIN, account_chain, chains_with
+from keyvault.domain.digests import PEPPER_SET
 from keyvault.models import Account, AuditChain, AuditEntry, ConsoleSession, LimitOverride, Operator, PepperVersion
 from keyvault.services.audit.checkpoints import CheckpointStatus, list_checkpoint_status
 from keyvault.services.audit.events import list_events
@@ -197,8 +196,7 @@ class AuditEntryAdmin(ConsoleModelAdmin):
         if scope == EVERYWHERE:
             return rows
         if scope.merchants is None:
-            ends = (models.Q(name__endswith=f"/{environment}") for environment in scope.environments)
-            return rows.filter(chain__in=AuditChain.objects.filter(reduce(or_, ends)))
+            return rows.filter(scope__in=[PEPPER_SET[environment] for environment in scope.environments])
         return rows.filter(chain_id__in=_name_chains(scope))
 
     def list_context(self, request: HttpRequest) -> dict[str, Any]:

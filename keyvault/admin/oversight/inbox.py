@@ -76,6 +76,7 @@ class NoticeAdmin(ConsoleModelAdmin):
     view_permissions = (P.NOTICES_READ,)
     section, singular, plural = "Oversight", "Notice", "Inbox"
     account_lookup = "account"
+    environment_lookup = "account_environment"
     create_actions = (
         CreateAction(
             "all_seen",
@@ -101,7 +102,7 @@ class NoticeAdmin(ConsoleModelAdmin):
     )
 
     list_display = ("kind", "state_badge", "merchant", "environment_badge", "about", "created")
-    list_filter = (ALARM_FILTER, "account__environment", "kind")
+    list_filter = (ALARM_FILTER, "account_environment", "kind")
     search_fields = ("=subject", "=notice_id", "=account__merchant__merchant_id")
     sortable_by = ()
 

@@ -92,6 +92,23 @@ KEYS = (
         "an issuance request has the environment of its account",
     ),
     WriteGuard(
+        "notice_environment",
+        "keyvault_notice",
+        "INSERT",
+        "(NEW.account_id IS NULL AND NEW.account_environment IS NOT NULL) OR (NEW.account_id IS NOT NULL AND "
+        "NOT EXISTS (SELECT 1 FROM keyvault_account a WHERE a.id = NEW.account_id "
+        "AND a.environment = coalesce(NEW.account_environment, '')))",
+        "a notice has the environment of its account",
+    ),
+    WriteGuard(
+        "key_environment",
+        "keyvault_key",
+        "INSERT",
+        "NOT EXISTS (SELECT 1 FROM keyvault_credential c WHERE c.credential_id = NEW.credential_id "
+        "AND c.account_environment = NEW.account_environment)",
+        "a key has the environment of its credential",
+    ),
+    WriteGuard(
         "key_of_a_merchant_insert",
         "keyvault_key",
         "INSERT",

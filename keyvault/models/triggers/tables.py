@@ -80,7 +80,7 @@ FROZEN = (
     ),
     Frozen(
         "keyvault_key",
-        ("key_id", "credential_id", "created_at", as_text("expires_at")),
+        ("key_id", "credential_id", "account_environment", "created_at", as_text("expires_at")),
         "a key keeps its credential and expiry",
     ),
     Frozen(
@@ -123,6 +123,7 @@ FROZEN = (
         (
             "notice_id",
             "coalesce({row}.account_id, 0)",
+            "coalesce({row}.account_environment, '')",
             "kind",
             "subject",
             "CAST({row}.payload AS TEXT)",

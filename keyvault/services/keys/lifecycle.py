@@ -51,6 +51,7 @@ def stage_key(grant: Grant, credential: Credential, *, expires_in_days: int | No
     key = Key(
         key_id=minted.key_id,
         credential=credential,
+        account_environment=credential.account_environment,
         digest=digest,
         pepper_version=pepper_version,
         state=KeyState.PRE_ACTIVATION,

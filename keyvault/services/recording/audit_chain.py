@@ -90,6 +90,7 @@ def append_entries(*, chain: str, entries: Sequence[NewEntry]) -> None:
         digest = entry_hash(previous, body)
         AuditEntry.objects.create(
             chain_id=chain,
+            scope=head.scope,
             sequence=sequence,
             at=at,
             event=new.event,
@@ -180,6 +181,7 @@ def _columns_agree(entry: AuditEntry, body: bytes) -> bool:
         written = json.loads(body)
         return bool(
             written["chain"] == entry.chain_id
+            and scope_of(entry.chain_id) == entry.scope
             and written["sequence"] == entry.sequence
             and written["event"] == entry.event
             and written["actor"] == entry.actor

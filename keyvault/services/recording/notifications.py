@@ -92,6 +92,7 @@ def _write_notice(
     notice = Notice(
         notice_id=mint_id("ntc", secrets.token_bytes),
         account=account,
+        account_environment=None if account is None else account.environment,
         kind=kind,
         subject=subject,
         payload=payload,

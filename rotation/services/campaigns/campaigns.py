@@ -232,4 +232,4 @@ def _selection_faults(selection: Selection) -> list[Fault]:
 
 def _nothing_selected(left_out: dict[str, int]) -> str:
     reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in left_out.items())
-    return f"No credential is selected; left out: {reasons}." if reasons else "No credential is selected."
+    return f"No credential is selected; left out: {reasons}." if reasons else "No active private key matches."

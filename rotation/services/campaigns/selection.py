@@ -1,4 +1,7 @@
-"""Selection of a campaign's credentials: those that can be rotated now, and why the others are left out."""
+"""Selection of a campaign's credentials: those that can be rotated now, and why the others are left out.
+
+An index finds the active keys that match the criteria. A request reads at most MAX_READ of them.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,16 +17,21 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, KeyvaultError, RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyKind, KeyState
-from keyvault.models import Credential, KeyUse, MerchantStatus
+from keyvault.models import Account, Credential, Key, KeyUse, MerchantStatus
 from rotation.domain.pacing import MAX_MEMBERS
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.planning import plan_rotation
 
+MAX_READ = 2 * MAX_MEMBERS
+"""Maximum number of active keys that a request reads, those of public credentials included."""
+
+_BATCH = 500
+
 
 class Obstacle(StrEnum):
-    """Why a credential is left out. The values are stored with the campaign, so they never change."""
+    """Why a credential is left out or skipped. The values are stored with the campaign, so they never change."""
 
     MERCHANT_INACTIVE = "merchant_inactive"
     NO_USABLE_KEY = "no_usable_key"
@@ -78,6 +86,9 @@ class Selection:
         return now - timedelta(days=self.older_than_days or 0)
 
 
+_SELECT_FEWER = Fault("/merchants", "select fewer: some merchants, or older keys")
+
+
 @dataclass(frozen=True, slots=True)
 class Selected:
     credentials: Sequence[Credential]
@@ -87,13 +98,15 @@ class Selected:
 def select_credentials(selection: Selection, overrides: PlanOverrides, now: datetime) -> Selected:
     """Select the credentials whose plan can be met as far as is known now, those with the oldest keys first.
 
-    Raises RequestInvalidError when there are more than a campaign may have, or when no plan can be met, listing the
-    faults of one of them.
+    `left_out` counts the other credentials with an active key of the selected age.
+
+    Raises RequestInvalidError when there are more than a campaign may have or a request may read, or when no plan can
+    be met, listing the faults of one of them.
     """
     before = selection.active_before(now)
     left_out: Counter[str] = Counter()
     fit = []
-    for credential in _annotated(selection):
+    for credential in _list_matching(selection, before):
         obstacle = _obstacle(credential, before)
         if obstacle is None:
             fit.append(credential)
@@ -101,11 +114,10 @@ def select_credentials(selection: Selection, overrides: PlanOverrides, now: date
             left_out[obstacle.value] += 1
     if len(fit) > MAX_MEMBERS:
         raise RequestInvalidError(
-            f"{len(fit)} credentials are selected, and a campaign has at most {MAX_MEMBERS}.",
-            [Fault("/merchants", "select fewer: some merchants, or older keys")],
+            f"{len(fit)} credentials are selected, and a campaign has at most {MAX_MEMBERS}.", [_SELECT_FEWER]
         )
     planned, refusal, known = [], None, {}
-    for credential in fit:
+    for credential in sorted(fit, key=lambda each: (each.active_at, each.pk)):
         alike = (credential.account_id, credential.active_until, credential.is_used)
         if alike not in known:
             known[alike] = _find_refusal(credential, overrides, now)
@@ -134,11 +146,28 @@ def find_obstacle(credential_id: str, before: datetime) -> Obstacle | None:
     return _obstacle(_with_facts(Credential.objects.filter(pk=credential_id)).get(), before)
 
 
-def _annotated(selection: Selection) -> Iterator[Any]:
-    rows = Credential.objects.filter(kind=KeyKind.PRIVATE, account__environment=selection.environment)
+def _list_matching(selection: Selection, before: datetime) -> Iterator[Any]:
+    """Yield the private credentials with an active key of the selected age."""
+    ids = _find_matching(selection, before)
+    for start in range(0, len(ids), _BATCH):
+        batch = Credential.objects.filter(pk__in=ids[start : start + _BATCH], kind=KeyKind.PRIVATE)
+        yield from _with_facts(batch)
+
+
+def _find_matching(selection: Selection, before: datetime) -> list[str]:
+    """Return the ids of the credentials with an active key of the selected age. Raises RequestInvalidError."""
+    keys = Key.objects.filter(
+        state=KeyState.ACTIVE, account_environment=selection.environment, activated_at__lte=before
+    )
     if selection.merchants is not None:
-        rows = rows.filter(account__merchant_id__in=selection.merchants)
-    return _with_facts(rows).order_by("active_at", "pk").iterator()
+        accounts = Account.objects.filter(environment=selection.environment, merchant__in=selection.merchants)
+        keys = keys.filter(credential__account__in=list(accounts.values_list("pk", flat=True)))
+    found = list(keys.order_by().values_list("credential_id", flat=True)[: MAX_READ + 1])
+    if len(found) > MAX_READ:
+        raise RequestInvalidError(
+            f"More than {MAX_READ} active keys match, which is more than a request reads.", [_SELECT_FEWER]
+        )
+    return sorted(set(found))
 
 
 def _with_facts(rows: "QuerySet[Any]") -> "QuerySet[Any]":

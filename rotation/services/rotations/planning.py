@@ -92,7 +92,7 @@ def _build_plan(credential: Credential, predecessor: Key, overrides: PlanOverrid
     )
 
 
-_MAX_LISTED = 50
+MAX_LATE_SOURCES = 50
 """Maximum sources that a plan lists, the latest first."""
 
 
@@ -110,7 +110,7 @@ def _late_sources(plan: Plan, environment: Environment, now: datetime) -> Iterat
             continue
         gap_seconds = find_gap(source, environment, None)
         fitting = find_fitting_deadline(source.seen_at, gap_seconds, plan.quiet_seconds, begins_at, plan.deadline)
-        if fitting != plan.deadline and found < _MAX_LISTED:
+        if fitting != plan.deadline and found < MAX_LATE_SOURCES:
             found += 1
             yield source.name, format_timestamp(fitting)
 

@@ -30,8 +30,9 @@ def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
                 "last_used_at": format_timestamp(source.used_at),
                 "until": format_timestamp(source.until),
             }
-            for source in awaited[:_MAX_SHOWN]
+            for source in awaited[:MAX_AWAITED]
         ],
+        "has_more_waiting_sources": len(awaited) > MAX_AWAITED,
         "plan": rotation.plan if plan is None else plan.as_shown(),
         "approvals": [approval.approver.username for approval in rotation.approvals.select_related("approver")],
         "handover": None if rotation.delivered_at is None else rotation.handover,
@@ -81,8 +82,8 @@ def summarize(rotation: Rotation) -> dict[str, JsonValue]:
     }
 
 
-_MAX_SHOWN = 50
-"""Maximum sources shown, the latest first."""
+MAX_AWAITED = 50
+"""Maximum sources shown that a rotation waits for, the latest first."""
 
 
 def find_waits(rotation: Rotation, now: datetime) -> tuple[str | None, list[AwaitedSource]]:

@@ -90,7 +90,7 @@ def test_campaign_requested_has_the_plan_and_pace_of_the_form(desk: Desk, clock:
         ("per_minute", "0", "greater than or equal to 1"),
         ("concurrency", "many", "Enter a whole number"),
         ("halt_at_failed_percent", "101", "less than or equal to 100"),
-        ("older_than_days", "30", "No credential is selected; left out: 1 too young."),
+        ("older_than_days", "30", "No active private key matches."),
         ("quiet_seconds", "0", "0 is out of range. Use 1 to 31622400 seconds in sandbox."),
         ("reason", "", "This field is required"),
     ],

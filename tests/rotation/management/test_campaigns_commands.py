@@ -90,7 +90,7 @@ def test_rotate_campaign_with_a_refused_approval_is_canceled(clock: Clock) -> No
     [
         (("--merchant", "nobody"), "/merchants: there is no merchant nobody"),
         (("--per-minute", "0"), "/per_minute: 1 to 600"),
-        (("--older-than-days", "30"), "left out: 1 too young"),
+        (("--older-than-days", "30"), "No active private key matches."),
         (("--requested-by", "nobody"), "There is no operator nobody"),
     ],
 )

@@ -517,6 +517,7 @@ def _insert_key(credential: Credential, number: int) -> None:
         Key(
             key_id=secrets.token_hex(8),
             credential=credential,
+            account_environment=credential.account_environment,
             digest=secrets.token_bytes(32),
             pepper_version=number,
             created_at=now(),

@@ -74,6 +74,7 @@ def _append_forged_entry() -> None:
     )
     AuditEntry.objects.create(
         chain_id=CHAIN,
+        scope=head.scope,
         sequence=sequence,
         at=at,
         event="x",
@@ -98,6 +99,7 @@ TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
     "body edited and rehashed": (_rehash, 4, "does not contain the hash of the entry before it"),
     "event column edited": (lambda: _rows(3).update(event="key.resumed"), 3, "its columns differ from its bytes"),
     "actor column edited": (lambda: _rows(3).update(actor="operator:x"), 3, "its columns differ from its bytes"),
+    "scope column edited": (lambda: _rows(3).update(scope="service"), 3, "its columns differ from its bytes"),
     "time column edited": (lambda: _rows(3).update(at=now()), 3, "its columns differ from its bytes"),
     "hash edited": (lambda: _rows(3).update(hash=bytes(32)), 3, "its bytes do not match its hash"),
     "previous edited": (

@@ -64,12 +64,7 @@ def test_request_selects_old_keys_and_explains_what_is_left_out(clock: Clock) ->
     campaign = asked(clock, older_than_days=30)
 
     assert [member.credential_id for member in campaign.members.all()] == [old.credential_id]
-    assert campaign.selection["left_out"] == {
-        "merchant_inactive": 1,
-        "no_usable_key": 1,
-        "open_rotation": 1,
-        "too_young": 1,
-    }
+    assert campaign.selection["left_out"] == {"merchant_inactive": 1, "open_rotation": 1}
 
 
 def test_request_selects_the_oldest_keys_of_the_named_merchants_first(clock: Clock) -> None:
@@ -82,10 +77,10 @@ def test_request_selects_the_oldest_keys_of_the_named_merchants_first(clock: Clo
 
 
 def test_request_with_a_suspended_key_leaves_the_credential_out(clock: Clock) -> None:
-    issue(account("one"), clock.now)
+    usable, _ = issue(account("one"), clock.now)
     key, _ = issue(account("two"), clock.now)
     suspend_key(authorize(admin(), P.KEYS_SUSPEND, account("two"), now=clock.now), key)
-    assert asked(clock).selection["left_out"] == {"no_usable_key": 1}
+    assert [member.credential_id for member in asked(clock).members.all()] == [usable.credential_id]
 
 
 @pytest.mark.postgres_once
@@ -121,9 +116,10 @@ def test_request_leaves_out_a_credential_with_an_infeasible_plan(clock: Clock) -
 
 
 def test_request_that_selects_nothing_lists_what_was_left_out(clock: Clock) -> None:
-    issued(clock, 2)
-    with pytest.raises(RequestInvalidError, match="left out: 2 too young"):
-        asked(clock, older_than_days=30)
+    for key in issued(clock, 2):
+        rotate(key.credential, clock.now)
+    with pytest.raises(RequestInvalidError, match="left out: 2 open rotation"):
+        asked(clock)
 
 
 def test_request_for_too_many_is_refused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +128,29 @@ def test_request_for_too_many_is_refused(clock: Clock, monkeypatch: pytest.Monke
     monkeypatch.setattr(selection, "MAX_MEMBERS", 2)
     with pytest.raises(RequestInvalidError, match="at most 2"):
         asked(clock)
+
+
+def test_request_that_matches_more_keys_than_it_may_read_is_refused(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request reads no credential of an environment in which too many keys match."""
+    issued(clock, 3)
+    monkeypatch.setattr(selection, "MAX_READ", 2)
+    with pytest.raises(RequestInvalidError, match="More than 2 active keys match") as refused:
+        asked(clock)
+    assert [fault.pointer for fault in refused.value.faults] == ["/merchants"]
+    assert asked(clock, merchants=["merchant-0", "merchant-1"]).members.count() == 2
+
+
+def test_request_reads_no_key_that_is_too_young_or_of_another_environment(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issued(clock, 2)
+    issued(clock, 2, PRODUCTION)
+    old, _ = issue(account("old"), clock.now - DAYS_40)
+    monkeypatch.setattr(selection, "MAX_READ", 1)
+    campaign = asked(clock, older_than_days=30)
+    assert [member.credential_id for member in campaign.members.all()] == [old.credential_id]
 
 
 def test_request_without_the_permission_is_refused(clock: Clock) -> None:

@@ -20,12 +20,15 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.tokens.service_tokens import create_service_token
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.usage.reports import MAX_USERS
+from rotation.admin.rotation_sections import awaited_table
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides
+from rotation.domain.silence import AwaitedSource
 from rotation.models import Rotation
+from rotation.services.rotations import reports
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation, acknowledge, collect_replacement, may_collect
-from rotation.services.rotations.reports import describe, get_rotation
+from rotation.services.rotations.reports import MAX_AWAITED, describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, reject_rotation, request_rotation
 from tests.clocks import Clock
 from tests.factories import make_operator, the_operator
@@ -322,6 +325,21 @@ def test_rotation_description_names_its_wait_and_the_users_of_the_old_key(clock:
     assert [(user["source"], user["count"]) for user in description["predecessor_users"]] == [("192.0.2.7", 3)]  # type: ignore[index,union-attr,call-overload]  # parsed JSON
     assert description["has_more_predecessor_users"] is False
     assert text.reveal() not in str(description)
+
+
+def test_rotation_description_and_page_tell_that_awaited_sources_are_missing(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, _ = scene.first_key(clock())
+    rotation = scene.rotate(key.credential, clock())
+    awaited = [AwaitedSource(f"192.0.{number}.0/24 shop", clock(), None) for number in range(MAX_AWAITED + 1)]
+    monkeypatch.setattr(reports, "list_awaited_sources", lambda facts: awaited)
+    description = describe(get_rotation(rotation.rotation_id), clock())
+    assert isinstance(description["waiting_sources"], list)
+    assert len(description["waiting_sources"]) == MAX_AWAITED
+    assert description["has_more_waiting_sources"] is True
+    assert awaited_table(awaited).title.endswith("latest 50 of 51")
+    assert awaited_table(awaited[:-1]).title == "Sources that the rotation waits for"
 
 
 def test_rotation_description_tells_that_users_of_the_old_key_are_missing(clock: Clock, verifier: UsageLog) -> None:

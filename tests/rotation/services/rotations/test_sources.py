@@ -455,6 +455,7 @@ def test_rotation_says_which_sources_it_waits_for_and_until_when(fleet: Fleet) -
     ]
     awaited = described["waiting_sources"]
     assert isinstance(awaited, list)
+    assert described["has_more_waiting_sources"] is False
     assert [each for each in awaited if each["source"] == JOB] == expected
     assert f"{JOB} until {last_at + timedelta(days=60):%Y-%m-%d}" in str(described["waiting_for"])
     rotation = fleet.live(150)

@@ -65,6 +65,7 @@ def crowd(key: Key, count: int) -> None:
         Key(
             key_id=f"copy{number}",
             credential_id=f"crd_copy{number}",
+            account_environment=credential.account_environment,
             state=KeyState.ACTIVE,
             digest=key.digest,
             pepper_version=key.pepper_version,
