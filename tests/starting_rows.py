@@ -1,5 +1,7 @@
 """Rows that many tests start with: services write them for the first test of a process, later tests insert copies.
 
+The copies include what the services wrote to the keystore and to the revocation log.
+
 A test then starts with a few statements instead of the two hundred that its operators, merchants, peppers and first key
 take.
 """
@@ -17,6 +19,7 @@ from django.apps import apps
 from django.conf import settings
 from django.db import connection, transaction
 
+from keyvault.backends.base import Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.models import AuditEntry
 from keyvault.services.secrets.backend import MOUNT, secret_backend
@@ -28,11 +31,15 @@ Rows = list[tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class _Made:
-    """What a function returned, the rows that it wrote, by table, and the strings of keys that it stored."""
+    """What a function returned, the rows that it wrote, by table, the records that it stored, and its revocation log.
+
+    The log is None if the function appended nothing to it.
+    """
 
     result: Any
     rows: dict[str, Rows]
     secrets: Rows
+    log: bytes | None
 
 
 _made: dict[tuple[Callable[..., Any], tuple[Hashable, ...]], _Made] = {}
@@ -53,9 +60,11 @@ def start_with(make: Callable[..., T], *arguments: Hashable) -> T:
     if (known := _made.get((make, arguments))) is not None:
         _insert(known.rows)
         _store(known.secrets)
+        if known.log is not None:
+            settings.REVOCATION_LOG.write_bytes(known.log)
         result: T = copy.deepcopy(known.result)
         return result
-    before, stored = _read_rows(), set(_read_secrets())
+    before, stored, opened = _read_rows(), set(_read_secrets()), _read_log()
     _making.append(make)
     try:
         result = make(*arguments)
@@ -65,7 +74,8 @@ def start_with(make: Callable[..., T], *arguments: Hashable) -> T:
     rows = {table: after[table] for table in _parents_first() if after.get(table) != before.get(table)}
     assert before.keys().isdisjoint(rows), "a table has rows of the migrations"
     secrets = [secret for secret in _read_secrets() if secret not in stored]
-    _made[make, arguments] = _Made(copy.deepcopy(result), rows, secrets)
+    log = _read_log()
+    _made[make, arguments] = _Made(copy.deepcopy(result), rows, secrets, None if log == opened else log)
     return result
 
 
@@ -121,10 +131,16 @@ def _keystore() -> Iterator[sqlite3.Connection]:
 
 
 def _read_secrets() -> Rows:
-    """Return the keystore's records of keys."""
+    """Return the keystore's records of keys, and its evidence."""
+    mounts = [*MOUNT.values(), Mount.EVIDENCE]
     with _keystore() as connection:
-        places = ", ".join("?" * len(MOUNT))
-        return connection.execute(f"SELECT * FROM records WHERE mount IN ({places})", [*MOUNT.values()]).fetchall()  # noqa: S608  places only
+        places = ", ".join("?" * len(mounts))
+        return connection.execute(f"SELECT * FROM records WHERE mount IN ({places})", mounts).fetchall()  # noqa: S608  places only
+
+
+def _read_log() -> bytes:
+    log: Path = settings.REVOCATION_LOG
+    return log.read_bytes() if log.exists() else b""
 
 
 def _store(secrets: Rows) -> None:

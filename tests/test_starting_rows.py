@@ -1,5 +1,7 @@
 """Tests of `start_with`."""
 
+from pathlib import Path
+
 import pytest
 from django.db import connection, transaction
 from django.test import override_settings
@@ -8,11 +10,14 @@ from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Key, Operator
+from keyvault.services.audit.checkpoint_marks import read_marks
+from keyvault.services.audit.checkpoints import sign_due
 from keyvault.services.recording.audit_chain import verify_audit
 from keyvault.services.secrets.backend import MOUNT, secret_backend
 from keyvault.services.secrets.stored_copies import read_string
 
-from .factories import account, have_peppers, issue, make_merchant, make_operator, request_key
+from .factories import account, have_peppers, issue, make_merchant, make_operator, now, request_key
+from .process_state import forget_process_state
 from .services.rows import dump_tables
 from .starting_rows import start_with
 
@@ -60,6 +65,26 @@ def test_copies_of_a_key_have_its_string_whatever_an_earlier_test_did_with_it() 
             secret_backend().put(*place, Plaintext("of a later key"), {}, expected_version=1)
             transaction.set_rollback(True)
     assert calls.count("key") == 1
+
+
+def sign() -> None:
+    calls.append("sign")
+    make_merchant("acme")
+    sign_due(now())
+
+
+def test_copies_have_the_evidence_and_the_log_that_the_services_wrote(data_dir: Path) -> None:
+    found = []
+    for _ in range(3):
+        forget_process_state(data_dir)
+        with transaction.atomic():
+            start_with(sign)
+            found.append(read_marks("service"))
+            transaction.set_rollback(True)
+    assert found[0] == found[1] == found[2]
+    assert found[0].stored is not None
+    assert found[0].logged is not None
+    assert calls.count("sign") == 1
 
 
 def test_function_runs_with_settings_of_the_test() -> None:

@@ -91,11 +91,8 @@ def wire(tmp_path: Path) -> Iterator[Wire]:
     assert "Traceback" not in logged
 
 
-def test_credential_headers_on_the_wire_get_the_verdict_of_the_contract(wire: Wire) -> None:
-    """Guarantee: no spelling of a header lets a second or malformed credential through.
-
-    One server answers the whole table, because its start takes most of the time.
-    """
+def credential_headers_get_the_verdict_of_the_contract(wire: Wire) -> None:
+    """Guarantee: no spelling of a header lets a second or malformed credential through."""
     key, bearer = b"X-Api-Key: " + wire.key, b"Authorization: Bearer x"
     for lines, expected in (
         ((key,), JUDGED),
@@ -139,8 +136,7 @@ def test_credential_headers_on_the_wire_get_the_verdict_of_the_contract(wire: Wi
         assert ("www-authenticate" in answer.headers) is (answer.status == 401)
 
 
-@pytest.mark.sqlite
-def test_service_token_on_the_wire_is_accepted_once_and_in_its_own_header(wire: Wire) -> None:
+def service_token_is_accepted_once_and_in_its_own_header(wire: Wire) -> None:
     good = b"Authorization: Bearer " + wire.token
     assert wire.send(good, method=b"GET", path=b"/v1/credentials").status == 200
     for lines in (
@@ -157,7 +153,7 @@ def test_service_token_on_the_wire_is_accepted_once_and_in_its_own_header(wire: 
         assert outcome(answer) == (401, "service_token_invalid"), lines
 
 
-def test_paths_on_the_wire_match_in_their_canonical_spelling_alone(wire: Wire) -> None:
+def paths_match_in_their_canonical_spelling_alone(wire: Wire) -> None:
     """Guarantee: no second spelling of a path reaches an endpoint, so a gateway's rule applies to the same path."""
     key = b"X-Api-Key: " + wire.key
     assert outcome(wire.send(key)) == JUDGED
@@ -204,8 +200,7 @@ def test_paths_on_the_wire_match_in_their_canonical_spelling_alone(wire: Wire) -
         assert (answer.status, answer.body) == (400, b""), path
 
 
-@pytest.mark.sqlite
-def test_key_in_a_path_on_the_wire_is_refused_in_every_encoding(wire: Wire) -> None:
+def key_in_a_path_is_refused_in_every_encoding(wire: Wire) -> None:
     """Guarantee: the response repeats no key from a URL and redirects to no URL with a key."""
     for path in (
         b"/sandbox/%2f" + wire.key,
@@ -222,8 +217,7 @@ def test_key_in_a_path_on_the_wire_is_refused_in_every_encoding(wire: Wire) -> N
         assert "location" not in answer.headers
 
 
-@pytest.mark.sqlite
-def test_bodies_on_the_wire_are_read_completely_or_refused(wire: Wire) -> None:
+def bodies_are_read_completely_or_refused(wire: Wire) -> None:
     """Guarantee: no entry point acts on a truncated body, and credentials are judged before the body."""
     question = b'{"key": null, "environment": "sandbox", "endpoint": "credentials.acknowledge"}'
     length = b"Content-Length: %d" % len(question)
@@ -254,7 +248,7 @@ def test_bodies_on_the_wire_are_read_completely_or_refused(wire: Wire) -> None:
     assert outcome(wire.send(too_large, body=b" " * 70_000)) == MISSING
 
 
-def test_oversized_and_unusual_requests_on_the_wire_are_refused_without_a_server_error(wire: Wire) -> None:
+def oversized_and_unusual_requests_are_refused_without_a_server_error(wire: Wire) -> None:
     key = b"X-Api-Key: " + wire.key
     for lines in (
         (b"X-Api-Key: " + b"a" * 1_000_000,),
@@ -284,8 +278,7 @@ def test_oversized_and_unusual_requests_on_the_wire_are_refused_without_a_server
         assert outcome(answer) == (400, "request_invalid"), host
 
 
-@pytest.mark.sqlite
-def test_envoy_request_on_the_wire_keeps_the_host_and_the_path_of_its_client(wire: Wire) -> None:
+def envoy_request_keeps_the_host_and_the_path_of_its_client(wire: Wire) -> None:
     """The server validates neither: these requests fail because the gateway's own token is missing."""
     for host in (b"shop.example", b"shop.example:8443", b"a b", b"127.0.0.1"):
         for path in (b"/v1/authorize/envoy/a", b"/v1/authorize/envoy/a//b/%2f/../c;x", b"/v1/authorize/envoy/"):
@@ -294,6 +287,24 @@ def test_envoy_request_on_the_wire_keeps_the_host_and_the_path_of_its_client(wir
     for path in (b"/v1/authorize//envoy/a", b"/v1/authorize/%65nvoy/a"):
         assert outcome(wire.send(method=b"GET", path=path)) == (404, "not_found")
         assert outcome(wire.send(method=b"GET", path=path, host=b"shop.example")) == (400, "request_invalid")
+
+
+CHECKS = (
+    credential_headers_get_the_verdict_of_the_contract,
+    service_token_is_accepted_once_and_in_its_own_header,
+    paths_match_in_their_canonical_spelling_alone,
+    key_in_a_path_is_refused_in_every_encoding,
+    bodies_are_read_completely_or_refused,
+    oversized_and_unusual_requests_are_refused_without_a_server_error,
+    envoy_request_keeps_the_host_and_the_path_of_its_client,
+)
+
+
+def test_server_on_the_wire(wire: Wire, subtests: pytest.Subtests) -> None:
+    """One server answers all checks, because its start takes most of the time."""
+    for check in CHECKS:
+        with subtests.test(check.__name__):
+            check(wire)
 
 
 def test_server_on_sigterm_writes_the_last_use_and_deregisters_its_reporter(tmp_path: Path) -> None:

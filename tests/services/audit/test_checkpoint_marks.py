@@ -31,6 +31,7 @@ from keyvault.services.secrets.backend import secret_backend
 from tests.backends.vault.installation import InstalledVault
 from tests.factories import forget_evidence, make_merchant, now, renew_revocation_log
 from tests.services.audit.test_checkpoints import CHAIN, STEP, tampering, write
+from tests.starting_rows import start_with
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -38,6 +39,10 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 @pytest.fixture
 def signed(db: None) -> None:
     """Two sandbox checkpoints."""
+    start_with(sign_twice)
+
+
+def sign_twice() -> None:
     make_merchant("acme")
     for turn in range(2):
         write()

@@ -71,6 +71,7 @@ from tests.factories import (
 from tests.servers.openbao import VaultOnDisk
 from tests.services.racing import race
 from tests.services.rows import disable_triggers
+from tests.starting_rows import start_with
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -89,19 +90,27 @@ def write(merchant_id: str = "acme", environment: Environment = SANDBOX) -> None
 @pytest.fixture
 def moments() -> Iterator[datetime]:
     """Yield times that are one checkpoint interval apart."""
+    return _intervals()
 
-    def step() -> Iterator[datetime]:
-        at = now()
-        while True:
-            yield at
-            at += STEP
 
-    return step()
+def _intervals() -> Iterator[datetime]:
+    at = now()
+    while True:
+        yield at
+        at += STEP
 
 
 @pytest.fixture
 def written(db: None, moments: Iterator[datetime]) -> Iterator[datetime]:
     """Three sandbox checkpoints, at entries 1, 3 and 5 of acme's chain, followed by a sixth entry."""
+    start_with(_write_and_sign)
+    for _ in range(3):
+        next(moments)
+    return moments
+
+
+def _write_and_sign() -> None:
+    moments = _intervals()
     make_merchant("acme")
     write("acme", PRODUCTION)
     write()
@@ -112,7 +121,6 @@ def written(db: None, moments: Iterator[datetime]) -> Iterator[datetime]:
         sign_due(next(moments))
     write()
     assert AuditCheckpoint.objects.filter(scope="sandbox").count() == 3
-    return moments
 
 
 @contextmanager

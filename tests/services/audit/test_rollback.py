@@ -15,9 +15,10 @@ from keyvault.services.audit.checkpoint_marks import read_marks
 from keyvault.services.audit.checkpoints import sign_due
 from keyvault.services.audit.rollback import accept_rollback
 from keyvault.services.operators.operators import find_operator
-from tests.factories import grant, make_merchant, make_operator, now
-from tests.services.audit.test_checkpoint_marks import numbers, verify
+from tests.factories import grant, make_operator, now
+from tests.services.audit.test_checkpoint_marks import numbers, sign_twice, verify
 from tests.services.audit.test_checkpoints import CHAIN, STEP, tampering, write
+from tests.starting_rows import start_with
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -27,10 +28,7 @@ Accept = Callable[..., list[str]]
 @pytest.fixture
 def signed(db: None) -> None:
     """Two sandbox checkpoints."""
-    make_merchant("acme")
-    for turn in range(2):
-        write()
-        sign_due(now() + turn * STEP)
+    start_with(sign_twice)
 
 
 def roll_back() -> None:
