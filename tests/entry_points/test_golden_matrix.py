@@ -4,6 +4,7 @@
 diff.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -82,8 +83,9 @@ def rows(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[
 
 
 @pytest.fixture(autouse=True)
-def quiet_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep usage and refusals in memory: no test here reads them."""
+def quiet_logs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Keep usage and refusals in memory, and write no log of verdicts: no test here reads them."""
+    caplog.set_level(logging.WARNING, "keyvault")
     monkeypatch.setattr(UsageLog, "start", lambda self: None)
     for module in ("hotpath.adapters.assembly", "api.integration"):
         monkeypatch.setattr(f"keyvault.{module}.usage_log", UsageLog())

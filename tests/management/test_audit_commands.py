@@ -20,6 +20,7 @@ from keyvault.models.triggers import drop_triggers, ensure_triggers
 from keyvault.services.audit.checkpoints import CHECKPOINT_EVERY, sign_due
 from tests.factories import account, issue, make_merchant, make_operator, now, own_keystore
 from tests.services.audit.test_checkpoints import lose_marks
+from tests.starting_rows import start_with
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -53,6 +54,10 @@ def check(*arguments: str) -> "subprocess.CompletedProcess[str]":
 @pytest.fixture
 def signed(db: None) -> None:
     """Create two checkpoints of the sandbox, with entries before, between and after them."""
+    start_with(_sign_twice)
+
+
+def _sign_twice() -> None:
     make_merchant("acme")
     for turn in range(2):
         issue(account("acme"), label=f"key {turn}")
