@@ -55,7 +55,8 @@ def _secret(
 ) -> _Secret:
     # ASCII, so that case-insensitive matching agrees with the lower-case needles.
     flags = re.ASCII | re.MULTILINE | (re.IGNORECASE if any_case else re.NOFLAG)
-    goes_on = f"(?:{goes_on})*+"
+    # Not possessive: Python before 3.11.5 matches a possessive group that backtracks wrongly. Nothing follows it.
+    goes_on = f"(?:{goes_on})*"
     whole = re.compile(begins + goes_on, flags)
     return _Secret(re.compile(begins, flags), re.compile(goes_on, re.ASCII), whole, needles, mask, unfinished)
 
