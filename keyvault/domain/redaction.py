@@ -55,7 +55,7 @@ def _secret(
 ) -> _Secret:
     # ASCII, so that case-insensitive matching agrees with the lower-case needles.
     flags = re.ASCII | re.MULTILINE | (re.IGNORECASE if any_case else re.NOFLAG)
-    # Not possessive: Python before 3.11.5 matches a possessive group that backtracks wrongly. Nothing follows it.
+    # Not possessive: Python 3.11.2 matches a possessive group with alternatives wrongly. Nothing follows the group.
     goes_on = f"(?:{goes_on})*"
     whole = re.compile(begins + goes_on, flags)
     return _Secret(re.compile(begins, flags), re.compile(goes_on, re.ASCII), whole, needles, mask, unfinished)
