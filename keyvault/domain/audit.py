@@ -16,6 +16,8 @@ PLATFORM_CHAIN = "platform"
 GENESIS = bytes(32)
 """Previous hash of the first entry of a chain, 32 bytes."""
 
+APPROVAL_SUFFIX = "approved"
+"""End of the name of each event that is an approval, and of no other event's."""
 
 CUSTOMER_TOKEN_SLOTS = 4
 """Number of chains for the customer tokens of one account, to which as many transactions append concurrently."""

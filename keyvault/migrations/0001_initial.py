@@ -704,7 +704,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='breakglass',
-            constraint=models.CheckConstraint(condition=models.Q(('excluded_persons__contains', models.F('requester_person')), models.Q(('excluded_persons__contains', models.F('person')), models.Q(('is_claimed', True), models.Q(('requester_person__startswith', 'system:'), _negated=True)), _connector='OR')), name='break_glass_excluded'),
+            constraint=models.CheckConstraint(condition=models.Q(('excluded_persons__contains', models.F('requester_person')), models.Q(('excluded_persons__contains', models.F('person')), models.Q(('event__endswith', 'approved'), ('is_claimed', True), models.Q(('requester_person__startswith', 'system:'), _negated=True)), _connector='OR')), name='break_glass_excluded'),
         ),
         migrations.AddConstraint(
             model_name='breakglass',

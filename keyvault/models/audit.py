@@ -5,6 +5,7 @@ from django.db import models
 from django.db.models import F, Q
 
 from keyvault.access.principals import SYSTEM_PREFIX
+from keyvault.domain.audit import APPROVAL_SUFFIX
 from keyvault.domain.digests import PepperSet
 from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.merchants import Account
@@ -117,8 +118,8 @@ class BreakGlass(RecordedModel):
     `requester_person` requested the subject. `excluded_persons`: everyone who must not review the action, separated by
     spaces; persons are only added.
 
-    `is_claimed`: an approval on a command line, which proves no identity. Two persons review it, `first_reviewer` and
-    `reviewer`; the claimed approver may be one of them.
+    `is_claimed`: it was done on a command line, which proves no identity. Two persons review it, `first_reviewer` and
+    `reviewer`; the claimed approver of an approval may be one of them.
     """
 
     act_id = models.CharField(primary_key=True, max_length=32)
@@ -150,7 +151,10 @@ class BreakGlass(RecordedModel):
                 condition=Q(excluded_persons__contains=F("requester_person"))
                 & (
                     Q(excluded_persons__contains=F("person"))
-                    | (Q(is_claimed=True) & ~Q(requester_person__startswith=SYSTEM_PREFIX))
+                    | (
+                        Q(is_claimed=True, event__endswith=APPROVAL_SUFFIX)
+                        & ~Q(requester_person__startswith=SYSTEM_PREFIX)
+                    )
                 ),
             ),
             models.CheckConstraint(

@@ -1,6 +1,6 @@
 """Rotation's rules for the database triggers, which `keyvault.models.triggers` installs."""
 
-from keyvault.models.triggers.guards import CLAIM_OF_SEVERAL
+from keyvault.models.triggers.guards import CLAIM_OF_SEVERAL, IS_APPROVAL
 from keyvault.models.triggers.rules import (
     AppendOnly,
     FinalStates,
@@ -205,7 +205,7 @@ GUARDS = (
             "keyvault_breakglass",
             "INSERT",
             # One person approves a retirement date, whatever its rotation requires.
-            "NEW.is_claimed AND NEW.event <> 'rotation.retirement_approved' "  # noqa: S608  our own names only
+            f"NEW.is_claimed AND {IS_APPROVAL} AND NEW.event <> 'rotation.retirement_approved' "  # noqa: S608  our own names only
             f"AND EXISTS (SELECT 1 FROM {request.table} r "
             f"WHERE r.{request.key} = NEW.subject AND r.approvals_needed > 1)",
             CLAIM_OF_SEVERAL,

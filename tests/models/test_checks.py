@@ -105,12 +105,22 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     ("operator_change_closed", "keyvault_operatorchange", {"state": "applied"}),
     ("role_use_role", "keyvault_roleuse", {"role": "other"}),
     ("break_glass_excluded", "keyvault_breakglass", {"excluded_persons": ""}),
-    ("break_glass_excluded", "keyvault_breakglass", {"requester_person": "per_of_none", "is_claimed": True}),
-    ("break_glass_excluded", "keyvault_breakglass", {"person": "per_of_none"}),
     (
         "break_glass_excluded",
         "keyvault_breakglass",
-        {"requester_person": "system:host", "excluded_persons": "system:host", "is_claimed": True},
+        {"requester_person": "per_of_none", "is_claimed": True, "event": "x.approved"},
+    ),
+    ("break_glass_excluded", "keyvault_breakglass", {"person": "per_of_none"}),
+    ("break_glass_excluded", "keyvault_breakglass", {"person": "per_of_none", "is_claimed": True}),
+    (
+        "break_glass_excluded",
+        "keyvault_breakglass",
+        {
+            "requester_person": "system:host",
+            "excluded_persons": "system:host",
+            "is_claimed": True,
+            "event": "x.approved",
+        },
     ),
     ("break_glass_reviewed", "keyvault_breakglass", {"reviewed_at": LONG_AGO}),
     ("break_glass_reviewed", "keyvault_breakglass", {"reviewer_person": "per_of_none"}),
@@ -221,7 +231,8 @@ def test_checks_claimed_approval_reviewed_by_one_person_is_refused(
 ) -> None:
     """Two persons review it; the claimed approver is one of them at most."""
     act = read_row("keyvault_breakglass")
-    update("keyvault_breakglass", {"is_claimed": True, "excluded_persons": act["requester_person"]})
+    claim = {"is_claimed": True, "event": "x.approved", "excluded_persons": act["requester_person"]}
+    update("keyvault_breakglass", claim)
     for first, last in (
         (None, "per_of_none"),
         ("per_of_none", "per_of_none"),

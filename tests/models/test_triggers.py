@@ -525,7 +525,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "breakglass_excluded_stay": lambda world: update(
         "keyvault_breakglass", {"excluded_persons": f"{world.approver.person} {world.tam.person}"}
     ),
-    "breakglass_claimed": lambda _: _note_act(event="rotation.approved", host_user="root"),
+    "breakglass_claimed": lambda _: _note_act(event="rotation.bypassed", host_user="root"),
     "breakglass_claim_reviewed": lambda world: _review_claim(world, "reviewer", reviewed_at=world.waiting.created_at),
     "breakglass_first_review_stays": lambda world: update(
         "keyvault_breakglass", {"first_reviewer_person": None}, act_id=_review_claim(world, "first_reviewer")

@@ -1,4 +1,4 @@
-"""Break-glass actions in the console. Approvals on a command line ask the approver who was named: was this you?"""
+"""Break-glass actions in the console. An approval on a command line asks the approver who was named: was this you?"""
 
 from collections.abc import Iterable
 from functools import partial
@@ -60,7 +60,7 @@ def _explain_review(action: BreakGlass) -> str:
 
 
 def _who_reviews(claim: BreakGlass) -> str:
-    """State who reviews an approval that was given on a command line."""
+    """State who reviews an action that was done on a command line."""
     if claim.first_reviewer_person is not None:
         return "One person has reviewed it, and another one must review it too."
     if may_confirm(claim, claim.person):
@@ -188,15 +188,15 @@ class BreakGlassAdmin(ConsoleModelAdmin):
 
 
 def _notes(person: str, action: BreakGlass) -> Iterable[str]:
-    """State what the review of a claimed approval requires, and why the review button is missing."""
+    """State what the review of a claimed action requires, and why the review button is missing."""
     if action.reviewed_at is not None:
         return
     if may_confirm(action, person):
         yield "Was this you? This approval was given in your name on a command line, which does not prove an identity."
     elif action.is_claimed:
         yield (
-            f"This approval was given in the name of {action.operator.username} on a command line, which does not "
-            f"prove an identity. {_who_reviews(action)}"
+            f"This was done in the name of {action.operator.username} on a command line, which does not prove an "
+            f"identity. {_who_reviews(action)}"
         )
     if (fault := find_review_fault(action, person)) is not None:
         yield fault

@@ -1,8 +1,10 @@
 """Keyvault's guards across rows and tables, by name."""
 
 from keyvault.access.principals import SYSTEM_PREFIX
+from keyvault.domain.audit import APPROVAL_SUFFIX
 from keyvault.models.triggers.rules import OnWrite, SetOnce, TriggerRule, WriteGuard
 
+IS_APPROVAL = f"NEW.event LIKE '%{APPROVAL_SUFFIX}'"
 CLAIM_OF_SEVERAL = "one of several approvals is never claimed on a command line"
 
 _ACTIVE_KEY_OF_OFFBOARDED = (
@@ -181,7 +183,7 @@ BREAK_GLASS: tuple[TriggerRule, ...] = (
         "keyvault_breakglass",
         "INSERT",
         f"NOT ({_is_excluded('requester_person')}) OR (NOT ({_is_excluded('person')}) "
-        f"AND (NOT NEW.is_claimed OR NEW.requester_person LIKE '{SYSTEM_PREFIX}%'))",
+        f"AND NOT (NEW.is_claimed AND {IS_APPROVAL} AND NEW.requester_person NOT LIKE '{SYSTEM_PREFIX}%'))",
         "a break-glass action excludes its operator and the requester from its review",
     ),
     WriteGuard(
@@ -196,14 +198,14 @@ BREAK_GLASS: tuple[TriggerRule, ...] = (
         "breakglass_claimed",
         "keyvault_breakglass",
         "INSERT",
-        "NEW.is_claimed <> (NEW.host_user <> '' AND NEW.event LIKE '%approved')",
-        "an approval on a command line is recorded as claimed",
+        "NEW.is_claimed <> (NEW.host_user <> '')",
+        "a break-glass action on a command line is recorded as claimed",
     ),
     WriteGuard(
         "breakglass_claim_alone",
         "keyvault_breakglass",
         "INSERT",
-        "NEW.is_claimed AND EXISTS (SELECT 1 FROM keyvault_issuancerequest r "
+        f"NEW.is_claimed AND {IS_APPROVAL} AND EXISTS (SELECT 1 FROM keyvault_issuancerequest r "  # noqa: S608  our own names only
         "WHERE r.issuance_request_id = NEW.subject AND r.approvals_needed > 1)",
         CLAIM_OF_SEVERAL,
     ),
@@ -234,7 +236,7 @@ BREAK_GLASS: tuple[TriggerRule, ...] = (
         "keyvault_breakglass",
         "UPDATE",
         "NEW.is_claimed AND coalesce(NEW.first_reviewer_person, NEW.reviewer_person) = NEW.reviewer_person",
-        "a claimed approval is reviewed by two persons",
+        "a claimed action is reviewed by two persons",
     ),
     *(
         WriteGuard(

@@ -1,8 +1,8 @@
 """Break-glass actions: recorded in the transaction of the action, and listed until reviewed.
 
-A second person reviews what a person did. An approval on a command line is only claimed, and two persons review it. The
-claimed approver can be one of them, but not alone: a person with a shell can name the requester, too.
-`BreakGlass.excluded_persons` has everyone who must not review.
+A second person reviews what a person did in the console. A command line proves no identity, so what was done there is
+only claimed, and two persons review it: one alone could have done it in another's name. The claimed approver can be one
+of them. `BreakGlass.excluded_persons` has everyone who must not review.
 """
 
 import secrets
@@ -15,6 +15,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import SYSTEM_PREFIX, Channel, OperatorPrincipal
 from keyvault.access.rules import Target
 from keyvault.access.scopes import EVERYWHERE, AccessScope
+from keyvault.domain.audit import APPROVAL_SUFFIX
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
@@ -33,22 +34,23 @@ def note_break_glass(
     subject: str,
     requester_person: str,
     why: str,
-    is_claimed: bool = False,
     concerned_person: str = "",
 ) -> None:
     """Record a break-glass action, inside the `recorded` block of that action.
 
     Args:
+        event: the name of an approval ends in `approved`. The claimed approver may confirm it, unless a token without
+            an operator requested the subject: the approver may have created that token.
         requester_person: the person who requested the subject.
-        is_claimed: it is an approval on a command line. The claimed approver may confirm it, unless a token without an
-            operator requested the subject: the approver may have created that token.
         concerned_person: the person whom the subject is about, and who must not review it either; empty for none.
     """
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only an operator can use break-glass")
+    is_claimed = operator.channel is Channel.COMMAND_LINE
+    is_asked = is_claimed and event.endswith(APPROVAL_SUFFIX) and not requester_person.startswith(SYSTEM_PREFIX)
     excluded = [requester_person, concerned_person]
-    if not is_claimed or requester_person.startswith(SYSTEM_PREFIX):
+    if not is_asked:
         excluded.append(operator.person)
     BreakGlass(
         act_id=mint_id("brk", secrets.token_bytes),
@@ -70,6 +72,8 @@ def find_review_fault(act: BreakGlass, person: str) -> str | None:
     """Return why the person must not review the action, or None."""
     if act.reviewed_at is not None:
         return "This action is already reviewed."
+    if act.is_claimed and person == act.person == act.requester_person:
+        return "This was done in your name on a command line, so others must review it. Tell them if it was not you."
     if person == act.requester_person:
         return "You requested this, so another person must review it."
     if _is_excluded(act, person) and person == act.person:
@@ -82,7 +86,7 @@ def find_review_fault(act: BreakGlass, person: str) -> str | None:
 
 
 def review_break_glass(grant: Grant, act: BreakGlass) -> None:
-    """Record a review. It is the last one, except the first of the two reviews of a claimed approval.
+    """Record a review. It is the last one, except the first of the two reviews of a claimed action.
 
     Raises StateConflictError for a person with a fault, see `find_review_fault`, and on a command line.
     """

@@ -105,8 +105,7 @@ def note_command_line_approval(
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal) or environment != Environment.PRODUCTION:
         return
-    is_claimed = operator.channel is Channel.COMMAND_LINE
-    if is_claimed:
+    if operator.channel is Channel.COMMAND_LINE:
         why = "approved on a command line, which does not prove an identity"
     elif requester_person.startswith(SYSTEM_PREFIX):
         why = "requested with a token that was created on the host without an operator"
@@ -118,7 +117,6 @@ def note_command_line_approval(
         subject=subject,
         requester_person=requester_person,
         why=why,
-        is_claimed=is_claimed,
         concerned_person=concerned_person,
     )
 

@@ -19,7 +19,7 @@ from keyvault.services.approvals.break_glass import disown_approval, note_break_
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.records import prove_service_token
 from rotation.domain.plan_fields import PlanOverrides
-from rotation.services.rotations.requests import approve_rotation, request_rotation
+from rotation.services.rotations.requests import approve_rotation, bypass_rotation, request_rotation
 from tests.factories import account, approve, grant, issue, issue_request, make_operator, make_token, now, request_key
 from tests.services.conftest import Scene
 
@@ -60,6 +60,30 @@ def test_break_glass_reviewed_by_its_own_person_is_refused(scene: Scene, bypass:
     ):
         review_break_glass(misplaced, bypass)
     assert BreakGlass.objects.get().reviewed_at is None
+
+
+@pytest.mark.parametrize("event", ["rotation.bypassed", "issuance.collected"])
+def test_break_glass_bypass_or_collection_claimed_for_another_takes_two_others(scene: Scene, event: str) -> None:
+    """The approver, who may have entered the command in the name of `admin`, does not review it alone."""
+    admin = on_host(scene.admin)
+    if event == "issuance.collected":
+        request = request_key(scene.production, by=scene.admin)
+        issue_request(approve(request))
+        collect_key(grant(admin, P.ISSUANCE_COLLECT, scene.production), request)
+    else:
+        key, _ = issue(scene.production)
+        rotation = request_rotation(grant(admin, P.ROTATIONS_WRITE, scene.production), key.credential, PlanOverrides())
+        bypass_rotation(grant(admin, P.ROTATIONS_BYPASS, scene.production), rotation, rotation.plan_digest, "urgent")
+    act = BreakGlass.objects.get(event=event)
+    assert (act.is_claimed, act.host_user) == (True, "root")
+    with pytest.raises(StateConflictError, match="done in your name on a command line"):
+        review_break_glass(grant(scene.admin, P.BREAK_GLASS_REVIEW), act)
+    with pytest.raises(StateConflictError, match="Only the claimed approver can disown"):
+        disown_approval(grant(scene.admin, P.BREAK_GLASS_REVIEW), act)
+    assert review(scene.approver, act).reviewed_at is None
+    with pytest.raises(StateConflictError, match="You have reviewed this"):
+        review(scene.approver, act)
+    assert review(make_operator("third", Role.APPROVER), act).reviewed_at is not None
 
 
 def on_host(operator: OperatorPrincipal) -> OperatorPrincipal:
