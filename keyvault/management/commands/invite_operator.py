@@ -1,8 +1,10 @@
 """Create an operator of the console, and print the one-time link at which it sets up its sign-in."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
+from django.conf import settings
 from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.permissions import Permission
@@ -25,7 +27,8 @@ from keyvault.services.sessions.invitations import enrolment_url, invite, prepar
 class Command(UsernameMixin):
     help = (
         "Create an operator and print a link, valid for 72 hours and once, at which it sets a password and a second "
-        "factor. For an existing operator without a second factor, print a new link. Without a scope option the scope "
+        "factor. The link begins with KEYVAULT_ORIGIN, which must be the server's. For an existing operator without a "
+        "second factor, print a new link. Without a scope option the scope "
         "is the whole installation. With a Vault, once two persons can approve, the roles approver and "
         "key_administrator are added under four eyes afterwards (set_operator_roles)."
     )
@@ -42,6 +45,11 @@ class Command(UsernameMixin):
         operator = self._operator(options)
         url = enrolment_url(invite(grant, operator))
         answer: dict[str, Any] = {"username": operator.username, "enrolment_url": url.reveal()}
+        if "KEYVAULT_ORIGIN" not in os.environ:
+            self.stderr.write(
+                f"KEYVAULT_ORIGIN is not set, so the link is for {settings.CONSOLE_ORIGIN}. If the console is elsewhere, "
+                "set it and run this again without --role."
+            )
         if options["reveal"]:
             prepared = prepare_sign_in(grant, operator)
             answer |= {"password": prepared.password.reveal(), "totp_secret": prepared.totp_seed.reveal()}
