@@ -148,7 +148,7 @@ class Migration(migrations.Migration):
                 ('last_error', models.CharField(blank=True, max_length=300)),
             ],
             options={
-                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due'), models.Index(condition=models.Q(('due_since__isnull', False)), fields=['queue', 'due_since'], name='work_lease_waiting'), models.Index(condition=models.Q(('last_error', ''), _negated=True), fields=['subject'], name='work_lease_failing')],
+                'indexes': [models.Index(fields=['queue', 'is_urgent', 'due_at'], name='work_lease_due'), models.Index(condition=models.Q(('due_since__isnull', False)), fields=['queue', 'due_since'], name='work_lease_waiting'), models.Index(condition=models.Q(('last_error', ''), _negated=True), fields=['subject'], name='work_lease_failing'), models.Index(condition=models.Q(('due_at__isnull', False), ('queue', '')), fields=['due_at'], name='work_lease_abandoned'), models.Index(condition=models.Q(('due_at__isnull', True), ('queue', '')), fields=['until'], name='work_lease_held')],
             },
         ),
         migrations.CreateModel(
@@ -179,6 +179,7 @@ class Migration(migrations.Migration):
                 'verbose_name_plural': 'users',
                 'abstract': False,
                 'base_manager_name': 'objects',
+                'constraints': [models.CheckConstraint(condition=models.Q(('is_superuser', False)), name='operator_no_superuser'), models.CheckConstraint(condition=models.Q(('scope_environments__in', ['sbx', 'prd', 'all'])), name='operator_scope_environments')],
             },
         ),
         migrations.CreateModel(
@@ -211,6 +212,10 @@ class Migration(migrations.Migration):
                 ('hash', models.BinaryField(max_length=32)),
                 ('chain', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='entries', to='keyvault.auditchain')),
             ],
+            options={
+                'indexes': [models.Index(fields=['-at'], name='audit_by_time'), models.Index(fields=['event', '-at'], name='audit_by_event'), models.Index(fields=['scope', '-at'], name='audit_by_scope'), models.Index(fields=['scope', 'event', '-at'], name='audit_by_scope_event')],
+                'constraints': [models.UniqueConstraint(fields=('chain', 'sequence'), name='audit_entry_unique')],
+            },
         ),
         migrations.CreateModel(
             name='BreakGlass',
@@ -234,6 +239,10 @@ class Migration(migrations.Migration):
                 ('operator', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='break_glass_acts', to=settings.AUTH_USER_MODEL)),
                 ('reviewer', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='break_glass_reviews', to=settings.AUTH_USER_MODEL)),
             ],
+            options={
+                'indexes': [models.Index(fields=['subject'], name='break_glass_by_subject'), models.Index(condition=models.Q(('reviewed_at__isnull', True)), fields=['created_at'], name='break_glass_unreviewed'), models.Index(fields=['-created_at', '-act_id'], name='break_glass_newest')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('excluded_persons__contains', models.F('requester_person')), models.Q(('excluded_persons__contains', models.F('person')), models.Q(('event__endswith', 'approved'), ('is_claimed', True), models.Q(('requester_person__startswith', 'system:'), _negated=True)), _connector='OR')), name='break_glass_excluded'), models.CheckConstraint(condition=models.Q(('reviewer_person__isnull', True), models.Q(('excluded_persons__contains', models.F('reviewer_person')), _negated=True), _connector='OR'), name='break_glass_second_person'), models.CheckConstraint(condition=models.Q(('first_reviewer_person__isnull', True), models.Q(('excluded_persons__contains', models.F('first_reviewer_person')), _negated=True), _connector='OR'), name='break_glass_first_second_person'), models.CheckConstraint(condition=models.Q(models.Q(('reviewed_at__isnull', True), ('reviewer_person__isnull', True)), models.Q(('reviewed_at__isnull', False), ('reviewer_person__isnull', False)), _connector='OR'), name='break_glass_reviewed'), models.CheckConstraint(condition=models.Q(('is_claimed', False), ('reviewer_person__isnull', True), models.Q(('first_reviewer_person__isnull', False), models.Q(('first_reviewer_person', models.F('reviewer_person')), _negated=True)), _connector='OR'), name='break_glass_claim_reviewed')],
+            },
         ),
         migrations.CreateModel(
             name='CatalogEndpoint',
@@ -301,6 +310,10 @@ class Migration(migrations.Migration):
                 ('forgotten_at', models.DateTimeField(blank=True, null=True)),
                 ('account', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='credentials', to='keyvault.account')),
             ],
+            options={
+                'constraints': [models.CheckConstraint(condition=models.Q(('kind__in', ['public', 'private'])), name='credential_kind'), models.CheckConstraint(condition=models.Q(('delivery__in', ['secret_backend', 'show_once', 'sealed'])), name='credential_delivery'), models.CheckConstraint(condition=models.Q(('origin_header__in', ['refuse', 'report'])), name='credential_origin_header')],
+                'indexes': [models.Index(fields=['-created_at', '-credential_id'], name='credential_newest'), models.Index(fields=['label'], name='credential_label', opclasses=['varchar_pattern_ops']), models.Index(fields=['account', 'kind', '-created_at', '-credential_id'], name='credential_account_kind'), models.Index(fields=['account_environment', 'kind', '-created_at', '-credential_id'], name='credential_env_kind')],
+            },
         ),
         migrations.CreateModel(
             name='IdempotentRequest',
@@ -374,6 +387,9 @@ class Migration(migrations.Migration):
                 ('approver', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
                 ('request', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='approvals', to='keyvault.issuancerequest')),
             ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('request', 'person'), name='issuance_approval_once')],
+            },
         ),
         migrations.CreateModel(
             name='KeyUse',
@@ -412,6 +428,10 @@ class Migration(migrations.Migration):
                 ('account', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='customer_tokens', to='keyvault.account')),
                 ('issued_with', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='customer_tokens', to='keyvault.key')),
             ],
+            options={
+                'constraints': [models.CheckConstraint(condition=models.Q(('digest__length', 32)), name='customer_token_digest_bytes'), models.CheckConstraint(condition=models.Q(('pepper_version__gte', 1)), name='customer_token_pepper_version'), models.CheckConstraint(condition=models.Q(('expires_at__gt', models.F('created_at'))), name='customer_token_expires_later')],
+                'indexes': [models.Index(fields=['expires_at'], name='customer_token_expiring')],
+            },
         ),
         migrations.CreateModel(
             name='LimitOverride',
@@ -425,6 +445,9 @@ class Migration(migrations.Migration):
                 ('created_at', models.DateTimeField()),
                 ('account', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='limit_overrides', to='keyvault.account')),
             ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('account', 'endpoint'), name='limit_of_pair_unique'), models.UniqueConstraint(condition=models.Q(('account__isnull', True)), fields=('environment', 'endpoint'), name='limit_of_endpoint_unique'), models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='limit_environment'), models.CheckConstraint(condition=models.Q(models.Q(('limit_count__isnull', True), ('limit_seconds__isnull', True)), models.Q(('limit_count__isnull', False), ('limit_count__range', (1, 1000000)), ('limit_seconds__isnull', False), ('limit_seconds__range', (1, 86400))), _connector='OR'), name='limit_whole')],
+            },
         ),
         migrations.CreateModel(
             name='Merchant',
@@ -460,6 +483,10 @@ class Migration(migrations.Migration):
                 ('account', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='notices', to='keyvault.account')),
                 ('seen_by', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
             ],
+            options={
+                'indexes': [models.Index(fields=['account', '-created_at'], name='notice_by_account'), models.Index(fields=['subject', 'kind'], name='notice_by_subject'), models.Index(condition=models.Q(('is_alarm', True), ('seen_at__isnull', True)), fields=['created_at'], name='notice_unseen'), models.Index(condition=models.Q(('is_alarm', False), ('seen_at__isnull', False), _connector='OR'), fields=['created_at'], name='notice_settled'), models.Index(models.OrderBy(models.Case(models.When(models.Q(('is_alarm', True), ('seen_at__isnull', True)), then=models.Value(True)), default=models.Value(False), output_field=models.BooleanField()), descending=True), models.OrderBy(models.F('created_at'), descending=True), models.OrderBy(models.F('notice_id'), descending=True), name='notice_inbox'), models.Index(models.F('account_environment'), models.OrderBy(models.Case(models.When(models.Q(('is_alarm', True), ('seen_at__isnull', True)), then=models.Value(True)), default=models.Value(False), output_field=models.BooleanField()), descending=True), models.OrderBy(models.F('created_at'), descending=True), models.OrderBy(models.F('notice_id'), descending=True), name='notice_inbox_env')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'standing_approval.expiring', 'standing_approval.expired', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted', 'audit.rollback_accepted', 'anchor.late', 'clock.differs', 'process.lost', 'approval.disowned', 'operator.unfamiliar_sign_in', 'operator.invited'])), name='notice_kind'), models.CheckConstraint(condition=models.Q(('account__isnull', False), ('kind__in', ['address.locked', 'anchor.late', 'approval.disowned', 'audit.rollback_accepted', 'clock.differs', 'operator.invited', 'operator.locked', 'operator.unfamiliar_sign_in', 'process.lost']), _connector='OR'), name='notice_of_an_account')],
+            },
         ),
         migrations.CreateModel(
             name='Order',
@@ -472,6 +499,9 @@ class Migration(migrations.Migration):
                 ('created_at', models.DateTimeField()),
                 ('account', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='orders', to='keyvault.account')),
             ],
+            options={
+                'constraints': [models.CheckConstraint(condition=models.Q(('amount_minor__gte', 1)), name='order_amount'), models.CheckConstraint(condition=models.Q(('currency__regex', '^[A-Z]{3}$')), name='order_currency')],
+            },
         ),
         migrations.CreateModel(
             name='PepperVersion',
@@ -507,6 +537,9 @@ class Migration(migrations.Migration):
                 ('forgotten_at', models.DateTimeField(blank=True, null=True)),
                 ('account', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='connections', to='keyvault.account')),
             ],
+            options={
+                'constraints': [models.UniqueConstraint(condition=models.Q(('removed_at__isnull', True)), fields=('account', 'provider'), name='connection_unique'), models.CheckConstraint(condition=models.Q(('mode__in', ['test', 'live'])), name='connection_mode')],
+            },
         ),
         migrations.CreateModel(
             name='Refusal',
@@ -526,6 +559,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 'constraints': [models.CheckConstraint(condition=models.Q(('door__in', ['integration', 'verify', 'traefik', 'nginx', 'envoy'])), name='refusal_door'), models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='refusal_environment')],
+                'indexes': [models.Index(fields=['environment', '-at', '-request_id'], name='refusal_by_env'), models.Index(condition=models.Q(('key_id', '')), fields=['at'], name='refusal_unproved'), models.Index(condition=models.Q(('key_id', ''), _negated=True), fields=['key_id'], name='refusal_by_key'), models.Index(condition=models.Q(('merchant_id', ''), _negated=True), fields=['merchant_id'], name='refusal_by_merchant')],
             },
         ),
         migrations.CreateModel(
@@ -547,6 +581,9 @@ class Migration(migrations.Migration):
                 ('revoked_at', models.DateTimeField(blank=True, null=True)),
                 ('creator', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='service_tokens', to=settings.AUTH_USER_MODEL)),
             ],
+            options={
+                'constraints': [models.CheckConstraint(condition=models.Q(('scope__in', ['sbx', 'prd', 'all'])), name='token_scope'), models.CheckConstraint(condition=models.Q(('digest__length', 32)), name='token_digest_bytes'), models.CheckConstraint(condition=models.Q(('expires_at__gt', models.F('created_at'))), name='token_expires_later')],
+            },
         ),
         migrations.AddField(
             model_name='issuancerequest',
@@ -622,6 +659,9 @@ class Migration(migrations.Migration):
                 ('at', models.DateTimeField(db_index=True)),
                 ('verifier', models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='confirmations', to='keyvault.verifier')),
             ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('verifier', 'sequence'), name='confirmation_unique')],
+            },
         ),
         migrations.CreateModel(
             name='WebhookEndpoint',
@@ -637,6 +677,9 @@ class Migration(migrations.Migration):
                 ('disabled_why', models.CharField(blank=True, max_length=300)),
                 ('account', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='webhook_endpoints', to='keyvault.account')),
             ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('account', 'url'), name='webhook_endpoint_unique')],
+            },
         ),
         migrations.CreateModel(
             name='WebhookDelivery',
@@ -653,6 +696,10 @@ class Migration(migrations.Migration):
                 ('notice', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='deliveries', to='keyvault.notice')),
                 ('endpoint', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='deliveries', to='keyvault.webhookendpoint')),
             ],
+            options={
+                'indexes': [models.Index(fields=['endpoint', '-id'], name='webhook_delivery_newest'), models.Index(condition=models.Q(('state', 'due')), fields=['is_urgent', 'endpoint', 'due_at', 'id'], name='webhook_delivery_due'), models.Index(condition=models.Q(('state', 'due')), fields=['is_urgent', 'due_at'], name='webhook_delivery_due_at'), models.Index(condition=models.Q(('state', 'due'), _negated=True), fields=['due_at'], name='webhook_delivery_settled')],
+                'constraints': [models.UniqueConstraint(fields=('notice', 'endpoint'), name='webhook_delivery_once'), models.CheckConstraint(condition=models.Q(('state__in', ['due', 'delivered', 'given_up'])), name='webhook_delivery_state')],
+            },
         ),
         migrations.CreateModel(
             name='WebhookBreaker',
@@ -661,98 +708,6 @@ class Migration(migrations.Migration):
                 ('failures', models.PositiveIntegerField()),
                 ('open_until', models.DateTimeField(blank=True, null=True)),
             ],
-        ),
-        migrations.AddConstraint(
-            model_name='operator',
-            constraint=models.CheckConstraint(condition=models.Q(('is_superuser', False)), name='operator_no_superuser'),
-        ),
-        migrations.AddConstraint(
-            model_name='operator',
-            constraint=models.CheckConstraint(condition=models.Q(('scope_environments__in', ['sbx', 'prd', 'all'])), name='operator_scope_environments'),
-        ),
-        migrations.AddIndex(
-            model_name='auditentry',
-            index=models.Index(fields=['-at'], name='audit_by_time'),
-        ),
-        migrations.AddIndex(
-            model_name='auditentry',
-            index=models.Index(fields=['event', '-at'], name='audit_by_event'),
-        ),
-        migrations.AddIndex(
-            model_name='auditentry',
-            index=models.Index(fields=['scope', '-at'], name='audit_by_scope'),
-        ),
-        migrations.AddIndex(
-            model_name='auditentry',
-            index=models.Index(fields=['scope', 'event', '-at'], name='audit_by_scope_event'),
-        ),
-        migrations.AddConstraint(
-            model_name='auditentry',
-            constraint=models.UniqueConstraint(fields=('chain', 'sequence'), name='audit_entry_unique'),
-        ),
-        migrations.AddIndex(
-            model_name='breakglass',
-            index=models.Index(fields=['subject'], name='break_glass_by_subject'),
-        ),
-        migrations.AddIndex(
-            model_name='breakglass',
-            index=models.Index(condition=models.Q(('reviewed_at__isnull', True)), fields=['created_at'], name='break_glass_unreviewed'),
-        ),
-        migrations.AddIndex(
-            model_name='breakglass',
-            index=models.Index(fields=['-created_at', '-act_id'], name='break_glass_newest'),
-        ),
-        migrations.AddConstraint(
-            model_name='breakglass',
-            constraint=models.CheckConstraint(condition=models.Q(('excluded_persons__contains', models.F('requester_person')), models.Q(('excluded_persons__contains', models.F('person')), models.Q(('event__endswith', 'approved'), ('is_claimed', True), models.Q(('requester_person__startswith', 'system:'), _negated=True)), _connector='OR')), name='break_glass_excluded'),
-        ),
-        migrations.AddConstraint(
-            model_name='breakglass',
-            constraint=models.CheckConstraint(condition=models.Q(('reviewer_person__isnull', True), models.Q(('excluded_persons__contains', models.F('reviewer_person')), _negated=True), _connector='OR'), name='break_glass_second_person'),
-        ),
-        migrations.AddConstraint(
-            model_name='breakglass',
-            constraint=models.CheckConstraint(condition=models.Q(('first_reviewer_person__isnull', True), models.Q(('excluded_persons__contains', models.F('first_reviewer_person')), _negated=True), _connector='OR'), name='break_glass_first_second_person'),
-        ),
-        migrations.AddConstraint(
-            model_name='breakglass',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('reviewed_at__isnull', True), ('reviewer_person__isnull', True)), models.Q(('reviewed_at__isnull', False), ('reviewer_person__isnull', False)), _connector='OR'), name='break_glass_reviewed'),
-        ),
-        migrations.AddConstraint(
-            model_name='breakglass',
-            constraint=models.CheckConstraint(condition=models.Q(('is_claimed', False), ('reviewer_person__isnull', True), models.Q(('first_reviewer_person__isnull', False), models.Q(('first_reviewer_person', models.F('reviewer_person')), _negated=True)), _connector='OR'), name='break_glass_claim_reviewed'),
-        ),
-        migrations.AddConstraint(
-            model_name='credential',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['public', 'private'])), name='credential_kind'),
-        ),
-        migrations.AddConstraint(
-            model_name='credential',
-            constraint=models.CheckConstraint(condition=models.Q(('delivery__in', ['secret_backend', 'show_once', 'sealed'])), name='credential_delivery'),
-        ),
-        migrations.AddConstraint(
-            model_name='credential',
-            constraint=models.CheckConstraint(condition=models.Q(('origin_header__in', ['refuse', 'report'])), name='credential_origin_header'),
-        ),
-        migrations.AddIndex(
-            model_name='credential',
-            index=models.Index(fields=['-created_at', '-credential_id'], name='credential_newest'),
-        ),
-        migrations.AddIndex(
-            model_name='credential',
-            index=models.Index(fields=['label'], name='credential_label', opclasses=['varchar_pattern_ops']),
-        ),
-        migrations.AddIndex(
-            model_name='credential',
-            index=models.Index(fields=['account', 'kind', '-created_at', '-credential_id'], name='credential_account_kind'),
-        ),
-        migrations.AddIndex(
-            model_name='credential',
-            index=models.Index(fields=['account_environment', 'kind', '-created_at', '-credential_id'], name='credential_env_kind'),
-        ),
-        migrations.AddConstraint(
-            model_name='issuanceapproval',
-            constraint=models.UniqueConstraint(fields=('request', 'person'), name='issuance_approval_once'),
         ),
         migrations.AddIndex(
             model_name='key',
@@ -827,34 +782,6 @@ class Migration(migrations.Migration):
             constraint=models.CheckConstraint(condition=models.Q(('material', 'none'), ('backend_version__isnull', False), _connector='OR'), name='key_backend_version'),
         ),
         migrations.AddConstraint(
-            model_name='customertoken',
-            constraint=models.CheckConstraint(condition=models.Q(('digest__length', 32)), name='customer_token_digest_bytes'),
-        ),
-        migrations.AddConstraint(
-            model_name='customertoken',
-            constraint=models.CheckConstraint(condition=models.Q(('pepper_version__gte', 1)), name='customer_token_pepper_version'),
-        ),
-        migrations.AddConstraint(
-            model_name='customertoken',
-            constraint=models.CheckConstraint(condition=models.Q(('expires_at__gt', models.F('created_at'))), name='customer_token_expires_later'),
-        ),
-        migrations.AddConstraint(
-            model_name='limitoverride',
-            constraint=models.UniqueConstraint(fields=('account', 'endpoint'), name='limit_of_pair_unique'),
-        ),
-        migrations.AddConstraint(
-            model_name='limitoverride',
-            constraint=models.UniqueConstraint(condition=models.Q(('account__isnull', True)), fields=('environment', 'endpoint'), name='limit_of_endpoint_unique'),
-        ),
-        migrations.AddConstraint(
-            model_name='limitoverride',
-            constraint=models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='limit_environment'),
-        ),
-        migrations.AddConstraint(
-            model_name='limitoverride',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('limit_count__isnull', True), ('limit_seconds__isnull', True)), models.Q(('limit_count__isnull', False), ('limit_count__range', (1, 1000000)), ('limit_seconds__isnull', False), ('limit_seconds__range', (1, 86400))), _connector='OR'), name='limit_whole'),
-        ),
-        migrations.AddConstraint(
             model_name='account',
             constraint=models.UniqueConstraint(fields=('merchant', 'environment'), name='account_unique'),
         ),
@@ -873,54 +800,6 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name='account',
             constraint=models.CheckConstraint(condition=models.Q(('customer_token_seconds__range', (60, 86400))), name='account_customer_token_seconds'),
-        ),
-        migrations.AddIndex(
-            model_name='notice',
-            index=models.Index(fields=['account', '-created_at'], name='notice_by_account'),
-        ),
-        migrations.AddIndex(
-            model_name='notice',
-            index=models.Index(fields=['subject', 'kind'], name='notice_by_subject'),
-        ),
-        migrations.AddIndex(
-            model_name='notice',
-            index=models.Index(condition=models.Q(('is_alarm', True), ('seen_at__isnull', True)), fields=['created_at'], name='notice_unseen'),
-        ),
-        migrations.AddConstraint(
-            model_name='notice',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['key.issued', 'key.revoked', 'key.compromised', 'rotation.planned', 'rotation.replacement_available', 'rotation.predecessor_available', 'rotation.replacement_awaited', 'rotation.predecessor_retiring', 'rotation.used_in_quarantine', 'rotation.stalled', 'rotation.bypassed', 'rotation.blocked', 'rotation.ended', 'schedule.stalled', 'standing_approval.expiring', 'standing_approval.expired', 'campaign.halted', 'credential.without_key', 'webhook.failed', 'webhook.test', 'backend.unattributed', 'backend.denied', 'journal.failed', 'operator.locked', 'address.locked', 'journal.loss_accepted', 'audit.rollback_accepted', 'anchor.late', 'clock.differs', 'process.lost', 'approval.disowned', 'operator.unfamiliar_sign_in', 'operator.invited'])), name='notice_kind'),
-        ),
-        migrations.AddConstraint(
-            model_name='notice',
-            constraint=models.CheckConstraint(condition=models.Q(('account__isnull', False), ('kind__in', ['address.locked', 'anchor.late', 'approval.disowned', 'audit.rollback_accepted', 'clock.differs', 'operator.invited', 'operator.locked', 'operator.unfamiliar_sign_in', 'process.lost']), _connector='OR'), name='notice_of_an_account'),
-        ),
-        migrations.AddConstraint(
-            model_name='order',
-            constraint=models.CheckConstraint(condition=models.Q(('amount_minor__gte', 1)), name='order_amount'),
-        ),
-        migrations.AddConstraint(
-            model_name='order',
-            constraint=models.CheckConstraint(condition=models.Q(('currency__regex', '^[A-Z]{3}$')), name='order_currency'),
-        ),
-        migrations.AddConstraint(
-            model_name='providerconnection',
-            constraint=models.UniqueConstraint(condition=models.Q(('removed_at__isnull', True)), fields=('account', 'provider'), name='connection_unique'),
-        ),
-        migrations.AddConstraint(
-            model_name='providerconnection',
-            constraint=models.CheckConstraint(condition=models.Q(('mode__in', ['test', 'live'])), name='connection_mode'),
-        ),
-        migrations.AddConstraint(
-            model_name='servicetoken',
-            constraint=models.CheckConstraint(condition=models.Q(('scope__in', ['sbx', 'prd', 'all'])), name='token_scope'),
-        ),
-        migrations.AddConstraint(
-            model_name='servicetoken',
-            constraint=models.CheckConstraint(condition=models.Q(('digest__length', 32)), name='token_digest_bytes'),
-        ),
-        migrations.AddConstraint(
-            model_name='servicetoken',
-            constraint=models.CheckConstraint(condition=models.Q(('expires_at__gt', models.F('created_at'))), name='token_expires_later'),
         ),
         migrations.AddIndex(
             model_name='issuancerequest',
@@ -986,78 +865,6 @@ class Migration(migrations.Migration):
             model_name='issuancerequest',
             constraint=models.CheckConstraint(condition=models.Q(('expires_in_days__isnull', True), ('expires_in_days__range', (1, 3650)), _connector='OR'), name='request_expires_in_days'),
         ),
-        migrations.AddConstraint(
-            model_name='confirmation',
-            constraint=models.UniqueConstraint(fields=('verifier', 'sequence'), name='confirmation_unique'),
-        ),
-        migrations.AddConstraint(
-            model_name='webhookendpoint',
-            constraint=models.UniqueConstraint(fields=('account', 'url'), name='webhook_endpoint_unique'),
-        ),
-        migrations.AddIndex(
-            model_name='customertoken',
-            index=models.Index(fields=['expires_at'], name='customer_token_expiring'),
-        ),
-        migrations.AddIndex(
-            model_name='notice',
-            index=models.Index(condition=models.Q(('is_alarm', False), ('seen_at__isnull', False), _connector='OR'), fields=['created_at'], name='notice_settled'),
-        ),
-        migrations.AddIndex(
-            model_name='notice',
-            index=models.Index(models.OrderBy(models.Case(models.When(models.Q(('is_alarm', True), ('seen_at__isnull', True)), then=models.Value(True)), default=models.Value(False), output_field=models.BooleanField()), descending=True), models.OrderBy(models.F('created_at'), descending=True), models.OrderBy(models.F('notice_id'), descending=True), name='notice_inbox'),
-        ),
-        migrations.AddIndex(
-            model_name='notice',
-            index=models.Index(models.F('account_environment'), models.OrderBy(models.Case(models.When(models.Q(('is_alarm', True), ('seen_at__isnull', True)), then=models.Value(True)), default=models.Value(False), output_field=models.BooleanField()), descending=True), models.OrderBy(models.F('created_at'), descending=True), models.OrderBy(models.F('notice_id'), descending=True), name='notice_inbox_env'),
-        ),
-        migrations.AddIndex(
-            model_name='refusal',
-            index=models.Index(fields=['environment', '-at', '-request_id'], name='refusal_by_env'),
-        ),
-        migrations.AddIndex(
-            model_name='refusal',
-            index=models.Index(condition=models.Q(('key_id', '')), fields=['at'], name='refusal_unproved'),
-        ),
-        migrations.AddIndex(
-            model_name='refusal',
-            index=models.Index(condition=models.Q(('key_id', ''), _negated=True), fields=['key_id'], name='refusal_by_key'),
-        ),
-        migrations.AddIndex(
-            model_name='refusal',
-            index=models.Index(condition=models.Q(('merchant_id', ''), _negated=True), fields=['merchant_id'], name='refusal_by_merchant'),
-        ),
-        migrations.AddIndex(
-            model_name='worklease',
-            index=models.Index(condition=models.Q(('due_at__isnull', False), ('queue', '')), fields=['due_at'], name='work_lease_abandoned'),
-        ),
-        migrations.AddIndex(
-            model_name='worklease',
-            index=models.Index(condition=models.Q(('due_at__isnull', True), ('queue', '')), fields=['until'], name='work_lease_held'),
-        ),
-        migrations.AddIndex(
-            model_name='webhookdelivery',
-            index=models.Index(fields=['endpoint', '-id'], name='webhook_delivery_newest'),
-        ),
-        migrations.AddIndex(
-            model_name='webhookdelivery',
-            index=models.Index(condition=models.Q(('state', 'due')), fields=['is_urgent', 'endpoint', 'due_at', 'id'], name='webhook_delivery_due'),
-        ),
-        migrations.AddIndex(
-            model_name='webhookdelivery',
-            index=models.Index(condition=models.Q(('state', 'due')), fields=['is_urgent', 'due_at'], name='webhook_delivery_due_at'),
-        ),
-        migrations.AddIndex(
-            model_name='webhookdelivery',
-            index=models.Index(condition=models.Q(('state', 'due'), _negated=True), fields=['due_at'], name='webhook_delivery_settled'),
-        ),
-        migrations.AddConstraint(
-            model_name='webhookdelivery',
-            constraint=models.UniqueConstraint(fields=('notice', 'endpoint'), name='webhook_delivery_once'),
-        ),
-        migrations.AddConstraint(
-            model_name='webhookdelivery',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['due', 'delivered', 'given_up'])), name='webhook_delivery_state'),
-        ),
         migrations.CreateModel(
             name='OperatorChange',
             fields=[
@@ -1081,6 +888,10 @@ class Migration(migrations.Migration):
                 ('operator', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='changes', to=settings.AUTH_USER_MODEL)),
                 ('requester', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
             ],
+            options={
+                'indexes': [models.Index(fields=['operator', '-created_at'], name='operator_change_newest_of'), models.Index(fields=['state', 'created_at'], name='operator_change_by_state'), models.Index(fields=['-created_at'], name='operator_change_newest')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('kind__in', ['roles', 'scope', 'second_factors_reset'])), name='operator_change_kind'), models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'applied', 'rejected', 'withdrawn'])), name='operator_change_state'), models.CheckConstraint(condition=models.Q(('requester_person', models.F('operator_person')), _negated=True), name='operator_change_of_another'), models.CheckConstraint(condition=models.Q(('approval_expires_at__gt', models.F('created_at'))), name='operator_change_expires_later'), models.CheckConstraint(condition=models.Q(models.Q(('closed_at__isnull', True), ('state', 'awaiting_approval')), models.Q(models.Q(('state', 'awaiting_approval'), _negated=True), ('closed_at__isnull', False)), _connector='OR'), name='operator_change_closed')],
+            },
         ),
         migrations.CreateModel(
             name='OperatorChangeApproval',
@@ -1093,6 +904,9 @@ class Migration(migrations.Migration):
                 ('approver', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
                 ('change', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='approvals', to='keyvault.operatorchange')),
             ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('change', 'person'), name='operator_change_approval_once')],
+            },
         ),
         migrations.CreateModel(
             name='RoleUse',
@@ -1103,50 +917,9 @@ class Migration(migrations.Migration):
                 ('last_used_at', models.DateTimeField(blank=True, null=True)),
                 ('operator', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='role_uses', to=settings.AUTH_USER_MODEL)),
             ],
-        ),
-        migrations.AddIndex(
-            model_name='operatorchange',
-            index=models.Index(fields=['operator', '-created_at'], name='operator_change_newest_of'),
-        ),
-        migrations.AddIndex(
-            model_name='operatorchange',
-            index=models.Index(fields=['state', 'created_at'], name='operator_change_by_state'),
-        ),
-        migrations.AddIndex(
-            model_name='operatorchange',
-            index=models.Index(fields=['-created_at'], name='operator_change_newest'),
-        ),
-        migrations.AddConstraint(
-            model_name='operatorchange',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['roles', 'scope', 'second_factors_reset'])), name='operator_change_kind'),
-        ),
-        migrations.AddConstraint(
-            model_name='operatorchange',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'applied', 'rejected', 'withdrawn'])), name='operator_change_state'),
-        ),
-        migrations.AddConstraint(
-            model_name='operatorchange',
-            constraint=models.CheckConstraint(condition=models.Q(('requester_person', models.F('operator_person')), _negated=True), name='operator_change_of_another'),
-        ),
-        migrations.AddConstraint(
-            model_name='operatorchange',
-            constraint=models.CheckConstraint(condition=models.Q(('approval_expires_at__gt', models.F('created_at'))), name='operator_change_expires_later'),
-        ),
-        migrations.AddConstraint(
-            model_name='operatorchange',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('closed_at__isnull', True), ('state', 'awaiting_approval')), models.Q(models.Q(('state', 'awaiting_approval'), _negated=True), ('closed_at__isnull', False)), _connector='OR'), name='operator_change_closed'),
-        ),
-        migrations.AddConstraint(
-            model_name='operatorchangeapproval',
-            constraint=models.UniqueConstraint(fields=('change', 'person'), name='operator_change_approval_once'),
-        ),
-        migrations.AddConstraint(
-            model_name='roleuse',
-            constraint=models.UniqueConstraint(fields=('operator', 'role'), name='role_use_unique'),
-        ),
-        migrations.AddConstraint(
-            model_name='roleuse',
-            constraint=models.CheckConstraint(condition=models.Q(('role__in', ['key_administrator', 'technical_account_manager', 'approver', 'auditor', 'incident_responder'])), name='role_use_role'),
+            options={
+                'constraints': [models.UniqueConstraint(fields=('operator', 'role'), name='role_use_unique'), models.CheckConstraint(condition=models.Q(('role__in', ['key_administrator', 'technical_account_manager', 'approver', 'auditor', 'incident_responder'])), name='role_use_role')],
+            },
         ),
         migrations.RunPython(create_groups, migrations.RunPython.noop),
         migrations.RunPython(set_fill_factor, migrations.RunPython.noop),

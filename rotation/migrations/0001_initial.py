@@ -50,6 +50,9 @@ class Migration(migrations.Migration):
                 ('closed_at', models.DateTimeField(blank=True, null=True)),
                 ('requester', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='campaigns', to=settings.AUTH_USER_MODEL)),
             ],
+            options={
+                'constraints': [models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='campaign_environment'), models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'running', 'paused', 'halted', 'completed', 'rejected', 'expired', 'cancelled'])), name='campaign_state')],
+            },
         ),
         migrations.CreateModel(
             name='CampaignApproval',
@@ -62,6 +65,9 @@ class Migration(migrations.Migration):
                 ('approver', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
                 ('campaign', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='approvals', to='rotation.campaign')),
             ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('campaign', 'person'), name='campaign_approval_once')],
+            },
         ),
         migrations.CreateModel(
             name='Rotation',
@@ -123,6 +129,9 @@ class Migration(migrations.Migration):
                 ('requester', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
                 ('rotation', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='retirements', to='rotation.rotation')),
             ],
+            options={
+                'constraints': [models.CheckConstraint(condition=models.Q(('approver_person', models.F('requester_person')), _negated=True), name='retirement_second_person')],
+            },
         ),
         migrations.CreateModel(
             name='LedgerEntry',
@@ -136,6 +145,10 @@ class Migration(migrations.Migration):
                 ('key', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='ledger', to='keyvault.key')),
                 ('rotation', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='ledger', to='rotation.rotation')),
             ],
+            options={
+                'indexes': [models.Index(fields=['rotation', 'started_at'], name='ledger_by_rotation'), models.Index(condition=models.Q(('state', 'started'), ('step', 'staged')), fields=['started_at'], name='ledger_pending')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('state__in', ['started', 'done', 'failed'])), name='ledger_state')],
+            },
         ),
         migrations.CreateModel(
             name='Evidence',
@@ -147,6 +160,9 @@ class Migration(migrations.Migration):
                 ('created_at', models.DateTimeField()),
                 ('rotation', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='evidence', to='rotation.rotation')),
             ],
+            options={
+                'constraints': [models.CheckConstraint(condition=models.Q(('kind__in', ['accepted', 'delivered', 'used', 'silent', 'untried', 'tried', 'confirmed', 'waived', 'source_waived', 'written_back'])), name='evidence_kind')],
+            },
         ),
         migrations.CreateModel(
             name='CampaignMember',
@@ -158,6 +174,10 @@ class Migration(migrations.Migration):
                 ('credential', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to='keyvault.credential')),
                 ('rotation', models.OneToOneField(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='membership', to='rotation.rotation')),
             ],
+            options={
+                'indexes': [models.Index(fields=['campaign', 'outcome'], name='campaign_member_by_outcome')],
+                'constraints': [models.UniqueConstraint(fields=('campaign', 'credential'), name='campaign_member_once')],
+            },
         ),
         migrations.CreateModel(
             name='RotationApproval',
@@ -170,6 +190,9 @@ class Migration(migrations.Migration):
                 ('approver', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='+', to=settings.AUTH_USER_MODEL)),
                 ('rotation', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='approvals', to='rotation.rotation')),
             ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('rotation', 'person'), name='rotation_approval_once')],
+            },
         ),
         migrations.CreateModel(
             name='RotationSchedule',
@@ -190,83 +213,14 @@ class Migration(migrations.Migration):
                 ('calendar', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='schedules', to='rotation.blackoutcalendar')),
                 ('credential', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='rotation_schedules', to='keyvault.credential')),
             ],
+            options={
+                'constraints': [models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='schedule_environment'), models.CheckConstraint(condition=models.Q(('cryptoperiod_days__range', (1, 3650))), name='schedule_cryptoperiod'), models.CheckConstraint(condition=models.Q(('jitter_days__lt', models.F('cryptoperiod_days'))), name='schedule_jitter'), models.CheckConstraint(condition=models.Q(('account__isnull', True), ('credential__isnull', True), _connector='OR'), name='schedule_scope'), models.UniqueConstraint(condition=models.Q(('account__isnull', True), ('credential__isnull', True)), fields=('environment',), name='schedule_one_of_environment'), models.UniqueConstraint(condition=models.Q(('account__isnull', False)), fields=('account',), name='schedule_one_of_account'), models.UniqueConstraint(condition=models.Q(('credential__isnull', False)), fields=('credential',), name='schedule_one_of_credential')],
+            },
         ),
         migrations.AddField(
             model_name='rotation',
             name='schedule',
             field=models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='rotation.rotationschedule'),
-        ),
-        migrations.AddConstraint(
-            model_name='campaign',
-            constraint=models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='campaign_environment'),
-        ),
-        migrations.AddConstraint(
-            model_name='campaign',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'running', 'paused', 'halted', 'completed', 'rejected', 'expired', 'cancelled'])), name='campaign_state'),
-        ),
-        migrations.AddConstraint(
-            model_name='campaignapproval',
-            constraint=models.UniqueConstraint(fields=('campaign', 'person'), name='campaign_approval_once'),
-        ),
-        migrations.AddConstraint(
-            model_name='retirement',
-            constraint=models.CheckConstraint(condition=models.Q(('approver_person', models.F('requester_person')), _negated=True), name='retirement_second_person'),
-        ),
-        migrations.AddIndex(
-            model_name='ledgerentry',
-            index=models.Index(fields=['rotation', 'started_at'], name='ledger_by_rotation'),
-        ),
-        migrations.AddIndex(
-            model_name='ledgerentry',
-            index=models.Index(condition=models.Q(('state', 'started'), ('step', 'staged')), fields=['started_at'], name='ledger_pending'),
-        ),
-        migrations.AddConstraint(
-            model_name='ledgerentry',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['started', 'done', 'failed'])), name='ledger_state'),
-        ),
-        migrations.AddConstraint(
-            model_name='evidence',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['accepted', 'delivered', 'used', 'silent', 'untried', 'tried', 'confirmed', 'waived', 'source_waived', 'written_back'])), name='evidence_kind'),
-        ),
-        migrations.AddIndex(
-            model_name='campaignmember',
-            index=models.Index(fields=['campaign', 'outcome'], name='campaign_member_by_outcome'),
-        ),
-        migrations.AddConstraint(
-            model_name='campaignmember',
-            constraint=models.UniqueConstraint(fields=('campaign', 'credential'), name='campaign_member_once'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotationapproval',
-            constraint=models.UniqueConstraint(fields=('rotation', 'person'), name='rotation_approval_once'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotationschedule',
-            constraint=models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='schedule_environment'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotationschedule',
-            constraint=models.CheckConstraint(condition=models.Q(('cryptoperiod_days__range', (1, 3650))), name='schedule_cryptoperiod'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotationschedule',
-            constraint=models.CheckConstraint(condition=models.Q(('jitter_days__lt', models.F('cryptoperiod_days'))), name='schedule_jitter'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotationschedule',
-            constraint=models.CheckConstraint(condition=models.Q(('account__isnull', True), ('credential__isnull', True), _connector='OR'), name='schedule_scope'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotationschedule',
-            constraint=models.UniqueConstraint(condition=models.Q(('account__isnull', True), ('credential__isnull', True)), fields=('environment',), name='schedule_one_of_environment'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotationschedule',
-            constraint=models.UniqueConstraint(condition=models.Q(('account__isnull', False)), fields=('account',), name='schedule_one_of_account'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotationschedule',
-            constraint=models.UniqueConstraint(condition=models.Q(('credential__isnull', False)), fields=('credential',), name='schedule_one_of_credential'),
         ),
         migrations.AddIndex(
             model_name='rotation',

@@ -47,8 +47,8 @@ class Command(UsernameMixin):
         answer: dict[str, Any] = {"username": operator.username, "enrolment_url": url.reveal()}
         if "KEYVAULT_ORIGIN" not in os.environ:
             self.stderr.write(
-                f"KEYVAULT_ORIGIN is not set, so the link is for {settings.CONSOLE_ORIGIN}. If the console is elsewhere, "
-                "set it and run this again without --role."
+                f"KEYVAULT_ORIGIN is not set, so the link is for {settings.CONSOLE_ORIGIN}. "
+                "If the console is elsewhere, set it and run this again without --role."
             )
         if options["reveal"]:
             prepared = prepare_sign_in(grant, operator)
