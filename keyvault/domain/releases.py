@@ -2,9 +2,9 @@
 
 import re
 
-RELEASE = "0.1.0"
+RELEASE = "0.2.0"
 
-OLDEST_COMPATIBLE_RELEASE = "0.1.0"
+OLDEST_COMPATIBLE_RELEASE = "0.2.0"
 """The oldest release that works on this release's schema, so that both run side by side during an upgrade.
 
 Raise it with a migration that an older release cannot run on: one that removes or renames what the older release reads,
