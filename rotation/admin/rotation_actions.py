@@ -308,6 +308,7 @@ ROW_ACTIONS = (
         ),
         form=RetireForm,
         is_available=_may_be_retired,
+        step_up=True,
     ),
     RowAction(
         "extend",
@@ -363,5 +364,6 @@ ROW_ACTIONS = (
         form=VersionedReasonForm,
         is_available=_may_be_rolled_back,
         tone=Tone.DANGER,
+        step_up=True,
     ),
 )

@@ -44,6 +44,8 @@ STEP_UP_ACTIONS = {
     "rotation_retirement_approve",
     "rotation_rotation_approve",
     "rotation_rotation_bypass",
+    "rotation_rotation_retire",
+    "rotation_rotation_roll-back",
     "rotation_rotation_collect",
     "rotation_standingapproval_approve",
     "keyvault_webhookendpoint_add",
