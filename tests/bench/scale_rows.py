@@ -52,6 +52,7 @@ from keyvault.models.usage import UseSpan
 from keyvault.services import maintenance
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.recording.revocation_log import append_lines
+from keyvault.services.revocations import anchor
 from keyvault.services.tokens.customer_tokens import issue_customer_token
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.webhooks import deliveries
@@ -486,10 +487,11 @@ def load_confirmations(size: Size) -> None:
 
 
 def catch_up() -> None:
-    """Append all revocations that the change feed names to the revocation log."""
+    """Let the revocation log, and the anchor as this process knows it, be at the newest change."""
     newest = Change.objects.latest("sequence").sequence
     Verifier.objects.update(confirmed_sequence=newest)
     append_lines([CaughtUp(newest)])
+    anchor._writer.position = newest
 
 
 # --- due work, one function for each kind -----------------------------------------------------------------------
