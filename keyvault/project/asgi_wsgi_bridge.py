@@ -61,7 +61,7 @@ class Capacity:
     queue: int = 128
     """Maximum number of requests that wait for one of these threads; their bodies take at most 8 MiB together."""
     console_threads: int = 2
-    """Threads for the console. Two compute password hashes beside the other threads without taking every core."""
+    """Threads for the console. `services/sessions/low_priority` has as many for their password hashes."""
     console_queue: int = 16
     """Maximum number of requests that wait for the console. Short, because a sign-in takes long."""
     probe_queue: int = 16

@@ -17,6 +17,7 @@ from keyvault.services.recording.authorization import authorize, operator_princi
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.devices import KnownDevice, read_device
 from keyvault.services.sessions.guessing import PASSWORD, Guess, SignInRefusedError
+from keyvault.services.sessions.low_priority import run_at_low_priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def sign_in(presented: SignInAttempt, now: datetime) -> Operator:
     device = None if row is None else read_device(row, presented.device)
     guess = Guess(row, presented.username, PASSWORD, presented.address, device, now)
     guess.count()
-    is_right, is_hash_weak = verify_password(presented.password.reveal(), _stored_hash(row))
+    is_right, is_hash_weak = run_at_low_priority(verify_password, presented.password.reveal(), _stored_hash(row))
     if row is None or not is_right or not may_sign_in(row):
         raise guess.wrong("Wrong user name or password. Both are case-sensitive.")
     guess.give_back()
@@ -70,6 +71,6 @@ def _record_password(
     event = "operator.password_accepted"
     with recorded(grant, Permission.SESSIONS_WRITE, event, address=address, device=known) as record:
         if is_hash_weak:
-            swap_operator(record, row, password=make_password(presented.password.reveal()))
+            swap_operator(record, row, password=run_at_low_priority(make_password, presented.password.reveal()))
         elif not Operator.objects.filter(pk=row.pk, version=row.version).exists():
             raise SignInRefusedError("This operator was changed just now. Sign in again.")
