@@ -9,7 +9,8 @@ import pytest
 
 from keyvault.domain.plaintext import Plaintext
 from keyvault.services.sessions import sign_in as module
-from keyvault.services.sessions.sign_in import SignInAttempt, SignInRefusedError, sign_in
+from keyvault.services.sessions.guessing import SignInRefusedError
+from keyvault.services.sessions.sign_in import SignInAttempt, sign_in
 from tests.factories import now
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
