@@ -14,11 +14,9 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import reduce
-from operator import or_
 
 from django.db import IntegrityError as DatabaseIntegrityError
-from django.db import transaction
+from django.db import connection, transaction
 from django.db.models import F, OuterRef, Q, QuerySet, Subquery
 from django.db.models.functions import Coalesce
 
@@ -363,13 +361,21 @@ def _find_difference(heads: Mapping[str, Head]) -> str | None:
     signed = list(heads.items())
     for start in range(0, len(signed), HEADS_TOGETHER):
         some = signed[start : start + HEADS_TOGETHER]
-        wanted = (Q(chain_id=chain, sequence=head.sequence) for chain, head in some)
-        entries = AuditEntry.objects.filter(reduce(or_, wanted)).values_list("chain_id", "hash")
-        found = {chain: stored_bytes(digest) for chain, digest in entries}
+        found = _find_hashes([(chain, head.sequence) for chain, head in some])
         for chain, head in some:
             if found.get(chain) != head.hash:
                 return f"entry {head.sequence} of chain {chain} differs from the one that it signs"
     return None
+
+
+def _find_hashes(entries: Sequence[tuple[str, int]]) -> dict[str, bytes]:
+    """Return the hash of each chain's entry of this number; without the missing ones."""
+    # The ORM has no row values, and takes longer to build a list of conditions than the database takes to answer.
+    places = ", ".join(["(%s, %s)"] * len(entries))
+    text = f"SELECT chain_id, hash FROM keyvault_auditentry WHERE (chain_id, sequence) IN (VALUES {places})"  # noqa: S608
+    with connection.cursor() as cursor:
+        cursor.execute(text, [value for entry in entries for value in entry])
+        return {chain: stored_bytes(digest) for chain, digest in cursor}
 
 
 def _find_row_fault(scope: str, chain: AuditChain, signed: Head | None) -> str | None:
