@@ -1,4 +1,4 @@
-"""What the servers stand on, made when the first of them asks: databases, data folders, keys, the peers."""
+"""Resources of the measured servers, created on first use: databases, data folders, keys, and the peers."""
 
 import functools
 import json
@@ -15,21 +15,21 @@ import psycopg
 from tests.servers.postgres import postgres_server
 from tests.servers.throwaway import FailedServerError, MissingServerError
 
-from . import environments
-from .launch import clean_environ, run_to_end
+from . import peer_environment
+from .launch import clean_environ, run_checked
 
 PEER_KEYS = 2000
 POSTGRES = ("shared_buffers=1GB",)
-"""Of its own memory: a million keys with their indexes take 640 MB, and its default of 128 MB is made to be raised."""
+"""Settings of PostgreSQL. A million keys with their indexes take 640 MB; the default buffer has 128 MB."""
 
 
 class NotRunError(Exception):
-    """This machine lacks something; the text says what."""
+    """This machine lacks a program; the text names it."""
 
 
 @dataclass(frozen=True, slots=True)
-class House:
-    """An installation of ours: the environment that its processes run in, and the strings of its keys."""
+class Installation:
+    """A Keyvault installation: the environment of its processes, its data folder, and its key strings."""
 
     environ: Mapping[str, str]
     data: Path
@@ -40,8 +40,8 @@ class House:
     to_revoke: list[str]
 
 
-class Site:
-    """One run's. `folder` is temporary; everything in it and every server ends with `stack`."""
+class Testbed:
+    """The resources of one run. `folder` is temporary; leaving `stack` stops every server and deletes the data."""
 
     def __init__(self, folder: Path, stack: ExitStack, *, keys: int, listed: int, to_revoke: int = 0) -> None:
         self.folder = folder
@@ -55,24 +55,24 @@ class Site:
             raise NotRunError(str(error)) from None
 
     def new_database(self, name: str, template: str = "template1") -> str:
-        """The URL of one on the throwaway PostgreSQL: empty, or a copy of another."""
+        """Create a database on the temporary PostgreSQL, empty or a copy of another; return its URL."""
         with psycopg.connect(self._postgres, autocommit=True) as connection:
             connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
         return urlunsplit(urlsplit(self._postgres)._replace(path=f"/{name}"))
 
     @functools.cached_property
-    def on_postgres(self) -> House:
-        return self._furnish("postgres", KEYVAULT_DATABASE_URL=self.new_database("keyvault"))
+    def on_postgres(self) -> Installation:
+        return self._install("postgres", KEYVAULT_DATABASE_URL=self.new_database("keyvault"))
 
     @functools.cached_property
-    def on_sqlite(self) -> House:
-        return self._furnish("sqlite")
+    def on_sqlite(self) -> Installation:
+        return self._install("sqlite")
 
     @functools.cached_property
     def peers(self) -> Path:
-        """The `bin` of their environment."""
+        """Return the folder `bin` of the peers' virtual environment."""
         try:
-            return environments.find_peers() / "bin"
+            return peer_environment.ensure_peer_environment() / "bin"
         except (OSError, RuntimeError) as error:
             raise NotRunError(str(error)) from None
 
@@ -81,18 +81,18 @@ class Site:
         return clean_environ(BENCH_DATABASE=self.new_database("peers"))
 
     @functools.cached_property
-    def peers_stock(self) -> Any:
+    def peer_keys(self) -> Any:
         out = self.folder / "peers.json"
-        command = [str(self.peers / "python"), "-m", "tests.bench.peers.stock", str(out), "--keys", str(PEER_KEYS)]
-        run_to_end(command, "the peers cannot be stocked", self.peers_environ)
+        command = [str(self.peers / "python"), "-m", "tests.bench.peers.seed_keys", str(out), "--keys", str(PEER_KEYS)]
+        run_checked(command, "The peers' keys cannot be created", self.peers_environ)
         return json.loads(out.read_text())
 
-    def _furnish(self, name: str, **settings: str) -> House:
+    def _install(self, name: str, **settings: str) -> Installation:
         data, out = self.folder / name, self.folder / f"{name}.json"
         environ = clean_environ(
             KEYVAULT_DATA_DIR=str(data), DJANGO_SETTINGS_MODULE="keyvault.project.settings", **settings
         )
-        stock = [sys.executable, "-m", "tests.bench.stock", str(out)]
-        stock += ["--keys", str(self._keys), "--listed", str(self._listed), "--to-revoke", str(self._to_revoke)]
-        run_to_end(stock, f"{name} cannot be stocked", environ)
-        return House(environ, data, **json.loads(out.read_text()))
+        command = [sys.executable, "-m", "tests.bench.seed_keys", str(out)]
+        command += ["--keys", str(self._keys), "--listed", str(self._listed), "--to-revoke", str(self._to_revoke)]
+        run_checked(command, f"The keys on {name} cannot be created", environ)
+        return Installation(environ, data, **json.loads(out.read_text()))
