@@ -1,4 +1,4 @@
-"""`python -m tests.bench [verify|revoke|growth|signin|scale]`: measure, write JSON and tables, print the targets.
+"""`python -m tests.bench [PART]`: measure, write JSON and tables, print the targets.
 
 Exit 1 when a measured target is not met. It stops every process that it starts, and keeps no data except the results.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from keyvault.management.supervisor import StopRequestedError, stopping_on_signals
 
-from . import growth, results, revoke, scale, signin, verify
+from . import growth, processes, results, revoke, scale, signin, verify
 from .launch import StartError
 from .machine import Cores, choose_cores, describe, name_machine, require_linux
 from .openbao import find_bao
@@ -24,7 +24,7 @@ from .progress import report
 from .servers import SERVERS
 from .testbed import NotRunError, Testbed
 
-PARTS = ("verify", "revoke", "growth", "signin", "scale")
+PARTS = ("verify", "revoke", "growth", "signin", "processes", "scale")
 
 DEFAULT_PARTS = PARTS[:-1]
 """Parts that run if none is named; `scale` loads a million credentials first."""
@@ -67,6 +67,7 @@ def _perform(part: str, cores: Cores, options: argparse.Namespace) -> dict[str, 
         "revoke": lambda testbed: revoke.Revoke(testbed, cores, options),
         "growth": lambda testbed: growth.Growth(testbed, cores, options),
         "signin": lambda testbed: signin.SignIn(testbed, cores, options),
+        "processes": lambda testbed: processes.Processes(testbed, cores, options),
         "scale": lambda testbed: scale.Scale(testbed, cores, options),
     }
     with ExitStack() as stack:
@@ -101,6 +102,7 @@ def _read_arguments() -> argparse.Namespace:
     revoke.add_options(parser.add_argument_group("revoke"))
     growth.add_options(parser.add_argument_group("growth"))
     signin.add_options(parser.add_argument_group("signin"))
+    processes.add_options(parser.add_argument_group("processes"))
     scale.add_options(parser.add_argument_group("scale"))
     return parser.parse_args()
 

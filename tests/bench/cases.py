@@ -105,6 +105,16 @@ def verify(installation: Installation, name: str, clients: int = 1) -> Case:
     )
 
 
+def probe_limits(installation: Installation) -> Probe:
+    """Return a probe of the first key, whose requests count against the limit of its account and of the endpoint."""
+
+    def is_correct(status: int, body: bytes) -> bool:
+        policies = json.loads(body)["headers"]["RateLimit-Policy"] if status == 200 else ""
+        return '"account"' in policies and '"endpoint"' in policies
+
+    return Probe("a key under two limits", verify_one(installation, installation.keys[0]), is_correct)
+
+
 def verify_batch(installation: Installation, name: str) -> Case:
     """Verify BATCH_SIZE keys per request, each key once."""
     turns = [installation.keys[start : start + BATCH_SIZE] for start in range(0, len(installation.keys), BATCH_SIZE)]

@@ -185,6 +185,7 @@ class Target:
 
 HIT, OWN_HELLO, UVICORN_HELLO, GRANIAN_HELLO = "verifier", "own hello", "uvicorn hello", "Granian WSGI hello"
 NEW_REQUESTS = "verifier, asked anew"
+EMBEDDED = "verifier, embedded default"
 WSGI_FRONTEND, MISS, MISS_SQLITE, BATCH = "WSGI frontend", "miss, PostgreSQL", "miss, SQLite", "batch of 100"
 WEB_SERVER = "server of make run"
 NGINX_HELLO, API_KEY, KNOX = "nginx return 200", "djangorestframework-api-key", "django-rest-knox"
@@ -193,11 +194,13 @@ BATCH_SIZE = 100
 
 TAIL, STALE, EVICTION, GROWTH = "p99 at 80 %", "stale", "eviction p99", "growth"
 JOBS, ROTATIONS, EVENT = "jobs", "rotations", "event to step"
-SIGN_IN = "sign-in"
+SIGN_IN, IDLE = "sign-in", "idle"
 
 TARGETS = (
     Target("verifier, all features / own hello", 0.50, 0.60, above=HIT, below=OWN_HELLO),
     Target("verifier / uvicorn hello", 1.5, 2, above=HIT, below=UVICORN_HELLO),
+    Target("known keys in new requests / own hello", 0.35, 0.5, above=NEW_REQUESTS, below=OWN_HELLO),
+    Target("verifier on the embedded default, two limits / uvicorn hello", 1.6, 2, above=EMBEDDED, below=UVICORN_HELLO),
     Target("verifier / drf-api-key on PostgreSQL", 50, 100, above=HIT, below=API_KEY),
     Target("WSGI frontend / Granian WSGI hello", 0.70, 0.85, above=WSGI_FRONTEND, below=GRANIAN_HELLO),
     Target("100 % miss / hit, PostgreSQL", 0.35, 0.5, above=MISS, below=HIT),
@@ -207,6 +210,7 @@ TARGETS = (
     Target("commit → last of 4 verifiers evicted, loaded, p99", 20, 5, " ms", is_ceiling=True, figure=EVICTION),
     Target("look-up p50 at 1 million / 10 thousand keys", 1.25, 1.1, is_ceiling=True, figure=GROWTH),
     Target("p99 of `orders.retrieve` under 16 sign-ins / idle", 2, 1.25, is_ceiling=True, figure=SIGN_IN),
+    Target("processor time of an idle `make run`", 5, 3, " % of a core", is_ceiling=True, figure=IDLE),
     Target("worst periodic job, nothing due, in full / at a hundredth", 2, 1.25, is_ceiling=True, figure=JOBS),
     Target("rotations completed a second on two cores, with audit", 5, 20, figure=ROTATIONS),
     Target("event → step of its rotation, workers under load, p99", 2, 0.5, " s", is_ceiling=True, figure=EVENT),

@@ -70,7 +70,7 @@ def running_server(
         _wait_until_listening(process, port, log)
         yield RunningServer(port, process.pid)
     finally:
-        _stop(process)
+        stop_process(process)
 
 
 def _wait_until_listening(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
@@ -85,7 +85,8 @@ def _wait_until_listening(process: "subprocess.Popen[bytes]", port: int, log: Pa
     raise StartError(f"does not listen after {START_SECONDS} s: {_tail(log)}")
 
 
-def _stop(process: "subprocess.Popen[bytes]") -> None:
+def stop_process(process: "subprocess.Popen[bytes]") -> None:
+    """Stop a process and its group."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -82,6 +82,16 @@ def rss_mb(processes: list[int]) -> float:
     return total / 1024
 
 
+def list_children(process: int) -> list[int]:
+    """Return the ids of a process's children, oldest first."""
+    return sorted(child for child in list_process_tree(process) if _parent(PROC / str(child)) == process)
+
+
+def read_command(process: int) -> str:
+    """Return the command line of a process; "" if it has ended."""
+    return _read(PROC / str(process) / "cmdline").replace("\0", " ")
+
+
 def _parent(entry: Path) -> int:
     fields = _read(entry / "stat").rpartition(")")[2].split()
     return int(fields[1]) if fields else 0

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from . import growth, revoke, scale, signin, verify
+from . import growth, processes, revoke, scale, signin, verify
 from .figures import EVICTION, STALE, TARGETS, Met, Run, Spread, Target, number, ratio_by_cpu, spread
 from .generators import SOURCE
 
@@ -43,6 +43,7 @@ def page(all_results: Results, source: str) -> str:
         "revoke": _revocation_lines,
         "growth": _growth_lines,
         "signin": _sign_in_lines,
+        "processes": _process_lines,
         "scale": _scale_lines,
     }
     for part, render in renderers.items():
@@ -98,6 +99,7 @@ def figures_of(all_results: Results) -> dict[str, Spread]:
         "revoke": revoke.figures_of,
         "growth": growth.figures_of,
         "signin": signin.figures_of,
+        "processes": processes.figures_of,
         "scale": scale.figures_of,
     }
     for part, of in parts.items():
@@ -133,7 +135,7 @@ def _sample_note(figure: str, all_results: Results) -> str:
 def _head(all_results: Results) -> list[str]:
     """Return date and commit of each part, and the machine."""
     lines, last = [], None
-    for part in ("verify", "revoke", "growth", "signin", "scale"):
+    for part in ("verify", "revoke", "growth", "signin", "processes", "scale"):
         if part not in all_results:
             lines.append(f"- {part}: not run")
             continue
@@ -216,6 +218,11 @@ def _growth_lines(part_results: Results) -> list[str]:
 def _sign_in_lines(part_results: Results) -> list[str]:
     rows = [row for each in part_results["rounds"] for row in signin.rows(each)]
     return ["## Orders under sign-ins", "", signin.describe(part_results), "", *table(signin.HEADS, rows), ""]
+
+
+def _process_lines(part_results: Results) -> list[str]:
+    lines = ["## Idle processes", "", processes.describe(part_results), ""]
+    return [*lines, *table(processes.HEADS, map(processes.row, part_results["processes"])), ""]
 
 
 def _scale_lines(part_results: Results) -> list[str]:

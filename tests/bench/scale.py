@@ -17,15 +17,13 @@ from typing import Any
 
 from keyvault.management.supervisor import start_child_process
 from tests.environment import ROOT
-from tests.servers.redis import redis_server
-from tests.servers.throwaway import FailedServerError, MissingServerError
 
 from .command_process import CommandProcess, receive_reply, run_command, send_command, start_command_process
 from .figures import EVENT, JOBS, ROTATIONS, Spread, number, spread
 from .machine import Cores
 from .progress import report
 from .revoke import NOT_COPIED
-from .testbed import POSTGRES, Installation, NotRunError, Testbed
+from .testbed import POSTGRES, Installation, Testbed
 
 COMMANDS = "tests.bench.scale_commands"
 
@@ -60,7 +58,7 @@ class Scale:
     def run(self) -> dict[str, Any]:
         installation, sizes = self._testbed.on_postgres, (self._options.size // HUNDREDTH, self._options.size)
         with ExitStack() as stack:
-            broker = _start_redis(stack)
+            broker = self._testbed.redis
             installations = {size: self._open(installation, size, broker) for size in sizes}
             processes = {
                 size: stack.enter_context(start_command_process(COMMANDS, installations[size].environ))
@@ -137,13 +135,6 @@ class Scale:
         shown = number(driven["p99_ms"]) if driven["p99_ms"] is not None else "-"
         report(f"  {driven['completed']} of {count} completed by workers, p99 from event to step {shown} ms")
         return driven
-
-
-def _start_redis(stack: ExitStack) -> str:
-    try:
-        return stack.enter_context(redis_server())
-    except (MissingServerError, FailedServerError) as error:
-        raise NotRunError(str(error)) from None
 
 
 @contextmanager

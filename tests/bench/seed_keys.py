@@ -20,6 +20,9 @@ MERCHANTS = 100
 NETWORK = "203.0.113.0/24"
 """Allow-list of a credential. The client address of every benchmark request is in it."""
 
+OPERATOR = "admin"
+"""An operator of every permission that the benchmarks need."""
+
 BATCH_ROWS = 1000
 
 
@@ -59,7 +62,7 @@ def _fill(keys: int, to_revoke: int, listed: int) -> dict[str, Any]:
     texts = add_keys(accounts, keys + to_revoke + 1, listed)
     *valid, revoked = texts
     key = Key.objects.select_related("credential__account__merchant").get(key_id=key_id_of(revoked))
-    admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
+    admin = the_operator(OPERATOR, Role.KEY_ADMINISTRATOR)
     revoke_key(grant(admin, Permission.KEYS_REVOKE, key.credential.account), key, RevocationReason.SUPERSEDED)
     return {
         "token": token.reveal(),

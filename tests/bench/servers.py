@@ -16,6 +16,7 @@ from .figures import (
     BAO_KV,
     BAO_TOKEN,
     BATCH,
+    EMBEDDED,
     GRANIAN_HELLO,
     HIT,
     KNOX,
@@ -164,6 +165,17 @@ _CLIENTS = 4
 """Number of different requests for each key; the cache holds as many requests as keys."""
 
 
+def _embedded_verifier(testbed: Testbed) -> LaunchPlan:
+    """Return the plan of a verifier on SQLite that gets one request again and again, under two limits."""
+    installation = testbed.on_sqlite_with_two_limits
+
+    def cases_at(port: int) -> list[Case]:
+        case = cases.verify(installation, EMBEDDED)
+        return [replace(case, requests=case.requests[:1], probes=[*case.probes, cases.probe_limits(installation)])]
+
+    return LaunchPlan(verifier_command(), dict(installation.environ), cases_at)
+
+
 def _verifier_of_misses(
     installation_of: Callable[[Testbed], Installation], name: str
 ) -> Callable[[Testbed], LaunchPlan]:
@@ -232,6 +244,7 @@ SERVERS = (
     Server("uvicorn hello", (UVICORN_HELLO,), _uvicorn_hello),
     Server("verifier", (HIT, BATCH), _verifier),
     Server("verifier, new requests", (NEW_REQUESTS,), _verifier_of_new_requests),
+    Server("verifier, embedded default", (EMBEDDED,), _embedded_verifier),
     Server("WSGI frontend", (WSGI_FRONTEND,), _wsgi_frontend),
     Server("server of make run", (WEB_SERVER,), _web_server),
     Server(

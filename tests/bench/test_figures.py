@@ -142,6 +142,8 @@ def test_targets_have_the_agreed_bounds() -> None:
     assert [(target.required, target.aim) for target in TARGETS] == [
         (0.5, 0.6),
         (1.5, 2),
+        (0.35, 0.5),
+        (1.6, 2),
         (50, 100),
         (0.7, 0.85),
         (0.35, 0.5),
@@ -151,6 +153,7 @@ def test_targets_have_the_agreed_bounds() -> None:
         (20, 5),
         (1.25, 1.1),
         (2, 1.25),
+        (5, 3),
         (2, 1.25),
         (5, 20),
         (2, 0.5),

@@ -92,6 +92,14 @@ def signed_in(p99_us: float = 6_000.0) -> dict[str, Any]:
     return {"rounds": rounds, "rate": 50.0, "generator": "pacer.c"}
 
 
+def idled(idle_percent: float = 4.0) -> dict[str, Any]:
+    measured = [
+        {"process": "make run, all processes", "rss_mb": 390.0, "idle_percent": idle_percent},
+        {"process": "worker", "rss_mb": 131.0, "idle_percent": 1.5},
+    ]
+    return {"processes": measured, "production_failed": "", "seconds": 60.0, "cores": "one core"}
+
+
 def whole(**parts: dict[str, Any]) -> dict[str, Any]:
     return {name: {"at": "2026-11-21T12:00:00+00:00", "machine": MACHINE, **part} for name, part in parts.items()}
 
@@ -155,6 +163,16 @@ def test_orders_under_sign_ins_are_met_up_to_twice_the_idle_latency() -> None:
     assert "| 1 | 16 | 4 | 2,500 | 6,000 | 1.5 |  |" in page(all_results, "x.json")
     assert is_met(all_results)
     assert not is_met(whole(signin=signed_in(p99_us=8_001.0)))
+
+
+def test_idle_processes_are_met_up_to_five_percent_of_a_core() -> None:
+    all_results = whole(processes=idled())
+    assert rows_by_title(targets_table(all_results))["processor time of an idle `make run`"][2:4] == [
+        *("4 % of a core", "yes")
+    ]
+    assert "| worker | 131 | 1.5 |" in page(all_results, "x.json")
+    assert is_met(all_results)
+    assert not is_met(whole(processes=idled(idle_percent=5.1)))
 
 
 @pytest.mark.parametrize("wrong", [{"lost": 1}, {"stale_after_receipt": 1}])

@@ -13,10 +13,12 @@ from urllib.parse import urlsplit, urlunsplit
 import psycopg
 
 from tests.servers.postgres import postgres_server
+from tests.servers.redis import redis_server
 from tests.servers.throwaway import FailedServerError, MissingServerError
 
 from . import peer_environment
 from .launch import clean_environ, run_checked
+from .seed_keys import OPERATOR
 
 PEER_KEYS = 2000
 POSTGRES = ("shared_buffers=1GB",)
@@ -54,6 +56,14 @@ class Testbed:
         except (MissingServerError, FailedServerError) as error:
             raise NotRunError(str(error)) from None
 
+    @functools.cached_property
+    def redis(self) -> str:
+        """The URL of a temporary Redis."""
+        try:
+            return self._stack.enter_context(redis_server())
+        except (MissingServerError, FailedServerError) as error:
+            raise NotRunError(str(error)) from None
+
     def new_database(self, name: str, template: str = "template1") -> str:
         """Create a database on the temporary PostgreSQL, empty or a copy of another; return its URL."""
         with psycopg.connect(self._postgres, autocommit=True) as connection:
@@ -67,6 +77,15 @@ class Testbed:
     @functools.cached_property
     def on_sqlite(self) -> Installation:
         return self._install("sqlite")
+
+    @functools.cached_property
+    def on_sqlite_with_two_limits(self) -> Installation:
+        """The embedded default, where an endpoint has a limit too. No request of the benchmarks exhausts it."""
+        installation = self._install("sqlite-two-limits")
+        limit = ("--environment", "production", "--endpoint", "orders.retrieve", "--rate", "1000000")
+        command = [sys.executable, "manage.py", "set_limit", *limit, "--per-seconds", "1", "--by", OPERATOR]
+        run_checked(command, "The endpoint's limit cannot be set", installation.environ)
+        return installation
 
     @functools.cached_property
     def peers(self) -> Path:
