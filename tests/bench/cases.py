@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from .figures import BATCH_SIZE
-from .site import House
+from .testbed import Installation
 
 CHECKED_KEYS = 200
 """Number of valid keys that are checked one by one before a server is measured."""
@@ -16,22 +16,24 @@ ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A request whose answer is known."""
+    """A request with a known correct response."""
 
-    what: str
+    subject: str
     request: bytes
-    is_right: Callable[[int, bytes], bool]
+    is_correct: Callable[[int, bytes], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`name` as in the results. Every one of `requests` is answered 2xx. `is_remembered`: what is measured is a server
-    that has had each of them before."""
+    """A benchmark case. `name`: as in the results. Each of `requests` has a 2xx response.
+
+    `is_repeated`: the server has received each request once before the measurement.
+    """
 
     name: str
     requests: list[bytes]
     probes: list[Probe]
-    is_remembered: bool = False
+    is_repeated: bool = False
 
 
 def request(method: str, target: str, headers: Mapping[str, str], body: bytes = b"") -> bytes:
@@ -41,23 +43,23 @@ def request(method: str, target: str, headers: Mapping[str, str], body: bytes = 
     return "\r\n".join((*lines, "", "")).encode() + body
 
 
-def find_wrong(port: int, probes: Iterable[Probe]) -> str | None:
-    """What the server answered wrongly first; None: all is right."""
+def find_wrong_response(port: int, probes: Iterable[Probe]) -> str | None:
+    """Return the first wrong response as text; None if all responses are correct."""
     connection = http.client.HTTPConnection(ADDRESS, port, timeout=30)
     try:
         for probe in probes:
-            status, body = ask(connection, probe.request)
-            if not probe.is_right(status, body):
-                return f"{probe.what}: {status} {body[:300]!r}"
+            status, body = send_request(connection, probe.request)
+            if not probe.is_correct(status, body):
+                return f"{probe.subject}: {status} {body[:300]!r}"
     except (OSError, http.client.HTTPException) as error:
-        return f"{probe.what}: {error!r}"
+        return f"{probe.subject}: {error!r}"
     finally:
         connection.close()
     return None
 
 
-def ask(connection: http.client.HTTPConnection, sent: bytes) -> tuple[int, bytes]:
-    """Status and body of the answer to exactly these bytes."""
+def send_request(connection: http.client.HTTPConnection, sent: bytes) -> tuple[int, bytes]:
+    """Send exactly these bytes; return status and body of the response."""
     if connection.sock is None:
         connection.connect()
     connection.sock.sendall(sent)
@@ -70,54 +72,71 @@ def ask(connection: http.client.HTTPConnection, sent: bytes) -> tuple[int, bytes
     return response.status, body
 
 
-def answers(*statuses: int) -> Callable[[int, bytes], bool]:
+def has_status(*statuses: int) -> Callable[[int, bytes], bool]:
     return lambda status, body: status in statuses
 
 
-# --- ours ---------------------------------------------------------------------------------------------------
+# --- Keyvault ---------------------------------------------------------------------------------------------------
 
 
 CLIENTS = 250
-"""Addresses that clients of the questions have."""
+"""Number of client addresses in the requests."""
 
 
-def verify(house: House, name: str, clients: int = 1) -> Case:
-    """One key a request, all of them in rotation; as often as told, each time for another client."""
-    revoked, unknown = _body(house.revoked, 0), _body(house.unknown, 0)
+def verify(installation: Installation, name: str, clients: int = 1) -> Case:
+    """Verify one key per request, all keys in rotation; `clients`: number of rotations, each with other addresses."""
+    revoked, unknown = _body(installation.revoked, 0), _body(installation.unknown, 0)
     return Case(
         name,
-        [_verify(house, _body(key, turn + client)) for client in range(clients) for turn, key in enumerate(house.keys)],
         [
-            *(Probe("a valid key", _verify(house, _body(key, 0)), _is_allowed) for key in house.keys[:CHECKED_KEYS]),
-            Probe("the revoked key", _verify(house, revoked), _has_code("key_revoked")),
-            Probe("an unknown key", _verify(house, unknown), _has_code("credential_invalid")),
+            _verify(installation, _body(key, turn + client))
+            for client in range(clients)
+            for turn, key in enumerate(installation.keys)
         ],
-        is_remembered=True,
+        [
+            *(
+                Probe("a valid key", _verify(installation, _body(key, 0)), _is_allowed)
+                for key in installation.keys[:CHECKED_KEYS]
+            ),
+            Probe("the revoked key", _verify(installation, revoked), _has_code("key_revoked")),
+            Probe("an unknown key", _verify(installation, unknown), _has_code("credential_invalid")),
+        ],
+        is_repeated=True,
     )
 
 
-def verify_batch(house: House, name: str) -> Case:
-    """A hundred keys a request, which together are all of them once."""
-    turns = [house.keys[start : start + BATCH_SIZE] for start in range(0, len(house.keys), BATCH_SIZE)]
-    wrong = [_body(house.revoked, 0), _body(house.unknown, 0)]
+def probe_limits(installation: Installation) -> Probe:
+    """Return a probe of the first key, whose requests count against the limit of its account and of the endpoint."""
+
+    def is_correct(status: int, body: bytes) -> bool:
+        policies = json.loads(body)["headers"]["RateLimit-Policy"] if status == 200 else ""
+        return '"account"' in policies and '"endpoint"' in policies
+
+    return Probe("a key under two limits", verify_one(installation, installation.keys[0]), is_correct)
+
+
+def verify_batch(installation: Installation, name: str) -> Case:
+    """Verify BATCH_SIZE keys per request, each key once."""
+    turns = [installation.keys[start : start + BATCH_SIZE] for start in range(0, len(installation.keys), BATCH_SIZE)]
+    wrong = [_body(installation.revoked, 0), _body(installation.unknown, 0)]
     codes = ["key_revoked", "credential_invalid"]
     return Case(
         name,
-        [batch_of(house, keys) for keys in turns],
+        [batch_of(installation, keys) for keys in turns],
         [
-            Probe("a batch of valid keys", batch_of(house, turns[0]), are_allowed),
-            Probe("a batch with a revoked and an unknown key", _batch(house, wrong), _have_codes(codes)),
+            Probe("a batch of valid keys", batch_of(installation, turns[0]), are_allowed),
+            Probe("a batch with a revoked and an unknown key", _batch(installation, wrong), _have_codes(codes)),
         ],
-        is_remembered=True,
+        is_repeated=True,
     )
 
 
-def verify_one(house: House, key: str) -> bytes:
-    return _verify(house, _body(key, 0))
+def verify_one(installation: Installation, key: str) -> bytes:
+    return _verify(installation, _body(key, 0))
 
 
-def batch_of(house: House, keys: list[str]) -> bytes:
-    return _batch(house, [_body(key, place) for place, key in enumerate(keys)])
+def batch_of(installation: Installation, keys: list[str]) -> bytes:
+    return _batch(installation, [_body(key, place) for place, key in enumerate(keys)])
 
 
 def _body(key: str, turn: int) -> dict[str, str]:
@@ -130,16 +149,16 @@ def _body(key: str, turn: int) -> dict[str, str]:
     }
 
 
-def _verify(house: House, body: dict[str, str]) -> bytes:
-    return request("POST", "/v1/keys/verify", _headers(house), _json(body))
+def _verify(installation: Installation, body: dict[str, str]) -> bytes:
+    return request("POST", "/v1/keys/verify", _headers(installation), _json(body))
 
 
-def _batch(house: House, bodies: list[dict[str, str]]) -> bytes:
-    return request("POST", "/v1/keys/verify-batch", _headers(house), _json({"requests": bodies}))
+def _batch(installation: Installation, bodies: list[dict[str, str]]) -> bytes:
+    return request("POST", "/v1/keys/verify-batch", _headers(installation), _json({"requests": bodies}))
 
 
-def _headers(house: House) -> dict[str, str]:
-    return {"Authorization": f"Bearer {house.token}", "Content-Type": "application/json"}
+def _headers(installation: Installation) -> dict[str, str]:
+    return {"Authorization": f"Bearer {installation.token}", "Content-Type": "application/json"}
 
 
 def _json(value: object) -> bytes:
@@ -151,11 +170,11 @@ def _is_allowed(status: int, body: bytes) -> bool:
 
 
 def _has_code(code: str) -> Callable[[int, bytes], bool]:
-    def is_right(status: int, body: bytes) -> bool:
-        answer = json.loads(body) if status == 200 else {}
-        return answer.get("allowed") is False and answer["code"] == code
+    def is_correct(status: int, body: bytes) -> bool:
+        decision = json.loads(body) if status == 200 else {}
+        return decision.get("allowed") is False and decision["code"] == code
 
-    return is_right
+    return is_correct
 
 
 def are_allowed(status: int, body: bytes) -> bool:
@@ -170,25 +189,25 @@ def _have_codes(codes: list[str]) -> Callable[[int, bytes], bool]:
 # --- the peers ----------------------------------------------------------------------------------------------
 
 
-def hello(house: House, name: str) -> Case:
-    """The very bytes of a verification, answered without a look at them."""
-    plain = verify(house, name)
-    return Case(name, plain.requests, [Probe("a request", plain.requests[0], answers(200))])
+def hello(installation: Installation, name: str) -> Case:
+    """Send the same bytes as `verify`; the server ignores them."""
+    plain = verify(installation, name)
+    return Case(name, plain.requests, [Probe("a request", plain.requests[0], has_status(200))])
 
 
 def protected(name: str, target: str, header: str, keys: list[str], revoked: str, unknown: str) -> Case:
-    """`header` is a name and how the text begins: `Authorization: Token `."""
+    """`header`: the header's name and the prefix of its value, such as `Authorization: Token `."""
     field, _, start = header.partition(": ")
 
-    def ask(key: str) -> bytes:
+    def request_with(key: str) -> bytes:
         return request("POST", target, {field: f"{start}{key}", "Content-Type": "application/json"}, b"{}")
 
     return Case(
         name,
-        [ask(key) for key in keys],
+        [request_with(key) for key in keys],
         [
-            *(Probe("a valid key", ask(key), answers(200)) for key in keys[:CHECKED_KEYS]),
-            Probe("the revoked key", ask(revoked), answers(401, 403)),
-            Probe("an unknown key", ask(unknown), answers(401, 403)),
+            *(Probe("a valid key", request_with(key), has_status(200)) for key in keys[:CHECKED_KEYS]),
+            Probe("the revoked key", request_with(revoked), has_status(401, 403)),
+            Probe("an unknown key", request_with(unknown), has_status(401, 403)),
         ],
     )

@@ -1,40 +1,44 @@
-"""The arithmetic: percentiles, ratios round by round, noisy rounds, and what is held against a target."""
+"""Statistics of the benchmarks: percentiles, ratios per round, noisy rounds, and targets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
-LEAST_SHARE = 0.94
-"""Least share of its core for a busy server; with less, another process used the core."""
+MIN_SHARE = 0.94
+"""Minimum share of its core for a saturated server; below it, another process used the core."""
 
-MOST_OTHERS = 1 - LEAST_SHARE
-"""Largest share of the core that other processes may use, for a server that is not saturated."""
+MAX_OTHERS = 1 - MIN_SHARE
+"""Maximum share of the core for other processes, beside a server that is not saturated."""
 
-MOST_STEAL = 0.01
-"""Largest share of the machine's time that the host may steal."""
+MAX_STEAL = 0.01
+"""Maximum share of the machine's time that its host may steal."""
 
-FEWEST_QUIET = 2
-"""Number of quiet rounds from which the noisy ones are left out."""
+MIN_QUIET_ROUNDS = 2
+"""Number of quiet rounds from which noisy ones are ignored."""
 
 
-def find_noise(others: float, steal: float, most_steal: float = MOST_STEAL) -> list[str]:
-    """Who else was at work, on the server's core and on the machine below this one."""
+def find_noise(others: float, steal: float, max_steal: float = MAX_STEAL) -> list[str]:
+    """Return why a round is noisy. `others`: share of the core; `steal`: share of the machine."""
     found = []
-    if others > MOST_OTHERS:
+    if others > MAX_OTHERS:
         found.append(f"others used {others:.0%} of the core")
-    if steal > most_steal:
+    if steal > max_steal:
         found.append(f"{steal:.1%} of the machine was stolen")
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One case in one round. `share` of its core the server used, `others` was used by other processes; `steal` of the
-    machine its host took away.
+    """One case in one round.
 
-    `is_waiting`: it spends time waiting for a database on another core, so that its share says nothing of noise.
-    `errors`: answers that were no answer, or no 2xx.
+    Args:
+        share: Share of its core that the server used.
+        others: Share of that core that other processes used.
+        steal: Share of the machine's time that its host stole.
+        cpu_us: Processor time of the server per request, in microseconds.
+        errors: Number of requests without a 2xx response.
+        is_waiting: Whether the server waits for a database on another core, so that its share does not show noise.
     """
 
     case: str
@@ -53,7 +57,7 @@ class Run:
     @property
     def flags(self) -> list[str]:
         found = find_noise(self.others if self.is_waiting else 0.0, self.steal)
-        if self.share < LEAST_SHARE and not self.is_waiting:
+        if self.share < MIN_SHARE and not self.is_waiting:
             found.append(f"server had {self.share:.0%} of its core")
         if self.errors:
             found.append(f"{self.errors} errors")
@@ -62,11 +66,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What several rounds came to. `is_noisy`: too few of them were quiet to leave the others out."""
+    """Median and range of several rounds. `is_noisy`: there were too few quiet rounds to ignore the others."""
 
     median: float
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     rounds: int
     is_noisy: bool = False
 
@@ -75,18 +79,18 @@ class Spread:
         return self.rounds == 1
 
     def __str__(self) -> str:
-        return self.told()
+        return self.format()
 
-    def told(self, unit: str = "") -> str:
-        """Median and range."""
+    def format(self, unit: str = "") -> str:
+        """Return median and range as text."""
         text = number(self.median)
         if not self.is_single:
-            text += f" ({number(self.least)}..{number(self.most)})"
+            text += f" ({number(self.minimum)}..{number(self.maximum)})"
         return f"{text}{unit}, noisy" if self.is_noisy else f"{text}{unit}"
 
 
 def number(value: float) -> str:
-    """Three figures where there are no more: `106,199`, `52.1`, `0.521`, `0`."""
+    """Format with three significant digits, or as an integer from 100: `106,199`, `52.1`, `0.521`, `0`."""
     if value == 0:
         return "0"
     if abs(value) >= 100:
@@ -95,24 +99,24 @@ def number(value: float) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that at least this share of them does not exceed. Raises ValueError without any."""
+    """Return the smallest value that at least this share of the values does not exceed. Raises ValueError if empty."""
     if not values:
-        raise ValueError("no values, no percentile")
+        raise ValueError("There is no percentile of no values.")
     ordered = sorted(values)
     place = -int(-share * len(ordered) // 1) - 1  # rounded up
     return ordered[min(max(place, 0), len(ordered) - 1)]
 
 
 def spread(values: Sequence[tuple[float, bool]]) -> Spread:
-    """Of each round's value and whether it was quiet. Noisy rounds are left out where enough are quiet."""
+    """Summarize each round's value, with whether the round was quiet. Ignore noisy rounds if enough are quiet."""
     quiet = [value for value, is_quiet in values if is_quiet]
-    is_noisy = len(quiet) < min(FEWEST_QUIET, len(values))
+    is_noisy = len(quiet) < min(MIN_QUIET_ROUNDS, len(values))
     used = [value for value, _ in values] if is_noisy else quiet
     return Spread(median(used), min(used), max(used), len(used), is_noisy)
 
 
 def ratio(runs: Iterable[Run], above: str, below: str, factor: float = 1.0) -> Spread | None:
-    """Round by round, `factor` times the rate of one case over another's; None where no round has both."""
+    """Return `factor` times the rate of one case divided by that of another, per round. None without a common round."""
     by_round: dict[int, dict[str, Run]] = {}
     for run in runs:
         by_round.setdefault(run.round, {})[run.case] = run
@@ -126,7 +130,7 @@ def ratio(runs: Iterable[Run], above: str, below: str, factor: float = 1.0) -> S
 
 
 def ratio_by_cpu(runs: Sequence[Run], above: str, below: str, factor: float = 1.0) -> float | None:
-    """The same of the processor time that a request cost each of them: who else was at work changes little of it."""
+    """Return the ratio by processor time per request, which other processes affect little."""
     costs = {
         case: [run.cpu_us for run in runs_of if run.cpu_us]
         for case, runs_of in ((name, [run for run in runs if run.case == name]) for name in (above, below))
@@ -137,23 +141,24 @@ def ratio_by_cpu(runs: Sequence[Run], above: str, below: str, factor: float = 1.
 
 
 class Met(StrEnum):
-    """How a measured value stands to its target."""
+    """Result of comparing a measured value with its target."""
 
     AIM = "aim"
-    LEAST = "yes"
+    REQUIRED = "yes"
     NO = "no"
     NOT_RUN = "not run"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A row of the table of what is to be met. `is_ceiling`: smaller is better, `least` is the most it may be.
+    """A row of the table of targets: a required value, and a better one to aim for.
 
-    Rates are compared case over case (`above`, `below`, `factor`); everything else is a figure of that name.
+    The value is either a ratio of rates (`factor` * `above` / `below`, both names of cases), or a `figure` of a part.
+    `is_ceiling`: the value must not exceed the bound.
     """
 
     title: str
-    least: float
+    required: float
     aim: float
     unit: str = ""
     is_ceiling: bool = False
@@ -162,12 +167,12 @@ class Target:
     factor: float = 1.0
     figure: str = ""
 
-    def judge(self, measured: Spread | None) -> Met:
+    def compare(self, measured: Spread | None) -> Met:
         if measured is None:
             return Met.NOT_RUN
         if self._is_within(measured.median, self.aim):
             return Met.AIM
-        return Met.LEAST if self._is_within(measured.median, self.least) else Met.NO
+        return Met.REQUIRED if self._is_within(measured.median, self.required) else Met.NO
 
     def measure(self, runs: Iterable[Run], figures: Mapping[str, Spread]) -> Spread | None:
         if self.figure:
@@ -179,7 +184,8 @@ class Target:
 
 
 HIT, OWN_HELLO, UVICORN_HELLO, GRANIAN_HELLO = "verifier", "own hello", "uvicorn hello", "Granian WSGI hello"
-ANEW = "verifier, asked anew"
+NEW_REQUESTS = "verifier, asked anew"
+EMBEDDED = "verifier, embedded default"
 WSGI_FRONTEND, MISS, MISS_SQLITE, BATCH = "WSGI frontend", "miss, PostgreSQL", "miss, SQLite", "batch of 100"
 WEB_SERVER = "server of make run"
 NGINX_HELLO, API_KEY, KNOX = "nginx return 200", "djangorestframework-api-key", "django-rest-knox"
@@ -188,11 +194,13 @@ BATCH_SIZE = 100
 
 TAIL, STALE, EVICTION, GROWTH = "p99 at 80 %", "stale", "eviction p99", "growth"
 JOBS, ROTATIONS, EVENT = "jobs", "rotations", "event to step"
-SIGN_IN = "sign-in"
+SIGN_IN, IDLE = "sign-in", "idle"
 
 TARGETS = (
     Target("verifier, all features / own hello", 0.50, 0.60, above=HIT, below=OWN_HELLO),
     Target("verifier / uvicorn hello", 1.5, 2, above=HIT, below=UVICORN_HELLO),
+    Target("known keys in new requests / own hello", 0.35, 0.5, above=NEW_REQUESTS, below=OWN_HELLO),
+    Target("verifier on the embedded default, two limits / uvicorn hello", 1.6, 2, above=EMBEDDED, below=UVICORN_HELLO),
     Target("verifier / drf-api-key on PostgreSQL", 50, 100, above=HIT, below=API_KEY),
     Target("WSGI frontend / Granian WSGI hello", 0.70, 0.85, above=WSGI_FRONTEND, below=GRANIAN_HELLO),
     Target("100 % miss / hit, PostgreSQL", 0.35, 0.5, above=MISS, below=HIT),
@@ -202,6 +210,7 @@ TARGETS = (
     Target("commit → last of 4 verifiers evicted, loaded, p99", 20, 5, " ms", is_ceiling=True, figure=EVICTION),
     Target("look-up p50 at 1 million / 10 thousand keys", 1.25, 1.1, is_ceiling=True, figure=GROWTH),
     Target("p99 of `orders.retrieve` under 16 sign-ins / idle", 2, 1.25, is_ceiling=True, figure=SIGN_IN),
+    Target("processor time of an idle `make run`", 5, 3, " % of a core", is_ceiling=True, figure=IDLE),
     Target("worst periodic job, nothing due, in full / at a hundredth", 2, 1.25, is_ceiling=True, figure=JOBS),
     Target("rotations completed a second on two cores, with audit", 5, 20, figure=ROTATIONS),
     Target("event → step of its rotation, workers under load, p99", 2, 0.5, " s", is_ceiling=True, figure=EVENT),

@@ -1,11 +1,11 @@
-"""Which generators of load this machine has, and how each is started: wrk and pacer.c, or pacer.py in their place."""
+"""Load generators: wrk (closed loop) and pacer.c (open loop), or pacer.py if this machine lacks them."""
 
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .launch import run_to_end
+from .launch import run_checked
 
 SOURCE = Path(__file__).with_name("pacer.c")
 ROTATION = Path(__file__).with_name("rotate.lua")
@@ -13,7 +13,7 @@ BUNDLED = "pacer.py"
 
 FLAGS = ("-O2", "-std=c11", "-Wall", "-Wextra", "-Werror")
 
-INSTEAD = "comes from the bundled generator in Python, which is at its end before a fast server is"
+INSTEAD = "comes from the bundled generator in Python, which is slower than a fast server"
 
 
 def find_compiler() -> str | None:
@@ -21,15 +21,15 @@ def find_compiler() -> str | None:
 
 
 def compile_pacer(compiler: str, folder: Path) -> Path:
-    """The program, in that folder. Raises RuntimeError when the compiler refuses."""
+    """Compile pacer.c into the folder and return the program. Raises RuntimeError with the compiler's output."""
     program = folder / "pacer"
-    run_to_end([compiler, *FLAGS, "-o", str(program), str(SOURCE)], f"{compiler} does not compile {SOURCE.name}")
+    run_checked([compiler, *FLAGS, "-o", str(program), str(SOURCE)], f"{compiler} does not compile {SOURCE.name}")
     return program
 
 
 @dataclass(frozen=True, slots=True)
 class Generators:
-    """`wrk` is for closed loop and `pacer` for open; None: pacer.py does it. `advice`: what the machine lacks."""
+    """The generators of closed loop (`wrk`) and open loop (`pacer`); None: pacer.py. `advice`: what to install."""
 
     wrk: str | None = None
     pacer: Path | None = None
@@ -40,16 +40,16 @@ class Generators:
         return {"closed": "wrk" if self.wrk else BUNDLED, "open": SOURCE.name if self.pacer else BUNDLED}
 
     def command(self, port: int, requests: Path, seconds: float, connections: int, rate: float | None) -> list[str]:
-        """As fast as the server answers, or open loop at `rate` a second. Each prints its figures as a line of JSON."""
+        """Return the command of a closed loop, or of an open loop at `rate` per second. It prints one line of JSON."""
         if rate is None and self.wrk is not None:
-            # A fraction of a second is more than wrk understands.
-            asked = ["-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "-s", str(ROTATION)]
-            return [self.wrk, *asked, f"http://127.0.0.1:{port}", "--", str(requests)]
+            # wrk accepts whole seconds only.
+            arguments = ["-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "-s", str(ROTATION)]
+            return [self.wrk, *arguments, f"http://127.0.0.1:{port}", "--", str(requests)]
         if rate is not None and self.pacer is not None:
             return [str(self.pacer), str(port), str(requests), str(seconds), str(connections), str(rate)]
         paced = [] if rate is None else ["--rate", str(rate)]
-        asked = [str(port), str(requests), "--seconds", str(seconds), "--connections", str(connections)]
-        return [sys.executable, "-m", "tests.bench.pacer", *asked, *paced]
+        arguments = [str(port), str(requests), "--seconds", str(seconds), "--connections", str(connections)]
+        return [sys.executable, "-m", "tests.bench.pacer", *arguments, *paced]
 
 
 def find_generators(folder: Path) -> Generators:

@@ -1,4 +1,4 @@
-"""Starts a server on its core, waits until it listens, and sees to its end."""
+"""Start a server on its core, wait until it listens, and stop it."""
 
 import os
 import signal
@@ -21,25 +21,25 @@ STOP_SECONDS = 15
 
 
 class StartError(Exception):
-    """The server ended or does not listen; the text ends with the tail of its log."""
+    """The server exited or does not listen; the text ends with the tail of its log."""
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """A server that listens. `process` is the one that was started, and is above all others of it."""
+class RunningServer:
+    """A server that listens. `process`: id of the process that was started, the parent of its others."""
 
     port: int
     process: int
 
 
 def clean_environ(**added: str) -> dict[str, str]:
-    """Without a developer's own settings, nor those of a run of ours around this."""
+    """Return the environment without settings of Keyvault, its dependencies, or a surrounding test run."""
     ours = ("KEYVAULT_", "VAULT_", "BAO_", "DJANGO_", "PROMETHEUS_")
     return {name: text for name, text in os.environ.items() if not name.startswith(ours)} | added
 
 
-def run_to_end(command: list[str], failed: str, environ: Mapping[str, str] | None = None) -> None:
-    """Raises RuntimeError, with the end of what it said, where it fails."""
+def run_checked(command: list[str], failed: str, environ: Mapping[str, str] | None = None) -> None:
+    """Run a command to its end. Raises RuntimeError with `failed` and the end of its output if it fails."""
     done = subprocess.run(
         command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -48,11 +48,14 @@ def run_to_end(command: list[str], failed: str, environ: Mapping[str, str] | Non
 
 
 @contextmanager
-def launched(
+def running_server(
     command: list[str], environ: Mapping[str, str], log: Path, core: int | None, port: int = 0
-) -> Iterator[Started]:
-    """`{port}` in the command is the server's port, a free one unless told. On leaving it is asked to end, and made
-    to. Raises StartError."""
+) -> Iterator[RunningServer]:
+    """Run a server until the block ends. Raises StartError.
+
+    `{port}` in command and environment is replaced by `port`, or by a free port if that is 0. At the end the server
+    gets SIGTERM, and SIGKILL after STOP_SECONDS.
+    """
     port = port or free_port()
     command = [part.replace("{port}", str(port)) for part in command]
     environ = {name: text.replace("{port}", str(port)) for name, text in environ.items()}
@@ -65,16 +68,16 @@ def launched(
         os.close(descriptor)
     try:
         _wait_until_listening(process, port, log)
-        yield Started(port, process.pid)
+        yield RunningServer(port, process.pid)
     finally:
-        _end(process)
+        stop_process(process)
 
 
 def _wait_until_listening(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise StartError(f"ended with {process.returncode}: {_tail(log)}")
+            raise StartError(f"exited with {process.returncode}: {_tail(log)}")
         with suppress(OSError):
             socket.create_connection(("127.0.0.1", port), timeout=2).close()
             return
@@ -82,7 +85,8 @@ def _wait_until_listening(process: "subprocess.Popen[bytes]", port: int, log: Pa
     raise StartError(f"does not listen after {START_SECONDS} s: {_tail(log)}")
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def stop_process(process: "subprocess.Popen[bytes]") -> None:
+    """Stop a process and its group."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Puts load on a server from the other core, and watches what the server pays for it meanwhile."""
+"""Generate load on a server from the other core, and measure the server's processor time and memory."""
 
 import json
 import os
@@ -12,17 +12,17 @@ from typing import Any
 from tests.environment import ROOT
 
 from .generators import Generators
-from .machine import Cores, cost, members, pinned, rss_mb
+from .machine import Cores, cost, list_process_tree, pinned, rss_mb
 
 SETTLE_SHARE = 0.15
-"""Share of a run, at each end, whose processor time is not counted, since the generator starts and stops."""
+"""Share of a run, at each end, that is not measured, because the generator starts and stops."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """What the generator counted, and what the server's processes, and others on their core, used while it did."""
+class LoadResult:
+    """Result of one load: counts of the generator, and use of resources meanwhile. Members as in `figures.Run`."""
 
-    counted: dict[str, float]
+    counts: dict[str, float]
     share: float
     others: float
     steal: float
@@ -31,26 +31,26 @@ class Loaded:
 
     @property
     def rate(self) -> float:
-        return self.counted["requests"] / self.counted["seconds"]
+        return self.counts["requests"] / self.counts["seconds"]
 
 
-def fill(port: int, requests: Path, *, cores: Cores, connections: int) -> None:
-    """Sends every request once. Raises RuntimeError when the generator fails, or an answer is an error."""
-    asked = [str(port), str(requests), "--connections", str(connections)]
+def send_each_once(port: int, requests: Path, *, cores: Cores, connections: int) -> None:
+    """Send every request once. Raises RuntimeError if the generator fails or a response is an error."""
+    arguments = [str(port), str(requests), "--connections", str(connections)]
     done = subprocess.run(
-        pinned([sys.executable, "-m", "tests.bench.pacer", *asked, "--once"], cores.load),
+        pinned([sys.executable, "-m", "tests.bench.pacer", *arguments, "--once"], cores.load),
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
-    counted = _read(done.stdout)
-    if done.returncode or counted is None or counted["errors"]:
-        raise RuntimeError(f"not every request was answered: {(done.stderr or done.stdout)[-500:]}")
+    counts = _read(done.stdout)
+    if done.returncode or counts is None or counts["errors"]:
+        raise RuntimeError(f"Not every request had a response: {(done.stderr or done.stdout)[-500:]}")
 
 
-def put_load(
+def run_load(
     port: int,
     requests: Path,
     *,
@@ -60,10 +60,10 @@ def put_load(
     seconds: float,
     connections: int,
     rate: float | None,
-) -> Loaded:
-    """As fast as the server answers, or open loop at `rate` a second. Raises RuntimeError when the generator fails."""
+) -> LoadResult:
+    """Run a closed loop, or an open loop at `rate` per second. Raises RuntimeError if the generator fails."""
     command = pinned(generators.command(port, requests, seconds, connections, rate), cores.load)
-    processes = members(process)
+    processes = list_process_tree(process)
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -78,13 +78,13 @@ def put_load(
         after, took = cost(processes, cores.server), time.perf_counter() - began
         memory = rss_mb(processes)
         output, errors = generator.communicate(timeout=60)
-    counted = _read(output)
-    if generator.returncode or counted is None:
-        raise RuntimeError(f"the generator failed: {(errors or output)[-500:]}")
+    counts = _read(output)
+    if generator.returncode or counts is None:
+        raise RuntimeError(f"The generator failed: {(errors or output)[-500:]}")
     used = after.cpu_seconds - before.cpu_seconds
-    answered = counted["requests"] / counted["seconds"]
-    return Loaded(
-        counted=counted,
+    answered = counts["requests"] / counts["seconds"]
+    return LoadResult(
+        counts=counts,
         share=used / took,
         others=max(0.0, after.core_seconds - before.core_seconds - used) / took,
         steal=(after.stolen_seconds - before.stolen_seconds) / took / (os.cpu_count() or 1),
@@ -94,10 +94,10 @@ def put_load(
 
 
 def _read(output: str) -> dict[str, float] | None:
-    """The last line, which every generator writes as JSON."""
+    """Parse the last line, which every generator writes as JSON."""
     lines = output.strip().splitlines()
     try:
-        counted: Any = json.loads(lines[-1])
+        counts: Any = json.loads(lines[-1])
     except (IndexError, ValueError):
         return None
-    return counted if isinstance(counted, dict) else None
+    return counts if isinstance(counts, dict) else None

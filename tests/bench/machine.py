@@ -1,4 +1,4 @@
-"""This machine: its cores, what it runs, and what a server's processes cost. Linux only."""
+"""This machine: its cores and versions, and the resources that processes use. Linux only."""
 
 import os
 import platform
@@ -20,15 +20,15 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Which core the measured server has, and which one the load and the databases have; None: they share all."""
+    """The core of the measured server, and that of load generators and databases. None: they share all cores."""
 
     server: int | None
     load: int | None
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         if self.server is None:
-            return "one core for servers, databases and load alike: the ratios say less"
+            return "servers, databases and load share one core, so ratios are less accurate"
         return f"servers on CPU {self.server}, load and databases on CPU {self.load}"
 
 
@@ -45,7 +45,7 @@ def pinned(command: list[str], *cores: int | None) -> list[str]:
     return [taskset, "--cpu-list", ",".join(map(str, cores)), *command]
 
 
-# --- what a server costs ------------------------------------------------------------------------------------
+# --- resources of processes ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Cost:
     stolen_seconds: float
 
 
-def members(server: int) -> list[int]:
-    """A server's process, its children and theirs; those that died on the way have left no orphans of ours."""
+def list_process_tree(server: int) -> list[int]:
+    """Return the ids of a process and its descendants."""
     parents = {int(each.name): _parent(each) for each in PROC.iterdir() if each.name.isdecimal()}
     found = [server]
     for process in found:
@@ -74,12 +74,22 @@ def cost(processes: list[int], core: int | None) -> Cost:
 
 
 def rss_mb(processes: list[int]) -> float:
-    """Resident memory; pages that processes share are counted with each."""
+    """Return resident memory in MiB; pages that processes share are counted for each."""
     total = 0
     for process in processes:
         if (found := re.search(r"VmRSS:\s+(\d+)", _read(PROC / str(process) / "status"))) is not None:
             total += int(found[1])
     return total / 1024
+
+
+def list_children(process: int) -> list[int]:
+    """Return the ids of a process's children, oldest first."""
+    return sorted(child for child in list_process_tree(process) if _parent(PROC / str(child)) == process)
+
+
+def read_command(process: int) -> str:
+    """Return the command line of a process; "" if it has ended."""
+    return _read(PROC / str(process) / "cmdline").replace("\0", " ")
 
 
 def _parent(entry: Path) -> int:
@@ -88,7 +98,7 @@ def _parent(entry: Path) -> int:
 
 
 def _cpu_seconds(process: int) -> float:
-    """To the nanosecond, where the kernel says it of each thread; else in ticks."""
+    """Return processor seconds: in nanoseconds if the kernel has schedstat, else in clock ticks."""
     tasks = [_read(task / "schedstat").split() for task in _tasks(process)]
     if tasks and all(tasks):
         return sum(int(task[0]) for task in tasks) / 1e9
@@ -113,25 +123,25 @@ def _core_seconds(core: int | None) -> float:
 
 
 def stolen_seconds() -> float:
-    """Of all cores together."""
+    """Return the seconds that the host stole from all cores together."""
     fields = _read(PROC / "stat").split()
     return int(fields[8]) / _TICKS
 
 
 def _read(path: Path) -> str:
-    """Nothing of a process that has ended meanwhile."""
+    """Return the text of the file; "" if the process has ended."""
     try:
         return path.read_text()
     except OSError:
         return ""
 
 
-# --- what is running here -----------------------------------------------------------------------------------
+# --- versions -----------------------------------------------------------------------------------------------
 
 
 def describe(peers: Path | None, bao: Path | None) -> dict[str, str]:
-    """What the figures are of, for the head of the table. `peers`: the environment of the peers, if it is there."""
-    told = {
+    """Return the hardware and the versions measured. `peers`: virtual environment of the peers, if it exists."""
+    versions = {
         "cpu": f"{os.cpu_count()} x {_cpu_model()}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "kernel": f"{platform.system()} {platform.release()}",
@@ -150,12 +160,12 @@ def describe(peers: Path | None, bao: Path | None) -> dict[str, str]:
         found = {each.metadata["Name"]: each.version for each in distributions(path=sites)}
         wanted = ("djangorestframework-api-key", "django-rest-knox", "djangorestframework", "Django", "psycopg")
         served = ("granian", "uvicorn", "uvloop", "httptools")
-        told["peers"] = ", ".join(f"{name} {found[name]}" for name in wanted + served if name in found)
-    return told
+        versions["peers"] = ", ".join(f"{name} {found[name]}" for name in wanted + served if name in found)
+    return versions
 
 
 def name_machine() -> str:
-    """For a file's name: its processor and how many of them."""
+    """Return a name for files: the processor and the number of cores."""
     model = re.sub(r"\(R\)|\(TM\)|CPU|Processor|@.*", " ", _cpu_model())
     return f"{'-'.join(re.findall(r'[a-z0-9]+', model.lower()))}-x{os.cpu_count()}"
 
@@ -180,4 +190,4 @@ def _first_line(command: list[str]) -> str:
 
 def require_linux() -> None:
     if sys.platform != "linux":
-        sys.exit("The benchmarks read /proc and pin processes to cores: they run on Linux only.")
+        sys.exit("The benchmarks run on Linux only: they read /proc and pin processes to cores.")

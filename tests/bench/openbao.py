@@ -1,4 +1,4 @@
-"""OpenBao in dev mode, all in memory and without an audit device: tokens and secrets to ask it for."""
+"""Benchmark cases of OpenBao in dev mode: in memory, without an audit device."""
 
 import http.client
 import json
@@ -6,20 +6,20 @@ import os
 import shutil
 from typing import Any
 
-from .cases import ADDRESS, CHECKED_KEYS, Case, Probe, answers, request
+from .cases import ADDRESS, CHECKED_KEYS, Case, Probe, has_status, request
 from .figures import BAO_KV, BAO_TOKEN
-from .site import NotRunError
+from .testbed import NotRunError
 
 BINARY = "KEYVAULT_BENCH_BAO"
 ROOT_TOKEN = "benchmark-only"
 COUNT = 1000
 
 SETTINGS = {"BAO_DEV_ROOT_TOKEN_ID": ROOT_TOKEN, "GOMAXPROCS": "1"}
-"""One core for it, as for the others."""
+"""OpenBao uses one core, like the other servers."""
 
 
 def find_bao() -> str:
-    """Raises NotRunError."""
+    """Return the path of the binary. Raises NotRunError if there is none."""
     found = os.environ.get(BINARY) or shutil.which("bao")
     if not found or not shutil.which(found):
         raise NotRunError(f"no bao on PATH, and {BINARY} names none")
@@ -31,7 +31,7 @@ def command() -> list[str]:
 
 
 def cases_at(port: int) -> list[Case]:
-    """Return the cases of a fresh server, which stores nothing between its starts."""
+    """Create tokens and secrets on a new server, which has no persistent storage; return its cases."""
     connection = http.client.HTTPConnection(ADDRESS, port, timeout=30)
     try:
         _put(connection, "sys/policy/reader", {"policy": 'path "secret/data/*" { capabilities = ["read"] }'})
@@ -49,30 +49,30 @@ def cases_at(port: int) -> list[Case]:
 
 
 def _case(name: str, target: str, tokens: list[str], revoked: str) -> Case:
-    def ask(turn: int, token: str) -> bytes:
+    def request_with(turn: int, token: str) -> bytes:
         return request("GET", target.format(turn=turn), {"X-Vault-Token": token})
 
     return Case(
         name,
-        [ask(turn, token) for turn, token in enumerate(tokens)],
+        [request_with(turn, token) for turn, token in enumerate(tokens)],
         [
-            *(Probe("a valid token", ask(0, token), answers(200)) for token in tokens[:CHECKED_KEYS]),
-            Probe("the revoked token", ask(0, revoked), answers(403)),
-            Probe("an unknown token", ask(0, f"s.{'x' * 24}"), answers(403)),
+            *(Probe("a valid token", request_with(0, token), has_status(200)) for token in tokens[:CHECKED_KEYS]),
+            Probe("the revoked token", request_with(0, revoked), has_status(403)),
+            Probe("an unknown token", request_with(0, f"s.{'x' * 24}"), has_status(403)),
         ],
     )
 
 
 def _new_token(connection: http.client.HTTPConnection) -> str:
-    """A service token: the kind that can be revoked."""
-    asked = {"policies": ["default", "reader"], "ttl": "1h", "no_parent": True}
-    return str(_put(connection, "auth/token/create", asked)["auth"]["client_token"])
+    """Create a service token, which can be revoked."""
+    body = {"policies": ["default", "reader"], "ttl": "1h", "no_parent": True}
+    return str(_put(connection, "auth/token/create", body)["auth"]["client_token"])
 
 
 def _put(connection: http.client.HTTPConnection, path: str, body: dict[str, Any]) -> Any:
     connection.request("POST", f"/v1/{path}", json.dumps(body), {"X-Vault-Token": ROOT_TOKEN})
-    answer = connection.getresponse()
-    content = answer.read()
-    if answer.status >= 400:
-        raise RuntimeError(f"OpenBao refused {path}: {answer.status} {content[:300]!r}")
+    response = connection.getresponse()
+    content = response.read()
+    if response.status >= 400:
+        raise RuntimeError(f"OpenBao rejected {path}: {response.status} {content[:300]!r}")
     return json.loads(content) if content else None

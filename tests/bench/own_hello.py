@@ -1,4 +1,4 @@
-"""Our server with nothing behind it: `python -m tests.bench.own_hello PORT`. What its HTTP alone costs."""
+"""Keyvault's HTTP server with a constant response: `python -m tests.bench.own_hello PORT`."""
 
 import sys
 
@@ -9,7 +9,7 @@ BODY = b'{"hello":"world"}'
 
 
 class Hello:
-    """In the place of the engine."""
+    """An application that ignores the request."""
 
     shortcut = None
 

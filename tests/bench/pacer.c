@@ -1,12 +1,11 @@
 /*
- * The generator of load in open loop for servers that pacer.py is too slow for: the same schedule and figures, in C.
+ * Load generator in open loop for servers that are faster than pacer.py: the same schedule and results, in C.
  *
  *     pacer PORT REQUESTS SECONDS CONNECTIONS RATE
  *
- * The n-th request is due at a moment that is fixed before the first is sent, on connection n modulo their number; its
- * clock starts at that moment whether it could be sent then or not, so that a server which stalls is charged for all
- * that waited meanwhile (no coordinated omission). Prints one line of JSON. A lost connection, or an answer that is
- * not understood, ends the run with exit 1: nothing is measured around it.
+ * The n-th request is due at a time fixed in advance, on connection n modulo their number. Its latency is measured from
+ * that time even if it is sent later, so that a stall counts for every request that waited (no coordinated omission).
+ * Prints one line of JSON. A closed connection, or a response that cannot be parsed, ends the run with exit 1.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -37,12 +36,11 @@
 #define MILLISECOND_NS INT64_C(1000000)
 #define SECOND_NS INT64_C(1000000000)
 #define GIVE_UP_NS (5 * SECOND_NS)   /* after the last request was due */
-#define NAP_NS 30000                 /* where requests are due more often, several are sent and read at once: to wake
-                                      * up for each leaves the database nothing, and then Linux takes the core from
-                                      * this real-time task for 50 ms of each second */
+#define NAP_NS 30000                 /* minimum sleep: waking up for each request would leave the database no time,
+                                      * and Linux would then suspend this real-time task for 50 ms of each second */
 #define READ_BYTES 262144
 #define LINE_BYTES 8192
-#define MOST_LENGTH (UINT64_C(1) << 48) /* of an answer, so that no sum overflows */
+#define MOST_LENGTH (UINT64_C(1) << 48) /* of a response, so that no sum overflows */
 #define LOST "the server closed a connection that was to be kept"
 
 struct bytes {
@@ -55,7 +53,7 @@ struct times {
     int64_t count;
 };
 
-/* An answer that is read as it comes; nothing of it is kept but the beginning of a line whose end is not there yet. */
+/* Parser of one response. It keeps only the beginning of an incomplete line. */
 struct answer {
     enum { STATUS, HEADERS, BODY, CHUNK_SIZE, CHUNK, TRAILERS } stage;
     unsigned status;
@@ -103,8 +101,8 @@ static void skip(struct bytes *bytes, size_t count)
 
 /* --- answers --- */
 
-/* Takes a line from what was read, without its end; false when it is not there as a whole. An answer that comes in one
- * piece, which nearly all do, is not copied. */
+/* Take a line without its end from the bytes read; false if it is incomplete. A response that arrives in one read, as
+ * nearly all do, is not copied. */
 static bool take_line(struct answer *answer, struct bytes *read, struct bytes *line)
 {
     const char *end = memchr(read->start, '\n', read->length);
@@ -126,7 +124,7 @@ static bool take_line(struct answer *answer, struct bytes *read, struct bytes *l
     return true;
 }
 
-/* The number that a text begins with; only an extension of a chunk may follow it. */
+/* Parse the number at the beginning of a text; only a chunk extension may follow it. */
 static uint64_t read_number(struct bytes text, unsigned base)
 {
     uint64_t number = 0;
@@ -155,7 +153,7 @@ static void read_status(struct answer *answer, struct bytes line)
     answer->left = 0;
 }
 
-/* Whether the line is of that name, and ends with that value if there is one to end with. */
+/* Return whether the header has this name, and ends with this value unless it is empty. */
 static bool is_header(struct bytes line, struct bytes name, struct bytes value)
 {
     return line.length >= name.length + value.length && strncasecmp(line.start, name.start, name.length) == 0 &&
@@ -173,7 +171,7 @@ static void read_header(struct answer *answer, struct bytes line)
     }
 }
 
-/* What comes after the head. An answer that announces no body has none, since the connection is kept. */
+/* Begin the part after the head. Without a length there is no body, because the connection is persistent. */
 static void begin_body(struct answer *answer)
 {
     bool is_interim = answer->status < 200, is_bare = answer->status == 204 || answer->status == 304;
@@ -182,7 +180,7 @@ static void begin_body(struct answer *answer)
     answer->stage = is_interim ? STATUS : answer->is_chunked && !is_bare ? CHUNK_SIZE : BODY;
 }
 
-/* Takes what is the answer's from what was read. Whether it is whole; then it is ready to read the next one. */
+/* Parse the bytes read; return whether the response is complete. Then the parser is ready for the next one. */
 static bool read_answer(struct answer *answer, struct bytes *read)
 {
     struct bytes line;
@@ -225,7 +223,7 @@ static bool is_free(const struct connection *connection)
     return connection->is_answered && !connection->unsent.length;
 }
 
-/* Edge-triggered: whoever is told of a connection reads until the answer is whole or nothing is left to read. */
+/* Edge-triggered: after an event, read until the response is complete or no bytes are left. */
 static void open_connection(struct run *run, struct connection *connection, uint16_t port)
 {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(port)};
@@ -241,7 +239,7 @@ static void open_connection(struct run *run, struct connection *connection, uint
         err(1, "no connection to the server");
 }
 
-/* Sends as much as there is room for; the rest when there is room again. */
+/* Send as many bytes as the socket accepts; the others are sent when it is writable. */
 static void push(struct connection *connection)
 {
     struct bytes *unsent = &connection->unsent;
@@ -296,8 +294,8 @@ static void send_following(struct run *run, struct connection *connection)
     push(connection);
 }
 
-/* Sends all that are due where the connection is free; where it is not, `serve` does when it is, with the same clock.
- * Answers what time it is. */
+/* Send all due requests on free connections, and return the time. On a busy connection `serve` sends the request later,
+ * with the same due time. */
 static int64_t send_due(struct run *run)
 {
     int64_t now = now_ns(), due;
@@ -316,14 +314,14 @@ static void serve(struct run *run, const struct epoll_event *event)
 {
     struct connection *connection = event->data.ptr;
     push(connection);
-    if (event->events & ~(uint32_t)EPOLLOUT) /* reading says what is wrong with it, too */
+    if (event->events & ~(uint32_t)EPOLLOUT) /* reading reports errors, too */
         receive(run, connection);
     if (is_free(connection) && connection->following < run->row)
         send_following(run, connection);
 }
 
-/* How many connections have something to tell. A kernel before 5.11, or one that forbids it, does not wait to the
- * nanosecond: there the part of a millisecond is spent asking. */
+/* Wait for events; return their number. A kernel before 5.11 has no timeout in nanoseconds: there the remainder of a
+ * millisecond is spent polling. */
 static int await(struct run *run, int64_t wait)
 {
     if (wait < 0)
@@ -356,12 +354,12 @@ static void follow_schedule(struct run *run)
         int ready = await(run, (run->row < run->offered ? due_of(run, run->row) : last) - now);
         for (int each = 0; each < ready; each++) {
             serve(run, &run->events[each]);
-            send_due(run); /* to serve all others first would make it late */
+            send_due(run); /* serving the other events first would delay it */
         }
     }
 }
 
-/* --- what is asked, and what is told --- */
+/* --- arguments and results --- */
 
 static double read_argument(const char *text, double least, double most)
 {
@@ -380,7 +378,7 @@ static void *reserve(int64_t count, size_t size)
     return room;
 }
 
-/* Each with its length before it, as pacer.py writes them. */
+/* Read the requests, each after its length, as pacer.py writes them. */
 static void read_requests(struct run *run, const char *path)
 {
     FILE *file = fopen(path, "rb");

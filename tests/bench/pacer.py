@@ -1,12 +1,13 @@
-"""The generator of load that is always there: raw sockets in one thread, open loop or closed. It is at its
-end before a fast server is; where there is a C compiler `pacer.c` does the open loop.
+"""Load generator in Python: raw sockets in one thread, open or closed loop.
+
+It is slower than a fast server; with a C compiler, `pacer.c` generates open-loop load.
 
     python -m tests.bench.pacer PORT REQUESTS --seconds 3 --connections 32 [--rate 80000] [--once]
 
-With `--rate` the n-th request is due at a moment that is fixed before the first is sent, on connection n modulo their
-number; its clock starts at that moment whether it could be sent then or not, so that a server which stalls is charged
-for all that waited meanwhile (no coordinated omission). Without, each connection sends again as soon as it is
-answered. Prints one JSON object. Only the standard library: it must be cheap, and it is started often.
+With `--rate` (open loop) the n-th request is due at a time fixed in advance, on connection n modulo their number. Its
+latency is measured from that time even if it is sent later, so that a stall counts for every request that waited (no
+coordinated omission). Without `--rate` (closed loop) a connection sends the next request after each response. Prints
+one JSON object. Imports the standard library only, because it is started often.
 """
 
 import argparse
@@ -23,23 +24,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-LOOKS_BUSY_NS = 40_000
-"""A gap to the next due request that is shorter is waited for without sleeping."""
+SPIN_NS = 40_000
+"""Maximum wait for the next due request without sleeping, in nanoseconds."""
 
 SMALL_BYTES = 16_384
-"""An answer below that comes in one piece over loopback: one that ends like JSON is whole, and not looked at again."""
+"""Maximum size of a response that arrives whole over loopback, in bytes; one that ends like JSON is not parsed."""
 
 ONCE_NS = 120_000_000_000
-"""The longest that it may take to send each request once."""
+"""Maximum time for sending each request once, in nanoseconds."""
 
 GIVE_UP_NS = 5_000_000_000
-"""After the last request was due."""
+"""Maximum wait after the last request was due, in nanoseconds."""
 
 _PR_SET_TIMERSLACK = 29
 
 
 def write_requests(path: Path, requests: Sequence[bytes]) -> None:
-    """Each with its length before it, as this module and `rotate.lua` read them. For its owner only: keys are in it."""
+    """Write the requests, each after its length, for this module, `pacer.c` and `rotate.lua`.
+
+    Only the owner can read the file, because it contains keys.
+    """
     path.touch(mode=0o600)
     with path.open("wb") as file:
         for request in requests:
@@ -56,8 +60,7 @@ def read_requests(path: Path) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`late_us`: how much later than due the p99 of requests was seen to be due, which is the generator's own fault.
-    `unanswered`: of those that were due."""
+    """Result of a run. `late_us`: p99 of the generator's own delay in sending. `unanswered`: due without a response."""
 
     requests: int
     seconds: float
@@ -93,7 +96,7 @@ class _Connection:
 
 
 class Pacer:
-    """One run. `rate` None: closed loop."""
+    """One run; without a `rate` a closed loop."""
 
     def __init__(self, port: int, requests: list[bytes], connections: int, rate: float | None) -> None:
         self._requests = requests
@@ -108,7 +111,7 @@ class Pacer:
             self._poll.register(descriptor, select.EPOLLIN)
 
     def run_once(self) -> Outcome:
-        """Closed loop, until every request was sent once and answered."""
+        """Run a closed loop until every request has had a response."""
         began = time.perf_counter_ns()
         self._run_closed(began + ONCE_NS, len(self._requests))
         return self._outcome((time.perf_counter_ns() - began) / 1e9, self._sent)
@@ -135,7 +138,7 @@ class Pacer:
                     self._send(connection, time.perf_counter_ns())
 
     def _run_paced(self, began: int, offered: int) -> None:
-        """The schedule is one row: request n is due `n` gaps after the beginning."""
+        """Run an open loop: request n is due `n` gaps after the beginning."""
         clock, gap, count = time.perf_counter_ns, self._gap_ns, len(self._connections)
         row, last = 0, began + int(offered * gap) + GIVE_UP_NS
         descriptors = list(self._by_descriptor)
@@ -148,13 +151,13 @@ class Pacer:
                 if not connection.is_busy:
                     self._send(connection, due)
                     now = clock()
-                # Else it is sent when the connection is free again, with the same clock.
+                # Else it is sent when the connection is free again, with the same due time.
                 row += 1
                 due = began + int(row * gap)
             if now > last:
                 return
             wait = due - now if row < offered else GIVE_UP_NS
-            if wait > LOOKS_BUSY_NS:
+            if wait > SPIN_NS:
                 ready: list[int] = select.select(descriptors, [], [], min(wait / 1e9, 0.5))[0]
             else:
                 ready = [descriptor for descriptor, _ in self._poll.poll(0)]
@@ -173,13 +176,13 @@ class Pacer:
         connection.due, connection.is_busy = due, True
         sent = connection.socket.send(request)
         if sent < len(request):
-            # Larger than the socket's buffer: the others wait for it.
+            # Larger than the socket's buffer: block until it is sent.
             connection.socket.setblocking(True)
             connection.socket.sendall(request[sent:])
             connection.socket.setblocking(False)
 
     def _receive(self, connection: _Connection) -> bool:
-        """Whether the answer is there as a whole. A lost connection ends the run: nothing is measured around it."""
+        """Return whether the response is complete. A closed connection ends the run with an error."""
         answer = connection.socket.recv(262_144)
         if not answer:
             raise ConnectionResetError("the server closed a connection that was to be kept")
@@ -221,8 +224,8 @@ class Pacer:
         )
 
 
-def wake_in_time() -> None:
-    """Sleep to the microsecond instead of to the kernel's default of 50 of them."""
+def reduce_timer_slack() -> None:
+    """Set the timer slack of this process to 1 microsecond; the default is 50."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
@@ -235,11 +238,11 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--rate", type=float, default=None)
     parser.add_argument("--once", action="store_true")
-    asked = parser.parse_args()
-    wake_in_time()
+    options = parser.parse_args()
+    reduce_timer_slack()
     gc.disable()
-    pacer = Pacer(asked.port, read_requests(asked.requests), asked.connections, asked.rate)
-    outcome = pacer.run_once() if asked.once else pacer.run(asked.seconds)
+    pacer = Pacer(options.port, read_requests(options.requests), options.connections, options.rate)
+    outcome = pacer.run_once() if options.once else pacer.run(options.seconds)
     sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
 
 

@@ -18,117 +18,127 @@ from tests.environment import ROOT
 
 from . import cases
 from .figures import EVICTION, STALE, Spread, number, percentile
-from .launch import launched
+from .launch import running_server
 from .machine import Cores
-from .prober import Prober, Watched
+from .prober import Prober, WatchedRevocation
+from .progress import report
+from .seed_keys import key_id_of
 from .servers import verifier_command
-from .site import House, Site
-from .stock import id_of
-from .telling import tell
+from .testbed import Installation, Testbed
 
 SAME_HOST, ELSEWHERE = "same host", "elsewhere"
 PLACES = (SAME_HOST, ELSEWHERE)
 
 NOT_COPIED = ("generation", "run.lock", "logs", "metrics")
-"""What another host would not have."""
+"""Files of the data folder that other hosts do not have."""
 
-LEAST_QUIET = 0.5
-"""So large a share of quiet revocations is enough to leave the others out."""
+MIN_QUIET_SHARE = 0.5
+"""Minimum share of quiet revocations for ignoring the others."""
 
 SETTLE_SECONDS = 2.0
 SHOWN_EVERY = 100
 
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
-    parser.add_argument("--verifiers", type=int, default=4, help="4 unless told")
-    parser.add_argument("--revocations", type=int, default=300, help="in each place; 300 unless told")
+    parser.add_argument("--verifiers", type=int, default=4, help="default 4")
+    parser.add_argument("--revocations", type=int, default=300, help="in each place; default 300")
     parser.add_argument(
-        "--sent-after", type=int, default=100_000, help="requests after the revokes returned, in each place; 100,000"
+        "--sent-after",
+        type=int,
+        default=100_000,
+        help="requests after the revokes returned, in each place; default 100,000",
     )
-    # The prober, in Python and beside the database, gives out at some 3,500 on two cores.
-    parser.add_argument("--rate", type=float, default=2_000, help="requests a second to all verifiers; 2,000")
+    # The prober, in Python and beside the database, reaches about 3,500 on two cores.
+    parser.add_argument("--rate", type=float, default=2_000, help="requests a second to all verifiers; default 2,000")
 
 
 class Revoke:
-    """One benchmark under way."""
+    """One run of the benchmark."""
 
-    def __init__(self, site: Site, cores: Cores, asked: argparse.Namespace) -> None:
-        self._site, self._cores, self._asked = site, cores, asked
+    def __init__(self, testbed: Testbed, cores: Cores, options: argparse.Namespace) -> None:
+        self._testbed, self._cores, self._options = testbed, cores, options
 
     def run(self) -> dict[str, Any]:
-        house, count = self._site.on_postgres, self._asked.revocations
-        told = []
+        installation, count = self._testbed.on_postgres, self._options.revocations
+        results = []
         for turn, place in enumerate(PLACES):
-            keys = house.to_revoke[turn * count : (turn + 1) * count]
-            with self._verifiers(house, place) as ports, self._writer(house) as writer:
+            keys = installation.to_revoke[turn * count : (turn + 1) * count]
+            with self._verifiers(installation, place) as ports, self._writer(installation) as writer:
                 time.sleep(SETTLE_SECONDS)
-                told.append(self._watch_all(house, place, ports, writer, keys))
+                results.append(self._watch_all(installation, place, ports, writer, keys))
         return {
-            "places": told,
-            "verifiers": self._asked.verifiers,
-            "rate": self._asked.rate,
-            "cores": self._cores.words,
+            "places": results,
+            "verifiers": self._options.verifiers,
+            "rate": self._options.rate,
+            "cores": self._cores.description,
         }
 
     def _watch_all(
-        self, house: House, place: str, ports: list[int], writer: "subprocess.Popen[bytes]", keys: list[str]
+        self,
+        installation: Installation,
+        place: str,
+        ports: list[int],
+        writer: "subprocess.Popen[bytes]",
+        keys: list[str],
     ) -> dict[str, Any]:
-        after = -(-self._asked.sent_after // len(keys))
-        load = cases.verify(house, place).requests[:2000]
-        prober = Prober(ports, load, self._asked.rate, lines=4, writer=writer)
+        after = -(-self._options.sent_after // len(keys))
+        load = cases.verify(installation, place).requests[:2000]
+        prober = Prober(ports, load, self._options.rate, connections=4, writer=writer)
         watched, began = [], time.monotonic()
         try:
             for number_of, key in enumerate(keys, 1):
-                watched.append(summed(prober.watch(id_of(key), cases.verify_one(house, key), after), len(ports)))
+                watched.append(
+                    summarize(prober.watch(key_id_of(key), cases.verify_one(installation, key), after), len(ports))
+                )
                 if number_of % SHOWN_EVERY == 0:
-                    tell(f"  {place}: {number_of} of {len(keys)} revocations")
+                    report(f"  {place}: {number_of} of {len(keys)} revocations")
         finally:
             prober.close()
-        told = {"place": place, "per_second": prober.sent / (time.monotonic() - began), **sums(watched)}
-        tell("  " + " | ".join(row(told)))
-        return told
+        results = {"place": place, "per_second": prober.sent / (time.monotonic() - began), **summarize_all(watched)}
+        report("  " + " | ".join(row(results)))
+        return results
 
     @contextmanager
-    def _verifiers(self, house: House, place: str) -> Iterator[list[int]]:
+    def _verifiers(self, installation: Installation, place: str) -> Iterator[list[int]]:
         with ExitStack() as stack:
             ports = []
-            for turn in range(self._asked.verifiers):
-                data = house.data if place == SAME_HOST else self._copy(house.data, turn)
-                environ = {**house.environ, "KEYVAULT_DATA_DIR": str(data)}
-                log = self._site.folder / f"{place.replace(' ', '-')}-{turn}.log"
-                started = stack.enter_context(launched(verifier_command(), environ, log, self._cores.server))
+            for turn in range(self._options.verifiers):
+                data = installation.data if place == SAME_HOST else self._copy(installation.data, turn)
+                environ = {**installation.environ, "KEYVAULT_DATA_DIR": str(data)}
+                log = self._testbed.folder / f"{place.replace(' ', '-')}-{turn}.log"
+                started = stack.enter_context(running_server(verifier_command(), environ, log, self._cores.server))
                 ports.append(started.port)
             for port in ports:
-                wrong = cases.find_wrong(port, cases.verify(house, place).probes)
+                wrong = cases.find_wrong_response(port, cases.verify(installation, place).probes)
                 if wrong is not None:
-                    raise RuntimeError(f"a verifier answers wrongly: {wrong}")
+                    raise RuntimeError(f"A verifier's response is wrong: {wrong}")
             yield ports
 
     def _copy(self, data: Path, turn: int) -> Path:
-        to = self._site.folder / f"host-{turn}"
+        to = self._testbed.folder / f"host-{turn}"
         shutil.copytree(data, to, ignore=shutil.ignore_patterns(*NOT_COPIED))
         to.chmod(0o700)
         return to
 
     @contextmanager
-    def _writer(self, house: House) -> Iterator["subprocess.Popen[bytes]"]:
+    def _writer(self, installation: Installation) -> Iterator["subprocess.Popen[bytes]"]:
         with subprocess.Popen(
             [sys.executable, "-m", "tests.bench.writer"],
             cwd=ROOT,
-            env=dict(house.environ),
+            env=dict(installation.environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         ) as writer:
             assert writer.stdout
             try:
                 if not writer.stdout.readline():
-                    raise RuntimeError("the writer did not start")
+                    raise RuntimeError("The writer did not start.")
                 yield writer
             finally:
                 writer.kill()
 
 
-def summed(watched: Watched, verifiers: int) -> dict[str, Any]:
+def summarize(watched: WatchedRevocation, verifiers: int) -> dict[str, Any]:
     """Return the figures of one revocation. `last_stale_ms`: from the commit to the last stale request."""
     after = watched.sent_after()
     stale = [each for each in after if each.is_allowed]
@@ -144,10 +154,10 @@ def summed(watched: Watched, verifiers: int) -> dict[str, Any]:
     }
 
 
-def sums(watched: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of all revocations in one place. `lost`: those that some verifier never heard of."""
+def summarize_all(watched: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize all revocations in one place. `lost`: number of those that some verifier missed."""
     quiet = [each for each in watched if each["is_quiet"]]
-    if len(quiet) < LEAST_QUIET * len(watched):
+    if len(quiet) < MIN_QUIET_SHARE * len(watched):
         quiet = list(watched)
     return {
         "revocations": len(watched),
@@ -181,7 +191,7 @@ HEADS = [
     "receipt p50 ms",
     "p99 ms",
     "p99 of all, ms",
-    "first refusal p50 ms",
+    "first denial p50 ms",
     "p99 ms",
     "p99 of all, ms",
     "requests after the return",
@@ -190,54 +200,57 @@ HEADS = [
 ]
 
 
-def row(told: dict[str, Any]) -> list[str]:
+def row(results: dict[str, Any]) -> list[str]:
     names = [f"{which}{name}_ms" for which in ("", "refused_") for name in ("p50", "p99", "all_p99")]
-    times = [number(told[name]) if told[name] is not None else "-" for name in names]
-    lost = f", {told['lost']} never seen by some verifier" if told["lost"] else ""
-    stale = f"{told['stale']:,}"
-    if told["stale"]:
-        stale += f", the last asked {number(told['last_stale_ms'])} ms after the commit"
-    late = f"{told['stale_after_receipt']:,}"
+    times = [number(results[name]) if results[name] is not None else "-" for name in names]
+    lost = f", {results['lost']} missed by some verifier" if results["lost"] else ""
+    stale = f"{results['stale']:,}"
+    if results["stale"]:
+        stale += f", the last one sent {number(results['last_stale_ms'])} ms after the commit"
+    late = f"{results['stale_after_receipt']:,}"
     return [
-        told["place"],
-        f"{told['revocations']:,}, {told['quiet']:,} counted{lost}",
+        results["place"],
+        f"{results['revocations']:,}, {results['quiet']:,} counted{lost}",
         *times,
-        f"{told['after']:,}",
+        f"{results['after']:,}",
         stale,
         late,
     ]
 
 
-def describe(told: dict[str, Any]) -> str:
-    rates = " and ".join(f"{place['per_second']:,.0f}" for place in told["places"])
+def describe(results: dict[str, Any]) -> str:
+    rates = " and ".join(f"{place['per_second']:,.0f}" for place in results["places"])
     return (
-        f"{told['verifiers']} verifiers under {rates} requests a second in all, half of them for the key that is being"
-        " revoked. From just before COMMIT to the receipt of the last verifier, by which it has forgotten the key, and"
-        " to the arrival of its first refusal, which waits for the prober's next request and is judged beside the"
-        " other verifiers on one core. Where most were quiet, those are counted in whose first tenth of a second the"
-        f" host took no time from this machine. {told['cores']}. PostgreSQL is a throwaway without fsync: COMMIT, and"
-        " what a verifier reports, take no disk's time."
+        f"{results['verifiers']} verifiers at {rates} requests a second in total, half of them for the key that is"
+        " revoked. Times are from just before COMMIT to the last verifier's receipt, by which it has evicted the key,"
+        " and to its first denial, which waits for the prober's next request and shares a core with the other"
+        " verifiers. A revocation is quiet if the host stole no time in its first tenth of a second; if at least half"
+        f" are quiet, the others are ignored. {results['cores']}. PostgreSQL runs without fsync, so commits and"
+        " verifiers' reports do not wait for a disk."
     )
 
 
-def sample(told: dict[str, Any]) -> str:
-    """What the target is held against."""
-    (place,) = (each for each in told["places"] if each["place"] == ELSEWHERE)
+def sample(results: dict[str, Any]) -> str:
+    """Describe the sample of the eviction target."""
+    (place,) = (each for each in results["places"] if each["place"] == ELSEWHERE)
     return f"elsewhere, by the receipt, {place['quiet']:,} of {place['revocations']:,} revocations"
 
 
-def count_after(told: dict[str, Any]) -> int:
-    return sum(place["after"] for place in told["places"] if place["place"] == SAME_HOST)
+def count_after(results: dict[str, Any]) -> int:
+    return sum(place["after"] for place in results["places"] if place["place"] == SAME_HOST)
 
 
-def figures_of(told: dict[str, Any]) -> dict[str, Spread]:
-    """On the same host a key is forgotten when the revoke returns, and the wrong answers after that are counted;
-    elsewhere the receipt says when. A change that was lost, or a receipt that was not true, is no eviction."""
-    places = {place["place"]: place for place in told["places"]}
-    is_true = not any(place["lost"] or place["stale_after_receipt"] for place in told["places"])
+def figures_of(results: dict[str, Any]) -> dict[str, Spread]:
+    """Return the figures of the targets.
+
+    On the same host a key is evicted when the revoke call returns: later grants are stale. On other hosts the receipt
+    reports the eviction. A missed change, or a grant after the receipt, fails the target.
+    """
+    places = {place["place"]: place for place in results["places"]}
+    is_reliable = not any(place["lost"] or place["stale_after_receipt"] for place in results["places"])
     return {
         STALE: _single(places[SAME_HOST]["stale"]),
-        EVICTION: _single(places[ELSEWHERE]["p99_ms"] if is_true else 1e9),
+        EVICTION: _single(places[ELSEWHERE]["p99_ms"] if is_reliable else 1e9),
     }
 
 

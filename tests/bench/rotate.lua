@@ -1,4 +1,4 @@
--- wrk sends the requests of a file in rotation (each with its length before it), and tells the outcome as JSON.
+-- Send the requests of a file in rotation (each after its length), and print the result as JSON.
 local requests, count, turn = {}, 0, 0
 
 function init(arguments)

@@ -1,4 +1,4 @@
-"""Fills a migrated PostgreSQL with the rows of a payments platform, one function for each table.
+"""Fill a migrated PostgreSQL with the rows of a payments platform, one function for each table.
 
 `load` makes a few rows through the services: an issued key, a rotation in each state, a used source, a notice. Then it
 copies them with INSERT ... SELECT, so that a copy has what the product writes. A function names the columns in which

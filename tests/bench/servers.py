@@ -1,4 +1,4 @@
-"""The table of servers: how each is started, and what it is asked."""
+"""The measured servers: their commands and their benchmark cases."""
 
 import sys
 from collections.abc import Callable
@@ -12,16 +12,17 @@ from tests.servers.throwaway import free_port
 from . import cases, openbao
 from .cases import Case
 from .figures import (
-    ANEW,
     API_KEY,
     BAO_KV,
     BAO_TOKEN,
     BATCH,
+    EMBEDDED,
     GRANIAN_HELLO,
     HIT,
     KNOX,
     MISS,
     MISS_SQLITE,
+    NEW_REQUESTS,
     NGINX_HELLO,
     OWN_HELLO,
     UVICORN_HELLO,
@@ -29,7 +30,7 @@ from .figures import (
     WSGI_FRONTEND,
 )
 from .launch import clean_environ
-from .site import House, NotRunError, Site
+from .testbed import Installation, NotRunError, Testbed
 
 GRANIAN = ("--host", cases.ADDRESS, "--port", "{port}", "--http", "1", "--no-ws", "--workers", "1")
 GRANIAN_QUIET = ("--no-access-log", "--log-level", "warning")
@@ -56,10 +57,13 @@ http {{
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """`{port}` in command and environment is put in at the start; `cases_at` is asked once the server listens.
+class LaunchPlan:
+    """How a server is started.
 
-    `port`: the one that the server knows from elsewhere.
+    Args:
+        command: The command; `{port}` in it and in `environ` stands for the port.
+        cases_at: Returns the cases, given the port, once the server listens.
+        port: The port, if the server reads it from its configuration file; 0: any free port.
     """
 
     command: list[str]
@@ -70,138 +74,167 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """`plan` raises NotRunError where this machine lacks something. `is_waiting` as in `figures.Run`.
+    """A measured server.
 
-    `is_paced`: its latency is measured in open loop too.
+    Args:
+        plan: Returns the launch plan. Raises NotRunError if this machine lacks a program.
+        is_waiting: As in `figures.Run`.
+        is_paced: Whether latency is measured in open loop too.
     """
 
     name: str
     cases: tuple[str, ...]
-    plan: Callable[[Site], Plan] = field(repr=False)
+    plan: Callable[[Testbed], LaunchPlan] = field(repr=False)
     is_waiting: bool = False
     is_paced: bool = True
 
 
-def _own_hello(site: Site) -> Plan:
-    house = site.on_sqlite
-    return Plan(
+def _own_hello(testbed: Testbed) -> LaunchPlan:
+    installation = testbed.on_sqlite
+    return LaunchPlan(
         [sys.executable, "-m", "tests.bench.own_hello", "{port}"],
         clean_environ(),
-        lambda port: [cases.hello(house, OWN_HELLO)],
+        lambda port: [cases.hello(installation, OWN_HELLO)],
     )
 
 
-def _nginx(site: Site) -> Plan:
-    binary, house = find_nginx(), site.on_sqlite
+def _nginx(testbed: Testbed) -> LaunchPlan:
+    binary, installation = find_nginx(), testbed.on_sqlite
     if binary is None:
         raise NotRunError("no nginx on this machine")
-    folder, port = site.folder / "nginx", free_port()
+    folder, port = testbed.folder / "nginx", free_port()
     folder.mkdir(exist_ok=True)
     settings = folder / "nginx.conf"
     settings.write_text(NGINX.format(folder=folder, address=cases.ADDRESS, port=port))
-    return Plan(
+    return LaunchPlan(
         [str(binary), "-e", "stderr", "-p", str(folder), "-c", str(settings)],
         clean_environ(),
-        lambda port: [cases.hello(house, NGINX_HELLO)],
+        lambda port: [cases.hello(installation, NGINX_HELLO)],
         port,
     )
 
 
-def _granian_hello(site: Site) -> Plan:
-    house = site.on_sqlite
-    return Plan(
-        [str(site.peers / "granian"), "tests.bench.peers.hello:wsgi", *GRANIAN_WSGI],
+def _granian_hello(testbed: Testbed) -> LaunchPlan:
+    installation = testbed.on_sqlite
+    return LaunchPlan(
+        [str(testbed.peers / "granian"), "tests.bench.peers.hello:wsgi", *GRANIAN_WSGI],
         clean_environ(),
-        lambda port: [cases.hello(house, GRANIAN_HELLO)],
+        lambda port: [cases.hello(installation, GRANIAN_HELLO)],
     )
 
 
-def _uvicorn_hello(site: Site) -> Plan:
-    house = site.on_sqlite
-    uvicorn = [str(site.peers / "uvicorn"), "tests.bench.peers.hello:asgi", "--host", cases.ADDRESS, "--port", "{port}"]
-    return Plan(
+def _uvicorn_hello(testbed: Testbed) -> LaunchPlan:
+    installation = testbed.on_sqlite
+    uvicorn = [
+        str(testbed.peers / "uvicorn"),
+        "tests.bench.peers.hello:asgi",
+        "--host",
+        cases.ADDRESS,
+        "--port",
+        "{port}",
+    ]
+    return LaunchPlan(
         [*uvicorn, "--loop", "uvloop", "--http", "httptools", "--no-access-log", "--log-level", "warning"],
         clean_environ(),
-        lambda port: [cases.hello(house, UVICORN_HELLO)],
+        lambda port: [cases.hello(installation, UVICORN_HELLO)],
     )
 
 
-def _verifier(site: Site) -> Plan:
-    house = site.on_postgres
-    return Plan(
+def _verifier(testbed: Testbed) -> LaunchPlan:
+    installation = testbed.on_postgres
+    return LaunchPlan(
         verifier_command(),
-        dict(house.environ),
-        lambda port: [cases.verify(house, HIT), cases.verify_batch(house, BATCH)],
+        dict(installation.environ),
+        lambda port: [cases.verify(installation, HIT), cases.verify_batch(installation, BATCH)],
     )
 
 
-def _verifier_asked_anew(site: Site) -> Plan:
-    """It knows every key, and room for half as many questions as there are: it never has one that it had before."""
-    house = site.on_postgres
-    environ = {**house.environ, "KEYVAULT_VERIFIER_KEYS": str(_ROOM_BESIDE + len(house.keys))}
-    return Plan(verifier_command(), environ, lambda port: [cases.verify(house, ANEW, clients=_CLIENTS)])
+def _verifier_of_new_requests(testbed: Testbed) -> LaunchPlan:
+    """Return the plan of a verifier that caches every key, but too few requests for any of them to be repeated."""
+    installation = testbed.on_postgres
+    environ = {**installation.environ, "KEYVAULT_VERIFIER_KEYS": str(_PROBED_KEYS + len(installation.keys))}
+    return LaunchPlan(
+        verifier_command(), environ, lambda port: [cases.verify(installation, NEW_REQUESTS, clients=_CLIENTS)]
+    )
 
 
-_ROOM_BESIDE = 10
-"""For the keys of the probes."""
+_PROBED_KEYS = 10
+"""Cache entries for the keys of the probes."""
+
 _CLIENTS = 4
+"""Number of different requests for each key; the cache holds as many requests as keys."""
 
 
-def _missing_verifier(house_of: Callable[[Site], House], name: str) -> Callable[[Site], Plan]:
-    """It remembers one key, and is asked for as many others in turn that it knows none of them: see `Doorkeeper`."""
+def _embedded_verifier(testbed: Testbed) -> LaunchPlan:
+    """Return the plan of a verifier on SQLite that gets one request again and again, under two limits."""
+    installation = testbed.on_sqlite_with_two_limits
 
-    def plan(site: Site) -> Plan:
-        house = house_of(site)
-        environ = {**house.environ, "KEYVAULT_VERIFIER_KEYS": "1"}
-        case = cases.verify(house, name)
-        return Plan(verifier_command(), environ, lambda port: [replace(case, requests=case.requests[1:])])
+    def cases_at(port: int) -> list[Case]:
+        case = cases.verify(installation, EMBEDDED)
+        return [replace(case, requests=case.requests[:1], probes=[*case.probes, cases.probe_limits(installation)])]
+
+    return LaunchPlan(verifier_command(), dict(installation.environ), cases_at)
+
+
+def _verifier_of_misses(
+    installation_of: Callable[[Testbed], Installation], name: str
+) -> Callable[[Testbed], LaunchPlan]:
+    """Return the plan of a verifier that caches one key, so that nearly all keys are cache misses: see `Doorkeeper`."""
+
+    def plan(testbed: Testbed) -> LaunchPlan:
+        installation = installation_of(testbed)
+        environ = {**installation.environ, "KEYVAULT_VERIFIER_KEYS": "1"}
+        case = cases.verify(installation, name)
+        return LaunchPlan(verifier_command(), environ, lambda port: [replace(case, requests=case.requests[1:])])
 
     return plan
 
 
-def _wsgi_frontend(site: Site) -> Plan:
-    house = site.on_postgres
-    return Plan(
+def _wsgi_frontend(testbed: Testbed) -> LaunchPlan:
+    installation = testbed.on_postgres
+    return LaunchPlan(
         [str(Path(sys.executable).with_name("granian")), "keyvault.project.wsgi:application", *GRANIAN_WSGI],
-        _with_origin(house),
-        lambda port: [cases.verify(house, WSGI_FRONTEND)],
+        _with_origin(installation),
+        lambda port: [cases.verify(installation, WSGI_FRONTEND)],
     )
 
 
-def _web_server(site: Site) -> Plan:
-    """The very command line of `make run`."""
-    house = site.on_postgres
+def _web_server(testbed: Testbed) -> LaunchPlan:
+    """Return the plan of the HTTP server of `make run`, with the same command."""
+    installation = testbed.on_postgres
     command = list(service.server_program(0).command)
     command[command.index("--port") + 1] = "{port}"
-    return Plan(command, _with_origin(house), lambda port: [cases.verify(house, WEB_SERVER)])
+    return LaunchPlan(command, _with_origin(installation), lambda port: [cases.verify(installation, WEB_SERVER)])
 
 
-def _api_key(site: Site) -> Plan:
-    stock = site.peers_stock["api_key"]
+def _api_key(testbed: Testbed) -> LaunchPlan:
+    credentials = testbed.peer_keys["api_key"]
     unknown = f"{'x' * 8}.{'x' * 32}"
-    return _protected(site, API_KEY, "/api-key", "Authorization: Api-Key ", stock, unknown)
+    return _protected(testbed, API_KEY, "/api-key", "Authorization: Api-Key ", credentials, unknown)
 
 
-def _knox(site: Site) -> Plan:
-    return _protected(site, KNOX, "/knox", "Authorization: Token ", site.peers_stock["knox"], "x" * 64)
+def _knox(testbed: Testbed) -> LaunchPlan:
+    return _protected(testbed, KNOX, "/knox", "Authorization: Token ", testbed.peer_keys["knox"], "x" * 64)
 
 
-def _protected(site: Site, name: str, target: str, header: str, stock: dict[str, list[str]], unknown: str) -> Plan:
-    case = cases.protected(name, target, header, stock["keys"], str(stock["revoked"]), unknown)
-    command = [str(site.peers / "granian"), "tests.bench.peers.wsgi:application", *GRANIAN_WSGI]
-    return Plan(command, site.peers_environ, lambda port: [case])
+def _protected(
+    testbed: Testbed, name: str, target: str, header: str, credentials: dict[str, list[str]], unknown: str
+) -> LaunchPlan:
+    case = cases.protected(name, target, header, credentials["keys"], str(credentials["revoked"]), unknown)
+    command = [str(testbed.peers / "granian"), "tests.bench.peers.wsgi:application", *GRANIAN_WSGI]
+    return LaunchPlan(command, testbed.peers_environ, lambda port: [case])
 
 
-def _openbao(site: Site) -> Plan:
-    return Plan(openbao.command(), clean_environ(**openbao.SETTINGS), openbao.cases_at)
+def _openbao(testbed: Testbed) -> LaunchPlan:
+    return LaunchPlan(openbao.command(), clean_environ(**openbao.SETTINGS), openbao.cases_at)
 
 
 def verifier_command() -> list[str]:
     return [sys.executable, "manage.py", "verifier", "--workers", "1", "--port", "{port}"]
 
 
-def _with_origin(house: House) -> dict[str, str]:
-    return {**house.environ, "KEYVAULT_ORIGIN": f"http://{cases.ADDRESS}:{{port}}"}
+def _with_origin(installation: Installation) -> dict[str, str]:
+    return {**installation.environ, "KEYVAULT_ORIGIN": f"http://{cases.ADDRESS}:{{port}}"}
 
 
 SERVERS = (
@@ -210,11 +243,21 @@ SERVERS = (
     Server("Granian WSGI hello", (GRANIAN_HELLO,), _granian_hello),
     Server("uvicorn hello", (UVICORN_HELLO,), _uvicorn_hello),
     Server("verifier", (HIT, BATCH), _verifier),
-    Server("verifier asked anew", (ANEW,), _verifier_asked_anew),
+    Server("verifier, new requests", (NEW_REQUESTS,), _verifier_of_new_requests),
+    Server("verifier, embedded default", (EMBEDDED,), _embedded_verifier),
     Server("WSGI frontend", (WSGI_FRONTEND,), _wsgi_frontend),
     Server("server of make run", (WEB_SERVER,), _web_server),
-    Server("missing verifier", (MISS,), _missing_verifier(lambda site: site.on_postgres, MISS), is_waiting=True),
-    Server("missing verifier on SQLite", (MISS_SQLITE,), _missing_verifier(lambda site: site.on_sqlite, MISS_SQLITE)),
+    Server(
+        "verifier, cache misses",
+        (MISS,),
+        _verifier_of_misses(lambda testbed: testbed.on_postgres, MISS),
+        is_waiting=True,
+    ),
+    Server(
+        "verifier, cache misses on SQLite",
+        (MISS_SQLITE,),
+        _verifier_of_misses(lambda testbed: testbed.on_sqlite, MISS_SQLITE),
+    ),
     Server("djangorestframework-api-key", (API_KEY,), _api_key, is_waiting=True),
     Server("django-rest-knox", (KNOX,), _knox, is_waiting=True),
     Server("OpenBao", (BAO_TOKEN, BAO_KV), _openbao),

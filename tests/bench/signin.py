@@ -1,7 +1,7 @@
-"""The latency of `orders.retrieve` on the server of `make run` under 16 sign-ins, over that of an idle server.
+"""Latency of `orders.retrieve` on the server of `make run`, during 16 sign-ins relative to none.
 
-Each sign-in computes the hash of a right password. The server, its database and the load share all cores, in both
-halves of a round.
+Each sign-in computes the hash of a correct password. Server, database and load share all cores in both halves of a
+round.
 """
 
 import argparse
@@ -26,30 +26,30 @@ from keyvault.management import service
 from . import cases
 from .figures import SIGN_IN, Spread, find_noise, number, spread
 from .generators import find_generators
-from .launch import Started, launched, run_to_end
-from .load import Loaded, put_load
+from .launch import RunningServer, run_checked, running_server
+from .load import LoadResult, run_load
 from .machine import Cores, pinned
 from .pacer import write_requests
-from .site import House, Site
-from .telling import tell
+from .progress import report
+from .testbed import Installation, Testbed
 
 SIGN_INS = 16
-"""Number of sign-ins under way, each on a connection of its own."""
+"""Number of concurrent sign-ins, each on its own connection."""
 
 CONNECTIONS = 8
 SETTLE_SECONDS = 2.0
-"""Time after the first sign-ins are sent and before the measurement."""
+"""Time between the first sign-ins and the measurement, in seconds."""
 
-ANSWERED = frozenset({200, 302})
+ACCEPTED = frozenset({200, 302})
 """Statuses of a sign-in whose password was checked."""
 
 HEADS = ["round", "sign-ins", "a second", "p50 us", "p99 us", "p99 under sign-ins / idle", "noisy"]
 
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
-    parser.add_argument("--sign-in-rounds", type=int, default=3, help="3 unless told")
-    parser.add_argument("--sign-in-seconds", type=float, default=20, help="each half of a round; 20 unless told")
-    parser.add_argument("--order-rate", type=float, default=50, help="orders retrieved a second; 50 unless told")
+    parser.add_argument("--sign-in-rounds", type=int, default=3, help="default 3")
+    parser.add_argument("--sign-in-seconds", type=float, default=20, help="seconds of each half of a round; default 20")
+    parser.add_argument("--order-rate", type=float, default=50, help="orders retrieved per second; default 50")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +59,25 @@ class Operator:
 
 
 class SignIn:
-    """One benchmark under way."""
+    """One run of the benchmark."""
 
-    def __init__(self, site: Site, cores: Cores, asked: argparse.Namespace) -> None:
-        self._site, self._cores, self._asked = site, cores, asked
-        self._generators = find_generators(site.folder)
+    def __init__(self, testbed: Testbed, cores: Cores, options: argparse.Namespace) -> None:
+        self._testbed, self._cores, self._options = testbed, cores, options
+        self._generators = find_generators(testbed.folder)
 
     def run(self) -> dict[str, Any]:
-        house = self._site.on_postgres
-        operator = self._make_operator(house)
+        installation = self._testbed.on_postgres
+        operator = self._make_operator(installation)
         command = list(service.server_program(0).command)
         command[command.index("--port") + 1] = "{port}"
-        environ = {**house.environ, "KEYVAULT_ORIGIN": f"http://{cases.ADDRESS}:{{port}}"}
-        log = self._site.folder / "signin.log"
+        environ = {**installation.environ, "KEYVAULT_ORIGIN": f"http://{cases.ADDRESS}:{{port}}"}
+        log = self._testbed.folder / "signin.log"
         rounds = []
-        # This process is on the load's core, and so is what it starts.
+        # Child processes inherit the core of this process.
         command = pinned(command, self._cores.server, self._cores.load)
-        with launched(command, environ, log, None) as started:
-            requests = self._write_request(started.port, house)
-            for turn in range(1, self._asked.sign_in_rounds + 1):
+        with running_server(command, environ, log, None) as started:
+            requests = self._write_request(started.port, installation)
+            for turn in range(1, self._options.sign_in_rounds + 1):
                 idle = self._measure(started, requests)
                 with signing_in(started.port, operator) as tally:
                     time.sleep(SETTLE_SECONDS)
@@ -85,52 +85,56 @@ class SignIn:
                     loaded = self._measure(started, requests)
                     counted = dict(tally)
                 rounds.append(_round(turn, idle, loaded, counted))
-                tell("  " + " | ".join(rows(rounds[-1])[1]))
-        return {"rounds": rounds, "rate": self._asked.order_rate, "generator": self._generators.names["open"]}
+                report("  " + " | ".join(rows(rounds[-1])[1]))
+        return {"rounds": rounds, "rate": self._options.order_rate, "generator": self._generators.names["open"]}
 
-    def _make_operator(self, house: House) -> Operator:
-        out = self._site.folder / "operator.json"
+    def _make_operator(self, installation: Installation) -> Operator:
+        out = self._testbed.folder / "operator.json"
         made = [sys.executable, "-m", "tests.bench.signin", str(out)]
-        run_to_end(made, "the operator cannot be created", house.environ)
+        run_checked(made, "the operator cannot be created", installation.environ)
         return Operator(**json.loads(out.read_text()))
 
-    def _write_request(self, port: int, house: House) -> Path:
+    def _write_request(self, port: int, installation: Installation) -> Path:
         """Create an order. Return the file with the request that retrieves it."""
-        headers = {"X-Api-Key": house.keys[0], "Content-Type": "application/json", "Idempotency-Key": "bench-sign-in"}
+        headers = {
+            "X-Api-Key": installation.keys[0],
+            "Content-Type": "application/json",
+            "Idempotency-Key": "bench-sign-in",
+        }
         body = json.dumps({"amount_minor": 100, "currency": "EUR"})
         connection = http.client.HTTPConnection(cases.ADDRESS, port, timeout=30)
         connection.request("POST", "/production/merchants/orders", body, headers)
-        answer = connection.getresponse()
-        text = answer.read()
+        response = connection.getresponse()
+        text = response.read()
         connection.close()
-        if answer.status != 201:
-            raise RuntimeError(f"no order was created: {answer.status} {text[:300]!r}")
+        if response.status != 201:
+            raise RuntimeError(f"No order was created: {response.status} {text[:300]!r}")
         target = f"/production/merchants/orders/{json.loads(text)['order_token']}"
-        path = self._site.folder / "orders"
-        write_requests(path, [cases.request("GET", target, {"X-Api-Key": house.keys[0]})])
+        path = self._testbed.folder / "orders"
+        write_requests(path, [cases.request("GET", target, {"X-Api-Key": installation.keys[0]})])
         return path
 
-    def _measure(self, started: Started, requests: Path) -> Loaded:
-        loaded = put_load(
+    def _measure(self, started: RunningServer, requests: Path) -> LoadResult:
+        loaded = run_load(
             started.port,
             requests,
             generators=self._generators,
             process=started.process,
             cores=self._cores,
-            seconds=self._asked.sign_in_seconds,
+            seconds=self._options.sign_in_seconds,
             connections=CONNECTIONS,
-            rate=self._asked.order_rate,
+            rate=self._options.order_rate,
         )
-        if loaded.counted["errors"] or loaded.counted["unanswered"]:
-            raise RuntimeError(f"not every order was retrieved: {loaded.counted}")
+        if loaded.counts["errors"] or loaded.counts["unanswered"]:
+            raise RuntimeError(f"Not every order was retrieved: {loaded.counts}")
         return loaded
 
 
 @contextmanager
 def signing_in(port: int, operator: Operator) -> Iterator[Counter[int]]:
-    """Keep SIGN_INS sign-ins under way; yield the number of answers by status.
+    """Send SIGN_INS concurrent sign-ins until the block ends; yield the number of responses by status.
 
-    Raises RuntimeError at the end, if a sign-in was refused or none was answered.
+    Raises RuntimeError at the end if a sign-in was rejected or none had a response.
     """
     tally: Counter[int] = Counter()
     ends, failures = threading.Event(), list[str]()
@@ -145,12 +149,12 @@ def signing_in(port: int, operator: Operator) -> Iterator[Counter[int]]:
         ends.set()
         for thread in threads:
             thread.join()
-    if failures or not tally or not set(tally) <= ANSWERED:
-        raise RuntimeError(f"the sign-ins were not all answered: {dict(tally)} {failures[:3]}")
+    if failures or not tally or not set(tally) <= ACCEPTED:
+        raise RuntimeError(f"Not every sign-in had a response: {dict(tally)} {failures[:3]}")
 
 
 def _sign_in(port: int, operator: Operator, tally: Counter[int], ends: threading.Event, failures: list[str]) -> None:
-    """Send one sign-in after the other, with the token of one page."""
+    """Send sequential sign-ins with the CSRF token of one page."""
     try:
         connection = http.client.HTTPConnection(cases.ADDRESS, port, timeout=120)
         connection.request("GET", "/admin/login/")
@@ -164,61 +168,60 @@ def _sign_in(port: int, operator: Operator, tally: Counter[int], ends: threading
         headers = {"Content-Type": "application/x-www-form-urlencoded", "Cookie": cookie}
         while not ends.is_set():
             connection.request("POST", "/admin/login/", urlencode(fields), headers)
-            answer = connection.getresponse()
-            answer.read()
-            tally[answer.status] += 1
+            response = connection.getresponse()
+            response.read()
+            tally[response.status] += 1
         connection.close()
     except (OSError, http.client.HTTPException) as error:
         failures.append(repr(error))
 
 
-def _round(turn: int, idle: Loaded, loaded: Loaded, counted: Mapping[int, int]) -> dict[str, Any]:
+def _round(turn: int, idle: LoadResult, loaded: LoadResult, counted: Mapping[int, int]) -> dict[str, Any]:
     return {
         "round": turn,
         "sign_ins": sum(counted.values()),
-        "sign_ins_per_second": sum(counted.values()) / loaded.counted["seconds"],
-        "idle": {name: idle.counted[name] for name in ("p50_us", "p99_us", "late_us")},
-        "loaded": {name: loaded.counted[name] for name in ("p50_us", "p99_us", "late_us")},
+        "sign_ins_per_second": sum(counted.values()) / loaded.counts["seconds"],
+        "idle": {name: idle.counts[name] for name in ("p50_us", "p99_us", "late_us")},
+        "loaded": {name: loaded.counts[name] for name in ("p50_us", "p99_us", "late_us")},
         "flags": find_noise(0.0, max(idle.steal, loaded.steal)),
     }
 
 
-def rows(told: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The two rows of one round."""
-    idle, loaded, turn = told["idle"], told["loaded"], str(told["round"])
+def rows(results: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the two rows of one round."""
+    idle, loaded, turn = results["idle"], results["loaded"], str(results["round"])
     return (
         [turn, "0", "", number(idle["p50_us"]), number(idle["p99_us"]), "", ""],
         [
             turn,
             str(SIGN_INS),
-            number(told["sign_ins_per_second"]),
+            number(results["sign_ins_per_second"]),
             number(loaded["p50_us"]),
             number(loaded["p99_us"]),
-            number(_ratio(told)),
-            ", ".join(told["flags"]),
+            number(_ratio(results)),
+            ", ".join(results["flags"]),
         ],
     )
 
 
-def describe(told: Mapping[str, Any]) -> str:
+def describe(results: Mapping[str, Any]) -> str:
     return (
-        f"{number(told['rate'])} orders are retrieved a second over {CONNECTIONS} connections, in open loop;"
-        f" {SIGN_INS} sign-ins are under way in the second half of each round, each of which computes a password hash."
-        f" Server, database and load share all cores. Generator: {told['generator']}. PostgreSQL is a throwaway"
-        " without fsync."
+        f"{number(results['rate'])} orders are retrieved a second over {CONNECTIONS} connections, in open loop;"
+        f" In the second half of each round, {SIGN_INS} concurrent sign-ins compute password hashes."
+        f" Server, database and load share all cores. Generator: {results['generator']}. PostgreSQL runs without fsync."
     )
 
 
-def figures_of(told: Mapping[str, Any]) -> dict[str, Spread]:
-    return {SIGN_IN: spread([(_ratio(each), not each["flags"]) for each in told["rounds"]])}
+def figures_of(results: Mapping[str, Any]) -> dict[str, Spread]:
+    return {SIGN_IN: spread([(_ratio(each), not each["flags"]) for each in results["rounds"]])}
 
 
-def _ratio(told: Mapping[str, Any]) -> float:
-    return float(told["loaded"]["p99_us"] / told["idle"]["p99_us"])
+def _ratio(results: Mapping[str, Any]) -> float:
+    return float(results["loaded"]["p99_us"] / results["idle"]["p99_us"])
 
 
 def main() -> int:
-    """Create an operator in the database of the environment; write name and password to a file of its owner."""
+    """Create an operator in the environment's database; write name and password to a file that only its owner reads."""
     import django
 
     django.setup()

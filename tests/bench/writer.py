@@ -1,8 +1,9 @@
-"""Revokes keys through the service, one for each line on standard input: `python -m tests.bench.writer`.
+"""Revoke keys through the service: `python -m tests.bench.writer`. The environment names data folder and database.
 
-Answers each with the moments, of the clock that all processes of a host share, just before COMMIT was sent and when the
-service returned. A line `receipt N` is answered with the moments, of the clock of day, at which the verifiers confirmed
-the change of that sequence. The environment names data folder and database.
+Each line of standard input is a command; its reply is a line of JSON:
+
+- a key id: revoke the key; return the monotonic times just before COMMIT and when the service returned;
+- `receipt N`: return the wall clock times at which the verifiers confirmed the change with sequence N.
 """
 
 import json
@@ -31,7 +32,7 @@ def main() -> int:
     from tests.factories import grant, the_operator
 
     admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
-    # Private and untyped: what sends COMMIT, after the last statement and before whatever waits for it.
+    # The private method sends COMMIT; Django has no public hook right before it.
     connection: Any = connected
     commit, commits = connection._commit, []
 
@@ -39,13 +40,13 @@ def main() -> int:
         commits.append((time.monotonic_ns(), time.time_ns()))
         return commit()
 
-    _say({"ready": True})
+    _reply({"ready": True})
     with mock.patch.object(connection, "_commit", noting_commit):
         for line in sys.stdin:
             if line.startswith("receipt "):
                 receipt, _ = wait_for_receipt(int(line.split()[1]), RECEIPT_SECONDS)
                 at = [each.confirmed_at for each in receipt.verifiers if each.door == "verifier" and each.confirmed_at]
-                _say({"confirmed_ns": [round(1e9 * each.timestamp()) for each in at]})
+                _reply({"confirmed_ns": [round(1e9 * each.timestamp()) for each in at]})
                 continue
             key = Key.objects.select_related("credential__account__merchant").get(key_id=line.strip())
             commits.clear()
@@ -53,12 +54,12 @@ def main() -> int:
             record = revoke_key(permitted, key, RevocationReason.SUPERSEDED)
             returned = time.monotonic_ns()
             commit_ns, commit_day_ns = commits[0]
-            told = {"commit_ns": commit_ns, "commit_day_ns": commit_day_ns, "returned_ns": returned}
-            _say({**told, "sequence": record.sequence})
+            reply = {"commit_ns": commit_ns, "commit_day_ns": commit_day_ns, "returned_ns": returned}
+            _reply({**reply, "sequence": record.sequence})
     return 0
 
 
-def _say(answer: dict[str, Any]) -> None:
+def _reply(answer: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

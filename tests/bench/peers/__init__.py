@@ -1,4 +1,4 @@
-"""The peers, each at its best: run by `.venv/bench`, which has them, and never by the suite.
+"""The peers, each in its fastest configuration. They run in `.venv/bench`, not in the test suite.
 
-Nothing of them is imported by name: the project's own environment has neither them nor their types.
+Their packages are imported dynamically, because the project's own environment has neither them nor their types.
 """

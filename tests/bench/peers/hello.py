@@ -1,4 +1,4 @@
-"""The least that a Python server can do with a request: read its body, answer a few bytes. Raw WSGI and raw ASGI."""
+"""Minimal WSGI and ASGI applications: read the body, return a constant response."""
 
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any

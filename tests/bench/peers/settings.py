@@ -1,4 +1,4 @@
-"""One small Django for both peers: no middleware, JSON only, a connection that stays. `BENCH_DATABASE` is its URL."""
+"""Django settings of both peers: no middleware, JSON only, a persistent connection to the URL `BENCH_DATABASE`."""
 
 import os
 import secrets

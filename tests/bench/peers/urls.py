@@ -1,4 +1,4 @@
-"""What each peer protects: a view that does nothing."""
+"""A view without work for each peer, protected by it."""
 
 from django.urls import path
 from django.utils.module_loading import import_string
@@ -10,7 +10,7 @@ _ANSWER = {"hello": "world"}
 
 
 class ApiKeyView(APIView):
-    """As the documentation of djangorestframework-api-key protects one."""
+    """Protected as in the documentation of djangorestframework-api-key."""
 
     authentication_classes = ()
     permission_classes = (import_string("rest_framework_api_key.permissions.HasAPIKey"),)
@@ -20,7 +20,7 @@ class ApiKeyView(APIView):
 
 
 class KnoxView(APIView):
-    """As the documentation of django-rest-knox protects one."""
+    """Protected as in the documentation of django-rest-knox."""
 
     authentication_classes = (import_string("knox.auth.TokenAuthentication"),)
     permission_classes = (import_string("rest_framework.permissions.IsAuthenticated"),)

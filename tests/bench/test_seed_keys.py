@@ -2,12 +2,12 @@
 
 import pytest
 
-from .stock import is_listed
+from .seed_keys import has_allow_list
 
 
 @pytest.mark.parametrize("percent", [0, 1, 10, 33, 100])
 def test_allow_lists_are_spread_evenly(percent: int) -> None:
     """Any consecutive part of the keys has the same share with an allow-list."""
-    listed = [is_listed(number, percent) for number in range(1000)]
+    listed = [has_allow_list(number, percent) for number in range(1000)]
     assert sum(listed) == 10 * percent
     assert abs(sum(listed[:500]) - 5 * percent) <= 1

@@ -1,9 +1,14 @@
-"""A database of a platform's size, in a process of its own: `python -m tests.bench.scaling`, a command for each line.
+"""Commands of the part `scale`, in a process with its own database: `python -m tests.bench.scale_commands`.
 
-`load SIZE` fills it. `idle ROUNDS` and `due COUNT` measure each periodic job and each step of maintenance, without and
-with due work; `pages`, `revoke COUNT` and `repeat COUNT` the console and revocations; `prepare COUNT`, `complete`,
-`drive COUNT RATE` rotations; `sizes` and `written` ask PostgreSQL. Each is answered with a line of JSON. Costs are
-processor time, which a busy machine changes little.
+Each line of standard input is a command, a method of `Commands`; its reply is a line of JSON:
+
+- `load SIZE`: insert the rows of SIZE credentials;
+- `idle ROUNDS`, `due COUNT`: measure each periodic job and each step of maintenance, without and with due work;
+- `pages`, `revoke COUNT`, `repeat COUNT`: measure console pages and revocations;
+- `prepare COUNT`, `complete`, `drive COUNT RATE`: measure rotations;
+- `sizes`, `written`: return the sizes of tables, and the number of inserted rows.
+
+Costs are processor time, which other processes affect little.
 """
 
 import inspect
@@ -36,24 +41,24 @@ PAGE_SECONDS = 20
 """Maximum time to open a page twice, in seconds; a page that takes longer has no figure."""
 
 DRIVE_SECONDS = 0.1
-"""Interval at which the driver of real workers starts, acknowledges and reports."""
+"""Interval between two rounds of starting, acknowledging and reporting in `drive`, in seconds."""
 
 
 def main() -> int:
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
     django.setup()
-    # A log line for each move of a rotation would be measured with it; warnings still appear.
+    # Log lines of each rotation step would be measured too; warnings stay.
     logging.disable(logging.INFO)
-    book = Book()
+    commands = Commands()
     for line in sys.stdin:
         name, *arguments = line.split()
-        answer = getattr(book, name)(*map(int, arguments))
+        answer = getattr(commands, name)(*map(int, arguments))
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
     return 0
 
 
-class Book:
+class Commands:
     """The commands."""
 
     size: "Size"
@@ -79,7 +84,7 @@ class Book:
     # --- periodic jobs ------------------------------------------------------------------------------------------
 
     def idle(self, rounds: int) -> dict[str, Any]:
-        """Measure each job a few times with nothing due, in ms; the first time is not counted."""
+        """Measure each job ROUNDS times with nothing due, in ms, after one run that is not counted."""
         from keyvault.services.audit.checkpoints import sign_due
 
         with _checkpoints_due():
@@ -88,7 +93,7 @@ class Book:
             return {name: [_cost(job)[0] for _ in range(rounds + 1)][1:] for name, job in _list_jobs()}
 
     def due(self, count: int) -> dict[str, Any]:
-        """Measure one run of each job with so many rows due, in ms."""
+        """Measure one run of each job with COUNT rows due, in ms."""
         from tests.bench import scale_rows as rows
 
         size, samples = self.size, self.samples
@@ -146,7 +151,7 @@ class Book:
         return {"p50_ms": median(took), "p99_ms": percentile(took, 0.99)}
 
     def repeat(self, count: int) -> dict[str, Any]:
-        """Revoke one key by itself, again and again, over HTTP."""
+        """Repeat a self-revocation of one key over HTTP."""
         from django.test import Client
 
         from tests import factories
@@ -172,7 +177,7 @@ class Book:
     # --- rotations ----------------------------------------------------------------------------------------------
 
     def prepare(self, count: int) -> dict[str, int]:
-        """Issue so many keys in the sandbox, each of which a rotation will replace."""
+        """Issue COUNT keys in the sandbox, each to be replaced by a rotation."""
         from tests import factories
         from tests.rotation import scene
 
@@ -181,7 +186,7 @@ class Book:
         return {"prepared": count}
 
     def complete(self) -> dict[str, Any]:
-        """Take a rotation of each prepared key from the request to completed, as fast as this process can."""
+        """Complete a rotation of each prepared key, at the maximum rate of this process."""
         from rotation.domain.events import RotationState as S
         from rotation.models import Rotation
         from rotation.services.rotations.engine import advance_rotation
@@ -208,7 +213,7 @@ class Book:
         return {"completed": len(self._prepared), "turns": turns, "began": began, "ended": ended, "cpu": spent}
 
     def drive(self, count: int, rate: int) -> dict[str, Any]:
-        """Start so many rotations at the rate a second, acknowledge each, and let real workers advance them.
+        """Start COUNT rotations at RATE per second and acknowledge each, while Celery workers advance them.
 
         Returns, in ms, the time from each acknowledgement's commit to the step that follows it.
         """
@@ -261,7 +266,7 @@ class Book:
     # --- tables -------------------------------------------------------------------------------------------------
 
     def sizes(self) -> dict[str, dict[str, float]]:
-        """Rows of each table and its bytes with indexes."""
+        """Return the rows of each table, and its bytes with indexes."""
         from django.db import connection
 
         with connection.cursor() as cursor:
@@ -272,7 +277,7 @@ class Book:
             return {name: {"rows": float(rows), "bytes": float(size)} for name, rows, size in cursor.fetchall()}
 
     def written(self) -> dict[str, int]:
-        """Rows inserted into each table so far."""
+        """Return the number of rows inserted into each table so far."""
         from django.db import connection
 
         with connection.cursor() as cursor:
@@ -286,7 +291,7 @@ class TooSlowError(BaseException):
 
 
 def _cost(act: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the processor time of this process and of its database connection in ms, and the answer."""
+    """Call `act`; return the processor time of this process and its database connection in ms, and the result."""
     database = _database_process()
     began = time.process_time() + cost([database], None).cpu_seconds
     answer = act()
@@ -319,7 +324,7 @@ def _list_jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 @contextmanager
 def _checkpoints_due() -> Iterator[None]:
-    """Let the minimum interval between two checkpoints be over."""
+    """Remove the minimum interval between two checkpoints."""
     from datetime import timedelta
 
     from keyvault.services.audit import checkpoints
@@ -330,7 +335,7 @@ def _checkpoints_due() -> Iterator[None]:
 
 @contextmanager
 def _reporter() -> Iterator[Callable[[], None]]:
-    """A verifier that reports no use; the callable moves what it has reported to now."""
+    """Register a verifier that reports no uses; the callable moves its watermark to now."""
     from keyvault.models import UsageReporter
 
     name = f"scale-{os.getpid()}-{time.monotonic_ns()}"
@@ -370,7 +375,7 @@ def _measure_pages(samples: "Samples") -> Iterator[dict[str, Any]]:
 
 
 def _open_page(get: Callable[[], Any]) -> dict[str, Any]:
-    """Open a page twice; the second time counts. `ms` None: it took too long."""
+    """Open a page twice and measure the second time. `ms` None: it took longer than PAGE_SECONDS."""
     from django.db import connection
 
     def stop(number_of: int, frame: object) -> None:

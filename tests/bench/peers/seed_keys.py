@@ -1,6 +1,6 @@
-"""Keys and tokens of the peers, made by their own code: `python -m tests.bench.peers.stock OUT --keys 2000`.
+"""Create keys and tokens with the peers' own code: `python -m tests.bench.peers.seed_keys OUT --keys 2000`.
 
-Knox gets one token for each user, its best case: it walks all tokens of a user at each request.
+Each Knox user has one token, which is its fastest case: Knox reads all tokens of a user at each request.
 """
 
 import argparse
@@ -14,10 +14,10 @@ import django
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.peers.stock")
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.peers.seed_keys")
     parser.add_argument("out", type=Path)
     parser.add_argument("--keys", type=int, default=2000)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.bench.peers.settings")
     django.setup()
     from django.core.management import call_command
@@ -25,9 +25,9 @@ def main() -> int:
 
     call_command("migrate", interactive=False, verbosity=0)
     with transaction.atomic():
-        made = {"api_key": _api_keys(asked.keys), "knox": _knox_tokens(asked.keys)}
-    asked.out.touch(mode=0o600)
-    asked.out.write_text(json.dumps(made))
+        made = {"api_key": _api_keys(options.keys), "knox": _knox_tokens(options.keys)}
+    options.out.touch(mode=0o600)
+    options.out.write_text(json.dumps(made))
     return 0
 
 

@@ -1,10 +1,14 @@
-"""A database of many keys, in a process of its own: `python -m tests.bench.growing`, a command for each line.
+"""Commands of the part `growth`, in a process with its own database: `python -m tests.bench.growth_commands`.
 
-`add COUNT OUT` brings the table of keys up to that many and writes the strings of the new ones to OUT, `measure COUNT`
-looks that many keys up as a verifier does on a miss, `remember COUNT` keeps that many records as a verifier keeps them,
-`sizes` asks PostgreSQL. Each is answered with a line of JSON.
-Up to `GENUINE` rows are keys as the service issues them (string, checksum, digest under the real pepper); what is
-beyond is filler: rows of the same shape with random ids and digests, whose strings do not exist.
+Each line of standard input is a command; its reply is a line of JSON:
+
+- `add COUNT OUT`: insert keys until there are COUNT, and write the strings of the new keys to the file OUT;
+- `measure COUNT`: look up COUNT keys as a verifier does on a cache miss;
+- `remember COUNT`: cache COUNT records as a verifier does;
+- `sizes`: return the sizes of tables and indexes.
+
+The first `VALID_KEYS` rows are valid keys: string, checksum, and digest under the real pepper. Further rows have the
+same shape with random ids and digests, and no key string.
 """
 
 import functools
@@ -23,7 +27,7 @@ import uvloop
 
 from .figures import percentile
 
-GENUINE = 1_000_000
+VALID_KEYS = 1_000_000
 SAMPLE = 20_000
 CHUNK = 1000
 TABLES = ("keyvault_key", "keyvault_credential")
@@ -57,11 +61,11 @@ def _add(count: str, out: str) -> dict[str, Any]:
     template = Key.objects.select_related("credential").order_by("created_at").first()
     assert template is not None
     began = time.perf_counter()
-    # By the million: taken in as they are, no trigger and no foreign key is asked.
+    # Skip triggers and foreign keys, for speed.
     with connection.cursor() as cursor:
         cursor.execute("SET session_replication_role = replica")
     credentials: list[str] = []
-    # Before the COPY, which has the connection to itself.
+    # Before COPY, during which the connection accepts no other statement.
     peppers = load_peppers(PepperSet.PRODUCTION)
     with open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as texts:
         made = _new_keys(int(count) - have, have, peppers, credentials, texts)
@@ -77,13 +81,13 @@ def _add(count: str, out: str) -> dict[str, Any]:
 
 
 def _new_keys(count: int, have: int, peppers: Any, credentials: list[str], texts: Any) -> Iterator[dict[str, Any]]:
-    """What differs from row to row."""
+    """Yield the columns in which the rows differ."""
     from keyvault.domain.digests import DIGEST_BYTES
     from keyvault.domain.ids import mint_id, mint_key_id
-    from tests.bench.stock import mint
+    from tests.bench.seed_keys import mint
 
     for number in range(have, have + count):
-        if number < GENUINE:
+        if number < VALID_KEYS:
             minted = mint()
             key_id, (digest, version) = minted.key_id, peppers.digest(minted.text)
             texts.write(f"{minted.text.reveal()}\n")
@@ -94,7 +98,7 @@ def _new_keys(count: int, have: int, peppers: Any, credentials: list[str], texts
 
 
 def _copy(model: Any, template: Any, rows: Iterator[dict[str, Any]]) -> None:
-    """The template's row again and again, with what each row has of its own."""
+    """Copy the template's row once for each of `rows`, with the columns of that row."""
     from django.db import connection
 
     fields = model._meta.concrete_fields
@@ -108,8 +112,8 @@ def _copy(model: Any, template: Any, rows: Iterator[dict[str, Any]]) -> None:
             copy.write_row([row.get(field.attname, same[field.attname]) for field in fields])
 
 
-class _Reading:
-    """What the misses of a dedicated verifier are read with, on a loop of its own."""
+class _Reader:
+    """The database reads of a dedicated verifier, on their own event loop."""
 
     def __init__(self) -> None:
         from django.db import connection
@@ -120,7 +124,7 @@ class _Reading:
             cursor.execute("SELECT key_id FROM keyvault_key ORDER BY random() LIMIT %s", [SAMPLE])
             self._sample = [row[0] for row in cursor.fetchall()]
         self._store, self._loop = PostgresStore(), uvloop.new_event_loop()
-        # Each once: the server's process has by then touched whatever it will read.
+        # Read each key once, so that its pages are in memory.
         self._loop.run_until_complete(self.look_up(self._sample))
 
     def measure(self, count: int) -> dict[str, float]:
@@ -128,7 +132,7 @@ class _Reading:
         return {"p50_us": percentile(took, 0.5), "p99_us": percentile(took, 0.99)}
 
     async def look_up(self, key_ids: Sequence[str]) -> list[float]:
-        """Microseconds of each. One after the other, by a query of its own: what one miss waits for."""
+        """Look up the keys one after the other; return the time of each, in microseconds."""
         from keyvault.hotpath.messages.pending_requests import KEY
 
         took = []
@@ -138,21 +142,21 @@ class _Reading:
             found = await self._store.find(KEY, wanted)
             took.append((time.perf_counter_ns() - began) / 1000)
             if wanted != set(found):
-                raise RuntimeError("a look-up found nothing")
+                raise RuntimeError("A lookup found no key.")
         return took
 
 
 @functools.cache
-def _reading() -> _Reading:
-    return _Reading()
+def _reader() -> _Reader:
+    return _Reader()
 
 
 def _measure(count: str) -> dict[str, float]:
-    return _reading().measure(int(count))
+    return _reader().measure(int(count))
 
 
 def _remember(count: str) -> dict[str, float]:
-    """Bytes of each record with all that finds it again, as Python's allocator counts them."""
+    """Return the size of a cached record with its indexes, in bytes, as tracemalloc measures it."""
     from keyvault.hotpath.engine.memory import Memory
     from keyvault.models import Key
     from keyvault.services.keys.records import find_keys
@@ -172,7 +176,7 @@ def _remember(count: str) -> dict[str, float]:
 
 
 def _sizes() -> dict[str, float]:
-    """In MB."""
+    """Return sizes in MiB."""
     from django.db import connection
 
     with connection.cursor() as cursor:

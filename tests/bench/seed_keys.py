@@ -1,9 +1,8 @@
-"""Fills a database with keys, in a process of its own: `python -m tests.bench.stock OUT --keys 10000`.
+"""Insert keys into a database, in a separate process: `python -m tests.bench.seed_keys OUT --keys 10000`.
 
-The environment names data folder and database. The keys are genuine: strings of the real alphabet and checksum,
-digests under the real pepper, rows in the real tables; only that they were written in bulk, below the guard that
-wants an audit entry for each. Accounts have a limit of 1,000,000 a second, so that no limit answers. OUT gets the
-strings as JSON, for its owner only.
+The environment names data folder and database. The keys are valid: they have the product's format and checksum, and
+digests under the real pepper. They are inserted in bulk without audit entries. Accounts have a limit of 1,000,000 a
+second, so that no request is limited. The key strings are written to the file OUT as JSON; only its owner can read it.
 """
 
 import argparse
@@ -19,26 +18,29 @@ import django
 
 MERCHANTS = 100
 NETWORK = "203.0.113.0/24"
-"""What credentials with an allow-list are good from; all requests of the benchmarks come from there."""
+"""Allow-list of a credential. The client address of every benchmark request is in it."""
+
+OPERATOR = "admin"
+"""An operator of every permission that the benchmarks need."""
 
 BATCH_ROWS = 1000
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.stock")
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.seed_keys")
     parser.add_argument("out", type=Path)
     parser.add_argument("--keys", type=int, default=10_000)
     parser.add_argument("--listed", type=int, default=10, help="percent of the credentials with an allow-list")
     parser.add_argument("--to-revoke", type=int, default=0)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
     django.setup()
     from django.core.management import call_command
 
     call_command("setup", verbosity=0, stdout=sys.stderr)
-    made = _fill(asked.keys, asked.to_revoke, asked.listed)
-    asked.out.touch(mode=0o600)
-    asked.out.write_text(json.dumps(made))
+    made = _fill(options.keys, options.to_revoke, options.listed)
+    options.out.touch(mode=0o600)
+    options.out.write_text(json.dumps(made))
     return 0
 
 
@@ -59,8 +61,8 @@ def _fill(keys: int, to_revoke: int, listed: int) -> dict[str, Any]:
     _, token = make_token(Permission.KEYS_VERIFY, name="benchmark", scope=StringScope.PRODUCTION)
     texts = add_keys(accounts, keys + to_revoke + 1, listed)
     *valid, revoked = texts
-    key = Key.objects.select_related("credential__account__merchant").get(key_id=id_of(revoked))
-    admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
+    key = Key.objects.select_related("credential__account__merchant").get(key_id=key_id_of(revoked))
+    admin = the_operator(OPERATOR, Role.KEY_ADMINISTRATOR)
     revoke_key(grant(admin, Permission.KEYS_REVOKE, key.credential.account), key, RevocationReason.SUPERSEDED)
     return {
         "token": token.reveal(),
@@ -72,7 +74,7 @@ def _fill(keys: int, to_revoke: int, listed: int) -> dict[str, Any]:
 
 
 def unguarded(model: Any) -> Any:
-    """The model's rows, below the guard that wants each write recorded."""
+    """Return all rows of the model, for writes without an audit entry."""
     from django.db import models
 
     return models.QuerySet(model)
@@ -87,19 +89,19 @@ def mint() -> Any:
     return mint_keystring(settings.KEY_PREFIX, StringKind.PRIVATE, StringScope.PRODUCTION, secrets.token_bytes)
 
 
-def id_of(text: str) -> str:
-    """The key id in a key string of our own."""
+def key_id_of(text: str) -> str:
+    """Return the key id in a key string."""
     return text.rpartition("_")[2][:16]
 
 
-def is_listed(number: int, percent: int) -> bool:
+def has_allow_list(number: int, percent: int) -> bool:
     return (number + 1) * percent // 100 > number * percent // 100
 
 
 def add_keys(accounts: list[Any], count: int, listed: int) -> list[str]:
-    """That many active private keys, one to a credential, over the accounts in turn; their strings.
+    """Insert active private keys, each with its own credential, evenly over the accounts; return their strings.
 
-    `listed` percent of the credentials have an allow-list, evenly among the others.
+    `listed`: percent of the credentials that have an allow-list, evenly among the others.
     """
     from keyvault.domain.digests import PepperSet
     from keyvault.domain.ids import mint_id
@@ -120,7 +122,7 @@ def add_keys(accounts: list[Any], count: int, listed: int) -> list[str]:
             kind=KeyKind.PRIVATE,
             label="benchmark",
             delivery=Delivery.SECRET_BACKEND,
-            networks=[NETWORK] if is_listed(number, listed) else [],
+            networks=[NETWORK] if has_allow_list(number, listed) else [],
             created_at=now,
         )
         credentials.append(credential)
