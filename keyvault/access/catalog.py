@@ -102,7 +102,7 @@ class Endpoint:
     def read_contexts(
         self, path: str | None, headers: Mapping[str, str], merchant: str | None = None, store: str | None = None
     ) -> tuple[str | None, str | None]:
-        """Return the merchant and store context of a request, from this endpoint's sources or else the arguments.
+        """Return the merchant and store context of a request: from this endpoint's sources, else from the arguments.
 
         Blank values count as None. `path` must match this endpoint; None when the caller named the endpoint.
         """

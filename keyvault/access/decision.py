@@ -108,7 +108,7 @@ def _holds_permission(rule: OperationRule, principal: Principal, target: Target)
 
 
 def _within_scope(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
-    """Deny what is outside an operator's scope: accounts appear absent, and the installation is refused."""
+    """Deny what is outside an operator's scope. An account appears absent; the whole installation is refused."""
     if not isinstance(principal, OperatorPrincipal) or rule.is_personal or principal.scope.covers(target.scope):
         return None
     internal = f"{principal.actor} has a scope without {target.scope}"

@@ -131,7 +131,7 @@ def judge(presented: VerificationRequest, sources: Sources, now: datetime) -> Ju
     )
     if isinstance(keystring, Denial):
         return _deny_unproved(keystring, presented, sources)
-    # Take the peppers before reading the record: its version is then loaded or newer, and not one retired meanwhile.
+    # Take the peppers before reading the record. Otherwise the record's version could be retired between the two.
     peppers = sources.peppers(presented.environment)
     record = sources.find_key(keystring.key_id, presented.client_address)
     if record is not None:

@@ -133,7 +133,7 @@ class BucketStatus:
 
 @dataclass(frozen=True, slots=True)
 class Spend:
-    """The result of a spend. `retry_after_seconds`: until all buckets allow it, if unused meanwhile; 0 when allowed."""
+    """The result of a spend. `retry_after_seconds`: until all buckets allow it, unless others spend; 0 when allowed."""
 
     allowed: bool
     statuses: tuple[BucketStatus, ...]

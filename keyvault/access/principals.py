@@ -47,8 +47,8 @@ class OperatorPrincipal:
 class Service:
     """A backend service or gateway authenticated by a service token.
 
-    `lineage` is the first of a series of rotated tokens: a successor may continue what a predecessor began.
-    `is_probe`: its verifications are the service's own test calls and do not count as use of a key.
+    `lineage`: id of the first token in a series of rotations, so that a successor may continue what a predecessor
+    began. `is_probe`: its verifications are the service's own test calls and do not count as use of a key.
     """
 
     token_id: str
@@ -113,7 +113,7 @@ CONSOLE = System("console", frozenset({Permission.SESSIONS_WRITE}), Channel.CONS
 SINGLE_SIGN_ON = System(
     "single_sign_on", frozenset({Permission.OPERATORS_WRITE, Permission.OPERATORS_ENROLL}), Channel.CONSOLE
 )
-"""The identity provider's word at a sign-in: it creates operators and gives and takes their roles."""
+"""Single sign-on, which creates operators and sets their roles as the identity provider states."""
 HOST = System(
     "host",
     frozenset({Permission.OPERATORS_WRITE, Permission.OPERATORS_ENROLL})

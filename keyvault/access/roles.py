@@ -1,8 +1,8 @@
 """The permissions of each operator role. A migration mirrors this table in the console's Django groups.
 
-No role lets a person approve their own requests, also not by creating a service token: `access.decision` compares
-persons. No role has `operators:enroll`: an operator who could create another one would be two persons. The host or
-single sign-on creates them.
+No role lets a person approve their own requests, not even by creating a service token: `access.decision` compares
+persons. No role has `operators:enroll`: an operator who could create another one could act as two persons. Only the
+host and single sign-on create operators.
 """
 
 from enum import StrEnum
@@ -60,7 +60,7 @@ def permissions_of(roles: frozenset[Role]) -> frozenset[P]:
 
 
 def roles_with(permission: P, roles: frozenset[Role]) -> frozenset[Role]:
-    """Return those of the roles that have the permission; none for a permission of every operator."""
+    """Return the roles that have the permission; none if every operator has it."""
     if permission in _ALL:
         return frozenset()
     return frozenset(role for role in roles if permission in ROLE_PERMISSIONS[role])

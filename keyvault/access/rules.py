@@ -13,7 +13,8 @@ from keyvault.domain.environments import Environment
 class OperationRule:
     """An operation on the service's own data.
 
-    `second_person`: the requester may not perform it. `is_personal`: it concerns the principal alone, in any scope.
+    `second_person`: the requester may not perform it. `is_personal`: it concerns the principal alone, so every scope
+    allows it.
     """
 
     permission: Permission
@@ -44,9 +45,9 @@ def operation(permission: Permission) -> OperationRule:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The object of an operation. None: no particular one.
+    """The object of an operation. A field is None where the operation has no particular one.
 
-    `within`: the accounts that an object of no particular account concerns, such as the merchants of a campaign.
+    `within`: the accounts that the object concerns if it belongs to no single one, such as the merchants of a campaign.
     `requester_person`: the person who requested what is now approved or reviewed; None: only the permission is checked.
     The service that writes the approval compares the persons again, and so does the database.
     """
@@ -58,7 +59,7 @@ class Target:
 
     @property
     def scope(self) -> AccessScope:
-        """The accounts that the object concerns: its own, or those `within` which it is."""
+        """The accounts that the object concerns: its own, or those of `within`."""
         return AccessScope(
             self.within.merchants if self.merchant_id is None else frozenset({self.merchant_id}),
             self.within.environments if self.environment is None else frozenset({self.environment}),
@@ -66,7 +67,7 @@ class Target:
 
 
 PLATFORM = Target()
-"""The target of operations that concern no account, and thereby the whole installation."""
+"""Target of an operation that belongs to no account: it concerns the whole installation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,16 @@ class AccessScope:
     environments: frozenset[Environment] = frozenset(Environment)
 
     def covers(self, other: "AccessScope") -> bool:
-        """Whether everything in the other scope is in this one."""
+        """Return whether everything in the other scope is in this one."""
         has_merchants = self.merchants is None or (other.merchants is not None and other.merchants <= self.merchants)
         return has_merchants and other.environments <= self.environments
 
     def has(self, merchant_id: str, environment: str) -> bool:
-        """Whether the account of the merchant in the environment is in the scope."""
+        """Return whether the account of the merchant in the environment is in the scope."""
         return (self.merchants is None or merchant_id in self.merchants) and environment in self.environments
 
     def narrowed_to(self, merchant_id: str | None, environment: Environment | None) -> "AccessScope":
-        """Return what is in the scope and also of the merchant and in the environment; None: any."""
+        """Return the part of the scope that belongs to the merchant and the environment. None: any of them."""
         merchants, environments = self.merchants, self.environments
         if merchant_id is not None:
             merchants = frozenset({merchant_id} if merchants is None else merchants & {merchant_id})
@@ -46,7 +46,7 @@ class AccessScope:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
-        """Return the scope of which `as_json` returned this."""
+        """Return the scope that `as_json` serialized."""
         merchants = None if stored["merchants"] is None else frozenset(stored["merchants"])
         return cls(merchants, frozenset(map(Environment, stored["environments"])))
 
@@ -55,4 +55,4 @@ EVERYWHERE = AccessScope()
 """The whole installation."""
 
 NOWHERE = AccessScope(frozenset())
-"""No merchant: the scope of an operator of single sign-on until it is given another one."""
+"""No merchant: the initial scope of an operator whom single sign-on creates."""

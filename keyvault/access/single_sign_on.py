@@ -34,7 +34,7 @@ class SignOnFault(StrEnum):
     STATE_INVALID = "state_invalid"
     """The state is unknown, was used before, has expired or belongs to another browser."""
     ISSUER_MIXED_UP = "issuer_mixed_up"
-    """The response names another issuer than the request was sent to, or none although it should."""
+    """The response names another issuer than the request's, or lacks the issuer that the provider announces."""
     PROVIDER_REFUSED = "provider_refused"
     """The identity provider answered with an error instead of a code."""
     PROVIDER_UNAVAILABLE = "provider_unavailable"
@@ -56,7 +56,7 @@ class SignOnFault(StrEnum):
     """No group of the subject maps to a role."""
     NAME_INVALID = "name_invalid"
     NAME_TAKEN = "name_taken"
-    """Another operator has the name of a subject that signs in for the first time."""
+    """The subject signs in for the first time, and another operator already has its name."""
     OPERATOR_DISABLED = "operator_disabled"
 
 
@@ -82,9 +82,10 @@ class IdentityProvider:
 
 @dataclass(frozen=True, slots=True)
 class AuthorizationRequest:
-    """What the state of a sign-in under way is bound to.
+    """The data to which the state of a pending sign-in is bound.
 
-    `max_age_seconds`: how long before `begun_at` the person may have authenticated; 1: the provider asks again.
+    `max_age_seconds`: maximum time from the person's authentication to `begun_at`. With 1 the provider asks the person
+    to authenticate again.
     """
 
     issuer: str
@@ -101,7 +102,7 @@ class AuthorizationRequest:
         return asdict(self)
 
     def is_mixed_up(self, response_issuer: str | None, provider: IdentityProvider, *, names_issuer: bool) -> bool:
-        """Whether a response may come from another provider than this request was sent to (RFC 9207).
+        """Return whether a response may come from a provider to which this request was not sent (RFC 9207).
 
         Args:
             response_issuer: the `iss` parameter of the response.
@@ -152,7 +153,7 @@ def judge_claims(
 
 
 def _is_for(claims: Mapping[str, Any], client_id: str) -> bool:
-    """Whether this client is the audience. With several audiences, `azp` must name it, too."""
+    """Return whether this client is the audience. With several audiences, `azp` must name it, too."""
     audience, party = claims.get("aud"), claims.get("azp")
     audiences = audience if isinstance(audience, list) else [audience]
     if client_id not in audiences or (len(audiences) > 1 and party is None):

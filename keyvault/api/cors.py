@@ -49,7 +49,7 @@ def _is_public(endpoint: Endpoint | NoMatchingEndpoint) -> bool:
 
 
 def _is_public_path(path: str) -> bool:
-    """Whether the path has a public endpoint, for any method."""
+    """Return whether the path has a public endpoint, for any method."""
     found = BUILT_IN.match("OPTIONS", path)
     return isinstance(found, NoMatchingEndpoint) and any(
         _is_public(BUILT_IN.match(method, path)) for method in found.allowed

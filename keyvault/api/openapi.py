@@ -1,8 +1,8 @@
 """The OpenAPI page, generated from the catalog, the error table and the serializers.
 
 `documented` describes a view's method; its codes determine every status, problem body and header. `finish` adds what
-all operations share. `openapi_unrouted` has the operations without a view method, `openapi_components` the bodies that
-no serializer parses, `openapi_fields` the schema of our own text field, `openapi_examples` the examples.
+all operations share. `openapi_unrouted` has the operations without a view method, and `openapi_components` the bodies
+that no serializer parses. `openapi_fields` has the schema of our own text field, and `openapi_examples` the examples.
 """
 
 from collections import defaultdict
@@ -228,7 +228,7 @@ def _problems(codes: Iterable[Code], sent_as: Callable[[int], int]) -> dict[tupl
 
 
 def is_based_on_origin() -> bool:
-    """Whether each environment's base URL is the origin followed by the environment's name."""
+    """Return whether each environment's base URL is the origin followed by the environment's name."""
     return all(settings.BASE_URLS[name] == f"{settings.ORIGIN}/{name}" for name in Environment)
 
 

@@ -160,7 +160,7 @@ def _verify() -> Iterator[Any]:
     one = documented(
         "keys_verify",
         summary="Verify a key.",
-        description="Judges a key for one endpoint and answers what to tell the client: `allowed`, or `status`, "
+        description="Judges a key for one endpoint and returns the response for the client: `allowed`, or `status`, "
         "`headers` and `problem`. The call itself is 200 whenever a decision was reached. An allowed "
         "request counts as one use and spends from the limits, unless it is a `dry_run`, which adds the "
         "trace of the rules. A `cost` is a whole number; `2.0` is one.",
@@ -171,8 +171,8 @@ def _verify() -> Iterator[Any]:
     several = documented(
         "keys_verify_batch",
         summary="Verify up to 100 keys.",
-        description="Judges each request as `POST /v1/keys/verify` does, and answers the decisions in their order. "
-        "One malformed request refuses the batch.",
+        description="Judges each request as `POST /v1/keys/verify` does, and returns the decisions in the same order. "
+        "One malformed request rejects the batch.",
         permission=Permission.KEYS_VERIFY,
         takes=VERIFY_BATCH_REQUEST_BODY,
         answers={200: DECISIONS_BODY},
@@ -220,8 +220,8 @@ def _gateway(dialect: Dialect, parameters: Iterable[OpenApiParameter]) -> Docume
     return documented(
         f"authorize_{dialect}",
         summary=f"Authorize a request that a client sent to {dialect.title()}.",
-        description="For the gateway's subrequest. It describes the client's request in headers, which only the "
-        "gateway may set, and authenticates itself with `X-Service-Token`, which names exactly one "
+        description="For a subrequest of the gateway. Its headers describe the client's request, and only the "
+        "gateway may set them. The gateway authenticates itself with `X-Service-Token`, for exactly one "
         "environment. The response does not depend on the method. Only 200 allows the request; its "
         "headers are for the upstream.",
         permission=Permission.KEYS_VERIFY,

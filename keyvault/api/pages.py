@@ -1,7 +1,7 @@
 """Pages of the service plane's lists: the newest rows first, each page by a cursor.
 
-A page costs some short index scans however many rows there are. The indexes of `page_indexes` begin with the account or
-with its environment, so there is one scan for each account of the query, or for each environment.
+A page costs a few short index scans, however many rows the table has. The indexes of `page_indexes` begin with the
+account or with its environment: there is one scan for each account, or each environment, of the query.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ def read_page(
     Args:
         rows: all rows of a model with `account`, `account_environment` and `created_at`.
         query: the validated `PageQuery`.
-        filters: conditions that exclude each other; each of them, with an account or an environment, has an index.
+        filters: mutually exclusive conditions. For each one there is an index by account and one by environment.
 
     Raises DeniedError for an environment outside the token.
     """
@@ -54,7 +54,7 @@ def read_page(
     for place in _places(view, query):
         for condition in filters:
             found += _list_positions(rows.filter(**place, **condition), after, limit + 1)
-    # The database orders the rows of one time: it may compare ids in another way than Python does.
+    # The database orders rows with the same time, because it may compare ids differently from Python.
     newest_first = sorted(found, key=lambda position: position[0], reverse=True)
     oldest = newest_first[: limit + 1][-1:]
     ids = [pk for at, pk in newest_first if at >= oldest[0][0]]

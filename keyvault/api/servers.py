@@ -110,7 +110,7 @@ def _revoke_self(call: Call) -> Response:
 
 
 def _may_still_revoke(judgement: Judgement) -> bool:
-    """Whether the holder of a refused private key may still revoke it, or repeat its revocation."""
+    """Return whether the holder of a refused private key may still revoke it, or repeat its revocation."""
     verdict, record = judgement.verdict, judgement.record
     if not isinstance(verdict, Denial) or record is None or judgement.holder is None:
         return False
@@ -144,7 +144,7 @@ SERVERS: Servers = {
         gives=CONFIGURATION_BODY,
     ),
     "customer_tokens.create": EndpointServer(
-        description="Issues a token for a customer who signed in at the merchant. The token is in the first answer "
+        description="Issues a token for a customer who signed in at the merchant. The token is in the first response "
         "only; it adds customer context to a private key and never replaces it.",
         prepares=_create_customer_token,
         status=201,
@@ -153,20 +153,20 @@ SERVERS: Servers = {
         parameters=(in_path("customer_id", CUSTOMER_ID),),
     ),
     "customer_tokens.revoke": EndpointServer(
-        description="Ends a customer access token of this merchant and environment. Repeatable.",
+        description="Revokes a customer access token of this merchant and environment. Repeatable.",
         answers=_revoke_customer_token,
         status=204,
         parameters=(in_path("token_id", "^[0-9A-Za-z]{16}$"),),
     ),
     "customers.me": EndpointServer(
-        description="Shows which customer the Bearer token stands for and when it expires. It needs the private key "
+        description="Shows which customer the Bearer token identifies and when it expires. It needs the private key "
         "as well.",
         answers=_show_customer,
         gives=CUSTOMER_BODY,
     ),
     "credentials.revoke_self": EndpointServer(
-        description="The holder of a leaked private key ends it, without a sign-in. The answer has the sequence of "
-        "the revocation. Repeatable, up to 10 times a minute.",
+        description="The holder of a leaked private key revokes it, without a sign-in. The response has the sequence "
+        "of the revocation. Repeatable, up to 10 times a minute.",
         answers=_revoke_self,
         serves_denied=_may_still_revoke,
         status=202,

@@ -17,7 +17,7 @@ from keyvault.domain.plaintext import Plaintext
 class Mount(StrEnum):
     """Separate stores that share nothing: one for each environment's keys, one for the peppers, one for evidence.
 
-    `evidence` has what must outlive the database, and nothing secret. A path begins with its scope.
+    `evidence` has data that must outlive the database, and nothing secret. Its paths begin with a scope.
     `audit` has the keys that sign the audit log and exists in the local keystore only. In a Vault they are in Transit.
     """
 
@@ -149,10 +149,10 @@ class SecretBackend(Protocol):
         """Yield every path of a mount that has or had a version, unordered. Concurrent writes are allowed."""
 
     def encrypt(self, text: Plaintext) -> str:
-        """Return the ciphertext of a text that its caller stores, under a key that never leaves the backend's host."""
+        """Encrypt a text with a key that never leaves the backend's host. The caller stores the ciphertext."""
 
     def decrypt(self, ciphertext: str) -> Plaintext:
-        """Return the text of `encrypt`. Raises BackendInvalidError."""
+        """Decrypt a ciphertext of `encrypt`. Raises BackendInvalidError."""
 
     def health(self) -> Health:
         """Return the backend's health. Never raises."""

@@ -33,10 +33,10 @@ METADATA_SECONDS = 3600.0
 """Maximum age of the cached metadata, in seconds."""
 
 KEYS_SECONDS = 600.0
-"""Maximum age of the cached signing keys, in seconds: for so long a withdrawn key stays accepted."""
+"""Maximum age of the cached signing keys, in seconds. A withdrawn key stays accepted until then."""
 
 REFETCH_SECONDS = 30.0
-"""Minimum interval between two reads of the signing keys, in seconds: unknown key ids cause no more."""
+"""Minimum interval between two reads of the signing keys, in seconds. Unknown key ids cause no further reads."""
 
 _WELL_KNOWN = "/.well-known/openid-configuration"
 _ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
@@ -47,7 +47,7 @@ JsonWebKey = Mapping[str, Any]
 
 
 class IdentityProviderError(DependencyUnavailableError):
-    """The identity provider did not reply, or not with what OpenID Connect Discovery 1.0 requires."""
+    """The identity provider did not reply, or its reply does not conform to OpenID Connect Discovery 1.0."""
 
 
 class IdentityProviderClient:
@@ -125,7 +125,7 @@ class IdentityProviderClient:
                 reply = session.get(url)
             if reply.status_code != 200:
                 raise IdentityProviderError(
-                    "The identity provider does not work now. Try again later.",
+                    "The identity provider replied with an error. Try again later.",
                     internal=f"{url}: status {reply.status_code}",
                 )
             document = reply.json()

@@ -1,8 +1,8 @@
 """The embedded secret backend: an AES-256-GCM keystore in one SQLite file, for one host.
 
-Each record is sealed under the master key with its mount, path and version as associated data (NIST SP
-800-38D), so that a record copied to another path cannot be decrypted. Each record has a nonce of 96 random bits;
-versions are written once.
+Each record is encrypted under the master key. Its mount, path and version are associated data (NIST SP 800-38D), so
+that a record copied to another path cannot be decrypted. Each record has a nonce of 96 random bits; versions are
+written once.
 """
 
 import base64

@@ -47,7 +47,7 @@ class OutboundError(DependencyUnavailableError):
 
 
 class ResolversBusyError(OutboundError):
-    """This process has no thread left to resolve the name: it says nothing about the endpoint."""
+    """This process has no thread left to resolve the name. The error does not mean that the endpoint has failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ def ensure_private_file(path: Path) -> None:
 def read_or_make_secret(path: Path) -> str:
     """Return 86 random characters, created on the first run; concurrent first runs get the same text.
 
-    Raises ImproperlyConfigured when others than the owner may read the file.
+    Raises ImproperlyConfigured when users other than the owner can read the file.
     """
     if not path.exists():
         _make_once(path, secrets.token_urlsafe(64))
@@ -33,7 +33,7 @@ def read_or_make_secret(path: Path) -> str:
 def read_or_make_master_key(path: Path, *, may_make: bool) -> str:
     """Return 32 random bytes in base64, created only if `may_make`: never for data that another key sealed.
 
-    Raises ImproperlyConfigured when others than the owner may read the file, or it is missing.
+    Raises ImproperlyConfigured when users other than the owner can read the file, or when it is missing.
     """
     if may_make and not path.exists():
         _make_once(path, base64.b64encode(secrets.token_bytes(32)).decode())
@@ -62,7 +62,7 @@ def remove_private_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the folder's entries to disk, so that a new, replaced or deleted file stays so after a power failure."""
+    """Flush the folder's entries to disk, so that a created, replaced or deleted file survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -17,7 +17,7 @@ GENESIS = bytes(32)
 """Previous hash of the first entry of a chain, 32 bytes."""
 
 APPROVAL_SUFFIX = "approved"
-"""End of the name of each event that is an approval, and of no other event's."""
+"""Suffix of the name of every event that is an approval. No other event has it."""
 
 CUSTOMER_TOKEN_SLOTS = 4
 """Number of chains for the customer tokens of one account, to which as many transactions append concurrently."""
@@ -90,7 +90,7 @@ class Break:
 
 
 def find_fault(entry: ChainedEntry, *, chain: str, sequence: int, previous: bytes) -> str | None:
-    """Return why the entry cannot be number `sequence` of `chain` after the hash `previous`, or None."""
+    """Return why the entry is not number `sequence` of `chain` after the hash `previous`; None: it is."""
     if entry.chain != chain:
         return f"belongs to {entry.chain}"
     if entry.sequence != sequence:

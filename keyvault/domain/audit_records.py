@@ -40,7 +40,7 @@ KEYS_FORMAT = "keyvault/audit-public-keys/v1"
 class ExportStart:
     """The first record. `since` None: the export has every entry.
 
-    Otherwise it has the entries that no checkpoint until `since` signs.
+    Otherwise the export omits the entries that a checkpoint up to that time signs.
     """
 
     at: datetime
@@ -200,7 +200,7 @@ def _matches_position(body: bytes, chain: str, sequence: int) -> bool:
 
 
 def parse_time(body: bytes) -> datetime | None:
-    """Return when an entry was written, according to its bytes; None if they do not say."""
+    """Return when an entry was written, according to its bytes; None if they contain no valid time."""
     try:
         at = datetime.fromisoformat(json.loads(body.decode())["at"])
     except (ValueError, KeyError, TypeError, RecursionError):

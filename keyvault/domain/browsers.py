@@ -1,4 +1,4 @@
-"""The browser and the system that a user agent names, in words of this module only: never text of the client."""
+"""The browser and the operating system that a user agent names. The result never contains text of the client."""
 
 import re
 

@@ -1,10 +1,10 @@
 """Signed checkpoints of the audit chains: the signed bytes, and their verification with the public key.
 
-A checkpoint states the length of each chain that has changed since the previous checkpoint of its scope and the hash of
-the chain's newest entry, and contains the digest of the previous checkpoint. So the newest checkpoint commits to the
-heads of all chains. The hash chains alone reveal an edit in the middle. They do not reveal a chain that was rewritten
-from some entry on, or truncated together with its head. Only a signature does, because its private key is outside the
-database.
+A checkpoint lists the chains that have changed since the previous checkpoint of its scope, each with its length and the
+hash of its newest entry. It also contains the digest of the previous checkpoint. So the newest checkpoint commits to
+the heads of all chains. The hash chains alone reveal an edit in the middle. They do not reveal a chain that was
+rewritten from some entry on, or truncated together with its head. Only a signature does, because its private key is
+outside the database.
 
 Signatures are Ed25519 (RFC 8032) over the stored bytes of the body.
 """
@@ -57,8 +57,9 @@ class Head:
 class Checkpoint:
     """The content of a checkpoint's body.
 
-    `heads`: of the chains that have changed. `checked_through`: id of the last account whose chains the signer has
-    compared with the checkpoints that signed them last; 0: the next comparison begins with the first account.
+    `heads`: the heads of the chains that have changed. The signer compares the chains of all accounts with their newest
+    checkpoints, a few accounts at a time. `checked_through`: id of the last account that it has compared; 0: it begins
+    again with the first account.
     """
 
     scope: str
@@ -162,8 +163,9 @@ def find_signature_fault(signed: SignedCheckpoint, keys: PublicKeys) -> str | No
 class CheckpointWalk:
     """Incremental verification of one scope's checkpoints, in their order.
 
-    `keys` None: signatures are not checked. `heads`: of each chain, as signed by the checkpoint that signed it last.
-    `late`: number of checkpoints that sign an entry older than UNSIGNED_FOR, and `first_late` describes the first one.
+    `keys` None: signatures are not checked. `heads`: the head of each chain in the newest checkpoint that signs the
+    chain. `late`: number of checkpoints that sign an entry older than UNSIGNED_FOR; `first_late` describes the first
+    one.
     """
 
     scope: str
@@ -206,7 +208,7 @@ class CheckpointWalk:
         return None
 
     def find_end_fault(self) -> tuple[int, str] | None:
-        """Return the first number that was kept but this log lacks, with the fault. Call it last."""
+        """Return the number of the first kept checkpoint that this log lacks, with the fault. Call it last."""
         last = 0 if self.newest is None else self.newest.number
         beyond = min((number for scope, number in self.kept if scope == self.scope and number > last), default=None)
         if beyond is None:
@@ -216,7 +218,7 @@ class CheckpointWalk:
     def note_unsigned(self, unsigned_since: Mapping[str, datetime]) -> None:
         """Note the oldest entry that the newest checkpoint should have signed. Call it last.
 
-        `unsigned_since`: when the oldest entry of each chain was written that no checkpoint signs.
+        `unsigned_since`: by chain, when the oldest entry that no checkpoint signs was written.
         """
         oldest = min(unsigned_since, key=lambda chain: unsigned_since[chain], default=None)
         if self.newest is not None and oldest is not None and self.newest.at - unsigned_since[oldest] > UNSIGNED_FOR:

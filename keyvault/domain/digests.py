@@ -21,7 +21,7 @@ BLOCK_BYTES = 64
 
 
 class PepperSet(StrEnum):
-    """One set per environment, and one for service tokens, which every process loads."""
+    """One set per environment, and one for service tokens. Every process loads the set for service tokens."""
 
     SANDBOX = "sandbox"
     PRODUCTION = "production"

@@ -29,5 +29,5 @@ def find_text_fault(text: str, max_length: int) -> str | None:
 
 
 def find_reason_fault(text: str) -> str | None:
-    """Return the fault of a mandatory reason, which must not be blank, or None. See `clean_text` for secrets."""
+    """Return the fault of a mandatory reason if it is blank, else None. `clean_text` masks its secrets."""
     return None if text.strip() else "a reason is required"

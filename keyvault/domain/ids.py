@@ -28,7 +28,7 @@ def mint_id(prefix: Prefix, random_bytes: RandomBytes) -> str:
 
 
 def is_merchant_id(text: str) -> bool:
-    """Return whether the text is 1 to 64 of a-z, 0-9 and inner hyphens: needs no escaping in URLs, paths and labels."""
+    """Return whether the text is 1 to 64 of a-z, 0-9 and inner hyphens, which URLs and labels need not escape."""
     return _SLUG.fullmatch(text) is not None
 
 

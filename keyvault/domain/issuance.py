@@ -54,7 +54,7 @@ COLLECT_WITHIN = timedelta(hours=72)
 
 
 class Delivery(StrEnum):
-    """How the merchant receives the key. Sealed: encrypted to a recipient's public key, which is approved too."""
+    """The way a key reaches the merchant. Sealed: encrypted to a recipient's public key, which is approved too."""
 
     SECRET_BACKEND = "secret_backend"  # noqa: S105  the name of a delivery
     SHOW_ONCE = "show_once"

@@ -22,7 +22,7 @@ SECRET_DIGITS = 43
 CHECKSUM_DIGITS = 6
 _DIGITS = KEY_ID_DIGITS + SECRET_DIGITS + CHECKSUM_DIGITS
 MAX_LENGTH = 128
-"""Maximum length of a text that is parsed, in characters. A brand has at most 16."""
+"""Maximum length of a text that is parsed, in characters. A brand has at most 16 of them."""
 
 KEY_ID_PLACE = slice(-_DIGITS, KEY_ID_DIGITS - _DIGITS)
 """Slice of a well-formed key string that is the key id."""
@@ -60,9 +60,9 @@ SCOPE_ENVIRONMENTS = {
 _UNDERSCORE = r"(?:_|%(?:25){0,8}5[Ff]|\\{1,16}u005[Ff])"
 SHAPED_HEAD = rf"{_UNDERSCORE}(?:pub|prv|cat|svc){_UNDERSCORE}(?:sbx|prd|all){_UNDERSCORE}[0-9A-Za-z]{{16}}"
 SHAPED = re.compile(rf"(?P<head>{SHAPED_HEAD})[0-9A-Za-z]{{1,512}}")
-"""Matches text shaped like a key string: any brand or none, any checksum, any length from one secret digit (a truncated
-log line, a repeated digit), underscores plain or escaped for a URL or in JSON, also repeatedly. The head is public;
-the rest must not be shown."""
+"""Matches text shaped like a key string: any brand or none, any checksum, and any length from one digit of the secret
+(a truncated log line, a repeated digit). Its underscores may be escaped for a URL or in JSON, also repeatedly. The head
+is public; the rest must not be shown."""
 
 
 class KeyString(Struct, frozen=True, gc=False):

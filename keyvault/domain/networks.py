@@ -25,7 +25,7 @@ def _parse_address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def is_within(address: str, networks: Iterable[IPNetwork]) -> bool:
-    """Return whether a network contains the address. IPv4-mapped counts as IPv4; False if it is invalid."""
+    """Return whether a network contains the address, an IPv4-mapped one as IPv4; False for an invalid address."""
     parsed = _parse_address(address)
     if parsed is None:
         return False

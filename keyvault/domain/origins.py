@@ -12,7 +12,7 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_origin(text: str) -> bool:
-    """Return whether the text is an origin as browsers serialize it and may be listed: https, or http on localhost.
+    """Return whether the text is an origin as browsers serialize it, with https, or with http on localhost.
 
     `null` is rejected, because every sandboxed document sends it.
     """

@@ -99,7 +99,7 @@ _FIRST = rf"(?:(?:bearer|basic|apikey|digest|token)[ \t]{{1,64}})?{_HANDLE}"
 def _json_string(depth: int) -> tuple[str, str]:
     """Return the quote of a string inside `depth` levels of JSON strings, and one piece of its content.
 
-    A backslash of the innermost JSON appears as `escapes` backslashes, and its quote follows one fewer.
+    A backslash of the innermost JSON appears as `escapes` backslashes. A quote of it appears after one backslash fewer.
     """
     escapes = 2**depth
     quote = rf"\\{{{escapes - 1}}}\"" if depth else '"'
@@ -196,13 +196,14 @@ def _encoded(letter: str) -> str:
 
 
 _ESCAPE = "\x1b"
-# A terminal's color, which may split a name or a secret: dropped first. With the beginnings of colors before it, so
-# that what is left is no color.
+# A terminal's color may split a name or a secret, so it is dropped first. The pattern includes incomplete colors before
+# it: otherwise the remaining text could form a new color.
 _COLOR = _secret(rf"(?P<head>)(?:{_ESCAPE}\[?[0-9;]{{0,16}}+){{1,8}}+m", r"(?!)", (_ESCAPE,), mask=lambda match: "")
 
 _SECRETS = (
     _COLOR,
-    # A key string of the right length, broken across lines. First, because the other patterns end with the line.
+    # A key string of the right length, broken across lines. It comes first, because the other patterns end with the
+    # line.
     _secret(
         rf"(?!_[a-z]{{3}}_[a-z]{{3}}_{_DIGIT}{{{KEY_ID_DIGITS + _AFTER_KEY_ID}}})"
         rf"(?P<head>_{_any_broken(StringKind)}{_MAY_BREAK}_{_any_broken(StringScope)}{_MAY_BREAK}_"
@@ -212,8 +213,8 @@ _SECRETS = (
         mask=_mask_broken,
         unfinished=_unfinished_key(),
     ),
-    # A PEM private key (RFC 7468), also with escapes of JSON. Before the patterns that end with the line. A hyphen
-    # inside belongs to a header (RFC 1421); five of them end the key.
+    # A PEM private key (RFC 7468), also with JSON escapes. It comes before the patterns that end with the line. A
+    # hyphen inside belongs to a header (RFC 1421); five of them end the key.
     _secret(
         r"(?P<head>-----BEGIN (?:[A-Z0-9]{1,16} ){0,3}PRIVATE KEY-----)",
         r"[A-Za-z0-9+/=:,.*> \t\r\n]|-(?=[A-Za-z0-9])|\\{1,16}(?:[nrt/]|u00[0-9A-Fa-f]{2})",
@@ -250,7 +251,7 @@ _SECRETS = (
         _NAMED_NEEDLES,
         any_case=True,
     ),
-    # A number with the name of a secret.
+    # A number whose name is a secret's.
     _secret(
         rf"(?P<head>(?<!\\)(?P<quote>\\{{0,16}}[\"']){_NAMED}(?P=quote)\]?{_IS})-?[0-9]",
         r"[0-9.eE+-]",

@@ -1,4 +1,4 @@
-"""The lines of the revocation log, a write-ahead log: each revocation before its commit, and then the commit.
+"""The lines of the revocation log, a write-ahead log of each revocation and then of its commit.
 
 A line is canonical JSON, a space and a checksum. A crash leaves an incomplete line: the last one, without a line
 feed. Any other line that fails its checksum is damaged.
@@ -69,7 +69,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The transaction had not committed long after its line. A `Committed` line prevails, also a later one."""
+    """The transaction was not committed long after its line. A `Committed` line overrides this, even a later one."""
 
     unit: str
 
@@ -83,7 +83,7 @@ class CaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class Anchored:
-    """The log contains what the revocation anchor had up to this change sequence."""
+    """The log contains every revocation that the revocation anchor had up to this change sequence."""
 
     sequence: int
 

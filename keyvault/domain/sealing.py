@@ -29,7 +29,7 @@ def seal(peppers: Peppers, text: Plaintext, context: bytes, random_bytes: Random
 
 
 def unseal(peppers: Peppers, sealed: bytes, context: bytes) -> Plaintext:
-    """Decrypt a sealed text. Raises IntegrityError if it was altered, context or set differ, or the pepper is gone."""
+    """Decrypt a sealed text. Raises IntegrityError if text, context or set differ, or the pepper is missing."""
     version, salt = sealed_with(sealed), sealed[_VERSION_BYTES : _HEAD_BYTES - _NONCE_BYTES]
     nonce, ciphertext = sealed[_HEAD_BYTES - _NONCE_BYTES : _HEAD_BYTES], sealed[_HEAD_BYTES:]
     if version not in peppers.versions or len(nonce) < _NONCE_BYTES:

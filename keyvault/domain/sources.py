@@ -24,19 +24,19 @@ It can hide a client that calls rarely, so no use of a key shows that it has mov
 OCCASION = timedelta(days=1)
 """Maximum time from the first to the last use of a source that was seen only once, however often it called.
 
-The minutes of one run of a job do not show when it runs again. A source that is in use for longer, such as a client
-that calls every day or all day, was seen more than once. Its longest gap between two uses is its habit.
+A single run of a job does not show when the job runs again. A source that is in use for longer, such as a client that
+calls every day, counts as seen more than once: its longest gap between two uses predicts the next one.
 """
 
 
 Minutes = tuple[int, int, int]
-"""A source's use of one key: its first and its last minute, and its longest gap between, in minutes."""
+"""A source's use of one key: its first minute, its last minute, and the longest gap between two uses, in minutes."""
 
 
 def find_longest_gap(uses: Iterable[Minutes]) -> int:
-    """Return a source's longest gap between two uses, in minutes, with one key or from one key to another.
+    """Return a source's longest gap between two uses, of one key or of two keys in succession, in minutes.
 
-    `uses`: one for each key, in the order of their first minutes. There is at least one.
+    `uses`: one or more, one for each key, ordered by their first minutes.
     """
     remaining = iter(uses)
     _, seen_at, longest = next(remaining)

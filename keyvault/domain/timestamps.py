@@ -13,5 +13,5 @@ def format_timestamp(at: None) -> None: ...
 
 
 def format_timestamp(at: datetime | None) -> str | None:
-    """Format an aware time, such as `2026-11-23T09:30:00Z`; fractions of a second only where there are any."""
+    """Format an aware time, such as `2026-11-23T09:30:00Z`. Fractions of a second appear only if they are not zero."""
     return None if at is None else at.astimezone(UTC).isoformat().replace("+00:00", "Z")

@@ -97,7 +97,7 @@ class _Child:
     next_pause: float = FIRST_PAUSE_SECONDS
 
     def has_ended(self) -> bool:
-        """Whether the process has exited. It is not reaped, so the kernel cannot reuse its process group id."""
+        """Return whether the process has exited. It is not reaped, so the kernel cannot reuse its process group id."""
         return bool(select.select([self.descriptor], [], [], 0)[0])
 
     def reap(self) -> int:

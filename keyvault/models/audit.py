@@ -16,8 +16,8 @@ class AuditChain(models.Model):
     """The head of a chain. Adding an entry locks the row and advances it by one; `newest_at` is that entry's time.
 
     `signed_in`: number of the checkpoint that signed the chain last, up to the entry `signed_sequence`; 0: none has.
-    `unsigned_since`: when the first entry after that was written; None: there is none. These three find the chains to
-    sign. They are no evidence: `audit_verify` compares them with the checkpoints.
+    `unsigned_since`: when the first entry after that was written; None: there is none. The worker finds the chains to
+    sign by these three columns. They are no evidence: `audit_verify` compares them with the checkpoints.
     """
 
     name = models.CharField(primary_key=True, max_length=96)
@@ -46,7 +46,7 @@ class AuditChain(models.Model):
 class AuditEntry(models.Model):
     """An audit entry. `body` has the hashed bytes; the other columns are copies for searching.
 
-    `scope`: that of the chain, which begins the indexes of the lists by environment.
+    `scope`: the chain's scope. The indexes of the lists by environment begin with it.
     """
 
     chain = models.ForeignKey(AuditChain, models.PROTECT, related_name="entries")

@@ -24,7 +24,7 @@ def choices_check(name: str, column: str, values: type[StrEnum] | type[models.Te
 
 
 def account_environment(**options: Any) -> "models.CharField[Any, Any]":
-    """Return a column with a copy of the account's environment, which begins the indexes of the lists by environment.
+    """Return a column with a copy of the account's environment. The indexes of the lists by environment begin with it.
 
     A trigger compares it with the account.
     """
@@ -32,9 +32,9 @@ def account_environment(**options: Any) -> "models.CharField[Any, Any]":
 
 
 def page_indexes(name: str, primary_key: str, filtered: str = "") -> list[models.Index]:
-    """Return the indexes of a list's pages, the newest rows first: of an account, and of an environment.
+    """Return two indexes of a list's pages, newest rows first: one by account, one by environment.
 
-    `filtered`: a column with few values by which the list is filtered; the indexes then are for one of its values.
+    `filtered`: a column with few values. The indexes then serve a list that is filtered by one of them.
     """
     by = [filtered] if filtered else []
     suffix = f"_{filtered}" if filtered else ""

@@ -179,5 +179,5 @@ class Key(DigestColumns):
         return "key", self.key_id
 
     def has_ended(self) -> bool:
-        """Whether the key was terminated, not by expiry. An expiry needs no revocation log: `expires_at` decides."""
+        """Return whether the key was terminated other than by expiry, which the revocation log need not record."""
         return self.state in DEAD_STATES and self.retirement != RetirementReason.EXPIRED

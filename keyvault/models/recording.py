@@ -86,7 +86,7 @@ class RecordedModel(models.Model):
         raise NotImplementedError
 
     def has_ended(self) -> bool:
-        """Whether the row is in a final state. The revocation log records it, so that no restored backup undoes it."""
+        """Return whether the row is in a final state, which the revocation log records against restored backups."""
         return False
 
     def save(self, *args: Any, **kwargs: Any) -> None:

@@ -38,9 +38,9 @@ class UseSpan(models.IntegerChoices):
 class KeyUse(models.Model):
     """The total of a key's allowed verifications, without dry runs and test calls.
 
-    `acknowledgements`: those that are no traffic. `minutes`: the number of distinct minutes without them.
-    `first_minute`, `last_minute`: the first and the last of these, counted from the epoch. A late report may make
-    `minutes` too small, never too large.
+    `acknowledgements`: the verifications that are no traffic. `minutes`: the number of distinct minutes with traffic.
+    `first_minute`, `last_minute`: the first and the last of these minutes, counted from the epoch. A late report may
+    make `minutes` too small, never too large.
     """
 
     key = models.OneToOneField(Key, models.PROTECT, primary_key=True, related_name="use")
@@ -57,7 +57,7 @@ class KeyUse(models.Model):
 
 
 class KeyAttempt(models.Model):
-    """The last verification of a key with an outcome other than `allowed`, which `KeyUse` has."""
+    """The last verification of a key with an outcome other than `allowed`. `KeyUse` has the allowed ones."""
 
     key = models.ForeignKey(Key, models.PROTECT, related_name="last_attempts", db_index=False)
     outcome = choice(UseOutcome)
@@ -74,10 +74,10 @@ class KeyAttempt(models.Model):
 
 
 class UseContext(models.Model):
-    """Who uses a key for what: source, user agent, endpoint, the page's origin for a public key, and the outcome.
+    """A kind of use of a key: source, user agent, endpoint, the page's origin for a public key, and the outcome.
 
-    Kept as long as its last bucket. The contexts of days have a network (or token) as `source` and the name of a
-    product as `user_agent`: a source's address is deleted with its last hour.
+    Kept as long as its last bucket. A context of buckets of a day has a network (or token) as `source` and the name of
+    a product as `user_agent`: a source's address is deleted with its last bucket of an hour.
 
     Other outcomes are counted, too: denials for reasons other than the key, attempts with a suspended key, test calls
     (`probed`), and suspected exposures. These are a proved key in a URL, or a private key from a browser.
@@ -92,8 +92,9 @@ class UseContext(models.Model):
 
     class Meta:
         constraints = [
-            # The condition is always true. Without one, PostgreSQL would treat the columns as a key that others refer
-            # to, and the reporters' upsert would block the commits of new buckets of the row: they could deadlock.
+            # The condition is always true. Without one, PostgreSQL would treat the columns as a key that foreign keys
+            # refer to. The reporters' upsert would then block the commits of new buckets of the row: they could
+            # deadlock.
             models.UniqueConstraint(
                 fields=["key", "outcome", "source", "user_agent", "endpoint", "origin"],
                 name="use_context_unique",
@@ -108,7 +109,7 @@ class UseContext(models.Model):
 
 
 class UseBucket(models.Model):
-    """Uses in one context by time. The table has most rows of all, so it repeats no text.
+    """Uses in one context by time. This is the largest table, so it repeats no text.
 
     `span`: the length of the bucket, which begins at `minute`. After some days minutes roll up into hours, and hours
     later into days. `is_exposure`: the context's outcome is one of EXPOSURES, whose buckets are kept.
@@ -138,8 +139,8 @@ class UseBucket(models.Model):
 class KeySource(models.Model):
     """Use of a private key by one source, kept as long as its last bucket.
 
-    `last_at` and the minutes, counted from the epoch, are of allowed calls only. `longest_gap_minutes`: the longest gap
-    between two consecutive minutes of them, a running maximum. `denied_at`: the last call that was denied for a reason
+    `last_at` and the minutes, counted from the epoch, cover allowed calls only. `longest_gap_minutes`: the longest gap
+    so far between two consecutive minutes with such calls. `denied_at`: the last call that was denied for a reason
     other than the key.
     """
 

@@ -15,8 +15,8 @@ compute password hashes for anonymous clients: the other planes keep their threa
 with Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request when its client
 disconnects.
 
-Granian (2.8) itself refuses a request line or header that is not HTTP with an empty 400, and a target above 64 KiB with
-an empty 414. It drops a fragment, and prefers Transfer-Encoding to Content-Length (RFC 9112, 6.3).
+Granian (2.8) itself refuses a request line or header that is not HTTP (empty 400), and a target above 64 KiB (empty
+414). It drops a fragment, and prefers Transfer-Encoding to Content-Length (RFC 9112, 6.3).
 """
 
 import io

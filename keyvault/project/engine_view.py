@@ -14,7 +14,7 @@ from keyvault.hotpath.messages.pending_requests import Headers
 
 @lru_cache(maxsize=1024)
 def serves_host(host: str) -> bool:
-    """Whether the host serves the service plane.
+    """Return whether the host serves the service plane.
 
     A host that only environments use does not, see `EnvironmentMiddleware`.
     """

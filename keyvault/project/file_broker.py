@@ -1,7 +1,8 @@
 """The embedded default's broker: kombu's filesystem transport, in a private folder of the data folder.
 
 Messages may be lost, because the database rows are authoritative. The stock transport creates a file before it writes
-it, and a process that polls meanwhile fails on the empty file. This transport makes a file visible once it is complete.
+it, and a process that polls in between fails on the empty file. This transport makes a file visible once it is
+complete.
 """
 
 import os

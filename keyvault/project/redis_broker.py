@@ -1,4 +1,4 @@
-"""The broker Redis: kombu's transport, whose worker consumes again after Redis was lost.
+"""Redis as the broker: kombu's transport, changed so that a worker consumes again after an outage of Redis.
 
 A worker reserves a limited number of messages. If Redis is lost while it has reserved them all, each acknowledgement
 fails, and the stock transport counts the messages as reserved permanently: the worker never asks for another one.
@@ -11,7 +11,7 @@ from kombu.transport.virtual import base
 
 class _QoS(redis.QoS):
     def ack(self, delivery_tag: str) -> None:
-        """Acknowledge a message. If Redis cannot be reached, raise its error and reserve the message no longer."""
+        """Acknowledge a message. If Redis cannot be reached, raise its error and release the message's reservation."""
         try:
             super().ack(delivery_tag)
         except Exception:

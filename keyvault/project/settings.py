@@ -163,9 +163,9 @@ if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
         "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;",
     }
 else:
-    # Read from the primary, whatever server the host name leads to: a standby lags behind. The TCP limits detect a
-    # server that is gone: by default TCP waits a quarter of an hour, or two hours on an idle connection. A server that
-    # computes for long still acknowledges. The URL's own options take precedence.
+    # Connect to the primary only, because a standby lags behind. The TCP limits detect a server that is gone: by
+    # default TCP waits a quarter of an hour, or two hours on an idle connection. A server that is busy with a long
+    # query still acknowledges. The URL's own options take precedence.
     DATABASES["default"]["OPTIONS"] = {
         "target_session_attrs": "read-write",
         "connect_timeout": 5,
@@ -210,7 +210,7 @@ _https = ORIGIN.startswith("https://")
 SESSION_ENGINE = "keyvault.services.sessions.store"
 # The session's row decides when it ends, so the cookie has no date of its own.
 SESSION_EXPIRE_AT_BROWSER_CLOSE = True
-# Of the cookie that binds a single sign-on to its browser.
+# For the cookie that binds a single sign-on to its browser.
 SESSION_COOKIE_AGE = SESSION_SECONDS
 SESSION_COOKIE_HTTPONLY = True
 # A link from an alarm or a mail opens the page, and the identity provider sends the browser back from another site.
@@ -315,7 +315,7 @@ CELERY_BEAT_SCHEDULER = "celery.beat:Scheduler"
 CELERY_BEAT_MAX_LOOP_INTERVAL = 1
 # Jobs by name: task, interval in seconds, queue. The task gets the environment.
 _jobs = {
-    # A queue of their own: ticks that collect while no worker runs must not delay an emergency.
+    # A queue of their own: ticks that accumulate while no worker runs must not delay an emergency.
     "dispatch-due-rotations": ("rotation.tasks.dispatch_due", 1.0, "ticks"),
     "advance-campaigns": ("rotation.tasks.advance_campaigns", 5.0, "maintenance"),
     "begin-scheduled-rotations": ("rotation.tasks.begin_scheduled", 30.0, "maintenance"),

@@ -43,7 +43,7 @@ class RoleAccess:
 
 @dataclass(frozen=True, slots=True)
 class OperatorAccess:
-    """What an operator may do. A disabled operator may do nothing, whatever its roles."""
+    """The permissions of an operator. A disabled operator has none, regardless of its roles."""
 
     operator: Operator
     has_second_factor: bool

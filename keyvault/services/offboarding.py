@@ -102,7 +102,7 @@ class MerchantAssets:
 
 @dataclass(frozen=True, slots=True)
 class Offboarding:
-    """What this run ended, and what it left because of concurrent writers."""
+    """The objects that this run ended, and those that it left because of concurrent writers."""
 
     merchant_id: str
     ended: MerchantAssets

@@ -70,7 +70,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetentionRule:
-    """How long the rows of a table are kept.
+    """The retention of a table's rows.
 
     `kept`: text for the documentation, in which `{days}` stands for the default of `setting`. `forget`: deletes a batch
     of expired rows; None: the rows are permanent, or deleted with the row that `kept` names.

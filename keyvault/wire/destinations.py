@@ -25,7 +25,7 @@ _TRANSLATED = IPv6Network("64:ff9b::/96")
 _SPECIAL = tuple(
     map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"))
 )
-"""Networks that some Python versions call global: special-purpose ones, and those that embed another address."""
+"""Networks that some Python versions report as global: special-purpose ones, and those that embed another address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Destination:
 
 
 def is_protected_url(url: object) -> bool:
-    """Whether a configured URL is https, or plain http to this machine."""
+    """Return whether a configured URL is https, or plain http to this machine."""
     try:
         parts = urlsplit(url) if isinstance(url, str) else None
         host = None if parts is None else parts.hostname

@@ -7,11 +7,11 @@ from keyvault.domain.environments import Environment
 
 class Plane(StrEnum):
     INTEGRATION = "integration"
-    """What merchants call, below an environment's base URL."""
+    """For merchants, below an environment's base URL."""
     SERVICE = "service"
-    """What backend services, gateways and verifiers' callers call with a service token."""
+    """For backend services and gateways with a service token."""
     CONSOLE = "console"
-    """What operators open in a browser."""
+    """For operators in a browser."""
 
 
 METRICS = "/metrics"

@@ -148,7 +148,7 @@ class RotationsView(ServiceView):
             request,
             holder=self.service.lineage,
             endpoint="rotations.create",
-            environment=None,  # no secret in the answer
+            environment=None,  # no secret in the response
             now=self.now,
             prepare=lambda: self._prepare(request),
         )

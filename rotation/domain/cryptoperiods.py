@@ -58,8 +58,8 @@ def jitter_of(credential_id: str, jitter_days: int) -> timedelta:
 def next_date(terms: Terms, credential_id: str, activated_at: datetime) -> NextDate:
     """Return the dates of a key that was activated at `activated_at`.
 
-    Where the window stays closed from the due date to the end of the cryptoperiod, the rotation begins before the due
-    date, in the second half of the period. Without an opening there, it begins late.
+    If the window stays closed from the due date to the end of the cryptoperiod, the rotation begins earlier, in the
+    second half of the period. Without an opening there, it begins late.
     """
     period = timedelta(days=terms.cryptoperiod_days)
     ends_at = activated_at + period
@@ -110,7 +110,7 @@ def find_term_faults(terms: Terms, now: datetime) -> Iterator[Fault]:
 
 
 def _find_long_closure(window: Window, days: int, now: datetime) -> tuple[datetime, datetime | None] | None:
-    """Find a closure of the window longer than `days`, within `LOOK_AHEAD`: its begin, and its end or None.
+    """Find a closure of the window longer than `days`, within `LOOK_AHEAD`: its start, and its end or None.
 
     The search samples at every fiftieth of `days`, so a closure must be longer by that much to be found.
     """

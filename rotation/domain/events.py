@@ -33,7 +33,7 @@ S = RotationState
 
 
 class Event(StrEnum):
-    """External events, in order of precedence: of several at the same time the first one counts."""
+    """External events, in order of precedence: when several occur at the same time, the first one counts."""
 
     REPLACEMENT_COMPROMISED = "replacement_compromised"
     REPLACEMENT_REVOKED = "replacement_revoked"
@@ -84,7 +84,7 @@ _PREDECESSOR_LOST = _row(
     (_REQUESTED, S.EMERGENCY),
     ((S.SCHEDULED,), S.EMERGENCY),
     (_DELIVERED, S.COMPLETED),
-    # The backend holds the predecessor by now: the replacement is written there again.
+    # The backend already holds the predecessor, so the worker writes the replacement there again.
     ((S.ROLLING_BACK,), S.PUBLISHING),
 )
 

@@ -1,7 +1,7 @@
 """The table of a plan's fields: type, bounds, default, label and help. PURE.
 
-`PlanOverrides` is the table: each of its fields carries a `PlanField`. The plan, REST, the console, the commands and
-the services derive from it, so that every entry point has the same bounds and the same refusals.
+`PlanOverrides` is the table: each of its fields carries a `PlanField`. The plan, the services and all entry points
+derive from it, so that they have the same bounds and the same refusals.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ from rotation.domain.windows import Window
 
 
 class Proof(StrEnum):
-    """How the replacement is proved to be in use. `confirmation`: an operator confirms it for the merchant."""
+    """The proof that the replacement is in use. `confirmation`: an operator confirms it for the merchant."""
 
     ACK = "ack"
     TRAFFIC = "traffic"
@@ -28,14 +28,14 @@ class Proof(StrEnum):
 
 
 class AtDeadline(StrEnum):
-    """What happens at the deadline while the predecessor is in use. An unproved rotation always stalls."""
+    """The action at the deadline while the predecessor is in use. An unproved rotation always stalls."""
 
     STALL = "stall"
     REVOKE = "revoke"
 
 
 class Reinstatement(StrEnum):
-    """How often an attempt by a known source reinstates the quarantined predecessor."""
+    """The number of times that an attempt by a known source reinstates the quarantined predecessor."""
 
     ONCE = "once"
     NEVER = "never"
@@ -74,7 +74,7 @@ class PlanSection(StrEnum):
 
 
 class Condition(StrEnum):
-    """What a field needs to have an effect; the value is what a page says where it is not met."""
+    """A condition under which a field has an effect. The value is the text of a page where the condition is not met."""
 
     OLD_KEY = "no effect: the old key has ended"
     PRIVATE_KEY = "no effect for a public key"
@@ -172,7 +172,7 @@ class PlanField:
         return None
 
     def read_json(self, value: Any) -> Any:
-        """Read what `to_json` wrote. Raises what the type raises for a value that it does not know."""
+        """Read what `to_json` wrote. An unknown value raises the error of the field's type."""
         if self.type is FieldType.CHOICE:
             return self.read_choice(value)
         if self.type is FieldType.CHANNELS:
@@ -337,8 +337,8 @@ class PlanOverrides:
         metadata=_plan(
             FieldType.SECONDS,
             label="Soak time",
-            help="Minimum age of the first authentication that counts; they must lie in as many distinct minutes, up "
-            "to 10.",
+            help="Minimum age of the first authentication that counts. The authentications must lie in as many "
+            "distinct minutes, up to 10.",
             unit="seconds",
             most=LONGEST_SECONDS,
             defaults=_each(0, 600),
@@ -477,7 +477,7 @@ FIELDS: Mapping[str, PlanField] = {
 """The table, by name."""
 
 SHARED_FIELDS = tuple(each for each in FIELDS.values() if each.is_shared)
-"""The fields of schedules and campaigns, which choose every other value themselves or not at all."""
+"""The fields that schedules and campaigns offer. They compute the other values or leave them out."""
 
 
 def default_of(name: str, environment: Environment) -> int:
@@ -507,7 +507,7 @@ def find_value_faults(
 
 
 def has_excess(values: object) -> bool:
-    """Whether a number is above its maximum, so that time arithmetic could overflow."""
+    """Return whether a number is above its maximum, so that time arithmetic could overflow."""
     numbers = [(each.most, getattr(values, name)) for name, each in FIELDS.items() if each.type in NUMBERS]
     return any(value is not None and value > most for most, value in numbers)
 
@@ -524,5 +524,5 @@ def to_json(value: Any) -> JsonValue:
 
 
 def read_json(name: str, value: Any) -> Any:
-    """Read a value that `to_json` wrote; one of another name, which the reader refuses, is returned unchanged."""
+    """Read a value that `to_json` wrote. Under an unknown name, which the caller refuses, it is returned unchanged."""
     return FIELDS[name].read_json(value) if name in FIELDS else value

@@ -112,7 +112,7 @@ def due_reminder(begun_at: datetime, deadline: datetime, reminded_percent: int, 
 def default_deadline_seconds(environment: Environment, quiet_seconds: int, longest_gap_seconds: int) -> int:
     """Return the distance of the default deadline from the start, in seconds.
 
-    A source that calls once a month is silent after two months, so the deadline is later by as much.
+    A source that calls once a month counts as silent only after two months, so the deadline is later by that time.
     """
     longest = max(quiet_seconds, min(GAPS * longest_gap_seconds, LONGEST_SECONDS))
     return default_of("deadline", environment) + max(0, longest - default_of("quiet_seconds", environment))

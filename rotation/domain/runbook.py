@@ -447,7 +447,7 @@ WAITS = (
         "A key is still in use, or its silence is not proved yet",
         ("silence of ",),
         "The rotation waits for each source of the key that is being retired. A source is finished once it uses the "
-        "other key, or has been silent for the quiet period and, in production, for twice its own longest gap. Each "
+        "other key, or was silent for the quiet period and, in production, for twice its longest gap. Each "
         "use restarts its time. Only time for which every verifier has reported its uses counts.",
         (
             (
@@ -457,8 +457,8 @@ WAITS = (
             Only(PRIVATE, "Until the quarantine begins both keys verify. Extend the deadline if they need longer."),
             Only(
                 PRIVATE,
-                "A source can be waived by name if it will not use the key again, or was seen only once (all its "
-                "uses lie within 24 hours). If it calls with the key after that, it is refused.",
+                "A source can be waived by name if it will not use the key again or was seen only once (all its "
+                "uses are within 24 hours). If it calls with the key after that, it is refused.",
             ),
             Only(
                 PRIVATE,

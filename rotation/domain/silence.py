@@ -1,7 +1,8 @@
 """Silence of a key, judged for each source that used it. PURE.
 
 A client that calls every day must not hide a month-end job with the same key. So each source of the key that is being
-retired was seen on the key that stays, or has been silent for long enough by its own habit, or was waived by name.
+retired is judged alone. It is finished once it uses the key that stays, has been silent for long enough by its own
+habit, or was waived by name.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class SourceFacts:
 
         A source that has moved is known to have the other key, but another of its hosts may not have moved. So it must
         be silent for one gap, in which every host calls again, and then for the quiet period. A lost verifier may have
-        lost a use by any other source.
+        lost uses, so a source that has not moved must be silent from the loss on.
         """
         if self.has_moved:
             return self.used_at + timedelta(seconds=quiet_seconds + (self.gap_seconds or 0))
@@ -49,13 +50,13 @@ class SourceFacts:
 
 
 _SLACK = timedelta(days=1)
-"""Time for approval and delivery that a proposed deadline leaves."""
+"""Time that a proposed deadline leaves for approval and delivery."""
 
 
 def find_fitting_deadline(
     used_at: datetime, gap_seconds: int | None, quiet_seconds: int, begins_at: datetime, deadline: datetime
 ) -> datetime | None:
-    """Return a deadline by which a source that never moves is silent; `deadline` if it is late enough; None: none is.
+    """Return a deadline by which a source that never moves is silent: `deadline` if it is late enough, or None.
 
     The source may use the key until the replacement is delivered, soon after `begins_at`.
     """

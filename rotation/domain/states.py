@@ -271,7 +271,7 @@ def _end_of(key: KeyFacts, compromised: Event, revoked: Event, expired: Event) -
 
 
 def _reinstates(facts: Facts) -> bool:
-    """Whether an attempt reinstates the predecessor.
+    """Return whether an attempt reinstates the predecessor.
 
     It does once, for a source seen before, while the replacement is proved; never for a public key.
     """
@@ -478,7 +478,8 @@ def list_awaited_sources(facts: Facts) -> list[AwaitedSource]:
 def _silence_of_sources(facts: Facts, last_at: datetime | None, whose: str) -> Wait | None:
     """Wait until no source needs the key, and at least for the quiet period.
 
-    Counted only as far as every live verifier has reported. A use that no source explains counts as one by any.
+    Silence counts only up to the time for which every live verifier has reported. The quiet period also counts from a
+    last use that no source accounts for.
     """
     if facts.observed_through is None:
         return Wait("a verifier that reports uses")
@@ -496,7 +497,7 @@ def _silence_of_sources(facts: Facts, last_at: datetime | None, whose: str) -> W
 
 
 def _missing_silence(facts: Facts, last_at: datetime | None, period_seconds: int, whose: str) -> Wait | None:
-    """Wait until a quarantined key is untried, counted only as far as every live verifier has reported."""
+    """Wait until a quarantined key was not tried for the period, as far as every live verifier has reported."""
     signs = [at for at in (facts.entered_at, last_at, facts.lost_at) if at is not None]
     silent_at = max(signs) + timedelta(seconds=period_seconds)
     if facts.observed_through is None:

@@ -16,7 +16,7 @@ from keyvault.domain.free_text import find_text_fault
 from keyvault.domain.timestamps import format_timestamp
 
 LOOK_AHEAD = timedelta(days=2 * 366)
-"""How far ahead an opening is searched; a window without one counts as never open."""
+"""Maximum time ahead in which an opening is searched; a window without one counts as never open."""
 
 MAX_BLACKOUTS = 400
 _DAY = timedelta(days=1)

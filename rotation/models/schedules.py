@@ -29,7 +29,7 @@ class BlackoutCalendar(RecordedModel):
 
 
 class RotationSchedule(RecordedModel):
-    """How often keys are rotated in an environment, an account or one credential; the narrowest schedule applies.
+    """A rotation schedule of an environment, an account or one credential; the narrowest schedule applies.
 
     `window`: as `windows.Window.as_json` writes it, without blackouts, which come from the `calendar`; None: any time.
     A key falls due `cryptoperiod_days` after its activation, less up to `jitter_days` derived from the credential's

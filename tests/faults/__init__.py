@@ -1,1 +1,1 @@
-"""Processes that are killed on purpose, and what must be true after."""
+"""Experiments that break processes and servers on purpose, and check what must hold afterwards."""

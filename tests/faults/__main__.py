@@ -1,11 +1,11 @@
-"""Breaks the service on purpose, and counts what came of it: `make faults`, or
+"""Break the service on purpose and count the violations: `make faults`, or
 
     python -m tests.faults [NAME...] [--seed N] [--minutes N] [--json PATH] [--list]
 
-Each experiment is a process of its own, with real servers, a real beat and real workers, and merchants that use their
-keys over HTTP all the while; one after the other, and the one that needs no server beside them. Ends with a table, and
-exit 1 if anything was violated. One whose servers this machine lacks is not run; that is a failure where
-KEYVAULT_REQUIRE names the server. All of them take less than 20 minutes on two cores.
+Each experiment is a process of its own, with real servers, a real beat and real workers. Merchants use their keys over
+HTTP the whole time. The experiments run one after the other; the one that needs no server runs beside them. The last
+output is a table. The exit status is 1 if anything was violated. An experiment whose servers this machine lacks is not
+run, which is a failure if KEYVAULT_REQUIRE names the server. All of them take less than 20 minutes on two cores.
 """
 
 import argparse
@@ -40,7 +40,7 @@ COLUMNS = {
     "credentials without a usable key": "keyless",
     "rotations stuck": "stuck",
 }
-"""Counts that have a column of the table, by their heading there."""
+"""Counts that have a column in the table, by the column's heading."""
 
 
 def main() -> int:
@@ -74,11 +74,17 @@ def main() -> int:
 
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="an experiment, or the first word of some; else all")
-    parser.add_argument("--seed", type=int, default=None, help="of all dice; drawn unless given, and told")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all together; 20 unless given")
-    parser.add_argument("--json", type=Path, default=None, help="where the counts go; else .keyvault/faults.json")
-    parser.add_argument("--list", action="store_true", help="the experiments, and nothing else")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="name of an experiment, or first word of several names; default: all"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=None, help="seed of all random choices; default: a new one, which is printed"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="duration of all experiments together, in minutes (default 20)"
+    )
+    parser.add_argument("--json", type=Path, default=None, help="file for the counts (default .keyvault/faults.json)")
+    parser.add_argument("--list", action="store_true", help="only list the experiments")
     return parser.parse_args()
 
 
@@ -113,7 +119,7 @@ def _blank(experiment: Experiment) -> dict[str, Any]:
 
 
 class _Trial:
-    """An experiment under way, from its making on; it ends with the stack at the latest."""
+    """A running experiment. It starts when it is constructed and ends with the stack at the latest."""
 
     def __init__(self, experiment: Experiment, seed: int, minutes: float, stack: ExitStack) -> None:
         _tell(f"\n=== {experiment.name}: {experiment.what} ===")
@@ -128,7 +134,7 @@ class _Trial:
         stack.callback(self._end)
 
     def outcome(self) -> dict[str, Any]:
-        """Waits for it."""
+        """Wait for the experiment's end and return its counts."""
         try:
             status = self._process.wait(max(0.0, self._limit - time.monotonic()))
         except subprocess.TimeoutExpired:

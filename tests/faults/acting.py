@@ -1,7 +1,7 @@
-"""Changes to keys, tokens, accounts and rules under constant requests, and the answers that are wrong after each.
+"""Changes of keys, tokens, accounts and rules under constant requests, and the responses that are wrong after each.
 
-Each act makes a `Ban`: answers that no verifier may give to a request that was sent after the act returned. An act with
-an unknown outcome, because the database was lost meanwhile, makes none, and its request is judged no more.
+Each change makes a `Ban`: responses that no verifier may give to a request that was sent after the change returned. A
+change whose outcome is unknown, because the database was lost, makes none, and its requests are no longer judged.
 """
 
 import random
@@ -36,12 +36,12 @@ WARM_SECONDS = 0.25
 
 LOW = Limit(20, 1)
 LITTLE = 50
-"""Most requests that remain of LOW in any process; far more remain of the previous limit."""
+"""Maximum number of requests that remain of LOW in any process. Far more remain of the previous limit."""
 
 
 @dataclass(slots=True)
 class Ban:
-    """Answers that are wrong from `returned_at`, the return of the act, until `ended_at`, before it is undone.
+    """Responses that are wrong from `returned_at`, the return of the change, until `ended_at`, before it is undone.
 
     `complete_at`: when its receipt was known to be complete. `is_told`: the generation counter notified the verifiers
     of the writer's host. `name` None: all requests. `only`: the affected host; None: each. `bound_seconds` None:
@@ -63,7 +63,7 @@ class Ban:
 
 @dataclass(slots=True)
 class Target:
-    """A subject of an act. `back` None: the act cannot be undone."""
+    """A subject to change. `back` None: the change cannot be undone."""
 
     name: str
     subject: Subject
@@ -75,7 +75,7 @@ class Target:
 
 @dataclass(slots=True)
 class Cast:
-    """`good` are never touched, but for one whose time ends: `expiring`, half an hour from now."""
+    """The subjects of an experiment. `good` are never changed. `expiring` expires half an hour from now."""
 
     questions: dict[str, Question]
     good: list[str]
@@ -191,10 +191,10 @@ def _with_endpoint(service: Callable[..., object]) -> Callable[[], object]:
 
 @dataclass(slots=True)
 class Acts:
-    """The acts of several threads. `attend` is called with the name of the next subject.
+    """Changes by several threads. `attend` is called with the name of the next subject.
 
-    `when`: the current cut. `away`: the intervals in which a subject was changed. `doubtful`: names that are judged no
-    more.
+    `when`: the current cut. `away`: the intervals in which a subject was changed. `doubtful`: names that are no longer
+    judged.
     """
 
     cast: Cast
@@ -259,7 +259,7 @@ class Acts:
 
 
 def act_at_random(acts: Acts, chance: random.Random, stop: threading.Event, pause_seconds: float) -> None:
-    """For a thread of its own: takes away, and gives back what can be, until told to stop."""
+    """Change subjects, and undo the changes that can be undone, until the experiment ends. Runs in its own thread."""
     try:
         while not stop.wait(pause_seconds * 2 * chance.random()):
             others = [each for each in acts.cast.others if each.name not in acts.doubtful]
@@ -278,7 +278,7 @@ def act_at_random(acts: Acts, chance: random.Random, stop: threading.Event, paus
 
 
 def watch_receipts(acts: Acts, stop: threading.Event) -> None:
-    """For a thread of its own: notes when each act's receipt is complete."""
+    """Record when the receipt of each change is complete. Runs in its own thread."""
     try:
         while not stop.wait(0.015):
             for ban in [each for each in acts.bans if each.complete_at is None and each.sequence is not None]:
@@ -299,7 +299,7 @@ def _last_sequence(subject: Subject) -> int | None:
 
 @contextmanager
 def _trying() -> Iterator[None]:
-    """What the database does not tell now it may tell later."""
+    """Suppress database errors: a later attempt may succeed."""
     try:
         yield
     except (DatabaseError, InterfaceError):

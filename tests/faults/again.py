@@ -1,8 +1,8 @@
-"""A server that is stopped and started again on purpose; otherwise as `tests.servers.guard`, which it stands in for.
+"""A guard of a server that can be stopped and restarted on purpose, in place of `tests.servers.guard`.
 
-Run as `python -m tests.faults.again SPEC`. Reads orders from its input, one a line, and answers `done` to each:
-`stop N` sends signal N and waits for the end, `start` starts it again, with what it kept. The end of the input is the
-end of the server and of its directory.
+Run as `python -m tests.faults.again SPEC`. It reads commands from its input, one per line, and writes `done` after
+each: `stop N` sends signal N and waits for the end, `start` starts the server again on the same data. At the end of the
+input it ends the server and deletes its directory.
 """
 
 import json

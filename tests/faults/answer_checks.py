@@ -1,4 +1,4 @@
-"""Judge every answer against the acts: no verifier allows a request without fresh data, and none denies a good key."""
+"""Check every response: no verifier allows a request without fresh data, and none denies a good key."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from tests.faults.results import Result
 
 UNAVAILABLE = 503
 UNAVAILABLE_CODE = "verifier_stale"
-"""What a verifier without its database says, whatever it was that it could not read. Nothing else is taken away."""
+"""Codes of a verifier without its database, for any data that it could not read."""
 
 
 @dataclass(slots=True)
 class Outages:
-    """When which hosts (None: each) may have no verdict, and when they may give no answer at all."""
+    """Intervals in which hosts (None: each) may return no verdict, and those in which they may not respond at all."""
 
     without_verdict: list[tuple[str | None, float, float]] = field(default_factory=list)
     without_answer: list[tuple[str | None, float, float]] = field(default_factory=list)

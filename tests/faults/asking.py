@@ -1,7 +1,7 @@
-"""Gateways that ask hosts about keys all the time, each on connections of its own; every answer is kept.
+"""Gateways that verify keys at the hosts continuously, each on its own connections. Every response is kept.
 
-Times are of the machine's monotonic clock: `sent_at` is taken before anything is sent, so that a request which is said
-to have been sent after some moment really was.
+Times are of the machine's monotonic clock. `sent_at` is taken before anything is sent, so that a request with a later
+`sent_at` than some moment was really sent after it.
 """
 
 import json
@@ -21,12 +21,12 @@ ANSWER_TIMEOUT_SECONDS = 12
 NO_ANSWER = 0
 RENEWED = 0.01
 HOT = 8
-"""Number of requests that are sent most often: those of the most recently changed subjects."""
+"""Number of requests that are sent most often: those about the most recently changed subjects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`request` are the bytes of one POST /v1/keys/verify."""
+    """A request to send. `request`: the bytes of one POST /v1/keys/verify."""
 
     name: str
     request: bytes
@@ -50,7 +50,7 @@ def question(name: str, key: Plaintext, token: Plaintext, endpoint: str = "order
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`status`: the decision's, else the call's, else NO_ANSWER. `remaining`: of the limit that binds, if any."""
+    """`status`: of the decision, else of the call, else NO_ANSWER. `remaining`: of the binding limit, if any."""
 
     host: str
     name: str
@@ -63,7 +63,7 @@ class Reply:
 
 
 class Line:
-    """One connection, made anew after a fault; for one thread."""
+    """One connection of one thread. It is opened again after a fault."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -77,7 +77,7 @@ class Line:
             self._file = self._wire.makefile("rb")
 
     def send(self, asked: Question) -> float:
-        """When. Raises OSError."""
+        """Send the request and return the time before it was sent. Raises OSError."""
         sent_at = time.monotonic()
         self.open()
         assert self._wire
@@ -85,7 +85,7 @@ class Line:
         return sent_at
 
     def receive(self, asked: Question, sent_at: float) -> Reply:
-        """Raises OSError, ValueError."""
+        """Receive a response. Raises OSError, ValueError."""
         status = int(self._file.readline().split(b" ", 2)[1])
         length = 0
         while (line := self._file.readline()) not in {b"\r\n", b""}:
@@ -122,7 +122,7 @@ class Line:
 
 @dataclass(slots=True)
 class Asking:
-    """`rate` requests a second to each host in all, on `lines` connections. Entered and left like a file."""
+    """A context manager that sends `rate` requests per second to each host, on `lines` connections."""
 
     hosts: Sequence[Host]
     questions: Mapping[str, Question]
@@ -148,7 +148,7 @@ class Asking:
             thread.join()
 
     def attend(self, name: str) -> None:
-        """From here on this one is asked often, until others are."""
+        """Send this request often from now on, until others replace it."""
         if name not in self._hot:
             self._hot.append(name)
 

@@ -1,4 +1,4 @@
-"""Two beats and two workers, as after a deployment that forgot the first: whatever is due is done once."""
+"""Two beats and two workers, as after a deployment that left the first ones running: all due work is done once."""
 
 from tests.faults import truth
 from tests.faults.campaign import begin_campaign, is_over, judge_campaign

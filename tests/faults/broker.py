@@ -1,4 +1,4 @@
-"""The broker is killed in the middle of a campaign, with every message in it, and comes back after a while."""
+"""The broker is killed in the middle of a campaign, with every message in it, and restarted later."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""A campaign over every credential there is, and what must be true of it whatever was broken meanwhile."""
+"""A campaign over every credential, and what must hold afterwards regardless of the faults."""
 
 from datetime import UTC, datetime
 
@@ -18,11 +18,11 @@ from tests.rotation import scene
 ONCE = tuple(
     f"rotation.{state}" for state in ("requested", "delivered", "overlap", "quarantine", "revoking", "completed")
 )
-"""Events that a rotation has once, however often a worker was woken."""
+"""Events that occur once in a rotation, however often a worker was woken."""
 
 
 def begin_campaign() -> Campaign:
-    """As fast as a campaign may be; proof by 2 authentications, 2 seconds of silence, 1 of quarantine."""
+    """Begin a campaign at the maximum pace, with proof by 2 authentications, 2 s of silence and 1 s of quarantine."""
     return request_campaign(
         authorize(scene.tam(), P.ROTATIONS_WRITE, now=datetime.now(UTC)),
         environment=Environment.SANDBOX,
@@ -41,12 +41,12 @@ def count_closed(campaign: Campaign) -> int:
 
 
 def is_over(campaign: Campaign, members: int) -> bool:
-    """Every member's rotation is closed, and so is the campaign."""
+    """Return whether the campaign and the rotation of every member are closed."""
     return count_closed(campaign) == members and get_campaign(campaign.campaign_id).closed_at is not None
 
 
 def judge_campaign(result: Result, campaign: Campaign, members: int) -> None:
-    """All completed, nothing lost, nothing twice."""
+    """Check that every rotation completed once and that none was lost."""
     now = get_campaign(campaign.campaign_id)
     credentials = set(campaign.rotations.values_list("credential_id", flat=True))
     others = [f"{each.rotation_id}: {each.state} {each.why}" for each in campaign.rotations.exclude(state=S.COMPLETED)]

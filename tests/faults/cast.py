@@ -1,4 +1,4 @@
-"""Who takes part: merchants with a key each, and a gateway's token."""
+"""The participants: merchants with one key each, and a gateway's token."""
 
 from datetime import UTC, datetime
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """`module` has a function `run(asked: Asked) -> Result`. `minutes`: what it takes on two cores, about.
+    """An experiment: the function `run(asked: Asked) -> Result` of `module`.
 
-    `is_beside`: it runs beside the others, on what they leave of the processors.
+    `minutes`: approximate duration on two cores. `is_beside`: it runs beside the others, with the processor time
+    that they leave.
     """
 
     name: str
@@ -82,7 +83,7 @@ EXPERIMENTS = (
 
 
 def choose(names: list[str]) -> list[Experiment]:
-    """Those of these names, or that begin with them and a dash; all for none. Raises LookupError for a strange one."""
+    """Return the experiments of these names or prefixes (before a dash); without names, all. Raises LookupError."""
     if not names:
         return list(EXPERIMENTS)
     for name in names:

@@ -2,12 +2,12 @@
 
     python -m tests.faults.crash_matrix
 
-For each crash point, one after the other: a fresh credential is rotated by a forked child that is killed by SIGKILL
-right before or right after its n-th side effect; then another child, minutes later on its clock, finishes the
-rotation. Between any two steps the merchant's side is checked: a key that was delivered is good, and never more than
-two verify. Ends when a run was not killed any more. The way back follows, killed at each crash point that the way
-forward does not have, and the reissue of a compromised key, killed wherever it makes or delivers the replacement.
-Prints one JSON object. Works in the database and data folder that the environment names; both must be set up.
+For each crash point in turn, a forked child rotates a new credential and is killed by SIGKILL directly before or after
+its n-th side effect. Then another child, whose clock is minutes later, finishes the rotation. Between any two steps the
+merchant's side is checked: a delivered key is good, and at most two keys verify. The series ends with the first run
+that is not killed. Two more series follow: the rollback, killed at each crash point that the rotation does not have,
+and the reissue of a compromised key, killed wherever it makes or delivers the replacement. The output is one JSON
+object. The program works in the database and data folder that the environment names; both must be set up.
 """
 
 import json
@@ -67,7 +67,7 @@ VERIFIER = "verifier-1"
 
 @dataclass(frozen=True, slots=True)
 class Journey:
-    """The course of a rotation: how it begins, whether it is aborted once delivered, how it and its keys must end.
+    """The course of a rotation: how it begins, whether it is aborted after delivery, and its expected end.
 
     `is_awaited`: a verifier accepts the replacement only after the turn that makes it.
     """
@@ -84,7 +84,7 @@ def _rotate(key: Key, now: datetime) -> Rotation:
 
 
 def _reissue(key: Key, now: datetime) -> Rotation:
-    """Somebody has found the key: its credential has none until the replacement is delivered."""
+    """Report the key as leaked. Its credential has no valid key until the replacement is delivered."""
     place, responder = key.credential.account, the_operator("responder", Role.INCIDENT_RESPONDER)
     report_compromise(authorize(responder, P.KEYS_REPORT_COMPROMISE, place, now=now), key, why="a gist")
     return reissue_key(authorize(scene.tam(), P.ROTATIONS_WRITE, place, now=now), key.credential, "a gist")
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def run_at(journey: Journey, edges: list[str], report: dict[str, Any]) -> list[str]:
-    """One run for each edge; those at which it was killed."""
+    """Run once for each crash point. Return those at which the run was killed."""
     met_again = []
     for edge in edges:
         killed, violations = run_once(journey, Bomb(edge))
@@ -132,7 +132,7 @@ def run_at(journey: Journey, edges: list[str], report: dict[str, Any]) -> list[s
 
 
 def learn(journey: Journey, name: str) -> list[str]:
-    """The crash points of a journey, by a run that is not disturbed."""
+    """Return the crash points of a journey, from an undisturbed run."""
     killed, violations = run_once(journey, Bomb(NOWHERE, notes_of(name)))
     if killed or violations:
         raise SystemExit(f"undisturbed it fails: {violations}")
@@ -148,7 +148,7 @@ def met(notes: Path) -> list[str]:
 
 
 def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
-    """One rotation, killed by the bomb and finished; whether it was killed, and what was not as it must be."""
+    """Rotate once, killed by the bomb, and finish. Return whether it was killed, and the violations."""
     clock = Clock(datetime.now(UTC))
     key, _ = scene.issue(scene.account(MERCHANT), clock())
     rotation = journey.begin(key, clock())
@@ -161,7 +161,7 @@ def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
     status = in_child(lambda: drive(journey, rotation.rotation_id, clock, reporter, bomb))
     killed = os.WIFSIGNALED(status)
     violations = check(journey, rotation.rotation_id, "after the kill")
-    # Long after: the dead one's lease has run out.
+    # Much later: the lease of the killed worker has expired.
     clock.tick(300)
     status = in_child(lambda: drive(journey, rotation.rotation_id, clock, reporter, Bomb()))
     if status != 0:
@@ -183,7 +183,7 @@ def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
 
 
 def drive(journey: Journey, rotation_id: str, clock: Clock, reporter: UsageLog, bomb: Bomb) -> None:
-    """A worker, an operator and the merchant, by turns, until the rotation is closed."""
+    """Act as worker, operator and merchant in turn, until the rotation is closed."""
     bomb.plant()
     for _ in range(ROUNDS):
         rotation = get_rotation(rotation_id)
@@ -204,7 +204,7 @@ def drive(journey: Journey, rotation_id: str, clock: Clock, reporter: UsageLog, 
 
 
 def check(journey: Journey, rotation_id: str, when: str) -> list[str]:
-    """Invariant 1: what the merchant was given is good, and at most two keys verify."""
+    """Check invariant 1: the key that the merchant reads is good, and at most two keys verify."""
     rotation: Rotation = get_rotation(rotation_id)
     active = set(Key.objects.filter(credential=rotation.credential, state=KeyState.ACTIVE).values_list("pk", flat=True))
     violations, is_keyless = [], journey.begins_keyless and rotation.delivered_at is None
@@ -227,7 +227,7 @@ def settle_copies(rotation_id: str, now: datetime) -> None:
 
 
 def find_odd_copies(rotation: Rotation) -> list[str]:
-    """Copies that are not as their rows say."""
+    """Return the copies that differ from what their rows state."""
     credential = rotation.credential
     versions = secret_backend().versions(Mount.SANDBOX, credential.backend_path)
     states = {each.version: each.state.value for each in versions}
@@ -245,7 +245,7 @@ def destroy_what_is_due() -> None:
 
 
 def in_child(act: Callable[[], None]) -> int:
-    """Runs in a fork, which opens connections of its own; its wait status."""
+    """Run in a forked child, which opens its own connections. Return its wait status."""
     connections.close_all()
     pid = os.fork()
     if pid == 0:

@@ -1,9 +1,9 @@
 """kill -9 of a real worker at every named crash point, while merchants use their keys.
 
-The first worker runs for a while. Every worker records each edge of a side effect that it passes, and each later worker
-is killed at one of them. Edges that only a recovery has (a discarded key whose string was lost) are recorded as they
-appear, and used too while time remains.
-Then one worker runs normally, and the result must be the same as without any crash.
+The first worker runs for a while. Every worker records each crash point (before or after a side effect) that it passes,
+and each later worker is killed at one of them. Crash points that only a recovery has, such as a discarded key whose
+string was lost, are recorded as they appear, and used while time remains. Then one worker runs normally, and the result
+must be the same as without any crash.
 """
 
 import os
@@ -26,7 +26,7 @@ LEARN_SECONDS = 12
 MEET_SECONDS = 25
 RECOVER_SECONDS = 90
 RECOVERED_IN_SECONDS = 25
-"""It takes about that long."""
+"""Approximate duration, in seconds."""
 
 REQUIRED = tuple(
     f"{step}:{when}-{effect}"
@@ -52,7 +52,7 @@ REQUIRED = tuple(
     for effect in effects
     for when in ("before", "after")
 )
-"""A worker must have died at each of these, however long it takes; whatever else is found is added to them."""
+"""Crash points at which a worker must be killed, however long that takes. Others are added as they are found."""
 
 
 def run(asked: Asked) -> Result:
@@ -103,13 +103,13 @@ def _kill_and_recover(asked: Asked, result: Result, service: Supervisor, nursery
     try:
         journeys.until_over(RECOVER_SECONDS, service.restart_ended)
     except GaveUpError as waited:
-        say(str(waited))  # told by the count of what is stuck
+        say(str(waited))  # the count of stuck rotations reports it
     nursery.end_worker()
     result.counts |= {"seconds to recover": round(time.monotonic() - began), **journeys.counts()}
 
 
 def _live(seconds: float, service: Supervisor, nursery: Nursery, journeys: Journeys) -> bool:
-    """Until the worker has died, or that long; whether it has."""
+    """Wait until the worker has ended, or for that time. Return whether it has ended."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if nursery.has_ended(0.05):
@@ -120,7 +120,7 @@ def _live(seconds: float, service: Supervisor, nursery: Nursery, journeys: Journ
 
 
 class _Edges:
-    """What the workers have noted, and what became of each."""
+    """The crash points that the workers recorded, and the outcome of each."""
 
     def __init__(self, notes: Path) -> None:
         self._notes = notes
@@ -131,9 +131,9 @@ class _Edges:
         return list(dict.fromkeys(self._notes.read_text().split("\n")[:-1]))
 
     def untried(self) -> Iterator[str]:
-        """Each once, those too that are noted meanwhile; what was missed gets a second chance at the end."""
+        """Yield each crash point once, also those recorded in the meantime. Missed ones are tried again at the end."""
         tried: set[str] = set()
-        # Time may run out: those that must be met come first.
+        # The required ones come first, because time may run out.
         while left := [point for point in (*REQUIRED, *self.read()) if point not in tried]:
             tried.add(left[0])
             yield left[0]

@@ -1,8 +1,8 @@
-"""Every place where a process can be killed: before and after each of its side effects, by name.
+"""The crash points of a process: before and after each of its side effects, by name.
 
 A name is `STEP:before-EFFECT` or `STEP:after-EFFECT`. The step is the event that a transaction records
 (`rotation.staged:before-commit`), the state of the rotation whose ledger row was written last (`publishing:after-put`),
-or what else is done (`claim:after-update`). Nothing in the product knows of it: what it calls is wrapped here.
+or another operation (`claim:after-update`). The product's code has no crash points: this module wraps what it calls.
 """
 
 import os
@@ -40,7 +40,7 @@ _LEASE_ACTS = {
 
 
 class _Thread(threading.local):
-    """What this thread is at. `event`: what its open transaction records. `inner`: how deep in a named effect."""
+    """The position of a thread. `event`: that its open transaction records. `inner`: depth in a named effect."""
 
     step = "turn"
     event = ""
@@ -49,9 +49,9 @@ class _Thread(threading.local):
 
 
 class Bomb:
-    """Kills this process at the n-th side effect's edge, counting from 1, or at the first of that name.
+    """Kills this process at its n-th crash point, counting from 1, or at the first one of that name.
 
-    0 and `nowhere`: never. `names`: the edges that it came by, in order; each new one is added to `notes` as a line.
+    0 and `nowhere`: never. `names`: the crash points passed, in order; each new one is added to `notes` as a line.
     """
 
     def __init__(self, at: int | str = NOWHERE, notes: Path | None = None) -> None:
@@ -68,7 +68,7 @@ class Bomb:
             self._note(name)
         if self.at in (self.count, name):
             os.kill(os.getpid(), signal.SIGKILL)
-            threading.Event().wait()  # the signal is on its way
+            threading.Event().wait()  # the signal has yet to arrive
 
     def _note(self, name: str) -> None:
         if self._notes is not None:
@@ -77,7 +77,7 @@ class Bomb:
                 file.write(f"{name}\n".encode())
 
     def plant(self) -> None:
-        """Around the outermost commits, the writes that commit by themselves, the backend's writes, and messages."""
+        """Wrap the outermost commits, the writes that commit by themselves, the backend's writes, and messages."""
         self._plant_commits()
         self._plant_statements()
         self._plant_ledger()
@@ -163,7 +163,7 @@ class Bomb:
         return result
 
     def _plant_ledger(self) -> None:
-        """Its row says at what step the thread is from now on."""
+        """Wrap ledger writes: the row names the thread's step from then on."""
         thread = self._thread
 
         def before(instance: LedgerEntry, **_: Any) -> None:

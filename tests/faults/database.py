@@ -25,7 +25,7 @@ MEMBERS = 60
 REQUESTS_PER_SECOND = 80
 AWAY_SECONDS = 4
 RIGHT_WITHIN_SECONDS = 3
-"""That soon after PostgreSQL takes connections again every answer is right again."""
+"""Time after PostgreSQL accepts connections again until every response is right again, in seconds."""
 
 STEP_SECONDS = 90
 END_SECONDS = 150
@@ -51,7 +51,7 @@ def run(asked: Asked) -> Result:
             result.counts["seconds from the last return to the end"] = round(time.monotonic() - began, 1)
         except GaveUpError as gave_up:
             result.must_be(False, str(gave_up))
-        # Long enough that the last answers are far from the last outage.
+        # Wait so that the last responses are long after the last outage.
         service.wait(RIGHT_WITHIN_SECONDS)
     result.counts["programs started again"] = sum("starts again" in line for line in restarted)
     judge_campaign(result, campaign, MEMBERS)
@@ -62,7 +62,7 @@ def run(asked: Asked) -> Result:
 
 
 def _restart(server: Restartable, service: Supervisor, name: str, how: signal.Signals) -> tuple[float, float]:
-    """From when to when there may be no verdict."""
+    """Restart the server. Return the interval in which there may be no verdict."""
     began = time.time()
     server.stop(how)
     say(f"PostgreSQL is stopped: {name}")
@@ -81,7 +81,7 @@ def _has_closed(campaign: Campaign, enough: int) -> bool:
 
 
 def _in_spite(look: Callable[[], bool]) -> Callable[[], bool]:
-    """Looks with a new connection where the old one was lost."""
+    """Check with a new connection if the old one was lost."""
 
     def looked() -> bool:
         try:

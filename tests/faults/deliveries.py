@@ -1,4 +1,4 @@
-"""A fifth of all messages is lost and a fifth delivered twice, those of the beat and those of the worker."""
+"""A fifth of all messages of the beat and of the worker is lost, and a fifth is delivered twice."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ MEMBERS = 60
 REQUESTS_PER_SECOND = 80
 END_SECONDS = 180
 FEWEST = 0.15
-"""Less than that share lost, or doubled, would mean that the experiment was none."""
+"""Minimum share of lost and of duplicate messages. With fewer the experiment proves nothing."""
 
 
 def run(asked: Asked) -> Result:

@@ -1,7 +1,7 @@
-"""Verifiers that are cut off from the feed of changes, in every known way, never allow what was revoked.
+"""Verifiers that are cut off from the change feed, in every known way, never allow what was revoked.
 
-Two hosts run verifiers of two processes each: one shares the generation counter of the writer, the other has only the
-database, over its own network. All get requests all the time; `feed_cuts` holds what is done to them.
+Two hosts run verifiers of two processes each. One shares the generation counter of the writer, the other has only the
+database, over its own network. All receive requests continuously. `feed_cuts` has the faults.
 """
 
 import os
@@ -41,7 +41,7 @@ def run(asked: Asked) -> Result:
 def staged(
     folder: Path, result: Result, dice: random.Random, *, victims: int, tokens: int, workers: int, rate: float = 400.0
 ) -> Iterator[Stage]:
-    """Hosts that answer, and everybody who asks and acts; judged on leaving."""
+    """Start the hosts, and the threads that send requests and make changes. The responses are checked on exit."""
     outages, stop = Outages(), threading.Event()
     say(f"{victims} keys to revoke are issued")
     cast = make_cast(victims, tokens)

@@ -1,4 +1,4 @@
-"""Ways to cut a verifier off from the feed of changes or from its host's generation counter, one function each.
+"""Ways to cut a verifier off from the change feed or from its host's generation counter, one function each.
 
 Each cut runs while other threads revoke and suspend keys, revokes some keys itself at the worst moments, and restores
 the initial state. It records what must be true as bans; `answer_checks` judges them.
@@ -34,7 +34,7 @@ HOUR = 3600.0
 
 
 def kill_listeners(stage: Stage) -> None:
-    """Now the LISTEN connections, now all backends of the verifiers, again and again."""
+    """Terminate the LISTEN connections and all backends of the verifiers, alternately."""
     with stage.outage(), psycopg.connect(**_parameters(), autocommit=True) as killer:
         killed, names = 0, [host.name for host in stage.hosts]
         for turn in range(60):
@@ -58,7 +58,7 @@ def restart_immediate(stage: Stage) -> None:
 
 
 def restart_late(stage: Stage) -> None:
-    """The database is away for longer than the staleness bound."""
+    """Stop the database for longer than the staleness bound."""
     _restart(stage, signal.SIGQUIT, stage.staleness + 2.5)
 
 
@@ -96,7 +96,7 @@ def crash_backend(stage: Stage) -> None:
 
 
 def crash_in_silence(stage: Stage) -> None:
-    """The network of one host stalls, PostgreSQL crashes, and a key is revoked as soon as it is back."""
+    """Stall the network of one host, crash PostgreSQL, and revoke a key as soon as the database is back."""
     assert stage.postgres
     host = stage.elsewhere
     with stage.outage():
@@ -112,7 +112,7 @@ def crash_in_silence(stage: Stage) -> None:
 
 
 def silence(stage: Stage) -> None:
-    """A network that drops everything and closes nothing; then it goes on, or all connections are reset."""
+    """Drop all traffic without closing a connection. Then pass it on, or reset all connections."""
     host, way = stage.choose(), stage.dice.choice(["go", "cut"])
     say(f"  {host.name}, then {way}")
     with stage.outage(host):
@@ -135,7 +135,7 @@ def silence(stage: Stage) -> None:
 
 
 def freeze(stage: Stage) -> None:
-    """A verifier is stopped for 5 s. What it was asked meanwhile, after a revocation, it answers when it goes on."""
+    """Stop a verifier for 5 s. It responds to the requests of that time, sent after a revocation, when it continues."""
     host = stage.choose()
     say(f"  {host.name}")
     lines = [Line(host) for _ in range(12 * host.workers)]
@@ -152,7 +152,7 @@ def freeze(stage: Stage) -> None:
             asked = [] if ban is None else [(line, _of(stage, ban), _of(stage, ban)) for line in lines]
             sent = []
             for number, (line, question, _) in enumerate(asked):
-                # The first half within the bound, the others when every receipt must have given it up.
+                # The first half is within the staleness bound, the others after every receipt must list it as expired.
                 if number == len(asked) // 2:
                     stage.pause(max(0.0, stopped_at + stage.staleness * 1.25 + 1.0 - time.monotonic()))
                 with suppress(OSError):
@@ -160,7 +160,7 @@ def freeze(stage: Stage) -> None:
             stage.pause(max(0.0, stopped_at + 5 - time.monotonic()))
             stage.result.must_be(
                 ban is None or (ban.complete_at is not None and bool(ban.expired)),
-                f"a verifier was stopped for 5 s, and no receipt gave it up: {ban}",
+                f"a verifier was stopped for 5 s, and no receipt lists it as expired: {ban}",
             )
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -177,7 +177,7 @@ def _of(stage: Stage, ban: Ban) -> Question:
 
 
 def kill_verifier(stage: Stage) -> None:
-    """kill -9: receipts give it up after its bound, and are complete then; another takes its place."""
+    """Kill a verifier. After its bound receipts list it as expired and are complete. Another one replaces it."""
     host = stage.choose()
     say(f"  {host.name}")
     with stage.outage(host, is_silent=True):
@@ -192,11 +192,11 @@ def kill_verifier(stage: Stage) -> None:
         )
         if ban is not None and ban.complete_at is not None:
             _count(stage, "seconds until a killed one was given up", round(ban.complete_at - began, 2))
-            stage.result.must_be(bool(ban.expired), "a killed verifier is not told as expired")
+            stage.result.must_be(bool(ban.expired), "a killed verifier is not listed as expired")
 
 
 def lose_writer(stage: Stage) -> None:
-    """kill -9 of a writer between its commit and its update of the generation counter, and of a new writer."""
+    """Kill a writer with SIGKILL between its commit and its update of the generation counter, and then a new writer."""
     ban = stage.acts.revoke(is_told=False, by=lambda key_id: _write(key_id, "--dies"))
     stage.result.must_be(ban is not None and ban.sequence is not None, "the killed writer had not committed")
     stage.acts.revoke(by=_write)
@@ -212,7 +212,10 @@ def _write(key_id: str, *options: str) -> None:
 
 
 def step_clock(stage: Stage) -> None:
-    """An hour on, back, an hour back, on again: what ends in between has ended while the clock says so."""
+    """Step the clock an hour forward and back, then an hour back and forward.
+
+    A key that expires in between is denied only while the clock is past its expiry.
+    """
     host, expiring = stage.choose(), stage.acts.cast.expiring
     say(f"  {host.name}")
     with stage.outage(host):
@@ -246,7 +249,7 @@ def step_clock(stage: Stage) -> None:
 
 
 def lose_generation(stage: Stage) -> None:
-    """The file is deleted, or replaced by an empty, an older or an unwritable one."""
+    """Delete the generation file, or replace it by an empty, an older or an unwritable one."""
     path = stage.here.data / "generation"
     old = path.with_name("generation.old")
     shutil.copyfile(path, old)
@@ -262,7 +265,7 @@ def lose_generation(stage: Stage) -> None:
     for way, harm in ways:
         say(f"  {way}")
         _unblock(stage, path)
-        # The act follows the damage immediately, so that no process can repair it first.
+        # The change follows the damage immediately, so that no process can repair the file first.
         target = stage.acts.cast.victims.pop()
         target.away = partial(_in_turn, harm, target.away)
         stage.acts.take_away(target)
@@ -279,7 +282,7 @@ def _in_turn(*acts: Callable[[], object]) -> None:
 
 
 def _block(stage: Stage, path: Path) -> None:
-    """Nobody can write it, root neither."""
+    """Make the file unwritable, also for root."""
     stage.acts.tells = False
     path.unlink(missing_ok=True)
     path.mkdir()
@@ -299,13 +302,13 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def linger(stage: Stage) -> None:
-    """A transaction draws a sequence and stays open: other revocations take effect, and their receipts wait."""
+    """Keep a transaction open after it has drawn a sequence: other revocations take effect, and their receipts wait."""
     with psycopg.connect(**_parameters()) as slow:
         slow.execute(changes._HOLD, changes._LOCK)
         slow.execute("INSERT INTO keyvault_change (subject_kind, subject_id, at) VALUES ('key', 'unknown', now())")
         bans = [ban for ban in (stage.acts.revoke() for _ in range(4)) if ban is not None]
         for ban in bans:
-            # At once: not when the transaction ends, which is after the bound.
+            # The revocations take effect immediately, not when the transaction ends, which is after the bound.
             ban.bound_seconds = stage.staleness / 2
         stage.pause(stage.staleness + 1)
         waiting = [ban for ban in bans if ban.complete_at is None]
@@ -326,7 +329,7 @@ def _count(stage: Stage, name: str, more: float) -> None:
 
 
 GENTLE = (kill_listeners, silence, freeze, kill_verifier, lose_writer, step_clock, lose_generation, linger)
-"""Those that leave PostgreSQL running."""
+"""The cuts that leave PostgreSQL running."""
 
 STOPPING = (restart_fast, restart_immediate, restart_late, crash_backend, crash_in_silence)
 CUTS: tuple[Callable[[Stage], None], ...] = (*GENTLE, *STOPPING)

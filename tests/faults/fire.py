@@ -1,4 +1,4 @@
-"""Rotation under fire: every one of 200 credentials is in use all the time, while a campaign rotates them all."""
+"""Rotation under traffic: all of 200 credentials are in constant use while a campaign rotates them."""
 
 import time
 

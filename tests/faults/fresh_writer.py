@@ -1,6 +1,6 @@
-"""Revokes one key in a process of its own: `python -m tests.faults.fresh_writer KEY_ID [--dies]`.
+"""Revoke one key in a separate process: `python -m tests.faults.fresh_writer KEY_ID [--dies]`.
 
-With --dies it is killed after its commit, before it has told the other processes of its host.
+With --dies it is killed after its commit, before it has notified the other processes of its host.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Hosts with dedicated verifiers: real processes, each host with a data folder, a network and a clock of its own."""
+"""Hosts with dedicated verifiers: real processes, each host with its own data folder, network and clock."""
 
 import mmap
 import os
@@ -21,13 +21,13 @@ from tests.servers.throwaway import free_port
 
 STEPPING = Path(__file__).with_name("stepping")
 NOT_COPIED = ("generation", "logs", "run.lock", "metrics*", "keyvault_*", "clock-*")
-"""What another host would not have."""
+"""Files of the data folder that another host would not have."""
 
 STOP_SECONDS = 20
 
 
 class Host:
-    """`name` tells its connections from others in the database. Started and stopped in the main thread."""
+    """A host. Its connections to the database have `name`. Start and stop it in the main thread."""
 
     def __init__(self, name: str, data: Path, folder: Path, workers: int, environ: Mapping[str, str]) -> None:
         self.name, self.data, self.workers = name, data, workers
@@ -69,7 +69,7 @@ class Host:
         return any('"pids"' in line for line in self.log.read_text().splitlines())
 
     def pids(self) -> list[int]:
-        """Of its verifiers now."""
+        """Return the process ids of its current verifiers."""
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
         return [int(pid) for pid in children.split()]
 
@@ -90,7 +90,7 @@ class Host:
 
 
 class _Clock:
-    """Seconds that the host's time of day is wrong by."""
+    """The host's wall clock, with an offset in seconds."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -103,7 +103,7 @@ class _Clock:
 
 
 def copy_data(data: Path, to: Path) -> Path:
-    """What another host needs of an installation."""
+    """Copy the files that another host needs of an installation."""
     shutil.copytree(data, to, ignore=shutil.ignore_patterns(*NOT_COPIED))
     to.chmod(0o700)
     return to

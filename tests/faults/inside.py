@@ -1,8 +1,8 @@
-"""One experiment in a process of its own: its servers, its database, its data folder; all gone afterwards.
+"""One experiment in its own process, with its own servers, database and data folder, which it deletes afterwards.
 
     python -m tests.faults.inside NAME SEED MINUTES RESULT
 
-Writes what it counted to the file RESULT, and its progress to its error output.
+It writes its counts to the file RESULT, and its progress to standard error.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from tests.faults.catalog import EXPERIMENTS, Experiment
 from tests.faults.results import Asked, Result
 
 UNLIMITED = {"KEYVAULT_SANDBOX_LIMIT": "1000000/1", "KEYVAULT_PRODUCTION_LIMIT": "1000000/1"}
-"""No limit answers in a key's place."""
+"""Limits so high that none refuses a request."""
 
 
 def main(name: str, seed: str, minutes: str, result: str) -> int:
@@ -41,7 +41,7 @@ def main(name: str, seed: str, minutes: str, result: str) -> int:
 
 
 def _lay(experiment: Experiment, lent: dict[str, servers.Restartable]) -> Path:
-    """The environment of this process and of all that it starts."""
+    """Set the environment of this process and of all that it starts."""
     os.environ[environment.DATABASE] = experiment.database
     if "postgres" in lent:
         servers.make_database(lent["postgres"].url)

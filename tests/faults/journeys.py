@@ -1,4 +1,4 @@
-"""What happens to credentials while workers are killed: rotated again and again, rolled back, leaked."""
+"""Work on credentials while workers are killed: repeated rotations, rollbacks and leaks."""
 
 import random
 import time
@@ -25,17 +25,17 @@ from tests.faults.traffic import Merchant
 from tests.rotation import scene
 
 LEAKED = 4
-"""Number of credentials, the last ones, whose keys are reported compromised at any stage of their rotation."""
+"""Number of credentials (the last ones) whose keys are reported compromised at any stage of their rotation."""
 
 ROLLED_BACK_EACH = 4
-"""Every so many-th of the others is rolled back once its replacement is delivered."""
+"""One in this many of the other rotations is rolled back once its replacement is delivered."""
 
 LEAK_SHARE = 0.04
 LOOK_SECONDS = 0.2
 
 
 class Journeys:
-    """Begins a rotation wherever none is open, by traffic, with the shortest periods; `tend` is called often."""
+    """Begins a rotation, proved by traffic and with the shortest periods, wherever none is open. Call `tend` often."""
 
     def __init__(self, merchants: Sequence[Merchant], seed: int) -> None:
         self.ordinary, self._leaked = list(merchants[:-LEAKED]), list(merchants[-LEAKED:])
@@ -59,7 +59,7 @@ class Journeys:
         self._looked_at = time.monotonic()
 
     def end(self) -> None:
-        """Nothing new from now on; what was taken away by hand is replaced."""
+        """Begin nothing new, and replace the keys that were revoked by hand."""
         self._goes_on = False
 
     def until_over(self, seconds: float, tend: Callable[[], None]) -> None:
@@ -78,7 +78,7 @@ class Journeys:
         )
 
     def counts(self) -> dict[str, float]:
-        """Rotations by how they ended, and the leaks."""
+        """Return the number of rotations by final state, and the number of leaks."""
         ended = Counter(Rotation.objects.values_list("state", flat=True))
         return {"rotations": sum(ended.values()), **{state: ended[state] for state in sorted(ended)}, **self._counts}
 
@@ -89,10 +89,10 @@ class Journeys:
         try:
             abort_rotation(grant, rotation, "an experiment")
         except StateConflictError:
-            self._counts["aborts refused"] += 1  # a worker is at it, or was faster
+            self._counts["aborts refused"] += 1  # a worker holds the lease, or was faster
 
     def _leak(self, merchant: Merchant, rotation: Rotation | None) -> None:
-        """Now and then a good key is reported compromised; where nothing brings a replacement, one is asked for."""
+        """Sometimes report a good key as compromised. Request a replacement where none is on the way."""
         credential, now = merchant.credential, datetime.now(UTC)
         active = list(Key.objects.filter(credential=credential, state=KeyState.ACTIVE))
         try:
@@ -111,7 +111,7 @@ class Journeys:
 
 
 def rotate(merchant: Merchant) -> None:
-    """By traffic: 2 authentications from 1 source, 2 seconds of silence, 1 of quarantine."""
+    """Request a rotation with proof by 2 authentications from 1 source, 2 s of silence and 1 s of quarantine."""
     scene.rotate(
         merchant.credential,
         datetime.now(UTC),

@@ -1,6 +1,6 @@
-"""A post office that loses a fifth of the messages and delivers another fifth twice: for beats and workers.
+"""Loss and duplication of messages, for beats and workers: a fifth is lost, another fifth is delivered twice.
 
-Exactly so many, of each five in a row that a process sends: a campaign needs too few for a chance to be a share.
+The share is exact in each five consecutive messages of a process, because a campaign sends too few for random shares.
 """
 
 import json
@@ -13,15 +13,15 @@ from typing import Any
 from keyvault.project.celery import app
 
 FATES = (0, 2, 1, 1, 1)
-"""How often each of five messages is delivered, in an order that is drawn."""
+"""Number of deliveries of each of five messages; their order is random."""
 
 SEED = "FAULTS_LOSS"
 TALLY = "FAULTS_LOSS_TALLY"
-"""In the environment: the file that each process adds its messages to, a JSON line for each."""
+"""Environment variable with the file to which each process adds its messages, one JSON line each."""
 
 
 def lose_messages() -> None:
-    """Lose messages of this process from now on, if the environment names a seed; the sender sees no error."""
+    """Lose messages of this process from now on, if the environment names a seed. The sender sees no error."""
     seed = os.environ.get(SEED)
     if seed is None:
         return

@@ -1,4 +1,4 @@
-"""Celery's command line, in a process whose messages may be lost or doubled, see `losing`.
+"""Celery's command line, in a process whose messages may be lost or duplicated, see `losing`.
 
 python -m tests.faults.lossy worker|beat [OPTION...]
 """

@@ -1,6 +1,6 @@
-"""The state machine's random histories at length, see `tests/rotation/machine`.
+"""A long series of random histories of the state machine, see `tests/rotation/machine`.
 
-It runs beside the other experiments, and takes of the processors only what these do not want.
+It runs beside the other experiments, with the processor time that they leave.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The service under experiment: the very programs of `make run`, as many of each as wanted, watched and restarted."""
+"""The service under experiment: the programs of `make run`, in any number, supervised and restarted."""
 
 import os
 import select
@@ -29,14 +29,14 @@ class GaveUpError(Exception):
 def served(
     folder: Path, *, workers: int = 1, beats: int = 1, environ: Mapping[str, str] | None = None, wrapped: bool = False
 ) -> Iterator[tuple[Supervisor, int]]:
-    """A server that answers, and its port; so many beats and workers beside it. All of it ends on leaving.
+    """Start a server with this many beats and workers, and yield its port once it is ready. All end on exit.
 
     `wrapped`: beats and workers are started through `tests.faults`, whose patches the environment chooses.
     """
     port = find_free_port()
     told = {**os.environ, "KEYVAULT_ORIGIN": f"http://127.0.0.1:{port}", **(environ or {})}
     programs = [service.server_program(port)]
-    # On the file broker each worker runs a beat.
+    # With the file broker each worker runs a beat.
     programs += [
         _numbered(service.beat_program(), number, wrapped) for number in range(0 if settings.IS_FILE_BROKER else beats)
     ]
@@ -47,7 +47,7 @@ def served(
 
 
 restarted: list[str] = []
-"""What the supervisor of this process had to say: each line is a program that ended by itself."""
+"""The supervisor's messages in this process: each line is a program that ended by itself."""
 
 
 def _note_restart(line: str) -> None:
@@ -66,7 +66,7 @@ def _numbered(program: Program, number: int, wrapped: bool) -> Program:
 
 
 def until(what: str, holds: Callable[[], bool], seconds: float, tend: Callable[[], None] = lambda: None) -> None:
-    """Looks again and again: the event is in another process. Raises GaveUpError."""
+    """Poll until the event, which is in another process, has occurred. Raises GaveUpError."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -76,10 +76,10 @@ def until(what: str, holds: Callable[[], bool], seconds: float, tend: Callable[[
 
 
 class Nursery:
-    """Workers that are born loaded, one at a time, and die at the crash point that they were given."""
+    """Starts preloaded workers, one at a time. Each one is killed at the crash point that it was given."""
 
     def __init__(self, folder: Path, notes: Path) -> None:
-        # As `start_child_process`, with a pipe in the place of its empty input.
+        # Like `start_child_process`, with a pipe instead of the empty input.
         launcher = [sys.executable, "-I", "-S", supervisor._LAUNCHER, str(os.getpid()), str(int(signal.SIGKILL))]
         self.log = folder / "logs" / "crashing.log"
         with self.log.open("ab") as output:
@@ -96,7 +96,7 @@ class Nursery:
         self._pid = 0
 
     def bear(self, point: str) -> None:
-        """The next worker; the one before has ended."""
+        """Start the next worker. The previous one has ended."""
         assert self._process.stdin
         self._process.stdin.write(f"{point}\n".encode())
         self._process.stdin.flush()
@@ -112,7 +112,7 @@ class Nursery:
         return status
 
     def end_worker(self) -> int:
-        """Tells it to end, as the supervisor does, or after a while makes it."""
+        """Send the worker SIGTERM, as the supervisor does, and kill it if it does not end in time."""
         os.kill(self._pid, signal.SIGTERM)
         if not self.has_ended(STOP_SECONDS):
             os.kill(self._pid, signal.SIGKILL)

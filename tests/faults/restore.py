@@ -1,7 +1,8 @@
 """A database set back under every kind of revocation log, with and without the revocation anchor.
 
-200 keys end after the backup. For each combination the host is put together from copies, started, and if it is refused,
-repaired with `replay_revocations` and started again. An ended key that the log or the anchor names must never be good.
+200 keys end after the backup. For each combination the host is assembled from copies and started. If the start is
+refused, the host is repaired with `replay_revocations` and started again. A revoked key that the log or the anchor
+names must never be good.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""What an experiment is asked, and what it has counted."""
+"""The input of an experiment, and its counts."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ MOST_KEPT = 20
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`folder`: its own, for files and logs. `minutes`: how long it may take. `seed`: of all its dice.
+    """The input. `folder`: for its files and logs. `minutes`: its maximum duration. `seed`: of all its random choices.
 
     `servers` are running, by name, and may be stopped and started again.
     """
@@ -38,7 +38,7 @@ class Result:
     number_of_violations: int = 0
 
     def must_be_none(self, name: str, found: list[str] | tuple[str, ...]) -> None:
-        """Counts them under that name; each of them is a violation."""
+        """Count these under the name. Each of them is a violation."""
         self.counts[name] = self.counts.get(name, 0) + len(found)
         self.number_of_violations += len(found)
         self.violations += [f"{name}: {each}" for each in found][: max(0, MOST_KEPT - len(self.violations))]

@@ -1,11 +1,11 @@
-"""kill -9 around every statement and every commit of a request that creates; run as a process of its own.
+"""kill -9 around every statement and every commit of a create request; run as a separate process.
 
     python -m tests.faults.retry_matrix
 
-For each crash point, one after the other: a forked child makes the first request and is killed by SIGKILL at its
-n-th event. What it left must be nothing, a claim, or the whole of effect and answer; then the retry, after the hold,
-must end with one effect and the answer that belongs to it. Ends when a child was not killed any more, and prints one
-JSON object. Works in the database and data folder that the environment names; both must be set up.
+For each crash point in turn, a forked child makes the first request and is killed by SIGKILL at its n-th event. It must
+leave nothing, a claim, or the complete effect with its response. The retry, after the claim has expired, must end with
+one effect and the response that belongs to it. The series ends with the first child that is not killed, and prints one
+JSON object. The program works in the database and data folder that the environment names; both must be set up.
 """
 
 import json
@@ -34,7 +34,7 @@ from tests.faults.crashing import Bomb
 
 
 class EveryStatementBomb(Bomb):
-    """Those inside a transaction too."""
+    """Also counts statements inside a transaction."""
 
     def _around_statement(self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
         self.tick("statement:before")
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def run_twice(point: int) -> tuple[bool, str, list[str]]:
-    """A first request that is killed at the point, and its retry; what was left between, and what is wrong."""
+    """Make a request that is killed at the point, and its retry. Return what the first left, and the violations."""
     at = datetime.now(UTC)
     status = in_child(lambda: ask_with_bomb(point, at))
     if not os.WIFSIGNALED(status) and status != 0:
@@ -76,9 +76,9 @@ def run_twice(point: int) -> tuple[bool, str, list[str]]:
     if effects_of(point) != 1:
         violations.append(f"{effects_of(point)} effects after the retry")
     if not Merchant.objects.filter(pk=retried.answer.body["merchant_id"]).exists():
-        violations.append("the answer is about something that is not there")
+        violations.append("the response names an object that does not exist")
     if retried.answer.secret is None:
-        violations.append("the secret did not come with the answer")
+        violations.append("the response lacks the secret")
     return os.WIFSIGNALED(status), left, violations
 
 

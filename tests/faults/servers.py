@@ -1,4 +1,4 @@
-"""Throwaway servers that can be stopped and started again with what they kept: PostgreSQL, Redis, RabbitMQ."""
+"""Temporary servers that can be stopped and restarted with their data: PostgreSQL, Redis, RabbitMQ."""
 
 import secrets
 import shutil
@@ -30,14 +30,14 @@ from tests.servers.throwaway import (
 )
 
 DATABASE_NAME = "keyvault_main"
-"""As `tests.environment` calls it."""
+"""Name in `tests.environment`."""
 
 STARTED_BY_THEMSELVES = frozenset({"openbao"})
-"""By the experiments: it wants to be unsealed."""
+"""Started by the experiments, because it must be unsealed."""
 
 
 class Restartable:
-    """One server under `again`. `stop` and `start` return when the server has ended, or answers."""
+    """One server under `again`. `stop` returns when the server has ended, `start` when it responds."""
 
     def __init__(self, plan: Plan, place: Place) -> None:
         self.url = plan.url
@@ -60,7 +60,7 @@ class Restartable:
             time.sleep(0.03)
 
     def stop(self, how: signal.Signals) -> None:
-        """Raises FailedServerError if something still answers: a start script may have left the server behind."""
+        """Stop the server. Raises FailedServerError if it still responds: a start script may have left it running."""
         self._order(f"stop {int(how)}")
         if self._plan.is_ready():
             raise FailedServerError(f"{self._plan.serve[0]} still answers after {how.name}")
@@ -78,18 +78,18 @@ class Restartable:
             raise FailedServerError(f"{self._plan.serve[0]} did not {order}")
 
     def end(self) -> None:
-        """Server and directory are gone."""
+        """End the server and delete its directory."""
         let_end(self._process)
 
 
 @contextmanager
 def running(name: str) -> Iterator[Restartable]:
-    """Raises MissingServerError where the machine has none of that name."""
+    """Run a server. Raises MissingServerError if this machine has none of that name."""
     plan_at = _PLANS[name]
     owner = unprivileged_owner()
     place = Place(new_directory(f"kv-{name}-", owner), free_port(), owner)
     with ExitStack() as stack:
-        # Until the server's own keeper answers for it.
+        # Until the server's own guard takes over.
         stack.callback(shutil.rmtree, place.directory, ignore_errors=True)
         server = Restartable(plan_at(place), place)
         stack.callback(server.end)
@@ -98,7 +98,7 @@ def running(name: str) -> Iterator[Restartable]:
 
 
 def find_missing(names: frozenset[str]) -> list[str]:
-    """Which of these servers this machine lacks."""
+    """Return those of these servers that this machine lacks."""
     found = {
         "postgres": postgres.find_postgres,
         "redis": redis.find_redis,
@@ -121,12 +121,12 @@ def _postgres(place: Place) -> Plan:
     if binary is None:
         raise MissingServerError("no PostgreSQL server on this machine")
     plan = postgres._plan(binary, place)
-    # An immediate shutdown must keep what was committed: the suite's own throwaway would lose the last moment of it.
+    # An immediate shutdown must keep committed data. The suite's own temporary server would lose the latest commits.
     return replace(plan, serve=[*plan.serve, "-c", "synchronous_commit=on"])
 
 
 def _redis(place: Place) -> Plan:
-    """It keeps nothing: every message that waits in it is lost when it is stopped."""
+    """Return a plan without persistence: a stop loses every waiting message."""
     binary = redis.find_redis()
     if binary is None:
         raise MissingServerError("no Redis server on this machine")
@@ -140,7 +140,7 @@ def _find_rabbitmq() -> Path | None:
 
 
 def _rabbitmq(place: Place) -> Plan:
-    """On loopback, with a user of its own; queues are kept in its directory."""
+    """Return a plan on loopback, with its own user. Queues are stored in its directory."""
     binary = _find_rabbitmq()
     if binary is None:
         raise MissingServerError("no RabbitMQ server on this machine")
@@ -157,7 +157,8 @@ def _rabbitmq(place: Place) -> Plan:
         "RABBITMQ_NODENAME": f"keyvault{place.port}@localhost",
         "RABBITMQ_DIST_PORT": str(free_port()),
         "RABBITMQ_ENABLED_PLUGINS_FILE": str(place.directory / "plugins"),
-        # The start script then becomes the server. Otherwise it stays its parent, and is killed alone.
+        # With this option the start script becomes the server. Otherwise it stays the parent, and only it would be
+        # killed.
         "RUNNING_UNDER_SYSTEMD": "true",
     }
     url = f"amqp://keyvault:{password}@127.0.0.1:{place.port}//"
@@ -175,7 +176,7 @@ def _speaks_amqp(url: str) -> bool:
     try:
         with Connection(url, connect_timeout=2) as connection:
             connection.ensure_connection(max_retries=1, timeout=2)
-    except Exception:  # noqa: BLE001  whatever is wrong, it is not ready
+    except Exception:  # noqa: BLE001  any error means that it is not ready
         return False
     return True
 

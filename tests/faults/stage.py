@@ -1,4 +1,4 @@
-"""Where a cut of the feed is played: the hosts, who asks them, who acts, and what is noted of it."""
+"""The setting of a cut of the feed: the hosts, the threads that send requests and make changes, and the records."""
 
 import random
 import time
@@ -17,14 +17,14 @@ from tests.faults.results import Result
 from tests.faults.servers import Restartable
 
 RIGHT_WITHIN_SECONDS = 4
-"""That soon after a cut every good key is answered yes again."""
+"""Time after a cut until every good key is allowed again, in seconds."""
 
 HEAL_SECONDS = 20
 
 
 @dataclass(slots=True)
 class Stage:
-    """`here`: the host whose generation the acts tell. `postgres` None: it may not be stopped."""
+    """`here`: the host whose generation counter the changes advance. `postgres` None: it may not be stopped."""
 
     here: Host
     elsewhere: Host
@@ -53,7 +53,7 @@ class Stage:
 
     @contextmanager
     def outage(self, host: Host | None = None, *, is_silent: bool = False) -> Iterator[None]:
-        """There need be no verdict from now until a while after. `is_silent`: nor an answer at all."""
+        """Accept responses without a verdict from now until a while after. `is_silent`: also missing responses."""
         began = time.monotonic()
         name = None if host is None else host.name
         spans = [self.outages.without_verdict, *([self.outages.without_answer] if is_silent else [])]
@@ -69,7 +69,7 @@ class Stage:
         time.sleep(seconds)
 
     def must_see_refusals(self, host: Host | None, since: float) -> None:
-        """Somebody was answered that there is no verdict."""
+        """Check that some request got a response without a verdict."""
         names = {each.name for each in self.hosts} if host is None else {host.name}
         seen = (each for each in list(self.asking.replies) if each.sent_at >= since and each.host in names)
         found = any(each.code == UNAVAILABLE_CODE for each in seen)
@@ -77,7 +77,7 @@ class Stage:
 
 
 def heal(stage: Stage) -> None:
-    """All verifiers have confirmed a change that was made now. Raises GaveUpError."""
+    """Wait until all verifiers have confirmed a new change. Raises GaveUpError."""
     ban: list[Ban] = []
 
     def is_confirmed() -> bool:

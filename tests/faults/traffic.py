@@ -1,10 +1,10 @@
-"""Merchants at work: each presents the key that it reads from the secret backend, over HTTP, all the time.
+"""Traffic of merchants: each one presents the key that it reads from the secret backend, over HTTP, continuously.
 
-As soon as a replacement is delivered a merchant has both keys; for a while it uses them by turns, then the new one
-alone, as the servers of a fleet that follow one by one. The old one never rests meanwhile for longer than
-LONGEST_GAP_SECONDS, and once it has, it is not used again: so no quiet period that is longer may end before the last
-use, however slow this machine is. Beside that, dry runs present every key that a merchant ever had: they are no use of
-it, so that they may ask after a key which has to be silent.
+Once a replacement is delivered, a merchant has both keys. For a while it uses them alternately, then only the new one,
+like a fleet whose servers switch one by one. While it switches, it uses the old key at least every LONGEST_GAP_SECONDS.
+After a longer gap it never uses the old key again. So no longer quiet period can end before the last use, however slow
+this machine is. In addition, dry runs present every key that a merchant ever had. They count as no use, so they may
+present a key that must be silent.
 """
 
 import http.client
@@ -28,7 +28,8 @@ from keyvault.services.secrets.stored_copies import find_stored
 TIMEOUT_SECONDS = 30
 TURN_SECONDS = 0.3
 LONGEST_GAP_SECONDS = 0.8
-"""Less than the quiet period of every plan here by more than an answer takes."""
+"""Maximum gap between uses of the old key, in seconds: shorter than every plan's quiet period by more than a response
+takes."""
 
 DRY_SHARE = 0.3
 NO_ANSWER = 0
@@ -36,7 +37,7 @@ NO_ANSWER = 0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One verification. `status`: the decision's, else the call's, else NO_ANSWER. `code` "": the key is good.
+    """One verification. `status`: of the decision, else of the call, else NO_ANSWER. `code` "": the key is good.
 
     Times are seconds since 1970, comparable between all processes of this machine.
     """
@@ -56,25 +57,25 @@ class Answer:
 
 @dataclass(slots=True)
 class Merchant:
-    """One credential's holder: every key that it ever had, the newest last."""
+    """The holder of one credential, with every key that it ever had, the newest last."""
 
     credential: Credential
     keys: dict[str, Plaintext] = field(default_factory=dict)
     version: int = 0
     using: tuple[str, ...] = ()
-    """The key that it reads, after the one before it."""
+    """The current key and the one before it."""
 
     taken_at: float = 0.0
     used_at: dict[str, float] = field(default_factory=dict)
     turns: int = 0
     old_turns: int = 0
-    """Requests with the old key beside the new one."""
+    """Number of requests with the old key while the merchant had both."""
 
     is_busy: bool = True
-    """Whether it looks for a new key at all."""
+    """Whether it reads new keys."""
 
     def look(self) -> None:
-        """Takes what the secret backend holds into use."""
+        """Use the key that the secret backend holds."""
         stored = find_stored(self.credential)
         if stored is not None and stored.version != self.version:
             self._take(stored)
@@ -82,23 +83,23 @@ class Merchant:
     def _take(self, stored: StoredSecret) -> None:
         key_id, now, before = stored.labels["key_id"], time.monotonic(), self.using[-1:]
         if key_id not in self.keys:
-            # Nothing is counted as the old one's silence before the new one was used.
+            # The silence of the old key counts from the first use of the new one.
             self.used_at |= dict.fromkeys(before, now)
         self.keys[key_id] = stored.secret
         self.taken_at, self.version = now, stored.version
         self.using = tuple(dict.fromkeys((*before, key_id)))
 
     def is_switching(self, now: float, by_turns_seconds: float) -> bool:
-        """Whether it may still use the old key: not for ever, and not once that has rested."""
+        """Return whether it may still use the old key: for a limited time, and not after a long gap."""
         is_time = now - self.taken_at < by_turns_seconds
         return len(self.using) > 1 and is_time and now - self.used_at.get(self.using[0], 0.0) < LONGEST_GAP_SECONDS
 
     def waits(self, now: float) -> float:
-        """For how many seconds it has not used any key."""
+        """Return the time since its last use of any key, in seconds."""
         return now - max(self.used_at.values(), default=0.0)
 
     def choose(self, now: float, by_turns_seconds: float) -> str:
-        """The key of its next request."""
+        """Return the key of its next request."""
         using = self.using
         is_old = self.is_switching(now, by_turns_seconds) and self.turns % 2 == 0
         self.turns += 1
@@ -110,9 +111,9 @@ class Merchant:
 
 @dataclass(slots=True)
 class Traffic:
-    """`rate` requests a second in all; every answer is kept. Entered and left like a file.
+    """A context manager that sends `rate` requests per second in total and keeps every response.
 
-    `by_turns_seconds`: so long a merchant uses the old key beside a new one.
+    `by_turns_seconds`: time for which a merchant uses the old key beside a new one.
     """
 
     merchants: Sequence[Merchant]
@@ -158,7 +159,7 @@ class Traffic:
                     try:
                         merchant.look()
                     except KeyvaultError:
-                        self.blind_looks += 1  # it goes on with what it has, and looks again
+                        self.blind_looks += 1  # it continues with its current key, and reads again later
 
     def _present(self, number: int) -> None:
         chance = random.Random(f"{self.seed} {number}")  # noqa: S311  a test's own dice
@@ -172,7 +173,7 @@ class Traffic:
             merchant = merchant or chance.choice(mine)
             key_id = chance.choice(list(merchant.keys)) if is_dry else self._choose(merchant)
             self.answers.append(client.ask(key_id, merchant.keys[key_id], number, is_dry=is_dry))
-            # After a stall no flood of what was missed.
+            # After a stall the missed requests are not sent.
             due_at = max(due_at + pause, time.monotonic() - pause)
         client.close()
 
@@ -188,7 +189,7 @@ class Traffic:
 
 
 class Client:
-    """One connection to the verifier, made anew after a fault; for one thread."""
+    """One connection of one thread to the verifier. It is opened again after a fault."""
 
     def __init__(self, port: int, token: Plaintext) -> None:
         self._connection = http.client.HTTPConnection(ADDRESS, port, timeout=TIMEOUT_SECONDS)
@@ -213,7 +214,7 @@ class Client:
             )
             answer = self._connection.getresponse()
             told = json.loads(answer.read())
-            # A decision carries the status that it wants the client to be answered.
+            # A decision has the status of the response to the client.
             status = int(told.get("status", answer.status))
             code = "" if told.get("allowed") is True else str(told.get("code"))
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -227,7 +228,7 @@ class Client:
 
 @contextmanager
 def idle(merchants: Sequence[Merchant]) -> Iterator[None]:
-    """Nobody looks for a new key meanwhile."""
+    """No merchant reads new keys inside this block."""
     for merchant in merchants:
         merchant.is_busy = False
     try:

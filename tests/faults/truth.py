@@ -1,4 +1,4 @@
-"""What every answer should have been, from the audit log: the one place that says when a key was taken away."""
+"""The expected verdict of every response, from the audit log: only it states when a key was unusable."""
 
 import json
 import re
@@ -24,7 +24,8 @@ _TAKES_AWAY = frozenset({"key.suspended", "key.revoked", "key.compromised", "key
 _TAKES_FOR_GOOD = frozenset({"key.revoked", "key.compromised"})
 _GIVES_BACK = "key.resumed"
 _COMMITTED_WITHIN_SECONDS = 20
-"""An entry's time is taken before its transaction, which ends within that: the database's own patience."""
+"""Maximum time from an entry's time, taken before its transaction, to the commit, in seconds: the database's own
+timeout."""
 
 _TROUBLE = re.compile(r"Traceback \(most recent call last\)|\"level\": \"(?:ERROR|CRITICAL)\"")
 _LOST = '"message": "a process no longer reports"'
@@ -32,7 +33,7 @@ _LOST = '"message": "a process no longer reports"'
 
 @dataclass(slots=True)
 class Way:
-    """When a key was taken away, and until when it may not yet have been given back.
+    """The times at which a key became unusable, and until when it may not have been restored.
 
     `surely_at`: when it certainly was unusable, permanently. `by_hand_at`: when a person revoked it.
     """
@@ -43,9 +44,11 @@ class Way:
     by_hand_at: float | None = None
 
     def may_refuse(self, answer: Answer) -> bool:
-        """A merchant's own request only if a person had ended the key: the engine never takes one that is in use.
+        """Return whether the refusal is right.
 
-        A dry run, which is no use, wherever some moment between sending and answer lies in a time without the key.
+        A merchant's own request may be refused only if a person had revoked the key: the engine never revokes one that
+        is in use. A dry run, which is no use, may be refused if the key was unusable at some moment between request and
+        response.
         """
         if not answer.is_dry:
             return self.by_hand_at is not None and answer.answered_at >= self.by_hand_at
@@ -58,9 +61,9 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """`wrongly_refused` and `wrongly_allowed` must be 0. `unanswered`: no verdict, be it 503 or no answer at all.
+    """`wrongly_refused` and `wrongly_allowed` must be 0. `unanswered`: no verdict, such as a 503 or no response.
 
-    Rightly refused are requests with a key that a person had ended, and dry runs with one that was away.
+    Right refusals are those of a key that a person had revoked, and of dry runs with an unusable key.
     """
 
     requests: int
@@ -72,7 +75,7 @@ class Verdicts:
 
 
 def judge(answers: Sequence[Answer]) -> Verdicts:
-    """Judge every answer. Answers without a verdict are listed apart: the experiment decides if they are allowed."""
+    """Judge every response. Those without a verdict are listed separately: the experiment may allow them."""
     ways = read_ways()
     by_hand, dry, wrong_no, wrong_yes, unanswered = 0, 0, [], [], []
     for each in answers:
@@ -91,7 +94,7 @@ def judge(answers: Sequence[Answer]) -> Verdicts:
 
 
 def judge_traffic(result: Result, answers: Sequence[Answer], outages: Sequence[tuple[float, float]] = ()) -> None:
-    """Counts every answer. Without a verdict, 503, may be what was asked in an outage, and nothing else."""
+    """Count every response. Only requests during an outage may get no verdict (503)."""
     verdicts = judge(answers)
     result.counts |= {
         "requests": verdicts.requests,
@@ -110,25 +113,25 @@ def judge_traffic(result: Result, answers: Sequence[Answer], outages: Sequence[t
 
 
 def _is_within(answer: Answer, outages: Sequence[tuple[float, float]]) -> bool:
-    """Whether some moment between sending and answer lies in an outage."""
+    """Return whether some moment between request and response lies in an outage."""
     return any(answer.answered_at >= began and answer.sent_at <= ended for began, ended in outages)
 
 
 def judge_end(result: Result, merchants: Sequence[Merchant]) -> None:
-    """When all is over: nothing is stuck, everybody has a good key, and the audit log is whole."""
+    """Check the final state: no rotation is stuck, every merchant has a good key, and the audit log is intact."""
     result.must_be_none("rotations stuck", find_stuck())
     result.must_be_none("credentials without a usable key", find_keyless(merchants))
     result.must_be_none("broken audit", find_broken_audit())
 
 
 def read_ways() -> defaultdict[str, Way]:
-    """By key id; a key of which the log tells nothing was never taken away."""
+    """Return the times by key id. A key without an entry in the log was always usable."""
     ways: defaultdict[str, Way] = defaultdict(Way)
     turns = _turns_of_keys()
     for row, details in read_audit(event__in=[*_TAKES_AWAY, _GIVES_BACK]):
         at, key_id = row.at.timestamp(), details["key_id"]
         way = ways[key_id]
-        # An entry's time is taken before its transaction. What its rotation does next begins after the commit.
+        # An entry's time is taken before its transaction. The next step of its rotation begins after the commit.
         committed_at = min([at + _COMMITTED_WITHIN_SECONDS, *(turn for turn in turns[key_id] if turn > at)])
         if row.event == _GIVES_BACK:
             way.back_at.append(committed_at)
@@ -143,7 +146,7 @@ def read_ways() -> defaultdict[str, Way]:
 
 
 def _turns_of_keys() -> defaultdict[str, list[float]]:
-    """By key id, the times of all that was recorded of the rotations that the key is part of."""
+    """Return by key id the times of all entries about the rotations of the key."""
     keys: defaultdict[str, set[str | None]] = defaultdict(set)
     for rotation_id, *pair in Rotation.objects.values_list("rotation_id", "predecessor_id", "replacement_id"):
         keys[rotation_id].update(pair)
@@ -155,7 +158,7 @@ def _turns_of_keys() -> defaultdict[str, list[float]]:
 
 
 def read_audit(**chosen: object) -> Iterator[tuple[AuditEntry, dict[str, Any]]]:
-    """The entries and their details, each chain's in the order in which they were committed."""
+    """Return the entries with their details, those of a chain in the order of their commits."""
     for row in AuditEntry.objects.filter(**chosen).order_by("chain_id", "sequence"):
         yield row, json.loads(bytes(row.body))["details"]
 
@@ -166,15 +169,15 @@ def _who(answer: Answer) -> str:
 
 
 def _tell_away(way: Way, answer: Answer) -> str:
-    """When nothing had, or how long it had been away."""
+    """Describe how long the key had been unusable, or that nothing had made it so."""
     begun = [at for at in way.away_from if at <= answer.answered_at]
     return f"{answer.sent_at - begun[-1]:+.3f} s after the engine took it" if begun else "and nothing had taken it away"
 
 
 def find_keyless(merchants: Sequence[Merchant]) -> list[str]:
-    """Credentials whose holder reads a key that does not verify, or of which none or more than two do, now.
+    """Return the credentials whose holder reads an invalid key, or that have none or more than two valid keys.
 
-    For credentials without a manual revocation.
+    Credentials with a manual revocation are omitted.
     """
     found = []
     for merchant in merchants:
@@ -182,7 +185,7 @@ def find_keyless(merchants: Sequence[Merchant]) -> list[str]:
         while True:
             stored = find_stored(credential)
             active = _list_active(credential)
-            # What was read first may have been replaced meanwhile: only two equal answers are one.
+            # The first result may be outdated, so only two equal results count.
             now_stored = find_stored(credential)
             if (stored and stored.version) == (now_stored and now_stored.version) == before:
                 break
@@ -195,7 +198,7 @@ def find_keyless(merchants: Sequence[Merchant]) -> list[str]:
 
 
 def _tell_read(credential: Credential, stored: StoredSecret | None) -> str:
-    """What the merchant reads, beside how its keys and its latest rotation are."""
+    """Describe what the merchant reads, the state of its keys, and its latest rotation."""
     keys = [
         f"{key.key_id} {key.state}" for key in Key.objects.filter(credential=credential).order_by("-created_at")[:3]
     ]
@@ -210,7 +213,7 @@ def _list_active(credential: Credential) -> set[str]:
 
 
 def find_stuck() -> list[str]:
-    """Rotations that are not over."""
+    """Return the rotations that are not closed."""
     return [
         f"{rotation.rotation_id} is {rotation.state} {rotation.why}".strip()
         for rotation in Rotation.objects.exclude(state__in=CLOSED)
@@ -225,7 +228,7 @@ def find_broken_audit() -> list[str]:
 def judge_logs(
     result: Result, folder: Path, outages: Sequence[tuple[float, float]] = (), *, kills_workers: bool = False
 ) -> None:
-    """Of all programs. In an outage they may complain of it, and where workers are killed, of a worker that is lost."""
+    """Check the logs of all programs. Errors about an outage or a killed worker are expected."""
     for log in sorted(folder.glob("*.log")):
         errors = find_errors(log, outages)
         result.must_be_none("errors in the logs", [line for line in errors if not (kills_workers and _LOST in line)])
@@ -238,7 +241,7 @@ def find_errors(log: Path, outages: Sequence[tuple[float, float]] = ()) -> list[
 
 
 def _is_of(line: str, outages: Sequence[tuple[float, float]]) -> bool:
-    """Whether it was written in an outage; a line that does not say when was not."""
+    """Return whether the line was written in an outage; False for a line without a time."""
     try:
         at = datetime.fromisoformat(json.loads(line)["at"]).timestamp()
     except (ValueError, KeyError, TypeError):
@@ -247,7 +250,7 @@ def _is_of(line: str, outages: Sequence[tuple[float, float]]) -> bool:
 
 
 def find_repeated(*events: str) -> list[str]:
-    """Rotations of which one of these events stands more than once in the audit log."""
+    """Return the rotations for which the audit log has one of these events more than once."""
     seen: defaultdict[tuple[str, str], int] = defaultdict(int)
     for row, details in read_audit(event__in=events):
         seen[details["rotation_id"], row.event] += 1

@@ -1,4 +1,4 @@
-"""A Vault or OpenBao on disk, struck at every call of a rotation by every fault, there and on both ways back.
+"""A Vault or OpenBao on disk with every fault at every call of a rotation and of both rollbacks.
 
 The engine and the maintenance functions run in one process on a frozen clock, so that an outage takes no time. The
 server, its logins and policies, the connections and their faults are real.
@@ -60,7 +60,7 @@ def _sweep(harness: VaultHarness, fault: Fault, way: str, calls: list[str], resu
 
 
 def _find_conclusive(begin: Callable[[], Journey], where: str, result: Result) -> Trial | None:
-    """Run trials until the fault happens as meant; None: it never does."""
+    """Run trials until the fault occurs as intended; None: it never does."""
     for _ in range(ATTEMPTS):
         try:
             return begin().run()

@@ -1,8 +1,8 @@
-"""A network between a verifier and its database, as a program of its own: `python -m tests.faults.wire FROM TO`.
+"""A network between a verifier and its database, as a separate program: `python -m tests.faults.wire FROM TO`.
 
-Passes on what comes to the port FROM on loopback to the port TO. Reads orders from its input, one a line, and answers
-`done` to each: `hold` passes on nothing any more, and closes nothing; `go` passes on what was held and what comes;
-`cut` resets every connection there is. The end of the input is its end.
+It forwards from the loopback port FROM to the port TO. It reads commands from its input, one per line, and writes
+`done` after each: `hold` stops forwarding without closing a connection; `go` forwards what was held and continues;
+`cut` resets every connection. It ends with its input.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Wire:
 
 
 class _Ends:
-    """All connections of the program, and whether anything passes."""
+    """All connections of the program, and whether it forwards."""
 
     def __init__(self, to: int) -> None:
         self._to = to
@@ -90,7 +90,7 @@ class _Ends:
                 await self._is_open.wait()
                 writer.write(data)
                 await writer.drain()
-            # An end is not told either while nothing passes.
+            # The end of a connection is not forwarded on hold either.
             await self._is_open.wait()
 
     def obey(self, word: str) -> None:

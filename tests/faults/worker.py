@@ -1,11 +1,11 @@
-"""A real Celery worker that kills itself at a named crash point; everything else is the worker of `make run`.
+"""A real Celery worker that kills itself at a named crash point. Everything else is as in `make run`.
 
     python -m tests.faults.worker POINT       see `crashing`; `nowhere`: it runs until SIGTERM
-    python -m tests.faults.worker --nursery   a worker for each POINT that is read, one after the other
+    python -m tests.faults.worker --nursery   one worker after the other, each for a POINT from the input
 
-The nursery has loaded all modules, so that its workers start immediately. It reads `POINT\\n`, and writes
-`PID\\n` and, when that worker has ended, `STATUS\\n`. `FAULTS_NOTES` names a file for the edges that are met,
-`FAULTS_LOSS` the seed with which messages are lost and doubled, see `losing`.
+The nursery has loaded all modules, so that its workers start immediately. It reads `POINT\\n`, and writes `PID\\n` and,
+when that worker has ended, `STATUS\\n`. `FAULTS_NOTES` names a file for the crash points that are passed. `FAULTS_LOSS`
+is the seed for lost and duplicate messages, see `losing`.
 """
 
 import os
@@ -47,7 +47,7 @@ def keep_nursery() -> None:
 def _become(point: str) -> NoReturn:
     die_with_parent()
     os.setsid()
-    # Celery reads no input; and what it writes must not look like an answer of the nursery.
+    # Celery reads no input, and its output must not look like a line of the nursery.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     code = 1

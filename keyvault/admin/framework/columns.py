@@ -32,11 +32,9 @@ def badge_column(heading: str, read: str | Callable[[Any], str], *, ordering: st
     return column
 
 
-def moment_column(
-    heading: str, read: str | Callable[[Any], datetime | None], *, ordering: str | None = None, missing: str = NOTHING
-) -> Column:
-    """Return a column of times. `missing`: text of a row without one. See `badge_column` for the others."""
-    value, ordering = _reader(read, ordering)
+def moment_column(heading: str, read: str | Callable[[Any], datetime | None], *, missing: str = NOTHING) -> Column:
+    """Return a column of times. `missing`: text of a row without one. `read`: see `badge_column`."""
+    value, ordering = _reader(read, None)
 
     @admin.display(description=heading, ordering=ordering)
     def column(model_admin: Any, row: Any) -> SafeString:

@@ -11,7 +11,7 @@ from keyvault.models import Key, UseBucket
 from keyvault.models.usage import EXPOSURES, UseSpan
 
 _EXPOSURE_DAYS = 30
-"""How long a suspected exposure is shown on the front page, in days."""
+"""Time for which the front page shows a suspected exposure, in days."""
 
 
 def exposures() -> QuerySet[UseBucket]:

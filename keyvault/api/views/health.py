@@ -15,7 +15,7 @@ class HealthView(PublicView):
     @documented(
         "healthz",
         summary="Liveness of the process.",
-        description="Answers while the process lives. It checks no dependency, so that an outage elsewhere restarts "
+        description="Answers 200 while the process runs. It checks no dependency, so that an outage elsewhere restarts "
         "nothing: use `/readyz` to decide whether to send requests here.",
         answers={200: HEALTH_BODY},
         plane=PUBLIC_CODES,

@@ -52,10 +52,10 @@ class IssuanceRequestsView(ServiceView):
     @documented(
         "issuance_requests_create",
         summary="Request a new credential.",
-        description="Asks for a credential with its first key. Operators approve the request where the environment's "
-        "policy wants it; then a worker issues the key. With a `recipient_public_key` (X25519, base64url) "
-        "the key is only ever sent sealed to it. Repeat the request with the same `Idempotency-Key` after "
-        "a lost answer.",
+        description="Requests a credential with its first key. Operators approve it where the environment's policy "
+        "requires that; then a worker issues the key. With a `recipient_public_key` (X25519, base64url) "
+        "the key is only ever sent sealed to it. If the response is lost, repeat the request with the same "
+        "`Idempotency-Key`.",
         permission=Permission.ISSUANCE_REQUEST,
         takes=CredentialRequest,
         answers={201: ISSUANCE_REQUEST_BODY},
@@ -66,7 +66,7 @@ class IssuanceRequestsView(ServiceView):
             request,
             holder=self.service.lineage,
             endpoint="issuance_requests.create",
-            environment=None,  # no secret in the answer
+            environment=None,  # no secret in the response
             prepare=lambda: self._prepare(request),
             now=self.now,
         )
@@ -115,7 +115,7 @@ class CollectionView(ServiceView):
         summary="Collect the issued key, once, with the token that requested it.",
         description="Hands over the key of an issued request, within 72 hours of its issue. Only the requesting "
         "token, or its successor after a rotation, may collect it. A repetition with the same "
-        "`Idempotency-Key` gets the same answer for 15 minutes; a production key is only sent sealed.",
+        "`Idempotency-Key` gets the same response for 15 minutes; a production key is only sent sealed.",
         permission=Permission.ISSUANCE_COLLECT,
         takes=CollectRequest,
         answers={200: COLLECTED_BODY},

@@ -96,7 +96,7 @@ class CredentialView(ServiceView):
     @documented(
         "credentials_read",
         summary="Read a credential with its keys.",
-        description="A credential's id never changes; a rotation adds a key to it and retires another. The answer has "
+        description="A credential's id never changes; a rotation adds a key and retires another. The response has "
         "the state of each key and never its material. A credential outside the token's merchants is 404.",
         permission=Permission.KEYS_READ,
         answers={200: CREDENTIAL_BODY},

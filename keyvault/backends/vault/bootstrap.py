@@ -248,7 +248,7 @@ class _BootstrapRun:
             )
             return not self.is_dry_run
         if shown := [key for key in mount["config"] if key.startswith("audit_non_hmac_") and mount["config"][key]]:
-            # The server's audit log would contain the values of these fields unhashed.
+            # With these settings the server's audit log contains the values of the fields unhashed.
             self._change(
                 f"mount {name}: {', '.join(shown)} emptied",
                 lambda: self.admin.write_data(f"sys/mounts/{name}/tune", data={key: [] for key in shown}),
@@ -256,7 +256,7 @@ class _BootstrapRun:
         return True
 
     def _when_upgraded(self, request: Callable[[], T]) -> T:
-        """Retry while the server still upgrades a new mount to KV version 2, and answers 400."""
+        """Retry while the server answers 400 because it is still upgrading a new mount to KV version 2."""
         deadline = time.monotonic() + UPGRADE_SECONDS
         while True:
             try:

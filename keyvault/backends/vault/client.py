@@ -34,7 +34,7 @@ RENEW_AFTER = 2 / 3
 processes that started together."""
 
 REFUSED_SECONDS = 30.0
-"""Time without another login after the server refused a new token, in seconds. A login would only create a token."""
+"""Minimum time between the refusal of a new token and the next login, in seconds: another login would not help."""
 
 RENEW_AGAIN_SECONDS = 5.0
 """Minimum time between renewals, in seconds."""
@@ -132,11 +132,6 @@ class VaultClient:
         except BackendDeniedError:
             self._refused_until = self.clock() + REFUSED_SECONDS
             raise
-
-    def lease_left(self) -> float | None:
-        """Return the seconds until the token expires; None without a token or expiry."""
-        held = self._held
-        return None if held is None or held.ends_at is None else max(0.0, held.ends_at - self.clock())
 
     def _was_refused_just_now(self) -> bool:
         return self._refused_until is not None and self.clock() < self._refused_until

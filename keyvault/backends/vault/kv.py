@@ -38,7 +38,7 @@ _SECRET: Final = "secret"  # noqa: S105  the name of a field
 _OURS: Final = frozenset({_SECRET, "schema"})
 _OF_KEYS: Final = frozenset({Mount.SANDBOX, Mount.PRODUCTION})
 _WRITERS: Final[Mapping[Mount, VaultRole]] = {Mount.PEPPERS: VaultRole.KEEPER, Mount.EVIDENCE: VaultRole.ANCHOR}
-"""Who writes to a mount that is not of an environment's keys."""
+"""The roles that write to the mounts other than those of the environments' keys."""
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ REVOCATIONS_PATH = "revocations"
 
 
 class SecretsEngine(StrEnum):
-    """Kinds of mount: one of each per scope; scope `service` has no `keys` mount, and alone has `factors`.
+    """Kinds of mount: one of each per scope. Only the environments have `keys`, and only scope `service` has `factors`.
 
     `anchor` signs audit checkpoints. `evidence` holds the number and digest of the newest one, and the revocations.
     `factors` encrypts the seeds of operators' second factors.

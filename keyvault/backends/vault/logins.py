@@ -124,7 +124,7 @@ def _read(path: Path, name: str) -> Plaintext:
 
 
 def _is_unwrapped(kept: Path, wrapped: Path) -> bool:
-    """Whether the stored secret id is newer than the wrapping token, which a process failed to delete."""
+    """Return whether the secret id is newer than the wrapping token, which a process then failed to delete."""
     return kept.exists() and kept.stat().st_mtime_ns >= wrapped.stat().st_mtime_ns
 
 

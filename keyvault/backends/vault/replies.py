@@ -96,7 +96,7 @@ class PlainAdapter(JSONAdapter):
 
 
 def _is_unsent(error: Exception) -> bool:
-    """Whether the request was certainly not sent: there was no connection, or the certificate is not trusted."""
+    """Return whether the request was certainly not sent: there was no connection, or the certificate is not trusted."""
     reason = getattr(error.args[0] if error.args else None, "reason", None)
     if isinstance(reason, urllib3.exceptions.SSLError):
         # Other TLS errors may follow the request, for example while the reply is read.

@@ -17,7 +17,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyRecord
 TAG_BYTES: Final = 16
 _NEVER = float("inf")
 _EVICTED = float("-inf")
-"""Deadline of an evicted entry: whatever still references the entry finds it expired."""
+"""Deadline of an evicted entry, so that code which still references the entry finds it expired."""
 
 R = TypeVar("R", KeyRecord, CustomerRecord, TokenRecord)
 

@@ -2,7 +2,7 @@
 
 A read that holds exactly one plain request, the usual case for API clients, is parsed as a whole. Any other read is
 parsed again, line by line, by a second parser without state from the first attempt. Line by line, the parser gets no
-bytes of the next request before the current one is answered, so that the start of each request is exactly known.
+bytes of the next request before the current one is answered. So the start of each request is exactly known.
 """
 
 import asyncio

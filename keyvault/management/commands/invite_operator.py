@@ -60,7 +60,11 @@ class Command(UsernameMixin):
         same = options["same_person_as"]
         if not options["role"]:
             if same or has_operator_scope(options):
-                raise CommandError("without --role the operator exists and keeps its scope and person", returncode=2)
+                raise CommandError(
+                    "--merchant, --environment, --all and --same-person-as are for a new operator: add --role, or omit "
+                    "them",
+                    returncode=2,
+                )
             return get_operator(options["username"])
         return enroll_operator(
             self.operators_grant(Permission.OPERATORS_ENROLL),

@@ -10,7 +10,10 @@ from keyvault.services.pepper_rotation.rotation import rotate_pepper
 
 
 class Command(PepperSetMixin):
-    help = "Create a new pepper in the secret backend. After an interruption, run it again. Needs the keeper's login."
+    help = (
+        "Create a new pepper in the secret backend. After an interruption, run it again. A Vault requires the login "
+        "`keeper`."
+    )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         row = rotate_pepper(self.peppers_grant(), PepperSet(options["pepper_set"]))

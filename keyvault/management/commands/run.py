@@ -186,6 +186,6 @@ def _curl(port: int, token: Plaintext, key: Plaintext) -> str:
 
 
 def _base_urls(seeded: Mapping[str, Any], origin: str) -> list[tuple[str, str]]:
-    """Return the base URLs that the server uses: its origin has the port, this process's origin has not."""
+    """Return the base URLs that the server uses. Its origin has the port; the origin of this process does not."""
     environments = seeded["environments"]
     return [(place["name"], place["base_url"].replace(settings.ORIGIN, origin, 1)) for place in environments]

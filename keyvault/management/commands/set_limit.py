@@ -23,7 +23,7 @@ from keyvault.services.merchants.merchants import find_account
 
 class Command(OperatorMixin):
     help = (
-        "Set the rate limit of an account (--merchant), of an endpoint for all accounts of an environment "
+        "Set the rate limit of an account (--merchant), of an endpoint for every account of an environment "
         "(--endpoint), or of an endpoint for one account (both). Running servers apply it before the command returns."
     )
 

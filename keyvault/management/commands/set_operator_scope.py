@@ -25,14 +25,14 @@ class Command(OperatorChangeMixin):
         parser.add_argument(
             "--same-person-as",
             metavar="USERNAME",
-            help="first state that the operator, which has no scope yet, belongs to the person of this one",
+            help="also link the operator, which must have no scope yet, to the person of this operator",
         )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         scope = read_operator_scope(options)
         operator, grant = get_operator(options["username"]), self.requester_grant(options)
         answer: dict[str, Any] = {"username": operator.username}
-        # The person is linked only with an approved scope: a shell alone decides on neither.
+        # The person is linked only if the scope is approved: one user of the host's shell cannot decide on either.
         with transaction.atomic() if options["same_person_as"] else nullcontext():
             if options["same_person_as"]:
                 link_person(grant, operator, get_operator(options["same_person_as"]))

@@ -23,7 +23,7 @@ class Command(JsonCommand):
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         if self._needs_migration():
             call_command("migrate", interactive=False, verbosity=0)
-        # Before the secret backend is needed: a process of an old release may start meanwhile.
+        # Recorded before the secret backend is needed: otherwise a process of an old release could start first.
         record_compatibility(self.now)
         ensure_peppers(self.now)
         unread = recover_revocation_log(self.now).unread
@@ -32,7 +32,7 @@ class Command(JsonCommand):
         return {"database": connection.vendor, "ready": True}
 
     def _needs_migration(self) -> bool:
-        """Whether migrations or triggers are missing. Otherwise the database is not touched: servers may use it."""
+        """Return whether migrations or triggers are missing. Otherwise setup writes none of them."""
         executor = MigrationExecutor(connection)
         try:
             require_compatible_release(executor.loader)

@@ -34,8 +34,8 @@ _MAX_TOKEN_LENGTH = 4096
 class Command(JsonCommand):
     help = (
         "Create and repair the mounts, policies, signing keys and roles of the named environments and of scope "
-        "`service` in the Vault at VAULT_ADDR, and print each change. Repeatable. The administrator's token is read "
-        "from --token-file only."
+        "`service`, and print each change. VAULT_ADDR names the server. Repeatable. The administrator's token is "
+        "read from --token-file only."
     )
 
     def add_options(self, parser: CommandParser) -> None:

@@ -192,7 +192,7 @@ BREAK_GLASS: tuple[TriggerRule, ...] = (
         "INSERT",
         "EXISTS (SELECT 1 FROM keyvault_operatorchange c WHERE c.change_id = NEW.subject "
         "AND replace(NEW.excluded_persons, c.operator_person, '') = NEW.excluded_persons)",
-        "the person whose operator was changed does not review that",
+        "the person whose operator was changed does not review the change",
     ),
     WriteGuard(
         "breakglass_claimed",

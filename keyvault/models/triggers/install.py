@@ -89,7 +89,7 @@ def list_triggers(connection: BaseDatabaseWrapper) -> set[str]:
 
 
 def expected_triggers(vendor: str = "sqlite") -> set[str]:
-    """Return the names of the triggers that a database of this vendor has. SQLite's are those of every database."""
+    """Return the names of the triggers that a database of this vendor must have. Every vendor has those of SQLite."""
     return {guard.name for guard in list_guards()} | _RENDERERS[vendor].truncate_names(list_never_truncated())
 
 
@@ -99,7 +99,7 @@ def missing_triggers(connection: BaseDatabaseWrapper) -> set[str]:
 
 
 def _reads_only(guard: WriteGuard, tables: set[str]) -> bool:
-    """Whether every table that the condition reads exists."""
+    """Return whether every table that the condition reads exists."""
     tokens = set(guard.condition.replace("(", " ").replace(")", " ").split())
     prefixes = tuple(f"{app}_" for app in _rules)
     return all(token in tables for token in tokens if token.startswith(prefixes))

@@ -108,9 +108,9 @@ def find_checkpoint(scope: str, number: int) -> SignedCheckpoint | None:
     return None if row is None else _signed(row)
 
 
-def list_checkpoints(scope: str, *, first: int = 0) -> Iterator[SignedCheckpoint]:
-    """Iterate over the scope's checkpoints from number `first` on, oldest first, in bounded memory."""
-    rows = AuditCheckpoint.objects.filter(scope=scope, number__gte=first).order_by("number")
+def list_checkpoints(scope: str) -> Iterator[SignedCheckpoint]:
+    """Iterate over the scope's checkpoints, oldest first, in bounded memory."""
+    rows = AuditCheckpoint.objects.filter(scope=scope).order_by("number")
     return (_signed(row) for row in rows.iterator(chunk_size=50))
 
 

@@ -126,7 +126,7 @@ def _make(pepper_set: PepperSet, newest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PepperUsage:
-    """What still depends on a version, for digests or sealed values."""
+    """The rows that still depend on a version, for digests or sealed values."""
 
     keys: QuerySet[Key]
     service_tokens: QuerySet[ServiceToken]

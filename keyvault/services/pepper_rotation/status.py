@@ -44,9 +44,9 @@ class PepperState:
 
 @dataclass(frozen=True, slots=True)
 class PepperCounts:
-    """What depends on one version. `living` includes `dormant`; both count keys, or service tokens in their set.
+    """Counts of the keys, or service tokens, that depend on one version.
 
-    `usage`: the same for each kind, as text.
+    `living` includes `dormant`. `usage`: the same for each kind, as text.
     """
 
     living: int

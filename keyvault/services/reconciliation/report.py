@@ -27,7 +27,7 @@ MAX_LISTED_FINDINGS = 1000
 
 @dataclass(slots=True)
 class ReconciliationReport:
-    """What one environment's backend holds, and what was done about it (in a dry run: would be done).
+    """The contents of one environment's backend, and the changes that were made (in a dry run: would be made).
 
     `destroyed`: copies of dead keys. `put_right`: copies whose visibility was wrong. `missing`: copies that are gone.
     `unattributed`: copies of unknown origin. `left`: skipped because another worker was changing them.

@@ -131,7 +131,7 @@ late_comparison = LateComparison()
 
 @dataclass(frozen=True, slots=True)
 class ReplayPreview:
-    """What a replay would find. `unread`: why the anchor could not be read; None: it was.
+    """The expected findings of a replay. `unread`: why the anchor could not be read; None: it was.
 
     `is_lost`: the log is lost, and there is no readable anchor to rebuild it from.
     """

@@ -39,7 +39,7 @@ _LIVING: Mapping[str, Q] = {
 
 @dataclass(slots=True)
 class Comparison:
-    """What the revocation log records and the database does not.
+    """The difference between the revocation log and the database.
 
     `lost`: revoked in the log and alive in the database, or no longer known as compromised. `unknown`: revoked and
     without a row, so it authenticates nothing. `damaged`: line numbers. `highest`: newest change in the log.

@@ -82,7 +82,7 @@ def store_string(
     purpose: str,
     after: int | None = None,
     again: bool = False,
-    fence: Fence = _no_fence,
+    fence: Fence,
 ) -> int:
     """Write the key's string as the newest version of its credential and return the version's number.
 
@@ -158,7 +158,7 @@ def is_in_backend(key: Key) -> bool:
     return key.material in {Material.HELD, Material.RESTORE_DUE}
 
 
-def recover_string(key: Key, *, fence: Fence = _no_fence) -> Plaintext:
+def recover_string(key: Key, *, fence: Fence) -> Plaintext:
     """Read the string of a key that has just left quarantine, and undelete it first if that is still due."""
     try:
         return read_string(key)
@@ -274,7 +274,7 @@ def announce_missing(grant: Grant, key: Key) -> None:
     )
 
 
-def forget_string(key: Key, *, fence: Fence = _no_fence) -> None:
+def forget_string(key: Key, *, fence: Fence) -> None:
     """Destroy the copy that the key's row names, because a newer copy replaces it. Idempotent."""
     if key.backend_version is not None and not _holds_other_string(key):
         fence()

@@ -47,7 +47,7 @@ _DETAILS = {
     "administrator, or ask for another user name at the identity provider.",
     SignOnFault.OPERATOR_DISABLED: "This operator is disabled. Ask the host administrator.",
 }
-"""What the refused person reads. All other faults share one text: they are an attack, or a fault of the provider."""
+"""Texts for the refused person. All other faults share one text: they are an attack, or a fault of the provider."""
 
 
 class SignOnRefusedError(PermissionMissingError):

@@ -88,7 +88,7 @@ class ProcessWatch(BackgroundThread):
             ServiceProcess.objects.update_or_create(name=name, defaults={"kind": kind, "seen_at": now, "lost_at": None})
         report_lost(now)
         measure(now, self.queues)
-        # Of each process that missed the anchor at its start: a worker that started later has nothing to compare.
+        # Only for processes that missed the anchor at their start: a worker that started later has nothing to compare.
         late_comparison.run(now)
 
     def _loop(self) -> None:

@@ -143,9 +143,9 @@ def describe_use(key: Key) -> Usage:
     )
 
 
-def list_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES) -> list[JsonValue]:
+def list_users(key_id: str) -> list[JsonValue]:
     """Return `find_users` as JSON, for replies and evidence."""
-    return [user.as_json() for user in find_users(key_id, outcomes=outcomes)]
+    return [user.as_json() for user in find_users(key_id)]
 
 
 MAX_READ = 200

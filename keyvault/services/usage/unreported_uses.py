@@ -39,7 +39,7 @@ _MAX_ENTRIES: Final = 20_000
 
 
 class Mark(NamedTuple):
-    """What a report covers: the end of its entries, their buckets, and the number of entries dropped before it."""
+    """The extent of a report: the end of its entries, their buckets, and the number of entries dropped before it."""
 
     end: int
     noted: set[tuple[object, ...]]
@@ -88,7 +88,7 @@ class UnreportedUses:
         """Number of entries for which the file had no room."""
         self._sent: Mark | None = None
         self._shift = 0
-        """How far the entries have moved to the front. Marks count from where they were."""
+        """Number of places by which the entries have moved to the front. Marks count from the original place."""
 
     def note(
         self, key_id: str, endpoint: str, source: str, user_agent: str, origin: str, outcome: str, at: float

@@ -1,4 +1,4 @@
-"""What every chapter uses: the running service, the report, and waiting with a time limit."""
+"""Shared by every chapter: the running service, the report, and waiting with a time limit."""
 
 import http.client
 import time

@@ -97,7 +97,7 @@ def advance_rotation(
 
 
 class _DoneTurn(NamedTuple):
-    """What a turn ended with: the wait, when the next turn is due, and whether the merchant has no usable key."""
+    """The result of a turn: the wait, when the next turn is due, and whether the merchant has no usable key."""
 
     wait: Wait
     due_at: datetime

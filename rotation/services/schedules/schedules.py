@@ -52,7 +52,7 @@ _MAX_NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a schedule applies to: an environment, one account there, or one private credential."""
+    """The subject of a schedule: an environment, one account there, or one private credential."""
 
     environment: Environment
     account: Account | None = None
@@ -74,7 +74,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDraft:
-    """How often and when to rotate, and the plan overrides.
+    """The terms of a schedule: interval, window and plan overrides.
 
     `window` has no blackouts of its own: those of the `calendar` apply, as they are when a rotation is requested.
     """

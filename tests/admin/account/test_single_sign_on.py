@@ -198,8 +198,8 @@ def test_single_sign_on_finds_the_operator_by_issuer_and_subject_only(provider: 
     sign_in(client)
     assert client.session[SESSION_KEY] == str(jane().pk)
     provider.person |= {"sub": "another", "preferred_username": "jane"}
-    stranger = Client()
-    assert_refused(sign_in(stranger), stranger, "name_taken")
+    other = Client()
+    assert_refused(sign_in(other), other, "name_taken")
 
 
 def test_single_sign_on_of_another_issuer_is_another_person(provider: StubProvider) -> None:

@@ -29,7 +29,7 @@ from tests.servers.openbao import RunningVault
 from .test_single_sign_on import CALLBACK, assert_refused, begin, is_signed_in
 
 OIDC = "identity/oidc"
-MEMBER, STRANGER = "jane", "mallory"
+MEMBER, OUTSIDER = "jane", "mallory"
 """Both are in the group with the role. Only the member is in the client's assignment."""
 
 SIGN_INS = 5
@@ -63,8 +63,8 @@ class OpenBao:
             name, f'path "{OIDC}/provider/{name}/authorize" {{ capabilities = ["read"] }}'
         )
         stack.callback(self.admin.sys.delete_policy, name)
-        member, stranger = self._add_person(MEMBER, stack), self._add_person(STRANGER, stack)
-        self._create(stack, f"identity/group/name/{name}", member_entity_ids=[member, stranger])
+        member, outsider = self._add_person(MEMBER, stack), self._add_person(OUTSIDER, stack)
+        self._create(stack, f"identity/group/name/{name}", member_entity_ids=[member, outsider])
         self._create(stack, f"{OIDC}/key/{name}", algorithm=self.algorithm, allowed_client_ids=["*"])
         self._create(stack, f"{OIDC}/assignment/{name}", entity_ids=[member], group_ids=[])
         callback = f"{settings.CONSOLE_ORIGIN}{CALLBACK}"
@@ -189,10 +189,10 @@ def test_single_sign_on_with_openbao_binds_a_code_to_the_browser_that_began(open
 def test_single_sign_on_with_openbao_refuses_a_person_outside_of_the_assignment(openbao: OpenBao) -> None:
     """The groups alone, which would give a role, are not enough."""
     client = Client()
-    callback = openbao.agree(begin(client), STRANGER)
+    callback = openbao.agree(begin(client), OUTSIDER)
     assert parse_qs(urlsplit(callback).query)["error"] == ["access_denied"]
     assert_refused(client.get(callback), client, "provider_refused")
-    assert not Operator.objects.filter(username=openbao.name_of(STRANGER)).exists()
+    assert not Operator.objects.filter(username=openbao.name_of(OUTSIDER)).exists()
 
 
 def test_single_sign_on_with_openbao_after_a_key_rotation_succeeds(

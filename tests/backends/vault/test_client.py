@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
+from keyvault.backends import meters
 from keyvault.backends.base import BackendDeniedError, BackendError, BackendUnavailableError, Mount
 from keyvault.backends.vault.client import REFUSED_SECONDS, RENEW_AFTER, RENEW_AGAIN_SECONDS, VaultClient, VaultServer
 from keyvault.backends.vault.kv import VaultBackend
@@ -23,6 +24,14 @@ from .conftest import ROLE, Clock, make_client
 from .fake import FakeVault, Fault, refused, slow
 
 LEASE = 3600
+
+
+@pytest.fixture
+def leases(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """The lifetime of each token, as reported to the metrics; None: it does not expire."""
+    reported: list[float | None] = []
+    monkeypatch.setattr(meters, "note_lease", lambda login, seconds: reported.append(seconds))
+    return reported
 
 
 def lookup_self(client: VaultClient) -> Any:
@@ -50,12 +59,14 @@ def test_server_with_tls_or_on_this_machine_is_accepted(address: str) -> None:
     assert VaultServer(address).address == address
 
 
-def test_client_logs_in_when_first_needed_and_once(fake: FakeVault, client: VaultClient) -> None:
+def test_client_logs_in_when_first_needed_and_once(
+    fake: FakeVault, client: VaultClient, leases: list[float | None]
+) -> None:
     assert fake.calls == []
     for _ in range(3):
         lookup_self(client)
     assert count(fake) == 1
-    assert client.lease_left() == LEASE
+    assert leases[-1] == LEASE
 
 
 def test_client_of_many_threads_logs_in_once(fake: FakeVault, client: VaultClient) -> None:
@@ -156,7 +167,7 @@ def test_client_login_with_a_malformed_answer_is_unavailable(fake: FakeVault, cl
 
 
 def test_client_renews_at_two_thirds_of_the_lease_and_not_before(
-    fake: FakeVault, client: VaultClient, clock: Clock
+    fake: FakeVault, client: VaultClient, clock: Clock, leases: list[float | None]
 ) -> None:
     lookup_self(client)
     clock.advance(LEASE * (RENEW_AFTER - 0.1) - 1)
@@ -165,7 +176,7 @@ def test_client_renews_at_two_thirds_of_the_lease_and_not_before(
     clock.advance(LEASE * 0.1 + 1)
     lookup_self(client)
     assert (count(fake), count(fake, "renew-self")) == (1, 1)
-    assert client.lease_left() == LEASE
+    assert leases[-1] == LEASE
 
 
 def test_client_renewals_of_processes_that_started_together_are_spread(
@@ -191,14 +202,16 @@ def test_client_renewed_in_time_never_logs_in_again(fake: FakeVault, client: Vau
     assert count(fake, "renew-self") == 19
 
 
-def test_client_near_the_maximum_lifetime_logs_in(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
+def test_client_near_the_maximum_lifetime_logs_in(
+    fake: FakeVault, client: VaultClient, clock: Clock, leases: list[float | None]
+) -> None:
     """The token is near its maximum lifetime; the client logs in before it ends."""
     fake.greatest_seconds = 1.2 * LEASE
     lookup_self(client)
     clock.advance(LEASE * 0.7)
     lookup_self(client)
     assert (count(fake), count(fake, "renew-self")) == (2, 1)
-    assert client.lease_left() == LEASE
+    assert leases[-1] == LEASE
 
 
 def test_client_whose_token_expired_logs_in(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
@@ -265,7 +278,9 @@ def test_client_renewal_blocks_no_other_thread(fake: FakeVault, client: VaultCli
 # --- an agent's token, Kubernetes -------------------------------------------------------------------------
 
 
-def test_client_with_an_agents_token_rereads_the_file_when_refused(fake: FakeVault, logins: Path, clock: Clock) -> None:
+def test_client_with_an_agents_token_rereads_the_file_when_refused(
+    fake: FakeVault, logins: Path, clock: Clock, leases: list[float | None]
+) -> None:
     file = logins / f"{ROLE}.token"
     file.write_text(f"{fake._log_in()['client_token']}\n")
     client = make_client(fake, TokenFileLogin(logins, ROLE), clock)
@@ -274,7 +289,7 @@ def test_client_with_an_agents_token_rereads_the_file_when_refused(fake: FakeVau
     file.write_text(fake._log_in()["client_token"])
     lookup_self(client)
     assert count(fake, "lookup-self") == 3
-    assert client.lease_left() is None
+    assert leases[-1] is None
     # The token belongs to the agent, which may use it elsewhere too.
     assert count(fake, "revoke-self") == 0
 

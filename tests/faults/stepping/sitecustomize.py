@@ -1,7 +1,7 @@
-"""A wall clock that is stepped from outside: on PYTHONPATH, every Python program of that environment has it.
+"""A wall clock that another process can step. With this folder on PYTHONPATH every Python program has it.
 
-FAULTS_CLOCK names a file of eight bytes, the seconds that are added to the time of day. Nothing else is moved: not the
-monotonic clock, not the database's.
+FAULTS_CLOCK names a file of eight bytes: the offset of the time of day in seconds. The monotonic clock and the
+database's clock are unchanged.
 """
 
 import mmap

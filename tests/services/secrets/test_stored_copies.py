@@ -96,5 +96,5 @@ def test_write_without_a_reply_stays_uncertain_if_reading_back_is_denied(monkeyp
 
     monkeypatch.setattr(LocalKeystore, "put", lose_reply)
     with pytest.raises(BackendUnavailableError) as raised:
-        store_string(key, text, purpose="rot_x", again=True)
+        store_string(key, text, purpose="rot_x", again=True, fence=lambda: None)
     assert raised.value.may_be_applied
