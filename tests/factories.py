@@ -17,6 +17,7 @@ Every builder acts at `now()` unless it gets `at=`.
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
@@ -122,6 +123,11 @@ def grant(
 ) -> Grant:
     """Return the grant of `authorize`, or raise its error."""
     return authorize(principal, permission, account, now=at or now(), requester_person=requester_person, within=within)
+
+
+def on_host(operator: principals.OperatorPrincipal) -> principals.OperatorPrincipal:
+    """Return the operator as a command line names it."""
+    return replace(operator, channel=Channel.COMMAND_LINE, host_user="root")
 
 
 # ------------------------------------------------------------------------------------------------- who and what

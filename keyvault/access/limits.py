@@ -73,7 +73,13 @@ SIGN_IN_FAILURES = 10
 """Number of failed console sign-ins that locks a name, an address or a known device."""
 
 SIGN_IN_LOCK_SECONDS = 1800
-"""Duration of the first sign-in lock, in seconds. Older failures no longer count."""
+"""Duration of the first sign-in lock, in seconds, and time after which the failures of an address no longer count."""
+
+SIGN_IN_FAILURES_KEPT_SECONDS = 86_400
+"""Time after the last failure of a name or a device at which its failures no longer count, in seconds.
+
+It is the longest lock: guesses that stay below the lock get no more attempts in a day than those that are locked.
+"""
 
 MAX_SIGN_IN_LOCK_SECONDS = 86_400
 """Maximum duration of a sign-in lock, in seconds."""

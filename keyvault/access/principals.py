@@ -124,3 +124,8 @@ HOST = System(
 """The host's command line, for setup. It can neither approve requests nor read keys."""
 
 Principal = OperatorPrincipal | Service | KeyHolder | System
+
+
+def is_claimed(principal: Principal) -> bool:
+    """Whether the principal is only claimed: it acts on a command line, which proves no identity."""
+    return principal.channel is Channel.COMMAND_LINE

@@ -84,16 +84,41 @@ def origin_for(port: int, environ: Mapping[str, str] = os.environ) -> str:
 
 
 @contextmanager
-def lock_data_folder() -> Iterator[None]:
-    """Allow one supervisor per data folder. Raises ServiceError while another one runs there."""
-    with (settings.DATA_DIR / "run.lock").open("w") as lock:
+def lock_data_folder(port: int) -> Iterator[None]:
+    """Allow one supervisor per data folder. Raises ServiceError while another one runs there.
+
+    Meanwhile `find_running_origin` returns the origin of its service.
+    """
+    with _lock_file().open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ServiceError(
                 f"Another Keyvault uses the data folder {settings.DATA_DIR}. Stop it, or set another KEYVAULT_DATA_DIR."
             ) from None
-        yield
+        lock.truncate(0)
+        lock.write(origin_for(port))
+        lock.flush()
+        try:
+            yield
+        finally:
+            lock.truncate(0)
+
+
+def find_running_origin() -> str | None:
+    """Return the origin of the service that a supervisor runs on this data folder; None: none runs.
+
+    After a killed supervisor it is the origin of that one.
+    """
+    try:
+        return _lock_file().read_text() or None
+    except FileNotFoundError:
+        return None
+
+
+def _lock_file() -> Path:
+    path: Path = settings.DATA_DIR / "run.lock"
+    return path
 
 
 def supervise(port: int, environ: Mapping[str, str] = os.environ) -> Supervisor:

@@ -110,11 +110,16 @@ class TokenColumns(DigestColumns):
 
 
 class RequestColumns(RecordedModel):
-    """A request that other people approve: they approve its `plan_digest` and differ from `requester_person`."""
+    """A request that other people approve: they approve its `plan_digest` and differ from `requester_person`.
+
+    `is_requester_claimed`: it was made on a command line, or with a token that was created on one, so that
+    `requester_person` is not proved.
+    """
 
     plan_digest = models.CharField(max_length=64)
     approvals_needed = models.PositiveSmallIntegerField()
     requester_person = models.CharField(max_length=32)
+    is_requester_claimed = models.BooleanField()
     created_at = created_at()
 
     class Meta:

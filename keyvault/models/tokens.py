@@ -15,6 +15,7 @@ from keyvault.models.columns import TokenColumns, choice, choices_check
 class ServiceToken(TokenColumns):
     """A service token. `merchants` None: all merchants. `creator_person` is responsible for its requests.
 
+    `is_creator_claimed`: it was created or rotated on a command line, which does not prove who the creator is.
     `lineage` is the id of the first token in a series of rotations. Verifications by a token with `is_probe` are our
     own test calls and never count as use of a key.
     """
@@ -29,6 +30,7 @@ class ServiceToken(TokenColumns):
         settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="service_tokens"
     )
     creator_person = models.CharField(max_length=64)
+    is_creator_claimed = models.BooleanField()
 
     class Meta:
         constraints = [

@@ -20,7 +20,7 @@ from django.db.models import QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import HOST, OperatorPrincipal
+from keyvault.access.principals import HOST, OperatorPrincipal, is_claimed
 from keyvault.access.roles import FOUR_EYES_ROLES, Role
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.canonical import JsonValue, canonical_digest
@@ -213,6 +213,7 @@ def _request(
         approvals_needed=_APPROVALS_NEEDED,
         requester=operator_row(requester),
         requester_person=requester.person,
+        is_requester_claimed=is_claimed(requester),
         created_at=grant.at,
         approval_expires_at=grant.at + APPROVAL_LIFETIME,
     )

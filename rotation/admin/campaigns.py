@@ -38,6 +38,7 @@ from keyvault.admin.framework.four_eyes import (
     approve_action,
     reject_action,
     requester_column,
+    requester_name,
     submitted,
     undecided_notes,
 )
@@ -278,7 +279,7 @@ class CampaignAdmin(ConsoleModelAdmin):
                 ("Halt when a rotation stalls", "yes" if pace.halt_on_stall else "no"),
                 ("Halt above this failure percentage", "never" if share is None else f"{share} percent"),
                 ("Digest of the request and the credentials (SHA-256)", mono(row.plan_digest)),
-                ("Requested by", row.requester.username),
+                ("Requested by", requester_name(row)),
             ],
         )
 
@@ -308,7 +309,7 @@ class CampaignAdmin(ConsoleModelAdmin):
         yield self.attention_item("Campaigns in progress", rows.filter(state=C.RUNNING), f"?state__exact={C.RUNNING}")
 
     def line_of(self, row: Campaign) -> Line:
-        detail = row.why or f"requested by {row.requester.username}"
+        detail = row.why or f"requested by {requester_name(row)}"
         return Line(self.url_of(row), self.name_of(row), detail, row.created_at)
 
 

@@ -15,7 +15,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import RowAction, Tone, VersionedForm, run_service
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, is_requester, requester_column
+from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, is_requester, requester_column, requester_name
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
@@ -123,7 +123,7 @@ class RetirementAdmin(ConsoleModelAdmin):
                 ("Rotation", link(url, mono(rotation))),
                 ("Replacement confirmed", moment(rotation.confirmed_at, missing="not yet")),
                 ("Still used by", _versions(rotation)),
-                ("Requested by", row.requester.username),
+                ("Requested by", requester_name(row)),
             ],
         )
 
@@ -157,7 +157,7 @@ class RetirementAdmin(ConsoleModelAdmin):
 
     def line_of(self, row: Retirement) -> Line:
         return Line(
-            self.url_of(row), self.name_of(row), f"requested by {row.requester.username}; retired at", row.retire_at
+            self.url_of(row), self.name_of(row), f"requested by {requester_name(row)}; retired at", row.retire_at
         )
 
 

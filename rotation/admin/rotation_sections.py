@@ -71,7 +71,7 @@ def plan_facts(row: Rotation) -> FactTable:
         ("Old key unused at request", _format_dormancy(plan, unmet)),
         ("Sources that cannot be silent by the deadline", _format_late_sources(plan)),
         ("Digest of the plan (SHA-256)", mono(plan.digest())),
-        ("Requested by", requester_name(row.requester, row.requested_via)),
+        ("Requested by", requester_name(row)),
     ]
     return FactTable("Plan", rows)
 
@@ -325,7 +325,7 @@ def retirements_table(row: Rotation) -> Table:
         [
             [
                 link(reverse("admin:rotation_retirement_change", args=[each.pk]), f"{each.retire_at:%Y-%m-%d %H:%M}"),
-                each.requester.username,
+                requester_name(each),
                 short_moment(each.created_at),
                 NOTHING if each.approver is None else each.approver.username,
                 short_moment(each.approved_at, missing="not yet"),

@@ -26,6 +26,7 @@ from keyvault.admin.framework.actions import (
 from keyvault.admin.framework.columns import badge_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
+from keyvault.admin.framework.four_eyes import requester_name
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import (
@@ -213,7 +214,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
                     link(reverse("admin:rotation_standingapproval_change", args=[item.pk]), mono(item)),
                     badge(approval_state(item)),
                     short_moment(item.expires_at),
-                    item.requester.username,
+                    requester_name(item),
                     item.why or NOTHING,
                 ]
                 for item in found

@@ -30,6 +30,7 @@ from keyvault.admin.framework.four_eyes import (
     approve_action,
     reject_action,
     requester_column,
+    requester_name,
     undecided_notes,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
@@ -191,7 +192,7 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
                 *schedule_facts(row.schedule),
                 ("Expires", moment(row.expires_at)),
                 ("Digest of the plan and the selection (SHA-256)", mono(row.plan_digest)),
-                ("Requested by", row.requester.username),
+                ("Requested by", requester_name(row)),
             ],
         )
 
@@ -221,7 +222,7 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
         )
 
     def line_of(self, row: StandingApproval) -> Line:
-        return Line(self.url_of(row), self.name_of(row), f"requested by {row.requester.username}", row.created_at)
+        return Line(self.url_of(row), self.name_of(row), f"requested by {requester_name(row)}", row.created_at)
 
 
 def _notes(request: HttpRequest, row: StandingApproval) -> Iterable[str]:

@@ -34,7 +34,8 @@ class RotationSchedule(RecordedModel):
     `window`: as `windows.Window.as_json` writes it, without blackouts, which come from the `calendar`; None: any time.
     A key falls due `cryptoperiod_days` after its activation, less up to `jitter_days` derived from the credential's
     id. The rotation is requested `lead_days` before, so that it can be approved in time. `overrides`: plan values that
-    replace the environment's defaults. `author`: the requester of its rotations.
+    replace the environment's defaults. `author`: the requester of its rotations. `is_author_claimed`: the author was
+    named on a command line, which proves no identity.
     """
 
     environment = choice(Environment)
@@ -49,6 +50,7 @@ class RotationSchedule(RecordedModel):
     is_enabled = models.BooleanField(default=True)
     author = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="rotation_schedules")
     author_person = models.CharField(max_length=32)
+    is_author_claimed = models.BooleanField()
     created_at = created_at()
 
     class Meta:

@@ -38,7 +38,7 @@ KEPT = (
 FROZEN = (
     Frozen(
         "rotation_retirement",
-        ("id", "rotation_id", "retire_at", "requester_person"),
+        ("id", "rotation_id", "retire_at", "requester_person", "is_requester_claimed"),
         "a retirement date is immutable, and is approved only once",
         refused_if="OLD.approved_at IS NOT NULL",
     ),

@@ -24,6 +24,7 @@ from keyvault.access.roles import Role
 from keyvault.access.scopes import EVERYWHERE, NOWHERE, AccessScope
 from keyvault.domain.plaintext import Plaintext
 from keyvault.management import json_command
+from keyvault.management.service import lock_data_folder
 from keyvault.models import AuditEntry, BreakGlass, Key, Notice, Operator, OperatorChange
 from keyvault.models.recording import collect_subjects
 from keyvault.services.sessions.invitations import prepare_sign_in
@@ -252,6 +253,18 @@ def test_invite_operator_names_the_default_origin_of_its_link(
     run("invite_operator", "new", "--role", "auditor", "--all")
     told = "KEYVAULT_ORIGIN is not set, so the link is for http://localhost:8000" in capsys.readouterr().err
     assert told is not is_set
+
+
+def test_invite_operator_beside_a_running_service_links_to_its_port(
+    monkeypatch: pytest.MonkeyPatch, settings: Settings, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("KEYVAULT_ORIGIN", raising=False)
+    settings.DATA_DIR = tmp_path
+    with lock_data_folder(8123):
+        url = run("invite_operator", "new", "--role", "auditor", "--all")["enrolment_url"]
+        assert url.startswith("http://localhost:8123/admin/invitation/?token=")
+    url = run("invite_operator", "new")["enrolment_url"]
+    assert url.startswith("http://localhost:8000/")
 
 
 @pytest.mark.parametrize("role", ["approver", "key_administrator"])

@@ -248,6 +248,7 @@ def _requests(
             calendar=calendar,
             author=row,
             author_person=tam.person,
+            is_author_claimed=False,
             created_at=now(),
         )
         schedule.save()

@@ -319,6 +319,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "issuancerequest_enough_update": lambda world: update(
         "keyvault_issuancerequest", {"state": "approved"}, issuance_request_id=world.pending.pk
     ),
+    "issuancerequest_claim_noted": lambda world: _approve_claimed("keyvault_issuanceapproval", world, "approved"),
     "issuancerequest_production_policy": lambda world: insert_copy(
         "keyvault_issuancerequest",
         {"issuance_request_id": fresh_id(), "approvals_needed": 0},
@@ -349,6 +350,9 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "operatorchange_of_another": lambda world: _copy_change(world, operator_person="per_nobody"),
     "operatorchange_enough_insert": lambda world: _copy_change(world, **_applied(world)),
     "operatorchange_enough_update": lambda world: _update_change(world, **_applied(world)),
+    "operatorchange_claim_noted": lambda world: _approve_claimed(
+        _CHANGES, world, "applied", closed_at=world.change.created_at
+    ),
     "operatorchange_production_policy": lambda world: _copy_change(world, approvals_needed=0),
     "operatorchange_stays": lambda world: _update_change(world, approvals_needed=0),
     "operatorchange_closed": lambda world: _reopen_change(world),
@@ -367,6 +371,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "campaign_requester_is_person": lambda world: _copy_campaign(world, requester_person="per_nobody"),
     "campaign_enough_insert": lambda world: _copy_campaign(world, state="running"),
     "campaign_enough_update": lambda world: _change_campaign(world, state="running"),
+    "campaign_claim_noted": lambda world: _approve_claimed("rotation_campaignapproval", world, "running"),
     "campaign_production_policy": lambda world: _copy_campaign(world, approvals_needed=0),
     "campaign_stays": lambda world: _change_campaign(world, pace='{"per_minute": 6000}'),
     "campaign_no_delete": lambda world: delete("rotation_campaign", campaign_id=world.campaign.pk),
@@ -394,6 +399,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     ),
     "standingapproval_enough_insert": lambda world: _copy_standing(world, state="approved"),
     "standingapproval_enough_update": lambda world: _change_standing(world, state="approved"),
+    "standingapproval_claim_noted": lambda world: _approve_claimed("rotation_scheduleapproval", world, "approved"),
     "standingapproval_production_policy": lambda world: _copy_standing(world, approvals_needed=0),
     "standingapproval_stays": lambda world: _change_standing(world, expires_at=world.order.created_at),
     "standingapproval_no_delete": lambda world: delete("rotation_standingapproval", approval_id=world.standing.pk),
@@ -452,6 +458,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "rotation_enough_update": lambda world: update(
         "rotation_rotation", {"state": "scheduled"}, rotation_id=world.waiting.pk
     ),
+    "rotation_claim_noted": lambda world: _approve_claimed("rotation_rotationapproval", world, "scheduled"),
     "rotation_production_policy": lambda world: insert_copy(
         "rotation_rotation",
         {"rotation_id": fresh_id(), "state": "cancelled", "approvals_needed": 0},
@@ -570,6 +577,23 @@ def _claim_one_of_two(world: World, table: str, key: str, **changes: Any) -> Non
 
 
 REQUEST_KEYS = {rule.table: rule.key for rule in list_rules() if isinstance(rule, FourEyes)}
+
+
+def _approve_claimed(approval: str, world: World, state: str, **changes: Any) -> None:
+    """Approve a new request that was made on a command line, without a break-glass action."""
+    attribute, column = _REQUESTS[approval]
+    original: Any = getattr(world, attribute)
+    table, subject = REQUEST_TABLES[approval], fresh_id()
+    key = REQUEST_KEYS[table]
+    if attribute in {"standing", "waiting"}:  # A schedule has one of each state, a credential one open rotation.
+        update(table, {"state": "rejected"}, **{key: original.pk})
+    claim = {key: subject, "is_requester_claimed": True, "state": original.state}
+    insert_copy(table, claim, **{key: original.pk})
+    _approve(approval, world, **{column: subject})
+    update(table, {"state": state, **changes}, **{key: subject})
+
+
+REQUEST_TABLES = {rule.approval: rule.table for rule in list_rules() if isinstance(rule, FourEyes)}
 
 
 def _review_claim(world: World, reviewer: str, **changes: Any) -> str:

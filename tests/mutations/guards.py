@@ -548,10 +548,35 @@ GUARDS = (
     Guard(
         "claim-of-one-of-several",
         _FOUR_EYES,
-        "operator.channel is Channel.COMMAND_LINE and row.approvals_needed > 1",
+        "is_claimed(operator) and row.approvals_needed > 1",
         "row.approvals_needed < 1",
         "One of several approvers does not claim another on a command line.",
         f"{_BREAK_GLASS_TESTS}::test_approval_on_the_command_line_is_refused_where_several_are_needed",
+    ),
+    Guard(
+        "claimed-approvers-review-nothing",
+        _BREAK_GLASS,
+        'subject__in=changes.values("change_id"), reviewed_at__isnull=True',
+        'subject__in=changes.values("change_id"), reviewed_at__isnull=False',
+        "Approvers made on a command line do not review each other.",
+        "tests/services/test_operator_changes.py"
+        "::test_approvers_made_on_a_command_line_neither_review_each_other_nor_approve",
+    ),
+    Guard(
+        "claimed-request-is-noted",
+        _FOUR_EYES,
+        "elif is_requester_claimed:",
+        "elif not is_requester_claimed:",
+        "An approver with a shell does not request in another's name unnoticed.",
+        f"{_BREAK_GLASS_TESTS}::test_break_glass_request_claimed_for_another_takes_one_more_person",
+    ),
+    Guard(
+        "claimed-token-is-noted",
+        "keyvault/services/tokens/service_tokens.py",
+        "is_creator_claimed=is_claimed(grant.principal)",
+        "is_creator_claimed=creator is None",
+        "A token that a command line creates in an operator's name does not prove that operator.",
+        f"{_BREAK_GLASS_TESTS}::test_break_glass_approval_of_a_request_by_a_claimed_token_is_noted",
     ),
     Guard(
         "collector-reviews-nothing",

@@ -276,6 +276,55 @@ def test_approval_on_a_command_line_is_reviewed_by_two_persons(scene: Scene) -> 
     assert act.reviewed_at is not None
 
 
+def test_approvers_made_on_a_command_line_neither_review_each_other_nor_approve(scene: Scene) -> None:
+    """One person with a shell makes three approvers, which would close the reviews of each other."""
+    admin, approver = find_operator("admin", "root"), find_operator("approver", "root")
+    made = [make_operator(f"made-{number}") for number in range(3)]
+    for operator in made:
+        approve(request(scene, operator, Role.APPROVER, by=admin), approver)
+    acts = list(BreakGlass.objects.order_by("created_at"))
+    made = [operator_principal(row_of(operator)) for operator in made]
+    for act in acts:
+        for operator in made:
+            with pytest.raises(StateConflictError, match=r"not reviewed yet|this is about you"):
+                review_break_glass(grant(operator, P.BREAK_GLASS_REVIEW, None, act.requester_person), act)
+    change = request(scene, scene.tam, Role.APPROVER)
+    with pytest.raises(StateConflictError, match="Until it is, you neither approve nor review"):
+        approve(change, made[0])
+    for reviewer in (scene.approver, make_operator("second", Role.APPROVER)):
+        review_break_glass(grant(reviewer, P.BREAK_GLASS_REVIEW, None, acts[0].requester_person), acts[0])
+    approve(change, made[0])
+
+
+def test_approver_who_gets_another_role_on_a_command_line_still_approves(scene: Scene) -> None:
+    """A person with a shell does not stop the approvers by claims about them."""
+    admin, other = find_operator("admin", "root"), make_operator("other", Role.APPROVER)
+    twin = make_operator("approvers-twin", person=scene.approver.person)
+    change = request(scene, scene.approver, Role.APPROVER, Role.KEY_ADMINISTRATOR, by=admin)
+    approve(change, find_operator(other.username, "root"))
+    approve(request(scene, twin, Role.APPROVER, by=admin), find_operator(other.username, "root"))
+    assert BreakGlass.objects.filter(reviewed_at=None).count() == 2
+    approve(request(scene, scene.tam, Role.APPROVER), operator_principal(row_of(scene.approver)))
+
+
+@pytest.mark.parametrize("kind", ["scope", "second factors"])
+def test_approver_whose_scope_or_factors_were_changed_on_a_command_line_waits_for_the_review(
+    scene: Scene, kind: str
+) -> None:
+    third = make_operator("third", Role.APPROVER, scope=ACME if kind == "scope" else EVERYWHERE)
+    allowed = grant(find_operator("admin", "root"), P.OPERATORS_WRITE)
+    if kind == "scope":
+        change = change_scope(allowed, row_of(third), EVERYWHERE, WHY)
+    else:
+        prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), row_of(third))
+        change = request_factor_reset(allowed, row_of(third), WHY)
+    assert change is not None
+    approve(change, find_operator("approver", "root"))
+    asked = request(scene, scene.tam, Role.APPROVER)
+    with pytest.raises(StateConflictError, match="not reviewed yet"):
+        approve(asked, operator_principal(row_of(third)))
+
+
 # --------------------------------------------------------------------------------------------------------- scope
 
 

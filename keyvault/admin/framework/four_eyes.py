@@ -23,8 +23,7 @@ from keyvault.admin.framework.actions import (
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.widgets import Table, mono, short_moment
 from keyvault.domain.environments import Environment
-from keyvault.models import Account, ServiceToken
-from keyvault.models import Operator as OperatorRow
+from keyvault.models import Account
 
 
 class ApproveForm(ActionForm):
@@ -125,17 +124,18 @@ def approvals_table(row: Any) -> Table:
     )
 
 
-def requester_name(requester: OperatorRow | None, token: ServiceToken | None) -> str:
-    """Name the requester: a person, or a service and its token."""
-    if token is not None:
-        return f"service {token}"
-    return "none" if requester is None else requester.username
+def requester_name(row: Any) -> str:
+    """Name the requester of a row: a person, or a service and its token. A command line only claims one."""
+    token = getattr(row, "requested_via", None)
+    operator = "none" if row.requester is None else row.requester.username
+    name = operator if token is None else f"service {token}"
+    return f"{name} (claimed)" if row.is_requester_claimed else name
 
 
 @admin.display(description="requested by", ordering="requester__username")
 def requester_column(model_admin: Any, row: Any) -> str:
     """Column of the requesters' names."""
-    return requester_name(row.requester, getattr(row, "requested_via", None))
+    return requester_name(row)
 
 
 def break_glass_warning(account: Account) -> str:

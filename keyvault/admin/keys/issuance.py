@@ -235,7 +235,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
                 *(recipient if plan.recipient_public_key else []),
                 ("Expires in days", plan.expires_in_days or "does not expire"),
                 ("Digest of the request (SHA-256)", mono(plan.digest())),
-                ("Requested by", requester_name(row.requester, row.requested_via)),
+                ("Requested by", requester_name(row)),
             ],
         )
 
@@ -310,7 +310,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         yield self.attention_item("Approved keys being issued", approved, f"?state__exact={S.APPROVED}")
 
     def line_of(self, row: IssuanceRequest) -> Line:
-        detail = f"{row.kind}, requested by {requester_name(row.requester, row.requested_via)}"
+        detail = f"{row.kind}, requested by {requester_name(row)}"
         return Line(self.url_of(row), self.name_of(row), detail, row.created_at)
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:

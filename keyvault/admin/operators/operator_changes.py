@@ -20,6 +20,7 @@ from keyvault.admin.framework.four_eyes import (
     approve_action,
     reject_action,
     requester_column,
+    requester_name,
     undecided_notes,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
@@ -141,7 +142,7 @@ class OperatorChangeAdmin(ConsoleModelAdmin):
                 ("Other operators of this person", format_others(row.operator)),
                 ("Why", row.why),
                 ("Digest of the request (SHA-256)", mono(row.plan_digest)),
-                ("Requested by", row.requester.username),
+                ("Requested by", requester_name(row)),
             ],
         )
 
@@ -177,7 +178,7 @@ class OperatorChangeAdmin(ConsoleModelAdmin):
             yield self.attention_item("Your changes of operators awaiting approval", mine, where)
 
     def line_of(self, row: OperatorChange) -> Line:
-        return Line(self.url_of(row), self.name_of(row), f"requested by {row.requester.username}", row.created_at)
+        return Line(self.url_of(row), self.name_of(row), f"requested by {requester_name(row)}", row.created_at)
 
 
 def _notes(request: HttpRequest, row: OperatorChange) -> Iterable[str]:

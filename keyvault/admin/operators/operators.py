@@ -29,6 +29,7 @@ from keyvault.admin.framework.actions import (
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.filters import state_filter
+from keyvault.admin.framework.four_eyes import requester_name
 from keyvault.admin.framework.model_admin import BoundedPaginator, ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import Detail, FactTable, Link, Table, badge, link, moment, mono, short_moment
@@ -384,7 +385,7 @@ def _changes_table(operator: Operator) -> Table:
             [
                 link(reverse("admin:keyvault_operatorchange_change", args=[change.pk]), mono(change.pk)),
                 badge(change.state),
-                change.requester.username,
+                requester_name(change),
                 short_moment(change.created_at),
             ]
             for change in changes[:_MAX_CHANGES]

@@ -12,6 +12,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import OperatorPrincipal
 from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, Tone, VersionedForm, run_service
 from keyvault.admin.framework.columns import badge_column, moment_column
@@ -32,6 +33,7 @@ from keyvault.admin.framework.widgets import (
 from keyvault.models import BreakGlass, Operator
 from keyvault.services.approvals.break_glass import (
     disown_approval,
+    find_authority_fault,
     find_review_fault,
     may_confirm,
     review_break_glass,
@@ -162,13 +164,12 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             title=f"{row.event} {_by(row)} {row.operator}",
             state=_state(row),
             sections=[self.summary(row), review],
-            notes=list(_notes(operator_of(request).person, row)),
+            notes=list(_notes(operator_of(request), row)),
         )
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: BreakGlass) -> bool:
-        person = operator_of(request).person
-        is_own = action.name in {"confirm", "disown"}
-        return find_review_fault(row, person) is None and is_own == may_confirm(row, person)
+        operator, is_own = operator_of(request), action.name in {"confirm", "disown"}
+        return _find_fault(row, operator) is None and is_own == may_confirm(row, operator.person)
 
     def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
         """Return the unreviewed actions that wait for the reviewer, and all of them for auditors."""
@@ -187,18 +188,22 @@ class BreakGlassAdmin(ConsoleModelAdmin):
         return Line(self.url_of(row), str(row), f"{_by(row)} {row.operator.username}", row.created_at)
 
 
-def _notes(person: str, action: BreakGlass) -> Iterable[str]:
+def _find_fault(action: BreakGlass, operator: OperatorPrincipal) -> str | None:
+    return find_review_fault(action, operator.person) or find_authority_fault(operator.username)
+
+
+def _notes(operator: OperatorPrincipal, action: BreakGlass) -> Iterable[str]:
     """State what the review of a claimed action requires, and why the review button is missing."""
     if action.reviewed_at is not None:
         return
-    if may_confirm(action, person):
+    if may_confirm(action, operator.person):
         yield "Was this you? This approval was given in your name on a command line, which does not prove an identity."
     elif action.is_claimed:
         yield (
             f"This was done in the name of {action.operator.username} on a command line, which does not prove an "
             f"identity. {_who_reviews(action)}"
         )
-    if (fault := find_review_fault(action, person)) is not None:
+    if (fault := _find_fault(action, operator)) is not None:
         yield fault
 
 

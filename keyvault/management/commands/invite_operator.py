@@ -10,6 +10,7 @@ from django.core.management.base import CommandError, CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.access.roles import Role
 from keyvault.access.scopes import EVERYWHERE
+from keyvault.domain.origins import to_domain
 from keyvault.management.mixins import (
     UsernameMixin,
     add_operator_scope_options,
@@ -18,6 +19,7 @@ from keyvault.management.mixins import (
     has_operator_scope,
     read_operator_scope,
 )
+from keyvault.management.service import find_running_origin
 from keyvault.models import Operator
 from keyvault.services.operator_changes import enroll_operator
 from keyvault.services.operators.operators import get_operator
@@ -27,9 +29,9 @@ from keyvault.services.sessions.invitations import enrolment_url, invite, prepar
 class Command(UsernameMixin):
     help = (
         "Create an operator and print a link, valid for 72 hours and once, at which it sets a password and a second "
-        "factor. The link begins with KEYVAULT_ORIGIN, which must be the server's. For an existing operator without a "
-        "second factor, print a new link. Without a scope option the scope "
-        "is the whole installation. With a Vault, once two persons can approve, the roles approver and "
+        "factor. The link begins with KEYVAULT_ORIGIN, which must be the server's; unset, with the origin of `run` on "
+        "this data folder. For an existing operator without a second factor, print a new link. Without a scope option the "
+        "scope is the whole installation. With a Vault, once two persons can approve, the roles approver and "
         "key_administrator are added under four eyes afterwards (set_operator_roles)."
     )
 
@@ -43,17 +45,24 @@ class Command(UsernameMixin):
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         grant = self.operators_grant(Permission.OPERATORS_ENROLL)
         operator = self._operator(options)
-        url = enrolment_url(invite(grant, operator))
+        url = enrolment_url(invite(grant, operator), self._origin())
         answer: dict[str, Any] = {"username": operator.username, "enrolment_url": url.reveal()}
-        if "KEYVAULT_ORIGIN" not in os.environ:
-            self.stderr.write(
-                f"KEYVAULT_ORIGIN is not set, so the link is for {settings.CONSOLE_ORIGIN}. "
-                "If the console is elsewhere, set it and run this again without --role."
-            )
         if options["reveal"]:
             prepared = prepare_sign_in(grant, operator)
             answer |= {"password": prepared.password.reveal(), "totp_secret": prepared.totp_seed.reveal()}
         return answer
+
+    def _origin(self) -> str:
+        """Return the origin of the console."""
+        if "KEYVAULT_ORIGIN" not in os.environ:
+            if (running := find_running_origin()) is not None:
+                return to_domain(running)
+            self.stderr.write(
+                f"KEYVAULT_ORIGIN is not set, so the link is for {settings.CONSOLE_ORIGIN}. "
+                "If the console is elsewhere, set it and run this again without --role."
+            )
+        origin: str = settings.CONSOLE_ORIGIN
+        return origin
 
     def _operator(self, options: Mapping[str, Any]) -> Operator:
         """Return the new operator, or the existing one if no role is named."""

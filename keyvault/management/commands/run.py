@@ -56,7 +56,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         port: int = options["port"]
         try:
-            with stopping_on_signals(), lock_data_folder():
+            with stopping_on_signals(), lock_data_folder(port):
                 self._serve(port)
         except StopRequestedError as stop:
             self.stderr.write(f"{stop}: all programs have stopped.")

@@ -155,10 +155,11 @@ class OnWrite:
 class FourEyes:
     """Requesters do not approve. Each person approves once, and only the requested digest.
 
-    The state changes only with enough approvals, and the `frozen` columns keep what was requested. `table` has the
-    requests; `foreign_key` of the `approval` table refers to its primary key `key`. `approved`: SQL condition that the
-    new state requires the approvals. `environment`: SQL of the request's environment. `by_services`: service tokens may
-    request, and the requester is the token's responsible person.
+    The state changes only with enough approvals, and in production with a break-glass action if the requester is only
+    claimed. The `frozen` columns keep what was requested. `table` has the requests; `foreign_key` of the `approval`
+    table refers to its primary key `key`. `approved`: SQL condition that the new state requires the approvals.
+    `environment`: SQL of the request's environment. `by_services`: service tokens may request, and the requester is the
+    token's responsible person.
     """
 
     table: str
@@ -232,7 +233,22 @@ class FourEyes:
             f"NEW.approvals_needed < 1 AND {needs_another}",
             "a request in production or by a service requires a second person",
         )
-        columns = (self.key, "plan_digest", "approvals_needed", "requester_person", *self.frozen)
+        yield WriteGuard(
+            f"{short}_claim_noted",
+            self.table,
+            "UPDATE",
+            f"NEW.is_requester_claimed AND {self.approved} AND coalesce({self.environment}, '') <> 'sandbox' "  # noqa: S608  our own names only
+            f"AND NOT EXISTS (SELECT 1 FROM keyvault_breakglass g WHERE g.subject = NEW.{self.key})",
+            "an approved request of a claimed requester in production has a break-glass action",
+        )
+        columns = (
+            self.key,
+            "plan_digest",
+            "approvals_needed",
+            "requester_person",
+            "is_requester_claimed",
+            *self.frozen,
+        )
         yield from Frozen(self.table, tuple(map(as_text, columns)), "the content of a request is immutable").guards()
 
 

@@ -91,7 +91,7 @@ FROZEN = (
     ),
     Frozen(
         "keyvault_servicetoken",
-        ("token_id", "creator_person"),
+        ("token_id", "creator_person", "is_creator_claimed"),
         "a service token keeps its id, lineage and responsible person, and its expiry is never extended",
         refused_if="NEW.expires_at > OLD.expires_at OR (OLD.lineage <> '' AND NEW.lineage <> OLD.lineage)",
     ),

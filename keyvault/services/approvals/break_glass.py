@@ -7,12 +7,15 @@ of them. `BreakGlass.excluded_persons` has everyone who must not review.
 
 import secrets
 from collections.abc import Collection
+from functools import reduce
+from operator import or_
 
 from django.db.models import Q
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import SYSTEM_PREFIX, Channel, OperatorPrincipal
+from keyvault.access.principals import SYSTEM_PREFIX, Channel, OperatorPrincipal, is_claimed
+from keyvault.access.roles import FOUR_EYES_ROLES
 from keyvault.access.rules import Target
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.audit import APPROVAL_SUFFIX
@@ -20,7 +23,7 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Account, BreakGlass
+from keyvault.models import Account, BreakGlass, OperatorChange, OperatorChangeKind
 from keyvault.models import Operator as OperatorRow
 from keyvault.services.recording.authorization import target_of
 from keyvault.services.recording.notifications import announce
@@ -47,8 +50,8 @@ def note_break_glass(
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only an operator can use break-glass")
-    is_claimed = operator.channel is Channel.COMMAND_LINE
-    is_asked = is_claimed and event.endswith(APPROVAL_SUFFIX) and not requester_person.startswith(SYSTEM_PREFIX)
+    is_claim = is_claimed(operator)
+    is_asked = is_claim and event.endswith(APPROVAL_SUFFIX) and not requester_person.startswith(SYSTEM_PREFIX)
     excluded = [requester_person, concerned_person]
     if not is_asked:
         excluded.append(operator.person)
@@ -62,10 +65,28 @@ def note_break_glass(
         requester_person=requester_person,
         excluded_persons=" ".join(filter(None, excluded)),
         host_user=operator.host_user or "",
-        is_claimed=is_claimed,
+        is_claimed=is_claim,
         why=clean_text(why, 300),
         created_at=grant.at,
     ).save()
+
+
+def find_authority_fault(username: str) -> str | None:
+    """Return why the operator neither approves nor reviews yet, or None.
+
+    A person with a shell can claim the approval of an operator's first approving role, its scope, or a reset of its
+    second factors. Several such operators could review each other's claims. A further role of an approving person is
+    no reason, so that no claim stops all of them.
+    """
+    had_role = reduce(or_, (Q(roles_before__contains=role) for role in sorted(FOUR_EYES_ROLES)))
+    changes = OperatorChange.objects.filter(operator__username=username)
+    changes = changes.exclude(had_role, kind=OperatorChangeKind.ROLES)
+    if BreakGlass.objects.filter(subject__in=changes.values("change_id"), reviewed_at__isnull=True).exists():
+        return (
+            "Your role, scope or second factor was changed by an approval on a command line that is not reviewed yet. "
+            "Until it is, you neither approve nor review."
+        )
+    return None
 
 
 def find_review_fault(act: BreakGlass, person: str) -> str | None:
@@ -88,10 +109,12 @@ def find_review_fault(act: BreakGlass, person: str) -> str | None:
 def review_break_glass(grant: Grant, act: BreakGlass) -> None:
     """Record a review. It is the last one, except the first of the two reviews of a claimed action.
 
-    Raises StateConflictError for a person with a fault, see `find_review_fault`, and on a command line.
+    Raises StateConflictError for a person or an operator with a fault, see `find_review_fault` and
+    `find_authority_fault`, and on a command line.
     """
     operator = _reviewer(grant)
-    if (fault := find_review_fault(act, operator.person)) is not None:
+    fault = find_review_fault(act, operator.person) or find_authority_fault(operator.username)
+    if fault is not None:
         raise StateConflictError(fault)
     is_last = not act.is_claimed or act.first_reviewer_person is not None
     reviewer = OperatorRow.objects.get(username=operator.username)

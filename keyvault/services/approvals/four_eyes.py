@@ -3,11 +3,11 @@
 from typing import Any, Protocol
 
 from keyvault.access.decision import Grant
-from keyvault.access.principals import SYSTEM_PREFIX, Channel, OperatorPrincipal
+from keyvault.access.principals import OperatorPrincipal, is_claimed
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.models.recording import RecordedModel
-from keyvault.services.approvals.break_glass import note_break_glass
+from keyvault.services.approvals.break_glass import find_authority_fault, note_break_glass
 from keyvault.services.operators.operators import operator_row
 
 
@@ -19,6 +19,7 @@ class _Approvable(Protocol):
     approvals_needed: Any
     plan_digest: Any
     requester_person: Any
+    is_requester_claimed: Any
 
     def compare_and_swap(self, **changes: Any) -> Any: ...
 
@@ -26,9 +27,9 @@ class _Approvable(Protocol):
 def approving_operator(grant: Grant, row: _Approvable, shown_digest: str) -> OperatorPrincipal:
     """Return the approving operator.
 
-    Raises StateConflictError when the operator made the request, was shown another version of it, or has already
-    approved it. Raises it also on a command line if the request needs several approvals: one person could give them
-    all in the names of others.
+    Raises StateConflictError when the operator made the request, was shown another version of it, has already
+    approved it, or may not approve yet. Raises it also on a command line if the request needs several approvals: one
+    person could give them all in the names of others.
     """
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
@@ -39,12 +40,19 @@ def approving_operator(grant: Grant, row: _Approvable, shown_digest: str) -> Ope
         raise StateConflictError("The plan is not what you were shown. Review it again.")
     if row.approvals.filter(person=operator.person).exists():
         raise StateConflictError("You have already approved this. Another person must approve it too.")
-    if operator.channel is Channel.COMMAND_LINE and row.approvals_needed > 1:
+    require_authority(operator)
+    if is_claimed(operator) and row.approvals_needed > 1:
         raise StateConflictError(
             f"{row.pk} requires {row.approvals_needed} approvals, and a command line does not prove an identity. "
             "Each approver uses the console."
         )
     return operator
+
+
+def require_authority(operator: OperatorPrincipal) -> None:
+    """Raise StateConflictError while the operator may not approve yet, see `find_authority_fault`."""
+    if (fault := find_authority_fault(operator.username)) is not None:
+        raise StateConflictError(fault)
 
 
 def record_approval(
@@ -82,6 +90,7 @@ def record_approval(
         event=event,
         subject=row.pk,
         requester_person=row.requester_person,
+        is_requester_claimed=row.is_requester_claimed,
         concerned_person=concerned_person,
     )
     return bool(row.approvals.count() >= row.approvals_needed)
@@ -94,21 +103,22 @@ def note_command_line_approval(
     event: str,
     subject: str,
     requester_person: str,
+    is_requester_claimed: bool,
     concerned_person: str = "",
 ) -> None:
     """Record a break-glass action for a production approval that depends on an unproven command-line identity.
 
-    Either the approval was given on a command line, or the request was made with a token that was created on one
-    without an operator. The creator of such a token may be the approver, and no comparison of persons can detect it.
-    Call this inside the `recorded` block of the approval.
+    Either the approval was given on a command line, or the request was made on one, or with a token that was created on
+    one. The approver may have made such a request in another's name, and no comparison of persons can detect it. Call
+    this inside the `recorded` block of the approval.
     """
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal) or environment != Environment.PRODUCTION:
         return
-    if operator.channel is Channel.COMMAND_LINE:
+    if is_claimed(operator):
         why = "approved on a command line, which does not prove an identity"
-    elif requester_person.startswith(SYSTEM_PREFIX):
-        why = "requested with a token that was created on the host without an operator"
+    elif is_requester_claimed:
+        why = "requested on a command line, or with a token created on one, which does not prove an identity"
     else:
         return
     note_break_glass(

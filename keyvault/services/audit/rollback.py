@@ -67,6 +67,7 @@ def accept_rollback(grant: Grant, operator: OperatorPrincipal, approver: Operato
             event="audit.rollback_approved",
             subject=host,
             requester_person=operator.person,
+            is_requester_claimed=True,
         )
         announce(grant, NoticeKind.AUDIT_ROLLBACK_ACCEPTED, None, host, host=host, why=why)
     for name, marks, newest, _ in behind:

@@ -9,7 +9,7 @@ from django.db.models import Q, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER, OperatorPrincipal, Service
+from keyvault.access.principals import WORKER, OperatorPrincipal, Service, is_claimed
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
@@ -94,6 +94,7 @@ def request_issuance(
     plan = IssuancePlan(account.merchant_id, environment, kind, label, delivery, expires_in_days, recipient_public_key)
     _require_valid(plan, principal)
     needed = approvals_needed_by(principal, environment)
+    token = ServiceToken.objects.get(pk=principal.token_id) if isinstance(principal, Service) else None
     request = IssuanceRequest(
         issuance_request_id=mint_id("req", secrets.token_bytes),
         account=account,
@@ -107,8 +108,9 @@ def request_issuance(
         approvals_needed=needed,
         state=IssuanceState.PENDING if needed else IssuanceState.APPROVED,
         requester=operator_row(principal) if isinstance(principal, OperatorPrincipal) else None,
-        requested_via=ServiceToken.objects.get(pk=principal.token_id) if isinstance(principal, Service) else None,
+        requested_via=token,
         requester_person=principal.person,
+        is_requester_claimed=is_claimed(principal) if token is None else token.is_creator_claimed,
         created_at=grant.at,
         expires_at=grant.at + REQUEST_LIFETIME,
         decided_at=None if needed else grant.at,

@@ -2,10 +2,12 @@
 
 The first lock lasts 30 minutes; each further one within a week lasts twice as long, up to a day. A pause of
 some seconds after each failure, instead of the lock, would hardly reduce the guesses in a day. It would delay every
-operator behind a shared address when one of them mistypes.
+operator behind a shared address when one of them mistypes. Failures of a name or a device count for a day, or until a
+right attempt, so that guesses that stay below the lock are as few.
 
-    attempt = attempts().take(key)     before a password hash is computed
-    attempts().give_back(key)          when the password was right
+    attempt = attempts().take(key, kept_seconds)    before a password hash is computed
+    attempts().give_back(key)                       when the password could not be checked
+    attempts().give_back(key, is_right=True)        when it was right
 
 An attempt is counted before the password is checked, so that concurrent guesses cannot exceed the limit. Redis keeps
 the counts if configured, else this process does. While Redis is lost, each process counts for itself.
@@ -40,7 +42,7 @@ _MAX_KEYS = 50_000
 class CountedAttempt:
     """A counted attempt: its number in the current series, and the seconds until the series or its lock ends.
 
-    A series ends 30 minutes after its latest counted attempt, or with its lock.
+    A series ends `kept_seconds` after its latest counted attempt, with a right attempt, or with its lock.
     """
 
     number: int
@@ -79,7 +81,7 @@ class LocalAttempts:
     def __len__(self) -> int:
         return len(self._series)
 
-    def take(self, key: str) -> CountedAttempt:
+    def take(self, key: str, kept_seconds: int) -> CountedAttempt:
         with self._lock:
             now = self._monotonic()
             series = self._series.setdefault(key, _Series())
@@ -90,7 +92,7 @@ class LocalAttempts:
             if series.count >= SIGN_IN_FAILURES:
                 return CountedAttempt(series.count + 1, math.ceil(series.ends_at - now))
             series.count += 1
-            seconds = SIGN_IN_LOCK_SECONDS
+            seconds = kept_seconds
             if series.count == SIGN_IN_FAILURES:
                 series.locks, series.locks_end_at = series.locks + 1, now + SIGN_IN_LOCKS_KEPT_SECONDS
                 seconds = sign_in_lock_seconds(series.locks)
@@ -100,14 +102,14 @@ class LocalAttempts:
                 self._evict()
         return CountedAttempt(number, seconds)
 
-    def give_back(self, key: str) -> None:
+    def give_back(self, key: str, *, is_right: bool = False) -> None:
         with self._lock:
             series = self._series.get(key)
             if series is None:
                 return
             if series.count >= SIGN_IN_FAILURES:
                 series.locks = max(0, series.locks - 1)
-            series.count = max(0, series.count - 1)
+            series.count = 0 if is_right else max(0, series.count - 1)
             if not series.count and not series.locks:
                 del self._series[key]
 
@@ -119,26 +121,27 @@ class LocalAttempts:
 
 
 # KEYS: the count of the series; the count of locks. ARGV: the number of failures that locks; then, in milliseconds, the
-# duration of the first lock, the maximum duration, and the retention of the count of locks.
+# duration of the first lock, the maximum duration, and the retention of the count of locks and of the failures.
 _TAKE = """
 local count = tonumber(redis.call('GET', KEYS[1]) or '0')
 local limit = tonumber(ARGV[1])
 if count >= limit then return {count + 1, redis.call('PTTL', KEYS[1])} end
 count = redis.call('INCR', KEYS[1])
-local lasts = tonumber(ARGV[2])
+local lasts = tonumber(ARGV[5])
 if count == limit then
     local locks = redis.call('INCR', KEYS[2])
     redis.call('PEXPIRE', KEYS[2], ARGV[4])
-    lasts = math.min(lasts * 2 ^ math.min(locks - 1, 16), tonumber(ARGV[3]))
+    lasts = math.min(tonumber(ARGV[2]) * 2 ^ math.min(locks - 1, 16), tonumber(ARGV[3]))
 end
 redis.call('PEXPIRE', KEYS[1], string.format('%d', lasts))
 return {count, lasts}
 """
 
+# ARGV: the number of failures that locks; 1 after a right attempt.
 _GIVE_BACK = """
 local count = tonumber(redis.call('GET', KEYS[1]) or '0')
 if count >= tonumber(ARGV[1]) and redis.call('DECR', KEYS[2]) <= 0 then redis.call('DEL', KEYS[2]) end
-if count > 1 then redis.call('DECR', KEYS[1]) else redis.call('DEL', KEYS[1]) end
+if count > 1 and ARGV[2] == '0' then redis.call('DECR', KEYS[1]) else redis.call('DEL', KEYS[1]) end
 """
 
 
@@ -150,13 +153,13 @@ class RedisAttempts:
         self._take = client.register_script(_TAKE)
         self._give_back = client.register_script(_GIVE_BACK)
 
-    def take(self, key: str) -> CountedAttempt:
-        seconds = (SIGN_IN_LOCK_SECONDS, MAX_SIGN_IN_LOCK_SECONDS, SIGN_IN_LOCKS_KEPT_SECONDS)
+    def take(self, key: str, kept_seconds: int) -> CountedAttempt:
+        seconds = (SIGN_IN_LOCK_SECONDS, MAX_SIGN_IN_LOCK_SECONDS, SIGN_IN_LOCKS_KEPT_SECONDS, kept_seconds)
         count, milliseconds = self._run(self._take, key, SIGN_IN_FAILURES, *(each * 1000 for each in seconds))
         return CountedAttempt(int(count), max(1, math.ceil(int(milliseconds) / 1000)))
 
-    def give_back(self, key: str) -> None:
-        self._run(self._give_back, key, SIGN_IN_FAILURES)
+    def give_back(self, key: str, *, is_right: bool = False) -> None:
+        self._run(self._give_back, key, SIGN_IN_FAILURES, int(is_right))
 
     @staticmethod
     def _run(script: Any, key: str, *arguments: int) -> Any:
@@ -174,18 +177,19 @@ class AttemptCounter:
         self._shared = shared
         self._watch = watch
 
-    def take(self, key: str) -> CountedAttempt:
+    def take(self, key: str, kept_seconds: int) -> CountedAttempt:
         if self._shared is not None:
             with suppress(LimitStoreLostError), self._watch.guard():
-                return self._shared.take(key)
-        return self.local.take(key)
+                return self._shared.take(key, kept_seconds)
+        return self.local.take(key, kept_seconds)
 
-    def give_back(self, key: str) -> None:
+    def give_back(self, key: str, *, is_right: bool = False) -> None:
+        """Remove an attempt. `is_right`: it was right, so that earlier failures of the key no longer count."""
         if self._shared is not None:
             with suppress(LimitStoreLostError), self._watch.guard():
-                self._shared.give_back(key)
+                self._shared.give_back(key, is_right=is_right)
                 return
-        self.local.give_back(key)
+        self.local.give_back(key, is_right=is_right)
 
 
 @cache

@@ -216,6 +216,7 @@ def accept_loss(grant: Grant, operator: OperatorPrincipal, approver: OperatorPri
             event="journal.loss_approved",
             subject=host_name(),
             requester_person=operator.person,
+            is_requester_claimed=True,
         )
         if (account := any_account()) is not None:
             announce(grant, NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED, account, host_name(), why=why)

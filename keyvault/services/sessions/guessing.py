@@ -11,7 +11,7 @@ from typing import Any
 from django.utils.crypto import salted_hmac
 
 from keyvault.access.decision import Grant
-from keyvault.access.limits import SIGN_IN_FAILURES
+from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_FAILURES_KEPT_SECONDS, SIGN_IN_LOCK_SECONDS
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import CONSOLE
 from keyvault.domain.errors import ErrorCode, KeyvaultError, PermissionMissingError
@@ -53,10 +53,15 @@ class _Counter:
     key: str
     lock_seconds: int = 0
 
+    @property
+    def kept_seconds(self) -> int:
+        """How long a failure counts. A shared address is not locked for the typing errors of a whole day."""
+        return SIGN_IN_LOCK_SECONDS if self.kind == "address" else SIGN_IN_FAILURES_KEPT_SECONDS
+
 
 @dataclass(slots=True)
 class Guess:
-    """One counted attempt: `give_back` or `wrong` ends it.
+    """One counted attempt: `right`, `wrong` or `give_back` ends it.
 
     Args:
         row: the operator; None for an unknown name.
@@ -78,7 +83,7 @@ class Guess:
         locking: list[_Counter] = []
         taken: list[_Counter] = []
         for counter in self._counters():
-            attempt = attempts().take(counter.key)
+            attempt = attempts().take(counter.key, counter.kept_seconds)
             if attempt.is_locked:
                 for earlier in taken:
                     attempts().give_back(earlier.key)
@@ -90,9 +95,14 @@ class Guess:
         self._locking = tuple(locking)
 
     def give_back(self) -> None:
-        """Remove the attempt from the counters: it was right, or could not be checked."""
+        """Remove the attempt from the counters: it could not be checked."""
         for counter in self._counters():
             attempts().give_back(counter.key)
+
+    def right(self) -> None:
+        """Remove the attempt from the counters, and the earlier failures of this operator, but not of the address."""
+        for counter in self._counters():
+            attempts().give_back(counter.key, is_right=counter.kind != "address")
 
     def wrong(self, detail: str) -> SignInRefusedError | SignInLockedError:
         """Record a failure and a lock that it starts. Return the error to raise."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
-from django.conf import settings
-
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
@@ -70,9 +68,12 @@ def invite(grant: Grant, operator: Operator) -> Plaintext:
     return token
 
 
-def enrolment_url(token: Plaintext) -> Plaintext:
-    """Return the link of an invitation. The token is in the query string, which no log of the service contains."""
-    return Plaintext(f"{settings.CONSOLE_ORIGIN}/admin/invitation/?token={token.reveal()}")
+def enrolment_url(token: Plaintext, origin: str) -> Plaintext:
+    """Return the link of an invitation to the console at an origin.
+
+    The token is in the query string, which no log of the service contains.
+    """
+    return Plaintext(f"{origin}/admin/invitation/?token={token.reveal()}")
 
 
 def find_invited(token: Plaintext, now: datetime) -> Operator:

@@ -4,6 +4,7 @@ allauth has the rows, the codes and the WebAuthn protocol. This module writes th
 its audit entry, and counts every check. The secret backend encrypts and decrypts seeds outside of transactions.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,7 +20,7 @@ from django.utils.crypto import constant_time_compare
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.backends.base import BackendError
+from keyvault.backends.base import BackendError, BackendInvalidError
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
@@ -44,6 +45,12 @@ _CODE_DIGITS: Final = 6
 _RECOVERY_CODE_DIGITS: Final = 8
 
 WRONG_FACTOR = "Wrong code, or a code that was already used. Wait for the next code, or use another second factor."
+UNREADABLE_FACTOR = (
+    "Your codes cannot be checked: they were set up with another secret backend or master key. Use a passkey, or have "
+    "your second factors reset (manage.py reset_operator_factors)."
+)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +205,8 @@ def remove_all(operator: Operator) -> None:
 def check_code(attempt: FactorAttempt, code: str, now: datetime) -> str:
     """Check a code of an authenticator app, or a recovery code, and record the outcome. Return the device's cookie.
 
-    Each code is accepted once. Raises SignInRefusedError, SignInLockedError after 10 failures, and BackendError.
+    Each code is accepted once. Raises SignInRefusedError, SignInLockedError after 10 failures, BackendError, and
+    StateConflictError for a factor of another secret backend.
     """
     return _check(attempt, now, lambda: _find_code_use(attempt.operator, _normalize(code), now))
 
@@ -231,12 +239,15 @@ def _check(attempt: FactorAttempt, now: datetime, find_use: Callable[[], _Use | 
     guess.count()
     try:
         use = find_use()
-    except BackendError:
+    except BackendError as error:
         guess.give_back()
+        if isinstance(error, BackendInvalidError):
+            _log.error("a second factor cannot be decrypted", extra={"operator": row.username, "why": error.internal})
+            raise StateConflictError(UNREADABLE_FACTOR) from error
         raise
     if use is None or not _record_use(attempt, use, device, now):
         raise guess.wrong(WRONG_FACTOR)
-    guess.give_back()
+    guess.right()
     return write_device(row, device, attempt.address)
 
 

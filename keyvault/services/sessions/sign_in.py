@@ -42,7 +42,7 @@ def sign_in(presented: SignInAttempt, now: datetime) -> Operator:
     is_right, is_hash_weak = run_at_low_priority(verify_password, presented.password.reveal(), _stored_hash(row))
     if row is None or not is_right or not may_sign_in(row):
         raise guess.wrong("Wrong user name or password. Both are case-sensitive.")
-    guess.give_back()
+    guess.right()
     _record_password(row, presented, device, now, is_hash_weak=is_hash_weak)
     return row
 

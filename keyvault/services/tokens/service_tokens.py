@@ -8,7 +8,7 @@ from django.conf import settings
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
-from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.principals import OperatorPrincipal, is_claimed
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import find_text_fault
@@ -164,6 +164,7 @@ def _mint(
         is_probe=is_probe,
         creator=None if creator is None else operator_row(creator),
         creator_person=grant.principal.actor if creator is None else creator.person,
+        is_creator_claimed=is_claimed(grant.principal),
         created_at=grant.at,
         expires_at=grant.at + lifetime,
     )

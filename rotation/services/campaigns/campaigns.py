@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.principals import OperatorPrincipal, is_claimed
 from keyvault.access.scopes import AccessScope
 from keyvault.domain.canonical import JsonValue, canonical_digest
 from keyvault.domain.environments import Environment
@@ -81,6 +81,7 @@ def request_campaign(
         approvals_needed=needed,
         requester=operator_row(operator),
         requester_person=operator.person,
+        is_requester_claimed=is_claimed(operator),
         created_at=grant.at,
         approval_expires_at=grant.at + APPROVAL_LIFETIME,
     )

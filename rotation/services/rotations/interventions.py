@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import KeyHolder, OperatorPrincipal
+from keyvault.access.principals import KeyHolder, OperatorPrincipal, is_claimed
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
@@ -16,7 +16,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import BreakGlass, Material
 from keyvault.services.approvals.break_glass import exclude_collector, list_reviewed, note_break_glass
-from keyvault.services.approvals.four_eyes import note_command_line_approval
+from keyvault.services.approvals.four_eyes import note_command_line_approval, require_authority
 from keyvault.services.issuance.requests import approvals_needed
 from keyvault.services.keys.lifecycle import discard_key, resume_key
 from keyvault.services.operators.operators import operator_row
@@ -356,6 +356,7 @@ def request_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) ->
         retire_at=retire_at,
         requester=operator_row(operator),
         requester_person=operator.person,
+        is_requester_claimed=is_claimed(operator),
         created_at=grant.at,
     )
     with recorded(
@@ -384,6 +385,7 @@ def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
         raise TypeError("only operators approve")
     if operator.person == retirement.requester_person:
         raise StateConflictError("This requires a second person: the requester cannot approve it.")
+    require_authority(operator)
     if retirement.approved_at is not None or retirement.retire_at <= grant.at:
         raise StateConflictError("This date is approved already, or past. Request another one.")
     rotation = get_rotation(retirement.rotation_id)
@@ -407,6 +409,7 @@ def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
             event="rotation.retirement_approved",
             subject=rotation.rotation_id,
             requester_person=retirement.requester_person,
+            is_requester_claimed=retirement.is_requester_claimed,
         )
         retirement.compare_and_swap(
             approver=operator_row(operator), approver_person=operator.person, approved_at=grant.at

@@ -7,7 +7,7 @@ from django.db import IntegrityError as DatabaseIntegrityError
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import OperatorPrincipal, Service
+from keyvault.access.principals import OperatorPrincipal, Service, is_claimed
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
@@ -50,10 +50,15 @@ _REQUEST_PERMISSIONS = frozenset({P.ROTATIONS_WRITE, P.ROTATIONS_BEGIN})
 
 @dataclass(frozen=True, slots=True)
 class _Requester:
-    """The requester of a rotation, and the number of approvals by others that it needs."""
+    """The requester of a rotation, and the number of approvals by others that it needs.
+
+    `is_claimed`: see `RequestColumns`. It is False if a campaign or a standing approval covers the rotation: then the
+    covering approval has the break-glass action.
+    """
 
     person: str
     approvals: int
+    is_claimed: bool
     operator: OperatorRow | None = None
     token: ServiceToken | None = None
     schedule: RotationSchedule | None = None
@@ -91,9 +96,11 @@ def begin_rotation(
     _require_no_open_rotation(credential)
     plan = plan_rotation(credential, overrides, grant.at)
     needed = approvals_needed(credential.environment)
+    covering = campaign or standing_approval
     requester = _Requester(
         author.person,
         needed,
+        schedule is not None and covering is None and schedule.is_author_claimed,
         operator=author,
         schedule=schedule,
         campaign=campaign,
@@ -126,8 +133,9 @@ def _requester_of(grant: Grant, credential: Credential) -> _Requester:
         raise TypeError("only operators and services request rotations")
     needed = approvals_needed_by(principal, credential.environment)
     if isinstance(principal, OperatorPrincipal):
-        return _Requester(principal.person, needed, operator=operator_row(principal))
-    return _Requester(principal.person, needed, token=ServiceToken.objects.get(pk=principal.token_id))
+        return _Requester(principal.person, needed, is_claimed(principal), operator=operator_row(principal))
+    token = ServiceToken.objects.get(pk=principal.token_id)
+    return _Requester(principal.person, needed, token.is_creator_claimed, token=token)
 
 
 def _store_request(
@@ -147,6 +155,7 @@ def _store_request(
         requester=requester.operator,
         requested_via=requester.token,
         requester_person=requester.person,
+        is_requester_claimed=requester.is_claimed,
         schedule=requester.schedule,
         campaign=requester.campaign,
         standing_approval=requester.standing_approval,

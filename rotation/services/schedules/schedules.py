@@ -11,7 +11,7 @@ from django.db.models import Q
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.principals import OperatorPrincipal, is_claimed
 from keyvault.access.scopes import AccessScope
 from keyvault.domain.canonical import JsonValue, canonical_bytes
 from keyvault.domain.environments import Environment
@@ -445,7 +445,11 @@ def _author(grant: Grant) -> dict[str, Any]:
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
         raise TypeError("only operators save schedules")
-    return {"author": operator_row(operator), "author_person": operator.person}
+    return {
+        "author": operator_row(operator),
+        "author_person": operator.person,
+        "is_author_claimed": is_claimed(operator),
+    }
 
 
 def _audit_details(draft: ScheduleDraft) -> Mapping[str, JsonValue]:

@@ -11,7 +11,7 @@ from django.db.models import QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.principals import OperatorPrincipal, is_claimed
 from keyvault.domain.canonical import JsonValue, canonical_digest
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text
@@ -63,6 +63,7 @@ def request_standing_approval(grant: Grant, schedule: RotationSchedule, days: in
         approvals_needed=needed,
         requester=operator_row(operator),
         requester_person=operator.person,
+        is_requester_claimed=is_claimed(operator),
         created_at=grant.at,
         approval_expires_at=grant.at + APPROVAL_LIFETIME,
         expires_at=grant.at + timedelta(days=days),

@@ -1,6 +1,5 @@
 """Actions that need a second person: one table of them, and the rule for each."""
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 from django.contrib import admin
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Channel
 from keyvault.access.roles import Role
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
@@ -27,7 +25,7 @@ from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_sch
 from rotation.services.schedules.standing_approvals import request_standing_approval
 from tests.admin.desk import Desk, address, browser, dump, hidden, text_of
 from tests.clocks import Clock
-from tests.factories import approve, grant, issue, issue_request, make_operator, now, request_key
+from tests.factories import approve, grant, issue, issue_request, make_operator, now, on_host, request_key
 from tests.rotation.campaigning import asked as request_campaign
 
 pytestmark = pytest.mark.database
@@ -83,7 +81,7 @@ def collected(desk: Desk) -> Any:
 
 def claimed(desk: Desk) -> Any:
     """An approval of `admin`'s request that a command line gave in the approver's name."""
-    shell = replace(desk.approver, channel=Channel.COMMAND_LINE, host_user="root")
+    shell = on_host(desk.approver)
     approve(request_key(desk.production, by=desk.admin), by=shell)
     return BreakGlass.objects.get()
 

@@ -13,7 +13,7 @@ from django.contrib.auth.hashers import PBKDF2PasswordHasher
 from django.db import DatabaseError
 from django.test import Client, override_settings
 
-from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
+from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_FAILURES_KEPT_SECONDS, SIGN_IN_LOCK_SECONDS
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.domain.plaintext import Plaintext
@@ -169,10 +169,31 @@ def test_sign_in_success_refunds_its_own_attempt_only(desk: Desk) -> None:
     assert fail(1, username="guessed-again")[0].status_code == 429
 
 
-def test_sign_in_failures_expire_after_thirty_minutes(desk: Desk, clock: MonotonicClock) -> None:
+def test_sign_in_failures_of_a_name_count_for_a_day(desk: Desk, clock: MonotonicClock) -> None:
+    """Nine guesses in every half an hour would never lock the name, and would be hundreds in a day."""
     fail(9)
     clock.seconds += SIGN_IN_LOCK_SECONDS
+    assert fail(1)[0].status_code == 429
+    clock.seconds += SIGN_IN_LOCK_SECONDS
+    fail(9)
+    clock.seconds += SIGN_IN_FAILURES_KEPT_SECONDS
     assert fail(9)[-1].status_code == 200
+
+
+def test_sign_in_failures_of_an_address_count_for_thirty_minutes(desk: Desk, clock: MonotonicClock) -> None:
+    """The typing errors of a day do not lock an office."""
+    for number in range(9):
+        fail(1, username=f"guessed-{number}")
+    clock.seconds += SIGN_IN_LOCK_SECONDS
+    assert fail(1, username="guessed-again")[0].status_code == 200
+
+
+def test_sign_in_success_ends_the_failures_of_its_name(desk: Desk) -> None:
+    """Typing errors of many days do not add up to a lock."""
+    for _ in range(3):
+        for host in range(9):
+            fail(1, address=f"192.0.2.{host}")
+        assert is_in(sign_in(address="198.51.100.1"))
 
 
 @override_settings(TRUSTED_PROXIES=1)

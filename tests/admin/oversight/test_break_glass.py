@@ -1,18 +1,15 @@
 """Break-glass acts in the console: listed until a second person has reviewed them."""
 
-from dataclasses import replace
-
 import pytest
 from django.test import Client
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Channel
 from keyvault.access.roles import Role
 from keyvault.domain.issuance import Delivery
 from keyvault.models import AuditEntry, BreakGlass
 from keyvault.services.issuance.requests import collect_key
 from tests.admin.desk import Desk, address, browser, hidden, text_of
-from tests.factories import approve, grant, issue_request, make_operator, request_key
+from tests.factories import approve, grant, issue_request, make_operator, on_host, request_key
 
 
 @pytest.fixture
@@ -41,7 +38,7 @@ def test_break_glass_reviewed_by_a_second_person_is_no_longer_listed(desk: Desk,
 def claimed(desk: Desk) -> BreakGlass:
     """Approve `admin`'s request in the approver's name on a command line."""
     row = request_key(desk.production, by=desk.admin)
-    approve(row, by=replace(desk.approver, channel=Channel.COMMAND_LINE, host_user="root"))
+    approve(row, by=on_host(desk.approver))
     return BreakGlass.objects.get()
 
 

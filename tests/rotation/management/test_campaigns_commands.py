@@ -14,11 +14,11 @@ from keyvault.models import BreakGlass
 from rotation.domain.events import RotationState as S
 from rotation.management import campaign_watch
 from rotation.management.campaign_watch import watch_campaign
-from rotation.models import Campaign, CampaignState
+from rotation.models import Campaign, CampaignState, Rotation
 from rotation.services.campaigns.runner import tick
 from tests.clocks import Clock
 from tests.factories import make_operator, now
-from tests.rotation.campaigning import asked, become, fresh, issued
+from tests.rotation.campaigning import approved, asked, become, fresh, issued
 from tests.rotation.scene import approver, tam
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -73,6 +73,20 @@ def test_rotate_campaign_in_production_awaits_or_names_its_approver(clock: Clock
     assert (answer["state"], answer["approvals"]) == ("running", ["approver"])
     act = BreakGlass.objects.get()
     assert (act.subject, act.requester_person) == (answer["campaign_id"], asker.person)
+
+
+def test_rotate_campaign_in_the_name_of_another_is_noted_when_it_is_approved(clock: Clock) -> None:
+    """The approver in the console may be the person who entered the command."""
+    issued(clock, 1, Environment.PRODUCTION)
+    asker, approving = tam(), approver()
+    answer = run("rotate_campaign", "--environment", "production", "--requested-by", "tam")
+    approved(clock, Campaign.objects.get(pk=answer["campaign_id"]))
+    act = BreakGlass.objects.get()
+    assert (act.subject, act.excluded_persons.split()) == (answer["campaign_id"], [asker.person, approving.person])
+    assert act.is_claimed is False
+    tick(clock.tick(5))
+    rotation = Rotation.objects.get()
+    assert (rotation.state, rotation.is_requester_claimed) == (S.SCHEDULED, False)
 
 
 def test_rotate_campaign_with_a_refused_approval_is_canceled(clock: Clock) -> None:

@@ -1,7 +1,6 @@
 """Actions that bypassed a rule: recorded in the action's transaction and listed until they are reviewed."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from django.db import IntegrityError, transaction
@@ -9,21 +8,34 @@ from django.test import override_settings
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import HOST, Channel, OperatorPrincipal
+from keyvault.access.principals import HOST, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
-from keyvault.models import BreakGlass, Notice
+from keyvault.models import BreakGlass, IssuanceRequest, Notice
 from keyvault.models.recording import UnrecordedWriteError
 from keyvault.services.approvals.break_glass import disown_approval, note_break_glass, review_break_glass
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.records import prove_service_token
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.rotations.requests import approve_rotation, bypass_rotation, request_rotation
-from tests.factories import account, approve, grant, issue, issue_request, make_operator, make_token, now, request_key
+from tests.factories import (
+    account,
+    approve,
+    grant,
+    issue,
+    issue_request,
+    make_operator,
+    make_token,
+    now,
+    on_host,
+    request_key,
+)
 from tests.services.conftest import Scene
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+CLAIMED_REQUEST = "requested on a command line, or with a token created on one, which does not prove an identity"
 
 
 @pytest.fixture
@@ -84,11 +96,6 @@ def test_break_glass_bypass_or_collection_claimed_for_another_takes_two_others(s
     with pytest.raises(StateConflictError, match="You have reviewed this"):
         review(scene.approver, act)
     assert review(make_operator("third", Role.APPROVER), act).reviewed_at is not None
-
-
-def on_host(operator: OperatorPrincipal) -> OperatorPrincipal:
-    """Return the operator as a command line names it."""
-    return replace(operator, channel=Channel.COMMAND_LINE, host_user="root")
 
 
 @pytest.fixture
@@ -248,16 +255,45 @@ def test_break_glass_noted_for_a_service_principal_is_refused(scene: Scene) -> N
         note_break_glass(grant(HOST, P.MERCHANTS_WRITE), event="x", subject="y", requester_person="p", why="z")
 
 
-@pytest.mark.parametrize("by_host", [True, False])
-def test_break_glass_approval_of_a_request_by_an_unowned_token_is_noted(scene: Scene, by_host: bool) -> None:
-    """The approver may have created a token that names no operator, so comparing persons proves nothing."""
+@pytest.mark.parametrize("creator", ["host", "named on the host", "in the console"])
+def test_break_glass_approval_of_a_request_by_a_claimed_token_is_noted(scene: Scene, creator: str) -> None:
+    """The approver may have created the token in another's name, so comparing persons proves nothing."""
     key, _ = issue(scene.production)
-    _, text = make_token(P.ROTATIONS_WRITE, by=HOST if by_host else scene.admin)
+    creators = {"host": HOST, "named on the host": on_host(scene.admin), "in the console": scene.admin}
+    _, text = make_token(P.ROTATIONS_WRITE, by=creators[creator])
     service = prove_service_token(text.reveal(), now())
     assert service is not None
     rotation = request_rotation(grant(service, P.ROTATIONS_WRITE, scene.production), key.credential, PlanOverrides())
     allowed = grant(scene.approver, P.ROTATIONS_APPROVE, scene.production, rotation.requester_person)
     approve_rotation(allowed, rotation, rotation.plan_digest)
     noted = list(BreakGlass.objects.values_list("event", "subject", "why"))
-    why = "requested with a token that was created on the host without an operator"
-    assert noted == ([("rotation.approved", rotation.pk, why)] if by_host else [])
+    assert noted == ([] if creator == "in the console" else [("rotation.approved", rotation.pk, CLAIMED_REQUEST)])
+
+
+@pytest.mark.parametrize("what", ["issuance", "rotation"])
+def test_break_glass_request_claimed_for_another_takes_one_more_person(scene: Scene, what: str) -> None:
+    """The approver, who may have entered the request in the name of `admin`, does not review it."""
+    claiming = on_host(scene.admin)
+    if what == "issuance":
+        subject = request_key(scene.production, by=claiming).pk
+        approve(IssuanceRequest.objects.get(pk=subject))
+    else:
+        key, _ = issue(scene.production)
+        asked = grant(claiming, P.ROTATIONS_WRITE, scene.production)
+        rotation = request_rotation(asked, key.credential, PlanOverrides())
+        allowed = grant(scene.approver, P.ROTATIONS_APPROVE, scene.production, rotation.requester_person)
+        subject = approve_rotation(allowed, rotation, rotation.plan_digest).pk
+    act = BreakGlass.objects.get()
+    assert (act.event, act.subject, act.why) == (f"{what}.approved", subject, CLAIMED_REQUEST)
+    with pytest.raises(StateConflictError, match="done under your name"):
+        review_break_glass(grant(scene.approver, P.BREAK_GLASS_REVIEW), act)
+    with pytest.raises(StateConflictError, match="You requested this"):
+        review_break_glass(grant(scene.admin, P.BREAK_GLASS_REVIEW), act)
+    assert review(make_operator("third", Role.APPROVER), act).reviewed_at is not None
+
+
+def test_break_glass_request_in_the_console_or_in_the_sandbox_is_not_noted(scene: Scene) -> None:
+    approve(request_key(scene.production, by=scene.admin))
+    with override_settings(APPROVALS_NEEDED={"sandbox": 1, "production": 1}):
+        approve(request_key(scene.sandbox, by=on_host(scene.admin)))
+    assert not BreakGlass.objects.exists()

@@ -5,7 +5,6 @@ SQLite has one writer at a time; there, tests with stale copies prove the versio
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from django.db import connection, transaction
 from django.test import override_settings
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER, Channel, KeyHolder, OperatorPrincipal
+from keyvault.access.principals import WORKER, KeyHolder, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.backends.base import Mount
 from keyvault.domain.audit import CUSTOMER_TOKEN_SLOTS, customer_token_chains
@@ -44,7 +43,18 @@ from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.secrets.stored_copies import read_string
 from keyvault.services.tokens.customer_tokens import issue_customer_token
 from keyvault.services.work import leases
-from tests.factories import SANDBOX, account, approve, grant, issue, make_merchant, make_operator, now, request_key
+from tests.factories import (
+    SANDBOX,
+    account,
+    approve,
+    grant,
+    issue,
+    make_merchant,
+    make_operator,
+    now,
+    on_host,
+    request_key,
+)
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
 from tests.services.racing import TIMEOUT_SECONDS, held_open, race, start, wait_until_blocked
@@ -164,7 +174,7 @@ def test_race_of_reviews_of_a_claimed_approval_by_two_logins_of_one_person_count
     logins = (busy.admin, make_operator("admin-second-login", Role.APPROVER, person=busy.admin.person))
     for _ in range(ROUNDS):
         request = request_key(busy.production)
-        approve(request, by=replace(busy.approver, channel=Channel.COMMAND_LINE, host_user="root"))
+        approve(request, by=on_host(busy.approver))
         reviews = [_review(request, operator) for operator in (*logins, *logins)]
         outcomes = race(*reviews)
         assert sorted(str(type(outcome).__name__) for outcome in outcomes) == ["NoneType", *["StateConflictError"] * 3]

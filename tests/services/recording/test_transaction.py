@@ -86,6 +86,7 @@ from tests.factories import (
     make_operator,
     make_token,
     now,
+    on_host,
     renew_revocation_log,
     request_key,
 )
@@ -513,7 +514,7 @@ def _review(scene: Scene) -> Callable[[], object]:
 
 
 def _disown(scene: Scene) -> Callable[[], object]:
-    approve(request_key(scene.production), by=replace(scene.approver, channel=Channel.COMMAND_LINE, host_user="root"))
+    approve(request_key(scene.production), by=on_host(scene.approver))
     allowed = grant(scene.approver, P.BREAK_GLASS_REVIEW)
     return lambda: break_glass.disown_approval(allowed, BreakGlass.objects.get())
 

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +44,7 @@ from keyvault.services.sessions.second_factors import (
     totp_code,
 )
 from tests.admin.desk import dump
-from tests.factories import grant, make_operator
+from tests.factories import grant, make_operator, own_keystore
 from tests.factories import now as current_time
 from tests.services.racing import race
 
@@ -259,6 +261,26 @@ def test_guesses_that_the_backend_cannot_check_are_not_counted(
             with pytest.raises(BackendUnavailableError):
                 is_accepted(tam, code, now)
     assert is_accepted(tam, code, now)
+
+
+@pytest.mark.parametrize("changed_to", ["keystore", pytest.param("vault", marks=pytest.mark.openbao)])
+def test_factors_of_the_former_secret_backend_are_refused_with_the_remedy_and_can_be_reset(
+    tam: Operator, seed: Plaintext, now: datetime, changed_to: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Their seeds stay in the former backend: no code is accepted or counted, and a reset replaces the factors."""
+    codes = add_codes(tam)
+    with ExitStack() as changed:
+        if changed_to == "vault":
+            request.getfixturevalue("vault_service")
+        else:
+            changed.enter_context(own_keystore(tmp_path))
+        for _ in range(SIGN_IN_FAILURES + 1):
+            for code in (totp_code(seed, now), codes[0]):
+                with pytest.raises(StateConflictError, match="another secret backend"):
+                    is_accepted(tam, code, now)
+        reset_second_factors(grant(HOST, P.OPERATORS_WRITE), tam)
+        renewed = prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), tam_again()).totp_seed
+        assert is_accepted(tam_again(), totp_code(renewed, now), now)
 
 
 def test_guesses_elsewhere_do_not_lock_a_known_device(tam: Operator, seed: Plaintext, now: datetime) -> None:

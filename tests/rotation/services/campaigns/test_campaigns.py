@@ -1,6 +1,5 @@
 """Campaigns as operators act on them: one expiring approval of exactly this selection, plan and pace."""
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 from django.db import models
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Channel, OperatorPrincipal, Service
+from keyvault.access.principals import OperatorPrincipal, Service
 from keyvault.access.roles import Role
 from keyvault.access.scopes import EVERYWHERE
 from keyvault.domain.environments import Environment
@@ -37,7 +36,7 @@ from rotation.services.campaigns.campaigns import (
 from rotation.services.campaigns.reports import describe_campaign
 from rotation.services.campaigns.runner import tick
 from tests.clocks import Clock
-from tests.factories import make_operator
+from tests.factories import make_operator, on_host
 from tests.rotation.campaigning import approved, asked, details_of, events, issued, on_platform
 from tests.rotation.scene import account, admin, approver, issue, rotate, tam
 from tests.services.rows import disable_triggers
@@ -299,7 +298,7 @@ def test_approve_on_a_command_line_in_production_awaits_review(clock: Clock) -> 
     """A command line proves no identity, so such an approval awaits review."""
     issued(clock, 1, PRODUCTION)
     campaign = asked(clock, environment=PRODUCTION)
-    approved(clock, campaign, by=replace(approver(), channel=Channel.COMMAND_LINE, host_user="root"))
+    approved(clock, campaign, by=on_host(approver()))
     assert BreakGlass.objects.get().subject == campaign.campaign_id
 
 

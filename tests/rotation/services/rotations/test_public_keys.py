@@ -25,6 +25,7 @@ from rotation.services.rotations.interventions import (
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.clocks import Clock
+from tests.factories import on_host
 from tests.rotation import scene
 from tests.rotation.steps import advance, key_states, wait
 
@@ -103,6 +104,17 @@ def test_retirement_in_production_requires_a_second_person(clock: Clock, verifie
     approve_retirement(authorize(scene.approver(), P.ROTATIONS_APPROVE, account, now=clock()), retirement)
     rotation = wait(rotation, clock, verifier, 60)
     assert rotation.state == S.QUARANTINE
+
+
+def test_retirement_requested_on_a_command_line_requires_a_review(clock: Clock, verifier: UsageLog) -> None:
+    """The approver may have named another operator there."""
+    rotation = advance(confirm(public_rotation(clock, PRODUCTION), clock), clock, 3)
+    retirement = retire(rotation, clock, 60, on_host(scene.admin()))
+    place = rotation.credential.account
+    approve_retirement(authorize(scene.approver(), P.ROTATIONS_APPROVE, place, now=clock()), retirement)
+    act = BreakGlass.objects.get()
+    assert (act.event, act.subject) == ("rotation.retirement_approved", rotation.pk)
+    assert act.excluded_persons.split() == [scene.admin().person, scene.approver().person]
 
 
 @pytest.mark.parametrize(

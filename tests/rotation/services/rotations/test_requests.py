@@ -1,12 +1,10 @@
 """Rotations as operators request, decide and read them."""
 
-from dataclasses import replace
-
 import pytest
 from django.db import IntegrityError, connection, transaction
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import Channel, OperatorPrincipal, Service
+from keyvault.access.principals import OperatorPrincipal, Service
 from keyvault.access.roles import Role
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
@@ -31,7 +29,7 @@ from rotation.services.rotations.interventions import abort_rotation, acknowledg
 from rotation.services.rotations.reports import MAX_AWAITED, describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, reject_rotation, request_rotation
 from tests.clocks import Clock
-from tests.factories import make_operator, the_operator
+from tests.factories import make_operator, on_host, the_operator
 from tests.rotation import scene
 from tests.rotation.scene import unavailable
 
@@ -274,7 +272,7 @@ def delivered_for_responder(clock: Clock) -> Rotation:
     responder = the_operator("responder", Role.INCIDENT_RESPONDER)
     allowed = authorize(responder, P.ROTATIONS_WRITE, key.credential.account, now=clock())
     rotation = request_rotation(allowed, key.credential, PlanOverrides())
-    approve(rotation, replace(scene.approver(), channel=Channel.COMMAND_LINE, host_user="root"), clock)
+    approve(rotation, on_host(scene.approver()), clock)
     advance_rotation(rotation.rotation_id, clock)
     return get_rotation(rotation.rotation_id)
 

@@ -20,7 +20,7 @@ from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, 
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Account, AuditEntry, Credential, Key, Notice
+from keyvault.models import Account, AuditEntry, BreakGlass, Credential, Key, Notice
 from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.merchants.merchants import resume_account, suspend_account, suspend_merchant
 from keyvault.services.recording.authorization import authorize
@@ -55,7 +55,7 @@ from rotation.services.schedules.schedules import (
 )
 from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock
-from tests.factories import make_operator
+from tests.factories import make_operator, on_host
 from tests.rotation import scene
 from tests.rotation.steps import damage as damage_plan
 
@@ -323,6 +323,20 @@ def test_begin_due_in_production_requests_early_and_awaits_a_second_person(clock
         else:
             assert not raises
     assert rotation.state == S.SCHEDULED
+
+
+@pytest.mark.parametrize("is_claimed", [True, False])
+def test_begin_due_of_a_schedule_saved_on_a_command_line_is_noted_at_the_approval(
+    clock: Clock, is_claimed: bool
+) -> None:
+    """The approver may have named the author of the schedule there."""
+    key, _ = scene.first_key(clock(), environment=PRODUCTION)
+    save(PRODUCTION, clock(), by=on_host(scene.tam()) if is_claimed else scene.tam())
+    (rotation,) = begun(clock() + 90 * DAY)
+    place, at = key.credential.account, clock() + 90 * DAY
+    grant = authorize(scene.approver(), P.ROTATIONS_APPROVE, place, now=at, requester_person=rotation.requester_person)
+    approve_rotation(grant, rotation, rotation.plan_digest)
+    assert [act.subject for act in BreakGlass.objects.all()] == ([rotation.pk] if is_claimed else [])
 
 
 def test_begin_due_waits_for_the_window_and_its_blackouts(clock: Clock) -> None:

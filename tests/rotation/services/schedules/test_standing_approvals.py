@@ -38,7 +38,7 @@ from rotation.services.schedules.standing_approvals import (
 )
 from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock
-from tests.factories import make_operator
+from tests.factories import make_operator, on_host
 from tests.rotation import scene
 from tests.rotation.services.schedules.test_schedules import calendar, save
 
@@ -240,6 +240,15 @@ def test_standing_approval_given_on_a_command_line_requires_a_review(clock: Cloc
         row.pk,
         scene.tam().person,
     )
+
+
+def test_standing_approval_requested_on_a_command_line_requires_a_review(clock: Clock) -> None:
+    """The approver may have named the author of the schedule there."""
+    row = ask(schedule(clock), clock, by=on_host(scene.tam()))
+    approve(row, clock)
+    act = BreakGlass.objects.get()
+    assert (act.subject, act.is_claimed) == (row.pk, False)
+    assert act.excluded_persons.split() == [scene.tam().person, scene.approver().person]
 
 
 # --- expiry ---------------------------------------------------------------------------------------------------
