@@ -20,7 +20,7 @@ from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection
+from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection, WebhookEndpoint
 from keyvault.services import idempotency, offboarding, retention
 from keyvault.services.issuance import collection
 from keyvault.services.issuance import requests as issuance
@@ -167,6 +167,7 @@ class MaintenanceTurns:
     paths: defaultdict[Environment, RowTurns[Credential]] = field(default_factory=_by_environment)
     connections: RowTurns[ProviderConnection] = field(default_factory=RowTurns)
     removed_connections: RowTurns[ProviderConnection] = field(default_factory=RowTurns)
+    endpoints: RowTurns[WebhookEndpoint] = field(default_factory=RowTurns)
 
 
 _turns = MaintenanceTurns()
@@ -240,7 +241,10 @@ def _destroy(due: Iterator[Key], may_continue: Callable[[], bool]) -> None:
 
 
 def renew_peppers() -> None:
-    """Start using new pepper versions once every process has loaded them, and reseal secrets under the newest."""
+    """Start using new pepper versions once every process has loaded them, and reseal secrets under the newest.
+
+    Each run checks a batch of endpoints.
+    """
     load_peppers.refresh_if_due()
     now = datetime.now(UTC)
     for version in propagation.list_staged():
@@ -248,7 +252,7 @@ def renew_peppers() -> None:
             if propagation.is_loaded_everywhere(version, now):
                 grant = authorize(WORKER, Permission.KEYS_REHASH, now=now)
                 propagation.begin_hashing(grant, version)
-    for endpoint in endpoints.list_to_reseal():
+    for endpoint in filter(endpoints.needs_resealing, _turns.endpoints.visit(endpoints.list_in_turn)):
         with _isolated():
             grant = authorize(WORKER, Permission.KEYS_REHASH, endpoint.account, now=now)
             endpoints.reseal_secrets(grant, endpoint)
