@@ -539,6 +539,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 'constraints': [models.UniqueConstraint(condition=models.Q(('removed_at__isnull', True)), fields=('account', 'provider'), name='connection_unique'), models.CheckConstraint(condition=models.Q(('mode__in', ['test', 'live'])), name='connection_mode')],
+                'indexes': [models.Index(condition=models.Q(('removed_at__isnull', True), ('settle_due_at__isnull', False)), fields=['settle_due_at', 'id'], name='connection_to_settle'), models.Index(condition=models.Q(('forgotten_at__isnull', True), ('removed_at__isnull', False)), fields=['removed_at', 'id'], name='connection_to_forget')],
             },
         ),
         migrations.CreateModel(
