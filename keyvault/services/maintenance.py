@@ -19,7 +19,6 @@ from keyvault.access.principals import WORKER
 from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
-from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection, WebhookEndpoint
 from keyvault.services import idempotency, offboarding, retention
 from keyvault.services.issuance import collection
@@ -28,9 +27,7 @@ from keyvault.services.keys import lifecycle
 from keyvault.services.pepper_rotation import propagation
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.recording.notifications import alarm_due, announce
-from keyvault.services.recording.revocation_log import host_name
-from keyvault.services.recording.transaction import recorded
+from keyvault.services.recording.clock_alarm import report_clock
 from keyvault.services.revocations import anchor, log_backfill
 from keyvault.services.revocations.log_opening import late_comparison
 from keyvault.services.secrets import provider_connections, stored_copies
@@ -396,18 +393,9 @@ def _has_true_clock(now: datetime) -> bool:
         require_true_clock()
     except ClockDiffersError as error:
         _log.error("irreversible acts are refused: the clock is wrong", extra={"why": error.internal})
-        _alarm_clock(error, now)
+        report_clock(error, now)
         return False
     return True
-
-
-def _alarm_clock(error: ClockDiffersError, now: datetime) -> None:
-    host, seconds = host_name(), round(error.difference.total_seconds())
-    grant = authorize(WORKER, Permission.ISSUANCE_EXECUTE, now=now)
-    with alarm_due(NoticeKind.CLOCK_DIFFERS, host, now) as is_due:
-        if is_due:
-            with recorded(grant, Permission.ISSUANCE_EXECUTE, "clock.differed", host=host, seconds_ahead=seconds):
-                announce(grant, NoticeKind.CLOCK_DIFFERS, None, host, host=host, seconds_ahead=seconds)
 
 
 def _grant(account: Account, now: datetime) -> Grant:

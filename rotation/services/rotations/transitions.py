@@ -122,6 +122,8 @@ def _enter(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Change
             return _end_replacement(grant, rotation, facts)
         case S.CANCELLED | S.STALLED | S.COMPLETED:
             return _stop(grant, rotation, step.to)
+        case S.EXPIRED:
+            require_true_clock()
     return {}
 
 
