@@ -36,6 +36,7 @@ class NoticeKind(StrEnum):
     ANCHOR_LATE = "anchor.late"
     CLOCK_DIFFERS = "clock.differs"
     PROCESS_LOST = "process.lost"
+    QUEUE_LATE = "queue.late"
     APPROVAL_DISOWNED = "approval.disowned"
     UNFAMILIAR_SIGN_IN = "operator.unfamiliar_sign_in"
     OPERATOR_INVITED = "operator.invited"
@@ -63,6 +64,7 @@ ALARMS = frozenset(
         NoticeKind.ANCHOR_LATE,
         NoticeKind.CLOCK_DIFFERS,
         NoticeKind.PROCESS_LOST,
+        NoticeKind.QUEUE_LATE,
         NoticeKind.APPROVAL_DISOWNED,
         NoticeKind.OPERATOR_INVITED,
     }
@@ -72,7 +74,7 @@ ALARMS = frozenset(
 WITHOUT_ACCOUNT = frozenset(
     {NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED, NoticeKind.CLOCK_DIFFERS, NoticeKind.PROCESS_LOST}
     | {NoticeKind.APPROVAL_DISOWNED, NoticeKind.UNFAMILIAR_SIGN_IN, NoticeKind.OPERATOR_INVITED}
-    | {NoticeKind.AUDIT_ROLLBACK_ACCEPTED, NoticeKind.ANCHOR_LATE}
+    | {NoticeKind.AUDIT_ROLLBACK_ACCEPTED, NoticeKind.ANCHOR_LATE, NoticeKind.QUEUE_LATE}
 )
 """Events of the installation, which belong to no merchant's account."""
 

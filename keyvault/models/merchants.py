@@ -101,6 +101,18 @@ class ProviderConnection(RecordedModel):
             ),
             choices_check("connection_mode", "mode", ConnectionMode),
         ]
+        indexes = [
+            models.Index(
+                fields=["settle_due_at", "id"],
+                name="connection_to_settle",
+                condition=Q(removed_at__isnull=True, settle_due_at__isnull=False),
+            ),
+            models.Index(
+                fields=["removed_at", "id"],
+                name="connection_to_forget",
+                condition=Q(removed_at__isnull=False, forgotten_at__isnull=True),
+            ),
+        ]
 
     def __str__(self) -> str:
         return f"{self.provider} ({self.mode})"

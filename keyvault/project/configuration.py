@@ -413,10 +413,16 @@ SETTINGS: tuple[Setting, ...] = (
         _count(30),
     ),
     Setting(
+        "KEYVAULT_LEASE_DAYS",
+        "7",
+        "Retention of the row of work that no worker claims any more, in days; at least 1.",
+        _count(1),
+    ),
+    Setting(
         "KEYVAULT_CHANGE_DAYS",
         "400",
-        "Retention of the change feed and its receipts, in days; at least 30. A new revocation log or anchor is filled "
-        "from the feed, so it does not protect a backup that is older.",
+        "Retention of the change feed, in days; at least 30. The times in its receipts are kept for 30 days. A new "
+        "revocation log or anchor is filled from the feed, so it does not protect a backup that is older.",
         _count(30),
     ),
     Setting(

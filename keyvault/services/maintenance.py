@@ -19,8 +19,7 @@ from keyvault.access.principals import WORKER
 from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
-from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection
+from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection, WebhookEndpoint
 from keyvault.services import idempotency, offboarding, retention
 from keyvault.services.issuance import collection
 from keyvault.services.issuance import requests as issuance
@@ -28,9 +27,7 @@ from keyvault.services.keys import lifecycle
 from keyvault.services.pepper_rotation import propagation
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.recording.notifications import alarm_due, announce
-from keyvault.services.recording.revocation_log import host_name
-from keyvault.services.recording.transaction import recorded
+from keyvault.services.recording.clock_alarm import report_clock
 from keyvault.services.revocations import anchor, log_backfill
 from keyvault.services.revocations.log_opening import late_comparison
 from keyvault.services.secrets import provider_connections, stored_copies
@@ -167,6 +164,7 @@ class MaintenanceTurns:
     paths: defaultdict[Environment, RowTurns[Credential]] = field(default_factory=_by_environment)
     connections: RowTurns[ProviderConnection] = field(default_factory=RowTurns)
     removed_connections: RowTurns[ProviderConnection] = field(default_factory=RowTurns)
+    endpoints: RowTurns[WebhookEndpoint] = field(default_factory=RowTurns)
 
 
 _turns = MaintenanceTurns()
@@ -240,7 +238,10 @@ def _destroy(due: Iterator[Key], may_continue: Callable[[], bool]) -> None:
 
 
 def renew_peppers() -> None:
-    """Start using new pepper versions once every process has loaded them, and reseal secrets under the newest."""
+    """Start using new pepper versions once every process has loaded them, and reseal secrets under the newest.
+
+    Each run checks a batch of endpoints.
+    """
     load_peppers.refresh_if_due()
     now = datetime.now(UTC)
     for version in propagation.list_staged():
@@ -248,7 +249,7 @@ def renew_peppers() -> None:
             if propagation.is_loaded_everywhere(version, now):
                 grant = authorize(WORKER, Permission.KEYS_REHASH, now=now)
                 propagation.begin_hashing(grant, version)
-    for endpoint in endpoints.list_to_reseal():
+    for endpoint in filter(endpoints.needs_resealing, _turns.endpoints.visit(endpoints.list_in_turn)):
         with _isolated():
             grant = authorize(WORKER, Permission.KEYS_REHASH, endpoint.account, now=now)
             endpoints.reseal_secrets(grant, endpoint)
@@ -392,18 +393,9 @@ def _has_true_clock(now: datetime) -> bool:
         require_true_clock()
     except ClockDiffersError as error:
         _log.error("irreversible acts are refused: the clock is wrong", extra={"why": error.internal})
-        _alarm_clock(error, now)
+        report_clock(error, now)
         return False
     return True
-
-
-def _alarm_clock(error: ClockDiffersError, now: datetime) -> None:
-    host, seconds = host_name(), round(error.difference.total_seconds())
-    grant = authorize(WORKER, Permission.ISSUANCE_EXECUTE, now=now)
-    with alarm_due(NoticeKind.CLOCK_DIFFERS, host, now) as is_due:
-        if is_due:
-            with recorded(grant, Permission.ISSUANCE_EXECUTE, "clock.differed", host=host, seconds_ahead=seconds):
-                announce(grant, NoticeKind.CLOCK_DIFFERS, None, host, host=host, seconds_ahead=seconds)
 
 
 def _grant(account: Account, now: datetime) -> Grant:

@@ -146,8 +146,9 @@ RULES = (
     ),
     RetentionRule(
         WorkLease,
-        f"until the work is done; {_days(leases.KEPT_FOR)} if no worker claims it any more",
-        forget=leases.forget_abandoned,
+        "until the work is done; {days} days if no worker claims it any more",
+        "KEYVAULT_LEASE_DAYS",
+        leases.forget_abandoned,
     ),
     RetentionRule(WebhookBreaker, "until the endpoint responds"),
     RetentionRule(ServiceProcess, "until the process shuts down normally; 7 days after it was lost"),

@@ -26,7 +26,7 @@ from keyvault.models.idempotency import IdempotentRequest
 from keyvault.services import idempotency, maintenance, offboarding
 from keyvault.services.issuance import collection, requests
 from keyvault.services.keys import lifecycle
-from keyvault.services.recording import notifications
+from keyvault.services.recording import clock_alarm, notifications
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.work import clock, leases, row_turns
@@ -397,13 +397,13 @@ def test_maintenance_with_a_wrong_clock_alarms_once_for_two_workers(monkeypatch:
     error, announce = clock.ClockDiffersError(timedelta(seconds=30)), notifications.announce
 
     def announce_beside(*args: Any, **payload: Any) -> Notice:
-        monkeypatch.setattr(maintenance, "announce", announce)
-        maintenance._alarm_clock(error, now())
+        monkeypatch.setattr(clock_alarm, "announce", announce)
+        clock_alarm.report_clock(error, now())
         return announce(*args, **payload)
 
-    monkeypatch.setattr(maintenance, "announce", announce_beside)
-    maintenance._alarm_clock(error, now())
-    maintenance._alarm_clock(error, now())
+    monkeypatch.setattr(clock_alarm, "announce", announce_beside)
+    clock_alarm.report_clock(error, now())
+    clock_alarm.report_clock(error, now())
     assert Notice.objects.filter(kind=NoticeKind.CLOCK_DIFFERS).count() == 1
 
 

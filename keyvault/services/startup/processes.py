@@ -6,7 +6,7 @@ worker, or a beat) reports one that does not return, within a minute.
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -25,7 +25,7 @@ from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import DeliveryState, IssuanceRequest, ServiceProcess, WebhookDelivery
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.notifications import alarm_due, announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.revocations.log_opening import late_comparison
 from keyvault.services.startup.metrics import allocate_meter_files
@@ -40,6 +40,9 @@ REPORT_SECONDS = 5.0
 
 LOST_AFTER = timedelta(seconds=30)
 """Time without a report after which a process counts as lost."""
+
+LATE_AFTER = timedelta(seconds=50)
+"""Time for which due work may wait for a worker before an alarm, which then follows within a minute."""
 
 _KEPT_FOR = timedelta(days=7)
 """Retention of lost processes that never returned."""
@@ -60,7 +63,7 @@ def utc_now() -> datetime:
 
 @dataclass(slots=True, eq=False)
 class ProcessWatch(BackgroundThread):
-    """Report this process, find lost ones, measure the queues, keep the disk reserve, and compare with the anchor once.
+    """Report this process, find lost ones and late work, keep the disk reserve, and compare with the anchor once.
 
     `runs`: the names that this process reports, by kind. `queues`: the queues of work that are measured.
     """
@@ -87,7 +90,7 @@ class ProcessWatch(BackgroundThread):
         for kind, name in self.runs.items():
             ServiceProcess.objects.update_or_create(name=name, defaults={"kind": kind, "seen_at": now, "lost_at": None})
         report_lost(now)
-        measure(now, self.queues)
+        report_late(measure(now, self.queues), now)
         # Only for processes that missed the anchor at their start: a worker that started later has nothing to compare.
         late_comparison.run(now)
 
@@ -122,15 +125,35 @@ def _report(process: ServiceProcess, still_silent: QuerySet[ServiceProcess], now
     _log.error("a process no longer reports", extra={"process_name": process.name, "seen_at": process.seen_at})
 
 
-def measure(now: datetime, queues: Sequence[str]) -> None:
-    """Set the meters of processes and queues."""
+def report_late(due_since: Mapping[str, datetime], now: datetime) -> None:
+    """Raise an alarm for each queue whose oldest work waits for too long, until an operator has seen it.
+
+    No worker serves the queue, or too few do, or its workers run and get no message. `due_since`: as `measure` returns
+    it.
+    """
+    for queue, since in due_since.items():
+        if now - since <= LATE_AFTER:
+            continue
+        grant, at = authorize(WORKER, P.PROCESSES_WATCH, now=now), format_timestamp(since)
+        with alarm_due(NoticeKind.QUEUE_LATE, queue, now) as is_due:
+            if is_due:
+                with recorded(grant, P.PROCESSES_WATCH, "queue.late", queue=queue, due_since=at):
+                    announce(grant, NoticeKind.QUEUE_LATE, None, queue, due_since=at)
+                _log.error("due work waits for a worker", extra={"queue": queue, "due_since": since})
+
+
+def measure(now: datetime, queues: Sequence[str]) -> dict[str, datetime]:
+    """Set the meters of processes and queues. Return since when the oldest work in each of the queues is due."""
     seen = ServiceProcess.objects.values_list("kind").annotate(at=Max("seen_at"))
     for kind, at in seen.order_by("kind"):
         meters.note_process(kind, at)
     meters.note_lost(ServiceProcess.objects.filter(lost_at__isnull=False).count())
+    due_since = {}
     for queue in queues:
         depth, since = measure_queue(queue, now)
         meters.note_queue(queue, depth, 0.0 if since is None else max(0.0, (now - since).total_seconds()))
+        if since is not None:
+            due_since[queue] = since
     meters.note_queue("issuance", IssuanceRequest.objects.filter(state=IssuanceState.APPROVED)[:_MAX_COUNTED].count())
     depth, age = 0, 0.0
     for is_urgent in (True, False):
@@ -141,6 +164,7 @@ def measure(now: datetime, queues: Sequence[str]) -> None:
     meters.note_queue("webhooks", min(depth, _MAX_COUNTED), age)
     if settings.BROKER_URL.startswith("redis"):
         _measure_broker([queue.name for queue in settings.CELERY_TASK_QUEUES])
+    return due_since
 
 
 def _measure_broker(names: Sequence[str]) -> None:

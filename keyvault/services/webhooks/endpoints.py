@@ -28,6 +28,7 @@ from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.peppers.ring import load_peppers, refresh_peppers
 from keyvault.services.recording.notifications import announce_to
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.work.row_turns import batch_after
 from keyvault.wire.destinations import Destination, parse_url
 from keyvault.wire.webhooks import GIVE_UP_AFTER, mint_secret
 
@@ -141,15 +142,19 @@ def send_test(grant: Grant, endpoint: WebhookEndpoint) -> Notice:
         return announce_to(grant, endpoint, NoticeKind.WEBHOOK_TEST, str(endpoint.pk))
 
 
-def list_to_reseal() -> list[WebhookEndpoint]:
-    """Return endpoints of the served environments with secrets that are not sealed under the current pepper."""
-    found = []
-    for environment in map(Environment, settings.ENVIRONMENTS):
-        peppers = load_peppers(PEPPER_SET[environment])
-        if len(peppers.versions) > 1:
-            rows = WebhookEndpoint.objects.filter(account__environment=environment).select_related("account__merchant")
-            found += [row for row in rows if sealed_versions(row) - {peppers.current_version}]
-    return found
+def list_in_turn(after: WebhookEndpoint | None = None) -> list[WebhookEndpoint]:
+    """Return a batch of endpoints to check for older peppers; none while each served environment has one version."""
+    served = [load_peppers(PEPPER_SET[Environment(each)]) for each in settings.ENVIRONMENTS]
+    if all(len(peppers.versions) == 1 for peppers in served):
+        return []
+    return batch_after(WebhookEndpoint.objects.select_related("account__merchant"), "pk", after)
+
+
+def needs_resealing(endpoint: WebhookEndpoint) -> bool:
+    """Whether a secret is sealed under an older pepper. False in an environment that this process does not serve."""
+    if endpoint.account.environment not in settings.ENVIRONMENTS:
+        return False
+    return bool(sealed_versions(endpoint) - {_peppers(endpoint.account).current_version})
 
 
 def reseal_secrets(grant: Grant, endpoint: WebhookEndpoint) -> None:

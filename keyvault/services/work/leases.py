@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from django.conf import settings
 from django.db import IntegrityError, connection, transaction
 from django.db.models import Case, F, Min, Q, QuerySet, Value, When
 from django.db.models.functions import Coalesce
@@ -30,9 +31,6 @@ LEASE = timedelta(seconds=15)
 
 A call that still takes longer fails in `hold` when its worker records the outcome.
 """
-
-KEPT_FOR = timedelta(days=7)
-"""Retention of the row of work that no worker claims any more."""
 
 REDISPATCH = timedelta(seconds=30)
 """Time after which dispatched work is due again, in case its message was lost."""
@@ -201,11 +199,11 @@ def forget(subject: str) -> None:
 
 
 def forget_abandoned(now: datetime) -> None:
-    """Delete a batch of rows of work that no worker has claimed for a week; the work itself may still start.
+    """Delete a batch of rows of work that no worker has claimed for LEASE_DAYS; the work itself may still start.
 
     Rows of work in a queue stay: nothing else lists that work.
     """
-    long_ago, rows = now - KEPT_FOR, WorkLease.objects.filter(queue="")
+    long_ago, rows = now - timedelta(days=settings.LEASE_DAYS), WorkLease.objects.filter(queue="")
     is_free = Q(until__isnull=True) | Q(until__lt=now)
     delete_batch(rows.filter(is_free, due_at__lt=long_ago).order_by("due_at"))
     delete_batch(rows.filter(due_at__isnull=True, until__lt=long_ago).order_by("until"))

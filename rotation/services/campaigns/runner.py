@@ -22,6 +22,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.work import leases
+from keyvault.services.work.clock import require_true_clock
 from keyvault.services.work.leases import Lease
 from rotation.domain.events import RotationState
 from rotation.domain.pacing import (
@@ -107,8 +108,6 @@ def _take_turn(lease: Lease, campaign_id: str, now: datetime) -> None:
         )
     elif campaign.state != C.RUNNING:
         return
-    elif not is_unaltered(campaign):
-        _halt(lease, campaign, _ALTERED, now)
     elif (why := judge_halt(Pace.from_json(campaign.pace), _tally(campaign))) is not None:
         _halt(lease, campaign, why, now)
     elif is_waiting:
@@ -127,6 +126,10 @@ def _begin_some(lease: Lease, campaign: Campaign, now: datetime) -> None:
         begun_in_last_minute=campaign.rotations.filter(created_at__gt=now - timedelta(minutes=1)).count(),
     )
     if not room:
+        return
+    # This reads every member, so a campaign without room does without.
+    if not is_unaltered(campaign):
+        _halt(lease, campaign, _ALTERED, now)
         return
     members = list_waiting(campaign).values_list("pk", flat=True)[: room + _MAX_SKIPS]
     for member_id in members:
@@ -170,13 +173,17 @@ def _rotation_of(campaign: Campaign, member: CampaignMember, now: datetime) -> t
 
 
 def _tally(campaign: Campaign) -> CampaignTally:
-    """Count the outcomes since the approval, or since the campaign was last resumed after a halt."""
+    """Count the outcomes since the approval, or since the campaign was last resumed after a halt.
+
+    Without a failed or stalled rotation the campaign does not halt, and the proved ones are not counted.
+    """
     since = campaign.resumed_at or campaign.began_at
-    rotations = campaign.rotations.filter(state__in=[*PROVED, *FAILED, S.STALLED])
     # A proved rotation counts from its proof on, any other from when it failed or stalled.
-    good = rotations.filter(state__in=PROVED, used_at__gte=since)
-    bad = rotations.exclude(state__in=PROVED).filter(entered_at__gt=since)
-    counts = [*good.values_list("state").annotate(n=Count("pk")), *bad.values_list("state").annotate(n=Count("pk"))]
+    bad = campaign.rotations.filter(state__in=[*FAILED, S.STALLED], entered_at__gt=since)
+    counts = list(bad.values_list("state").annotate(n=Count("pk")))
+    if counts:
+        good = campaign.rotations.filter(state__in=PROVED, used_at__gte=since)
+        counts += good.values_list("state").annotate(n=Count("pk"))
     return tally_of({S(state): count for state, count in counts})
 
 
@@ -197,6 +204,8 @@ def _halt(lease: Lease, campaign: Campaign, why: str, now: datetime) -> None:
 
 
 def _close(lease: Lease, campaign: Campaign, state: CampaignState, why: str, now: datetime) -> None:
+    if state is C.EXPIRED:
+        require_true_clock()
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, now=now)
     begun = campaign.rotations.count()
     event = f"campaign.{state.value}"

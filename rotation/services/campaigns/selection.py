@@ -4,7 +4,7 @@ An index finds the active keys that match the criteria. A request reads at most 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -15,14 +15,14 @@ from django.db.models import Count, Exists, Max, OuterRef, Q, QuerySet
 from keyvault.access.scopes import AccessScope
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import Fault, KeyvaultError, RequestInvalidError, StateConflictError
+from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.keys import KeyKind, KeyState
-from keyvault.models import Account, Credential, Key, KeyUse, MerchantStatus
+from keyvault.models import Account, Credential, Key, KeyUse, MerchantStatus, WebhookEndpoint
 from rotation.domain.pacing import MAX_MEMBERS
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
-from rotation.services.rotations.planning import plan_rotation
+from rotation.services.rotations.planning import KeyOutline, find_outline_faults
 
 MAX_READ = 2 * MAX_MEMBERS
 """Maximum number of active keys that a request reads, those of public credentials included."""
@@ -98,7 +98,8 @@ class Selected:
 def select_credentials(selection: Selection, overrides: PlanOverrides, now: datetime) -> Selected:
     """Select the credentials whose plan can be met as far as is known now, those with the oldest keys first.
 
-    `left_out` counts the other credentials with an active key of the selected age.
+    `left_out` counts the other credentials with an active key of the selected age. The sources of the keys are not
+    read: they may make a default deadline later, and the runner plans each rotation again when it begins.
 
     Raises RequestInvalidError when there are more than a campaign may have or a request may read, or when no plan can
     be met, listing the faults of one of them.
@@ -116,29 +117,32 @@ def select_credentials(selection: Selection, overrides: PlanOverrides, now: date
         raise RequestInvalidError(
             f"{len(fit)} credentials are selected, and a campaign has at most {MAX_MEMBERS}.", [_SELECT_FEWER]
         )
-    planned, refusal, known = [], None, {}
+    planned, faults, known = [], None, {}
+    reachable = _find_reachable(fit)
     for credential in sorted(fit, key=lambda each: (each.active_at, each.pk)):
-        alike = (credential.account_id, credential.active_until, credential.is_used)
+        has_endpoint = credential.account_id in reachable
+        alike = (credential.active_until, credential.is_used, has_endpoint)
         if alike not in known:
-            known[alike] = _find_refusal(credential, overrides, now)
-        if known[alike] is None:
-            planned.append(credential)
-        else:
+            key = KeyOutline("any", credential.active_until, credential.is_used)
+            known[alike] = find_outline_faults(credential, key, overrides, now, has_endpoint=has_endpoint)
+        if known[alike]:
             left_out[Obstacle.PLAN_CANNOT_BE_MET.value] += 1
-            refusal = refusal or known[alike]
-    if refusal is not None and not planned:
-        faults = getattr(refusal, "faults", ())
-        raise RequestInvalidError("The plan cannot be met for any selected credential.", faults) from refusal
+            faults = faults or known[alike]
+        else:
+            planned.append(credential)
+    if faults and not planned:
+        raise RequestInvalidError("The plan cannot be met for any selected credential.", faults)
     return Selected(planned, dict(sorted(left_out.items())))
 
 
-def _find_refusal(credential: Credential, overrides: PlanOverrides, now: datetime) -> KeyvaultError | None:
-    """Return why the plan cannot be met for this credential and all like it; None: it can."""
-    try:
-        plan_rotation(credential, overrides, now)
-    except (RequestInvalidError, StateConflictError) as error:
-        return error
-    return None
+def _find_reachable(credentials: Iterable[Any]) -> set[int]:
+    """Return the accounts of these credentials that have an enabled webhook endpoint."""
+    accounts = sorted({credential.account_id for credential in credentials})
+    found: set[int] = set()
+    for start in range(0, len(accounts), _BATCH):
+        enabled = WebhookEndpoint.objects.filter(account__in=accounts[start : start + _BATCH], disabled_at__isnull=True)
+        found.update(enabled.values_list("account_id", flat=True))
+    return found
 
 
 def find_obstacle(credential_id: str, before: datetime) -> Obstacle | None:

@@ -15,9 +15,11 @@ from keyvault.access.principals import WORKER
 from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.clock_alarm import report_clock
 from keyvault.services.secrets.stored_copies import ForeignWriterError
 from keyvault.services.usage.recorder import note_lost, utc_now
 from keyvault.services.work import leases
+from keyvault.services.work.clock import ClockDiffersError
 from keyvault.services.work.leases import Lease
 from rotation.domain.events import RotationState
 from rotation.domain.policy import UnreadablePlanError
@@ -83,6 +85,8 @@ def advance_rotation(
         # An outage uses up no attempt; verification works without the backend.
         _log.warning("rotation paused", extra={"rotation_id": rotation_id, "why": error.internal})
         leases.pause(lease, clock(), error.internal or error.detail, seconds=error.retry_after_seconds)
+        if isinstance(error, ClockDiffersError):
+            report_clock(error, clock())
     except KeyvaultError as error:
         # Often another writer was faster, and the next turn reads the current state.
         _handle_failure(rotation_id, lease, clock, error)

@@ -1,7 +1,7 @@
 """Build and validate a plan from a request's overrides and the environment's defaults."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from keyvault.domain.environments import Environment
@@ -73,21 +73,52 @@ def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: dat
     return _build_plan(credential, predecessor, overrides, now)
 
 
+@dataclass(frozen=True, slots=True)
+class KeyOutline:
+    """What a plan depends on of the key that it retires. `gap_seconds`: the longest gap of its sources."""
+
+    key_id: str
+    expires_at: datetime | None
+    is_used: bool
+    gap_seconds: int = 0
+
+
+def find_outline_faults(
+    credential: Credential, key: KeyOutline, overrides: PlanOverrides, now: datetime, *, has_endpoint: bool
+) -> list[Fault]:
+    """Return each reason why the plan for a private key cannot be met, without a query.
+
+    `has_endpoint`: the account has an enabled webhook endpoint. Waived sources are not checked.
+    """
+    plan = _make_plan(credential, key, overrides, now)
+    faults = find_faults(plan, credential.environment, KeyKind.PRIVATE, key.expires_at, now)
+    return [*faults, *_endpoint_faults(plan, has_endpoint=has_endpoint)]
+
+
 def _build_plan(credential: Credential, predecessor: Key, overrides: PlanOverrides, now: datetime) -> Plan:
+    gaps = [
+        find_gap(source, credential.environment, None) or 0
+        for source in find_sources(predecessor.key_id).values()
+        if source.name not in overrides.waived_sources
+    ]
+    is_used = KeyUse.objects.filter(key=predecessor).exists()
+    key = KeyOutline(predecessor.key_id, predecessor.expires_at, is_used, max(gaps, default=0))
+    return _make_plan(credential, key, overrides, now)
+
+
+def _make_plan(credential: Credential, key: KeyOutline, overrides: PlanOverrides, now: datetime) -> Plan:
     environment, is_public = credential.environment, credential.kind == KeyKind.PUBLIC
     values = with_defaults(overrides, environment)
     values["reason"] = clean_text(overrides.reason, FIELDS["reason"].most)
     values["not_before"] = not_before = overrides.not_before or now
     values["proof"] = overrides.proof or (Proof.CONFIRMATION if is_public else Proof.TRAFFIC)
-    sources = [each for each in find_sources(predecessor.key_id).values() if each.name not in overrides.waived_sources]
     if overrides.deadline is None and not is_public:
-        gaps = [find_gap(source, environment, None) or 0 for source in sources]
-        seconds = default_deadline_seconds(environment, values["quiet_seconds"], max(gaps, default=0))
-        values["deadline"] = _latest(predecessor, overrides, not_before, seconds)
+        seconds = default_deadline_seconds(environment, values["quiet_seconds"], key.gap_seconds)
+        values["deadline"] = _latest(key, overrides, not_before, seconds)
     return Plan(
         credential_id=credential.credential_id,
-        predecessor_key_id=predecessor.key_id,
-        is_dormant=not is_public and not KeyUse.objects.filter(key=predecessor).exists(),
+        predecessor_key_id=key.key_id,
+        is_dormant=not is_public and not key.is_used,
         **values,
     )
 
@@ -115,10 +146,10 @@ def _late_sources(plan: Plan, environment: Environment, now: datetime) -> Iterat
             yield source.name, format_timestamp(fitting)
 
 
-def _latest(predecessor: Key, overrides: PlanOverrides, not_before: datetime, seconds: int) -> datetime:
+def _latest(key: KeyOutline, overrides: PlanOverrides, not_before: datetime, seconds: int) -> datetime:
     latest = not_before + timedelta(seconds=seconds)
-    if predecessor.expires_at is not None and not overrides.predecessor_may_expire:
-        latest = min(latest, predecessor.expires_at)
+    if key.expires_at is not None and not overrides.predecessor_may_expire:
+        latest = min(latest, key.expires_at)
     return latest
 
 
@@ -131,9 +162,14 @@ def _waiver_faults(plan: Plan) -> list[Fault]:
 
 
 def _channel_faults(plan: Plan, credential: Credential) -> list[Fault]:
-    """Check that a webhook has an enabled endpoint."""
     if DeliveryChannel.WEBHOOK not in plan.channels:
         return []
-    if not WebhookEndpoint.objects.filter(account=credential.account, disabled_at__isnull=True).exists():
-        return [Fault("/channels", "the account has no enabled webhook endpoint; add one, or omit webhook")]
-    return []
+    enabled = WebhookEndpoint.objects.filter(account=credential.account, disabled_at__isnull=True)
+    return _endpoint_faults(plan, has_endpoint=enabled.exists())
+
+
+def _endpoint_faults(plan: Plan, *, has_endpoint: bool) -> list[Fault]:
+    """Check that a webhook has an enabled endpoint."""
+    if has_endpoint or DeliveryChannel.WEBHOOK not in plan.channels:
+        return []
+    return [Fault("/channels", "the account has no enabled webhook endpoint; add one, or omit webhook")]

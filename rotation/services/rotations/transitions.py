@@ -1,7 +1,8 @@
 """A rotation's transitions: each is one transaction with its audit entry, evidence, key changes and notices."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 
@@ -12,12 +13,13 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
+from keyvault.domain.sources import network_of
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key, Notice
 from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.usage.reports import list_attempts
+from keyvault.services.usage.reports import UseAttempt, list_attempts
 from keyvault.services.work import leases
 from keyvault.services.work.clock import require_true_clock
 from keyvault.services.work.leases import Lease
@@ -120,6 +122,8 @@ def _enter(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Change
             return _end_replacement(grant, rotation, facts)
         case S.CANCELLED | S.STALLED | S.COMPLETED:
             return _stop(grant, rotation, step.to)
+        case S.EXPIRED:
+            require_true_clock()
     return {}
 
 
@@ -147,7 +151,7 @@ def _overlap(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
 
 def _reinstate(grant: Grant, rotation: Rotation) -> Changes:
     """Reinstate the predecessor, once per rotation: a known source still uses it (the tripwire)."""
-    seen: dict[str, JsonValue] = {"key_id": rotation.predecessor_id, "attempts": _attempts(rotation)}
+    seen: dict[str, JsonValue] = {"key_id": rotation.predecessor_id, "attempts": _cite_attempts(rotation)}
     note_evidence(rotation, EvidenceKind.TRIED, seen, grant.at)
     return {**_lift(grant, rotation), "reinstated_at": grant.at, "silent_at": None, "alarmed_at": grant.at}
 
@@ -167,7 +171,7 @@ def _quarantine(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> C
 def _revoke(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
     _require_living(rotation.replacement, rotation, grant.at)
     seen = silence_seen(rotation.predecessor_id, facts, facts.plan.quarantine_seconds, facts.predecessor.tried_at)
-    seen["attempts"] = _attempts(rotation)
+    seen["attempts"] = _cite_attempts(rotation)
     note_evidence(rotation, EvidenceKind.UNTRIED if not seen["attempts"] else EvidenceKind.TRIED, seen, grant.at)
     require_true_clock()
     cited = list(rotation.evidence.order_by("created_at").values_list("evidence_id", flat=True))
@@ -239,15 +243,27 @@ def _is_expired(key: Key, now: datetime) -> bool:
     return key.expires_at is not None and now >= key.expires_at
 
 
-def _attempts(rotation: Rotation) -> list[JsonValue]:
-    """List the sources that tried the quarantined key, marked as known or unknown; at most 50."""
+def _list_attempts(rotation: Rotation) -> list[UseAttempt]:
+    """List the attempts with the quarantined key by source, the latest first; at most 50."""
     key, since = _retiring(rotation), rotation.quarantined_at
-    if key is None or since is None:
-        return []
+    return [] if key is None or since is None else list_attempts(key.key_id, since)
+
+
+def _describe_attempts(attempts: Iterable[UseAttempt]) -> list[JsonValue]:
     return [
-        {"source": attempt.source, "last_at": format_timestamp(attempt.last_at), "is_known": attempt.is_known}
-        for attempt in list_attempts(key.key_id, since)
+        {"source": each.source, "last_at": format_timestamp(each.last_at), "is_known": each.is_known}
+        for each in attempts
     ]
+
+
+def _cite_attempts(rotation: Rotation) -> list[JsonValue]:
+    """Describe the attempts by network. Evidence is permanent and holds no exact address."""
+    cited: dict[str, UseAttempt] = {}
+    for attempt in _list_attempts(rotation):
+        network = network_of(attempt.source)
+        latest = cited.get(network, attempt)
+        cited[network] = replace(latest, source=network, is_known=latest.is_known or attempt.is_known)
+    return _describe_attempts(cited.values())
 
 
 # --- notices ------------------------------------------------------------------------------------------------
@@ -328,8 +344,8 @@ def _alarm(rotation: Rotation, facts: Facts, now: datetime) -> dict[str, JsonVal
     tried_at = None if retiring is None else retiring.tried_at
     if tried_at is None or (rotation.alarmed_at is not None and tried_at <= rotation.alarmed_at):
         return None
-    attempts = _attempts(rotation)
-    unknown = [each for each in attempts if isinstance(each, dict) and not each["is_known"]]
+    attempts = _list_attempts(rotation)
+    unknown = [each for each in attempts if not each.is_known]
     is_new = rotation.alarmed_at is None or tried_at >= rotation.alarmed_at + ALARM_AGAIN
     # The first unknown source raises its own alarm, whatever was reported about known ones.
     if not is_new and (not unknown or _is_exposure_reported(rotation)):
@@ -337,7 +353,7 @@ def _alarm(rotation: Rotation, facts: Facts, now: datetime) -> dict[str, JsonVal
     key = _retiring(rotation)
     return {
         "key_id": None if key is None else key.key_id,
-        "attempts": attempts,
+        "attempts": _describe_attempts(attempts),
         "is_exposure": bool(unknown),
         "is_reinstated": False,
     }

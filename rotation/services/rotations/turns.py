@@ -21,8 +21,14 @@ from django.db.models import Q
 from keyvault.access.permissions import Permission
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Change, Notice
-from keyvault.services.recording.signals import changes_confirmed, keys_changed, keys_refused, notice_settled
+from keyvault.models import Account, Change, Notice
+from keyvault.services.recording.signals import (
+    accounts_changed,
+    changes_confirmed,
+    keys_changed,
+    keys_refused,
+    notice_settled,
+)
 from keyvault.services.startup.processes import process_watch
 from keyvault.services.usage.recorder import utc_now
 from keyvault.services.work import leases
@@ -183,6 +189,7 @@ def connect_signals() -> None:
     keys_refused.connect(_wake_for_refused, dispatch_uid="rotation.keys_refused")
     notice_settled.connect(_wake_for_notice, dispatch_uid="rotation.notice_settled")
     changes_confirmed.connect(_wake_for_confirmed, dispatch_uid="rotation.changes_confirmed")
+    accounts_changed.connect(_wake_for_merchants, dispatch_uid="rotation.accounts_changed")
     process_watch.queues = tuple(list_queues())
 
 
@@ -213,6 +220,16 @@ def _wake_for_confirmed(above: int, through: int, now: datetime, **_: Any) -> No
     staged = Rotation.objects.filter(state=S.STAGED, replacement__in=accepted.values("subject_id"))
     rows = staged.values_list("pk", "credential__account__environment")
     _wake([Turn(rotation_id, environment, is_urgent=False) for rotation_id, environment in rows], now)
+
+
+def _wake_for_merchants(merchants: Collection[str], now: datetime, **_: Any) -> None:
+    """Wake rotations without a usable key, which end when the merchant is offboarded. No key of theirs changes then."""
+    if not merchants:
+        return
+    accounts = list(Account.objects.filter(merchant__in=merchants).values_list("pk", flat=True))
+    rows = Rotation.objects.filter(account__in=accounts, state__in=[S.EMERGENCY, S.STALLED])
+    found = rows.values_list("pk", "account_environment")
+    _wake([Turn(rotation_id, environment, is_urgent=False) for rotation_id, environment in found], now)
 
 
 def _list_open(key_ids: Collection[str], condition: Q | None = None, *, is_urgent: bool = True) -> list[Turn]:

@@ -192,7 +192,7 @@ def save_calendar(
         blackouts, faults = (), [*faults, *error.faults]
     if faults:
         raise RequestInvalidError("The calendar is invalid.", faults)
-    row: BlackoutCalendar | None = BlackoutCalendar.objects.filter(name=name).first()
+    row = find_calendar(name)
     if row is not None and (known is None or known.pk != row.pk):
         raise StateConflictError(f"A calendar {name} exists already. Change that one.")
     stored: list[JsonValue] = [each.as_json() for each in blackouts]
@@ -237,9 +237,14 @@ def find_scope(environment: Environment, merchant: str | None, credential_id: st
     return Scope(environment, credential=credential)
 
 
+def find_calendar(name: str) -> BlackoutCalendar | None:
+    row: BlackoutCalendar | None = BlackoutCalendar.objects.filter(name=name).first()
+    return row
+
+
 def get_calendar(name: str) -> BlackoutCalendar:
     """Get the calendar. Raises NotFoundError."""
-    row: BlackoutCalendar | None = BlackoutCalendar.objects.filter(name=name).first()
+    row = find_calendar(name)
     if row is None:
         raise NotFoundError(f"There is no blackout calendar {name}.")
     return row

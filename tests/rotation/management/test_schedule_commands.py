@@ -119,6 +119,40 @@ def test_standing_approval_is_requested_listed_and_approved() -> None:
     assert row.expires_at - row.created_at == timedelta(days=30)
 
 
+def test_standing_approval_is_rejected_or_withdrawn_with_a_reason() -> None:
+    set_schedule("--cryptoperiod-days", "30")
+    requested = ("request_standing_approval", *ACME, "--requested-by", "tam")
+    identity = run(*requested)["standing_approval_id"]
+    reason = ("--reason", "the window is too long")
+    with pytest.raises(CommandError, match="permission_missing"):
+        run("reject_standing_approval", identity, "--by", "tam", *reason)
+    assert run("reject_standing_approval", identity, "--by", "approver", *reason)["state"] == "rejected"
+    approved = run(*requested, "--approved-by", "approver")["standing_approval_id"]
+    assert run("withdraw_standing_approval", approved, "--by", "tam", *reason)["state"] == "withdrawn"
+    assert StandingApproval.objects.get(pk=approved).why == "the window is too long"
+    with pytest.raises(CommandError, match="has ended"):
+        run("withdraw_standing_approval", approved, "--by", "tam", *reason)
+    assert run("list_schedules")["schedules"][0]["standing_approvals"] == []
+
+
+def test_set_calendar_creates_one_and_replaces_its_periods() -> None:
+    periods = '[{"begins_at": "2030-12-20T00:00:00Z", "ends_at": "2031-01-02T00:00:00Z", "why": "holidays"}]'
+    made = run("set_calendar", "freeze", "--periods", periods, "--by", "tam")
+    assert [each["why"] for each in made["periods"]] == ["holidays"]
+    assert set_schedule("--cryptoperiod-days", "90", "--calendar", "freeze")["calendar"]["periods"] == made["periods"]
+    assert run("set_calendar", "freeze", "--periods", "[]", "--by", "tam")["periods"] == []
+
+
+@pytest.mark.postgres_once
+@pytest.mark.parametrize(
+    ("periods", "because"),
+    [("never", "not JSON"), ('[{"begins_at": "tomorrow"}]', "/periods"), ("{}", "/periods")],
+)
+def test_set_calendar_with_invalid_periods_names_them(periods: str, because: str) -> None:
+    with pytest.raises(CommandError, match=because):
+        run("set_calendar", "freeze", "--periods", periods, "--by", "tam")
+
+
 def test_standing_approval_that_the_named_approver_may_not_give_is_withdrawn() -> None:
     set_schedule("--cryptoperiod-days", "30")
     both = ("request_standing_approval", *ACME, "--requested-by", "tam", "--approved-by")

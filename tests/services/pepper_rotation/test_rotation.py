@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from django.db import IntegrityError as DatabaseIntegrityError
@@ -19,7 +20,7 @@ from keyvault.domain.digests import Peppers, PepperSet
 from keyvault.domain.errors import ErrorCode, IntegrityError, NotFoundError, StateConflictError, VerifierStaleError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import AuditEntry, Key, PepperVersion
+from keyvault.models import AuditEntry, Key, PepperVersion, WebhookEndpoint
 from keyvault.services.keys.lifecycle import revoke_key, suspend_key
 from keyvault.services.keys.records import prove_service_token
 from keyvault.services.maintenance import renew_peppers
@@ -38,6 +39,7 @@ from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.tokens.customer_tokens import issue_customer_token
 from keyvault.services.tokens.service_tokens import revoke_service_token
 from keyvault.services.webhooks.endpoints import add_endpoint, sealed_versions, signing_secrets
+from keyvault.services.work import row_turns
 from tests.factories import grant, have_peppers, issue, make_token, now, own_keystore
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
@@ -425,6 +427,32 @@ def test_sealed_webhook_secrets_move_to_the_newest_pepper(scene: Scene) -> None:
     assert AuditEntry.objects.count() == entries, "a second run has nothing to do"
     retire(SANDBOX, 1)
     assert [each.reveal() for each in signing_secrets(endpoint, now())] == [secret.reveal()]
+
+
+def test_webhook_secrets_are_resealed_a_batch_in_each_run(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of a run does not grow with the endpoints, however long two versions exist."""
+    allowed = grant(scene.admin, Permission.WEBHOOKS_WRITE, scene.sandbox)
+    for number in range(3):
+        add_endpoint(allowed, scene.sandbox, f"https://a.example/{number}")
+    rotate()
+    load_peppers.refresh()
+    monkeypatch.setattr(row_turns, "BATCH", 1)
+    resealed = []
+    for _ in range(4):
+        renew_peppers()
+        resealed.append(sum(sealed_versions(each) == {2} for each in WebhookEndpoint.objects.all()))
+    assert resealed == [1, 2, 3, 3]
+
+
+def test_webhook_secrets_of_an_environment_not_served_here_stay_as_they_are(scene: Scene, settings: Any) -> None:
+    allowed = grant(scene.admin, Permission.WEBHOOKS_WRITE, scene.production)
+    endpoint, _ = add_endpoint(allowed, scene.production, "https://a.example/x")
+    rotate()
+    rotate(PRODUCTION)
+    settings.ENVIRONMENTS = ("sandbox",)
+    renew_peppers()
+    endpoint.refresh_from_db()
+    assert sealed_versions(endpoint) == {1}
 
 
 def test_key_staged_by_a_stale_process_with_a_retired_pepper_is_refused(scene: Scene) -> None:

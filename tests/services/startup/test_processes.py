@@ -10,13 +10,21 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Notice, ServiceProcess, WebhookEndpoint
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce_to
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.revocations.log_opening import LateComparison, late_comparison
-from keyvault.services.startup.processes import LOST_AFTER, REPORT_SECONDS, ProcessWatch, measure, report_lost
+from keyvault.services.startup.processes import (
+    LATE_AFTER,
+    LOST_AFTER,
+    REPORT_SECONDS,
+    ProcessWatch,
+    measure,
+    report_lost,
+)
 from keyvault.services.work import leases
 from tests.clocks import Clock
 from tests.factories import make_merchant, the_operator
@@ -109,6 +117,37 @@ def test_queue_age_is_that_of_the_oldest_work_however_often_it_is_dispatched(clo
     measure(clock(), ["queue"])
     assert meter("keyvault_queue_age_seconds", queue="queue") == 0
     assert meter("keyvault_queue_due", queue="queue") == 0
+
+
+def late_queues() -> list[tuple[str, str]]:
+    found = Notice.objects.filter(kind=NoticeKind.QUEUE_LATE, is_alarm=True).order_by("created_at")
+    return [(notice.subject, notice.payload["due_since"]) for notice in found]
+
+
+def test_work_that_no_worker_takes_raises_one_alarm_within_a_minute(clock: Clock) -> None:
+    """Guarantee: an engine that stands still is reported, also when every worker was stopped in order or hangs."""
+    server = ProcessWatch(clock, queues=("rotation:sandbox", "rotation:production"))
+    leases.enqueue("work", "rotation:production", clock())
+    due_since = format_timestamp(clock())
+    for _ in range(12):
+        leases.take_due("rotation:production", clock(), 1, is_urgent=False)
+        server.run_once()
+        clock.tick(REPORT_SECONDS)
+    assert late_queues() == [("rotation:production", due_since)]
+
+
+def test_work_that_is_taken_in_time_raises_no_alarm(clock: Clock) -> None:
+    server = ProcessWatch(clock, queues=("queue",))
+    leases.enqueue("work", "queue", clock())
+    clock.tick(LATE_AFTER.total_seconds())
+    server.run_once()
+    lease = leases.claim_early("work", ["queue"], clock())
+    assert lease is not None
+    clock.tick(1)
+    server.run_once()
+    leases.release_queued(lease, clock(), clock.tick(3_600))
+    server.run_once()
+    assert late_queues() == []
 
 
 def test_queues_of_issuance_and_webhooks_are_measured(clock: Clock) -> None:

@@ -2,6 +2,7 @@
 
 from datetime import datetime, timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 from django.db import transaction
@@ -16,6 +17,7 @@ from keyvault.services.work.leases import (
     claim_dispatched,
     enqueue,
     finish,
+    forget_abandoned,
     hold,
     list_due,
     pause,
@@ -175,6 +177,19 @@ def test_finished_work_is_deleted_only_by_its_holder(at: datetime) -> None:
         finish(lost)
     finish(kept)
     assert not WorkLease.objects.exists()
+
+
+def test_lease_abandoned_is_deleted_after_its_retention_and_work_in_a_queue_stays(at: datetime, settings: Any) -> None:
+    settings.LEASE_DAYS = 2
+    for subject in ("old", "due later"):
+        lease = claim(subject, at)
+        assert lease is not None
+        release(lease, due_at=at if subject == "old" else at + timedelta(days=1))
+    enqueue("queued", "queue", at)
+    forget_abandoned(at + timedelta(days=2))
+    assert WorkLease.objects.count() == 3
+    forget_abandoned(at + timedelta(days=2) + SECOND)
+    assert set(WorkLease.objects.values_list("subject", flat=True)) == {"due later", "queued"}
 
 
 def test_lease_due_lists_available_subjects_in_the_given_order(at: datetime) -> None:

@@ -1,10 +1,12 @@
 """Campaigns as operators act on them: one expiring approval of exactly this selection, plan and pace."""
 
-from datetime import timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import models
+from django.db import connection, models
+from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal, Service
@@ -19,8 +21,9 @@ from keyvault.models import AuditEntry, BreakGlass
 from keyvault.services.keys.lifecycle import revoke_key, suspend_key
 from keyvault.services.merchants.merchants import suspend_account
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.webhooks.endpoints import add_endpoint
 from rotation.domain.pacing import Pace
-from rotation.domain.plan_fields import PlanOverrides, Proof
+from rotation.domain.plan_fields import DeliveryChannel, PlanOverrides, Proof
 from rotation.domain.policy import APPROVAL_LIFETIME
 from rotation.models import Campaign, CampaignMember, CampaignState
 from rotation.services.campaigns import selection
@@ -139,6 +142,34 @@ def test_request_that_matches_more_keys_than_it_may_read_is_refused(
         asked(clock)
     assert [fault.pointer for fault in refused.value.faults] == ["/merchants"]
     assert asked(clock, merchants=["merchant-0", "merchant-1"]).members.count() == 2
+
+
+def test_request_plans_any_number_of_credentials_with_the_same_queries(clock: Clock) -> None:
+    """Guarantee: a campaign of 10,000 members, each with an account and an expiry of its own, is one short request."""
+    counts = []
+    for numbers in (range(2), range(2, 8)):
+        places = [account(f"merchant-{number}") for number in numbers]
+        for number, place in zip(numbers, places, strict=True):
+            issue(place, clock.now, expires_in_days=300 + number)
+        names = [place.merchant_id for place in places]
+        with CaptureQueriesContext(connection) as queries:
+            campaign = asked(clock, merchants=names)
+        assert campaign.selection["count"] == len(names)
+        counts.append(len([each for each in queries if each["sql"].startswith("SELECT")]))
+    assert counts[0] == counts[1]
+
+
+def test_request_by_webhook_leaves_out_accounts_without_an_enabled_endpoint(clock: Clock) -> None:
+    (key, other) = issued(clock, 2)
+    place = key.credential.account
+    add_endpoint(authorize(tam(), P.WEBHOOKS_WRITE, place, now=clock.now), place, "https://merchant.example/hooks")
+    overrides = PlanOverrides(proof=Proof.ACK, channels=(DeliveryChannel.SECRET_BACKEND, DeliveryChannel.WEBHOOK))
+    campaign = asked(clock, overrides=overrides)
+    assert [member.credential_id for member in campaign.members.all()] == [key.credential_id]
+    assert campaign.selection["left_out"] == {"plan_cannot_be_met": 1}
+    with pytest.raises(RequestInvalidError) as refused:
+        asked(clock, overrides=overrides, merchants=[other.credential.account.merchant_id])
+    assert [fault.pointer for fault in refused.value.faults] == ["/channels"]
 
 
 def test_request_reads_no_key_that_is_too_young_or_of_another_environment(
@@ -282,6 +313,21 @@ def test_approve_too_late_is_refused_and_the_next_tick_expires_it(clock: Clock) 
     campaign = get_campaign(campaign.pk)
     assert (campaign.state, campaign.closed_at) == (C.EXPIRED, clock.now)
     assert events(campaign) == ["campaign.requested", "campaign.expired"]
+
+
+@pytest.mark.postgres
+def test_tick_with_a_wrong_clock_expires_no_campaign(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed campaign stays closed."""
+    issued(clock, 1, PRODUCTION)
+    campaign = asked(clock, environment=PRODUCTION)
+    clock.now += APPROVAL_LIFETIME
+    with monkeypatch.context() as wrong:
+        wrong.setattr("keyvault.services.work.clock.host_time", lambda: datetime.now(UTC) + timedelta(seconds=30))
+        tick(clock.now)
+    assert get_campaign(campaign.pk).state == C.AWAITING_APPROVAL
+    clock.tick(60)
+    tick(clock.now)
+    assert get_campaign(campaign.pk).state == C.EXPIRED
 
 
 def test_approve_with_two_required_starts_at_the_second(clock: Clock, settings: Any) -> None:

@@ -26,7 +26,7 @@ from rotation.domain.pacing import START_WITHIN, Pace
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Campaign, CampaignMember, CampaignState, Rotation
 from rotation.services.campaigns import runner
-from rotation.services.campaigns.campaigns import cancel_campaign, pause_campaign, resume_campaign
+from rotation.services.campaigns.campaigns import cancel_campaign, is_unaltered, pause_campaign, resume_campaign
 from rotation.services.campaigns.reports import describe_campaign, list_failed_first
 from rotation.services.campaigns.runner import subject_of, tick
 from rotation.services.rotations.engine import advance_rotation
@@ -87,6 +87,26 @@ def test_tick_respects_the_concurrency_until_a_rotation_is_proved(clock: Clock) 
     ticked(clock)
     ticked(clock)
     assert begun(campaign) == 3
+
+
+def test_tick_reads_the_members_only_before_it_starts_some(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A campaign of 10,000 members waits for days while it has no room, and after all have started."""
+    issued(clock, 2)
+    campaign = asked(clock, pace=Pace(concurrency=1))
+    read: list[str] = []
+
+    def reading(row: Campaign) -> bool:
+        read.append(row.pk)
+        return is_unaltered(row)
+
+    monkeypatch.setattr(runner, "is_unaltered", reading)
+    for started in (1, 1, 1):
+        ticked(clock)
+        assert (begun(campaign), len(read)) == (started, 1)
+    become(oldest(campaign), S.OVERLAP, clock)
+    for _ in range(3):
+        ticked(clock)
+        assert (begun(campaign), len(read)) == (2, 2)
 
 
 def test_tick_starts_in_the_selected_order_with_the_approved_plan(clock: Clock) -> None:

@@ -7,8 +7,10 @@ import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
-from keyvault.models import Key, UsageReporter, WorkLease
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Key, Notice, UsageReporter, WorkLease
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.work import leases
@@ -134,6 +136,21 @@ def test_revocation_by_a_worker_with_a_wrong_clock_is_refused(
     assert (get_rotation(rotation.rotation_id).state, key_states(rotation)) == before
     make()
     assert get_rotation(rotation.rotation_id).state == to
+
+
+@pytest.mark.postgres
+def test_worker_with_a_wrong_clock_expires_no_request_and_raises_one_alarm(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that serves no maintenance queue notices its clock, too."""
+    key, _ = scene.first_key(clock(), environment=Environment.PRODUCTION)
+    rotation = scene.rotate(key.credential, clock(), quiet_seconds=3_600, quarantine_seconds=600)
+    with monkeypatch.context() as wrong:
+        wrong.setattr("keyvault.services.work.clock.host_time", lambda: datetime.now(UTC) + timedelta(seconds=30))
+        for days in (8, 1):
+            assert advance(rotation, clock, days * 86_400).state == S.AWAITING_APPROVAL
+    assert Notice.objects.get(kind=NoticeKind.CLOCK_DIFFERS).payload["seconds_ahead"] == 30
+    assert advance(rotation, clock, 60).state == S.EXPIRED
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import AtDeadline, Reinstatement
-from rotation.models import Rotation
+from rotation.models import EvidenceKind, Rotation
 from tests.clocks import Clock
 from tests.rotation import scene
 from tests.rotation.steps import advance, begun, key_states, revoke, wait
@@ -76,6 +76,19 @@ def test_attempt_from_an_unknown_source_raises_an_alarm_and_delays_nothing(clock
     rotation = attempt(rotation, clock, verifier, UNKNOWN)
     assert alarms() == [False]
     assert wait(rotation, clock, verifier, 2).state == S.COMPLETED
+
+
+def test_evidence_of_attempts_names_networks_and_no_address(clock: Clock, verifier: UsageLog) -> None:
+    """Evidence is permanent. Addresses are deleted after a set time, with the uses and the notices that hold them."""
+    rotation = in_quarantine(clock, verifier)
+    for source in (UNKNOWN, "198.51.100.67"):
+        scene.use(verifier, rotation.predecessor_id, source=source, outcome=UseOutcome.REFUSED)
+    rotation = attempt(rotation, clock, verifier, KNOWN)
+    tried = rotation.evidence.get(kind=EvidenceKind.TRIED).seen["attempts"]
+    assert [(each["source"], each["is_known"]) for each in tried] == [
+        ("192.0.2.0/24", True),
+        ("198.51.100.0/24", False),
+    ]
 
 
 @pytest.mark.sqlite
