@@ -586,11 +586,11 @@ def _approve_claimed(approval: str, world: World, state: str, **changes: Any) ->
     table, subject = REQUEST_TABLES[approval], fresh_id()
     key = REQUEST_KEYS[table]
     if attribute in {"standing", "waiting"}:  # A schedule has one of each state, a credential one open rotation.
-        update(table, {"state": "rejected"}, **{key: original.pk})
+        update(table, {"state": "rejected"}, or_replace=False, **{key: original.pk})
     claim = {key: subject, "is_requester_claimed": True, "state": original.state}
     insert_copy(table, claim, **{key: original.pk})
     _approve(approval, world, **{column: subject})
-    update(table, {"state": state, **changes}, **{key: subject})
+    update(table, {"state": state, **changes}, or_replace=False, **{key: subject})
 
 
 REQUEST_TABLES = {rule.approval: rule.table for rule in list_rules() if isinstance(rule, FourEyes)}

@@ -30,8 +30,8 @@ class Command(UsernameMixin):
     help = (
         "Create an operator and print a link, valid for 72 hours and once, at which it sets a password and a second "
         "factor. The link begins with KEYVAULT_ORIGIN, which must be the server's; unset, with the origin of `run` on "
-        "this data folder. For an existing operator without a second factor, print a new link. Without a scope option the "
-        "scope is the whole installation. With a Vault, once two persons can approve, the roles approver and "
+        "this data folder. For an existing operator without a second factor, print a new link. Without a scope option "
+        "the scope is the whole installation. With a Vault, once two persons can approve, the roles approver and "
         "key_administrator are added under four eyes afterwards (set_operator_roles)."
     )
 

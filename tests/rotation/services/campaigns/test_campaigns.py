@@ -1,6 +1,5 @@
 """Campaigns as operators act on them: one expiring approval of exactly this selection, plan and pace."""
 
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
