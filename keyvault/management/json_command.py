@@ -3,7 +3,6 @@
 A command line proves no identity: an act in an operator's name is recorded with the host's user.
 """
 
-import getpass
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -24,7 +23,7 @@ from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account
 from keyvault.services.operators.operators import find_operator
 from keyvault.services.operators.role_use import find_used_roles, write_uses
-from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.authorization import authorize, find_host_user
 from keyvault.services.work.disk_space import make_room
 
 
@@ -77,7 +76,7 @@ class JsonCommand(BaseCommand):
         self.stderr.write("Created without --reveal: this token can never be read.")
 
     def operator(self, username: str) -> OperatorPrincipal:
-        return find_operator(username, host_user=getpass.getuser())
+        return find_operator(username, host_user=find_host_user())
 
     def unlimited_operator(self, username: str) -> OperatorPrincipal:
         """Return an operator who may answer for the whole installation. Raises PermissionMissingError for another."""

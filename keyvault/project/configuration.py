@@ -31,12 +31,20 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting. `read` converts the text; its ValueError states what is accepted."""
+    """A setting. `read` converts the text; its ValueError states what is accepted.
+
+    A secret can be in a file instead, which `<name>_FILE` names.
+    """
 
     name: str
     unset: str
     doc: str
     read: Callable[[str], Any] = str
+    is_secret: bool = False
+
+    def names(self) -> tuple[str, ...]:
+        """Return the variables that set it."""
+        return (self.name, f"{self.name}_FILE") if self.is_secret else (self.name,)
 
 
 def _count(minimum: int) -> Callable[[str], int]:
@@ -199,6 +207,7 @@ SETTINGS: tuple[Setting, ...] = (
         "",
         "`postgres://…` for PostgreSQL. Unset: SQLite in the data folder.",
         _url("postgres", "postgresql", "sqlite"),
+        is_secret=True,
     ),
     Setting(
         "KEYVAULT_REDIS_URL",
@@ -206,11 +215,13 @@ SETTINGS: tuple[Setting, ...] = (
         "`redis://…`: rate limits shared by several server processes, and the broker unless that is set separately. "
         "Unset: each process counts separately; the ordinary server is one, and each worker of `verifier` is another.",
         _url("redis", "rediss"),
+        is_secret=True,
     ),
     Setting(
         "KEYVAULT_BROKER_URL",
         "",
         "Celery's broker. Unset: Redis if set, else files in the data folder, where the worker runs beat, too.",
+        is_secret=True,
     ),
     Setting(
         "KEYVAULT_BACKEND",
@@ -254,12 +265,14 @@ SETTINGS: tuple[Setting, ...] = (
         "",
         "Master key of the local keystore, 32 bytes in base64. Unset: `master.key` in the data folder, "
         "created at the first run and readable by its owner only.",
+        is_secret=True,
     ),
     Setting(
         "KEYVAULT_SECRET_KEY",
         "",
         "Signs admin sessions, 50 characters or more. Unset: `django.key` in the data folder, created likewise.",
         _secret_key,
+        is_secret=True,
     ),
     Setting(
         "KEYVAULT_ORIGIN",
@@ -438,6 +451,7 @@ SETTINGS: tuple[Setting, ...] = (
         "",
         "Client secret of this service at the provider. Unset: `oidc_client.secret` in the data folder, which only its "
         "owner may read.",
+        is_secret=True,
     ),
     Setting("KEYVAULT_OIDC_GROUPS_CLAIM", "groups", "Claim of the ID token with the list of the person's groups."),
     Setting(
@@ -484,7 +498,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     An unknown `KEYVAULT_…` variable is rejected, so that a misspelled one is not ignored. `KEYVAULT_TEST_…` and
     `KEYVAULT_REQUIRE` belong to the test suite.
     """
-    known = {setting.name for setting in SETTINGS}
+    known = {name for setting in SETTINGS for name in setting.names()}
     wrong = [
         f"{name}: unknown setting; docs/settings.md lists all settings"
         for name in sorted(environ)
@@ -495,14 +509,41 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     ]
     values: dict[str, Any] = {}
     for setting in SETTINGS:
-        text = environ.get(setting.name, "") or setting.unset
+        name = setting.name
         try:
+            if setting.is_secret and (file := environ.get(f"{name}_FILE", "")):
+                if environ.get(name, ""):
+                    raise ImproperlyConfigured(f"{name}: set this variable or {name}_FILE, not both")
+                name = f"{name}_FILE"
+                text = _read_secret_file(name, Path(file))
+            else:
+                text = environ.get(name, "") or setting.unset
             values[setting.name] = setting.read(text)
         except ValueError as error:
-            wrong.append(f"{setting.name}: invalid value, expected {error}")
+            wrong.append(f"{name}: invalid value, expected {error}")
+        except ImproperlyConfigured as error:
+            wrong.append(str(error))
     if wrong:
         raise ImproperlyConfigured("; ".join(wrong))
     return values
+
+
+def _read_secret_file(name: str, path: Path) -> str:
+    """Return the text of a file without its line end. Its group may read it, as with Kubernetes' `fsGroup`.
+
+    Raises ImproperlyConfigured with the variable, and never with the text.
+    """
+    try:
+        if path.stat().st_mode & 0o007:
+            raise ImproperlyConfigured(f"{name}: {path} can be read or changed by any user; run: chmod o= {path}")
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ImproperlyConfigured(f"{name}: {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ImproperlyConfigured(f"{name}: {path} is not a text file in UTF-8") from None
+    if not text:
+        raise ImproperlyConfigured(f"{name}: {path} is empty; write the value of {name.removesuffix('_FILE')} to it")
+    return text
 
 
 _RESERVED_SEGMENTS = frozenset({"", "v1", "admin", "static", "healthz", "readyz", "metrics"})
@@ -569,5 +610,6 @@ def settings_table() -> str:
     rows = ["| variable | unset means | what it does |", "|---|---|---|"]
     for setting in SETTINGS:
         unset = f"`{setting.unset}`" if setting.unset else "-"
-        rows.append(f"| `{setting.name}` | {unset} | {setting.doc} |")
+        file = f" `{setting.name}_FILE` names a file with it instead." if setting.is_secret else ""
+        rows.append(f"| `{setting.name}` | {unset} | {setting.doc}{file} |")
     return "\n".join(rows)

@@ -1,4 +1,4 @@
-"""Settings of single sign-on: complete or refused, each with one line that names the variable."""
+"""Settings of single sign-on and secrets in files: read, or refused with one line that names the variable."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.access.roles import Role
 from keyvault.access.single_sign_on import IdentityProvider
-from keyvault.project.configuration import find_identity_provider, read_settings
+from keyvault.project.configuration import SETTINGS, find_identity_provider, read_settings
 
 OIDC = {
     "KEYVAULT_OIDC_ISSUER": "https://id.example.com/realms/staff",
@@ -85,3 +85,75 @@ def test_single_sign_on_settings_that_are_wrong_are_refused(
     assert str(refused.value).startswith(f"{variable}: ")
     assert "\n" not in str(refused.value)
     assert OIDC["KEYVAULT_OIDC_CLIENT_SECRET"] not in str(refused.value)
+
+
+SECRETS = {
+    "KEYVAULT_DATABASE_URL": "postgres://keyvault:pass@db.example/keyvault",
+    "KEYVAULT_REDIS_URL": "redis://:pass@redis.example/0",
+    "KEYVAULT_BROKER_URL": "amqp://keyvault:pass@broker.example",
+    "KEYVAULT_MASTER_KEY": "A" * 43 + "=",
+    "KEYVAULT_SECRET_KEY": "s" * 50,
+    "KEYVAULT_OIDC_CLIENT_SECRET": "the client's",
+}
+
+
+def test_every_secret_setting_is_read_from_a_file(tmp_path: Path) -> None:
+    assert {setting.name for setting in SETTINGS if setting.is_secret} == set(SECRETS)
+    environ = {}
+    for name, text in SECRETS.items():
+        file = tmp_path / name
+        file.write_text(f"{text}\n")
+        file.chmod(0o440)
+        environ[f"{name}_FILE"] = str(file)
+    values = read_settings(environ)
+    assert {name: values[name] for name in SECRETS} == SECRETS
+
+
+@pytest.mark.parametrize("name", SECRETS)
+@pytest.mark.parametrize(
+    ("mode", "text", "said"),
+    [
+        (0o644, "SECRET-TEXT", "chmod o= "),
+        (0o640, " \n", "is empty"),
+        (0o640, None, "No such file"),
+        (0o640, b"\xff", "not a text file"),
+    ],
+)
+def test_secret_file_that_cannot_be_used_is_refused_by_its_variable(
+    name: str, mode: int, text: str | bytes | None, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        file.chmod(mode)
+    with pytest.raises(ImproperlyConfigured) as refused:
+        read_settings({f"{name}_FILE": str(file)})
+    assert str(refused.value).startswith(f"{name}_FILE: ")
+    assert said in str(refused.value)
+    assert "SECRET-TEXT" not in str(refused.value)
+
+
+def test_secret_in_a_variable_and_in_a_file_is_refused_without_its_text(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("x" * 50)
+    file.chmod(0o600)
+    both = {"KEYVAULT_SECRET_KEY": "SECRET-TEXT" * 5, "KEYVAULT_SECRET_KEY_FILE": str(file)}
+    with pytest.raises(ImproperlyConfigured, match=r"^KEYVAULT_SECRET_KEY: set this variable or .*, not both$"):
+        read_settings(both)
+
+
+def test_invalid_secret_in_a_file_is_refused_by_the_variable_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("SECRET-TEXT")
+    file.chmod(0o600)
+    with pytest.raises(ImproperlyConfigured) as refused:
+        read_settings({"KEYVAULT_SECRET_KEY_FILE": str(file)})
+    assert (
+        str(refused.value)
+        == "KEYVAULT_SECRET_KEY_FILE: invalid value, expected 50 characters or more, generated at random"
+    )
+
+
+def test_file_of_a_setting_that_is_no_secret_is_an_unknown_setting() -> None:
+    with pytest.raises(ImproperlyConfigured, match="KEYVAULT_ORIGIN_FILE: unknown setting"):
+        read_settings({"KEYVAULT_ORIGIN_FILE": "/run/origin"})

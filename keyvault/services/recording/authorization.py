@@ -1,5 +1,7 @@
 """Grants for the frontends, from the one decision function (`access.decision.decide`), and operators' principals."""
 
+import getpass
+import os
 from datetime import datetime
 
 from keyvault.access.decision import Denial, Grant, decide
@@ -61,6 +63,14 @@ def operator_principal(
     """Return the principal of an operator; a disabled operator has no roles."""
     roles = row.roles if row.is_active else frozenset()
     return OperatorPrincipal(row.username, row.person, roles, row.access_scope, channel, host_user)
+
+
+def find_host_user() -> str:
+    """Return the name of the user who runs this process, or its number: a container's user need not have a name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
 
 
 def _error(denial: Denial) -> NotFoundError | PermissionMissingError | StateConflictError:

@@ -12,8 +12,6 @@ Audit details are permanent, so they are redacted here regardless of the caller.
 with the user of the host.
 """
 
-import getpass
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,6 +34,7 @@ from keyvault.domain.redaction import redact
 from keyvault.models import Account
 from keyvault.models.recording import collect_subjects
 from keyvault.services.recording.audit_chain import NewEntry, append_entries, choose_slot
+from keyvault.services.recording.authorization import find_host_user
 from keyvault.services.recording.changes import announce_changes
 from keyvault.services.recording.revocation_log import append_ended
 from keyvault.services.recording.signals import accounts_changed, keys_changed
@@ -171,10 +170,7 @@ def _host_user(principal: Principal) -> str | None:
         return principal.host_user
     if principal.channel is not Channel.COMMAND_LINE:
         return None
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # A container's user need not have a name.
-        return f"uid {os.getuid()}"
+    return find_host_user()
 
 
 def _require(grant: Grant, permissions: frozenset[Permission], account: Account | None, within: AccessScope) -> None:

@@ -1,6 +1,5 @@
 """The operators of the demo; they use the same services as the console."""
 
-import getpass
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -15,7 +14,7 @@ from keyvault.models import Account, IssuanceRequest
 from keyvault.services.issuance import requests
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.operators.operators import find_operator
-from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.authorization import authorize, find_host_user
 
 MERCHANT = "acme"
 
@@ -55,5 +54,5 @@ def refusal_of(act: Callable[[], object]) -> str | None:
 
 
 def _grant(username: str, permission: Permission, account: Account, requester_person: str | None = None) -> Grant:
-    operator = find_operator(username, host_user=getpass.getuser())
+    operator = find_operator(username, host_user=find_host_user())
     return authorize(operator, permission, account, now=datetime.now(UTC), requester_person=requester_person)

@@ -1,0 +1,372 @@
+"""The files in deploy/ agree with the table of processes, with each other, and with what their tools accept."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from django.conf import settings
+
+from keyvault.management.service import beat_program, server_program, worker_program
+from keyvault.wire.planes import Plane
+from tests.architecture.deployment import (
+    COMPOSE,
+    CONTAINER_SETTINGS,
+    DEPLOY,
+    ROOT,
+    USER_ID,
+    Process,
+    files,
+    probe_command,
+    processes,
+)
+from tests.servers.nginx import find_nginx
+
+BASE = DEPLOY / "kubernetes" / "base"
+OVERLAYS = sorted((DEPLOY / "kubernetes" / "overlays").iterdir())
+KUBERNETES_VERSION = "1.34"
+CONTAINERFILE = DEPLOY / "container" / "Containerfile"
+MAX_EXPOSURE = 25
+"""Tenths of the exposure level of `systemd-analyze security`, which goes up to 10."""
+
+TABLE = {row.name: row for row in processes()}
+UNITS = [path for path in files() if path.suffix == ".service"]
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def objects(*folders: Path) -> list[dict[str, Any]]:
+    """Return the objects of Kubernetes in these folders."""
+    found = [each for folder in folders for path in sorted(folder.glob("*.yaml")) for each in documents(path)]
+    return [each for each in found if each["kind"] not in ("Kustomization", "Component")]
+
+
+def named(kind: str, name: str) -> dict[str, Any]:
+    (found,) = (
+        each for each in objects(BASE) if each["kind"] == kind and each["metadata"]["name"] == f"keyvault-{name}"
+    )
+    return found
+
+
+def your_service() -> dict[str, Any]:
+    """Return the smallest Deployment with the patch of the sidecar."""
+    (patched,) = objects(DEPLOY / "kubernetes" / "sidecar")
+    labels = {"app": "your-service"}
+    patched["spec"]["selector"] = {"matchLabels": labels}
+    patched["spec"]["template"]["metadata"] = {"labels": labels}
+    patched["spec"]["template"]["spec"]["containers"] = [{"name": "your-service", "image": "your-service"}]
+    return patched
+
+
+def pod_of(row: Process) -> dict[str, Any]:
+    if not row.once:
+        return dict(named("Deployment", row.name)["spec"]["template"])
+    if row.name == "migrate":
+        return dict(named("Job", row.name)["spec"]["template"])
+    return dict(named("CronJob", row.name)["spec"]["jobTemplate"]["spec"]["template"])
+
+
+# --- the table --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
+def test_file_in_deploy_equals_the_table_of_processes(path: Path) -> None:
+    """Run `python -m tests.architecture.deployment` to write it."""
+    assert path.read_text() == files()[path]
+
+
+def test_no_unit_lacks_a_process() -> None:
+    assert set((DEPLOY / "systemd").glob("*.service")) == set(UNITS)
+
+
+def test_workers_of_the_table_take_every_queue_once() -> None:
+    taken = [queue for row in TABLE.values() for queue in row.queues]
+    queues = {queue.name.partition(".")[0] for queue in settings.CELERY_TASK_QUEUES}
+    assert sorted(taken) == sorted(queues)
+
+
+def test_planes_of_the_table_are_all_served() -> None:
+    served = {plane for row in TABLE.values() for plane in row.environment.get("KEYVAULT_PLANES", "").split(",")} - {""}
+    assert served == set(Plane)
+
+
+def test_ports_of_the_table_are_distinct() -> None:
+    """On a host all processes listen at one address."""
+    ports = [port for row in TABLE.values() for port in (row.port, row.metrics) if port]
+    assert len(set(ports)) == len(ports)
+
+
+def test_programs_of_make_run_have_the_options_of_the_table() -> None:
+    """An option that both name has one value, except for addresses, the time to stop, and the volume of logs."""
+    for name, program in (
+        ("web", server_program(8000)),
+        ("worker-rotations", worker_program()),
+        ("beat", beat_program()),
+    ):
+        ours, theirs = _options(TABLE[name].command), _options(list(program.command))
+        both = (set(ours) & set(theirs)) - {"--workers-kill-timeout"}
+        assert {option: ours[option] for option in both} == {option: theirs[option] for option in both}
+    bounds = {"--backpressure", "--http1-header-read-timeout", "--no-ws", "--http", "--interface"}
+    assert bounds <= set(_options(TABLE["web"].command))
+
+
+def _options(command: list[str]) -> dict[str, str]:
+    words = [*command, "--"]
+    return {
+        word.partition("=")[0]: word.partition("=")[2] or ("" if after.startswith("-") else after)
+        for word, after in pairwise(words)
+        if word.startswith("--")
+    }
+
+
+# --- systemd ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def units_here(tmp_path: Path) -> list[Path]:
+    """The units with a program that exists on this machine, since `verify` looks for it."""
+    here = []
+    for path in UNITS:
+        text = re.sub(r"/opt/keyvault/\.venv/bin/\w+", sys.executable, path.read_text())
+        here.append(tmp_path / path.name)
+        here[-1].write_text(text.replace("/opt/keyvault", str(tmp_path)))
+    return here
+
+
+def test_units_pass_the_checks_of_systemd(units_here: list[Path]) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("no systemd-analyze on this machine")
+    done = subprocess.run([analyze, "verify", *units_here], capture_output=True, text=True, check=False)
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "keyvault-" in line]) == (0, [])
+    for unit in units_here:
+        security = [analyze, "security", "--offline=true", f"--threshold={MAX_EXPOSURE}", str(unit)]
+        done = subprocess.run(security, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+# --- the image --------------------------------------------------------------------------------------------
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return the instructions of the Containerfile with their continuation lines joined."""
+    lines = [line for line in CONTAINERFILE.read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ").splitlines()
+    return [(line.split(None, 1)[0], line.split(None, 1)[1].strip()) for line in joined if line.strip()]
+
+
+def final_stage() -> list[tuple[str, str]]:
+    found = instructions()
+    last = max(index for index, (word, _) in enumerate(found) if word == "FROM")
+    return found[last:]
+
+
+def test_image_runs_without_root_and_without_a_shell() -> None:
+    final = final_stage()
+    assert ("USER", f"{USER_ID}:{USER_ID}") in final
+    assert not [line for line in final if line[0] == "RUN"]
+    assert dict(final)["STOPSIGNAL"] == "SIGTERM"
+    started = json.loads(dict(final)["CMD"])
+    assert started == TABLE["web"].arguments("container")
+    check = dict(final)["HEALTHCHECK"].partition("CMD ")[2]
+    assert json.loads(check) == probe_command(TABLE["web"])
+
+
+def test_image_installs_the_lock_with_hashes_and_nothing_else() -> None:
+    installs = [text for word, text in instructions() if word == "RUN" and "install " in text]
+    (install,) = installs
+    assert "--require-hashes" in install
+    assert "--requirement requirements.txt" in install
+    assert "apt-get" not in CONTAINERFILE.read_text()
+
+
+def test_image_copies_only_what_the_ignore_file_lets_in() -> None:
+    copied = {
+        source
+        for word, text in instructions()
+        if word == "COPY" and not text.startswith("--from")
+        for source in text.split()[:-1]
+    }
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignore
+    assert {line[1:] for line in ignore if line.startswith("!")} == copied
+    assert [source for source in copied if not (ROOT / source).exists()] == []
+
+
+def test_containerfile_passes_hadolint() -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if hadolint is None:
+        pytest.skip("no hadolint for this machine")
+    done = subprocess.run([hadolint, "--no-color", CONTAINERFILE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+# --- Compose ----------------------------------------------------------------------------------------------
+
+
+def test_compose_services_refer_to_what_exists() -> None:
+    (compose,) = documents(COMPOSE)
+    services = compose["services"]
+    for name, service in services.items():
+        assert set(service.get("depends_on", ())) <= set(services), name
+        assert set(service.get("networks", ())) <= set(compose["networks"]), name
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            assert source in compose["volumes"] or (COMPOSE.parent / source).exists(), (name, source)
+        for file in service.get("env_file", ()):
+            assert (COMPOSE.parent / file).exists(), (name, file)
+        assert "image" in service, name
+
+
+def test_compose_runs_each_process_without_privileges() -> None:
+    (compose,) = documents(COMPOSE)
+    for name in (*TABLE, "secrets", "vault-bootstrap"):
+        service = compose["services"][name]
+        assert service["user"] == f"{USER_ID}:{USER_ID}"
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert "ports" not in service
+
+
+def test_compose_publishes_nginx_alone_and_on_this_machine_only() -> None:
+    (compose,) = documents(COMPOSE)
+    published = {name: service["ports"] for name, service in compose["services"].items() if "ports" in service}
+    assert list(published) == ["nginx"]
+    assert all(port.startswith("127.0.0.1:") for port in published["nginx"])
+
+
+def test_nginx_of_compose_has_a_valid_configuration(tmp_path: Path) -> None:
+    nginx = find_nginx()
+    if nginx is None:
+        pytest.skip("no nginx on this machine")
+    secrets = tmp_path / "servers"
+    secrets.mkdir()
+    subprocess.run([sys.executable, DEPLOY / "compose" / "make_secrets.py", tmp_path, secrets], check=True)
+    text = (DEPLOY / "compose" / "nginx.conf").read_text()
+    text = re.sub(r"server (?:web|verifier|console):", "server 127.0.0.1:", text)
+    text = text.replace("/run/secrets/servers", str(secrets)).replace("/dev/stdout", f"{tmp_path}/log")
+    for place in ("pid /tmp", "_path /tmp"):
+        assert place in text
+        text = text.replace(place, place.replace("/tmp", str(tmp_path)))  # noqa: S108  the folder of the container
+    (tmp_path / "nginx.conf").write_text(text)
+    command = [str(nginx), "-t", "-q", "-e", "stderr", "-c", str(tmp_path / "nginx.conf")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_secrets_of_the_sample_are_made_once(tmp_path: Path) -> None:
+    own, servers = tmp_path / "own", tmp_path / "servers"
+    own.mkdir()
+    servers.mkdir()
+    texts = []
+    for _ in range(2):
+        subprocess.run([sys.executable, DEPLOY / "compose" / "make_secrets.py", own, servers], check=True)
+        texts.append({path.name: path.read_bytes() for path in (*own.iterdir(), *servers.iterdir())})
+    assert texts[0] == texts[1]
+    assert {path.stat().st_mode & 0o777 for path in own.iterdir()} == {0o400}
+    assert {Path(path).name for name, path in CONTAINER_SETTINGS.items() if name.endswith("_FILE")} <= set(texts[0])
+
+
+# --- Kubernetes -------------------------------------------------------------------------------------------
+
+
+def test_kubernetes_objects_are_valid() -> None:
+    found = [*objects(BASE, *OVERLAYS), your_service()]
+    assert len(found) > 30
+    for each in found:
+        kubernetes_validate.validate(each, KUBERNETES_VERSION, strict=True)
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
+def test_kubernetes_pod_meets_the_restricted_standard(row: Process) -> None:
+    """The namespaces of the overlays enforce it."""
+    pod = pod_of(row)["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == USER_ID
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert writable == {"/var/lib/keyvault", "/tmp"}  # noqa: S108  the folder of the container
+    accounts = {each["metadata"]["name"] for each in objects(BASE) if each["kind"] == "ServiceAccount"}
+    assert pod["serviceAccountName"] in accounts
+
+
+def test_kubernetes_selectors_match_pods() -> None:
+    pods = [pod_of(row)["metadata"]["labels"] for row in TABLE.values()]
+    for each in objects(BASE):
+        if each["kind"] == "NetworkPolicy":
+            selector = each["spec"]["podSelector"]
+        elif each["kind"] == "Service":
+            selector = {"matchLabels": each["spec"]["selector"]}
+        elif each["kind"] in ("Deployment", "PodDisruptionBudget"):
+            selector = each["spec"]["selector"]
+        else:
+            continue
+        assert any(_selects(selector, labels) for labels in pods), each["metadata"]["name"]
+
+
+def _selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    plain = selector.get("matchLabels", {}).items() <= labels.items()
+    return plain and all(labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", ()))
+
+
+def test_kubernetes_policies_deny_by_default_and_open_the_way_out_to_those_that_need_it() -> None:
+    default = named("NetworkPolicy", "default")["spec"]
+    assert (default["policyTypes"], default["ingress"]) == (["Ingress", "Egress"], [])
+    outside = named("NetworkPolicy", "outside")["spec"]["podSelector"]
+    for row in TABLE.values():
+        labels = pod_of(row)["metadata"]["labels"]
+        assert _selects(default["podSelector"], labels)
+        assert _selects(outside, labels) is row.reaches_out
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_kubernetes_overlay_refers_to_what_exists(overlay: Path) -> None:
+    (kustomization,) = documents(overlay / "kustomization.yaml")
+    for resource in kustomization["resources"]:
+        assert (overlay / resource).exists()
+    names = {(each["kind"], each["metadata"]["name"]) for each in objects(BASE)}
+    for replicas in kustomization["replicas"]:
+        assert ("Deployment", replicas["name"]) in names
+    for patch in kustomization.get("patches", ()):
+        kind, name = patch["target"]["kind"], patch["target"].get("name")
+        assert any(kind == its and name in (None, own) for its, own in names)
+    generated = {each["name"] for each in kustomization["configMapGenerator"]}
+    used = {
+        source["configMapRef"]["name"]
+        for row in TABLE.values()
+        for source in pod_of(row)["spec"]["containers"][0]["envFrom"]
+    }
+    mounted = {
+        volume["configMap"]["name"]
+        for row in TABLE.values()
+        for volume in pod_of(row)["spec"]["volumes"]
+        if "configMap" in volume
+    }
+    assert used | mounted == generated
+    for path in (each for generator in kustomization["configMapGenerator"] for each in generator.get("files", ())):
+        assert (overlay / path).exists()
+    services = {each["metadata"]["name"] for each in objects(BASE) if each["kind"] == "Service"}
+    routed = {
+        path["backend"]["service"]["name"]
+        for each in objects(overlay)
+        if each["kind"] == "Ingress"
+        for rule in each["spec"]["rules"]
+        for path in rule["http"]["paths"]
+    }
+    assert routed == services
