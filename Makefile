@@ -10,10 +10,10 @@ CODE = keyvault rotation tests manage.py deploy/compose/make_secrets.py
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run check check-types check-pure test test-long test-next fuzz faults simulate mutations bench audit sbom errors lock clean ready-to-run ready-to-test
+.PHONY: help demo run check check-types check-pure test test-long test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
 
 help: ## list the targets
-	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: ready-to-run ## show the lifecycle of a key, live, in a temporary data folder; under 3 minutes
 	@exec $(BIN)/python manage.py demo
@@ -61,6 +61,9 @@ fuzz: ready-to-test ## send 1,000,000 malformed byte streams and 100,000 request
 faults: ready-to-test ## kill, stop, lose and duplicate parts of the service under traffic; about 30 minutes (ARGS='crash --seed 1')
 	@exec $(BIN)/python -m tests.faults $(ARGS)
 
+upgrade-test: ready-to-test ## upgrade and roll back under traffic, beside the last release; about 4 minutes (ARGS='upgrade --seconds 10')
+	@exec $(BIN)/python -m tests.upgrade $(ARGS)
+
 simulate: ready-to-test ## rotate a fleet for a simulated year and check the invariants; minutes (ARGS='engine --seed N --steps N')
 	@exec $(BIN)/python -m tests.simulator $(ARGS)
 
@@ -79,6 +82,10 @@ sbom: ## write sbom.json, the bill of materials of requirements.txt in CycloneDX
 	@$(call install,tests/tools/requirements.txt,$(TOOLS))
 	$(TOOLS)/bin/cyclonedx-py requirements requirements.txt --output-reproducible --output-file sbom.json
 
+docs: ready-to-test ## build the documentation site in .site/, and check its links; needs no network once it is installed
+	@$(call install,docs/requirements.txt,$(VENV)/docs)
+	@exec $(BIN)/python -m tests.site $(ARGS)
+
 errors: ready-to-run ## print every error code with cause and remedy, as in docs/errors.md
 	@exec $(BIN)/python manage.py show_errors
 
@@ -91,9 +98,10 @@ lock: ready-to-test ## write each requirements.txt from its .in file (ARGS=--upg
 	$(COMPILE) $(ARGS) tests/requirements.in --output-file tests/requirements.txt
 	$(COMPILE) $(ARGS) tests/bench/requirements.in --output-file tests/bench/requirements.txt
 	$(COMPILE) $(ARGS) tests/tools/requirements.in --output-file tests/tools/requirements.txt
+	$(COMPILE) $(ARGS) docs/requirements.in --output-file docs/requirements.txt
 
 clean: ## remove .venv/ and caches, but no data
-	rm -rf .venv sbom.json .stamp-lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .site sbom.json .stamp-lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find keyvault rotation tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ready-to-run:

@@ -7,6 +7,7 @@ import pytest
 from django.core.management import get_commands, load_command_class
 
 from keyvault.project.configuration import SETTINGS
+from tests.architecture import reference
 from tests.architecture.pages import ERRORS, errors_page, parts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -16,7 +17,7 @@ PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "keyvault" / "README.md",
     ROOT / "keyvault" / "hotpath" / "README.md",
     ROOT / "rotation" / "README.md",
@@ -38,6 +39,12 @@ def test_docs_generated_part_equals_the_code(name: str) -> None:
 def test_docs_errors_page_equals_the_code() -> None:
     """Run `python -m tests.architecture.test_docs` to write it."""
     assert ERRORS.read_text() == errors_page()
+
+
+@pytest.mark.parametrize("page", reference.pages(), ids=lambda page: page.stem)
+def test_docs_page_of_the_reference_equals_the_code(page: Path) -> None:
+    """Run `python -m tests.architecture.test_docs` to write it."""
+    assert page.read_text() == reference.pages()[page]()
 
 
 def test_docs_links_lead_to_files_and_headings() -> None:
@@ -169,3 +176,5 @@ if __name__ == "__main__":
     for generated in parts():
         generated.write()
     ERRORS.write_text(errors_page())
+    for path, write in reference.pages().items():
+        path.write_text(write())

@@ -7,8 +7,8 @@ import pytest
 from tests.architecture.checkout import ROOT
 
 LOCKS = ("requirements.txt", "tests/requirements.txt")
-APART = ("tests/bench/requirements.txt", "tests/tools/requirements.txt")
-"""Locks of environments of their own: of the servers that the benchmark compares with, and of `make audit`."""
+APART = ("tests/bench/requirements.txt", "tests/tools/requirements.txt", "docs/requirements.txt")
+"""Locks of environments of their own: of the servers that the benchmark compares with, of `make audit`, of the site."""
 PIN = re.compile(r"(?P<name>[a-z0-9-]+)(?:\[[a-z0-9,-]+\])?==(?P<version>[^ ;\\]+)(?P<condition> ; [^\\]+)?")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
@@ -70,6 +70,7 @@ def test_lock_names_no_address_or_folder_of_a_machine(lock: str) -> None:
         ("tests/requirements.in", "tests/requirements.txt", "-r tests/requirements.in"),
         ("tests/bench/requirements.in", "tests/bench/requirements.txt", "-r tests/bench/requirements.in"),
         ("tests/tools/requirements.in", "tests/tools/requirements.txt", "-r tests/tools/requirements.in"),
+        ("docs/requirements.in", "docs/requirements.txt", "-r docs/requirements.in"),
     ],
 )
 def test_lock_answers_exactly_what_its_source_asks_for(source: str, lock: str, mark: str) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
@@ -14,6 +13,7 @@ from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers.installation import record_compatibility
 from keyvault.services.peppers.ring import ensure_peppers
 from keyvault.services.revocations.log_opening import open_revocation_log, recover_revocation_log
+from keyvault.services.startup.migrating import migrate
 from keyvault.services.startup.startup_checks import format_log_loss, require_compatible_release
 
 
@@ -22,7 +22,7 @@ class Command(JsonCommand):
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         if self._needs_migration():
-            call_command("migrate", interactive=False, verbosity=0)
+            migrate()
         # Recorded before the secret backend is needed: otherwise a process of an old release could start first.
         record_compatibility(self.now)
         ensure_peppers(self.now)

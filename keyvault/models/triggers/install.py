@@ -1,9 +1,9 @@
 """Create, drop and list the triggers of every registered app."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol
 
-from django.db import connections, transaction
+from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 
@@ -25,9 +25,9 @@ _rules: dict[str, tuple[TriggerRule, ...]] = {
 class Renderer(Protocol):
     """One database's dialect."""
 
-    def create_statements(
-        self, guards: Iterable[WriteGuard], never_truncated: Iterable[str], prefix: str
-    ) -> Iterator[str]: ...
+    def restore(
+        self, connection: BaseDatabaseWrapper, guards: Iterable[WriteGuard], never_truncated: Iterable[str], prefix: str
+    ) -> None: ...
 
     def drop_all(self, cursor: CursorWrapper, prefix: str) -> None: ...
 
@@ -64,15 +64,11 @@ def restore_triggers(using: str, **_: Any) -> None:
 
 
 def ensure_triggers(connection: BaseDatabaseWrapper) -> None:
-    """Create the triggers of every existing table in one transaction; repeatable."""
-    with transaction.atomic(using=connection.alias):
-        drop_triggers(connection)
-        tables = set(connection.introspection.table_names())
-        guards = [guard for guard in list_guards() if guard.table in tables and _reads_only(guard, tables)]
-        never_truncated = [table for table in list_never_truncated() if table in tables]
-        with connection.cursor() as cursor:
-            for statement in _RENDERERS[connection.vendor].create_statements(guards, never_truncated, _PREFIX):
-                cursor.execute(statement)
+    """Create the triggers of every existing table, and drop those that no rule has any more; repeatable."""
+    tables = set(connection.introspection.table_names())
+    guards = [guard for guard in list_guards() if guard.table in tables and _reads_only(guard, tables)]
+    never_truncated = [table for table in list_never_truncated() if table in tables]
+    _RENDERERS[connection.vendor].restore(connection, guards, never_truncated, _PREFIX)
 
 
 def drop_triggers(connection: BaseDatabaseWrapper) -> None:

@@ -1,19 +1,25 @@
 """Triggers in SQLite's dialect."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
+from django.db import transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 
 from keyvault.models.triggers.rules import WriteGuard
 
 
-def create_statements(guards: Iterable[WriteGuard], never_truncated: Iterable[str], prefix: str) -> Iterator[str]:
-    """Yield the statements that create the triggers. SQLite has no TRUNCATE."""
-    for guard in guards:
-        yield (
-            f"CREATE TRIGGER {prefix}{guard.name} BEFORE {guard.when} ON {guard.table} FOR EACH ROW "
-            f"WHEN {guard.condition} BEGIN SELECT RAISE(ABORT, '{guard.message}'); END"
-        )
+def restore(
+    connection: BaseDatabaseWrapper, guards: Iterable[WriteGuard], never_truncated: Iterable[str], prefix: str
+) -> None:
+    """Create all triggers again, in one transaction. SQLite has no TRUNCATE."""
+    with transaction.atomic(using=connection.alias), connection.cursor() as cursor:
+        drop_all(cursor, prefix)
+        for guard in guards:
+            cursor.execute(
+                f"CREATE TRIGGER {prefix}{guard.name} BEFORE {guard.when} ON {guard.table} FOR EACH ROW "
+                f"WHEN {guard.condition} BEGIN SELECT RAISE(ABORT, '{guard.message}'); END"
+            )
 
 
 def drop_all(cursor: CursorWrapper, prefix: str) -> None:
