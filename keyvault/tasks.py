@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from celery import shared_task
 
-from keyvault.services import maintenance
+from keyvault.services import alarm_messages, maintenance
 from keyvault.services.audit import checkpoints
 from keyvault.services.reconciliation import reconciliation
 from keyvault.services.webhooks import deliveries
@@ -27,6 +27,12 @@ def issue_approved(environment: str = "") -> None:
 def deliver_webhooks(environment: str = "") -> None:
     if shared_jobs.begin("deliver_webhooks", environment):
         deliveries.deliver_due()
+
+
+@shared_task(name="keyvault.tasks.send_alarms")
+def send_alarms(environment: str = "") -> None:
+    if shared_jobs.begin("send_alarms", environment):
+        alarm_messages.send_due()
 
 
 @shared_task(name="keyvault.tasks.sign_checkpoints")

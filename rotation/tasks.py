@@ -6,6 +6,7 @@ from typing import Any
 from celery import current_app, shared_task
 
 from keyvault.services.work.shared_jobs import shared_jobs
+from keyvault.wire.trace_context import traced
 from rotation.services.campaigns.runner import tick
 from rotation.services.rotations import engine, side_effects, turns
 from rotation.services.rotations.turns import Turn
@@ -25,7 +26,10 @@ def advance_rotation(rotation_id: str) -> None:
 
 def send_turn(turn: Turn) -> None:
     """Send the message of one turn. Raises what the broker's client raises, after one attempt."""
-    advance_rotation.apply_async((turn.rotation_id,), queue=_queue_of(turn.environment, turn.is_urgent), retry=False)
+    with traced(turn.traceparent):
+        advance_rotation.apply_async(
+            (turn.rotation_id,), queue=_queue_of(turn.environment, turn.is_urgent), retry=False
+        )
 
 
 def count_messages(environment: str, is_urgent: bool) -> int:

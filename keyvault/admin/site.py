@@ -51,6 +51,7 @@ from keyvault.admin.oversight.audit import AuditEntryAdmin
 from keyvault.admin.oversight.break_glass import BreakGlassAdmin
 from keyvault.admin.oversight.inbox import NoticeAdmin
 from keyvault.admin.oversight.refusals import RefusalAdmin
+from keyvault.backends import meters
 from keyvault.domain.errors import ErrorCode, KeyvaultError
 from keyvault.models import (
     Account,
@@ -74,6 +75,7 @@ from keyvault.models import (
 )
 from keyvault.services.sessions.sign_in import sign_out
 from keyvault.services.sessions.step_up import has_passed_second_factor
+from keyvault.wire.planes import Plane
 
 MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (IssuanceRequest, IssuanceRequestAdmin),
@@ -234,6 +236,7 @@ class ConsoleSite(AdminSite):
                 else:
                     response = view(request, *args, **kwargs)
             except KeyvaultError as error:
+                meters.note_denial(Plane.CONSOLE, error.code)
                 _log.info("refused", extra={"code": error.code, "internal": error.internal, "path": request.path})
                 response = problem_page(self, request, error.code, error.detail)
             except IntegrityError:

@@ -15,6 +15,7 @@ from rest_framework.views import APIView
 from keyvault.access.decision import Denial
 from keyvault.access.limits import RateLimitedError
 from keyvault.api.middleware import request_id_of
+from keyvault.backends import meters
 from keyvault.domain.errors import (
     ABSENT,
     DependencyUnavailableError,
@@ -26,6 +27,7 @@ from keyvault.domain.errors import (
 )
 from keyvault.domain.redaction import redact
 from keyvault.wire.limits import limit_headers
+from keyvault.wire.planes import Plane, find_plane
 from keyvault.wire.problems import CONTENT_TYPE, Problem, problem
 
 _log = logging.getLogger(__name__)
@@ -50,6 +52,9 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response |
     if found is None:
         _log.error("unhandled", exc_info=error, extra={"request_id": request_id})
         found = problem(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.", request_id)
+    if find_plane(context["request"]._request.path_info) is Plane.SERVICE:
+        # Denials on the integration plane are verdicts, and counted with them.
+        meters.note_denial(Plane.SERVICE, str(found.body["code"]))
     # REST framework overwrites the response's headers with the view's, so these are set on the view.
     allow = {"Allow": ", ".join(view_methods)} if view_methods else {}
     view.headers = {**view.headers, **allow, **found.headers}

@@ -34,6 +34,7 @@ from keyvault.api.idempotency import answer_once
 from keyvault.api.middleware import raw_url, request_id_of
 from keyvault.api.openapi_components import Schema
 from keyvault.api.parsers import StrictJSONParser
+from keyvault.backends import meters
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, Fault, RequestInvalidError
 from keyvault.models import Account
@@ -183,6 +184,8 @@ class IntegrationView(APIView):
             endpoint=name,
             origin=presented.origin,
         )
+        is_allowed = not isinstance(judgement.verdict, Denial)
+        meters.note_verification(VerificationEntryPoint.INTEGRATION, is_allowed=is_allowed, source="rules")
         return judgement
 
     def _note_refusal(

@@ -3,6 +3,7 @@
 import logging
 import secrets
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,12 +13,14 @@ from django.http.request import split_domain_port
 
 from keyvault.access.catalog import is_canonical_path
 from keyvault.access.verification import find_exposed
+from keyvault.backends import meters
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.redaction import redact
 from keyvault.wire.headers import REQUEST_ID, clean_client_request_id, mint_request_id
 from keyvault.wire.planes import DOCS, METRICS, Plane, find_plane
 from keyvault.wire.problems import CONTENT_TYPE, problem
+from keyvault.wire.trace_context import TRACEPARENT, traced
 
 RAW_PATH = "keyvault.raw_path"
 """Key in `request.META`: the path as sent, before percent-decoding. Only our own server sets it."""
@@ -39,7 +42,14 @@ class RequestMiddleware:
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
         request.request_id = mint_request_id(secrets.token_bytes)  # type: ignore[attr-defined]  # for `request_id_of`
+        with traced(request.headers.get(TRACEPARENT)):
+            return self._answer(request)
+
+    def _answer(self, request: HttpRequest) -> HttpResponse:
+        begun_at = monotonic()
         response = self.get_response(request)
+        plane = find_plane(request.path_info)
+        meters.note_request("other" if plane is None else plane, response.status_code, monotonic() - begun_at)
         request_id = request_id_of(request)
         response[REQUEST_ID] = request_id
         if not request.path_info.startswith("/static/"):

@@ -705,6 +705,22 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
+            name='AlarmDelivery',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('channel', models.CharField(choices=[('email', 'email'), ('webhook', 'webhook')], max_length=32)),
+                ('attempts', models.PositiveSmallIntegerField(default=0)),
+                ('created_at', models.DateTimeField()),
+                ('due_at', models.DateTimeField()),
+                ('last_error', models.CharField(blank=True, max_length=300)),
+                ('notice', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='alarm_deliveries', to='keyvault.notice')),
+            ],
+            options={
+                'indexes': [models.Index(fields=['channel', 'due_at', 'id'], name='alarm_delivery_due'), models.Index(fields=['created_at'], name='alarm_delivery_old')],
+                'constraints': [models.UniqueConstraint(fields=('notice', 'channel'), name='alarm_delivery_once'), models.CheckConstraint(condition=models.Q(('channel__in', ['email', 'webhook'])), name='alarm_delivery_channel')],
+            },
+        ),
+        migrations.CreateModel(
             name='WebhookBreaker',
             fields=[
                 ('endpoint', models.OneToOneField(on_delete=django.db.models.deletion.PROTECT, primary_key=True, related_name='breaker', serialize=False, to='keyvault.webhookendpoint')),

@@ -8,7 +8,14 @@ from keyvault.models.issuance import IssuanceApproval, IssuanceRequest
 from keyvault.models.keys import Credential, Key, Material
 from keyvault.models.leases import WorkLease
 from keyvault.models.merchants import Account, Merchant, MerchantStatus, ProviderConnection, WebhookEndpoint
-from keyvault.models.notifications import DeliveryState, Notice, WebhookBreaker, WebhookDelivery
+from keyvault.models.notifications import (
+    AlarmChannel,
+    AlarmDelivery,
+    DeliveryState,
+    Notice,
+    WebhookBreaker,
+    WebhookDelivery,
+)
 from keyvault.models.operator_changes import (
     OperatorChange,
     OperatorChangeApproval,
@@ -27,6 +34,8 @@ from keyvault.models.verifiers import Confirmation, Verifier
 
 __all__ = [
     "Account",
+    "AlarmChannel",
+    "AlarmDelivery",
     "AuditChain",
     "AuditCheckpoint",
     "AuditEntry",

@@ -111,6 +111,40 @@ class WebhookDelivery(models.Model):
         return f"{self.notice_id} to {self.endpoint_id}: {self.state}"
 
 
+class AlarmChannel(models.TextChoices):
+    """How operators receive alarms outside of the console."""
+
+    EMAIL = "email"
+    WEBHOOK = "webhook"
+
+
+class AlarmDelivery(models.Model):
+    """An alarm that operators have not received over a channel. The row is deleted with its delivery.
+
+    `due_at`: when the next attempt is made; an attempt under way moves it.
+    """
+
+    notice = models.ForeignKey(Notice, models.PROTECT, related_name="alarm_deliveries")
+    channel = choice(AlarmChannel)
+    attempts = models.PositiveSmallIntegerField(default=0)
+    created_at = models.DateTimeField()
+    due_at = models.DateTimeField()
+    last_error = models.CharField(max_length=300, blank=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["notice", "channel"], name="alarm_delivery_once"),
+            choices_check("alarm_delivery_channel", "channel", AlarmChannel),
+        ]
+        indexes = [
+            models.Index(fields=["channel", "due_at", "id"], name="alarm_delivery_due"),
+            models.Index(fields=["created_at"], name="alarm_delivery_old"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.notice_id} by {self.channel}"
+
+
 class WebhookBreaker(models.Model):
     """The circuit breaker of an endpoint whose last attempt got no reply; deleted with the next reply.
 

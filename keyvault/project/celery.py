@@ -4,15 +4,18 @@ import logging
 import os
 import signal
 import threading
+from time import monotonic
 from typing import Any
 
-from celery import Celery
+from celery import Celery, Task
 from celery.beat import Service
-from celery.signals import beat_init, task_postrun, task_prerun, worker_init, worker_ready
+from celery.signals import beat_init, before_task_publish, task_postrun, task_prerun, worker_init, worker_ready
+
+from keyvault.wire.trace_context import TRACEPARENT, current_traceparent, traced
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
 
-app = Celery("keyvault")
+app = Celery("keyvault", task_cls="keyvault.project.celery:TracedTask")
 app.config_from_object("django.conf:settings", namespace="CELERY")
 app.autodiscover_tasks()  # of every installed app
 
@@ -22,9 +25,11 @@ _log = logging.getLogger(__name__)
 @worker_init.connect
 def _check_startup(**_: Any) -> None:
     """Exit if misconfigured: a wrong keystore would discard keys and issue others that nothing can verify."""
+    from keyvault.services.startup.metrics import serve_metrics_or_exit
     from keyvault.services.startup.startup_checks import start_or_exit
 
     start_or_exit("worker")  # Celery ignores other exceptions of a signal handler
+    serve_metrics_or_exit("worker")
 
 
 @beat_init.connect
@@ -32,11 +37,14 @@ def _check_beat(**_: Any) -> None:
     """Exit if beat must not run here. Close the connection, because this thread reads nothing else."""
     from django.db import connection
 
+    from keyvault.services.startup.metrics import serve_metrics_or_exit
     from keyvault.services.startup.processes import process_watch
     from keyvault.services.startup.startup_checks import start_or_exit
 
     start_or_exit("beat", needs_peppers=False)
     connection.close()
+    if threading.current_thread() is threading.main_thread():  # in a thread of the worker, that serves them
+        serve_metrics_or_exit("beat")
     process_watch.report_as("beat")
 
 
@@ -48,6 +56,30 @@ def _close_old_connections(sender: Any, **_: Any) -> None:
 
     if not sender.request.is_eager:
         close_old_connections()
+
+
+@before_task_publish.connect
+def _pass_trace_on(headers: dict[str, Any], **_: Any) -> None:
+    if traceparent := current_traceparent():
+        headers.setdefault(TRACEPARENT, traceparent)
+
+
+class TracedTask(Task):  # type: ignore[type-arg]  # it has no arguments at run time
+    """A task that runs in the trace of the request that caused it, and counts its duration."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from keyvault.backends import meters
+
+        begun_at, is_done = monotonic(), False
+        try:
+            with traced(self.request.get(TRACEPARENT)):
+                result = super().__call__(*args, **kwargs)
+            is_done = True
+            return result
+        finally:
+            meters.note_task(self.name, monotonic() - begun_at, is_done=is_done)
 
 
 @worker_init.connect

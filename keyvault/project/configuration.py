@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from django.core.exceptions import ImproperlyConfigured
 
@@ -23,8 +23,9 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import BRAND
 from keyvault.domain.networks import IPNetwork, parse_network
 from keyvault.domain.plaintext import Plaintext
-from keyvault.wire.destinations import is_protected_url
+from keyvault.wire.destinations import is_protected_url, parse_url
 from keyvault.wire.planes import Plane
+from keyvault.wire.webhooks import SecretInvalidError, require_secret
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -192,6 +193,61 @@ def _second_factors(text: str) -> frozenset[tuple[str, str]]:
     return frozenset(pairs)
 
 
+def _address(text: str) -> str:
+    if text and re.fullmatch(r"[!-?A-~]{1,64}@[0-9A-Za-z.-]{1,190}", text) is None:
+        raise ValueError("an e-mail address such as keyvault@example.com")
+    return text
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    return tuple(_address(word) for word in _split_list(text))
+
+
+@dataclass(frozen=True, slots=True)
+class SmtpServer:
+    """The mail server. `is_tls`: TLS from the first byte; `is_starttls`: TLS by STARTTLS, else the mail is not sent."""
+
+    host: str
+    port: int
+    user: str
+    password: Plaintext
+    is_tls: bool
+    is_starttls: bool
+
+
+def _smtp(text: str) -> SmtpServer | None:
+    """Return the server of the URL. Plain SMTP is for this machine only."""
+    if not text:
+        return None
+    wrong = ValueError("a URL such as smtps://user:password@mail.example.com")  # the text contains a password
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise wrong from None
+    if parts.scheme not in {"smtp", "smtps"} or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise wrong
+    is_tls = parts.scheme == "smtps"
+    is_local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
+    return SmtpServer(
+        parts.hostname,
+        port or (465 if is_tls else 587),
+        unquote(parts.username or ""),
+        Plaintext(unquote(parts.password or "")),
+        is_tls,
+        is_starttls=not is_tls and not is_local,
+    )
+
+
+def _webhook_secret(text: str) -> str:
+    if text:
+        try:
+            require_secret(text)
+        except SecretInvalidError:
+            raise ValueError("whsec_ and the base64 of 24 to 64 bytes") from None
+    return text
+
+
 def _split_list(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
@@ -315,8 +371,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_METRICS",
         "on",
-        "Where a server or verifier answers `/metrics`: `on`, with its other paths; `HOST:PORT`, at this address only; "
-        "or `off`. Processes of one program share the address; different programs need different ones.",
+        "Where a process answers `/metrics`: `HOST:PORT`, at this address only; `on`, a server or verifier with its "
+        "other paths; or `off`. Workers and beat need an address. Processes of one program share it; different "
+        "programs need different ones, unless they share PROMETHEUS_MULTIPROC_DIR.",
         _metrics,
     ),
     Setting(
@@ -400,6 +457,41 @@ SETTINGS: tuple[Setting, ...] = (
         "Your own networks that webhooks may be sent to, also over plain http, separated by commas: `10.1.0.0/16`. "
         "Unset: public addresses only, over https. `SSL_CERT_FILE` adds a CA of your own.",
         _networks,
+    ),
+    Setting(
+        "KEYVAULT_ALARM_EMAILS",
+        "",
+        "Addresses that get the operators' alarms by e-mail, separated by commas. Needs `KEYVAULT_SMTP_URL` and "
+        "`KEYVAULT_ALARM_SENDER`. Set these for all processes: each may raise an alarm.",
+        _addresses,
+    ),
+    Setting("KEYVAULT_ALARM_SENDER", "", "Sender of these e-mails, such as `keyvault@example.com`.", _address),
+    Setting(
+        "KEYVAULT_SMTP_URL",
+        "",
+        "The mail server: `smtps://USER:PASSWORD@HOST` (TLS), or `smtp://USER:PASSWORD@HOST:587` (STARTTLS, required "
+        "except on this machine). Write special characters of the password as %XX.",
+        _smtp,
+        is_secret=True,
+    ),
+    Setting(
+        "KEYVAULT_ALARM_WEBHOOK",
+        "",
+        "URL that gets the operators' alarms, signed like the merchants' webhooks. Allowed addresses: see "
+        "`KEYVAULT_WEBHOOK_NETWORKS`. Needs `KEYVAULT_ALARM_WEBHOOK_SECRET`.",
+    ),
+    Setting(
+        "KEYVAULT_ALARM_WEBHOOK_SECRET",
+        "",
+        "Signs these messages: `whsec_` and the base64 of 24 to 64 random bytes.",
+        _webhook_secret,
+        is_secret=True,
+    ),
+    Setting(
+        "KEYVAULT_ALARM_REPEAT_MINUTES",
+        "60",
+        "Interval in which alarms are sent again until an operator marks them as seen, in minutes.",
+        _count(1),
     ),
     Setting(
         "KEYVAULT_REFUSAL_DAYS",
@@ -574,6 +666,25 @@ def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:
                     f"expected another host or path than that of {other}"
                 )
     return found
+
+
+def find_alarm_channels(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the channels of operators' alarms. Raises ImproperlyConfigured if their settings are incomplete."""
+    found = []
+    if values["KEYVAULT_ALARM_EMAILS"]:
+        for name in ("KEYVAULT_SMTP_URL", "KEYVAULT_ALARM_SENDER"):
+            if not values[name]:
+                raise ImproperlyConfigured(f"{name}: required by KEYVAULT_ALARM_EMAILS")
+        found.append("email")
+    if values["KEYVAULT_ALARM_WEBHOOK"]:
+        if not values["KEYVAULT_ALARM_WEBHOOK_SECRET"]:
+            raise ImproperlyConfigured("KEYVAULT_ALARM_WEBHOOK_SECRET: required by KEYVAULT_ALARM_WEBHOOK")
+        try:
+            parse_url(values["KEYVAULT_ALARM_WEBHOOK"], values["KEYVAULT_WEBHOOK_NETWORKS"])
+        except ValueError as error:
+            raise ImproperlyConfigured(f"KEYVAULT_ALARM_WEBHOOK: invalid value, it {error}") from None
+        found.append("webhook")
+    return tuple(found)
 
 
 _OIDC_REQUIRED = ("KEYVAULT_OIDC_CLIENT_ID", "KEYVAULT_OIDC_ROLE_MAP")

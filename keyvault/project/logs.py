@@ -5,6 +5,8 @@ import logging
 from datetime import UTC, datetime
 
 from keyvault.domain.redaction import redact
+from keyvault.project.log_events import find_event
+from keyvault.wire.trace_context import current_trace_id
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
@@ -20,7 +22,9 @@ class RedactedJSONFormatter(logging.Formatter):
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
+            **({"event": event} if (event := find_event(record.msg)) else {}),
             "message": _message(record),
+            **({"trace_id": trace_id} if (trace_id := current_trace_id()) else {}),
             **{name: str(value) for name, value in vars(record).items() if name not in _STANDARD},
         }
         if record.exc_info:

@@ -13,7 +13,15 @@ from keyvault.access.limits import SESSION_SECONDS
 from keyvault.backends.private_files import ensure_private_directory, ensure_private_file, read_or_make_secret
 from keyvault.domain.networks import IPNetwork
 from keyvault.domain.origins import to_domain
-from keyvault.project.configuration import ROOT, find_base_urls, find_identity_provider, read_settings
+from keyvault.domain.plaintext import Plaintext
+from keyvault.project.configuration import (
+    ROOT,
+    SmtpServer,
+    find_alarm_channels,
+    find_base_urls,
+    find_identity_provider,
+    read_settings,
+)
 from keyvault.project.file_broker import EXCHANGE, prepare_folder
 
 _values = read_settings()
@@ -54,6 +62,11 @@ USAGE_HOUR_DAYS: int = _values["KEYVAULT_USAGE_HOUR_DAYS"]
 USAGE_DAYS: int = _values["KEYVAULT_USAGE_DAYS"]
 REVOCATION_LOG = DATA_DIR / _values["KEYVAULT_REVOCATION_LOG"]
 WEBHOOK_NETWORKS: tuple[IPNetwork, ...] = _values["KEYVAULT_WEBHOOK_NETWORKS"]
+ALARM_EMAILS: tuple[str, ...] = _values["KEYVAULT_ALARM_EMAILS"]
+ALARM_WEBHOOK: str = _values["KEYVAULT_ALARM_WEBHOOK"]
+ALARM_WEBHOOK_SECRET = Plaintext(_values["KEYVAULT_ALARM_WEBHOOK_SECRET"])
+ALARM_REPEAT_SECONDS: int = _values["KEYVAULT_ALARM_REPEAT_MINUTES"] * 60
+ALARM_CHANNELS = find_alarm_channels(_values)
 REFUSAL_DAYS: int = _values["KEYVAULT_REFUSAL_DAYS"]
 CUSTOMER_TOKEN_DAYS: int = _values["KEYVAULT_CUSTOMER_TOKEN_DAYS"]
 DELIVERY_DAYS: int = _values["KEYVAULT_DELIVERY_DAYS"]
@@ -186,6 +199,12 @@ AUTH_PASSWORD_VALIDATORS = [
     {"NAME": "django.contrib.auth.password_validation.UserAttributeSimilarityValidator"},
     {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
 ]
+
+# --- mail: alarms to operators, see `services.alarm_messages` ----------------------------------------------
+
+SMTP_SERVER: SmtpServer | None = _values["KEYVAULT_SMTP_URL"]
+DEFAULT_FROM_EMAIL: str = _values["KEYVAULT_ALARM_SENDER"]
+EMAIL_TIMEOUT = 10
 
 # --- allauth: second factors of operators -----------------------------------------------------------------
 
@@ -332,6 +351,8 @@ _shared_jobs = {
     # The task checks whether the nightly run is due.
     "reconcile-backend": ("keyvault.tasks.reconcile_backend", 600.0, "maintenance"),
 }
+if ALARM_CHANNELS:
+    _shared_jobs["send-alarms"] = ("keyvault.tasks.send_alarms", 5.0, "webhooks")
 CELERY_BEAT_SCHEDULE = {
     f"{name}-{environment}": {
         "task": task,

@@ -16,6 +16,7 @@ from keyvault.access.limits import SESSION_IDLE_SECONDS, SESSION_SECONDS
 from keyvault.domain.errors import KeyvaultError
 from keyvault.models import (
     Account,
+    AlarmDelivery,
     AuditChain,
     AuditCheckpoint,
     AuditEntry,
@@ -56,7 +57,7 @@ from keyvault.models import (
     WebhookEndpoint,
     WorkLease,
 )
-from keyvault.services import idempotency
+from keyvault.services import alarm_messages, idempotency
 from keyvault.services.change_feed import follower
 from keyvault.services.sessions import sessions
 from keyvault.services.tokens import customer_tokens
@@ -104,6 +105,11 @@ RULES = (
         "{days} days after the last attempt",
         "KEYVAULT_DELIVERY_DAYS",
         deliveries.forget_old_deliveries,
+    ),
+    RetentionRule(
+        AlarmDelivery,
+        f"until it is delivered; at most {_days(alarm_messages.GIVE_UP_AFTER)}",
+        forget=alarm_messages.forget_old,
     ),
     RetentionRule(
         Notice,

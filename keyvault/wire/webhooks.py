@@ -57,6 +57,11 @@ def mint_secret(random_bytes: RandomBytes) -> Plaintext:
     return Plaintext(_SECRET_PREFIX + base64.b64encode(random_bytes(_SECRET_BYTES)).decode())
 
 
+def require_secret(text: str) -> None:
+    """Raise SecretInvalidError unless the text is a webhook secret."""
+    _key(text)
+
+
 def sign(secrets: Iterable[Plaintext], message_id: str, at: datetime, body: bytes) -> dict[str, str]:
     """Return the three headers of one attempt. During a rotation both secrets sign, so either one verifies.
 

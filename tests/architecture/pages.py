@@ -4,13 +4,16 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import django
+import yaml
 from django.apps import apps
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 
 from keyvault.backends import meters
 from keyvault.project.configuration import SETTINGS, settings_table
+from keyvault.project.log_events import log_events_table
 from keyvault.wire.problems import problems_page
 from rotation.domain.events import OPEN, OUTCOMES, Event, RotationState, Stays
 from rotation.domain.plan_fields import FARTHEST, FIELDS, NUMBERS, FieldType
@@ -49,6 +52,8 @@ def parts() -> list[Part]:
     return [
         Part(docs / "settings.md", "settings", settings_table()),
         Part(docs / "metrics.md", "metrics", metrics_table()),
+        Part(docs / "metrics.md", "alerts", alerts_table()),
+        Part(docs / "logs.md", "log_events", log_events_table()),
         Part(docs / "retention.md", "retention", retention_table()),
         Part(rotation, "events", events_table()),
         Part(rotation, "plan_fields", plan_fields_table()),
@@ -84,12 +89,28 @@ def metrics_table() -> str:
     """List every metric by its exposed name. A counter's ends in `_total`."""
     rows = []
     for meter in vars(meters).values():
-        if isinstance(meter, Counter | Gauge):
+        if isinstance(meter, Counter | Gauge | Histogram):
             (family,) = meter.describe()
             name = f"{family.name}_total" if family.type == "counter" else family.name
             labels = ", ".join(f"`{label}`" for label in meter._labelnames) or "-"
             rows.append([f"`{name}`", family.type, labels, family.documentation])
     return _table(["metric", "type", "labels", "meaning"], rows)
+
+
+ALERT_RULES = ROOT / "deploy" / "prometheus" / "keyvault.rules.yml"
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load(ALERT_RULES.read_text())["groups"]
+    return list(group["rules"])
+
+
+def alerts_table() -> str:
+    rows = []
+    for rule in alert_rules():
+        notes = rule["annotations"]
+        rows.append([f"`{rule['alert']}`", rule["labels"]["severity"], notes["summary"], f"`{notes['runbook']}`"])
+    return _table(["alert", "severity", "meaning", "what to do"], rows)
 
 
 def events_table() -> str:

@@ -33,6 +33,7 @@ REVEALS: dict[str, str] = {
     "keyvault/management/commands/reset_operator_password.py": "prints a new password, asked for with --reveal",
     "keyvault/management/commands/rotate_service_token.py": "prints the new token, asked for with --reveal",
     "keyvault/management/commands/run.py": "prints the passwords, TOTP secrets and the curl line of `make run`",
+    "keyvault/services/alarm_messages.py": "hands the password of the mail server to smtplib",
     "keyvault/services/audit/signers.py": "decodes the local signing key",
     "keyvault/services/operators/operators.py": "hands a password to Django's hasher",
     "keyvault/services/peppers/ring.py": "decodes a pepper",

@@ -54,6 +54,13 @@ EXPERIMENTS = (
         servers=frozenset({"postgres"}),
     ),
     Experiment(
+        "alerts",
+        "alerts",
+        "each fault fires exactly its alerts within a minute, in a real Prometheus",
+        14,
+        servers=frozenset({"postgres", "redis", "prometheus"}),
+    ),
+    Experiment(
         "restore",
         "restore",
         "a database set back under every kind of revocation log, with and without the revocation anchor",

@@ -32,8 +32,8 @@ from tests.servers.throwaway import (
 DATABASE_NAME = "keyvault_main"
 """Name in `tests.environment`."""
 
-STARTED_BY_THEMSELVES = frozenset({"openbao"})
-"""Started by the experiments, because it must be unsealed."""
+STARTED_BY_THEMSELVES = frozenset({"openbao", "prometheus"})
+"""Started by the experiments: one must be unsealed, the other needs the addresses of the processes."""
 
 
 class Restartable:
@@ -104,6 +104,7 @@ def find_missing(names: frozenset[str]) -> list[str]:
         "redis": redis.find_redis,
         "rabbitmq": _find_rabbitmq,
         "openbao": find_vault,
+        "prometheus": _find_prometheus,
     }
     return sorted(name for name in names if found[name]() is None)
 
@@ -131,6 +132,11 @@ def _redis(place: Place) -> Plan:
     if binary is None:
         raise MissingServerError("no Redis server on this machine")
     return redis._plan(binary, place)
+
+
+def _find_prometheus() -> Path | None:
+    found = shutil.which("prometheus")
+    return None if found is None else Path(found)
 
 
 def _find_rabbitmq() -> Path | None:

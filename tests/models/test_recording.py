@@ -184,6 +184,7 @@ def test_models_every_table_is_recorded_or_listed_as_exempt() -> None:
         "ServiceProcess": "when a worker or beat was last seen",
         "WorkLease": "bookkeeping beside the recorded rows",
         "LedgerEntry": "bookkeeping of tries",
+        "AlarmDelivery": "bookkeeping of tries",
         "WebhookBreaker": "bookkeeping of tries",
         "WebhookDelivery": "bookkeeping of tries",
         "CampaignMember": "bookkeeping; each rotation that it gets is recorded",

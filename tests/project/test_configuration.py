@@ -1,4 +1,4 @@
-"""Settings of single sign-on and secrets in files: read, or refused with one line that names the variable."""
+"""Settings of single sign-on, alarms and secrets in files: read, or refused with one line that names the variable."""
 
 from pathlib import Path
 
@@ -7,7 +7,13 @@ from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.access.roles import Role
 from keyvault.access.single_sign_on import IdentityProvider
-from keyvault.project.configuration import SETTINGS, find_identity_provider, read_settings
+from keyvault.project.configuration import (
+    SETTINGS,
+    SmtpServer,
+    find_alarm_channels,
+    find_identity_provider,
+    read_settings,
+)
 
 OIDC = {
     "KEYVAULT_OIDC_ISSUER": "https://id.example.com/realms/staff",
@@ -94,6 +100,8 @@ SECRETS = {
     "KEYVAULT_MASTER_KEY": "A" * 43 + "=",
     "KEYVAULT_SECRET_KEY": "s" * 50,
     "KEYVAULT_OIDC_CLIENT_SECRET": "the client's",
+    "KEYVAULT_SMTP_URL": "smtps://keyvault:pass@mail.example.com",
+    "KEYVAULT_ALARM_WEBHOOK_SECRET": "whsec_" + "A" * 43 + "=",
 }
 
 
@@ -106,7 +114,10 @@ def test_every_secret_setting_is_read_from_a_file(tmp_path: Path) -> None:
         file.chmod(0o440)
         environ[f"{name}_FILE"] = str(file)
     values = read_settings(environ)
-    assert {name: values[name] for name in SECRETS} == SECRETS
+    assert values["KEYVAULT_SMTP_URL"].password.reveal() == "pass"
+    assert {name: values[name] for name in SECRETS if name != "KEYVAULT_SMTP_URL"} == {
+        name: text for name, text in SECRETS.items() if name != "KEYVAULT_SMTP_URL"
+    }
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -157,3 +168,76 @@ def test_invalid_secret_in_a_file_is_refused_by_the_variable_of_the_file(tmp_pat
 def test_file_of_a_setting_that_is_no_secret_is_an_unknown_setting() -> None:
     with pytest.raises(ImproperlyConfigured, match="KEYVAULT_ORIGIN_FILE: unknown setting"):
         read_settings({"KEYVAULT_ORIGIN_FILE": "/run/origin"})
+
+
+SECRET = "whsec_" + "A" * 43 + "="
+ALARMS = {
+    "KEYVAULT_ALARM_EMAILS": "oncall@example.com, security@example.com",
+    "KEYVAULT_ALARM_SENDER": "keyvault@example.com",
+    "KEYVAULT_SMTP_URL": "smtps://keyvault:hunter%232@mail.example.com",
+    "KEYVAULT_ALARM_WEBHOOK": "https://alerts.example.com/keyvault",
+    "KEYVAULT_ALARM_WEBHOOK_SECRET": SECRET,
+}
+
+
+def read_smtp(url: str) -> SmtpServer:
+    found = read_settings({"KEYVAULT_SMTP_URL": url})["KEYVAULT_SMTP_URL"]
+    assert isinstance(found, SmtpServer)
+    return found
+
+
+def test_alarms_stay_in_the_console_by_default() -> None:
+    assert find_alarm_channels(read_settings({})) == ()
+
+
+def test_alarm_channels_are_read() -> None:
+    values = read_settings(ALARMS)
+    assert find_alarm_channels(values) == ("email", "webhook")
+    assert values["KEYVAULT_ALARM_EMAILS"] == ("oncall@example.com", "security@example.com")
+    assert "hunter" not in repr(values)
+
+
+@pytest.mark.parametrize(
+    ("url", "port", "is_tls", "is_starttls"),
+    [
+        ("smtps://keyvault:hunter%232@mail.example.com", 465, True, False),
+        ("smtp://keyvault:hunter%232@mail.example.com:2525", 2525, False, True),
+        ("smtp://keyvault:hunter%232@127.0.0.1", 587, False, False),
+    ],
+)
+def test_mail_leaves_this_machine_encrypted_only(url: str, port: int, is_tls: bool, is_starttls: bool) -> None:
+    """Guarantee: neither the password nor an alarm is sent in plain text to another machine."""
+    server = read_smtp(url)
+    assert (server.port, server.is_tls, server.is_starttls) == (port, is_tls, is_starttls)
+    assert (server.user, server.password.reveal()) == ("keyvault", "hunter#2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "variable"),
+    [
+        ({"KEYVAULT_SMTP_URL": ""}, "KEYVAULT_SMTP_URL"),
+        ({"KEYVAULT_SMTP_URL": "http://mail.example.com:hunter2"}, "KEYVAULT_SMTP_URL"),
+        ({"KEYVAULT_SMTP_URL": "smtp://:hunter2@"}, "KEYVAULT_SMTP_URL"),
+        ({"KEYVAULT_SMTP_URL": "smtp://a:hunter2@mail:99999"}, "KEYVAULT_SMTP_URL"),
+        ({"KEYVAULT_ALARM_SENDER": ""}, "KEYVAULT_ALARM_SENDER"),
+        ({"KEYVAULT_ALARM_SENDER": "Keyvault <keyvault@example.com>"}, "KEYVAULT_ALARM_SENDER"),
+        ({"KEYVAULT_ALARM_EMAILS": "oncall"}, "KEYVAULT_ALARM_EMAILS"),
+        ({"KEYVAULT_ALARM_EMAILS": "a@b\nBcc: c@d"}, "KEYVAULT_ALARM_EMAILS"),
+        ({"KEYVAULT_ALARM_WEBHOOK_SECRET": ""}, "KEYVAULT_ALARM_WEBHOOK_SECRET"),
+        ({"KEYVAULT_ALARM_WEBHOOK_SECRET": "whsec_hunter2"}, "KEYVAULT_ALARM_WEBHOOK_SECRET"),
+        ({"KEYVAULT_ALARM_WEBHOOK": "http://alerts.example.com/"}, "KEYVAULT_ALARM_WEBHOOK"),
+        ({"KEYVAULT_ALARM_WEBHOOK": "https://127.0.0.1/"}, "KEYVAULT_ALARM_WEBHOOK"),
+        ({"KEYVAULT_ALARM_REPEAT_MINUTES": "0"}, "KEYVAULT_ALARM_REPEAT_MINUTES"),
+    ],
+)
+def test_incomplete_alarm_settings_are_refused(changes: dict[str, str], variable: str) -> None:
+    environ = {name: value for name, value in {**ALARMS, **changes}.items() if value}
+    with pytest.raises(ImproperlyConfigured) as refused:
+        find_alarm_channels(read_settings(environ))
+    assert str(refused.value).startswith(f"{variable}: ")
+    assert "hunter" not in str(refused.value)
+
+
+def test_alarm_webhook_in_an_own_network_is_accepted() -> None:
+    changes = {"KEYVAULT_ALARM_WEBHOOK": "http://10.1.2.3/", "KEYVAULT_WEBHOOK_NETWORKS": "10.1.0.0/16"}
+    assert "webhook" in find_alarm_channels(read_settings({**ALARMS, **changes}))

@@ -1,8 +1,9 @@
 """Queries of workers and repeated requests use an index that returns exactly the rows asked for."""
 
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 from django.db.models import Model
@@ -11,8 +12,17 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Change, IssuanceRequest, Notice, Operator, OperatorChange, WebhookDelivery
-from keyvault.services import idempotency, operator_changes
+from keyvault.models import (
+    AlarmChannel,
+    AlarmDelivery,
+    Change,
+    IssuanceRequest,
+    Notice,
+    Operator,
+    OperatorChange,
+    WebhookDelivery,
+)
+from keyvault.services import alarm_messages, idempotency, operator_changes
 from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
 from keyvault.services.operators import role_use
@@ -163,6 +173,26 @@ def test_measuring_the_queues_reads_only_due_rows() -> None:
         assert "webhook_delivery_due_at" in plan
         assert "Seq Scan" not in plan
         assert "Sort" not in plan
+
+
+def test_alarm_messages_read_only_due_rows_and_the_oldest_alarms(settings: Any) -> None:
+    """Thousands of unacknowledged alarms cost a worker no more than a few."""
+    settings.ALARM_CHANNELS = ("email",)
+    allowed = grant(make_operator("ivy", Role.INCIDENT_RESPONDER), Permission.KEYS_REVOKE, account())
+    with recorded(allowed, Permission.KEYS_REVOKE, "key.revoked", account=account()):
+        announce(allowed, NoticeKind.ROTATION_STALLED, account(), "rot_1")
+    copy_row(Notice, notice_id="'ntc_' || n")
+    copy_row(AlarmDelivery, notice="'ntc_' || n", due_at="now() + interval '1 hour'")
+    plans = explain(lambda: alarm_messages._send_new(AlarmChannel.EMAIL, lambda: now() - timedelta(days=1)))
+    assert "alarm_delivery_due" in plans[0]
+    assert "Seq Scan on keyvault_alarmdelivery" not in plans[0]
+    plans = explain(lambda: alarm_messages.list_unacknowledged(now()))
+    assert len(plans) == 2
+    for plan in plans:
+        assert "notice_unseen" in plan
+        assert "Seq Scan on keyvault_notice" not in plan
+    (plan,) = explain(lambda: alarm_messages.forget_old(now()))
+    assert "alarm_delivery_old" in plan
 
 
 def test_webhook_turns_read_one_message_of_each_endpoint() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -61,12 +62,12 @@ class VaultServer:
 
 
 def open_client(
-    server: VaultServer, token: Plaintext | None = None, seen: Callable[[str], None] | None = None
+    server: VaultServer, token: Plaintext | None = None, seen: Callable[[str, float], None] | None = None
 ) -> hvac.Client:
     """Return an hvac client that ignores the environment: its token, proxies, .netrc and namespace.
 
     It does not follow redirects, which would send the token and the body to another server. `seen` is called with the
-    outcome of each call, see `replies.outcome_of`.
+    outcome of each call, see `replies.outcome_of`, and its duration in seconds.
     """
     session = requests.Session()
     session.trust_env = False
@@ -231,6 +232,6 @@ class VaultClient:
     def _client(self) -> hvac.Client:
         """Return this thread's own client: sessions are not thread-safe."""
         if not hasattr(self._local, "client"):
-            self._local.client = open_client(self.server, seen=lambda outcome: meters.note_call(self.name, outcome))
+            self._local.client = open_client(self.server, seen=partial(meters.note_call, self.name))
         client: hvac.Client = self._local.client
         return client

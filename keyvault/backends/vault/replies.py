@@ -9,6 +9,7 @@ import re
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from time import monotonic
 from typing import Any, Final
 
 import requests
@@ -23,6 +24,7 @@ from keyvault.backends.base import (
     BackendMissingError,
     BackendUnavailableError,
 )
+from keyvault.wire.trace_context import TRACEPARENT, current_traceparent
 
 CONNECT_SECONDS: Final = 2.0
 READ_SECONDS: Final = 5.0
@@ -41,29 +43,32 @@ _RETRY_AFTER: Final = re.compile(r"[0-9]{1,6}")
 class PlainAdapter(JSONAdapter):
     """hvac's JSON adapter with our own handling of failed calls.
 
-    `seen` is called with the outcome of every call, see `outcome_of`.
+    `seen` is called with the outcome of every call, see `outcome_of`, and its duration in seconds.
     """
 
-    seen: Callable[[str], None] = staticmethod(lambda outcome: None)
+    seen: Callable[[str, float], None] = staticmethod(lambda outcome, seconds: None)
 
     def request(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return the reply's JSON object, or the response when it has no body or the caller accepts any status.
 
         Raises errors of `backends.base`.
         """
+        begun_at = monotonic()
         try:
             answer = self._request(method, *args, **kwargs)
         except BackendError as error:
             if method.upper() in _READS:
                 error.may_be_applied = False
-            self.seen(outcome_of(error))
+            self.seen(outcome_of(error), monotonic() - begun_at)
             raise
-        self.seen("ok")
+        self.seen("ok", monotonic() - begun_at)
         return answer
 
-    def _request(self, *args: Any, **kwargs: Any) -> Any:
+    def _request(self, *args: Any, headers: dict[str, str] | None = None, **kwargs: Any) -> Any:
+        if traceparent := current_traceparent():
+            headers = {**(headers or {}), TRACEPARENT: traceparent}
         try:
-            answer = super().request(*args, **kwargs)
+            answer = super().request(*args, headers=headers, **kwargs)
         except requests.exceptions.SSLError as error:
             raise BackendUnavailableError(
                 "The secrets manager's certificate is not trusted.",

@@ -48,6 +48,7 @@ from keyvault.services.startup.readiness import find_readiness, readiness_body
 from keyvault.services.usage.recorder import Uses, usage_log
 from keyvault.services.verification.judging import note_use, record_buckets
 from keyvault.services.verification.refusals import refusal_log
+from keyvault.wire.entry_points import VerificationEntryPoint
 from keyvault.wire.headers import mint_request_id
 from keyvault.wire.planes import METRICS
 from keyvault.wire.problems import problem
@@ -80,6 +81,8 @@ def make_engine(
         note_key_proof=_note_key_proof,
         note_token_proof=_note_token_proof,
         note_verdict=_note_verdict,
+        note_refusal=meters.note_denial,
+        note_slow_path=meters.slow_path.note,
         note_new_use=usage_log.protect,
         outcome=lambda is_probe: (UseOutcome.PROBED if is_probe else UseOutcome.ALLOWED).value,
     )
@@ -92,8 +95,15 @@ def make_follower(engine: Engine, entry_point: str) -> Follower:
 
 def uses_of(engine: Engine) -> Collection[Uses]:
     """Return the uses recorded by the fast path since the last call, and update the metrics."""
-    uses, from_memory = engine.take_uses()
-    meters.note_verifier(from_memory, len(engine.memory.keys.by_id), engine.freshness.age_seconds(time.monotonic()))
+    uses, counts = engine.take_uses()
+    meters.note_verifications(
+        {
+            (VerificationEntryPoint.VERIFY, "allowed", "memory"): counts.from_memory - counts.denied_from_memory,
+            (VerificationEntryPoint.VERIFY, "denied", "memory"): counts.denied_from_memory,
+            (VerificationEntryPoint.VERIFY, "allowed", "database"): counts.granted_after_read,
+        }
+    )
+    meters.note_verifier(len(engine.memory.keys.by_id), engine.freshness.age_seconds(time.monotonic()))
     return uses
 
 
@@ -107,8 +117,9 @@ def _note_token_proof(record: TokenRecord, keystring: KeyString, peppers: Pepper
 
 
 def _note_verdict(verdict: EngineVerdict) -> None:
-    if isinstance(verdict.judgement.verdict, Denial):
-        meters.note_denial(verdict.judgement.verdict.code)
+    if not verdict.is_from_memory:  # the engine counts those itself
+        is_allowed = not isinstance(verdict.judgement.verdict, Denial)
+        meters.note_verification(verdict.entry_point, is_allowed=is_allowed, source="rules")
     note_use(
         verdict.judgement,
         usage_log,

@@ -18,6 +18,7 @@ from psycopg.pq.abc import PGresult
 from psycopg.types.string import ByteaBinaryLoader
 
 from keyvault.access.policy_snapshot import PolicySnapshot
+from keyvault.backends import meters
 from keyvault.hotpath.frontends.asyncio_frontend import AsyncStore, KeysCallback
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.pending_requests import CUSTOMER, KEY, TOKEN, Found
@@ -189,7 +190,10 @@ class PostgresStore(ThreadStore):
             super().find_keys(ids, callback)
             return
 
+        begun_at = time.monotonic()
+
         def receive(rows: Rows | Exception) -> None:
+            meters.reads.note(time.monotonic() - begun_at)
             if isinstance(rows, TimeoutError):
                 self._discard(reader)
                 _outage.report(rows)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain, count
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -67,6 +67,14 @@ CacheTarget = tuple[CacheEntry[TokenRecord], bytes]
 """Where to cache a grant: the entry of the proved token, and the tag of the request (`Engine.request_tags`)."""
 
 
+class VerdictCounts(NamedTuple):
+    """Verdicts that the engine counts itself. `from_memory` includes `denied_from_memory`."""
+
+    from_memory: int
+    denied_from_memory: int
+    granted_after_read: int
+
+
 class Engine:
     """The engine of one process. Threads share it."""
 
@@ -80,6 +88,9 @@ class Engine:
         self.changes = 0
         """Number of evictions. A read that began before an eviction is not cached after it."""
         self.answered_from_memory = 0
+        """Verdicts from memory since the last report, with the denials."""
+        self.denied_from_memory = 0
+        self.granted_after_read = 0
         self._grant_templates: dict[tuple[object, ...], GrantTemplate] = {}
         self._spend_plans: OrderedDict[tuple[object, ...], SpendPlans] = OrderedDict()
         self._all_spend_plans: WeakSet[SpendPlans] = WeakSet()
@@ -191,11 +202,12 @@ class Engine:
                 if denied is None or not self._is_denial_valid(denied, wall):
                     return self._verify_anew(authorization, body, tag, wall, request_id)
                 self.answered_from_memory += 1
+                self.denied_from_memory += 1
             finally:
                 release()
             # Outside the lock: writing the log must not block other threads.
             at = datetime.fromtimestamp(wall, UTC)
-            self.ports.note_verdict(replace(denied.verdict, request_id=request_id.decode(), at=at))
+            self.ports.note_verdict(replace(denied.verdict, request_id=request_id.decode(), at=at, is_from_memory=True))
             return HttpResponse(200, denied.text % (request_id, request_id), request_id.decode())
 
         return verify_known
@@ -253,7 +265,10 @@ class Engine:
             return None
         request_id = miss.request_id
         text = self._decide(miss.request, miss.caller, wall, request_id, entry, is_plain=miss.is_plain)
-        return None if text is None else HttpResponse(200, text, request_id.decode())
+        if text is None:
+            return None
+        self.granted_after_read += 1
+        return HttpResponse(200, text, request_id.decode())
 
     def decide_known(
         self,
@@ -605,16 +620,17 @@ class Engine:
 
     # --- evidence -----------------------------------------------------------------------------------------------
 
-    def take_uses(self) -> tuple[Collection[Tally], int]:
-        """Return and reset the recorded uses and the number of answers from memory.
+    def take_uses(self) -> tuple[Collection[Tally], VerdictCounts]:
+        """Return and reset the recorded uses and the numbers of verdicts.
 
         Every use recorded before the call is in this result or in an earlier one.
         """
         with self.lock:
             uses, self._uses = self._uses, {}
             self._period += 1
-            from_memory, self.answered_from_memory = self.answered_from_memory, 0
-        return uses.values(), from_memory
+            counts = VerdictCounts(self.answered_from_memory, self.denied_from_memory, self.granted_after_read)
+            self.answered_from_memory = self.denied_from_memory = self.granted_after_read = 0
+        return uses.values(), counts
 
 
 def _needs_slow_path(request: VerifyRequest) -> bool:

@@ -37,7 +37,10 @@ class GenerationSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineVerdict:
-    """A verdict with the context that is recorded. `endpoint` is "" when no catalog entry matched."""
+    """A verdict with the context that is recorded.
+
+    `endpoint` is "" when no catalog entry matched. `is_from_memory`: a cached denial was given again.
+    """
 
     judgement: Judgement
     request_id: str
@@ -49,6 +52,7 @@ class EngineVerdict:
     origin: str | None
     is_probe: bool
     at: datetime
+    is_from_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,10 @@ class Ports:
     note_key_proof: Callable[[KeyRecord, KeyString, Peppers], None]
     note_token_proof: Callable[[TokenRecord, KeyString, Peppers], None]
     note_verdict: Callable[[EngineVerdict], None]
+    note_refusal: Callable[[str, str], None]
+    """Count a request that was refused before a verdict, by entry point and code."""
+    note_slow_path: Callable[[float], None]
+    """Count the duration of a request on the slow path, in seconds."""
     note_new_use: Callable[[str, str, str, str, str, str, float], None]
     outcome: Callable[[bool], str]
     """Outcome under which a use is counted, by whether the caller is a probe."""

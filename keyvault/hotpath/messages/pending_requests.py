@@ -104,7 +104,19 @@ def merge_requirements(each: Iterable[MissingDataError]) -> DataRequirements:
 class PendingRequest:
     """One request with the data read for it so far."""
 
-    __slots__ = ("at", "body", "decided", "found", "headers", "method", "request_id", "rules", "spent", "target")
+    __slots__ = (
+        "at",
+        "begun_at",
+        "body",
+        "decided",
+        "found",
+        "headers",
+        "method",
+        "request_id",
+        "rules",
+        "spent",
+        "target",
+    )
 
     def __init__(
         self, method: str, target: str, headers: Headers, body: bytes | None, random_bytes: Callable[[int], bytes]
@@ -119,6 +131,8 @@ class PendingRequest:
         self.spent: dict[int, Spend | Exception] = {}
         self.decided: dict[int, bytes] = {}
         self.at = datetime.min.replace(tzinfo=UTC)
+        self.begun_at = 0.0
+        """When the slow path began, in monotonic seconds."""
 
 
 def find_dialect(pending: PendingRequest) -> Dialect | None:

@@ -77,17 +77,19 @@ from keyvault.wire.gateways import (
 from keyvault.wire.headers import API_KEY, REQUEST_ID, clean_client_request_id, is_repeated, read_bearer
 from keyvault.wire.limits import limit_headers
 from keyvault.wire.problems import Problem, problem
+from keyvault.wire.trace_context import TRACEPARENT, traced
 
 _log = logging.getLogger("keyvault.requests")
 
 
 class VerificationDeniedError(Exception):
-    """Refuses the whole request with a denial."""
+    """Refuses the whole request with a denial. `is_verdict`: on the client's key, and recorded as such."""
 
-    def __init__(self, denial: Denial, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, denial: Denial, headers: Mapping[str, str] | None = None, *, is_verdict: bool = False) -> None:
         super().__init__(denial.detail)
         self.denial = denial
         self.headers = dict(headers or {})
+        self.is_verdict = is_verdict
 
 
 class SlowPath:
@@ -98,9 +100,23 @@ class SlowPath:
 
     def open_request(self, method: str, target: str, headers: Headers, body: bytes | None) -> PendingRequest:
         """Return the request to step through. `body` is None when it was larger than 64 KiB and not read."""
-        return PendingRequest(method, target, headers, body, self._engine.ports.random_bytes)
+        pending = PendingRequest(method, target, headers, body, self._engine.ports.random_bytes)
+        pending.begun_at = self._engine.ports.monotonic()
+        return pending
 
     def step(self, pending: PendingRequest) -> HttpResponse | DataRequirements:
+        traceparent = pending.headers.get(TRACEPARENT)
+        if traceparent is None:
+            found = self._step(pending)
+        else:
+            with traced(traceparent):
+                found = self._step(pending)
+        if isinstance(found, HttpResponse):
+            ports = self._engine.ports
+            ports.note_slow_path(ports.monotonic() - pending.begun_at)
+        return found
+
+    def _step(self, pending: PendingRequest) -> HttpResponse | DataRequirements:
         engine = self._engine
         with engine.lock:
             engine.catch_up()
@@ -121,7 +137,8 @@ class SlowPath:
 
     def answer_failure(self, pending: PendingRequest) -> HttpResponse:
         """Log the current exception and return the response for an internal error."""
-        _log.exception("unhandled", extra={"request_id": pending.request_id})
+        with traced(pending.headers.get(TRACEPARENT)):
+            _log.exception("unhandled", extra={"request_id": pending.request_id})
         return self._refuse(pending, find_dialect(pending), _FaultError("Something went wrong on our side."))
 
     # --- verify ---------------------------------------------------------------------------------------------
@@ -187,6 +204,7 @@ class SlowPath:
                 if text is not None:
                     decided[number] = text
                     engine.answered_from_memory += record is None
+                    engine.granted_after_read += record is not None
 
     def _decide_batch(
         self,
@@ -334,7 +352,7 @@ class SlowPath:
         limits = limit_headers(judgement.spend)
         verdict, holder = judgement.verdict, judgement.holder
         if isinstance(verdict, Denial):
-            raise VerificationDeniedError(verdict, limits)
+            raise VerificationDeniedError(verdict, limits, is_verdict=True)
         if holder is None:
             raise TypeError("a grant needs a proved key")
         identity = identity_headers(holder, judgement.customer, pending.request_id)
@@ -401,6 +419,9 @@ class SlowPath:
         if isinstance(error, _MethodError):
             headers = {"Allow": ", ".join(error.allowed)}
         answer = problem_answer(found, request_id, headers)
+        if not (isinstance(error, VerificationDeniedError) and error.is_verdict):
+            entry_point = VerificationEntryPoint.VERIFY if dialect is None else VerificationEntryPoint(dialect)
+            self._engine.ports.note_refusal(entry_point, str(found.body["code"]))
         if dialect is Dialect.NGINX:
             nginx_headers = {AUTH_STATUS: str(found.status), AUTH_CODE: str(found.body["code"])}
             answer = HttpResponse(

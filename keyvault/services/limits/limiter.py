@@ -15,6 +15,7 @@ from ipaddress import IPv6Address, IPv6Network, ip_address
 from django.conf import settings
 
 from keyvault.access.limits import FAILED_PROOF_LIMIT, REPEAT_LIMIT, Bucket, Limit, RateLimitedError, Spend, fallback
+from keyvault.backends import meters
 from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.domain.keys import KeyKind
 from keyvault.services.limits.stores import LimitStore, LimitStoreLostError, LocalStore, PipelinedStore, RedisStore
@@ -72,6 +73,7 @@ class StoreWatch:
             has_changed = self._retry_at is None
             self._retry_at = self._monotonic() + RETRY_SECONDS
         if has_changed:
+            meters.note_limit_store(is_lost=True)
             _log.warning("limit store lost", extra={"why": str(error)})
 
     def _note_recovered(self) -> None:
@@ -81,6 +83,7 @@ class StoreWatch:
             has_changed = self._retry_at is not None
             self._retry_at = None
         if has_changed:
+            meters.note_limit_store(is_lost=False)
             _log.warning("limit store back")
 
 

@@ -5,12 +5,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 
+from django.conf import settings
+
 from keyvault.access.decision import Grant
 from keyvault.domain.canonical import JsonValue, canonical_bytes
 from keyvault.domain.ids import mint_id
 from keyvault.domain.notifications import ALARMS, INTERNAL, NoticeKind
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import Account, Notice, WebhookDelivery, WebhookEndpoint
+from keyvault.models import Account, AlarmDelivery, Notice, WebhookDelivery, WebhookEndpoint
 from keyvault.services.work import leases
 from keyvault.wire.webhooks import GIVE_UP_AFTER
 
@@ -100,4 +102,9 @@ def _write_notice(
         created_at=grant.at,
     )
     notice.save()
+    if is_alarm:
+        due = {"created_at": grant.at, "due_at": grant.at}
+        AlarmDelivery.objects.bulk_create(
+            AlarmDelivery(notice=notice, channel=channel, **due) for channel in settings.ALARM_CHANNELS
+        )
     return notice

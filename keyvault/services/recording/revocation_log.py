@@ -33,6 +33,7 @@ from django.dispatch import receiver
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
+from keyvault.backends import meters
 from keyvault.backends.private_files import ensure_private_directory, sync_folder
 from keyvault.domain.checkpoints import CheckpointMark
 from keyvault.domain.ids import Subject
@@ -88,6 +89,7 @@ def append_ended(subjects: Mapping[Subject, bool], sequence: int | None, now: da
         append_lines(describe_ended(ended, sequence, now, unit=unit))
     except OSError as error:
         _log.exception("the revocation log cannot be written", extra={"path": str(settings.REVOCATION_LOG)})
+        meters.note_log_failure()
         _try_alarm(error, now)
     else:
         transaction.on_commit(partial(_note_committed, unit), robust=True)

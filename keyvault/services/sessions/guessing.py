@@ -14,6 +14,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_FAILURES_KEPT_SECONDS, SIGN_IN_LOCK_SECONDS
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import CONSOLE
+from keyvault.backends import meters
 from keyvault.domain.errors import ErrorCode, KeyvaultError, PermissionMissingError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Notice, Operator
@@ -87,6 +88,7 @@ class Guess:
             if attempt.is_locked:
                 for earlier in taken:
                     attempts().give_back(earlier.key)
+                meters.note_sign_in_refusal("locked")
                 sign_in_refusals.note(self._known_name(), self.address, self.now, is_locked=True)
                 raise self._locked(attempt.retry_after_seconds)
             taken.append(counter)
@@ -106,6 +108,7 @@ class Guess:
 
     def wrong(self, detail: str) -> SignInRefusedError | SignInLockedError:
         """Record a failure and a lock that it starts. Return the error to raise."""
+        meters.note_sign_in_refusal("password" if self.what == PASSWORD else "second_factor")
         sign_in_refusals.note(self._known_name(), self.address, self.now, is_locked=False)
         for counter in self._locking:
             _record_lock(counter, self.what, self.row, self.address, self.now)

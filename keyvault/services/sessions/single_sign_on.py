@@ -18,6 +18,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import SINGLE_SIGN_ON
 from keyvault.access.scopes import NOWHERE
 from keyvault.access.single_sign_on import FederatedIdentity, IdentityProvider, SignOnFault
+from keyvault.backends import meters
 from keyvault.backends.identity_provider import IdentityProviderClient
 from keyvault.domain.errors import NotFoundError, PermissionMissingError
 from keyvault.domain.notifications import NoticeKind
@@ -88,6 +89,7 @@ def refuse(
 ) -> SignOnRefusedError:
     """Count a refused sign-in for the audit log, and return the error to raise."""
     name = None if operator is None else operator.username
+    meters.note_sign_in_refusal("single_sign_on")
     sign_in_refusals.note(name, address, now, is_locked=False, reason=fault)
     return SignOnRefusedError(fault)
 

@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from time import monotonic
 from typing import ClassVar
 
+from django.apps import apps
 from django.conf import settings
+from django.db import connection
 from django.db.models import Max, QuerySet
 from redis import Redis, RedisError
 
@@ -23,20 +26,25 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.issuance import IssuanceState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import DeliveryState, IssuanceRequest, ServiceProcess, WebhookDelivery
+from keyvault.models import DeliveryState, IssuanceRequest, Notice, ServiceProcess, WebhookDelivery
+from keyvault.models.notifications import UNSEEN_NOTICE
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import alarm_due, announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.revocations.log_opening import late_comparison
 from keyvault.services.startup.metrics import allocate_meter_files
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
-from keyvault.services.work.disk_space import keep_reserve
+from keyvault.services.work.clock import measure_difference
+from keyvault.services.work.disk_space import is_disk_full, keep_reserve, measure_free_bytes
 from keyvault.services.work.leases import measure_queue
 
 _log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 5.0
 """Interval between two reports, in seconds."""
+
+SLOW_SECONDS = 30.0
+"""Interval between two measurements of tables and rotations, in seconds."""
 
 LOST_AFTER = timedelta(seconds=30)
 """Time without a report after which a process counts as lost."""
@@ -66,6 +74,7 @@ class ProcessWatch(BackgroundThread):
     """Report this process, find lost ones and late work, keep the disk reserve, and compare with the anchor once.
 
     `runs`: the names that this process reports, by kind. `queues`: the queues of work that are measured.
+    `measures`: what is measured besides, every SLOW_SECONDS.
     """
 
     thread_name: ClassVar[str] = "processes"
@@ -73,6 +82,9 @@ class ProcessWatch(BackgroundThread):
     now: Callable[[], datetime] = utc_now
     runs: dict[str, str] = field(default_factory=dict)
     queues: tuple[str, ...] = ()
+    measures: tuple[Callable[[], None], ...] = ()
+    _done_at: datetime | None = field(default_factory=lambda: None, init=False)
+    _slow_at: float = field(default_factory=lambda: float("-inf"), init=False)
 
     def report_as(self, kind: str, name: str = "") -> None:
         """Report this process as a worker or a beat from now on."""
@@ -80,17 +92,27 @@ class ProcessWatch(BackgroundThread):
         self.start()
 
     def forget(self) -> None:
-        self.__init__(self.now, queues=self.queues)  # type: ignore[misc]  # a dataclass's own
+        self.__init__(self.now, queues=self.queues, measures=self.measures)  # type: ignore[misc]  # a dataclass's own
 
     def run_once(self) -> None:
         # Before the reserve takes the free space: a meter file that has none kills the process.
         allocate_meter_files()
         keep_reserve()
+        _measure_host()
         now = self.now()
         for kind, name in self.runs.items():
             ServiceProcess.objects.update_or_create(name=name, defaults={"kind": kind, "seen_at": now, "lost_at": None})
-        report_lost(now)
+        # After an outage of the database no process has reported: the others get the time to do so.
+        if self._done_at is None or now - self._done_at < LOST_AFTER / 2:
+            report_lost(now)
+        self._done_at = now
         report_late(measure(now, self.queues), now)
+        if monotonic() - self._slow_at >= SLOW_SECONDS:
+            self._slow_at = monotonic()
+            measure_tables()
+            for each in self.measures:
+                each()
+        meters.note_database(self.now())
         # Only for processes that missed the anchor at their start: a worker that started later has nothing to compare.
         late_comparison.run(now)
 
@@ -162,9 +184,36 @@ def measure(now: datetime, queues: Sequence[str]) -> dict[str, datetime]:
         oldest = due.order_by("due_at").values_list("due_at", flat=True).first()
         age = age if oldest is None else max(age, (now - oldest).total_seconds())
     meters.note_queue("webhooks", min(depth, _MAX_COUNTED), age)
+    meters.note_alarms(Notice.objects.filter(UNSEEN_NOTICE)[:_MAX_COUNTED].count())
+    meters.note_clock(measure_difference().total_seconds())
     if settings.BROKER_URL.startswith("redis"):
         _measure_broker([queue.name for queue in settings.CELERY_TASK_QUEUES])
     return due_since
+
+
+def _measure_host() -> None:
+    """Set the meters of this host's disks and of its revocation log, which need no database."""
+    with suppress(OSError):
+        meters.note_disk(measure_free_bytes(), is_full=is_disk_full())
+        meters.note_log(is_missing=not settings.REVOCATION_LOG.exists())
+
+
+_TABLES = """
+    SELECT relname, greatest(reltuples, 0), pg_total_relation_size(pg_class.oid)
+    FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+    WHERE relkind = 'r' AND nspname = current_schema() AND relname = ANY(%s)
+"""
+"""The planner's estimates. Counting the rows of a table would read all of them."""
+
+
+def measure_tables() -> None:
+    """Set the meters of tables, on PostgreSQL. The cost depends on the number of tables, not on that of rows."""
+    if connection.vendor != "postgresql":
+        return
+    with connection.cursor() as cursor:
+        cursor.execute(_TABLES, [sorted(model._meta.db_table for model in apps.get_models())])
+        for table, rows, size_bytes in cursor.fetchall():
+            meters.note_table(table, rows, size_bytes)
 
 
 def _measure_broker(names: Sequence[str]) -> None:
@@ -176,5 +225,7 @@ def _measure_broker(names: Sequence[str]) -> None:
                 lengths.llen(name)
             for name, length in zip(names, lengths.execute(), strict=True):
                 meters.note_messages(name, length)
+        meters.note_broker(is_down=False)
     except RedisError as error:
+        meters.note_broker(is_down=True)
         _log.warning("the broker's queues could not be measured", extra={"why": str(error)})

@@ -17,6 +17,7 @@ from django.conf import settings
 from django.db import InterfaceError, OperationalError
 
 from keyvault.access.decision import Check, Denial
+from keyvault.backends import meters
 from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import MAX_REDACTED_LENGTH, clean_text
 from keyvault.models import Refusal
@@ -133,6 +134,7 @@ class RefusalLog(FlushThread):
         verdict = judgement.verdict
         if not isinstance(verdict, Denial):
             return
+        meters.note_denial(door, verdict.code)
         try:
             holder = judgement.holder or verdict.holder
             key_id, merchant_id = ("", "") if holder is None else (holder.key_id, holder.merchant_id)

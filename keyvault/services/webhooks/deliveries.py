@@ -30,6 +30,7 @@ from django.db.models import Exists, Min, OuterRef, QuerySet
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
+from keyvault.backends import meters
 from keyvault.backends.outbound import OutboundError, Reply, ResolversBusyError, post
 from keyvault.domain.errors import KeyvaultError, StateConflictError
 from keyvault.domain.networks import IPNetwork
@@ -316,6 +317,8 @@ def _store_outcome(delivery: WebhookDelivery, attempt: Future[Reply], now: datet
         delivery.last_error = (error.detail if isinstance(error, KeyvaultError) else type(error).__name__)[:300]
         internal = error.internal if isinstance(error, KeyvaultError) else repr(error)
         _log.info("a webhook delivery got no reply", extra={"notice": delivery.notice_id, "why": internal})
+    is_refused = error is None and assessment.verdict is DeliveryOutcome.RETRY
+    meters.note_webhook("no_reply" if error else "refused" if is_refused else assessment.verdict.value)
     try:
         with transaction.atomic():
             _settle(delivery, assessment, now)
@@ -387,6 +390,7 @@ def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> 
             is_disabled=is_disabled,
         )
         notice_settled.send(None, notice=delivery.notice, now=now)
+    meters.note_webhook_given_up()
 
 
 def _has_delivered_since(delivery: WebhookDelivery) -> bool:

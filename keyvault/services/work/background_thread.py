@@ -57,7 +57,7 @@ def stop_at_exit(stop: Callable[[], None]) -> None:
 
 
 @contextmanager
-def log_failure(log: logging.Logger, failure: str, *, outage: str | None = None) -> Iterator[None]:
+def log_failure(log: logging.Logger, failure: str, *, outage: str | None = None, **fields: object) -> Iterator[None]:
     """Log a failure of the block and go on.
 
     Logs a warning when the database is unavailable (`outage`, by default `failure`), and a traceback otherwise.
@@ -65,9 +65,9 @@ def log_failure(log: logging.Logger, failure: str, *, outage: str | None = None)
     try:
         yield
     except (OperationalError, InterfaceError) as error:
-        log.warning(outage or failure, extra={"why": error})
+        log.warning(outage or failure, extra={"why": error, **fields})
     except Exception:
-        log.exception(failure)
+        log.exception(failure, extra=fields)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -129,7 +129,7 @@ class BackgroundThread(ABC):
         stop = self._stop
         lower_priority()
         while not stop.wait(interval_seconds):
-            with log_failure(_log, f"a round of the thread {self.thread_name} failed"):
+            with log_failure(_log, "a round of a background thread failed", thread_name=self.thread_name):
                 work()
                 close_old_connections()
 

@@ -27,17 +27,22 @@ class ClockDiffersError(DependencyUnavailableError):
 
 def require_true_clock() -> None:
     """Raise ClockDiffersError if this host's clock differs more than MAX_DIFFERENCE from the database's."""
+    difference = measure_difference()
+    if abs(difference) > MAX_DIFFERENCE:
+        raise ClockDiffersError(difference)
+
+
+def measure_difference() -> timedelta:
+    """Return how far this host's clock is ahead of the database's. Costs one query."""
     if connection.vendor != "postgresql":
-        return
+        return timedelta(0)
     before = host_time()
     with connection.cursor() as cursor:
         cursor.execute("SELECT clock_timestamp()")
         (at,) = cursor.fetchone()
     after = host_time()
     # The server reads its clock between the two readings, so a slow reply is no difference.
-    difference = before - at if at < before else after - at if after < at else timedelta(0)
-    if abs(difference) > MAX_DIFFERENCE:
-        raise ClockDiffersError(difference)
+    return before - at if at < before else after - at if after < at else timedelta(0)
 
 
 def host_time() -> datetime:

@@ -55,6 +55,11 @@ def is_disk_full() -> bool:
     )
 
 
+def measure_free_bytes() -> int:
+    """Return the free space of the fullest disk that has a reserve. Raises OSError."""
+    return min(_free_bytes(path) for path in _list_reserves())
+
+
 def keep_reserve() -> None:
     """Give each reserve its length back, as far as its disk has space. Never raises.
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.backends import meters
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import KeyKind, KeyState
@@ -97,6 +98,9 @@ def _transit(grant: Grant, rotation: Rotation, step: Move, lease: Lease, enter: 
             rotation.expire_date(grant.at)
         else:
             leases.hold(lease)
+    meters.note_transition(step.to)
+    if was is S.AWAITING_PROOF and step.to is S.OVERLAP and rotation.delivered_at is not None:
+        meters.note_proof((grant.at - rotation.delivered_at).total_seconds())
     _log.info(
         "rotation moved",
         extra={"rotation_id": rotation.rotation_id, "was": was.value, "to": step.to, "why": step.why},

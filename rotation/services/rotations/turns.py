@@ -33,9 +33,11 @@ from keyvault.services.startup.processes import process_watch
 from keyvault.services.usage.recorder import utc_now
 from keyvault.services.work import leases
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork
+from keyvault.wire.trace_context import current_traceparent
 from rotation.domain.events import RotationState
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
+from rotation.services.rotations.metrics import measure_rotations
 from rotation.services.rotations.reports import subject_of
 
 S = RotationState
@@ -51,11 +53,12 @@ slow workers would let the queue grow without end. Rotations beyond it stay due 
 
 
 class Turn(NamedTuple):
-    """A turn to dispatch. `is_urgent`: the merchant may have no usable key."""
+    """A turn to dispatch. `is_urgent`: the merchant may have no usable key. `traceparent`: of the request behind it."""
 
     rotation_id: str
     environment: str
     is_urgent: bool
+    traceparent: str = ""
 
 
 Dispatch = Callable[[Turn], object]
@@ -146,7 +149,7 @@ class TurnDispatcher(BackgroundThread):
     def put(self, turns: Iterable[Turn]) -> None:
         if self.send is None:
             return
-        self._pending.extend(turns)
+        self._pending.extend(turn._replace(traceparent=current_traceparent()) for turn in turns)
         self._has_pending.set()
         self.start()
 
@@ -191,6 +194,7 @@ def connect_signals() -> None:
     changes_confirmed.connect(_wake_for_confirmed, dispatch_uid="rotation.changes_confirmed")
     accounts_changed.connect(_wake_for_merchants, dispatch_uid="rotation.accounts_changed")
     process_watch.queues = tuple(list_queues())
+    process_watch.measures = (measure_rotations,)
 
 
 def _wake_for_changed(key_ids: Collection[str], permission: Permission | None, now: datetime, **_: Any) -> None:

@@ -26,6 +26,7 @@ from keyvault.backends.vault.client import VaultClient, VaultServer, open_client
 from keyvault.backends.vault.kv import VaultBackend, read_health
 from keyvault.backends.vault.replies import read_failure
 from keyvault.domain.plaintext import Plaintext
+from keyvault.wire.trace_context import traced
 from tests.backends.receivers import make_authority
 
 from .conftest import LONG_TIMEOUTS, SHORT_TIMEOUTS
@@ -143,6 +144,18 @@ def test_reply_that_never_comes_is_unavailable(fake: FakeVault, store: VaultBack
     error = failure(lambda: put(store))
     assert isinstance(error, BackendUnavailableError)
     assert error.status is None
+
+
+def test_trace_of_the_request_is_passed_on(fake: FakeVault) -> None:
+    client = open_client(VaultServer(fake.address, timeout=LONG_TIMEOUTS), Plaintext("s.mine"))
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    for value in (trace, "nonsense"):
+        with traced(value), suppress(BackendError):
+            client.auth.token.lookup_self()
+    first, second = fake.calls
+    assert first.headers.get("traceparent") == trace
+    assert "traceparent" not in second.headers
+    assert first.token == second.token == "s.mine"
 
 
 def test_reply_that_takes_too_long_is_unavailable(fake: FakeVault) -> None:

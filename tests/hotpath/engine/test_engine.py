@@ -113,9 +113,9 @@ def test_engine_repeated_grant_is_counted_each_time(stage: Stage) -> None:
         for _ in range(asked):
             primed.ask(stage.token, stage.asked)
         primed.ask(stage.token, {"requests": [stage.asked] * 3}, BATCH)
-        uses, from_memory = primed.engine.take_uses()
+        uses, counts = primed.engine.take_uses()
         assert [times for *_, times, _, _ in uses] == [asked + 3]
-        assert from_memory == asked + 3
+        assert counts == (asked + 3, 0, 0)
 
 
 # --- when the cache may be used ------------------------------------------------------------------

@@ -2,8 +2,12 @@
 
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from prometheus_client import REGISTRY
 
 from keyvault.access.permissions import Permission as P
@@ -100,6 +104,55 @@ def test_lost_process_found_by_several_raises_one_alarm(clock: Clock) -> None:
     clock.tick(60)
     race(*[partial(report_lost, clock())] * 4)
     assert alarms() == ["beat a"]
+
+
+def test_return_of_the_database_reports_no_process_that_waited_for_it(clock: Clock) -> None:
+    """Guarantee: after an outage, in which nobody can report, only those that do not return raise an alarm."""
+    worker, dead, server = watch(clock, worker="worker a"), watch(clock, worker="worker b"), watch(clock)
+    for each in (worker, dead, server):
+        each.run_once()
+    clock.tick(120)
+    server.run_once()
+    assert alarms() == []
+    clock.tick(REPORT_SECONDS)
+    worker.run_once()
+    server.run_once()
+    assert alarms() == ["worker b"]
+
+
+def test_installation_is_measured_without_a_scrape(clock: Clock) -> None:
+    watch(clock).run_once()
+    assert meter("keyvault_database_seen_timestamp_seconds") == clock().timestamp()
+    assert meter("keyvault_disk_full") == 0
+    assert (meter("keyvault_disk_free_bytes") or 0) > 0
+    assert meter("keyvault_alarms_unacknowledged") == 0
+    watch(clock, worker="worker a").run_once()
+    clock.tick(60)
+    watch(clock).run_once()
+    assert meter("keyvault_alarms_unacknowledged") == 1
+
+
+def test_missing_revocation_log_is_measured(clock: Clock, settings: Any, tmp_path: Path) -> None:
+    settings.REVOCATION_LOG = tmp_path / "revocation_log"
+    watch(clock).run_once()
+    assert meter("keyvault_revocation_log_missing") == 1
+    settings.REVOCATION_LOG.touch()
+    watch(clock).run_once()
+    assert meter("keyvault_revocation_log_missing") == 0
+
+
+@pytest.mark.postgres
+def test_tables_are_measured_by_estimates_and_seldom(clock: Clock) -> None:
+    """Guarantee: the cost of these numbers does not grow with the rows."""
+    measured: list[float] = []
+    each = ProcessWatch(clock, measures=(lambda: measured.append(1),))
+    with CaptureQueriesContext(connection) as queries:
+        each.run_once()
+        each.run_once()
+    assert len(measured) == 1
+    assert sum("pg_class" in query["sql"] for query in queries) == 1
+    assert (meter("keyvault_table_bytes", table="keyvault_key") or 0) > 0
+    assert meter("keyvault_table_rows", table="keyvault_key") is not None
 
 
 def test_queue_age_is_that_of_the_oldest_work_however_often_it_is_dispatched(clock: Clock) -> None:

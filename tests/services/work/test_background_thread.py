@@ -151,7 +151,8 @@ def test_background_thread_goes_on_after_a_round_that_failed(writer: Writer, cap
     assert recovered.wait(TIMEOUT_SECONDS)
     own = [record for record in caplog.records if record.name == background_thread.__name__]
     assert [record.levelname for record in own] == ["ERROR", "WARNING"]
-    assert {record.message for record in own} == {"a round of the thread writer failed"}
+    assert {record.message for record in own} == {"a round of a background thread failed"}
+    assert {vars(record)["thread_name"] for record in own} == {"writer"}
 
 
 @pytest.mark.parametrize("lost", [OperationalError, InterfaceError])

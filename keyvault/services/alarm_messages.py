@@ -1,0 +1,222 @@
+"""Send the operators' alarms by e-mail and webhook, at least once each, and again until they are acknowledged.
+
+A new alarm has a row for each channel, written with it. A worker sends what is due together, at most MAX_LISTED in one
+message, and deletes the rows. A failed message is sent again with growing pauses. While there are alarms that no
+operator has marked as seen, each channel gets a reminder of them every KEYVAULT_ALARM_REPEAT_MINUTES.
+
+One worker at a time serves a channel. If it dies after sending, the message is sent again, with the same id.
+Messages have kinds, ids of subjects and times: neither secrets nor what the console shows about the alarm.
+"""
+
+import logging
+import smtplib
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from hashlib import sha256
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from django.conf import settings
+from django.core.mail import EmailMessage, get_connection
+
+from keyvault.backends import meters
+from keyvault.backends.outbound import OutboundError, post
+from keyvault.domain.canonical import JsonValue, canonical_bytes
+from keyvault.domain.timestamps import format_timestamp
+from keyvault.models import AlarmChannel, AlarmDelivery, Notice
+from keyvault.models.notifications import UNSEEN_NOTICE
+from keyvault.services.usage.recorder import utc_now
+from keyvault.services.work import leases
+from keyvault.services.work.deletion import delete_batch
+from keyvault.wire.destinations import parse_url
+from keyvault.wire.webhooks import sign
+
+MAX_LISTED = 20
+"""Maximum alarms listed in one message."""
+
+HOLD = timedelta(minutes=2)
+"""Exclusive time of a started attempt. Longer than an attempt can take."""
+
+GIVE_UP_AFTER = timedelta(days=7)
+"""Age from which an undelivered alarm is sent no more by itself. Reminders still list it."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = timedelta(seconds=10), timedelta(minutes=10)
+_MAX_COUNTED = 1_000
+
+_log = logging.getLogger(__name__)
+
+
+class UndeliveredError(Exception):
+    """The message was not accepted; the text says why, without secrets."""
+
+
+class Deliver(Protocol):
+    """Sends one message about alarms, of which there are `count`. Raises UndeliveredError."""
+
+    def __call__(self, message_id: str, notices: Sequence[Notice], count: int, *, is_reminder: bool) -> None: ...
+
+
+def send_due(clock: Callable[[], datetime] = utc_now) -> None:
+    """Send what is due over each configured channel: one message of new alarms, and one reminder."""
+    for channel in settings.ALARM_CHANNELS:
+        lease = leases.claim(f"alarms:{channel}", clock())
+        if lease is not None:
+            try:
+                _send_new(AlarmChannel(channel), clock)
+                _send_reminder(AlarmChannel(channel), clock)
+            finally:
+                leases.release(lease)
+
+
+def forget_old(now: datetime) -> None:
+    """Delete a batch of alarms that were not delivered for GIVE_UP_AFTER."""
+    delete_batch(AlarmDelivery.objects.filter(created_at__lt=now - GIVE_UP_AFTER).order_by("created_at"))
+
+
+def _send_new(channel: AlarmChannel, clock: Callable[[], datetime]) -> None:
+    now = clock()
+    due = AlarmDelivery.objects.filter(channel=channel, due_at__lte=now).select_related("notice__account")
+    rows = list(due.order_by("due_at", "pk")[:MAX_LISTED])
+    held = AlarmDelivery.objects.filter(pk__in=[row.pk for row in rows])
+    unseen = [row.notice for row in rows if row.notice.seen_at is None]
+    if unseen:
+        held.update(due_at=now + HOLD)
+        failure = _deliver(channel, "new", unseen, len(unseen))
+        if failure:
+            for row in rows:
+                pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(row.attempts, 10))
+                changes = {"attempts": min(row.attempts + 1, 1_000), "due_at": clock() + pause, "last_error": failure}
+                AlarmDelivery.objects.filter(pk=row.pk).update(**changes)
+            return
+    held.delete()
+
+
+def _send_reminder(channel: AlarmChannel, clock: Callable[[], datetime]) -> None:
+    now, every = clock(), timedelta(seconds=settings.ALARM_REPEAT_SECONDS)
+    timer = leases.claim(f"alarm-reminder:{channel}", now)
+    if timer is None:
+        return
+    oldest, count = list_unacknowledged(now - every)
+    failure = _deliver(channel, f"reminder:{now.isoformat()}", oldest, count, is_reminder=True) if oldest else ""
+    if failure:
+        leases.postpone(timer, clock(), failure)
+    else:
+        leases.release(timer, due_at=now + (every if oldest else min(every, timedelta(minutes=1))))
+
+
+def list_unacknowledged(until: datetime) -> tuple[list[Notice], int]:
+    """Return the oldest alarms up to a time that no operator has seen, and how many there are, counted up to 1,000."""
+    unseen = Notice.objects.filter(UNSEEN_NOTICE, created_at__lte=until)
+    oldest = unseen.select_related("account").order_by("created_at")[:MAX_LISTED]
+    return list(oldest), unseen[:_MAX_COUNTED].count()
+
+
+def _deliver(
+    channel: AlarmChannel, occasion: str, notices: Sequence[Notice], count: int, *, is_reminder: bool = False
+) -> str:
+    """Send one message and return why it was not delivered; "" if it was."""
+    named = "\n".join([channel, occasion, *(notice.notice_id for notice in notices)])
+    message_id = f"alm_{sha256(named.encode()).hexdigest()[:32]}"
+    deliver: Deliver = _deliver_email if channel is AlarmChannel.EMAIL else _deliver_webhook
+    failure = ""
+    try:
+        deliver(message_id, notices, count, is_reminder=is_reminder)
+    except UndeliveredError as error:
+        failure = str(error)[:300]
+        _log.warning("alarms were not delivered", extra={"channel": channel.value, "why": failure})
+    meters.note_alarm_message(channel, is_delivered=not failure)
+    return failure
+
+
+# --- e-mail ----------------------------------------------------------------------------------------------------
+
+
+def _deliver_email(message_id: str, notices: Sequence[Notice], count: int, *, is_reminder: bool) -> None:
+    kinds = ", ".join(sorted({str(notice.kind) for notice in notices}))
+    what = "alarm" if count == 1 else "alarms"
+    number = f"{count} or more" if count >= _MAX_COUNTED else str(count)
+    begin = f"{number} unacknowledged {what}" if is_reminder else f"{number} new {what}"
+    lines = [
+        f"{begin} of Keyvault at {settings.ORIGIN}.",
+        "",
+        *(_line(notice) for notice in notices),
+        *([f"... and {number} in all."] if count > len(notices) else []),
+        "",
+        f"Open the console, and mark each alarm as seen: {settings.ORIGIN}/admin/",
+        f"Until then this message is repeated every {settings.ALARM_REPEAT_SECONDS // 60} minutes.",
+    ]
+    server = settings.SMTP_SERVER
+    if server is None:
+        raise UndeliveredError("KEYVAULT_SMTP_URL is not set")
+    connection = get_connection(
+        host=server.host,
+        port=server.port,
+        username=server.user,
+        password=server.password.reveal(),
+        use_ssl=server.is_tls,
+        use_tls=server.is_starttls,
+    )
+    mail = EmailMessage(
+        f"[Keyvault] {begin}: {kinds}"[:200],
+        "\n".join(lines),
+        settings.DEFAULT_FROM_EMAIL,
+        list(settings.ALARM_EMAILS),
+        connection=connection,
+        headers={
+            "Message-ID": f"<{message_id}@{urlsplit(settings.ORIGIN).hostname}>",
+            "Auto-Submitted": "auto-generated",
+        },
+    )
+    try:
+        mail.send()
+    except smtplib.SMTPResponseException as error:
+        # The server's text may repeat the user's name.
+        raise UndeliveredError(f"the mail server answered {error.smtp_code}") from error
+    except (smtplib.SMTPException, OSError) as error:
+        raise UndeliveredError(f"the mail server cannot be used: {type(error).__name__}") from error
+
+
+def _line(notice: Notice) -> str:
+    account = notice.account
+    where = "" if account is None else f", {account.merchant_id} in {account.environment}"
+    subject = " ".join(notice.subject.split())  # a name may have a line break, which would look like another alarm
+    return f"- {notice.kind}: {subject}{where}, {format_timestamp(notice.created_at)}, {notice.notice_id}"
+
+
+# --- webhook ---------------------------------------------------------------------------------------------------
+
+
+def _deliver_webhook(message_id: str, notices: Sequence[Notice], count: int, *, is_reminder: bool) -> None:
+    now = utc_now()
+    # The same for each attempt to send new alarms, so that the message has the same bytes.
+    at = now if is_reminder else max(notice.created_at for notice in notices)
+    data: dict[str, JsonValue] = {
+        "alarms": [_describe(notice) for notice in notices],
+        "count": count,
+        "console": f"{settings.ORIGIN}/admin/",
+    }
+    kind = "alarms.unacknowledged" if is_reminder else "alarms.raised"
+    body = canonical_bytes({"type": kind, "timestamp": format_timestamp(at), "data": data})
+    try:
+        destination = parse_url(settings.ALARM_WEBHOOK, settings.WEBHOOK_NETWORKS)
+        headers = sign([settings.ALARM_WEBHOOK_SECRET], message_id, now, body)
+        reply = post(destination, headers, body, own_networks=settings.WEBHOOK_NETWORKS)
+    except (OutboundError, ValueError) as error:
+        raise UndeliveredError(
+            error.detail if isinstance(error, OutboundError) else "the URL is not allowed"
+        ) from error
+    if not 200 <= reply.status <= 299:
+        raise UndeliveredError(f"the webhook answered {reply.status}")
+
+
+def _describe(notice: Notice) -> JsonValue:
+    account = notice.account
+    about: dict[str, JsonValue] = {
+        "notice_id": notice.notice_id,
+        "kind": str(notice.kind),
+        "subject": notice.subject,
+        "created_at": format_timestamp(notice.created_at),
+    }
+    if account is not None:
+        about |= {"merchant_id": account.merchant_id, "environment": str(account.environment)}
+    return about

@@ -1,0 +1,25 @@
+"""Celery's command line, in a process whose clock differs from the database's by the seconds in the file FAULTS_CLOCK.
+
+python -m tests.faults.skewed worker|beat [OPTION...]
+"""
+
+import os
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import django
+
+django.setup()
+
+from keyvault.project.celery import app
+from keyvault.services.work import clock
+
+if __name__ == "__main__":
+    _true_time, _step = clock.host_time, Path(os.environ["FAULTS_CLOCK"])
+
+    def _skewed() -> datetime:
+        return _true_time() + timedelta(seconds=float(_step.read_text()))
+
+    clock.host_time = _skewed
+    app.start(argv=sys.argv[1:])
