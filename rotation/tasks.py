@@ -14,9 +14,10 @@ from rotation.services.schedules.starting import begin_due
 
 
 @shared_task(name="rotation.tasks.dispatch_due")
-def dispatch_due(environment: str) -> None:
-    """Send one message per due rotation of the environment."""
-    turns.dispatch_due(dispatch=send_turn, environments=[environment], count_messages=count_messages)
+def dispatch_due(environment: str = "") -> None:
+    """Send one message per due rotation of the environment; blank: of all that this process serves."""
+    environments = [environment] if environment else None
+    turns.dispatch_due(dispatch=send_turn, environments=environments, count_messages=count_messages)
 
 
 @shared_task(name="rotation.tasks.advance_rotation")

@@ -353,15 +353,17 @@ _shared_jobs = {
 }
 if ALARM_CHANNELS:
     _shared_jobs["send-alarms"] = ("keyvault.tasks.send_alarms", 5.0, "webhooks")
+# The only worker of a file broker serves all environments: one message without an environment does the same work.
+_sent_once = {"dispatch-due-rotations", *_shared_jobs} if IS_FILE_BROKER else set[str]()
 CELERY_BEAT_SCHEDULE = {
     f"{name}-{environment}": {
         "task": task,
         "schedule": seconds,
-        "args": (environment,),
+        "args": () if name in _sent_once else (environment,),
         "options": {"queue": f"{queue}.{environment}"},
     }
     for name, (task, seconds, queue) in {**_jobs, **_shared_jobs}.items()
-    for environment in ENVIRONMENTS
+    for environment in (ENVIRONMENTS[:1] if name in _sent_once else ENVIRONMENTS)
 }
 
 # --- Logs: one JSON object per line, redacted as the last step before it is written ------------------------

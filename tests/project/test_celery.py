@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from celery.fixups.django import DjangoFixup
 from celery.signals import task_postrun, task_prerun
+from django.conf import settings
 from django.db import Error, connection
 
 from keyvault.models import WorkLease
@@ -39,6 +40,17 @@ def test_rabbitmq_that_does_not_reply_is_given_up(tmp_path: Path, scheme: str) -
     options, connect_seconds = describe_connection(tmp_path, url, "[c.transport_options, c.connect_timeout]")
     assert options == {"read_timeout": 5, "write_timeout": 5}
     assert connect_seconds <= 5
+
+
+def test_entries_of_a_shared_broker_are_sent_for_each_environment(tmp_path: Path) -> None:
+    """Guarantee: a worker of one environment takes no message about another one's work."""
+    entries = "[[e['task'], e['options']['queue'], list(e['args'])] for e in app.conf.beat_schedule.values()]"
+    found = describe_connection(tmp_path, "redis://127.0.0.1:1/0", entries)
+    tasks = {task for task, _, _ in found}
+    assert sorted((task, queue.partition(".")[2]) for task, queue, _ in found) == sorted(
+        (task, environment) for task in tasks for environment in settings.ENVIRONMENTS
+    )
+    assert all(arguments == [queue.partition(".")[2]] for _, queue, arguments in found)
 
 
 @pytest.mark.database

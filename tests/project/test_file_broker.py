@@ -98,8 +98,25 @@ def test_search_for_due_rotations_does_not_wait_for_a_backlog_of_rotations(broke
     with broker.Consumer(list(app.amqp.queues.values()), callbacks=[note], accept=["json"]):
         for _ in range(10):
             broker.drain_events(timeout=SECONDS)
-    assert received.count(find_due.name) == 2, "one tick for each environment"
+    assert received.count(find_due.name) == 1
     assert turn.name in received
+
+
+def test_consumer_of_an_empty_folder_does_not_list_it_for_each_queue(
+    broker: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle worker polls ten times a second."""
+    listed: list[str] = []
+    list_folder = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or list_folder(path))
+    queues = [Queue(name, Exchange(EXCHANGE), name) for name in ("first", "second", "third")]
+    with broker.Consumer(queues, callbacks=[lambda body, message: message.ack()]):
+        listed.clear()  # declaring a queue counts its messages
+        with pytest.raises(TimeoutError):
+            broker.drain_events(timeout=0)
+        assert len(listed) == 1
+        Producer(broker.default_channel).publish({}, exchange=EXCHANGE, routing_key="third")
+        broker.drain_events(timeout=SECONDS)
 
 
 def test_incomplete_files_of_killed_processes_are_removed(tmp_path: Path) -> None:

@@ -78,14 +78,30 @@ def test_entries_name_existing_tasks_and_queues() -> None:
     assert {entry["options"]["queue"] for entry in ENTRIES.values()} <= queues
 
 
-def test_each_environment_has_its_own_entries_and_queues() -> None:
-    """Guarantee: a worker of one environment takes no message about another one's work."""
-    environments = settings.ENVIRONMENTS
-    tasks = {entry["task"] for entry in ENTRIES.values()}
-    found = [(entry["task"], entry["options"]["queue"].partition(".")[2]) for entry in ENTRIES.values()]
-    assert sorted(found) == sorted((task, environment) for task in tasks for environment in environments)
-    assert {queue.name.partition(".")[2] for queue in settings.CELERY_TASK_QUEUES} == set(environments)
+def test_entries_of_the_file_broker_cover_every_environment() -> None:
+    """Its only worker serves all environments: a message either names one of them, or none and means all."""
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for entry in ENTRIES.values():
+        found.setdefault(entry["task"], set()).add(entry["args"])
+    assert set(map(frozenset, found.values())) == {
+        frozenset({()}),
+        frozenset((environment,) for environment in settings.ENVIRONMENTS),
+    }
+    assert found["rotation.tasks.dispatch_due"] == {()}
+
+
+def test_each_environment_has_its_own_queues() -> None:
+    assert {queue.name.partition(".")[2] for queue in settings.CELERY_TASK_QUEUES} == set(settings.ENVIRONMENTS)
     assert app.conf.task_default_queue in {queue.name for queue in settings.CELERY_TASK_QUEUES}
+
+
+def test_tick_without_an_environment_advances_the_rotations_of_all(eager: None, verifier: UsageLog) -> None:
+    rotation = begun(Clock(datetime.now(UTC)))
+    entry = next(entry for entry in ENTRIES.values() if entry["task"] == "rotation.tasks.dispatch_due")
+    app.tasks[entry["task"]](*entry["args"])
+    before = rotation.state
+    rotation.refresh_from_db()
+    assert rotation.state != before
 
 
 def test_messages_expire_by_no_clock() -> None:

@@ -121,7 +121,10 @@ def denial_template(judgement: Judgement) -> bytes:
 
 
 class Template:
-    """A grant rendered once, with placeholders for the request id, the identity and the balance of each limit."""
+    """A grant under at most two limits, rendered once.
+
+    It has placeholders for the request id, the identity and the balance of each limit.
+    """
 
     __slots__ = ("_policies", "text")
 
@@ -129,6 +132,8 @@ class Template:
         holder = judgement.holder
         if holder is None or judgement.customer is not None:
             raise TypeError("a template needs a grant to a key without a customer")
+        if len(buckets) > 2:
+            raise TypeError(f"a template has at most two limits, not {len(buckets)}")
         self._policies = tuple(bucket.policy.encode() for bucket in buckets)
         statuses = tuple(
             BucketStatus(bucket.policy, bucket.limit, _NUMBER + 2 * index, _NUMBER + 2 * index + 1)
@@ -161,7 +166,8 @@ class Template:
         if len(balances) == 2:
             remaining, reset_seconds = balances
             return self.text % (remaining, reset_seconds, request_id, identity, remaining, reset_seconds)
-        # The limit with the least remaining binds; on a tie the first.
-        first = min(range(0, len(balances), 2), key=balances.__getitem__)
-        binding = (self._policies[first // 2], balances[first], balances[first + 1])
-        return self.text % (*balances, request_id, identity, *binding)
+        # The limit with the fewest tokens left binds; on a tie the first.
+        first_left, first_reset, second_left, second_reset = balances
+        if second_left < first_left:
+            return self.text % (*balances, request_id, identity, self._policies[1], second_left, second_reset)
+        return self.text % (*balances, request_id, identity, self._policies[0], first_left, first_reset)

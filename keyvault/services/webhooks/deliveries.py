@@ -140,8 +140,10 @@ def forget_old_notices(now: datetime) -> None:
 def deliver_due(clock: Callable[[], datetime] = utc_now, send: Send = post) -> int:
     """Make the attempts that are due in the environments that this process serves, for a few seconds. Return how many.
 
-    An environment in which another worker runs a round is left to it.
+    An environment in which another worker runs a round is left to it. Without a due message nothing is claimed.
     """
+    if not _has_due(clock()):
+        return 0
     environments: list[str] = []
     with ExitStack() as claims:
         for environment in settings.ENVIRONMENTS:
@@ -153,6 +155,11 @@ def deliver_due(clock: Callable[[], datetime] = utc_now, send: Send = post) -> i
             return 0
         with ThreadPoolExecutor(MAX_CONCURRENT * len(environments), "webhook") as pool:
             return _attempt_all(tuple(environments), pool, clock, send)
+
+
+def _has_due(now: datetime) -> bool:
+    due = WebhookDelivery.objects.filter(state=DeliveryState.DUE, due_at__lte=now)
+    return any(due.filter(is_urgent=is_urgent).exists() for is_urgent in (True, False))
 
 
 def _attempt_all(

@@ -577,6 +577,27 @@ def test_follower_thread_applies_changes_and_deregisters_when_stopped(recorded: 
         wait_until(lambda: Verifier.objects.get().stopped_at is None, "the new registration")
 
 
+@pytest.mark.django_db(transaction=True)
+def test_follower_thread_on_sqlite_polls_when_a_change_is_announced(
+    recorded: RecordedFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an announcement the next poll would not begin before the test has failed."""
+    monkeypatch.setattr(follower, "POLL_SECONDS", 10 * TIMEOUT_SECONDS)
+    with running(recorded):
+        change("a")
+        wait_until(lambda: key("a") in recorded.applied, "the first change")
+        change("b")
+        wait_until(lambda: key("b") in recorded.applied, "the second change")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_follower_thread_on_sqlite_finds_a_change_that_was_not_announced(recorded: RecordedFollower) -> None:
+    """The writer was killed after its commit."""
+    with running(recorded):
+        Change.objects.create(subject_kind="key", subject_id="a", at=now())
+        wait_until(lambda: recorded.applied == [key("a")], "the change")
+
+
 @on_every_database
 def test_follower_thread_logs_an_outage_once_and_continues(
     recorded: RecordedFollower, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -856,8 +856,16 @@ def test_deliveries_are_deleted_a_limited_number_at_a_time_oldest_first(
 
 
 def test_delivery_run_releases_its_lease(scene: Scene) -> None:
-    deliver_due(send=refuse_connection)
+    add(scene, "https://one.example/")
+    send_notice(scene)
+    assert deliver_due(send=refuse_connection) == 1
     assert not WorkLease.objects.exists()
+
+
+def test_delivery_run_without_a_due_message_claims_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker begins a run every two seconds, and a claim is two commits."""
+    monkeypatch.setattr(leases, "claim", lambda *args: pytest.fail("the environment was claimed"))
+    assert deliver_due(send=refuse_connection) == 0
 
 
 def test_delivery_run_that_cannot_claim_each_environment_releases_the_others(
@@ -871,6 +879,8 @@ def test_delivery_run_that_cannot_claim_each_environment_releases_the_others(
         return claim(*args)
 
     monkeypatch.setattr(leases, "claim", refuse_second)
+    add(scene, "https://one.example/")
+    send_notice(scene)
     with pytest.raises(DatabaseError):
         deliver_due(send=refuse_connection)
     assert not WorkLease.objects.exists()
