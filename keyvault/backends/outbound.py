@@ -4,8 +4,9 @@ The name is resolved once and every address must be allowed. The connection goes
 DNS rebinding has no effect; the certificate is still verified for the name. Redirects are not followed, proxies of the
 environment are ignored, and the reply's body is discarded.
 
-`http.client` writes the request and reads the reply over a connection that this module opens and limits. urllib3 limits
-the time of each read but not of the whole exchange: a server that sends single bytes slowly would block a worker.
+`http.client` writes the request and reads the reply over a connection that this module opens and limits. urllib3, which
+reads with `http.client` as well, limits the time of each read but not of all reads. A server that sends a header byte
+by byte, or one 100 Continue after another, would block a worker without end.
 """
 
 import io
