@@ -53,7 +53,7 @@ class Counts:
 
 
 def main(options: list[str]) -> int:
-    """Run the halves that were asked for, tell the sum, and answer the exit code."""
+    """Run the requested halves, print the totals, and return the exit status."""
     try:
         asked = chosen_database() if DATABASE in os.environ else None
         required = required_servers()

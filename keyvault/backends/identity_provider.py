@@ -6,17 +6,21 @@ provider that hangs must not occupy them.
 """
 
 import io
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from http.client import HTTPResponse
+from typing import Any, cast
 
 import requests
 from requests.adapters import HTTPAdapter
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 
-from keyvault.backends.outbound import RequestDeadline
+from keyvault.backends.outbound import BoundedConnection, RequestDeadline
 from keyvault.backends.vault.breaker import Breaker
 from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.wire.destinations import is_protected_url
@@ -24,7 +28,7 @@ from keyvault.wire.destinations import is_protected_url
 CONNECT_SECONDS = 2.0
 READ_SECONDS = 3.0
 OVERALL_SECONDS = 5.0
-"""Maximum time of one call, in seconds."""
+"""Maximum time of one reply, headers included, in seconds."""
 
 MAX_REPLY_BYTES = 262_144
 """Maximum size of a reply's body, in bytes."""
@@ -41,6 +45,7 @@ REFETCH_SECONDS = 30.0
 _WELL_KNOWN = "/.well-known/openid-configuration"
 _ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 _READ_BYTES = 16_384
+_MAX_HEADER_BYTES = 65_536
 
 JsonWebKey = Mapping[str, Any]
 """One public key of the provider (RFC 7517)."""
@@ -138,6 +143,31 @@ class IdentityProviderClient:
         return document
 
 
+class _BoundedReply(HTTPResponse):
+    """A reply within OVERALL_SECONDS: urllib3 limits each read, so it would wait for slow headers without end."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        deadline = RequestDeadline(OVERALL_SECONDS)
+        bounded = BoundedConnection(sock, deadline, MAX_REPLY_BYTES + _MAX_HEADER_BYTES, READ_SECONDS)
+        super().__init__(cast(socket.socket, bounded), *args, **kwargs)
+
+
+class _BoundedHTTPConnection(HTTPConnection):
+    response_class = _BoundedReply
+
+
+class _BoundedHTTPSConnection(HTTPSConnection):
+    response_class = _BoundedReply
+
+
+class _BoundedHTTPPool(HTTPConnectionPool):
+    ConnectionCls = _BoundedHTTPConnection
+
+
+class _BoundedHTTPSPool(HTTPSConnectionPool):
+    ConnectionCls = _BoundedHTTPSConnection
+
+
 class _BoundedAdapter(HTTPAdapter):
     """Transport that bounds time and size. Certificates are verified with the host's CAs and `SSL_CERT_FILE`."""
 
@@ -147,6 +177,7 @@ class _BoundedAdapter(HTTPAdapter):
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, ssl_context=ssl.create_default_context(), **kwargs)
+        self.poolmanager.pool_classes_by_scheme = {"http": _BoundedHTTPPool, "https": _BoundedHTTPSPool}
 
     def cert_verify(self, conn: Any, url: str, verify: Any, cert: Any) -> None:
         """Keep the context's CAs; requests would replace them with those of certifi."""
@@ -165,10 +196,9 @@ class _BoundedAdapter(HTTPAdapter):
         return response
 
     def _exchange(self, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
-        deadline = RequestDeadline(OVERALL_SECONDS)
         response = super().send(request, **{**kwargs, "stream": True, "timeout": (CONNECT_SECONDS, READ_SECONDS)})
         try:
-            body = _read_body(response.raw, deadline)
+            body = _read_body(response.raw)
         except (OSError, HTTPError) as error:
             raise requests.ConnectionError(f"the reply is unreadable: {error}", request=request) from error
         finally:
@@ -177,11 +207,10 @@ class _BoundedAdapter(HTTPAdapter):
         return response
 
 
-def _read_body(raw: Any, deadline: RequestDeadline) -> bytes:
+def _read_body(raw: Any) -> bytes:
     body = bytearray()
     while chunk := raw.read1(_READ_BYTES, decode_content=False):
         body += chunk
         if len(body) > MAX_REPLY_BYTES:
             raise OSError("it is too large")
-        deadline.left()
     return bytes(body)

@@ -4,8 +4,9 @@ The name is resolved once and every address must be allowed. The connection goes
 DNS rebinding has no effect; the certificate is still verified for the name. Redirects are not followed, proxies of the
 environment are ignored, and the reply's body is discarded.
 
-`http.client` writes the request and reads the reply over a connection that this module opens and limits. urllib3 limits
-the time of each read but not of the whole exchange: a server that sends single bytes slowly would block a worker.
+`http.client` writes the request and reads the reply over a connection that this module opens and limits. urllib3, which
+reads with `http.client` as well, limits the time of each read but not of all reads. A server that sends a header byte
+by byte, or one 100 Continue after another, would block a worker without end.
 """
 
 import io
@@ -177,7 +178,7 @@ def _exchange(
     body: bytes,
     deadline: RequestDeadline,
 ) -> Reply:
-    bounded = _Bounded(connection, deadline)
+    bounded = BoundedConnection(connection, deadline, MAX_BODY_BYTES)
     client = HTTPConnection(destination.host, destination.port)
     client.sock = cast(socket.socket, bounded)
     request_headers = {
@@ -199,12 +200,20 @@ def _exchange(
     return reply
 
 
-class _Bounded(io.RawIOBase):
-    """A connection for `http.client` that limits the total time and the reply's bytes."""
+class BoundedConnection(io.RawIOBase):
+    """A connection for `http.client` that limits the total time and the reply's bytes, headers included."""
 
-    def __init__(self, connection: socket.socket, deadline: RequestDeadline) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        deadline: RequestDeadline,
+        max_bytes: int,
+        read_seconds: float = OVERALL_SECONDS,
+    ) -> None:
         self.deadline = deadline
-        self._connection, self._left = connection, MAX_BODY_BYTES
+        self._connection, self._left, self._read_seconds = connection, max_bytes, read_seconds
+        # A reader of its own keeps the connection open when `http.client` closes it before the body is read.
+        self._reader = connection.makefile("rb", buffering=0)
 
     def sendall(self, data: bytes) -> None:
         left = memoryview(data)
@@ -221,10 +230,14 @@ class _Bounded(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         if self._left == 0:
             return 0
-        self._connection.settimeout(self.deadline.left())
-        count = self._connection.recv_into(buffer, min(len(buffer), self._left))
+        self._connection.settimeout(self.deadline.left(self._read_seconds))
+        count = self._reader.readinto(memoryview(buffer)[: self._left]) or 0
         self._left -= count
         return count
+
+    def close(self) -> None:
+        self._reader.close()
+        super().close()
 
 
 def _reason(error: OSError | HTTPException) -> str:

@@ -179,10 +179,28 @@ def test_identity_provider_that_hangs_is_left_and_not_called_again_at_once(
             client.metadata()
 
 
-def test_identity_provider_that_drips_is_left_after_the_overall_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each read is in time, and the whole reply is not."""
-    monkeypatch.setattr(module, "OVERALL_SECONDS", 0.0)
-    with reply_with(OK + b"Content-Length: 2\r\n\r\n{") as port, pytest.raises(IdentityProviderError):
+@pytest.mark.parametrize(
+    ("begin", "drop"),
+    [
+        (OK + b"Content-Length: 1000000\r\n\r\n", b" "),
+        (OK + b"X-Slow: ", b"x"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+    ids=["body", "header", "continue"],
+)
+def test_identity_provider_that_drips_is_left_after_the_overall_time(
+    monkeypatch: pytest.MonkeyPatch, begin: bytes, drop: bytes
+) -> None:
+    """Each read is in time, and the whole reply is not: it must not occupy a thread of the console."""
+
+    def talk(connection: socket.socket, over: threading.Event) -> None:
+        connection.recv(65_536)
+        connection.sendall(begin)
+        while not over.wait(0.01):
+            connection.sendall(drop)
+
+    monkeypatch.setattr(module, "OVERALL_SECONDS", 0.3)
+    with raw_server(talk) as port, pytest.raises(IdentityProviderError):
         IdentityProviderClient(f"http://127.0.0.1:{port}").metadata()
 
 

@@ -1,4 +1,4 @@
-"""Key material at rest: what a digest is, and that comparing tells nothing but yes or no."""
+"""Key material at rest: the form of a digest, and a comparison that reveals only its result."""
 
 import hashlib
 import hmac

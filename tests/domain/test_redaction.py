@@ -25,7 +25,7 @@ HANDLE = KEY[:27]
 SECRET = KEY[27:]
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
 OPAQUE = "hunter2-hunter2"
-"""A secret that nothing but the header's name tells."""
+"""A secret that only the header's name identifies."""
 
 NAMES = ["Authorization", "authorization", "X-Api-Key", "x-api-key", "X_API_KEY", "X-Service-Token"]
 

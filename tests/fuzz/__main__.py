@@ -1,9 +1,9 @@
-"""The fuzzes at length: `python -m tests.fuzz [server|service|redaction] --count N --seed N`. Exit 1 after a find.
+"""Long fuzz runs: `python -m tests.fuzz [server|service|redaction] --count N --seed N`. Exit 1 after a finding.
 
-`server` sends bytes that are more or less HTTP to the dedicated verifier's server and to a stock one; `service` sends
-requests with odd headers and paths to the whole service, on a database and data folder of its own; `redaction` plants
-secrets in log lines. All of them, unless told.
-A find is made again by its seed, with `--count 1`; keys are new ones then, shapes are the same.
+`server` sends bytes that resemble HTTP to the dedicated verifier's server and to a stock one. `service` sends requests
+with unusual headers and paths to the whole service, on its own database and data folder. `redaction` plants secrets in
+log lines. The default is all three. The seed of a finding, with `--count 1`, reproduces it. The keys are then new, the
+shapes are the same.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> int:
     first = secrets.randbelow(10**9) if asked.seed is None else asked.seed
     fuzzes = {"server": _fuzz_server, "service": _fuzz_service, "redaction": _fuzz_redaction}
     parts = [asked.part] if asked.part else list(COUNTS)
-    # Each is run, whatever the one before has found.
+    # Run each one, also after a finding of the previous one.
     return max([fuzzes[part](range(first, first + (asked.count or COUNTS[part]))) for part in parts])
 
 
@@ -52,7 +52,7 @@ def _fuzz_server(seeds: range) -> int:
 
 def _fuzz_service(seeds: range) -> int:
     _set_up()
-    # After Django is.
+    # Imported after Django's setup.
     from .drive import UNLIMITED, make_keys, surprises
     from .served import serving
 
@@ -72,7 +72,7 @@ def _fuzz_redaction(seeds: range) -> int:
 
 
 def _show(finds: Iterable[object]) -> int:
-    """Prints them, and says how many there were. With too many it stops: all that follows is of the same kind."""
+    """Print the findings and return their number. Stop after too many, because the rest is of the same kind."""
     shown = 0
     for found in finds:
         shown += 1

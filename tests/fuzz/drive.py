@@ -1,4 +1,4 @@
-"""Sends generated requests to a server and compares what it answers with what the oracle says."""
+"""Send generated requests to a server and compare its responses with those of the oracle."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,12 +19,12 @@ from .requests import generate
 from .served import Answer, Wire
 
 UNLIMITED = {"KEYVAULT_SANDBOX_LIMIT": "1000000/1", "KEYVAULT_PRODUCTION_LIMIT": "1000000/1"}
-"""Settings of the server, so that no limit answers in a rule's place."""
+"""Settings of the server with limits so high that none refuses a request."""
 
 
 @dataclass(frozen=True)
 class Surprise:
-    """Something that the contract does not say. `seed` makes the same request again over the same keys."""
+    """A response that the contract does not allow. With the same keys `seed` makes the same request again."""
 
     seed: int
     sent: Sent
@@ -38,7 +38,7 @@ class Surprise:
 
 
 def make_keys() -> dict[str, Known]:
-    """A key of every standing, by its text; the database is set up and has none of these merchants."""
+    """Make keys in every standing, by their text. The database is set up and has none of these merchants."""
     known = {}
     for merchant in ("acme", "globex"):
         make_merchant(merchant)

@@ -1,7 +1,7 @@
-"""Sends the same streams to our server and to the oracle, and finds what ours takes and the oracle does not.
+"""Send the same streams to our server and to the oracle, and find what only ours accepts.
 
-Ours may be stricter: a stream on which it stops earlier is no find. It must not go further, or read anything
-differently, but for the differences of ALLOWED.
+Ours may be stricter: a stream on which it stops earlier is no finding. It must not read further or read anything
+differently, except for the differences in ALLOWED.
 """
 
 import select
@@ -21,17 +21,18 @@ from .streams import generate
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 60
 PATIENCE_SECONDS = 0.03
-"""Without a sign of either server for so long, the client says that it sends no more. The oracle forgets requests that
-it has not answered then, so that a find is looked at again with more patience."""
+"""Time without data from either server after which the client ends its stream, in seconds. The oracle then drops the
+requests that it has not answered, so a finding is checked again with a longer time."""
 LONG_PATIENCE_SECONDS = 1.0
 HANG_SECONDS = 20
 BATCH = 200
 
 ALLOWED = {
     UNREAD: "a body of more than 64 KiB is announced: ours answers without reading it, the oracle waits for it",
-    "/": "HTTP/1.0 without Host: Granian makes one up, and so tells a second digest, of what came without it",
+    "/": "HTTP/1.0 without Host: Granian adds one, so it has another digest",
 }
-"""What our server may accept and the oracle refuses, by its mark in an answer, with the reason."""
+"""Requests that our server may accept although the oracle refuses them, by their mark in a response, with the reason.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Find:
 
 @dataclass
 class Duel:
-    """Both servers' sockets, and what has been counted so far: requests that ours took, and why it refused."""
+    """The sockets of both servers, and the counts so far: accepted requests, and reasons of refusals of ours."""
 
     ours: Path
     theirs: Path
@@ -92,26 +93,26 @@ class Duel:
         return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) * 1024
 
     def complaints(self) -> str:
-        """What our server had to say, which has no log: nothing, unless something went wrong in it."""
+        """The output of our server, which has no log: empty unless an error occurred in it."""
         return self.log.read_text()
 
 
 def find_fault(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """Where ours goes further than the oracle, or elsewhere; "" for nothing."""
+    """Return where our server reads further than the oracle, or differently; "" if it does not."""
     for number, mine in enumerate(ours):
         if mine in ("refused 400", "refused 414", "refused 431", UNREAD):
             return ""
         if mine.startswith(("refused", "broken")):
             return f"answer {number} is {mine}"
         if number >= len(theirs) or theirs[number].startswith("refused"):
-            return f"request {number} is taken, and the oracle refuses it"
+            return f"request {number} is accepted, and the oracle refuses it"
         if mine not in theirs[number].split("/"):
-            return f"request {number} is understood in another way"
+            return f"request {number} is read differently"
     return ""
 
 
 def read_answers(received: bytes) -> list[str]:
-    """Of each answer the digest of what was understood, or `refused` with its status, or `broken`."""
+    """Return for each response the digest of the request as read, `refused` with the status, or `broken`."""
     found = []
     while received:
         head, end, received = received.partition(b"\r\n\r\n")
@@ -128,14 +129,14 @@ def read_answers(received: bytes) -> list[str]:
             found.append(f"refused {words[1].decode()}")
         else:
             found.append(digest.decode())
-        # Of an answer to HEAD only the head came: what follows is the next answer, or nothing.
+        # A response to HEAD has only a head: the next response follows, or nothing.
         if received[:5] != b"HTTP/" or length == 0:
             received = received[length:]
     return found
 
 
 def _exchange(sent: Sequence[tuple[Path, bytes]], patience: float) -> list[tuple[bytes, bytes]]:
-    """What both servers answer, in pairs as they were given."""
+    """Return the responses of both servers, in pairs, in the order of the streams."""
     poll = select.epoll()
     wires: dict[int, tuple[int, socket.socket]] = {}
     received = [b""] * len(sent)
@@ -175,7 +176,7 @@ def _exchange(sent: Sequence[tuple[Path, bytes]], patience: float) -> list[tuple
 
 @contextmanager
 def duel(folder: Path) -> Iterator[Duel]:
-    """Both servers, each alone in a process, on Unix sockets in the folder."""
+    """Start both servers, each in its own process, on Unix sockets in the folder."""
     ours, theirs, log = folder / "ours", folder / "theirs", folder / "ours.log"
     oracle = [
         *(sys.executable, "-m", "granian", "--interface", "asgi", "--http", "1", "--no-ws", "--uds", str(theirs)),

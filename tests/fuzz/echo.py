@@ -1,4 +1,4 @@
-"""Two servers that answer what they understood of a request: ours, and a stock one (Granian on hyper) as the oracle.
+"""Two servers that respond with the request as they read it: ours, and a stock one (Granian on hyper) as the oracle.
 
 python -m tests.fuzz.echo SOCKET                                            ours
 granian --interface asgi --uds SOCKET tests.fuzz.echo:application           the oracle
@@ -18,15 +18,15 @@ from keyvault.hotpath.http1.server import BACKLOG, Http1Server
 from keyvault.hotpath.messages.responses import HttpResponse
 
 UNREAD = "unread"
-"""In place of a digest, when the request was answered without its body."""
+"""Value in place of a digest, for a request that was answered before its body was read."""
 
 
 def understood(
     method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes | None
 ) -> tuple[str, bytes]:
-    """A digest of it, which an answer to HEAD can carry too, and its text.
+    """Return the digest of the request, which fits into a response to HEAD, and its text.
 
-    Order counts within one name only, and `/a?` is `/a`: the oracle does not tell more.
+    The order of headers counts within one name only, and `/a?` equals `/a`: the oracle shows no more.
     """
     path, _, query = target.partition(b"?")
     target = path + b"?" + query if query else path

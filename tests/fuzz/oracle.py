@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from urllib.parse import unquote, unquote_to_bytes
 
 SERVED = (0, "served")
-"""The request was let through: the endpoint itself answers, with anything but a 401, 403, 429 or a fault of ours."""
+"""The request was allowed: the endpoint itself responds, with anything but a 401, 403, 429 or 5xx."""
 
 BARE = (400, "")
-"""The server's own answer, without a body, to what is not HTTP."""
+"""The server's own response, without a body, to bytes that are not HTTP."""
 
 Outcome = tuple[int, str]
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A request of HTTP/1.1 as it goes over the wire, but for Host and the framing."""
+    """An HTTP/1.1 request as sent, without Host and framing."""
 
     method: bytes
     target: bytes
@@ -39,7 +39,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Known:
-    """A key that exists. `standing` is `good`, `revoked` or `suspended` (its merchant is)."""
+    """An existing key. `standing`: `good`, `revoked` or `suspended` (its merchant)."""
 
     kind: str
     environment: str
@@ -74,7 +74,7 @@ _ALLOWED: dict[str, frozenset[Outcome]] = {
     "customer_tokens.create": frozenset({(400, "idempotency_key_missing")}),
     "credentials.acknowledge": frozenset({(404, "not_found")}),
 }
-"""What the endpoint itself answers to what is generated here: no order, token or rotation of that name."""
+"""The response of the endpoint itself to a generated request: there is no order, token or rotation of that name."""
 
 _PLAIN = re.compile(r"(?:/[A-Za-z0-9._~!$&'()*+,=:@-]+)+")
 _SHAPED = re.compile(r"_(?:pub|prv|cat|svc)_(?:sbx|prd|all)_[0-9A-Za-z]{17,}")
@@ -84,12 +84,12 @@ _ENVIRONMENTS = {"sbx": "sandbox", "prd": "production"}
 
 
 def predict(sent: Sent, known: Mapping[str, Known]) -> frozenset[Outcome]:
-    """The outcomes that the contract allows: one, but where it leaves the choice."""
+    """Return the outcomes that the contract allows: one, except where it allows several."""
     try:
         target = sent.target.decode("utf-8")
     except UnicodeDecodeError:
         return frozenset({BARE})
-    # A fragment is for the client alone, and the server drops it.
+    # A fragment concerns only the client, and the server drops it.
     path, _, query = target.partition("#")[0].partition("?")
     if _is_exposed(f"{path}?{query}"):
         return _is(400, "credential_in_url")
@@ -118,7 +118,7 @@ def _integration(sent: Sent, environment: str, path: str, known: Mapping[str, Kn
         return missed if rule is None else _is(401, "credential_missing")
     denied = _judge_key(keys[0], environment, known)
     if denied == (401, "key_revoked") and rule is not None and rule.name == "credentials.revoke_self":
-        # Repeatable: the key that it ended may ask again, a few times a minute.
+        # Repeatable: the revoked key may repeat the request a few times a minute.
         return _is(*denied) | _is(202, "") | _is(429, "rate_limited")
     if denied is not None:
         return _is(*denied)
@@ -134,7 +134,7 @@ def _integration(sent: Sent, environment: str, path: str, known: Mapping[str, Kn
     if rule.bearer == "required" and not bearers:
         return _is(401, "customer_token_missing")
     if bearers:
-        return _is(401, "customer_token_invalid")  # none that is sent here was ever issued
+        return _is(401, "customer_token_invalid")  # no token that is sent here was ever issued
     return _ALLOWED.get(rule.name, frozenset({SERVED}))
 
 

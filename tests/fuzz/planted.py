@@ -66,7 +66,7 @@ def _vault_token(random: Random) -> Secret:
 
 
 def _password(random: Random) -> Secret:
-    """A secret that only the name of its field tells."""
+    """A secret that only its field's name identifies."""
     first = random.choice(string.ascii_letters)
     hidden = first + "".join(random.choices(ALPHANUMERIC + _PUNCTUATION, k=random.randint(11, 40)))
     names = ["password", "client_secret", "api_key", "access-token", "X-Api-Key", "X-Service-Token", "passphrase"]
@@ -152,7 +152,7 @@ ANYWHERE: Mapping[str, Shape] = {
     "PostgreSQL detail": lambda random, secret: f"DETAIL:  Failing row contains (7, {secret.text}, null, 2026-11-23).",
     "HTML": lambda random, secret: f'<input type="text" value="{secret.text}"><p>{secret.text}</p>',
 }
-"""Shapes in which the value alone must tell the secret."""
+"""Shapes in which only the value identifies the secret."""
 
 NAMED: Mapping[str, Shape] = {
     "dict": lambda random, secret: _record("sent %s", {"a": 1, secret.name: secret.text, "b": None}),
@@ -224,7 +224,7 @@ def find_leaks(seeds: Iterable[int]) -> Iterator[Find]:
 
 
 def _is_shown(hidden: str, line: str) -> bool:
-    """Whether a reader of the line learns a part of the secret, also after decoding it."""
+    """Return whether a reader of the line learns a part of the secret, also after decoding the line."""
     joined = re.sub(r"[\s\\=>]|\\[nr]", "", _ANSI.sub("", line.replace("\\u001b", "\x1b").replace("\\x1b", "\x1b")))
     texts = (line, joined, unquote(unquote(line)))
     if any(hidden[at : at + WINDOW] in text for text in texts for at in range(len(hidden) - WINDOW + 1)):

@@ -51,7 +51,7 @@ def generate(seed: int, known: Mapping[str, Known]) -> Sent:
     for _ in range(draw.choices((0, 1, 2), (65, 27, 8))[0]):
         path = draw.choice(MUTATIONS)(draw, path)
     target = path + _query(draw, texts)
-    # A good key would end itself there, and all that comes after would be judged otherwise.
+    # A good key would revoke itself there, and later requests would be judged differently.
     if b"revoke-self" in target:
         texts = [text for text in texts if known[text].standing == "revoked"]
     headers = [*_key_headers(draw, texts, path), *_bearers(draw, texts)]
@@ -88,7 +88,7 @@ def _query(draw: random.Random, texts: list[str]) -> bytes:
 
 
 def _value(draw: random.Random, texts: list[str], path: bytes) -> bytes:
-    """A real key as often as not, most often one of the environment; else what looks like one, more or less."""
+    """Return a real key in half of the cases, mostly one of the environment, and else a text that resembles one."""
     scope = "_prd_" if path.startswith(b"/production") else "_sbx_"
     text = draw.choice([text for text in texts if scope in text] or texts if draw.random() < 0.8 else texts)
     if draw.random() < 0.6:
@@ -163,7 +163,7 @@ Mutation = Callable[[random.Random, bytes], bytes]
 
 
 def _insert(*what: bytes, before: bytes = b"") -> Mutation:
-    """One of these at some place, or before some occurrence of `before`."""
+    """Insert one of these at a random place, or before a random occurrence of `before`."""
 
     def mutate(draw: random.Random, path: bytes) -> bytes:
         places = [at for at in range(1, len(path) + 1) if path.startswith(before, at)] or [len(path)]

@@ -1,4 +1,4 @@
-"""The server of `make run`, over the database that the environment names, and what goes over its wire."""
+"""The server of `make run` on the database that the environment names, and raw connections to it."""
 
 import os
 import socket
@@ -29,9 +29,9 @@ class Answer:
 
 @contextmanager
 def serving(folder: Path, **settings: str) -> Iterator[int]:
-    """The port; its log is `server.log` in the folder. On leaving it is ended by SIGTERM, as the supervisor does."""
+    """Start the server and yield its port. Its log is `server.log` in the folder. SIGTERM ends it on exit."""
     port = find_free_port()
-    # The very command line of `make run`: another would be another server.
+    # The same command line as `make run`, and therefore the same server.
     command = service.server_program(port).command
     log = folder / "server.log"
     with log.open("wb") as output:
@@ -60,14 +60,14 @@ def serving(folder: Path, **settings: str) -> Iterator[int]:
 
 
 class Wire:
-    """One connection after the other to a server; what is sent is written out by hand."""
+    """Connections to a server, one after the other, for requests as raw bytes."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._connection: socket.socket | None = None
 
     def send(self, method: bytes, *parts: bytes) -> Answer:
-        """All of a request, in as many pieces as given. A connection is used again as long as the server keeps it."""
+        """Send a request in the given pieces. A connection is used again as long as the server keeps it open."""
         if self._connection is None:
             self._connection = socket.create_connection(("127.0.0.1", self._port), timeout=20)
         for part in parts:

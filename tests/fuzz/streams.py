@@ -131,7 +131,7 @@ def generate(seed: int) -> bytes:
 
 
 def _place(draw: random.Random, part: bytes) -> int:
-    """Any, more often one where a line or a word begins or ends."""
+    """Return a random place, more often one at which a line or a word begins or ends."""
     if draw.random() < 0.5:
         places = [at for at in range(len(part)) if part[at : at + 1] in b" :\r\n/;,"]
         if places:

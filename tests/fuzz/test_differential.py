@@ -1,4 +1,4 @@
-"""2,000 requests over the real server's wire, each answered as the contract says; `make fuzz` sends 100,000."""
+"""The real server answers 2,000 raw requests as the contract requires; `make fuzz` sends 100,000."""
 
 from collections import Counter
 from pathlib import Path
@@ -33,12 +33,12 @@ VERDICTS = {
     "service_token_invalid",
     "",
 }
-"""What the requests below are enough to meet; the empty one is the server's own 400."""
+"""Codes that the requests below cause; the empty one is the server's own 400."""
 
 
 @pytest.mark.django_db(transaction=True)
 def test_fuzz_of_request_lines_and_headers_finds_no_deviation_from_the_contract(tmp_path: Path) -> None:
-    """Guarantee: however a request is spelled, it is judged by the table of verdicts, refused, or no request at all."""
+    """Guarantee: every spelling of a request is judged by the table of verdicts, refused, or not read as a request."""
     known = make_keys()
     with serving(tmp_path, **UNLIMITED) as port:
         found = next(surprises(port, known, iter(range(SEED, SEED + COUNT))), None)

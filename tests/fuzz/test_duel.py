@@ -1,4 +1,4 @@
-"""A small share of `make fuzz`: 3,000 streams of more or less HTTP, at the verifier's server and at a stock one."""
+"""A small share of `make fuzz`: 3,000 streams that resemble HTTP, sent to the verifier's server and to a stock one."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ SEED, COUNT = 30_000_000, 3_000
 
 
 class Wire:
-    """Stands for a transport: keeps what is written."""
+    """A transport that records the written bytes."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -52,7 +52,7 @@ def exchange(shared: Shared, parts: list[bytes]) -> tuple[bytes, bool]:
 
 
 def test_server_accepts_nothing_that_a_stock_server_refuses_or_reads_differently(tmp_path: Path) -> None:
-    """Guarantee: no bytes mean one thing to us and another to a server before us (RFC 9112, 11.2)."""
+    """Guarantee: no bytes mean one request to us and another to a server in front of us (RFC 9112, 11.2)."""
     with duel(tmp_path) as servers:
         found = next(servers.run(range(SEED, SEED + COUNT)), None)
         assert found is None, str(found)
@@ -62,7 +62,7 @@ def test_server_accepts_nothing_that_a_stock_server_refuses_or_reads_differently
 
 
 def test_streams_are_understood_the_same_however_they_are_cut(shared: Shared) -> None:
-    """Guarantee: what a request says does not depend on how the network delivers it."""
+    """Guarantee: a request is read alike in whatever pieces the network delivers it."""
     for seed in range(SEED, SEED + COUNT):
         sent = generate(seed)
         draw = random.Random(seed)  # noqa: S311  repeatable on purpose
@@ -74,14 +74,14 @@ def test_streams_are_understood_the_same_however_they_are_cut(shared: Shared) ->
 
 
 def test_find_fault_reports_what_our_server_accepts_and_the_oracle_refuses() -> None:
-    """The judge of the fuzz itself: one that finds nothing would always be content."""
+    """The comparison itself finds a difference."""
     assert find_fault(["a", "b"], ["a", "b"]) == ""
     assert find_fault(["a", "refused 400"], ["a", "b"]) == ""
     assert find_fault(["a"], ["a", "b"]) == ""
     assert find_fault(["unread"], []) == ""
     assert find_fault(["a"], ["b/a"]) == ""
-    assert find_fault(["a", "b"], ["a", "refused 400"]) == "request 1 is taken, and the oracle refuses it"
-    assert find_fault(["a"], []) == "request 0 is taken, and the oracle refuses it"
-    assert find_fault(["a"], ["b"]) == "request 0 is understood in another way"
+    assert find_fault(["a", "b"], ["a", "refused 400"]) == "request 1 is accepted, and the oracle refuses it"
+    assert find_fault(["a"], []) == "request 0 is accepted, and the oracle refuses it"
+    assert find_fault(["a"], ["b"]) == "request 0 is read differently"
     assert find_fault(["refused 500"], []) == "answer 0 is refused 500"
     assert generate(SEED).endswith(LAST)

@@ -10,7 +10,7 @@ SAMPLE = 100 * len(SHAPES)
 
 
 def test_redaction_leaves_no_planted_secret_in_any_shape_of_line() -> None:
-    """Guarantee: whichever way a secret gets into a log line, no part of it is readable there."""
+    """Guarantee: no part of a secret is readable in a log line, whatever the line's shape."""
     assert len(SHAPES) >= 30
     assert [str(find) for find in islice(find_leaks(range(SAMPLE)), 5)] == []
 

@@ -1,1 +1,1 @@
-"""Throwaway servers for the tests, PostgreSQL, Redis and OpenBao among them: started here, gone afterwards."""
+"""Temporary servers for the tests, such as PostgreSQL, Redis and OpenBao, each deleted after its use."""

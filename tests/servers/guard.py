@@ -1,9 +1,9 @@
-"""The process between a test run and a server it started: when the run ends in any way, so does the server.
+"""The process between a test run and a server that it started: the server ends with the run, however that ends.
 
-Run as a script of its own, with only the standard library: `python -I -S guard.py SPEC`, SPEC being the JSON
-object that `throwaway.py` writes. Its standard input is a pipe that the test run holds open; the end of that
-pipe, or another parent process, means that the run is gone, be it by kill -9. Then the server is stopped and
-its directory removed, which a process that was itself killed could no longer do.
+It is a separate script that uses only the standard library: `python -I -S guard.py SPEC`. SPEC is the JSON object that
+`throwaway.py` writes. Its standard input is a pipe that the test run holds open. The end of that pipe, or another
+parent process, means that the run has ended, even by kill -9. The guard then stops the server and removes its
+directory.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def die_with_parent() -> None:
 
 
 def child_options(spec: dict[str, Any]) -> dict[str, Any]:
-    """What the server and its preparation have in common: user, directory, environment, log."""
+    """Return the options that the server and its preparation share: user, directory, environment, log."""
     options: dict[str, Any] = {
         "cwd": spec["directory"],
         "env": spec["environment"],
@@ -52,13 +52,13 @@ def child_options(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_abandoned(parent: int) -> bool:
-    """Wait a moment; True when the test run closed the pipe or is no longer our parent."""
+    """Wait a moment. Return whether the test run closed the pipe or is no longer the parent."""
     readable, _, _ = select.select([sys.stdin], [], [], LOOK_EVERY_SECONDS)
     return bool(readable) or os.getppid() != parent
 
 
 def stop(server: "subprocess.Popen[bytes]", how: int) -> None:
-    """End the server as its makers advise, and by force when that takes too long."""
+    """End the server as its documentation advises, and kill it when that takes too long."""
     if server.poll() is not None:
         return
     server.send_signal(how)
@@ -70,7 +70,7 @@ def stop(server: "subprocess.Popen[bytes]", how: int) -> None:
 
 
 def serve(spec: dict[str, Any], log: Path) -> int:
-    """Prepare and run the server until the test run is gone or the server ends; 0 when it was our doing."""
+    """Prepare and run the server until the test run or the server ends. Return 0 if this process stopped the server."""
     with log.open("ab") as output:
         options = child_options(spec) | {"stdout": output}
         for command in spec["prepare"]:
@@ -90,12 +90,12 @@ def serve(spec: dict[str, Any], log: Path) -> int:
 
 
 def ask_to_stop(number: int, frame: FrameType | None) -> None:
-    """Unwind to the place that stops the server."""
+    """Raise the error whose handler stops the server."""
     raise StoppedError
 
 
 def main() -> int:
-    """Guard one server; on its own early end, the tail of its log goes to standard output."""
+    """Guard one server. If it ends early, print the end of its log to standard output."""
     spec = json.loads(sys.argv[1])
     directory = Path(spec["directory"])
     log = directory / "server.log"

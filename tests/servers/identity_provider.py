@@ -1,4 +1,4 @@
-"""An OpenID Connect provider on this machine, which a test can make lie: discovery, keys, authorization, tokens."""
+"""An OpenID Connect provider on this machine that a test can attack with: discovery, keys, authorization, tokens."""
 
 import base64
 import hashlib

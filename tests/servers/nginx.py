@@ -1,4 +1,4 @@
-"""A throwaway nginx in front of an upstream of the test."""
+"""A temporary nginx in front of an upstream of the test."""
 
 import shutil
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .throwaway import MissingServerError, Place, Plan, running
 
-# Logs as distributions set them for every server that says nothing else.
+# Logs as distributions configure them by default.
 # One process, which the guard can end with the run: workers would outlive a master that was killed.
 SETTINGS = """\
 daemon off;
@@ -31,7 +31,7 @@ http {{
 
 
 def find_nginx() -> Path | None:
-    """The `nginx` binary to use, which distributions keep outside of users' PATH; None without one."""
+    """Return the `nginx` binary, which distributions install outside of users' PATH; None without one."""
     found = shutil.which("nginx")
     choices = (*([Path(found)] if found else []), Path("/usr/sbin/nginx"), Path("/usr/local/sbin/nginx"))
     return next((path for path in choices if path.exists()), None)
@@ -57,7 +57,7 @@ def _plan(binary: Path, place: Place, http: str) -> Plan:
 
 @contextmanager
 def nginx_server(http: Callable[[Place], str]) -> Iterator[str]:
-    """The URL of a running nginx. `http` writes the http context for a place: it listens on the place's port."""
+    """Run nginx and yield its URL. `http` returns the http context for a place, which listens on the place's port."""
     binary = find_nginx()
     if binary is None:
         raise MissingServerError("no nginx on this machine (looked for nginx on PATH and in /usr/sbin)")

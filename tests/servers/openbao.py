@@ -1,6 +1,7 @@
-"""A throwaway OpenBao or Vault: one in dev mode that keeps nothing, and one on disk that can be sealed and killed.
+"""A temporary OpenBao or Vault: one in dev mode without storage, and one on disk that can be sealed and killed.
 
-Both are plain HTTP on loopback. `KEYVAULT_TEST_VAULT_BIN` names the binary; else `bao`, else `vault` on PATH is taken.
+Both use plain HTTP on loopback. `KEYVAULT_TEST_VAULT_BIN` names the binary; the default is `bao`, else `vault`, on
+PATH.
 """
 
 import os
@@ -32,7 +33,7 @@ BINARY = "KEYVAULT_TEST_VAULT_BIN"
 ADDRESS = "KEYVAULT_TEST_VAULT_ADDR"
 TOKEN = "KEYVAULT_TEST_VAULT_TOKEN"
 
-# Audit devices of recent OpenBao come from its configuration unless this is said; Vault knows only the API.
+# Without this option, recent OpenBao accepts audit devices in its configuration only. Vault has only the API.
 DEV_SETTINGS = "unsafe_allow_api_audit_creation = true\n"
 
 # A file, because a process's arguments can be read by every local user. Each server reads the variable of its own name.
@@ -57,14 +58,14 @@ unsafe_allow_api_audit_creation = true
 
 @dataclass(frozen=True)
 class RunningVault:
-    """A server that answers, and the token that may do everything there."""
+    """A ready server, with its root token."""
 
     address: str
     root_token: str
 
 
 class VaultOnDisk:
-    """One key share, an audit device that writes `audit_log`; what it stored outlives `kill` and `start`."""
+    """A server with one key share and an audit device that writes `audit_log`. Its data survives `kill` and `start`."""
 
     def __init__(self, place: Place, binary: Path) -> None:
         # Above `tests.servers`, and only this server needs it.
@@ -86,7 +87,7 @@ class VaultOnDisk:
         self._key = ""
 
     def set_up(self) -> None:
-        """Initialised, unsealed, audited."""
+        """Initialize and unseal the server, and enable its audit log."""
         self._process.wait_until_ready()
         made = self._put("sys/init", {"secret_shares": 1, "secret_threshold": 1})
         self.root_token, self._key = made["root_token"], made["keys"][0]
@@ -125,14 +126,14 @@ class VaultOnDisk:
 
 
 def find_vault() -> Path | None:
-    """The `bao` or `vault` binary to use; None without one."""
+    """Return the `bao` or `vault` binary; None without one."""
     found = os.environ.get(BINARY) or shutil.which("bao") or shutil.which("vault")
     return Path(found) if found else None
 
 
 @contextmanager
 def openbao_server() -> Iterator[RunningVault]:
-    """The server that the environment lends, or one of our own in dev mode: unsealed, and all in memory."""
+    """Yield the server that the environment names, or else a new one in dev mode: unsealed, in memory."""
     if address := os.environ.get(ADDRESS):
         yield RunningVault(address, os.environ.get(TOKEN, ""))
         return
@@ -143,11 +144,11 @@ def openbao_server() -> Iterator[RunningVault]:
 
 @contextmanager
 def openbao_on_disk() -> Iterator[VaultOnDisk]:
-    """One of our own with file storage, initialised and unsealed."""
+    """Run a server with file storage, initialized and unsealed."""
     binary, owner = _binary(), unprivileged_owner()
     with ExitStack() as stack:
         place = Place(new_directory("kv-openbao-", owner), free_port(), owner)
-        # Until the server's own keeper answers for it.
+        # Until the server's own guard takes over.
         stack.callback(shutil.rmtree, place.directory, ignore_errors=True)
         server = VaultOnDisk(place, binary)
         stack.callback(server.end)

@@ -1,4 +1,4 @@
-"""A throwaway PostgreSQL: fast because nothing of it is kept, closed because it asks for a password."""
+"""A temporary PostgreSQL: fast because its data is not durable, with a password because others can reach its port."""
 
 import secrets
 import shutil
@@ -15,12 +15,12 @@ from .throwaway import MissingServerError, Place, Plan, running
 CONNECTIONS = 100
 LOCALE = "C.UTF-8" if sys.platform == "linux" else "C"
 
-# What a crash of the machine could cost does not matter here.
+# Durability after a crash of the machine does not matter here.
 UNSAFE_BUT_FAST = ("fsync=off", "synchronous_commit=off", "full_page_writes=off")
 
 
 def _packaged() -> list[Path]:
-    """Packaged installations, the newest first; distributions keep them outside PATH."""
+    """Return packaged installations, the newest first, which distributions install outside PATH."""
     found = [
         *Path("/usr/lib/postgresql").glob("*/bin/postgres"),
         *Path("/usr").glob("pgsql-*/bin/postgres"),
@@ -35,7 +35,7 @@ def _version(folder: str) -> int:
 
 
 def find_postgres() -> Path | None:
-    """The `postgres` binary to use, with `initdb` beside it; None when this machine has none."""
+    """Return the `postgres` binary, with `initdb` beside it; None without one."""
     on_path = shutil.which("postgres")
     for candidate in (*_packaged(), *([Path(on_path).resolve()] if on_path else [])):
         if candidate.with_name("initdb").exists():
@@ -82,14 +82,14 @@ def _plan(binary: Path, place: Place, more: tuple[str, ...] = ()) -> Plan:
         ),
         serve=[str(binary), "-D", str(data), *(part for setting in settings for part in ("-c", setting))],
         is_ready=lambda: _answers(url),
-        # Immediate shutdown: the data is thrown away, but the children and the shared memory go too.
+        # Immediate shutdown loses data, which does not matter, and ends the children and the shared memory.
         stop_signal=signal.SIGQUIT,
     )
 
 
 @contextmanager
 def postgres_server(*settings: str) -> Iterator[str]:
-    """Run a throwaway PostgreSQL and yield the URL of its database `postgres`, as superuser.
+    """Run a temporary PostgreSQL and yield the URL of its database `postgres`, as superuser.
 
     `settings`: values of its option `-c`.
     """

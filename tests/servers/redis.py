@@ -1,4 +1,4 @@
-"""A throwaway Redis that keeps nothing on disk and asks for a password."""
+"""A temporary Redis without persistence, and with a password."""
 
 import secrets
 import shutil
@@ -26,7 +26,7 @@ maxmemory-policy noeviction
 
 
 def find_redis() -> Path | None:
-    """The `redis-server` binary to use (or Valkey's, which answers alike); None without one."""
+    """Return the `redis-server` binary, or Valkey's, which is compatible; None without one."""
     found = shutil.which("redis-server") or shutil.which("valkey-server")
     return Path(found) if found else None
 
@@ -56,7 +56,7 @@ def _plan(binary: Path, place: Place) -> Plan:
 
 @contextmanager
 def redis_server() -> Iterator[str]:
-    """The URL of a running Redis of our own, to its database 0."""
+    """Run Redis and yield the URL of its database 0."""
     binary = find_redis()
     if binary is None:
         raise MissingServerError("no Redis server on this machine (looked for redis-server on PATH)")

@@ -1,4 +1,4 @@
-"""Throwaway servers answer, and leave nothing behind, however the run ends."""
+"""Temporary servers start, and leave nothing behind, however the run ends."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ def eventually(holds: Callable[[], bool], within_seconds: float = 15) -> bool:
 
 @pytest.mark.skipif(find_postgres() is None, reason="no PostgreSQL server on this machine")
 def test_postgres_server_wants_its_password_and_is_gone_afterwards() -> None:
-    """Others on this machine can reach the port, and a superuser of PostgreSQL can run programs."""
+    """Other users of this machine can reach the port, and a superuser of PostgreSQL can run programs."""
     with postgres_server() as url:
         with psycopg.connect(url) as connection:
             row = connection.execute("SELECT current_setting('data_directory'), current_user").fetchone()
@@ -83,7 +83,7 @@ def test_postgres_server_wants_its_password_and_is_gone_afterwards() -> None:
 def test_server_of_a_killed_run_ends_and_leaves_nothing(
     name: str, find: Callable[[], Path | None], how: signal.Signals, open_folder: Path
 ) -> None:
-    """A run that dies takes its servers with it: no open port, no directory of test data."""
+    """The servers of a killed run end: no open port, no directory of test data."""
     if find() is None:
         pytest.skip(f"no {name} server on this machine")
     command = [sys.executable, "-c", HOLD.format(name=name)]

@@ -1,4 +1,4 @@
-"""What every throwaway server needs: a directory, an unprivileged owner, a free port, a guard, readiness."""
+"""Shared by all temporary servers: a directory, an unprivileged owner, a free port, a guard, a readiness check."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ATTEMPTS = 3
 
 
 class MissingServerError(Exception):
-    """This machine has no binary of that server; the text says where it was looked for."""
+    """This machine has no binary of that server. The text names the places searched."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -30,12 +30,12 @@ class MissingServerError(Exception):
 
 
 class FailedServerError(Exception):
-    """The server is installed but did not come up; the text ends with the tail of its log."""
+    """The server is installed but did not start. The text ends with the end of its log."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to run one server: what to run before it, itself, how to see it answer, how to ask it to stop."""
+    """The commands of one server: preparation, server, readiness check, and the signal that stops it."""
 
     url: str
     serve: list[str]
@@ -46,14 +46,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one server may live: its own directory, its port, and who it runs as (None: as ourselves)."""
+    """The directory and the port of one server, and the user that it runs as (None: the current user)."""
 
     directory: Path
     port: int
     owner: tuple[int, int] | None
 
     def write(self, name: str, text: str) -> Path:
-        """A file that only the server's user can read."""
+        """Write a file that only the server's user can read."""
         path = self.directory / name
         path.touch(mode=0o600)
         path.write_text(text)
@@ -71,7 +71,7 @@ def free_port() -> int:
 
 
 def unprivileged_owner() -> tuple[int, int] | None:
-    """The user that a server started by root runs as: PostgreSQL refuses root, and Redis does not need it."""
+    """Return the user for a server that root starts: PostgreSQL refuses root, and Redis does not need it."""
     if os.geteuid() != 0:
         return None
     account = pwd.getpwnam("nobody")
@@ -79,12 +79,12 @@ def unprivileged_owner() -> tuple[int, int] | None:
 
 
 def is_open_to_all(path: Path) -> bool:
-    """Whether any user can walk down to this directory."""
+    """Return whether any user can reach this directory."""
     return all(step.stat().st_mode & stat.S_IXOTH for step in (path, *path.parents))
 
 
 def new_directory(prefix: str, owner: tuple[int, int] | None) -> Path:
-    """A fresh directory that belongs to the server's user and that this user can reach."""
+    """Create a directory that belongs to the server's user and that this user can reach."""
     choices = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")]  # noqa: S108  mkdtemp follows
     base = next((path for path in choices if owner is None or is_open_to_all(path)), choices[0])
     directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
@@ -94,7 +94,7 @@ def new_directory(prefix: str, owner: tuple[int, int] | None) -> Path:
 
 
 def guard_order(plan: Plan, place: Place) -> str:
-    """Return what the process that keeps a server reads: which commands to run, where and as whom."""
+    """Return the specification for a guard: the commands, their directory and their user."""
     environment = {
         "HOME": str(place.directory),
         "PATH": os.environ.get("PATH", os.defpath),
@@ -128,7 +128,7 @@ class Guarded:
         )
 
     def wait_until_ready(self) -> None:
-        """Return when the server answers; FailedServerError when it ended or kept silent."""
+        """Wait until the server is ready. Raises FailedServerError when it ended or does not respond."""
         deadline = time.monotonic() + READY_WITHIN_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -141,12 +141,12 @@ class Guarded:
         raise FailedServerError(f"{self.plan.serve[0]} did not answer within {READY_WITHIN_SECONDS} s")
 
     def stop(self) -> None:
-        """Return when server and directory are gone."""
+        """Stop the server, and return when it has ended and its directory is deleted."""
         let_end(self.process)
 
 
 def let_end(keeper: "subprocess.Popen[bytes]") -> None:
-    """Closes the pipe that keeps a server's keeper going, and waits until it is gone, by force when that is long."""
+    """Close the pipe of a guard and wait for its end; kill it if that takes too long."""
     assert keeper.stdin
     assert keeper.stdout
     keeper.stdin.close()
@@ -160,7 +160,7 @@ def let_end(keeper: "subprocess.Popen[bytes]") -> None:
 
 @contextmanager
 def running(prefix: str, plan_at: Callable[[Place], Plan]) -> Iterator[str]:
-    """A server that answers, as its URL; stopped and removed at the end, however the end comes."""
+    """Run a server and yield its URL. The server is stopped and deleted at the end of the block, also on an error."""
     owner = unprivileged_owner()
     for attempt in range(1, ATTEMPTS + 1):
         place = Place(new_directory(prefix, owner), free_port(), owner)

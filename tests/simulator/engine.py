@@ -315,7 +315,7 @@ class Engine:
         self._stop(rotation, step.to, step.why, now)
 
     def _stop(self, rotation: StoredRotation, to: RotationState, why: str, now: datetime) -> None:
-        """Enter a state. One that stops the rotation undoes its quarantine and tells operators."""
+        """Enter a state. One that stops the rotation undoes its quarantine and notifies operators."""
         if to in {S.CANCELLED, S.STALLED, S.COMPLETED} and rotation.state is not S.REVOKING:
             self._lift(rotation, now)
         if to is S.STALLED:

@@ -133,7 +133,7 @@ class People:
         world.scheduler.after(self._random.uniform(1, 600), answer)
 
     def receive_replacement(self, rotation: StoredRotation) -> None:
-        """The merchant acknowledges with the replacement, or tells an operator that it is in use; some never do."""
+        """The merchant acknowledges with the replacement, or an operator confirms for it; some never respond."""
         proof = rotation.plan.proof
         if (proof is not Proof.TRAFFIC or rotation.plan.is_dormant) and self._random.random() < 0.9:
             hours = self._random.uniform(1, 240)

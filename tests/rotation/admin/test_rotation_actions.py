@@ -343,7 +343,7 @@ def test_replacement_is_listed_for_its_requester_until_it_is_collected(desk: Des
 
 
 def test_replacement_of_a_campaign_is_listed_for_others_who_may_collect_it(desk: Desk) -> None:
-    """The author of the campaign may be absent when the key is there. Approvers and readers are not told."""
+    """The author of the campaign may be absent when the key is available. Approvers and readers are not notified."""
     key, _ = issue(desk.sandbox, delivery=Delivery.SHOW_ONCE, label="waiting")
     request_campaign(
         grant(desk.tam, P.ROTATIONS_WRITE),

@@ -245,7 +245,7 @@ def test_sign_due_of_an_unchanged_log_compares_all_chains_in_turn(
 
 
 def test_sign_due_measures_since_when_entries_are_unsigned(written: Iterator[datetime]) -> None:
-    """Guarantee: an alarm can tell an idle log from one that is not signed."""
+    """Guarantee: an alarm can distinguish an idle log from one that is not signed."""
     with mock.patch.object(meters, "note_unsigned") as noted:
         sign_due(next(written))
         write()

@@ -313,7 +313,7 @@ def test_follower_without_changes_reports_at_intervals(recorded: RecordedFollowe
     """A write at each poll would cost too much; no write at all would count as silence."""
     recorded.follower.poll_once()
     steps = Confirmation.objects.count()
-    # An earlier time tells the next report from this one, also within one millisecond.
+    # An earlier time distinguishes the next report from this one, also within one millisecond.
     seen_at = Verifier.objects.get().seen_at - timedelta(seconds=1)
     Verifier.objects.update(seen_at=seen_at)
     recorded.follower.poll_once()

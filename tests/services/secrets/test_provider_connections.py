@@ -393,7 +393,7 @@ def test_connection_write_killed_midway_and_repeated_succeeds(
 def test_connection_write_with_a_lost_reply_is_found_by_reading_back(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The write id on the stored version tells whose write it was."""
+    """The write id on the stored version identifies the writer."""
     with monkeypatch.context() as lossy:
         lossy.setattr(LocalKeystore, "put", after(LocalKeystore.put, unavailable))
         connection = set_credentials(scene, "first")
